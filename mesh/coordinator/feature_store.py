@@ -2,12 +2,15 @@
 
 Each stage sends the features of a window's rows as soon as it has computed them, before anything is known of
 the proposed tokens among them. A verdict says how many rows count.
+
+A committed position may be computed more than once, in models that go back to checkpoints, and in a replay.
+Whichever of its features are complete first are released; the others are the same, and are dropped.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 
 # Windows whose features may still be on their way; features of older ones are dropped.
 _MOST_WINDOWS: Final = 64
+# What is known of the features of a position: nothing, that they are wanted, that they were released.
+_UNKNOWN, _WANTED, _RELEASED = np.arange(3, dtype=np.uint8)
 
 
 @dataclass
@@ -30,17 +35,12 @@ class _Window:
         rows: float32 (rows, layers × n_embd).
         has: bool (rows, layers): which features are there.
         num_valid: First rows that count; None before the verdict.
-        is_released: Per row: whether its features were released.
     """
 
     start: int
     rows: NDArray[np.float32]
     has: NDArray[np.bool_]
     num_valid: int | None = None
-    is_released: NDArray[np.bool_] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.is_released = np.zeros(len(self.rows), np.bool_)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class FeatureStore:
         n_embd: Values of a row of one layer.
 
     Attributes:
-        num_wanted: Rows of judged windows that count, and asked for features.
+        num_wanted: Positions whose rows count, in judged windows that asked for features; each once.
         num_received: Those among them whose features arrived.
         num_known: Position up to which features of all positions arrived, from the first that was asked for.
     """
@@ -73,6 +73,8 @@ class FeatureStore:
         self._index = {layer: index for index, layer in enumerate(layers)}
         self._n_embd = n_embd
         self._windows: OrderedDict[int, _Window] = OrderedDict()
+        # By position.
+        self._states = np.empty(0, np.uint8)
         self.num_wanted = 0
         self.num_received = 0
         self.num_known = 0
@@ -104,7 +106,10 @@ class FeatureStore:
         if window is None:
             return []
         window.num_valid = min(num_valid, len(window.rows))
-        self.num_wanted += window.num_valid
+        states = self._states_of(window.start, window.num_valid)
+        is_new = states == _UNKNOWN
+        self.num_wanted += int(is_new.sum())
+        states[is_new] = _WANTED
         return self._released(window_id, window)
 
     def add(
@@ -141,18 +146,28 @@ class FeatureStore:
             del self._windows[window_id]
 
     def _released(self, window_id: int, window: _Window) -> list[FeatureRows]:
-        """Rows that count and are complete now, once each."""
+        """Rows that count and are complete now, each position once."""
         num_valid = window.num_valid
         if num_valid is None:
             return []
-        is_new = window.has[:num_valid].all(axis=1) & ~window.is_released[:num_valid]
-        window.is_released[:num_valid] |= is_new
+        states = self._states_of(window.start, num_valid)
+        is_new = window.has[:num_valid].all(axis=1) & (states != _RELEASED)
+        states[is_new] = _RELEASED
         found = [FeatureRows(window.start + first, window.rows[first:stop]) for first, stop in _runs(is_new)]
         self.num_received += sum(len(run.rows) for run in found)
         self._note_known(found)
-        if window.is_released[:num_valid].all():
+        if (states == _RELEASED).all():
             del self._windows[window_id]
         return found
+
+    def _states_of(self, start: int, num_rows: int) -> NDArray[np.uint8]:
+        """What is known of consecutive positions, uint8 (rows,): a view to write to."""
+        stop = start + num_rows
+        if stop > len(self._states):
+            # Doubled, so that a long text is not copied with each window.
+            more = np.zeros(max(stop, 2 * len(self._states)) - len(self._states), np.uint8)
+            self._states = np.concatenate([self._states, more])
+        return self._states[start:stop]
 
     def _note_known(self, runs: Sequence[FeatureRows]) -> None:
         for run in runs:

@@ -140,9 +140,10 @@ def own_head(target: ModelFacts) -> Drafter | None:
 
 
 def _unfit(target: ModelFacts) -> str | None:
-    """Why no drafter can read hidden states of a model; None if one can."""
-    if not target.can_trim:
-        return "it has recurrent layers, whose state cannot go back after a rejection"
+    """Why no drafter can read hidden states of a model; None if one can.
+
+    Models with recurrent layers go back to checkpoints after a rejection; without any they do not speculate.
+    """
     if target.n_streams > 1:
         return f"its hidden states have {target.n_streams} streams"
     return None

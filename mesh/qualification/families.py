@@ -5,7 +5,8 @@
     python -m mesh.qualification.families models/d1 models/d2 --output record.json
 
 One record a model: its family, the rules it needed, where it may be cut, and whether that is bit-equal; or
-why it is refused. Exits with 1 if a cut that is allowed is not equal to the last bit.
+why it is refused; and how its sessions go back. Exits with 1 if a cut that is allowed is not equal to the
+last bit.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import os
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mesh.qualification.families_table import FamilyRecord, Outcome, counts, to_json
+from mesh.qualification.families_table import FamilyRecord, GoesBack, Outcome, counts, to_json
 from mesh.util.logs import set_up_logs
 from mesh.util.progress import progress_bars
 from spanmesh_proto.errors import MeshError
@@ -97,7 +99,8 @@ def _before(source: SourceModel) -> FamilyRecord:
         n_layers=source.n_layers,
         rules=tuple(rule.name for rule in source.rules_used),
         is_known=source.is_known,
-        can_trim=not source.family.has_recurrent_state,
+        # To checkpoints only once that is certified.
+        goes_back=GoesBack.NO if source.family.has_recurrent_state else GoesBack.POSITION,
         allowed_cuts=source.allowed_cuts,
         refused_cuts={str(cut): reason for cut, reason in source.refused_cuts.items()},
         reason="" if source.allowed_cuts else next(iter(source.refused_cuts.values()), "it has one layer"),
@@ -105,7 +108,8 @@ def _before(source: SourceModel) -> FamilyRecord:
 
 
 def _after(record: FamilyRecord, report: EquivalenceReport, *, is_known: bool) -> FamilyRecord:
-    if report.is_exact:
+    if report.is_exact or report.is_exact_onward:
+        record = _with_checkpoints(record, report)
         return record.bit_equal() if record.allowed_cuts else record
     unequal = [result for result in report.cuts if not result.difference.is_bit_equal]
     if unequal:
@@ -117,6 +121,20 @@ def _after(record: FamilyRecord, report: EquivalenceReport, *, is_known: bool) -
     else:
         reason = "cut at all these places at once, or at none, logits differ"
     return record.failed(reason, is_known=is_known)
+
+
+def _with_checkpoints(record: FamilyRecord, report: EquivalenceReport) -> FamilyRecord:
+    """The same, with how a model with recurrent layers goes back."""
+    found = report.with_checkpoints
+    if found is None:
+        return record
+    if found.is_bit_equal:
+        return replace(record, goes_back=GoesBack.CHECKPOINTS)
+    return replace(
+        record,
+        why_no_checkpoints="several rows at once, or rows after going back to a checkpoint, differ by up to "
+        f"{found.max_logit_diff:.2g} from the same rows one by one",
+    )
 
 
 @click.command()
@@ -139,6 +157,10 @@ def main(folders: tuple[Path, ...], output: Path | None, only: str) -> None:
             recorded.setdefault(folder.name, []).append(record)
             if record.outcome is not Outcome.BIT_EQUAL:
                 click.echo(f"{folder.name}/{record.model}: {record.outcome}: {record.reason}", err=True)
+            if record.why_no_checkpoints:
+                click.echo(
+                    f"{folder.name}/{record.model}: no checkpoints: {record.why_no_checkpoints}", err=True
+                )
             bar(done / len(models))
     for name, records in recorded.items():
         click.echo(f"{name}: {counts(records)}")

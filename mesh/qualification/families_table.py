@@ -33,6 +33,20 @@ class Outcome(StrEnum):
     WRONG = "wrong"
 
 
+class GoesBack(StrEnum):
+    """How sessions go back to before a rejected token, without which nothing is proposed.
+
+    Attributes:
+        POSITION: To any position: their rows are dropped.
+        CHECKPOINTS: To copies of the recurrent state, certified.
+        NO: Not at all in exact mode.
+    """
+
+    POSITION = "position"
+    CHECKPOINTS = "checkpoints"
+    NO = "no"
+
+
 @dataclass(frozen=True)
 class FamilyRecord:
     """One model.
@@ -45,7 +59,8 @@ class FamilyRecord:
         n_layers: Layers.
         rules: Names of the rules that it needed beyond the generic ones.
         is_known: Whether its family is in the table.
-        can_trim: Whether sessions can go back, without which nothing is proposed.
+        goes_back: How its sessions go back; None if its header was refused.
+        why_no_checkpoints: Why they do not go back to checkpoints of a recurrent state, if it was tried.
         allowed_cuts: Where it may be cut.
         refused_cuts: Where not, and why.
     """
@@ -57,7 +72,8 @@ class FamilyRecord:
     n_layers: int = 0
     rules: tuple[str, ...] = ()
     is_known: bool = True
-    can_trim: bool = True
+    goes_back: GoesBack | None = None
+    why_no_checkpoints: str = ""
     allowed_cuts: tuple[int, ...] = ()
     refused_cuts: Mapping[str, str] = field(default_factory=dict)
 
@@ -82,11 +98,15 @@ def to_json(record: FamilyRecord) -> dict[str, Any]:
 
 
 def from_json(saved: Mapping[str, Any]) -> FamilyRecord:
-    """From a file."""
+    """From a file, also one written when sessions with a recurrent state did not go back."""
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()
     }
     values["outcome"] = Outcome(saved["outcome"])
+    if "can_trim" in values:
+        values["goes_back"] = GoesBack.POSITION if values.pop("can_trim") else GoesBack.NO
+    elif values.get("goes_back") is not None:
+        values["goes_back"] = GoesBack(values["goes_back"])
     return FamilyRecord(**values)
 
 
@@ -101,7 +121,8 @@ _HEAD: Final = """\
 
 Which families of models can be cut, found out by cutting llama.cpp's own tiny random model of each
 architecture at every place that the rules allow, alone and all at once, and comparing bits with the model
-whole: prefill, decode, long prompts in chunks, and spans after going back. Written by
+whole: prefill, decode, long prompts in chunks, spans after going back, and, with recurrent layers, up to 63
+rows at once with the same rows one by one. Written by
 
 ```sh
 python -m mesh.qualification.tiny_models models/d1
@@ -118,8 +139,9 @@ _TAIL: Final = """
 **d2-mtp**: the same models with a layer for multi-token prediction behind their own, which no stage holds;
 those that llama.cpp's program can write with one.
 
-**proposals**: models whose sessions have a state that cannot go back to an earlier position run without
-speculation.
+**goes back**: how a session returns to before a rejected token. *position*: its rows are dropped.
+*checkpoints*: a recurrent state has no rows, so stages copy it now and then, and go on from a copy. *no*:
+not in exact mode, where nothing is proposed then.{refusals}
 {wrong}
 Rules are in [stages/slicing/architectures/registry.py](stages/slicing/architectures/registry.py), each with
 its reason. A family that is not in the table of rules is cut by the generic ones, and only after a self-check
@@ -144,13 +166,22 @@ def markdown(document: Mapping[str, Any]) -> str:
     names = list(runs)
     lines += [
         "",
-        f"| model | {' | '.join(names)} | rules | proposals | why not |",
+        f"| model | {' | '.join(names)} | rules | goes back | why not |",
         "|---" * (len(names) + 4) + "|",
     ]
     for model in sorted({record.model for records in runs.values() for record in records}):
         lines.append(_row(model, [_find(runs[name], model) for name in names]))
     is_any_wrong = any(record.outcome is Outcome.WRONG for records in runs.values() for record in records)
-    return "\n".join(lines) + "\n" + _TAIL.format(wrong=_WRONG if is_any_wrong else "")
+    tail = _TAIL.format(wrong=_WRONG if is_any_wrong else "", refusals=_refusals(runs.values()))
+    return "\n".join(lines) + "\n" + tail
+
+
+def _refusals(runs: Iterable[Sequence[FamilyRecord]]) -> str:
+    """Why sessions of some models do not go back to checkpoints, as sentences."""
+    reasons: dict[str, str] = {}
+    for record in (each for records in runs for each in records if each.why_no_checkpoints):
+        reasons[record.model.removesuffix(".gguf")] = record.why_no_checkpoints
+    return "".join(f"\n{model}: {reason}." for model, reason in sorted(reasons.items()))
 
 
 def _find(records: Sequence[FamilyRecord], model: str) -> FamilyRecord | None:
@@ -162,9 +193,10 @@ def _row(model: str, found: Sequence[FamilyRecord | None]) -> str:
     cells = ["" if record is None else _cell(record) for record in found]
     rules = dict.fromkeys(rule for record in present for rule in record.rules)
     reasons = dict.fromkeys(record.reason for record in present if record.reason)
-    proposals = "yes" if all(record.can_trim for record in present) else "no"
+    ways = {record.goes_back for record in present}
+    goes_back = next((way for way in reversed(GoesBack) if way in ways), "")
     shown = model.removesuffix(".gguf")
-    return f"| {shown} | {' | '.join(cells)} | {', '.join(rules)} | {proposals} | {'; '.join(reasons)} |"
+    return f"| {shown} | {' | '.join(cells)} | {', '.join(rules)} | {goes_back} | {'; '.join(reasons)} |"
 
 
 def _cell(record: FamilyRecord) -> str:

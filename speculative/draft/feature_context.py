@@ -270,6 +270,8 @@ class FeatureContext(DraftContext):
         return params
 
     def _check(self, path: Path) -> None:
+        # llama.cpp calls the head of a model with recurrent layers a hybrid model, after its architecture. A
+        # context of type MTP has a plain cache for its attention all the same, which is trimmed as any other.
         self.width: int = llama_cpp.llama_model_n_embd(self._model)
         self.feature_width = self.width
         if self._kind is FeatureKind.EAGLE3:

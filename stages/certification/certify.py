@@ -1,13 +1,8 @@
 """Certification: a model cut into stages compared with the whole model, phase by phase.
 
-Four phases, all in exact numeric mode. `prefill`: one batch of prompt rows. `decode`: one row at a time, each
-the whole model's greedy choice. `chunks`: a longer prompt in several batches, past the model's sliding window
-if it has one, where an error of windows shows. `spans`: several rows at once, as in verification, from
-positions that had been passed before; not for models that cannot go back.
-
-The whole model runs once; its hidden states at each cut are kept and compared with the first stage's output.
-At last the model is cut at all those places at once, into the smallest stages. A model that cannot be cut is
-compared with its single stage.
+The whole model runs once, see `reference`; its hidden states at each cut are kept and compared with the first
+stage's output. At last the model is cut at all those places at once, into the smallest stages. A model that
+cannot be cut is compared with its single stage.
 Smaller wire types are tried on the second stage alone: the first one is not affected.
 """
 
@@ -22,67 +17,28 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from spanmesh_proto.errors import InvalidModel, UncuttableModel
-from stages.certification.comparison import (
-    CutResult,
-    Difference,
-    EquivalenceReport,
-    compare,
-    phases_of,
-    wire_loss,
-)
+from spanmesh_proto.errors import UncuttableModel
+from stages.certification.comparison import CutResult, EquivalenceReport, compare, phases_of, total, wire_loss
+from stages.certification.reference import PHASES, PHASES_OF_CHECKPOINTS, ReferencePlan, run_whole
 from stages.layers import LayerRange
-from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.stage_runtime import StageRuntime
 from stages.slicing.source_model import read_source
 from stages.slicing.stage_writer import write_stage
 from stages.transport import hidden_codec
 from stages.transport.hidden_codec import HiddenType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from stages.certification.comparison import WireLoss
-    from stages.graph_boundary import GraphBoundary
+    from stages.certification.comparison import Difference, PhaseResult, WireLoss
+    from stages.certification.reference import ReferenceDecode
+    from stages.runtime.stage_runtime import Span
     from stages.slicing.source_model import SourceModel
 
-PHASES: Final = ("prefill", "decode", "chunks", "spans")
 # Phases with logits of every position.
 _LOSS_PHASES: Final = ("prefill", "decode")
-_SLOT: Final = 0
-_SEED: Final = 20_240_613
-_CHUNK_ROWS: Final = 40
-_CHUNKS: Final = 2
-# A row of logits of a large vocabulary is 1 MB: of each chunk, only these last rows are compared.
-_LOGIT_ROWS_PER_CHUNK: Final = 2
-# Starts of spans before the end of the long prompt, and numbers of rows: the second goes back.
-_SPANS: Final = ((-12, 6), (-9, 4), (-5, 1))
-# Longer windows would take too long to fill.
-_LONGEST_WINDOW: Final = 2048
-
-
-@dataclass(frozen=True)
-class _Decode:
-    """A decode of the whole model.
-
-    Attributes:
-        phase: One of `PHASES`.
-        start: Position of the first row; 0 begins a new sequence.
-        tokens: Token ids, one a row.
-        logits: float32 (requested rows, n_vocab).
-        hidden: By cut, float32 (rows, n_embd): output of the layer before it.
-    """
-
-    phase: str
-    start: int
-    tokens: tuple[int, ...]
-    logits: NDArray[np.float32]
-    hidden: dict[int, NDArray[np.float32]]
-
-    def span(self, hidden: NDArray[np.float32] | None = None) -> Span:
-        """The same rows for a stage."""
-        return Span(_SLOT, self.start, self.tokens, hidden, num_outputs=len(self.logits))
 
 
 @dataclass(frozen=True)
@@ -137,96 +93,37 @@ def certify(
         source.check_range(LayerRange(cut, source.n_layers))
     if source.n_layers == 1:
         raise UncuttableModel(f"{model.name} has {source.n_layers} layers; there is nothing to cut")
-    plan = _Plan(options or CertifyOptions(), _num_chunk_rows(source), not source.family.has_recurrent_state)
-    runs_per_cut = 2 + len(plan.options.wires)
+    options = options or CertifyOptions()
+    plan = ReferencePlan.of(
+        source, n_prompt=options.n_prompt, n_decode=options.n_decode, num_threads=options.num_threads
+    )
+    runs_per_cut = 2 + len(options.wires)
     # A single cut is all cuts at once.
     num_together = 0 if len(chosen) == 1 else len(chosen) + 1
     meter = _Meter(plan.num_decodes * (1 + runs_per_cut * len(chosen) + num_together), progress)
     decodes = []
-    for decode in _run_whole(source, plan, chosen):
+    for decode in run_whole(source, plan, chosen):
         decodes.append(decode)
         meter.step()
     with tempfile.TemporaryDirectory(prefix="spanmesh-certify-", dir=folder) as temporary:
-        bench = _Bench(source, plan, Path(temporary), meter)
+        bench = _Bench(source, plan, options.wires, Path(temporary), meter)
         results = tuple(bench.certify_cut(cut, decodes) for cut in chosen)
         together = bench.certify_together(chosen, decodes) if num_together else None
+    phases = [phase for result in results for phase in result.phases] + list(together or ())
     return EquivalenceReport(
         model=model.name,
         architecture=source.header.architecture,
         n_layers=source.n_layers,
         cuts=results,
-        together=together,
+        together=None if together is None else total(together),
         rules=tuple(rule.name for rule in source.rules_used),
         is_known=source.is_known,
         refused_cuts=dict(source.refused_cuts),
+        with_checkpoints=total(phase for phase in phases if phase.phase in PHASES_OF_CHECKPOINTS)
+        if plan.is_recurrent
+        else None,
+        onward=total(phase for phase in phases if phase.phase not in PHASES_OF_CHECKPOINTS),
     )
-
-
-@dataclass(frozen=True)
-class _Plan:
-    options: CertifyOptions
-    n_chunk_rows: int
-    has_spans: bool
-
-    @property
-    def num_decodes(self) -> int:
-        num_spans = len(_SPANS) if self.has_spans else 0
-        return 1 + self.options.n_decode + len(range(0, self.n_chunk_rows, _CHUNK_ROWS)) + num_spans
-
-    def runtime(
-        self, observe_layers: tuple[int, ...] = (), observe_as: GraphBoundary | None = None
-    ) -> RuntimeOptions:
-        return RuntimeOptions(
-            ctx_size=max(self.options.n_prompt + self.options.n_decode, self.n_chunk_rows),
-            num_threads=self.options.num_threads,
-            exact=True,
-            observe_layers=observe_layers,
-            observe_as=observe_as,
-        )
-
-
-def _num_chunk_rows(source: SourceModel) -> int:
-    architecture = source.header.architecture
-    window = source.header.integer(f"{architecture}.attention.sliding_window", 0)
-    n_ctx_train = source.header.integer(f"{architecture}.context_length")
-    rows = _CHUNKS * _CHUNK_ROWS
-    if window <= _LONGEST_WINDOW:
-        rows = max(rows, window + _CHUNK_ROWS)
-    return min(rows, n_ctx_train)
-
-
-def _run_whole(source: SourceModel, plan: _Plan, cuts: tuple[int, ...]) -> Iterator[_Decode]:
-    model = source.header.path
-    n_prompt, n_decode = plan.options.n_prompt, plan.options.n_decode
-    boundary = source.family.entry.handover(source.header, LayerRange(0, source.n_layers))
-    options = plan.runtime(tuple(cut - 1 for cut in cuts), boundary)
-    with closing(StageRuntime(model, options)) as runtime:
-
-        def run(phase: str, start: int, tokens: tuple[int, ...], num_outputs: int) -> _Decode:
-            (logits,) = runtime.decode([Span(_SLOT, start, tokens, num_outputs=num_outputs)])
-            if not np.isfinite(logits).all():
-                raise InvalidModel(
-                    f"{model.name} computes logits that are not finite; it cannot be certified"
-                )
-            # Padding rows of the runtime follow ours.
-            hidden = {cut: runtime.observed(cut - 1)[: len(tokens)] for cut in cuts}
-            return _Decode(phase, start, tokens, logits, hidden)
-
-        noise = np.random.default_rng(_SEED)
-        prompt = tuple(noise.integers(runtime.info.n_vocab, size=n_prompt).tolist())
-        decode = run("prefill", 0, prompt, n_prompt)
-        yield decode
-        for position in range(n_prompt, n_prompt + n_decode):
-            decode = run("decode", position, (int(decode.logits[-1].argmax()),), 1)
-            yield decode
-        long_prompt = noise.integers(runtime.info.n_vocab, size=plan.n_chunk_rows).tolist()
-        for start in range(0, plan.n_chunk_rows, _CHUNK_ROWS):
-            chunk = tuple(long_prompt[start : start + _CHUNK_ROWS])
-            yield run("chunks", start, chunk, min(_LOGIT_ROWS_PER_CHUNK, len(chunk)))
-        if plan.has_spans and runtime.info.can_trim:
-            for offset, n_rows in _SPANS:
-                span = tuple(noise.integers(runtime.info.n_vocab, size=n_rows).tolist())
-                yield run("spans", plan.n_chunk_rows + offset, span, n_rows)
 
 
 class _Meter:
@@ -246,13 +143,14 @@ class _Bench:
     """Cuts a model and runs its stages, one at a time."""
 
     source: SourceModel
-    plan: _Plan
+    plan: ReferencePlan
+    wires: tuple[HiddenType, ...]
     folder: Path
     meter: _Meter
 
-    def certify_cut(self, cut: int, decodes: Sequence[_Decode]) -> CutResult:
+    def certify_cut(self, cut: int, decodes: Sequence[ReferenceDecode]) -> CutResult:
         first = self._run_stage(LayerRange(0, cut), [decode.span() for decode in decodes])
-        wires = (HiddenType.F32, *self.plan.options.wires)
+        wires = (HiddenType.F32, *self.wires)
         onward = [
             decode.span(_carried(hidden, wire))
             for wire in wires
@@ -265,12 +163,12 @@ class _Bench:
             (decode.phase, compare((decode.hidden[cut], hidden), (decode.logits, logits)))
             for decode, hidden, logits in zip(decodes, first, second, strict=True)
         ]
-        losses = tuple(
-            _loss(wire, decodes, logits) for wire, logits in zip(self.plan.options.wires, lossy, strict=True)
-        )
+        losses = tuple(_loss(wire, decodes, logits) for wire, logits in zip(self.wires, lossy, strict=True))
         return CutResult(cut, phases_of(differences, PHASES), losses)
 
-    def certify_together(self, cuts: Sequence[int], decodes: Sequence[_Decode]) -> Difference:
+    def certify_together(
+        self, cuts: Sequence[int], decodes: Sequence[ReferenceDecode]
+    ) -> tuple[PhaseResult, ...]:
         """Cut at all these places at once; without any, the single stage of a whole model."""
         edges = (0, *sorted(cuts), self.source.n_layers)
         hidden: Sequence[NDArray[np.float32] | None] = [None] * len(decodes)
@@ -278,12 +176,12 @@ class _Bench:
             spans = [decode.span(rows) for decode, rows in zip(decodes, hidden, strict=True)]
             hidden = self._run_stage(LayerRange(start, stop), spans)
         nothing = np.empty((0, 0), np.float32)
-        differences = (
-            compare((nothing, nothing), (decode.logits, logits))
+        differences = [
+            (decode.phase, compare((nothing, nothing), (decode.logits, logits)))
             for decode, logits in zip(decodes, hidden, strict=True)
             if logits is not None
-        )
-        return sum(differences, Difference())
+        ]
+        return phases_of(differences, PHASES)
 
     def _run_stage(self, layers: LayerRange, spans: Sequence[Span]) -> list[NDArray[np.float32]]:
         path = self.folder / "stage.gguf"
@@ -302,7 +200,9 @@ def _carried(hidden: NDArray[np.float32], wire: HiddenType) -> NDArray[np.float3
     return hidden_codec.decode(hidden_codec.encode(hidden, wire), wire, hidden.shape[1])
 
 
-def _loss(wire: HiddenType, decodes: Sequence[_Decode], logits: Sequence[NDArray[np.float32]]) -> WireLoss:
+def _loss(
+    wire: HiddenType, decodes: Sequence[ReferenceDecode], logits: Sequence[NDArray[np.float32]]
+) -> WireLoss:
     pairs = [
         (decode.logits, cut)
         for decode, cut in zip(decodes, logits, strict=True)

@@ -48,7 +48,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class PhaseResult:
-    """Difference in one phase: `prefill`, `decode`, `chunks` or `spans`."""
+    """Difference in one phase, one of `stages.certification.reference.PHASES`."""
 
     phase: str
     difference: Difference
@@ -71,7 +71,7 @@ class CutResult:
     @property
     def difference(self) -> Difference:
         """Sum over all phases."""
-        return sum((result.difference for result in self.phases), Difference())
+        return total(self.phases)
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,9 @@ class EquivalenceReport:
         rules: Names of the rules of its family beyond the generic ones.
         is_known: Whether its family is in the registry.
         refused_cuts: Places where it is not cut, with the reasons.
+        with_checkpoints: In models with recurrent layers: sum of the phases that decide whether sessions may
+            go back to checkpoints, of all cuts and all at once. None for others.
+        onward: Sum of the phases in which no session goes back, of all cuts and all at once.
     """
 
     model: str
@@ -97,12 +100,19 @@ class EquivalenceReport:
     rules: tuple[str, ...] = ()
     is_known: bool = True
     refused_cuts: Mapping[int, str] = field(default_factory=dict)
+    with_checkpoints: Difference | None = None
+    onward: Difference = Difference()
 
     @property
     def is_exact(self) -> bool:
         """Whether every cut is bit-equal, alone and together."""
         alone = all(result.difference.is_bit_equal for result in self.cuts)
         return alone and (self.together is None or self.together.is_bit_equal)
+
+    @property
+    def is_exact_onward(self) -> bool:
+        """Whether a model with recurrent layers is exact as long as no session goes back to a checkpoint."""
+        return self.with_checkpoints is not None and self.onward.is_bit_equal
 
 
 def compare(
@@ -132,6 +142,11 @@ def phases_of(results: Iterable[tuple[str, Difference]], order: Sequence[str]) -
     for phase, difference in results:
         totals[phase] += difference
     return tuple(PhaseResult(phase, total) for phase, total in totals.items())
+
+
+def total(results: Iterable[PhaseResult]) -> Difference:
+    """Sum over phases."""
+    return sum((result.difference for result in results), Difference())
 
 
 def _same_bits(left: NDArray[np.float32], right: NDArray[np.float32]) -> bool:

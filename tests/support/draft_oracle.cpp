@@ -6,6 +6,9 @@
 //
 //     position of the last token, the last token | drafted ids | number of accepted ones
 //
+// After a rejection a target with recurrent layers goes back to a copy of its state from before the round, and
+// computes the accepted tokens again, without the drafter, which has seen them.
+//
 // Numerics are those of the exact mode, of which GGML_CPU_TILED_MM=0 belongs into the environment.
 
 #include "common.h"
@@ -77,6 +80,25 @@ void trim(llama_context * context, llama_pos stop) {
     require(llama_memory_seq_rm(llama_get_memory(context), SEQUENCE, stop, -1), "a cache was not trimmed");
 }
 
+bool is_recurrent(const llama_model * model) {
+    return llama_model_is_recurrent(model) || llama_model_is_hybrid(model);
+}
+
+// Copy of what cannot be trimmed.
+std::vector<uint8_t> recurrent_state(llama_context * context) {
+    constexpr auto PART = LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
+    std::vector<uint8_t> copy(llama_state_seq_get_size_ext(context, SEQUENCE, PART));
+    const size_t written = llama_state_seq_get_data_ext(context, copy.data(), copy.size(), SEQUENCE, PART);
+    require(written == copy.size(), "a state was not copied");
+    return copy;
+}
+
+void restore(llama_context * context, const std::vector<uint8_t> & copy) {
+    constexpr auto PART = LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
+    const size_t read = llama_state_seq_set_data_ext(context, copy.data(), copy.size(), SEQUENCE, PART);
+    require(read == copy.size(), "a state was not restored");
+}
+
 llama_token likeliest(llama_context * context, int32_t row) {
     const float * logits = llama_get_logits_ith(context, row);
     require(logits != nullptr, "a row has no logits");
@@ -126,12 +148,17 @@ class Line {
 
   private:
     void compute(const llama_tokens & tokens, llama_pos start, bool has_outputs) {
+        const common_batch batch = computed_by_target(tokens, start, has_outputs);
+        require(common_speculative_process(speculative.get(), batch), "the drafter failed");
+    }
+
+    common_batch computed_by_target(const llama_tokens & tokens, llama_pos start, bool has_outputs) {
         common_batch batch(target.get());
         for (llama_token id : tokens) {
             batch.add(id, start++, SEQUENCE, has_outputs);
         }
         require(llama_process(target.get(), LLAMA_PROCESS_TYPE_DECODE, batch.get()) == 0, "the target failed");
-        require(common_speculative_process(speculative.get(), batch), "the drafter failed");
+        return batch;
     }
 
     void step() {
@@ -150,6 +177,10 @@ class Line {
 
         llama_tokens window = { last };
         window.insert(window.end(), drafted.begin(), drafted.end());
+        std::vector<uint8_t> before;
+        if (is_recurrent(setup.target)) {
+            before = recurrent_state(target.get());
+        }
         compute(window, position, true);
         size_t num_accepted = 0;
         llama_token next = likeliest(target.get(), 0);
@@ -165,10 +196,17 @@ class Line {
         }
         printf(" | %zu\n", num_accepted);
 
-        text.insert(text.end(), window.begin(), window.begin() + 1 + num_accepted);
+        const llama_tokens accepted(window.begin(), window.begin() + 1 + num_accepted);
+        text.insert(text.end(), accepted.begin(), accepted.end());
         last = next;
-        trim(target.get(), text.size());
         trim(drafter.get(), text.size());
+        if (before.empty()) {
+            trim(target.get(), text.size());
+        } else if (accepted.size() < window.size()) {
+            restore(target.get(), before);
+            trim(target.get(), position);
+            computed_by_target(accepted, position, false);
+        }
     }
 
     Setup setup;

@@ -151,10 +151,11 @@ class InStep:
             verdict = held.popleft()
             key = verdict.session, verdict.window_id
             if key in self._decoding:
-                window = self._windows[key]
-                last, *drafted = window.tokens
+                window, num_again = self._windows[key], self._windows[key].recomputed_rows
+                last, *drafted = window.tokens[num_again:]
                 rounds = self._rounds.setdefault(session.request, {}).setdefault(session.id, [])
-                rounds.append(Round(window.start, last, tuple(drafted), len(verdict.tokens) - 1))
+                position = window.start + num_again
+                rounds.append(Round(position, last, tuple(drafted), len(verdict.tokens) - 1))
             self._on_verdict(session, verdict)
 
     def _has_features(self, session: Session, verdict: wire.Verdict) -> bool:
@@ -177,8 +178,11 @@ class InStep:
 class SteppedSetting(Setting):
     """A target with drafter, in step, and llama.cpp's own drafts of the two."""
 
-    def __init__(self, target: Path, drafter: Drafter, cache: Path, program: Path) -> None:
+    def __init__(
+        self, target: Path, drafter: Drafter, cache: Path, program: Path, cuts: tuple[int, ...] = CUTS
+    ) -> None:
         super().__init__(target, drafter, cache)
+        self._cuts = cuts
         # The reference reads features as they are.
         self.needs = replace(self.needs, hidden_type=HiddenType.F32)
         has_own_file = drafter.path != target
@@ -192,7 +196,7 @@ class SteppedSetting(Setting):
         self.patience_s = PATIENCE_S
 
     def new_in_step(self) -> InStep:
-        tail = ranges_from_cuts(CUTS, self.needs.n_layers)[-1]
+        tail = ranges_from_cuts(self._cuts, self.needs.n_layers)[-1]
         return InStep(len(self.needs.layers), sum(layer >= tail.start for layer in self.needs.layers))
 
     def open(self, request: GenerationRequest) -> FeatureProposer:

@@ -74,6 +74,38 @@ def test_memory_is_bounded() -> None:
     assert len(store._behind_gap) <= 64
 
 
+def test_positions_that_are_computed_again_come_out_once() -> None:
+    store = FeatureStore(LAYERS, N_EMBD)
+
+    def add(window_id: int, start: int, count: int) -> list[range]:
+        features = [(layer, rows(layer, start, count)) for layer in LAYERS]
+        return [check(run) for run in store.add(window_id, start, features)]
+
+    store.sent(1, 10, 4)
+    store.judged(1, 2)  # rejected behind position 12: the next window goes back
+    assert add(1, 10, 4) == [range(10, 12)]
+    store.sent(2, 10, 4)
+    store.judged(2, 4)
+    assert add(2, 10, 4) == [range(12, 14)]
+    assert (store.num_wanted, store.num_received, store.num_known) == (4, 4, 14)
+    assert not store._windows
+
+
+def test_what_is_missing_comes_when_it_is_computed_again() -> None:
+    store = FeatureStore(LAYERS, N_EMBD)
+    store.sent(1, 10, 2)
+    store.judged(1, 2)
+    store.add(1, 10, [(layer, rows(layer, 10, 1)) for layer in LAYERS])
+    assert (store.num_wanted, store.num_received, store.num_known) == (2, 1, 11)
+    store.sent(2, 10, 3)
+    store.judged(2, 3)
+    (run,) = store.add(2, 10, [(layer, rows(layer, 10, 3)) for layer in LAYERS])
+    assert check(run) == range(11, 13)
+    assert (store.num_wanted, store.num_received, store.num_known) == (3, 3, 13)
+    assert not store.add(1, 11, [(layer, rows(layer, 11, 1)) for layer in LAYERS]), "the first came late"
+    assert store.num_received == 3
+
+
 def test_what_is_known_ends_at_the_first_gap() -> None:
     store = FeatureStore(LAYERS, N_EMBD)
     for window_id, start in enumerate((10, 12, 14)):
@@ -87,16 +119,23 @@ def test_what_is_known_ends_at_the_first_gap() -> None:
 
 @given(st.data())
 def test_any_order_of_arrival(data: st.DataObject) -> None:
-    """Some parts are lost, some come twice: what is complete comes out once, and nothing else."""
+    """Some parts are lost, some come twice, some positions are computed again.
+
+    What is complete comes out once, and nothing else.
+    """
     store = FeatureStore(LAYERS, N_EMBD)
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
-    starts = np.concatenate(([0], np.cumsum(sizes)[:-1])).tolist()
+    starts = [0]
+    for size in sizes[:-1]:
+        starts.append(data.draw(st.integers(max(0, starts[-1] + size - 3), starts[-1] + size)))
     events: list[tuple[int, int, int, int]] = []
     wanted: set[int] = set()
+    counted: set[int] = set()
     for window_id, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         store.sent(window_id, start, size)
         num_valid = data.draw(st.integers(0, size))
         events.append((window_id, -1, 0, num_valid))
+        counted |= set(range(start, start + num_valid))
         held = {layer: set[int]() for layer in LAYERS}
         for layer in LAYERS:
             for _ in range(data.draw(st.integers(0, 2))):
@@ -115,5 +154,5 @@ def test_any_order_of_arrival(data: st.DataObject) -> None:
         for run in found:
             seen += check(run)
     assert sorted(seen) == sorted(wanted)
-    assert store.num_received == len(wanted)
+    assert (store.num_wanted, store.num_received) == (len(counted), len(wanted))
     assert store.num_known == next(position for position in range(99) if position not in wanted)

@@ -80,10 +80,9 @@ def test_a_window_is_counted_once_however_often_somebody_asks(monkeypatch: pytes
 def test_drafted_tokens_are_counted_by_depth_in_void_windows_too() -> None:
     session = SessionTelemetry(0.0)
     chain = [Proposal((1, 2, 3), (0.5,) * 3, "mtp", depths) for depths in ((1, 2, 3), (4, 5, 6), (7, 8, 9))]
-    times = {"sent_ms": 0.0, "arrived_ms": 1.0}
     # All of the first window, one token of the second; the third is void before its verdict.
-    session.add_window(judge([1, 2, 3], [1, 2, 3, 1]), chain[0], (), **times)
-    session.add_window(judge([2, 3], [5], num_confirmed=1), chain[1], (), **times)
+    session.add_window(judge([1, 2, 3], [1, 2, 3, 1]), chain[0], (), sent_ms=0.0, arrived_ms=1.0)
+    session.add_window(judge([2, 3], [5], num_confirmed=1), chain[1], (), sent_ms=0.0, arrived_ms=1.0)
     session.add_void(2, 3, chain[2])
     session.add_unread(judge_unread(3), NGRAM)
     (found,) = session.report().by_depth.values()

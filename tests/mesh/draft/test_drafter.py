@@ -22,6 +22,7 @@ from stages.gguf.reader import read_header
 from stages.slicing.model_facts import read_model_facts
 from stages.slicing.tensor_names import layer_of
 from tests.support.eagle3 import DRAFTER
+from tests.support.nemotron_h_moe import write_nemotron_h_moe
 from tests.support.tiny_families import TINY_FAMILIES
 from tests.support.tiny_models import TinyModel
 
@@ -133,9 +134,13 @@ def test_kinds_that_cannot_run_yet_are_named(target: ModelFacts, tmp_path: Path,
         read_drafter(path, target)
 
 
-def test_a_target_that_cannot_go_back_is_refused(target: ModelFacts) -> None:
-    with pytest.raises(UncuttableModel, match=r"cannot draft for .*recurrent layers"):
-        read_drafter(DRAFTER, replace(target, can_trim=False))
+def test_a_target_with_streams_of_hidden_states_is_refused(target: ModelFacts) -> None:
+    with pytest.raises(UncuttableModel, match=r"cannot draft for .*: its hidden states have 4 streams"):
+        read_drafter(DRAFTER, replace(target, n_streams=4))
+
+
+def test_a_target_may_have_recurrent_layers(target: ModelFacts) -> None:
+    assert read_drafter(DRAFTER, replace(target, can_trim=False)).kind is DrafterKind.EAGLE3
 
 
 def test_a_small_model_is_a_draft_model(target: ModelFacts, tmp_path: Path) -> None:
@@ -175,12 +180,27 @@ def test_a_model_drafts_with_the_first_of_its_own_heads(tmp_path: Path) -> None:
         read_drafter(path, replace(facts, n_layers=3))
 
 
-@pytest.mark.parametrize("name", ["qwen3moe", "qwen3next"])
-def test_other_models_have_no_head_to_draft_with(name: str, tmp_path: Path) -> None:
-    family = TINY_FAMILIES[name]
-    if name == "qwen3next":  # recurrent
-        family = family.with_prediction_layer()
-    assert own_head(read_model_facts(family.write(tmp_path / "model.gguf"))) is None
+def test_other_models_have_no_head_to_draft_with(tmp_path: Path) -> None:
+    model = TINY_FAMILIES["qwen3moe"].write(tmp_path / "model.gguf")
+    assert own_head(read_model_facts(model)) is None
+
+
+@pytest.mark.parametrize("architecture", ["qwen3next", "nemotron_h_moe"])
+def test_the_head_of_a_model_with_recurrent_layers_drafts(architecture: str, tmp_path: Path) -> None:
+    """llama.cpp calls its file a hybrid one, and gives it a cache for attention only."""
+    model = tmp_path / "model.gguf"
+    if architecture == "qwen3next":
+        TINY_FAMILIES[architecture].with_prediction_layer().write(model)
+    else:
+        write_nemotron_h_moe(model)
+    facts = read_model_facts(model)
+    head = own_head(facts)
+    assert not facts.can_trim
+    assert head is not None
+    path = loadable_file(head, model, tmp_path)
+    assert {layer_of(name) for name in read_header(path).tensors} == {None, facts.n_layers}
+    assert read_drafter(path, facts).kind is DrafterKind.MTP
+    assert load_isolated(path, DrafterKind.MTP, facts.n_vocab) > 0
 
 
 def test_the_first_load_is_in_a_process_that_may_end(target: ModelFacts, tmp_path: Path) -> None:

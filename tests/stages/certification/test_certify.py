@@ -37,13 +37,17 @@ def test_every_cut_of_tiny_models_is_bit_equal(model: TinyModel, tmp_path: Path)
     assert report.architecture == model.architecture
     assert [result.cut for result in report.cuts] == [1, 2, 3, 4, 5]
     for result in report.cuts:
-        prefill, decode, chunks, spans = (phase.difference for phase in result.phases)
+        prefill, decode, chunks, spans, windows = (phase.difference for phase in result.phases)
         assert prefill == Difference(n_rows=20, n_tokens=20, n_equal_tokens=20)
         assert decode == Difference(n_rows=5, n_tokens=5, n_equal_tokens=5)
         assert chunks == Difference(n_rows=80, n_tokens=4, n_equal_tokens=4)
         assert spans == Difference(n_rows=11, n_tokens=11, n_equal_tokens=11)
+        assert windows == Difference()
     assert report.together == Difference(n_tokens=40, n_equal_tokens=40)
     assert report.is_exact
+    # Sessions go back to any position: nothing depends on checkpoints.
+    assert report.with_checkpoints is None
+    assert not report.is_exact_onward
 
 
 @pytest.mark.model
@@ -105,7 +109,7 @@ def test_a_missing_rule_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     without_windows = dataclasses.replace(registry.FAMILIES["gemma3"], rules=())
     monkeypatch.setitem(registry.FAMILIES, "gemma3", without_windows)
     (result,) = certify(source, [2], CertifyOptions(n_prompt=20, n_decode=5)).cuts
-    prefill, _, chunks, _ = (phase.difference for phase in result.phases)
+    prefill, _, chunks, *_ = (phase.difference for phase in result.phases)
     assert not result.difference.is_bit_equal
     assert result.difference.max_hidden_diff == 0  # layers 0 and 1 count from 0 either way
     assert prefill.max_logit_diff > 0

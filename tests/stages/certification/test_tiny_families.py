@@ -1,14 +1,20 @@
 """Families whose layers are unlike llama's, cut at every place that their rules allow."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from spanmesh_proto.errors import UncuttableModel
 from stages.certification.certify import CertifyOptions, certify
 from stages.certification.comparison import Difference
 from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
+from stages.runtime.checkpoints import StateCheckpoints
+from stages.runtime.numerics import EXACT_MAX_ROWS
+from stages.runtime.stage_runtime import Span, StageRuntime
 from stages.slicing.model_facts import read_model_facts
 from tests.support.tiny_families import TINY_FAMILIES
 from tests.support.tiny_models import TinyModel
@@ -30,10 +36,49 @@ def test_every_cut_is_bit_equal(name: str, tmp_path: Path) -> None:
         assert phases["prefill"] == Difference(n_rows=20, n_tokens=20, n_equal_tokens=20)
         assert phases["decode"].n_tokens == 4
         assert phases["chunks"].n_rows >= 80
-        assert phases["spans"].n_tokens == (0 if name in RECURRENT else 11)
+        assert phases["spans"].n_tokens == (23 if name in RECURRENT else 11)
+        assert phases["windows"].n_tokens == (86 if name in RECURRENT else 0)
+    assert (report.with_checkpoints is not None) == (name in RECURRENT)
     together = report.together
     assert (together is None) == (len(family.cuts) == 1)
     assert together is None or (together.is_bit_equal and together.n_tokens >= 28)
+
+
+def test_a_checkpoint_with_a_wrong_bit_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where sessions go back: the reference never does."""
+    read = StateCheckpoints.read
+
+    def read_badly(self: StateCheckpoints, slot: int) -> NDArray[np.uint8]:
+        copy = read(self, slot)
+        copy[-1] ^= 1
+        return copy
+
+    monkeypatch.setattr(StateCheckpoints, "read", read_badly)
+    report = certify(TINY_FAMILIES["mamba2"].write(tmp_path / "model.gguf"), [2], SHORT)
+    assert report.with_checkpoints is not None
+    assert [phase.phase for phase in report.cuts[0].phases if not phase.difference.is_bit_equal] == ["spans"]
+    assert not report.is_exact
+    assert report.is_exact_onward
+
+
+def test_rows_at_once_that_differ_from_rows_one_by_one_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = StageRuntime.decode
+
+    def decode_badly(self: StageRuntime, spans: Sequence[Span]) -> list[NDArray[np.float32]]:
+        outputs = decode(self, spans)
+        if len(spans[0].tokens) == EXACT_MAX_ROWS:
+            outputs[0] = outputs[0] + np.float32(1e-3)
+        return outputs
+
+    monkeypatch.setattr(StageRuntime, "decode", decode_badly)
+    report = certify(TINY_FAMILIES["mamba2"].write(tmp_path / "model.gguf"), [2], SHORT)
+    assert [phase.phase for phase in report.cuts[0].phases if not phase.difference.is_bit_equal] == [
+        "windows"
+    ]
+    assert not report.is_exact
+    assert report.is_exact_onward
 
 
 @pytest.mark.parametrize("name", ["glm4moe", "deepseek2", "qwen3next"])

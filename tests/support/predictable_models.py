@@ -1,0 +1,73 @@
+"""Random models whose heads for multi-token prediction are often right.
+
+What a random model says next hardly depends on anything before its last token, if its layers add little to
+the embedding. A head that passes the embedding on then says nearly the same. Both still compute all that they
+have, and a wrong state or feature changes what follows. In float32, since rounding to few bits makes
+differences in the order of summation large enough to change a token now and then.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import gguf
+import numpy as np
+
+from stages.slicing.tensor_names import EMBEDDING, OUTPUT, layer_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+# What a layer adds to the hidden states comes out of these.
+_OUTPUTS: Final = (
+    "attn_output.weight",
+    "ffn_down.weight",
+    "ffn_down_exps.weight",
+    "ffn_down_shexp.weight",
+    "ssm_out.weight",
+)
+# It reads an embedding, then a head state, each normalised.
+_JOIN: Final = "nextn.eh_proj.weight"
+# The token that ends an answer in `add_vocabulary`'s vocabularies. It is never the likeliest one.
+_END: Final = 2
+
+
+def make_predictable(path: Path, *, share: float) -> Path:
+    """Change a model's weights, and write them in float32.
+
+    Args:
+        path: A model with a layer for multi-token prediction; its file is written anew.
+        share: What is left of what each layer adds, and of the head state that the head reads; embeddings
+            have 1 as the mean of their squares.
+    """
+    reader = gguf.GGUFReader(path)
+    scratch = path.with_suffix(".scratch")
+    writer = gguf.GGUFWriter(scratch, reader.fields["general.architecture"].contents())
+    for key, found in reader.fields.items():
+        if not key.startswith(("GGUF.", "general.architecture")):
+            inner = found.types[-1] if found.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(key, found.contents(), found.types[0], inner)
+    for tensor in reader.tensors:
+        name = tensor.name.removeprefix(f"blk.{layer_of(tensor.name)}.")
+        weights = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        writer.add_tensor(tensor.name, _changed(name, weights, share))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    scratch.rename(path)
+    return path
+
+
+def _changed(name: str, weights: NDArray[np.float32], share: float) -> NDArray[np.float32]:
+    if name == EMBEDDING:
+        return weights / np.float32(np.sqrt(np.mean(weights**2)))
+    if name == OUTPUT:
+        weights[_END] = 0.0
+        return weights
+    if name == _JOIN:
+        # The embedding as it is.
+        return share * weights + np.eye(*weights.shape, dtype=np.float32)
+    return share * weights if name in _OUTPUTS else weights
