@@ -216,7 +216,7 @@ class SpeculationReport:
         num_voided_windows: Windows void before their verdict, because one ahead of them was rejected.
         num_voided_rows: Rows that they carried.
         num_wasted_rows: Those of them that all stages computed.
-        num_recomputed_rows: Rows of accepted tokens that were computed again, in models with recurrent layers.
+        num_recomputed_rows: Rows of accepted tokens that were computed again by models with recurrent layers.
         num_cancels: Number of cancel messages.
         round_trip_ms: From sending a window to its verdict, summed over windows; they overlap.
         queue_ms: Part of it waiting at stages.

@@ -94,7 +94,7 @@ def certify(
         click.echo(json.dumps(_as_dict(report)))
     else:
         _print_table(report)
-    if not report.is_exact:
+    if not (report.is_exact or report.is_exact_onward):
         click.get_current_context().exit(1)
 
 
@@ -157,6 +157,8 @@ def _family_lines(report: EquivalenceReport) -> list[str]:
 
 def _conclusion(report: EquivalenceReport, unequal: Sequence[int]) -> str:
     num_cuts = len(report.cuts)
+    if not report.is_exact and report.is_exact_onward:
+        return "bit-equal as long as no session goes back: exact mode does not speculate with it"
     if unequal:
         return f"not bit-equal at {len(unequal)} of {num_cuts} cuts: {_listed(unequal)}"
     if not report.is_exact:

@@ -256,8 +256,13 @@ def ctx_size_for(wanted: int | None, n_ctx_train: int) -> int:
 log = structlog.get_logger()
 
 
-def speculation_refusal(model: ModelFacts, num_checkpoints: int) -> str | None:
+def speculation_refusal(model: ModelFacts, num_checkpoints: int, *, is_exact: bool) -> str | None:
     """Reason why speculation is impossible for a model; None if it is possible."""
+    if is_exact and model.depends_on_batch:
+        return (
+            f"in exact mode {model.architecture} still rounds rows that are computed together otherwise than "
+            "one by one"
+        )
     if model.can_trim or num_checkpoints:
         return None
     return (
@@ -272,7 +277,8 @@ def fitted_to(options: ServeOptions, model: ModelFacts) -> ServeOptions:
     Raises:
         ClusterError: If a proposer is required, and speculation is impossible.
     """
-    reason, mode = speculation_refusal(model, options.num_checkpoints), options.speculation.mode
+    reason = speculation_refusal(model, options.num_checkpoints, is_exact=options.is_exact)
+    mode = options.speculation.mode
     if reason is None or mode == "off":
         return options
     if mode != "auto":

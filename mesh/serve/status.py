@@ -148,7 +148,9 @@ class MeshState:
         status |= coordinator.status()
         status["speculation"] = {
             "mode": self.speculation_mode,
-            "reason": speculation_refusal(self.model, self.num_checkpoints),
+            "reason": speculation_refusal(
+                self.model, self.num_checkpoints, is_exact=self.numeric_mode == "exact"
+            ),
             **status["speculation"],
         }
         return status

@@ -617,6 +617,9 @@ class StageRuntime:
         params.swa_full = True
         params.type_k = params.type_v = KV_TYPES[options.kv_type].number
         params.n_threads = params.n_threads_batch = options.num_threads
+        if options.exact and not self.info.can_trim:
+            # A lone row, which cannot be padded, would split its attention by threads.
+            params.n_threads = 1
         params.flash_attn_type = (
             llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED if options.exact else llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO
         )

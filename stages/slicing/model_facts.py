@@ -140,7 +140,8 @@ class ModelFacts:
         head_packing_bytes: The same for the tail's tensors.
         refused_cuts: Other layers, each with the reason.
         refused_lengths: Numbers of layers that no stage may have, each with the reason.
-        can_trim: Whether sessions can go back to an earlier position; those with recurrent state cannot.
+        can_trim: Whether sessions can go back to any earlier position; those with recurrent state cannot.
+        depends_on_batch: Whether rows computed together differ from rows one by one in exact mode, too.
         n_streams: Rows of hidden states that make one row on the wire.
         num_blanks: Layers that every stage but the first computes without use; see
             `stages.slicing.architectures.rules.Blanks`.
@@ -171,6 +172,7 @@ class ModelFacts:
     refused_cuts: Mapping[int, str] = field(default_factory=dict)
     refused_lengths: Mapping[int, str] = field(default_factory=dict)
     can_trim: bool = True
+    depends_on_batch: bool = False
     n_streams: int = 1
     num_blanks: int = 0
     embeds_everywhere: bool = False
@@ -251,6 +253,7 @@ def read_model_facts(path: Path) -> ModelFacts:
         refused_cuts=source.refused_cuts,
         refused_lengths=source.refused_lengths,
         can_trim=not source.family.has_recurrent_state,
+        depends_on_batch=source.family.depends_on_batch,
         n_streams=source.family.entry.streams(header),
         num_blanks=min((source.blanks(LayerRange(cut, source.n_layers)).before for cut in cuts), default=0),
         embeds_everywhere=_embeds_everywhere(source),

@@ -102,7 +102,7 @@ class TestRowPrice:
 def test_the_rows_that_are_computed_again_are_those_of_drawn_runs(
     front: int, width: int, acceptance: float, seed: int
 ) -> None:
-    """A run's accepted tokens are drawn; those of its last window, and a committed one in front, come again."""
+    """Of drawn runs: accepted tokens of the last window come again, and in front a committed one."""
     lengths = np.minimum(np.random.default_rng(seed).geometric(1.0 - acceptance, 20_000) - 1, 1000)
     again = np.where(lengths < front, lengths + 1, (lengths - front) % width)
     assert mean_recomputed(front, width, acceptance) == pytest.approx(again.mean(), abs=0.15)

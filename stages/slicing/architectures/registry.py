@@ -323,6 +323,7 @@ _TABLE: Final = (
         "minimax-01",
         (in_one_piece("how fast a layer forgets is taken from its number among all layers, hard-coded"),),
         has_recurrent_state=True,
+        depends_on_batch=True,
     ),
     Family(
         "kimi-k3",

@@ -140,7 +140,9 @@ class Family:
             the tail stores the head under the embedding's name.
         head_rows_are_fixed: llama.cpp wants a head of just so many rows, in every stage.
         not_served: Why its models are not served at all, not even on one host; None if they are.
-        has_recurrent_state: Its sessions have a state that cannot go back to an earlier position.
+        has_recurrent_state: Its sessions have a state that goes back to checkpoints only.
+        depends_on_batch: Rows that are computed together are rounded otherwise than one by one, in exact mode
+            as well.
         per_layer_parts: Tensors outside the layers that have a part for each layer, by name: which dimension
             is cut, counted from the fastest.
     """
@@ -154,6 +156,7 @@ class Family:
     head_rows_are_fixed: bool = False
     not_served: str | None = None
     has_recurrent_state: bool = False
+    depends_on_batch: bool = False
     per_layer_parts: Mapping[str, int] = field(default_factory=dict)
 
     def derived(self, header: GgufHeader, layers: LayerRange) -> Mapping[str, Value | None]:

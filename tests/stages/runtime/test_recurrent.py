@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mesh.placement.stage_sizes import StageSizes, Workload
+from mesh.qualification.random_hybrid import HybridShape, write_random_hybrid
 from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.runtime import llama
@@ -163,3 +164,29 @@ def test_memory_is_reserved_for_as_many_rows_of_each_slot(
         reserved = llama_cpp.llama_n_ubatch(runtime._context)
         assert reserved % num_slots == 0
         assert runtime.max_rows <= reserved < runtime.max_rows + num_slots
+
+
+@pytest.mark.model
+def test_rows_do_not_depend_on_the_number_of_threads_in_exact_mode(tmp_path: Path) -> None:
+    """A lone row over many cached positions would split its attention by threads, and cannot be padded."""
+    path = tmp_path / "hybrid.gguf"
+    shape = HybridShape(
+        n_layers=4, n_embd=256, n_ff=512, n_vocab=512, n_heads=2, n_heads_kv=1, n_state_heads=4
+    )
+    write_random_hybrid(path, shape)
+    tokens = np.random.default_rng(1).integers(512, size=600).tolist()
+    found = []
+    for num_threads, num_at_once in ((1, 1), (2, 1), (2, 8)):
+        options = RuntimeOptions(ctx_size=1024, exact=True, num_threads=num_threads)
+        with closing(StageRuntime(path, options)) as runtime:
+            for start in range(0, 560, 56):
+                runtime.decode([Span(0, start, tokens[start : start + 56])])
+            rows = [
+                runtime.decode(
+                    [Span(0, start, tokens[start : start + num_at_once], num_outputs=num_at_once)]
+                )[0]
+                for start in range(560, 600, num_at_once)
+            ]
+        found.append(np.concatenate(rows))
+    assert np.array_equal(found[0], found[1])
+    assert np.array_equal(found[0], found[2])
