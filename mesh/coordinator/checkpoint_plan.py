@@ -7,7 +7,6 @@ checkpoints, and the coordinator names them without asking.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from typing import Final
 
@@ -65,15 +64,16 @@ class CheckpointPlan:
         """Whether one more may be made behind `floor`, to which the session may still have to go back."""
         return len(self._positions) < self._capacity or self._victim(self.latest(floor)) is not None
 
-    def spacing(self, floor: int, max_rows: int) -> int:
+    def spacing(self, floor: int) -> int:
         """Least number of rows from one checkpoint to the next, while windows are in flight.
 
-        What is free is spread over as many rows as may have to be computed again in one window.
+        The first windows in flight get one each, since a rejection is likeliest there; the last that are free
+        are spread ever wider.
         """
         base = self.latest(floor)
         num_used = sum(each >= base for each in self._positions)
         num_free = max(1, self._capacity - num_used - (self._pinned is not None))
-        return math.ceil(max_rows / 2 / num_free)
+        return int(2 ** max(0, self._capacity // 2 - num_free))
 
     def add(self, position: int, floor: int) -> tuple[int, ...]:
         """Make one before the window that begins at `position`.

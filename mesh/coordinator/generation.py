@@ -308,7 +308,7 @@ class Generation:
         num_rows = start - plan.latest(start)
         least = PLAIN_EVERY if is_plain else 0
         if is_behind:
-            least = plan.spacing(self._floor, self._max_rows)
+            least = plan.spacing(self._floor)
         # A stage may have missed the void window that was to make one here, so it is named again.
         return plan.add(start, self._floor) if num_rows == 0 or num_rows >= least else ()
 

@@ -68,7 +68,8 @@ log = structlog.get_logger()
 _NUM_STAGES: Final = 3
 _WORKLOAD: Final = "built-in-raw"
 _RIGHT, _OFTEN, _NEVER = "right always", "right three times of four", "right never"
-_RATES: Final = {_OFTEN: "0.75", _NEVER: "0"}
+# For each distance from the committed tokens.
+_RATES: Final = {_OFTEN: ",".join(["0.75"] * 24), _NEVER: ",".join(["0"] * 8)}
 _STEP_WIDTHS: Final = (1, 2, 4, 8)
 _LEAST_SHARE: Final = 0.6
 _LEAST_FACTORS: Final = {5.0: 3.0, 20.0: 6.0}
