@@ -47,6 +47,9 @@ def remedies(model: ModelFacts, workload: Workload, fits: Callable[[Workload], b
     )
     if is_smaller and fits_heads(compact, model.head_widths) and fits(replace(workload, kv_type=_COMPACT)):
         found.append(f"--kv-type {_COMPACT}")
+    checkpoints = _most(workload.num_checkpoints - 1, lambda n: fits(replace(workload, num_checkpoints=n)))
+    if checkpoints:
+        found.append(f"--checkpoints {checkpoints}")
     steps = _most((workload.ctx_size - 1) // _CTX_STEP, lambda n: fits(_with_ctx(workload, n * _CTX_STEP)))
     if steps:
         found.append(f"--ctx-size {steps * _CTX_STEP}")

@@ -216,7 +216,8 @@ class HostilePeer:
         )
         self._ends[session] = start + rows
         for _ in range(random.choice((0, 0, 0, 1, 1, 2, 3))):
-            random.choice((self._odd_place, self._odd_tokens, self._odd_hidden, self._odd_rest))(window)
+            odd = (self._odd_place, self._odd_tokens, self._odd_hidden, self._odd_checkpoints, self._odd_rest)
+            random.choice(odd)(window)
         return window
 
     def _hidden(self, rows: int) -> bytes:
@@ -227,6 +228,13 @@ class HostilePeer:
         ctx = self.shape.ctx_size
         window.epoch = self.random.choice((0, 1, 2, _U32))
         window.start = self.random.choice((0, 1, ctx - 1, ctx, 2**31, _U32))
+
+    def _odd_checkpoints(self, window: wire.Window) -> None:
+        random = self.random
+        places = (0, 1, window.start, self.shape.ctx_size, _U32)
+        window.checkpoints.extend(random.choice(places) for _ in range(random.choice((1, 8, 300))))
+        window.recomputed_rows = random.choice((0, 1, _U32))
+        window.num_committed = random.choice((0, 1, window.start, _U32))
 
     def _odd_tokens(self, window: wire.Window) -> None:
         del window.tokens[:]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.placement.host_capacity import HostCapacity
-from mesh.placement.planner import Plan, even_out_noise, plan
+from mesh.placement.planner import Plan, even_out_noise, plan, remedies
 from mesh.placement.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts, UncuttableModel
 from stages.layers import LayerRange
@@ -319,3 +319,14 @@ def test_a_model_that_cannot_be_cut_runs_on_one_host_and_the_plan_says_why() -> 
         plan(facts, [host("b", 900)], WORKLOAD, num_stages=2)
     with pytest.raises(UncuttableModel, match="cannot be cut at layer 2: it runs in loops"):
         plan(facts, [host("b", 900)], WORKLOAD, split=[2, 2])
+
+
+def test_fewer_checkpoints_are_a_remedy_for_models_with_recurrent_layers() -> None:
+    recurrent = replace(model(), can_trim=False)
+    workload = Workload(ctx_size=256, num_slots=2, num_checkpoints=8)
+
+    def fits(other: Workload) -> bool:
+        return other.num_states <= 10
+
+    assert remedies(recurrent, workload, fits) == ["--checkpoints 4", "--parallel 1"]
+    assert remedies(model(), replace(workload, num_checkpoints=0), lambda _other: False) == []
