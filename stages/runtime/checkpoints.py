@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _RECURRENT_PART: Final = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
-# Freed copies that are kept: new memory costs as much time as the copy itself.
-_MOST_SPARE: Final = 4
 
 
 class StateCheckpoints:
@@ -41,6 +39,8 @@ class StateCheckpoints:
     def __init__(self, context: Any, num_slots: int) -> None:
         self._context = context
         self._copies: list[dict[int, NDArray[np.uint8]]] = [{} for _ in range(num_slots)]
+        # Freed copies, of which later ones are made: new memory costs as much time as the copy itself. There
+        # are never more than were in use at once.
         self._spare: list[NDArray[np.uint8]] = []
 
     @property
@@ -124,7 +124,7 @@ class StateCheckpoints:
 
     def _free(self, copy: NDArray[np.uint8]) -> None:
         is_shared = any(copy is other for copies in self._copies for other in copies.values())
-        if not is_shared and copy.flags.writeable and len(self._spare) < _MOST_SPARE:
+        if not is_shared and copy.flags.writeable:
             self._spare.append(copy)
 
 

@@ -190,3 +190,27 @@ def test_rows_do_not_depend_on_the_number_of_threads_in_exact_mode(tmp_path: Pat
         found.append(np.concatenate(rows))
     assert np.array_equal(found[0], found[1])
     assert np.array_equal(found[0], found[2])
+
+
+@pytest.mark.model
+def test_checkpoints_take_no_more_memory_than_were_kept_at_once(tmp_path: Path) -> None:
+    path = TINY_FAMILIES["falcon-h1"].write(tmp_path / "model.gguf")
+    cut_stage(path, LayerRange(0, 1), tmp_path / "stage.gguf")
+    options = RuntimeOptions(num_slots=2, ctx_size=128, num_checkpoints=4)
+    with closing(StageRuntime(tmp_path / "stage.gguf", options)) as runtime:
+        # Held, so that no other has the same place.
+        made: dict[int, Any] = {}
+        for round_number in range(12):
+            slot = round_number % 2
+            kept: tuple[int, ...] = ()
+            for start in range(0, 64, 4):
+                kept = (*kept, start)[-4:] if start else ()
+                runtime.decode([Span(slot, start, [5] * 4, checkpoints=kept)])
+                made |= {id(copy): copy for held in runtime._checkpoints._copies for copy in held.values()}
+            # Back, and over.
+            runtime.decode([Span(slot, kept[0], [6] * 4)])
+            runtime.trim(slot, 0)
+            assert runtime.return_points(slot) == (0,)
+        # One more while the oldest is still there.
+        assert len(made) <= 5
+        assert runtime.num_checkpoint_bytes == 0
