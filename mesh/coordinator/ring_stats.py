@@ -50,13 +50,16 @@ class RoundTrips:
             return
         wires_us = []
         left_us = sent_us
+        # What the round trip leaves for hops: a clock that is off must not make their sum longer.
+        latest_us = arrived_us - sum(time.queue_us + time.compute_us for time in times)
         for time, offset_us in zip(times, offsets_us, strict=True):
             if offset_us is None or not (time.num_rows and time.arrived_us):
                 return
             # Clock offsets have an error of a fraction of a hop: what one hop lacks, its neighbour has.
-            there_us = max(left_us, min(time.arrived_us - offset_us, arrived_us))
+            there_us = max(left_us, min(time.arrived_us - offset_us, latest_us))
             wires_us.append(there_us - left_us)
             left_us = there_us + time.queue_us + time.compute_us
+            latest_us += time.queue_us + time.compute_us
         wires_us.append(max(0, arrived_us - left_us))
         self._num_windows += 1
         for index, wire_us in enumerate(wires_us):

@@ -74,6 +74,26 @@ def test_whatever_a_stage_says_sums_only_grow(arrivals: list[int], offset: int) 
         assert sum(after["wire_ms"]) - sum(before["wire_ms"]) <= 1.0
 
 
+@given(
+    stages=st.lists(st.tuples(st.integers(0, 900), st.integers(1, 900)), min_size=1, max_size=4),
+    errors=st.lists(st.integers(-3_000, 3_000), min_size=4, max_size=4),
+    hop=st.integers(0, 2_000),
+)
+def test_a_clock_that_is_off_moves_time_between_hops_only(
+    stages: list[tuple[int, int]], errors: list[int], hop: int
+) -> None:
+    now_us, times = 10_000, []
+    for queue_us, compute_us in stages:
+        now_us += hop
+        times.append(wire.StageTime(queue_us=queue_us, compute_us=compute_us, num_rows=1, arrived_us=now_us))
+        now_us += queue_us + compute_us
+    trips = RoundTrips(len(stages))
+    trips.add(times, errors[: len(stages)], 10_000, now_us + hop)
+    found = trips.as_dict()
+    total_ms = sum(sum(found[name]) for name in ("wire_ms", "queue_ms", "compute_ms"))
+    assert total_ms == pytest.approx((now_us + hop - 10_000) / 1000)
+
+
 @pytest.mark.parametrize(
     ("time", "offset"),
     [
