@@ -206,14 +206,15 @@ def print_plan(found: DryRun) -> None:
     console.print(
         f"{model.name} ({model.architecture}), {model.layer_count}, {format_size(model.file_bytes)}",
         highlight=False,
+        soft_wrap=True,
     )
-    console.print(f"plan: {found.plan.reason}", highlight=False)
+    console.print(f"plan: {found.plan.reason}", highlight=False, soft_wrap=True)
     console.print(_stages(found))
     for host, reason in found.left_out.items():
-        console.print(f"{host} is left out: {reason}", highlight=False)
+        console.print(f"{host} is left out: {reason}", highlight=False, soft_wrap=True)
     if found.forecast is not None:
         _print_forecast(console, found.forecast)
-    console.print(found.basis, highlight=False)
+    console.print(found.basis, highlight=False, soft_wrap=True)
 
 
 def _stages(found: DryRun) -> Table:
@@ -241,4 +242,5 @@ def _print_forecast(console: Console, expected: Forecast) -> None:
         f"one session, no speculation: {expected.tokens_per_s:.1f} tokens/s ({parts} a token); first token "
         f"of a {expected.prompt_tokens}-token prompt after {expected.ttft_ms / 1e3:.2f} s",
         highlight=False,
+        soft_wrap=True,
     )

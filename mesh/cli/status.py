@@ -45,9 +45,10 @@ def print_status(status: Mapping[str, Any]) -> None:
         f"{model.get('name', '?')}, {model.get('layers', '?')} layers, {model.get('numeric_mode', '?')}: "
         f"{state}",
         highlight=False,
+        soft_wrap=True,
     )
     if status.get("plan"):
-        console.print(f"plan: {status['plan']}", highlight=False)
+        console.print(f"plan: {status['plan']}", highlight=False, soft_wrap=True)
     console.print(_hosts(status.get("hosts", [])))
     if status.get("stages"):
         console.print(_stages(status["stages"]))
@@ -153,6 +154,7 @@ def _print_counts(console: Console, status: Mapping[str, Any]) -> None:
             f"sessions: {sessions['running']} running of {sessions['slots']}{paused},"
             f" {sessions['waiting']} waiting",
             highlight=False,
+            soft_wrap=True,
         )
     if speculation:
         _print_speculation(console, speculation)
@@ -162,11 +164,13 @@ def _print_incidents(console: Console, status: Mapping[str, Any]) -> None:
     repairs, failures = status.get("repairs"), status.get("failures", ())
     if repairs and (repairs["count"] or repairs["moves"]):
         last = f", the last in {repairs['last_s']:.1f} s" if repairs["last_s"] is not None else ""
-        console.print(f"repairs: {repairs['count']}{last}; moves: {repairs['moves']}", highlight=False)
+        console.print(
+            f"repairs: {repairs['count']}{last}; moves: {repairs['moves']}", highlight=False, soft_wrap=True
+        )
     for failure in failures[-_SHOWN_FAILURES:]:
         when = datetime.fromtimestamp(failure["at_s"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
         what = f"  {when} {failure['host']} {failure['layers']}: {failure['reason']}"
-        console.print(what, highlight=False)
+        console.print(what, highlight=False, soft_wrap=True)
 
 
 def features_text(features: Mapping[str, Any]) -> str:
@@ -193,4 +197,4 @@ def _print_speculation(console: Console, speculation: Mapping[str, Any]) -> None
     at_stages = f"{times['verify']:.2f} ms computing, {times['queue']:.2f} ms waiting at stages"
     lines.append(f"  a window: {at_stages}, {times['network']:.2f} ms on the network")
     for line in lines:
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, soft_wrap=True)
