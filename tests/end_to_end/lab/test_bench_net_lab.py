@@ -51,7 +51,6 @@ def test_stages_far_from_one_another_are_no_neighbours(
                 asked = Ask("/v1/chat/completions", dict(QUESTION))
                 (answer,) = client.ask(Batch(mesh.port, (asked,))).answers
             done = lab.exec(0, [COMMAND, "bench", "net", "--json", "--probes", "5", "--megabytes", "1"])
-            shown = lab.exec(0, [COMMAND, "bench", "net", "--probes", "2", "--megabytes", "0"])
             url = f"http://127.0.0.1:{mesh.port}"
             doctor = [COMMAND, "doctor", "--url", url, "--advertise", lab.address(0), "--json"]
             examined = lab.exec(0, doctor, timeout_s=120)
@@ -95,5 +94,3 @@ def test_stages_far_from_one_another_are_no_neighbours(
     pairs = [(stage["host"], after["host"]) for stage, after in pairwise(stages)]
     assert [(wire["from"], wire["to"]) for wire in found["wires"]] == pairs
     assert "wires_chosen" in log
-    assert shown.returncode == 0, shown.stderr
-    assert "a token's round: host0 - " in shown.stdout

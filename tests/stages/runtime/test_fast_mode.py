@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.model
 
-NUM_TOKENS = 24
+NUM_TOKENS = 12
 TEXT = "The colours of the flag are red, white and blue. The red stands for courage, the white for peace. "
 SHOW = "import os; print('GGML_CPU_TILED_MM' in os.environ)"
 # What exact mode sets.
