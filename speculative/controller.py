@@ -106,7 +106,9 @@ _NUM_FIRST_PLAIN: Final = 2
 # Tokens that a draft model may still draft after nothing is wanted any more.
 _NUM_DRAFTED_ON: Final = 8
 # Tokens before speculation is tried again from which features are wanted.
-_FEATURES_AHEAD: Final = 64
+_FEATURES_AHEAD: Final = 32
+# Tokens before that from which they are wanted at once: features of a few windows are on their way.
+_FEATURES_SOON: Final = 8
 # Share of a drafter's luck that the payoff does not see; the rest guards against a wrong calibration.
 _LUCK_SHARE: Final = 0.8
 # A drafted token may be likelier than the mean by this factor; and the bounds of its hoped-for acceptance.
@@ -251,6 +253,11 @@ class Controller:
     def rests_long(self) -> bool:
         """Whether no proposals will be wanted for so long that features of the text would be of no use."""
         return self.is_resting and self._payoff.wait > _FEATURES_AHEAD
+
+    @property
+    def rests_awhile(self) -> bool:
+        """Whether no proposals will be wanted before the verdicts of the next windows."""
+        return self.is_resting and self._payoff.wait > _FEATURES_SOON
 
     def acceptances(self, proposal: Proposal) -> tuple[float, ...]:
         """The chance of each token, given that those before it are right, as experience has it."""

@@ -31,16 +31,20 @@ class PayoffRecord:
     """Payoff of former sessions.
 
     Attributes:
-        won_share: Tokens won per plain token; negative if they were lost.
+        won_share: Tokens won per plain token; negative if they were lost; None while nothing is significant.
         plain_ms: Time of a plain window then.
         pause: Length of the next pause, in tokens.
         wait: Tokens left of the current pause.
+        num_tokens: Tokens committed while speculating that are not in `won_share` yet: too few so far.
+        num_plain_tokens: Tokens of plain windows in the same time.
     """
 
-    won_share: float
+    won_share: float | None
     plain_ms: float
     pause: int
     wait: int
+    num_tokens: int = 0
+    num_plain_tokens: float = 0.0
 
     def holds_at(self, plain_ms: float) -> bool:
         """Whether the ring is about the same, by the time of a plain window."""
@@ -96,9 +100,10 @@ class SessionPayoff:
         self._plain_ms = 0.0 if record is None else record.plain_ms
         self.balance = 0.0
         self.wait = 0
-        if record is not None and record.won_share >= 0.0:
-            self.balance = min(_CREDIT * record.won_share, self._options.max_credit)
-        elif record is not None:
+        share = None if record is None else record.won_share
+        if share is not None and share >= 0.0:
+            self.balance = min(_CREDIT * share, self._options.max_credit)
+        elif record is not None and share is not None:
             self.balance = self._overdrawn
             self._pause = record.pause
             self.wait = min(record.wait, _MAX_CARRIED)
@@ -108,12 +113,22 @@ class SessionPayoff:
 
     @property
     def record(self) -> PayoffRecord | None:
-        """Payoff for the next session; None if this one did not speculate enough."""
-        share = None if self._before is None else self._before.won_share
-        if self.num_tokens >= _NUM_TELLING:
-            own = self.num_tokens / self.num_plain_tokens - 1.0
-            share = own if share is None else share + _NEWEST_SHARE * (own - share)
-        return None if share is None else PayoffRecord(share, self._plain_ms, self._pause, self.wait)
+        """Payoff for the next session; None if none has speculated yet.
+
+        Runs that lose end after a few tokens. What they lost counts once those of several sessions are
+        significant together.
+        """
+        before = self._before
+        share = None if before is None else before.won_share
+        num_tokens = self.num_tokens + (0 if before is None else before.num_tokens)
+        num_plain_tokens = self.num_plain_tokens + (0.0 if before is None else before.num_plain_tokens)
+        if num_tokens >= _NUM_TELLING:
+            newest = num_tokens / num_plain_tokens - 1.0
+            share = newest if share is None else share + _NEWEST_SHARE * (newest - share)
+            num_tokens, num_plain_tokens = 0, 0.0
+        if share is None and not num_plain_tokens:
+            return None
+        return PayoffRecord(share, self._plain_ms, self._pause, self.wait, num_tokens, num_plain_tokens)
 
     @property
     def is_open(self) -> bool:

@@ -502,6 +502,10 @@ class Session:
         is_near = window.start >= self._features_from and window.start + len(window.tokens) > first
         return is_near and self._speculator.wants_features
 
+    @property
+    def _features_may_wait(self) -> bool:
+        return self._speculator is not None and self._speculator.features_may_wait
+
     def _outcomes(
         self,
         step: Step,
@@ -632,6 +636,7 @@ class Session:
                 verify_rows=window.num_verified,
                 most_together=self._active_ring.grouping.most_together,
                 wants_features=wants_features,
+                features_may_wait=wants_features and self._features_may_wait,
                 checkpoints=window.checkpoints,
                 recomputed_rows=window.num_recomputed,
                 num_committed=window.num_committed if window.checkpoints else 0,

@@ -122,6 +122,11 @@ class Speculator:
         """Whether features of windows are of use now."""
         return any(proposer.takes_features for proposer in self._guarded) and not self._controller.rests_long
 
+    @property
+    def features_may_wait(self) -> bool:
+        """Whether none of them is read soon."""
+        return self._controller.rests_awhile
+
     def take_features(self, start: int, rows: NDArray[np.float32]) -> None:
         """Pass features of committed positions to the proposers that read them.
 
@@ -197,6 +202,8 @@ class GuardedProposer:
         self.name = proposer.name
         self.most_tokens: int | None = None
         self._proposer = proposer
+        # Its check of a protocol takes longer than all else that is done for a token's features.
+        self._reader = proposer if isinstance(proposer, FeatureReader) else None
         self._n_vocab = n_vocab
         self._session = session
         self._is_off = False
@@ -209,13 +216,13 @@ class GuardedProposer:
     @property
     def takes_features(self) -> bool:
         """Whether it drafts from features, see `speculative.proposer.FeatureReader`."""
-        return not self._is_off and isinstance(self._proposer, FeatureReader)
+        return not self._is_off and self._reader is not None
 
     def take_features(self, start: int, rows: NDArray[np.float32]) -> None:
         """See `FeatureReader.take_features`."""
         try:
-            if isinstance(self._proposer, FeatureReader):
-                self._proposer.take_features(start, rows)
+            if self._reader is not None:
+                self._reader.take_features(start, rows)
         except Exception as error:  # noqa: BLE001
             self._switch_off(repr(error))
 

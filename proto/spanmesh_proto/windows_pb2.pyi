@@ -35,20 +35,22 @@ class FeatureBundle(_message.Message):
     def __init__(self, layers: _Optional[_Iterable[int]] = ..., features: _Optional[_Iterable[_Union[Features, _Mapping]]] = ...) -> None: ...
 
 class Features(_message.Message):
-    __slots__ = ("session", "window_id", "start", "num_rows", "rows", "type")
+    __slots__ = ("session", "window_id", "start", "num_rows", "rows", "type", "may_wait")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     WINDOW_ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     TYPE_FIELD_NUMBER: _ClassVar[int]
+    MAY_WAIT_FIELD_NUMBER: _ClassVar[int]
     session: int
     window_id: int
     start: int
     num_rows: int
     rows: _containers.RepeatedScalarFieldContainer[bytes]
     type: HiddenType
-    def __init__(self, session: _Optional[int] = ..., window_id: _Optional[int] = ..., start: _Optional[int] = ..., num_rows: _Optional[int] = ..., rows: _Optional[_Iterable[bytes]] = ..., type: _Optional[_Union[HiddenType, str]] = ...) -> None: ...
+    may_wait: bool
+    def __init__(self, session: _Optional[int] = ..., window_id: _Optional[int] = ..., start: _Optional[int] = ..., num_rows: _Optional[int] = ..., rows: _Optional[_Iterable[bytes]] = ..., type: _Optional[_Union[HiddenType, str]] = ..., may_wait: _Optional[bool] = ...) -> None: ...
 
 class FollowRequest(_message.Message):
     __slots__ = ("hello", "held")
@@ -201,7 +203,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., repetition_window: _Optional[int] = ..., bias_tokens: _Optional[_Iterable[int]] = ..., biases: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Window(_message.Message):
-    __slots__ = ("session", "epoch", "id", "start", "tokens", "verify_rows", "hidden", "hidden_type", "times", "most_together", "wants_features", "checkpoints", "recomputed_rows", "num_committed")
+    __slots__ = ("session", "epoch", "id", "start", "tokens", "verify_rows", "hidden", "hidden_type", "times", "most_together", "wants_features", "checkpoints", "recomputed_rows", "num_committed", "features_may_wait")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
@@ -216,6 +218,7 @@ class Window(_message.Message):
     CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTED_ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_MAY_WAIT_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     id: int
@@ -230,7 +233,8 @@ class Window(_message.Message):
     checkpoints: _containers.RepeatedScalarFieldContainer[int]
     recomputed_rows: int
     num_committed: int
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., verify_rows: _Optional[int] = ..., hidden: _Optional[bytes] = ..., hidden_type: _Optional[_Union[HiddenType, str]] = ..., times: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., most_together: _Optional[int] = ..., wants_features: _Optional[bool] = ..., checkpoints: _Optional[_Iterable[int]] = ..., recomputed_rows: _Optional[int] = ..., num_committed: _Optional[int] = ...) -> None: ...
+    features_may_wait: bool
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., verify_rows: _Optional[int] = ..., hidden: _Optional[bytes] = ..., hidden_type: _Optional[_Union[HiddenType, str]] = ..., times: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., most_together: _Optional[int] = ..., wants_features: _Optional[bool] = ..., checkpoints: _Optional[_Iterable[int]] = ..., recomputed_rows: _Optional[int] = ..., num_committed: _Optional[int] = ..., features_may_wait: _Optional[bool] = ...) -> None: ...
 
 class StageTime(_message.Message):
     __slots__ = ("queue_us", "compute_us", "num_rows", "arrived_us")

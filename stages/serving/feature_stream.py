@@ -1,6 +1,7 @@
 """Feature stream: features of a stage's windows on their way to the coordinator.
 
-Windows never wait for them: what a slow link cannot carry is dropped, the oldest first.
+Windows never wait for them: what a slow link cannot carry is dropped, the oldest first. Each message costs
+both hosts more time than its rows; while the drafter rests, features of several windows share one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ log = structlog.get_logger()
 MOST_QUEUED_BYTES: Final = 64 << 20
 # Of one message; gRPC's limit is far above.
 _MOST_BUNDLED_BYTES: Final = 1 << 20
+# Rows that may wait are sent together, once they are as many.
+_ROWS_TOGETHER: Final = 8
 
 
 class FeatureStream:
@@ -37,7 +40,7 @@ class FeatureStream:
         self._layers: tuple[int, ...] | None = None
         self._most_queued_bytes = most_queued_bytes
         self._waiting: deque[wire.Features] = deque()
-        self._num_bytes = 0
+        self._num_bytes = self._num_rows = 0
         self._changed = asyncio.Event()
         self._is_closed = False
         self.num_dropped_rows = 0
@@ -50,14 +53,18 @@ class FeatureStream:
         """Queue features of windows; before `open` they are of other layers, and dropped."""
         if self._layers is None:
             return
+        is_urgent = False
         for each in features:
             self._waiting.append(each)
             self._num_bytes += _size_bytes(each)
+            self._num_rows += each.num_rows
+            is_urgent = is_urgent or not each.may_wait
         if self._num_bytes > self._most_queued_bytes and not self.num_dropped_rows:
             log.warning("features_dropped", reason="the link to the coordinator is too slow for them")
         while self._num_bytes > self._most_queued_bytes:
             self.num_dropped_rows += self._take().num_rows
-        self._changed.set()
+        if is_urgent or self._num_rows >= _ROWS_TOGETHER:
+            self._changed.set()
 
     def close(self) -> None:
         """End the stream at once."""
@@ -88,6 +95,7 @@ class FeatureStream:
     def _take(self) -> wire.Features:
         oldest = self._waiting.popleft()
         self._num_bytes -= _size_bytes(oldest)
+        self._num_rows -= oldest.num_rows
         return oldest
 
 

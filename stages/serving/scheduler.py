@@ -63,6 +63,7 @@ class QueuedWindow:
         num_held: Number of its first rows that are held and need not be computed.
         held: Those rows as they were sent; empty at the tail.
         wants_features: Whether the coordinator wants features of its rows.
+        features_may_wait: Whether they may be sent with those of later windows.
         num_recomputed: Number of its first rows whose tokens are committed and were computed before.
         num_committed: Number of the session's tokens that were committed when it was sent; 0 if not told.
     """
@@ -80,6 +81,7 @@ class QueuedWindow:
     num_held: int = 0
     held: bytes = b""
     wants_features: bool = False
+    features_may_wait: bool = False
     num_recomputed: int = 0
     num_committed: int = 0
 

@@ -161,6 +161,7 @@ class StageEngine:
                 most_together=window.most_together,
                 num_resumed=session.num_resumed,
                 wants_features=window.wants_features,
+                features_may_wait=window.features_may_wait,
                 num_recomputed=window.recomputed_rows,
                 num_committed=window.num_committed,
             )

@@ -306,6 +306,7 @@ class StageWorker(threading.Thread):
             num_rows=stop - first,
             rows=rows,
             type=TO_WIRE[kind],
+            may_wait=window.features_may_wait,
         )
 
     def _onward(self, window: QueuedWindow, rows: bytes) -> wire.Window:
@@ -322,6 +323,7 @@ class StageWorker(threading.Thread):
             hidden_type=TO_WIRE[self._hidden_type],
             most_together=window.most_together,
             wants_features=window.wants_features,
+            features_may_wait=window.features_may_wait,
             checkpoints=span.checkpoints,
             recomputed_rows=window.num_recomputed,
             num_committed=window.num_committed,

@@ -102,10 +102,27 @@ def test_a_pause_outlasts_its_session() -> None:
     assert second.is_open
 
 
-def test_an_account_of_a_few_tokens_tells_nothing() -> None:
-    payoff = SessionPayoff()
-    payoff.add(1, 30.0, PLAIN_MS)
-    assert payoff.record is None
+def test_few_tokens_tell_nothing_until_those_of_several_sessions_are_enough() -> None:
+    record, num_sessions = None, 0
+    while record is None or record.won_share is None:
+        payoff = SessionPayoff(record=record)
+        assert (payoff.balance, payoff.wait) == (0.0, 0)
+        while payoff.is_open:
+            payoff.add(2, 30.0, PLAIN_MS)
+        record = payoff.record
+        assert record is not None
+        num_sessions += 1
+    assert num_sessions > 2
+    # Two tokens in the time of three.
+    assert record.won_share == pytest.approx(-1 / 3)
+    assert record.num_tokens == 0
+    following = SessionPayoff(record=record)
+    assert following.wait > 0
+    assert following.balance < 0
+    following.add(3, 30.0, PLAIN_MS)
+    later = following.record
+    assert later is not None
+    assert (later.won_share, later.num_tokens) == (record.won_share, 3)
 
 
 def test_what_was_learned_on_another_wire_does_not_hold() -> None:

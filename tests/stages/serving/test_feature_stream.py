@@ -162,8 +162,10 @@ async def test_of_streams_that_open_at_once_one_stays() -> None:
             await channel.close(None)
 
 
-def features(num_rows: int) -> wire.Features:
-    return wire.Features(session=1, window_id=2, start=3, num_rows=num_rows, rows=[bytes(4 * num_rows)])
+def features(num_rows: int, *, may_wait: bool = False) -> wire.Features:
+    return wire.Features(
+        session=1, window_id=2, start=3, num_rows=num_rows, rows=[bytes(4 * num_rows)], may_wait=may_wait
+    )
 
 
 async def test_a_slow_link_drops_the_oldest() -> None:
@@ -178,6 +180,27 @@ async def test_a_slow_link_drops_the_oldest() -> None:
     stream.close()
     with pytest.raises(StopAsyncIteration):
         await anext(bundles)
+
+
+async def test_features_that_may_wait_share_a_message_until_others_come() -> None:
+    stream = FeatureStream()
+    stream.open([0])
+    bundles = stream.bundles()
+    await anext(bundles)
+
+    async def next_rows() -> list[int]:
+        return [each.num_rows for each in (await anext(bundles)).features]
+
+    waiting = asyncio.ensure_future(next_rows())
+    for _ in range(7):
+        stream.put([features(1, may_wait=True)])
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    stream.put([features(1, may_wait=True)])
+    assert await waiting == [1] * 8
+    stream.put([features(2, may_wait=True)])
+    stream.put([features(3)])
+    assert await next_rows() == [2, 3]
 
 
 @pytest.mark.parametrize(
