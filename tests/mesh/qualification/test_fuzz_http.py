@@ -173,13 +173,13 @@ def test_a_real_mesh_stands_a_short_run(
     tmp_path: Path, stage_cache_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(stage_cache_dir))
-    arguments = ["--http", "200", "--seed", "7", "-o", str(tmp_path / "out"), "--json"]
+    arguments = ["--http", "400", "--seed", "7", "-o", str(tmp_path / "out"), "--json"]
     code = run(["bench", "fuzz", *arguments])
     (report,) = json.loads(capsys.readouterr().out)
     assert (code, report["good"], report["kept"]) == (0, True, []), report
-    assert report["cases"] == 200
-    assert report["outcomes"]["200"] > 5
-    assert report["outcomes"]["400"] > 25
+    assert report["cases"] == 400
+    assert report["outcomes"]["200"] > 10
+    assert report["outcomes"]["400"] > 50
     assert report["flat"]
 
 
