@@ -124,7 +124,7 @@ class Speculator:
 
     @property
     def features_may_wait(self) -> bool:
-        """Whether none of them is read soon."""
+        """Whether no proposer reads features soon, so that those of several windows may share a message."""
         return self._controller.rests_awhile
 
     def take_features(self, start: int, rows: NDArray[np.float32]) -> None:
@@ -202,7 +202,7 @@ class GuardedProposer:
         self.name = proposer.name
         self.most_tokens: int | None = None
         self._proposer = proposer
-        # Its check of a protocol takes longer than all else that is done for a token's features.
+        # Checked once: a check of a runtime protocol is slow, and this is asked several times a token.
         self._reader = proposer if isinstance(proposer, FeatureReader) else None
         self._n_vocab = n_vocab
         self._session = session
