@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import time
@@ -114,15 +115,26 @@ def target_and_drafter(kind: str, smollm2_path: Path, folder: Path) -> tuple[Pat
     return target, head
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def setting(
-    request: pytest.FixtureRequest, smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Setting]:
+@pytest.fixture(scope="module")
+def setting_of(
+    smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Setting]]:
+    """Settings by kind, each made once: with `params` one is made anew after each change of kind."""
     folder = tmp_path_factory.mktemp("drafters")
-    target, drafter = target_and_drafter(request.param, smollm2_path, folder)
-    setting = Setting(target, drafter, folder)
-    yield setting
-    setting.model.close()
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def make(kind: str) -> Setting:
+            made = Setting(*target_and_drafter(kind, smollm2_path, folder), folder)
+            stack.callback(made.model.close)
+            return made
+
+        yield make
+
+
+@pytest.fixture(params=KINDS)
+def setting(request: pytest.FixtureRequest, setting_of: Callable[[str], Setting]) -> Setting:
+    return setting_of(request.param)
 
 
 @pytest.fixture
