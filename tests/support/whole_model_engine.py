@@ -23,9 +23,19 @@ _CHUNK_ROWS = 32
 
 
 class WholeModelEngine:
-    """Implements `mesh.engine.Engine`: no stages, no speculation, one row at a time, bit-exact settings."""
+    """Implements `mesh.engine.Engine`: no stages, no speculation, one row at a time.
 
-    def __init__(self, path: Path, *, context_length: int = 512, num_slots: int = 4) -> None:
+    Args:
+        path: The model.
+        context_length: Positions of a session.
+        num_slots: Sessions at once.
+        is_exact: Whether its settings are those of exact mode. Where only this engine's own texts are
+            compared, the quicker ones do.
+    """
+
+    def __init__(
+        self, path: Path, *, context_length: int = 512, num_slots: int = 4, is_exact: bool = True
+    ) -> None:
         init_backend()
         self.context_length = context_length
         self.num_running = 0
@@ -33,7 +43,7 @@ class WholeModelEngine:
         self._free_slots = list(range(num_slots))
         self._thread = ThreadPoolExecutor(1)  # llama.cpp contexts belong to one thread at a time
         model_params = llama_cpp.llama_model_default_params()
-        model_params.use_extra_bufts = False
+        model_params.use_extra_bufts = not is_exact
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = context_length * num_slots

@@ -24,7 +24,7 @@ def tokenizer(smollm2_path: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def engine(smollm2_path: Path) -> Iterator[WholeModelEngine]:
-    engine = WholeModelEngine(smollm2_path, context_length=256)
+    engine = WholeModelEngine(smollm2_path, context_length=256, is_exact=False)
     yield engine
     engine.close()
 

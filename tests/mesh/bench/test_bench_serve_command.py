@@ -55,7 +55,7 @@ def api_thread(engine: Engine, tokenizer: Tokenizer, *, keys: ApiKeys | None = N
 
 @pytest.fixture(scope="module")
 def whole_model_url(smollm2_path: Path, tokenizer: Tokenizer) -> Iterator[str]:
-    engine = WholeModelEngine(smollm2_path, num_slots=2)
+    engine = WholeModelEngine(smollm2_path, num_slots=2, is_exact=False)
     try:
         with api_thread(engine, tokenizer) as url:
             yield url
