@@ -41,11 +41,10 @@ _settle_numerics()
 
 # The same with CI set or not: hypothesis would draw the same examples there each time. A busy machine is no
 # failure.
-for _profile, _max_examples in (("spanmesh", 50), (SWEEP, 200)):
+for _profile in ("spanmesh", SWEEP):
     settings.register_profile(
         _profile,
         settings.get_profile("default"),
-        max_examples=_max_examples,
         derandomize=False,
         print_blob=True,
         deadline=None,
