@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import itertools
 import os
 import socket
 from typing import Final
@@ -16,6 +17,11 @@ LOOPBACK: Final = "127.0.0.1"
 # Documentation addresses (RFC 5737, RFC 3849): routed like any other, and never assigned to a host.
 _ELSEWHERE: Final = ("192.0.2.1", "2001:db8::1")
 _ANY_PORT: Final = 9
+# Below the ports that systems give to outgoing connections (Linux from 32768, macOS and Windows from 49152)
+# and above those that Ray gives to its workers (10002 to 19999).
+_LISTENING_PORTS: Final = range(20_000, 32_768)
+# Each process starts at ports of its own, so that two that look for one at once do not find the same.
+_ports_tried: Final = itertools.count(os.getpid() * 64)
 
 
 def primary_address(*towards: str) -> str:
@@ -74,11 +80,15 @@ def is_loopback(host: str) -> bool:
 
 
 def free_port(host: str) -> int:
-    """A TCP port that is free at `host` now.
+    """A TCP port that is free at `host` now, and that no outgoing connection takes before it is listened on.
 
     Raises:
         ClusterError: If `host` is no address of this machine.
     """
+    for _ in _LISTENING_PORTS:
+        port = _LISTENING_PORTS[next(_ports_tried) % len(_LISTENING_PORTS)]
+        with contextlib.suppress(PortInUse), _bound(host, port):
+            return port
     with _bound(host, 0) as listener:
         return int(listener.getsockname()[1])
 

@@ -1,5 +1,6 @@
 """Addresses and ports of this host."""
 
+import contextlib
 import re
 import socket
 
@@ -67,6 +68,20 @@ def test_a_port_in_use_is_named_with_the_option_that_changes_it() -> None:
         with pytest.raises(PortInUse, match=rf"127\.0\.0\.1:{port}; choose another with --port"):
             check_port_free("127.0.0.1", port, "--port")
     check_port_free("127.0.0.1", free_port("127.0.0.1"), "--port")
+
+
+def test_a_free_port_is_not_one_that_outgoing_connections_take() -> None:
+    ports = [free_port("127.0.0.1") for _ in range(8)]
+    assert len(set(ports)) == len(ports)
+    assert all(20_000 <= port < 32_768 for port in ports)
+
+
+def test_a_free_port_is_none_that_is_listened_on() -> None:
+    following = free_port("127.0.0.1") + 1
+    if following == 32_768:
+        following = 20_000
+    with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", following)):
+        assert free_port("127.0.0.1") != following
 
 
 @pytest.mark.parametrize("host", ["203.0.113.9", "no such host"])
