@@ -18,8 +18,8 @@ _MID_RUN: Final = 2.0
 _CREDIT: Final = 5.0
 # A record over fewer tokens is not significant.
 _NUM_TELLING: Final = 16
-# Weight of the newest session.
-_NEWEST_SHARE: Final = 0.5
+# Plain tokens of former sessions that count together.
+_NUM_REMEMBERED: Final = 64.0
 # Longest wait caused by the session before, in tokens: its text is another.
 _MAX_CARRIED: Final = 96
 # A plain window time that differs by this factor belongs to another ring.
@@ -31,20 +31,25 @@ class PayoffRecord:
     """Payoff of former sessions.
 
     Attributes:
-        won_share: Tokens won per plain token; negative if they were lost; None while nothing is significant.
+        num_tokens: Tokens committed while speculating, of the latest sessions.
+        num_plain_tokens: Tokens of plain windows in the same time.
         plain_ms: Time of a plain window then.
         pause: Length of the next pause, in tokens.
         wait: Tokens left of the current pause.
-        num_tokens: Tokens committed while speculating that are not in `won_share` yet: too few so far.
-        num_plain_tokens: Tokens of plain windows in the same time.
     """
 
-    won_share: float | None
+    num_tokens: float
+    num_plain_tokens: float
     plain_ms: float
     pause: int
     wait: int
-    num_tokens: int = 0
-    num_plain_tokens: float = 0.0
+
+    @property
+    def won_share(self) -> float | None:
+        """Tokens won per plain token; negative if they were lost; None if too few are known."""
+        if self.num_tokens < _NUM_TELLING:
+            return None
+        return self.num_tokens / self.num_plain_tokens - 1.0
 
     def holds_at(self, plain_ms: float) -> bool:
         """Whether the ring is about the same, by the time of a plain window."""
@@ -115,20 +120,20 @@ class SessionPayoff:
     def record(self) -> PayoffRecord | None:
         """Payoff for the next session; None if none has speculated yet.
 
-        Runs that lose end after a few tokens. What they lost counts once those of several sessions are
-        significant together.
+        Each session counts by its tokens: those that lose end after a few, so a mean over sessions would make
+        a loss of what pays. And those few count once they are significant together.
         """
         before = self._before
-        share = None if before is None else before.won_share
-        num_tokens = self.num_tokens + (0 if before is None else before.num_tokens)
-        num_plain_tokens = self.num_plain_tokens + (0.0 if before is None else before.num_plain_tokens)
-        if num_tokens >= _NUM_TELLING:
-            newest = num_tokens / num_plain_tokens - 1.0
-            share = newest if share is None else share + _NEWEST_SHARE * (newest - share)
-            num_tokens, num_plain_tokens = 0, 0.0
-        if share is None and not num_plain_tokens:
+        num_tokens, num_plain_tokens = float(self.num_tokens), self.num_plain_tokens
+        if before is not None:
+            num_tokens += before.num_tokens
+            num_plain_tokens += before.num_plain_tokens
+        if not num_plain_tokens:
             return None
-        return PayoffRecord(share, self._plain_ms, self._pause, self.wait, num_tokens, num_plain_tokens)
+        kept = min(1.0, _NUM_REMEMBERED / num_plain_tokens)
+        return PayoffRecord(
+            kept * num_tokens, kept * num_plain_tokens, self._plain_ms, self._pause, self.wait
+        )
 
     @property
     def is_open(self) -> bool:

@@ -72,7 +72,7 @@ def test_a_hiccup_is_no_reason_to_stop_for_long() -> None:
 
 
 def test_one_in_doubt_has_less_to_lose() -> None:
-    doubtful, fresh = SessionPayoff(record=PayoffRecord(-0.1, PLAIN_MS, 48, 0)), SessionPayoff()
+    doubtful, fresh = SessionPayoff(record=PayoffRecord(90.0, 100.0, PLAIN_MS, 48, 0)), SessionPayoff()
     for payoff in (doubtful, fresh):
         payoff.add(0, 5.0, PLAIN_MS)
     assert not doubtful.is_open
@@ -80,7 +80,7 @@ def test_one_in_doubt_has_less_to_lose() -> None:
 
 
 def test_a_gain_before_pays_for_a_bad_start() -> None:
-    trusted, fresh = SessionPayoff(record=PayoffRecord(0.5, PLAIN_MS, 48, 0)), SessionPayoff()
+    trusted, fresh = SessionPayoff(record=PayoffRecord(90.0, 60.0, PLAIN_MS, 48, 0)), SessionPayoff()
     for payoff in (trusted, fresh):
         payoff.add(0, 15.0, PLAIN_MS)
     assert trusted.is_open
@@ -115,18 +115,42 @@ def test_few_tokens_tell_nothing_until_those_of_several_sessions_are_enough() ->
     assert num_sessions > 2
     # Two tokens in the time of three.
     assert record.won_share == pytest.approx(-1 / 3)
-    assert record.num_tokens == 0
     following = SessionPayoff(record=record)
     assert following.wait > 0
     assert following.balance < 0
-    following.add(3, 30.0, PLAIN_MS)
-    later = following.record
-    assert later is not None
-    assert (later.won_share, later.num_tokens) == (record.won_share, 3)
+
+
+def test_short_losses_do_not_outweigh_a_long_gain() -> None:
+    """Of two sessions, one ends its speculation after a few tokens, and the other wins until its end."""
+    record = None
+    for tokens_in_30_ms in (2, 4, 2, 4):
+        payoff = SessionPayoff(record=record)
+        for _ in range(20):
+            if payoff.is_open:
+                payoff.add(tokens_in_30_ms, 30.0, PLAIN_MS)
+            else:
+                payoff.add_plain(3)
+        record = payoff.record
+    assert record is not None
+    assert record.won_share is not None
+    assert record.won_share > 0.2
+    assert SessionPayoff(record=record).is_open
+
+
+def test_a_record_forgets() -> None:
+    record = None
+    for tokens_in_30_ms in (6, 6, 6, 3, 3, 3):
+        payoff = SessionPayoff(record=record)
+        for _ in range(20):
+            payoff.add(tokens_in_30_ms, 30.0, PLAIN_MS)
+        record = payoff.record
+    assert record is not None
+    assert record.num_plain_tokens <= 64
+    assert record.won_share == pytest.approx(0.0, abs=0.15)
 
 
 def test_what_was_learned_on_another_wire_does_not_hold() -> None:
-    record = PayoffRecord(-0.1, PLAIN_MS, 48, 48)
+    record = PayoffRecord(90.0, 100.0, PLAIN_MS, 48, 48)
     assert all(record.holds_at(plain_ms) for plain_ms in (8.0, 10.0, 12.0))
     assert not any(record.holds_at(plain_ms) for plain_ms in (2.5, 40.0))
 
