@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 
 from spanmesh_proto.errors import InvalidRequest, StageFailed
+from stages.sampling.compiled_draw import draw
 from stages.sampling.gumbel import position_key, race_all, race_among
 
 if TYPE_CHECKING:
@@ -340,21 +341,33 @@ class Sampler:
 
     def _choose(self, logits: NDArray[np.float32], top: int, position: int) -> int:
         """The sample among tokens of finite logits, of which `top` has the largest."""
-        peak = float(logits[top])
         sampling = self.sampling
         if sampling.temperature == 0.0:
             return top
         key = position_key(sampling.seed, position)
-        with np.errstate(over="ignore"):  # a temperature near 0 sends all but the peak to minus infinity
-            if not sampling.filters:
-                return race_all(key, logits, peak, sampling.temperature)
-            scaled = (logits.astype(np.float64) - peak) / sampling.temperature
-            ids = candidate_ids(logits, scaled, sampling)
-            if ids.size <= _FEW:
-                return race_among(key, ids, scaled[ids])
-            left = np.full_like(logits, -np.inf)
-            left[ids] = logits[ids]
-            return race_all(key, left, peak, sampling.temperature)
+        drawn = draw(logits, key, sampling)
+        return draw_by_arrays(logits, float(logits[top]), key, sampling) if drawn is None else drawn
+
+
+def draw_by_arrays(logits: NDArray[np.float32], peak: float, key: int, sampling: SamplingParams) -> int:
+    """The id that wins the race among the tokens that pass the filters: the definition of a draw.
+
+    Args:
+        logits: float32, shape (n_vocab,). Minus infinity excludes a token.
+        peak: The largest of them.
+        key: From `stages.sampling.gumbel.position_key`.
+        sampling: Temperature, above 0, and filters.
+    """
+    with np.errstate(over="ignore"):  # a temperature near 0 sends all but the peak to minus infinity
+        if not sampling.filters:
+            return race_all(key, logits, peak, sampling.temperature)
+        scaled = (logits.astype(np.float64) - peak) / sampling.temperature
+        ids = candidate_ids(logits, scaled, sampling)
+        if ids.size <= _FEW:
+            return race_among(key, ids, scaled[ids])
+        left = np.full_like(logits, -np.inf)
+        left[ids] = logits[ids]
+        return race_all(key, left, peak, sampling.temperature)
 
 
 def _require(holds: bool, field: str, value: float, need: str) -> None:  # noqa: FBT001 - reads as an assertion
