@@ -43,6 +43,8 @@ typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 
 static inline floats all_of(float value) { return (floats){value, value, value, value}; }
 
+static inline ints ints_of(int32_t value) { return (ints){value, value, value, value}; }
+
 static inline floats pick(ints mask, floats yes, floats no) { return (floats)((mask & (ints)yes) | (~mask & (ints)no)); }
 
 /* Logits from `start` on, minus infinity behind the last. */
@@ -101,11 +103,11 @@ static bool find_largest(struct row *row) {
         const size_t start = strip * STRIP_SIZE;
         const size_t stop = start + STRIP_SIZE < row->n_vocab ? start + STRIP_SIZE : row->n_vocab;
         floats largest = all_of(-INFINITY);
-        ints are_usual = largest < 0.0f;
+        ints are_usual = ints_of(-1);
         for (size_t place = start; place < stop; place += LANES) {
             const floats logits = load(row->logits, place, row->n_vocab);
             largest = pick(logits > largest, logits, largest);
-            are_usual &= logits <= FLT_MAX;
+            are_usual &= logits <= all_of(FLT_MAX);
         }
         float found = -INFINITY;
         for (size_t lane = 0; lane < LANES; lane++) {
@@ -277,32 +279,34 @@ struct mass {
 
 /* 2 to the power of values that are at most 0, to within 2e-7; below 2^-125 it stays. */
 static inline floats exp2_of(floats log2) {
-    log2 = pick(log2 > -125.0f, log2, all_of(-125.0f));
-    const ints whole = __builtin_convertvector(log2 - 0.5f, ints);
-    const floats power = (floats)((whole + 127) << 23);
+    const floats least = all_of(-125.0f), half = all_of(0.5f), one = all_of(1.0f);
+    log2 = pick(log2 > least, log2, least);
+    const ints whole = __builtin_convertvector(log2 - half, ints);
+    const floats power = (floats)((whole + ints_of(127)) * ints_of(1 << 23));
     /* Taylor's series of a fraction, -0.5 to 0.5. */
-    const floats part = (log2 - __builtin_convertvector(whole, floats)) * 0.69314718f;
-    floats series = part * (1.0f / 720.0f) + 1.0f / 120.0f;
-    series = series * part + 1.0f / 24.0f;
-    series = series * part + 1.0f / 6.0f;
-    series = series * part + 0.5f;
-    series = series * part + 1.0f;
-    return (series * part + 1.0f) * power;
+    const floats part = (log2 - __builtin_convertvector(whole, floats)) * all_of(0.69314718f);
+    floats series = part * all_of(1.0f / 720.0f) + all_of(1.0f / 120.0f);
+    series = series * part + all_of(1.0f / 24.0f);
+    series = series * part + all_of(1.0f / 6.0f);
+    series = series * part + half;
+    series = series * part + one;
+    return (series * part + one) * power;
 }
 
 /* In float32: to within ROUGH_SUM_ERROR of all. */
 static struct mass rough_mass(const struct row *row, float given) {
-    const float factor = (float)(1.4426950408889634 / row->temperature), peak = (float)row->peak;
+    const floats factor = all_of((float)(1.4426950408889634 / row->temperature));
+    const floats peak = all_of((float)row->peak), level_of_given = all_of(given), zero = all_of(0.0f);
     struct mass mass = {0.0, 0.0, 0.0};
     for (size_t start = 0; start < row->n_vocab; start += BLOCK_SIZE) {
         const size_t stop = start + BLOCK_SIZE < row->n_vocab ? start + BLOCK_SIZE : row->n_vocab;
-        floats all = all_of(0.0f), above = all, level = all;
+        floats all = zero, above = zero, level = zero;
         for (size_t place = start; place < stop; place += LANES) {
             const floats logits = load(row->logits, place, row->n_vocab);
             const floats powers = exp2_of((logits - peak) * factor);
             all += powers;
-            above += pick(logits > given, powers, all_of(0.0f));
-            level += pick(logits == given, powers, all_of(0.0f));
+            above += pick(logits > level_of_given, powers, zero);
+            level += pick(logits == level_of_given, powers, zero);
         }
         for (size_t lane = 0; lane < LANES; lane++) {
             mass.all += all[lane];
