@@ -7,6 +7,7 @@ stage before it gave, so that holds at every stage.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 from dataclasses import dataclass
@@ -27,12 +28,31 @@ if TYPE_CHECKING:
 # float32 holds integers up to here.
 _MAX_HASH = 1 << 24
 _ECHO = 3
+# Rows of logits begin somewhere in these numbers: drawing them anew for each row takes longer than all else.
+_NUM_BEGINNINGS = 1 << 20
+_MOST_VOCABULARY = 1 << 18
+
+
+@functools.cache
+def _numbers() -> NDArray[np.float32]:
+    return np.random.default_rng(7).standard_normal(_NUM_BEGINNINGS + _MOST_VOCABULARY, np.float32)
+
+
+@functools.lru_cache(1 << 16)
+def _mixed(*numbers: int) -> int:
+    data = struct.pack(f"<{len(numbers)}Q", *(number % (1 << 64) for number in numbers))
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
 
 
 @dataclass(frozen=True)
 class Cell:
     position: int
     value: int
+
+    @functools.cached_property
+    def weight(self) -> int:
+        """Its part in the hashes of rows that see it; the same cell twice counts twice."""
+        return _mixed(self.position, self.value)
 
 
 class FakeRuntime:
@@ -180,12 +200,11 @@ class FakeRuntime:
 
     @staticmethod
     def _hash(cells: Sequence[Cell], position: int) -> int:
-        seen = sorted((cell.position, cell.value) for cell in cells if cell.position <= position)
-        digest = hashlib.blake2b(repr(seen).encode(), digest_size=8).digest()
-        return int.from_bytes(digest) % _MAX_HASH
+        return _mixed(sum(cell.weight for cell in cells if cell.position <= position)) % _MAX_HASH
 
     def _logits(self, value: int, token: int) -> NDArray[np.float32]:
-        logits = np.random.default_rng(value).standard_normal(self.info.n_vocab).astype(np.float32)
+        start = value % _NUM_BEGINNINGS
+        logits = _numbers()[start : start + self.info.n_vocab].copy()
         # Often what follows a token is what followed it before: text that an n-gram proposer can guess.
         logits[(token * 5 + 1) % self.info.n_vocab] += _ECHO
         return logits
