@@ -1,8 +1,9 @@
 /* Draws of `stages.sampling.sampler` in compiled code: the same ids as the arrays of numpy there and in
- * `stages.sampling.gumbel` give, which are the definition. A vocabulary of 150,000 ids takes arrays a millisecond a row,
- * in which the tail computes nothing.
+ * `stages.sampling.gumbel` give, which are the definition. A vocabulary of 150,000 ids takes arrays a
+ * millisecond a row, in which the tail computes nothing.
  *
- * Where a result hangs on the rounding of a sum or a logarithm, nothing is drawn, and the caller takes the arrays. */
+ * Where a result hangs on the rounding of a sum or a logarithm, nothing is drawn, and the caller takes the
+ * arrays. */
 
 #include <float.h>
 #include <math.h>
@@ -31,6 +32,8 @@
 
 /* Scores that can win lie within some hundred of zero; as in gumbel.py, far more than all rounding there. */
 static const double ROUNDING_SLACK = 1e-9;
+/* Two scores as close as this may be in another order with another library's logarithm. */
+static const double TIE = 1e-12;
 /* Relative. Sums of float32 exponentials, and sums of float64 in another order than numpy's. */
 static const double ROUGH_SUM_ERROR = 2e-5;
 static const double SUM_ERROR = 1e-9;
@@ -45,7 +48,9 @@ static inline floats all_of(float value) { return (floats){value, value, value, 
 
 static inline ints ints_of(int32_t value) { return (ints){value, value, value, value}; }
 
-static inline floats pick(ints mask, floats yes, floats no) { return (floats)((mask & (ints)yes) | (~mask & (ints)no)); }
+static inline floats pick(ints mask, floats yes, floats no) {
+    return (floats)((mask & (ints)yes) | (~mask & (ints)no));
+}
 
 /* Logits from `start` on, minus infinity behind the last. */
 static inline floats load(const float *logits, size_t start, size_t n_vocab) {
@@ -94,7 +99,9 @@ static double ring_time(struct row *row, size_t id) {
     return row->first[block] == (int64_t)id ? time : time + exponential(word(row->key, id));
 }
 
-static double scaled(const struct row *row, float logit) { return ((double)logit - row->peak) / row->temperature; }
+static double scaled(const struct row *row, float logit) {
+    return ((double)logit - row->peak) / row->temperature;
+}
 
 /* Largest logit of each strip and of all; false if one is not a number or infinite. */
 static bool find_largest(struct row *row) {
@@ -124,8 +131,9 @@ static bool find_largest(struct row *row) {
 }
 
 static float largest_of_block(const struct row *row, size_t block) {
+    const size_t start = block * STRIPS_OF_BLOCK;
     float largest = -INFINITY;
-    for (size_t strip = block * STRIPS_OF_BLOCK; strip < (block + 1) * STRIPS_OF_BLOCK && strip < row->n_strips; strip++) {
+    for (size_t strip = start; strip < start + STRIPS_OF_BLOCK && strip < row->n_strips; strip++) {
         largest = row->largest[strip] > largest ? row->largest[strip] : largest;
     }
     return largest;
@@ -147,15 +155,19 @@ static bool is_above(float logit, size_t id, struct candidate other) {
 struct winner {
     double score;
     struct candidate candidate;
+    bool is_tied;
 };
 
-static const struct winner NONE = {-INFINITY, {-INFINITY, INT32_MAX}};
+static const struct winner NONE = {-INFINITY, {-INFINITY, INT32_MAX}, false};
+
+static bool is_decided(struct winner best) { return best.score > -INFINITY && !best.is_tied; }
 
 static void race(struct row *row, float logit, size_t id, struct winner *best) {
     const double score = scaled(row, logit) - log(ring_time(row, id));
-    if (score > best->score || (score == best->score && (int32_t)id < best->candidate.id)) {
-        best->score = score;
-        best->candidate = (struct candidate){logit, (int32_t)id};
+    if (fabs(score - best->score) <= TIE) {
+        best->is_tied = true;
+    } else if (score > best->score) {
+        *best = (struct winner){score, {logit, (int32_t)id}, false};
     }
 }
 
@@ -193,7 +205,9 @@ static struct winner race_all(struct row *row, double log_min_p, struct candidat
     return best;
 }
 
-static struct winner race_among(struct row *row, const struct candidate *candidates, size_t count, double log_min_p) {
+static struct winner race_among(
+    struct row *row, const struct candidate *candidates, size_t count, double log_min_p
+) {
     struct winner best = NONE;
     for (size_t place = 0; place < count; place++) {
         const struct candidate each = candidates[place];
@@ -255,7 +269,8 @@ static size_t gather(const struct row *row, float least, struct candidate *found
     return count;
 }
 
-/* The `count` highest-ranked ids, in order, at the head of `found`; false where strips are too few to bound them. */
+/* The `count` highest-ranked ids, in order, at the head of `found`; false where strips are too few to bound
+ * them. */
 static bool rank(const struct row *row, size_t count, struct candidate *found) {
     float least = -INFINITY;
     if (count <= row->n_strips) {
@@ -346,13 +361,13 @@ static enum membership in_nucleus(const struct row *row, struct candidate given,
     return mass.above < mass.all * top_p * (1.0 - SUM_ERROR) ? IN : UNSURE;
 }
 
-/* The winner in the nucleus, without ranking anything: who wins the race of all and is not in the nucleus takes all
- * that rank below it out of the race. */
+/* The winner in the nucleus, without ranking anything: an id that wins the race of all and is not in the
+ * nucleus takes all that rank below it out of the race. */
 static int64_t choose_in_nucleus(struct row *row, double top_p, double log_min_p) {
     struct candidate limit = NONE.candidate;
     for (int races = 0; races < MOST_RACES; races++) {
         const struct winner best = race_all(row, log_min_p, limit);
-        switch (best.score > -INFINITY ? in_nucleus(row, best.candidate, top_p) : UNSURE) {
+        switch (is_decided(best) ? in_nucleus(row, best.candidate, top_p) : UNSURE) {
         case IN:
             return best.candidate.id;
         case OUT:
@@ -365,8 +380,10 @@ static int64_t choose_in_nucleus(struct row *row, double top_p, double log_min_p
     return UNDECIDED;
 }
 
-/* How many of the highest-ranked ids have `goal` of the mass; UNDECIDED where it hangs on rounding. */
-static int64_t nucleus_size(const struct row *row, const struct candidate *ranked, size_t count, double top_p) {
+/* How many of the highest-ranked ids have `top_p` of the mass; UNDECIDED where it hangs on rounding. */
+static int64_t nucleus_size(
+    const struct row *row, const struct candidate *ranked, size_t count, double top_p
+) {
     double all = 0.0, mass = 0.0;
     for (size_t place = 0; place < count; place++) {
         all += exp(scaled(row, ranked[place].logit));
@@ -391,7 +408,7 @@ static int64_t choose_in_top(struct row *row, size_t top_k, double top_p, double
         best = race_among(row, found, (size_t)count, log_min_p);
     }
     free(found);
-    return best.score > -INFINITY ? best.candidate.id : UNDECIDED;
+    return is_decided(best) ? best.candidate.id : UNDECIDED;
 }
 
 /* The id that is drawn, or UNDECIDED.
@@ -400,7 +417,13 @@ static int64_t choose_in_top(struct row *row, size_t top_k, double top_p, double
  * key: of the position. temperature: above 0. top_k: 0 for no limit. top_p: 1 for no limit.
  * log_min_p: minus infinity for no limit. */
 EXPORT int64_t row_sampler_choose(
-    const float *logits, size_t n_vocab, uint64_t key, double temperature, size_t top_k, double top_p, double log_min_p
+    const float *logits,
+    size_t n_vocab,
+    uint64_t key,
+    double temperature,
+    size_t top_k,
+    double top_p,
+    double log_min_p
 ) {
     static _Thread_local struct row row;
     row.logits = logits;
@@ -423,5 +446,5 @@ EXPORT int64_t row_sampler_choose(
         return choose_in_nucleus(&row, top_p, log_min_p);
     }
     const struct winner best = race_all(&row, log_min_p, NONE.candidate);
-    return best.score > -INFINITY ? best.candidate.id : UNDECIDED;
+    return is_decided(best) ? best.candidate.id : UNDECIDED;
 }
