@@ -17,9 +17,8 @@ import click
 import numpy as np
 
 from mesh.bench.report_tools import markdown_table
-from stages.sampling.compiled_draw import draw
 from stages.sampling.gumbel import position_key
-from stages.sampling.sampler import SamplingParams, draw_by_arrays
+from stages.sampling.sampler import SamplingParams, draw_by_arrays, draw_compiled
 
 _VOCABULARIES: Final = (49_152, 151_936, 262_144)
 _FILTERS: Final = {
@@ -50,7 +49,7 @@ def main(num_draws: int) -> None:
                 start_s = time.perf_counter()
                 expected = draw_by_arrays(row, float(row.max()), key, sampling)
                 middle_s = time.perf_counter()
-                drawn = draw(row, key, sampling)
+                drawn = draw_compiled(row, key, sampling)
                 compiled_ms.append(1e3 * (time.perf_counter() - middle_s))
                 arrays_ms.append(1e3 * (middle_s - start_s))
                 num_undecided += drawn is None

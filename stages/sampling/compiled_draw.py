@@ -18,14 +18,14 @@ import structlog
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from stages.sampling.sampler import SamplingParams
-
 log = structlog.get_logger()
 
 _EXTENSION: Final = "stages._row_sampler"
 
 
-def draw(logits: NDArray[np.float32], key: int, sampling: SamplingParams) -> int | None:
+def draw(
+    logits: NDArray[np.float32], key: int, *, temperature: float, top_k: int, top_p: float, min_p: float
+) -> int | None:
     """The id that wins the race among the tokens that pass the filters.
 
     A race of all ids comes first where there is no top-k. If its winner is not in the nucleus, which one sum
@@ -34,7 +34,10 @@ def draw(logits: NDArray[np.float32], key: int, sampling: SamplingParams) -> int
     Args:
         logits: float32, shape (n_vocab,). Minus infinity excludes a token.
         key: From `stages.sampling.gumbel.position_key`.
-        sampling: Temperature, above 0, and filters.
+        temperature: Above 0.
+        top_k: A filter, see `stages.sampling.sampler.SamplingParams`.
+        top_p: A filter.
+        min_p: A filter.
 
     Returns:
         None if it was not decided here.
@@ -42,14 +45,14 @@ def draw(logits: NDArray[np.float32], key: int, sampling: SamplingParams) -> int
     choose = _function()
     if choose is None or logits.dtype != np.float32 or not logits.flags.c_contiguous:
         return None
-    log_min_p = math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf
+    log_min_p = math.log(min_p) if min_p > 0.0 else -math.inf
     token: int = choose(
         logits.ctypes.data,
         logits.size,
         key,
-        sampling.temperature,
-        min(sampling.top_k, logits.size),
-        sampling.top_p,
+        temperature,
+        min(top_k, logits.size),
+        top_p,
         log_min_p,
     )
     return None if token < 0 else token

@@ -345,8 +345,20 @@ class Sampler:
         if sampling.temperature == 0.0:
             return top
         key = position_key(sampling.seed, position)
-        drawn = draw(logits, key, sampling)
+        drawn = draw_compiled(logits, key, sampling)
         return draw_by_arrays(logits, float(logits[top]), key, sampling) if drawn is None else drawn
+
+
+def draw_compiled(logits: NDArray[np.float32], key: int, sampling: SamplingParams) -> int | None:
+    """The same in compiled code; None if it was not decided there: see `stages.sampling.compiled_draw`."""
+    return draw(
+        logits,
+        key,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+    )
 
 
 def draw_by_arrays(logits: NDArray[np.float32], peak: float, key: int, sampling: SamplingParams) -> int:

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.sampling import compiled_draw
-from stages.sampling.compiled_draw import draw
 from stages.sampling.gumbel import position_key
-from stages.sampling.sampler import Sampler, SamplingParams, draw_by_arrays
+from stages.sampling.sampler import Sampler, SamplingParams, draw_by_arrays, draw_compiled
 from tests.stages.sampling.test_sampling import rows
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def test_is_compiled_where_the_tests_run() -> None:
 
 @given(rows, samplings, st.integers(0, 2**64 - 1))
 def test_what_it_draws_the_arrays_draw(row: NDArray[np.float32], sampling: SamplingParams, key: int) -> None:
-    drawn = draw(row, key, sampling)
+    drawn = draw_compiled(row, key, sampling)
     assert drawn is None or drawn == by_arrays(row, key, sampling)
 
 
@@ -68,7 +67,7 @@ def test_rows_of_models_are_decided_and_alike(n_vocab: int, case: str) -> None:
     num_undecided = 0
     for position in range(40):
         row, key = row_of_a_model(n_vocab, position % 4), position_key(7, position)
-        drawn = draw(row, key, sampling)
+        drawn = draw_compiled(row, key, sampling)
         num_undecided += drawn is None
         assert drawn in (None, by_arrays(row, key, sampling))
     assert num_undecided <= 1
@@ -81,7 +80,7 @@ def test_a_hundred_thousand_draws_are_alike(case: str) -> None:
     table = [row_of_a_model(2000, seed) for seed in range(50)]
     for position in range(100_000):
         row, key = table[position % len(table)], position_key(position // len(table), position)
-        assert draw(row, key, sampling) in (None, by_arrays(row, key, sampling))
+        assert draw_compiled(row, key, sampling) in (None, by_arrays(row, key, sampling))
 
 
 def test_equal_logits_are_drawn_by_the_lowest_id() -> None:
@@ -90,7 +89,7 @@ def test_equal_logits_are_drawn_by_the_lowest_id() -> None:
     for position in range(200):
         for sampling in (SamplingParams(1.0, top_k=3), SamplingParams(1.0, min_p=0.9)):
             key = position_key(3, position)
-            drawn = draw(row, key, sampling)
+            drawn = draw_compiled(row, key, sampling)
             assert drawn == by_arrays(row, key, sampling)
             assert drawn is not None
             assert drawn < (3 if sampling.top_k else 500)
@@ -101,16 +100,16 @@ def test_equal_logits_are_drawn_by_the_lowest_id() -> None:
 def test_numbers_that_are_none_are_left_to_the_sampler(value: float, place: int) -> None:
     row = np.zeros(100, np.float32)
     row[place] = value
-    assert draw(row, 1, SamplingParams(1.0)) is None
+    assert draw_compiled(row, 1, SamplingParams(1.0)) is None
 
 
 def test_what_float32_cannot_tell_is_left_to_the_arrays() -> None:
     row = row_of_a_model(1000, 1)
-    assert draw(row, 1, SamplingParams(1e-9)) is None
-    assert draw(row[::2], 1, SamplingParams(1.0)) is None
-    assert draw(np.full(8, -np.inf, np.float32), 1, SamplingParams(1.0)) is None
+    assert draw_compiled(row, 1, SamplingParams(1e-9)) is None
+    assert draw_compiled(row[::2], 1, SamplingParams(1.0)) is None
+    assert draw_compiled(np.full(8, -np.inf, np.float32), 1, SamplingParams(1.0)) is None
     # Half of the mass is exactly where the third of four equal tokens begins.
-    assert draw(np.zeros(4, np.float32), 1, SamplingParams(1.0, top_k=4, top_p=0.5)) is None
+    assert draw_compiled(np.zeros(4, np.float32), 1, SamplingParams(1.0, top_k=4, top_p=0.5)) is None
 
 
 def test_arrays_take_over_where_nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
