@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from mesh.cli.option_types import float_option, int_option
+from mesh.lab.link import LinkConditions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from mesh.cli.option_types import Decorator
+    from mesh.cli.option_types import Command, Decorator
 
 FILE: Final = click.Path(path_type=Path, exists=True, dir_okay=False)
 FOLDER: Final = click.Path(path_type=Path, file_okay=False)
@@ -35,6 +36,10 @@ class LabOptions:
         model: A GGUF.
         num_stages: Hosts with layers; one more is the head.
         delay_ms: One-way delay between any two hosts.
+        jitter_ms: Longest further delay of a packet.
+        loss: Share of packets that are lost, 0 to 1.
+        mbit_per_s: Bandwidth of each link in each direction; None for no limit.
+        is_pinned: Whether each host has processors of its own, or shares one with few.
         hang_up_share: Share of requests whose client disconnects, 0 to 1.
         is_short: Whether it is a quick run: short answers, and little time between events.
         seed: Of everything that is random.
@@ -50,6 +55,10 @@ class LabOptions:
     model: Path
     num_stages: int
     delay_ms: float
+    jitter_ms: float
+    loss: float
+    mbit_per_s: float | None
+    is_pinned: bool
     hang_up_share: float
     is_short: bool
     seed: int
@@ -61,6 +70,11 @@ class LabOptions:
     output: Path
     logs: Path | None
 
+    @property
+    def link(self) -> LinkConditions:
+        """Conditions of all links once the mesh is up."""
+        return LinkConditions(self.delay_ms, self.jitter_ms, self.loss, self.mbit_per_s)
+
 
 def _split(_context: click.Context, _parameter: click.Parameter, words: str) -> tuple[str, ...]:
     return tuple(shlex.split(words))
@@ -68,6 +82,39 @@ def _split(_context: click.Context, _parameter: click.Parameter, words: str) -> 
 
 model_argument: Final = click.argument("model", required=False, type=FILE)
 delay_option: Final = float_option("--delay-ms", default=5.0, help="One-way delay between any two hosts.")
+
+
+def network_options(command: Command) -> Command:
+    """`--delay-ms`, `--jitter-ms`, `--loss`, `--mbit` and `--pin-hosts`."""
+    options = (
+        delay_option,
+        float_option("--jitter-ms", default=0.0, help="Longest further delay of a packet, evenly drawn."),
+        click.option(
+            "--loss",
+            type=click.FloatRange(0.0, 1.0, max_open=True),
+            default=0.0,
+            metavar="SHARE",
+            help="Share of packets that are lost, 0 to 1; TCP sends them again.",
+        ),
+        click.option(
+            "--mbit",
+            "mbit_per_s",
+            type=click.FloatRange(0.0, min_open=True),
+            metavar="N",
+            help="Bandwidth of each link in each direction, in Mbit/s; no limit unless given.",
+        ),
+        click.option(
+            "--pin-hosts",
+            "is_pinned",
+            is_flag=True,
+            help="Give each host processors of its own, or one that it shares with as few others as can be.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 threads_option: Final = int_option("--threads", "num_threads", default=1, help="Threads of each stage.")
 serve_option: Final = click.option(
     "--serve",

@@ -85,13 +85,17 @@ class Host:
         name: Host name for its processes.
         shared: Directories under /tmp that are the machine's here as well, like the working directory and the
             Python installation.
+        processors: Ids of the processors that its processes may use; None for all.
 
     Raises:
         MeshError: If the system refuses the namespaces.
     """
 
-    def __init__(self, name: str, shared: Sequence[Path] = ()) -> None:
+    def __init__(
+        self, name: str, shared: Sequence[Path] = (), processors: Sequence[int] | None = None
+    ) -> None:
         self.name = name
+        self._pin = [] if processors is None else ["taskset", "--cpu-list", ",".join(map(str, processors))]
         self._processes: list[subprocess.Popen[bytes]] = []
         program = [sys.executable, "-I", "-S", str(Path(namespace_init.__file__))]
         under_tmp = [str(path) for path in _needed(shared) if path.is_relative_to(namespace_init.TMP)]
@@ -145,7 +149,7 @@ class Host:
         enter = ["nsenter", "--target", str(self.keeper_pid), "--net", "--mount", "--uts", "--ipc"]
         with _children_in_process_namespace_of(self.keeper_pid):
             process = subprocess.Popen(
-                [*enter, "env", f"--chdir={cwd or Path.cwd()}", *argv],
+                [*enter, *self._pin, "env", f"--chdir={cwd or Path.cwd()}", *argv],
                 env={**inherited, "HOME": str(namespace_init.HOME), **(env or {})},
                 stdin=stdin,
                 stdout=stdout,

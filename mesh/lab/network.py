@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -10,9 +11,11 @@ import statistics
 import subprocess
 import sys
 from contextlib import ExitStack
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from mesh.lab.host import Companion, Host
+from mesh.lab.link import LinkConditions
 from mesh.lab.router import Traffic
 from mesh.lab.tun import TUN_PATH
 from spanmesh_proto.errors import MeshError
@@ -41,6 +44,9 @@ class Lab:
         delay_ms: One-way delay between any two.
         shared: Directories under /tmp that all hosts share; the rest of /tmp is each host's own.
         is_ipv6: Whether links carry IPv6 instead, with addresses fd77::1, fd77::2…
+        link: Other conditions of all links; none unless given.
+        is_pinned: Whether each host has processors of its own, or shares one with few: see `host_processors`.
+        seed: Of jitter and loss.
     """
 
     def __init__(
@@ -50,10 +56,18 @@ class Lab:
         *,
         shared: Sequence[Path] = (),
         is_ipv6: bool = False,
+        link: LinkConditions | None = None,
+        is_pinned: bool = False,
+        seed: int = 1,
     ) -> None:
         self.num_hosts = num_hosts
         self._shared = shared
-        self._delay_ms = delay_ms
+        self._conditions = replace(link or LinkConditions(), delay_ms=delay_ms)
+        # Of links between two hosts that have their own.
+        self._own_conditions: dict[tuple[int, int], LinkConditions] = {}
+        available = sorted(os.sched_getaffinity(0)) if is_pinned else []
+        self.processors = host_processors(available, num_hosts) if is_pinned else None
+        self._seed = seed
         self._is_ipv6 = is_ipv6
         self._stack = ExitStack()
         self._hosts: list[Host] = []
@@ -65,7 +79,8 @@ class Lab:
         with self._stack:
             self._stack.callback(self._hosts.clear)
             for index in range(self.num_hosts):
-                host = Host(f"host{index}", self._shared)
+                processors = None if self.processors is None else self.processors[index]
+                host = Host(f"host{index}", self._shared, processors)
                 self._stack.callback(host.close)
                 self._hosts.append(host)
             self._start_router()
@@ -117,8 +132,28 @@ class Lab:
             delay_ms: The delay.
             between: Two hosts, to change only their link; by default all links get the same delay.
         """
-        command: dict[str, Any] = {"delay_ms": delay_ms}
         if between is not None:
+            known = self._own_conditions.get(_pair(between), self._conditions)
+            self.set_link(replace(known, delay_ms=delay_ms), between=between)
+            return
+        own = self._own_conditions
+        self.set_link(replace(self._conditions, delay_ms=delay_ms))
+        for pair, conditions in own.items():
+            if not conditions.is_ideal:
+                self.set_link(replace(conditions, delay_ms=delay_ms), between=pair)
+
+    def set_link(self, conditions: LinkConditions, *, between: tuple[int, int] | None = None) -> None:
+        """Change all conditions of links, for packets sent from now on.
+
+        Args:
+            conditions: The conditions.
+            between: Two hosts, to change only their link; by default all links get the same.
+        """
+        command: dict[str, Any] = {"link": asdict(conditions)}
+        if between is None:
+            self._conditions, self._own_conditions = conditions, {}
+        else:
+            self._own_conditions[_pair(between)] = conditions
             command["between"] = [self.address(host) for host in between]
         self._command(command)
 
@@ -174,7 +209,8 @@ class Lab:
 
     def _start_router(self) -> None:
         places = [f"{self.address(index)}={host.keeper_pid}" for index, host in enumerate(self._hosts)]
-        program = [sys.executable, "-m", "mesh.lab.router", str(self._delay_ms), *places]
+        conditions = json.dumps({**asdict(self._conditions), "seed": self._seed})
+        program = [sys.executable, "-m", "mesh.lab.router", conditions, *places]
         # In a network of its own, so that other programs never see its new devices.
         self._router = Companion(["unshare", "--net", *program], "the lab's router")
         self._stack.callback(self._router.wait)
@@ -194,6 +230,23 @@ class Lab:
 
     def _command(self, command: dict[str, Any]) -> Traffic:
         return Traffic(**json.loads(self._router.ask(json.dumps(command))))
+
+
+def _pair(hosts: tuple[int, int]) -> tuple[int, int]:
+    return min(hosts), max(hosts)
+
+
+def host_processors(available: Sequence[int], num_hosts: int) -> list[tuple[int, ...]]:
+    """Processors of each host, as even as can be: several of its own, or one that it shares with others.
+
+    Args:
+        available: Processor ids, not empty.
+        num_hosts: Number of hosts.
+    """
+    if len(available) < num_hosts:
+        return [(available[host % len(available)],) for host in range(num_hosts)]
+    bounds = [host * len(available) // num_hosts for host in range(num_hosts + 1)]
+    return [tuple(available[start:stop]) for start, stop in itertools.pairwise(bounds)]
 
 
 _TOOLS = ("ip", "unshare", "nsenter", "mount")

@@ -9,75 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import itertools
 import json
 import os
 import select
 import subprocess
 import sys
 import time
-from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
+from mesh.lab.link import Link, LinkConditions
 from mesh.lab.tun import open_tun
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-
-class DelayQueue:
-    """Packets in flight. The caller passes the time.
-
-    Like a router's buffer it is bounded, and a packet that does not fit is dropped, as senders expect of a
-    real link. Packets never overtake one another, not even when the delay shrinks while some are in flight.
-
-    Args:
-        delay_ns: Delay of a packet, in nanoseconds; may be changed for later packets.
-        capacity_bytes: Bound on the size of all packets in flight.
-    """
-
-    def __init__(self, delay_ns: int, capacity_bytes: int) -> None:
-        self.delay_ns = delay_ns
-        self._capacity_bytes = capacity_bytes
-        self._packets: deque[tuple[int, bytes]] = deque()
-        self._queued_bytes = 0
-        self._latest_due_ns = 0
-        self._num_dropped = 0
-
-    def __len__(self) -> int:
-        """Number of packets in flight."""
-        return len(self._packets)
-
-    @property
-    def num_dropped(self) -> int:
-        """Number of packets dropped so far."""
-        return self._num_dropped
-
-    @property
-    def next_due_ns(self) -> int | None:
-        """When the next packet is due, or None without packets."""
-        return self._packets[0][0] if self._packets else None
-
-    def push(self, packet: bytes, now_ns: int) -> bool:
-        """Add a packet; False if it was dropped."""
-        if self._queued_bytes + len(packet) > self._capacity_bytes:
-            self._num_dropped += 1
-            return False
-        self._latest_due_ns = max(self._latest_due_ns, now_ns + self.delay_ns)
-        self._packets.append((self._latest_due_ns, packet))
-        self._queued_bytes += len(packet)
-        return True
-
-    def pop_due(self, now_ns: int) -> list[tuple[int, bytes]]:
-        """Remove every packet that is due, with its due time, oldest first."""
-        due: list[tuple[int, bytes]] = []
-        while self._packets and self._packets[0][0] <= now_ns:
-            entry = self._packets.popleft()
-            self._queued_bytes -= len(entry[1])
-            due.append(entry)
-        return due
 
 
 @dataclass(frozen=True)
@@ -87,7 +34,7 @@ class Traffic:
     Attributes:
         num_packets: Packets delivered.
         num_bytes: Their sizes, IP headers included.
-        num_dropped: Packets dropped at a full queue, or without a destination host.
+        num_dropped: Packets lost, dropped at a full link, or without a destination host.
         mean_late_us: Mean of how much later than due packets left, in microseconds.
         max_late_us: Maximum of the same.
         cpu_s: Processor time of the router, in seconds.
@@ -101,8 +48,6 @@ class Traffic:
     cpu_s: float
 
 
-# One router process serves every link of the lab; 64 MiB is 20 ms at 25 Gbit/s, more than it can forward.
-CAPACITY_BYTES: Final = 64 << 20
 _BATCH_PACKETS: Final = 64
 _READ_BYTES: Final = 65536
 # Offset of a packet's source address, followed by its destination. By IP version.
@@ -114,14 +59,15 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Router:
-    """Forwards IP packets between TUN devices by destination address, each after its link's delay.
+    """Forwards IP packets between TUN devices by destination address, each over its link.
 
     Args:
         devices: Descriptor of each host's device by address; all addresses are of one version.
-        queue: Queue of all links without a delay of their own.
+        conditions: Conditions of all links at first.
+        random: Source of jitter and loss.
     """
 
-    def __init__(self, devices: Mapping[Address, int], queue: DelayQueue) -> None:
+    def __init__(self, devices: Mapping[Address, int], conditions: LinkConditions, random: Random) -> None:
         (self._version,) = {address.version for address in devices}
         self._device_of = {address.packed: descriptor for address, descriptor in devices.items()}
         start = _SOURCE_START[self._version]
@@ -129,9 +75,14 @@ class Router:
         self._source = slice(start, start + size)
         self._destination = slice(start + size, start + 2 * size)
         self._pair = slice(start, start + 2 * size)
-        self._queue = queue
         # By source and destination address.
-        self._own_queues: dict[bytes, DelayQueue] = {}
+        self._links = {
+            source.packed + destination.packed: Link(conditions, random.random)
+            for source in devices
+            for destination in devices
+        }
+        # Those with packets in flight.
+        self._busy: dict[bytes, Link] = {}
         # Packets from and to these addresses are lost.
         self._out_of_reach: set[bytes] = set()
         self._num_packets = self._num_bytes = self._num_unroutable = self._late_ns = self._max_late_ns = 0
@@ -160,32 +111,27 @@ class Router:
         return Traffic(
             num_packets=self._num_packets,
             num_bytes=self._num_bytes,
-            num_dropped=self._num_unroutable + sum(queue.num_dropped for queue in self._queues),
+            num_dropped=self._num_unroutable + sum(link.num_dropped for link in self._links.values()),
             mean_late_us=self._late_ns / max(1, self._num_packets) / 1e3,
             max_late_us=self._max_late_ns / 1e3,
             cpu_s=time.process_time(),
         )
 
-    @property
-    def _queues(self) -> tuple[DelayQueue, ...]:
-        return (self._queue, *self._own_queues.values())
-
     def _patience_s(self) -> float | None:
-        due = [queue.next_due_ns for queue in self._queues]
+        due = [link.next_due_ns for link in self._busy.values()]
         soonest_ns = min((due_ns for due_ns in due if due_ns is not None), default=None)
         return None if soonest_ns is None else max(0, soonest_ns - time.monotonic_ns()) / 1e9
 
     def _obey(self, command: dict[str, Any]) -> bytes:
-        """Carry out a command: delays of links, and hosts whose packets are lost."""
-        if "delay_ms" in command:
-            delay_ns = round(command["delay_ms"] * 1e6)
+        """Carry out a command: conditions of links, and hosts whose packets are lost."""
+        if "link" in command:
+            conditions = LinkConditions(**command["link"])
+            links = list(self._links.values())
             if "between" in command:
                 a, b = (ipaddress.ip_address(address).packed for address in command["between"])
-                for pair in (a + b, b + a):
-                    self._own_queues.setdefault(pair, DelayQueue(0, CAPACITY_BYTES)).delay_ns = delay_ns
-            else:
-                for queue in self._queues:
-                    queue.delay_ns = delay_ns
+                links = [self._links[a + b], self._links[b + a]]
+            for link in links:
+                link.conditions = conditions
         if "out_of_reach" in command:
             self._out_of_reach = {ipaddress.ip_address(address).packed for address in command["out_of_reach"]}
         return json.dumps(asdict(self.traffic())).encode() + b"\n"
@@ -202,7 +148,12 @@ class Router:
             if self._out_of_reach and self._is_lost(packet):
                 self._num_unroutable += 1
                 continue
-            self._own_queues.get(packet[self._pair], self._queue).push(packet, now_ns)
+            pair = packet[self._pair]
+            link = self._links.get(pair)
+            if link is None:
+                self._num_unroutable += 1
+            elif link.push(packet, now_ns):
+                self._busy[pair] = link
 
     def _is_between_hosts(self, packet: bytes) -> bool:
         """Whether it is of the hosts' version, and for one host: kernels report their IPv6 groups to all."""
@@ -215,14 +166,12 @@ class Router:
 
     def _deliver(self) -> None:
         now_ns = time.monotonic_ns()
-        due = itertools.chain.from_iterable(queue.pop_due(now_ns) for queue in self._queues)
+        due = [entry for link in self._busy.values() for entry in link.pop_due(now_ns)]
+        if due:
+            self._busy = {pair: link for pair, link in self._busy.items() if len(link)}
         for due_ns, packet in due:
-            device = self._device_of.get(packet[self._destination])
-            if device is None:
-                self._num_unroutable += 1
-                continue
             try:
-                os.write(device, packet)
+                os.write(self._device_of[packet[self._destination]], packet)
             except OSError:  # the host is shutting down, or its kernel has no buffer
                 self._num_unroutable += 1
                 continue
@@ -242,11 +191,15 @@ def _be_punctual() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run as a process: `DELAY_MS ADDRESS=PID...`, one process id in the namespaces of each host.
+    """Run as a process: `CONDITIONS ADDRESS=PID...`, one process id in the namespaces of each host.
+
+    The conditions of links are a JSON object, and the seed of what is random among them.
 
     The device that appears there is called `mesh` and is left down and without an address.
     """
-    delay_ms, *hosts = arguments
+    told, *hosts = arguments
+    link = json.loads(told)
+    random = Random(link.pop("seed"))  # noqa: S311 - no secret
     devices: dict[Address, int] = {}
     for host in hosts:
         address, pid = host.split("=")
@@ -254,7 +207,7 @@ def main(arguments: list[str]) -> None:
         subprocess.run(["ip", "link", "set", "mesh", "netns", pid], check=True)
         devices[ipaddress.ip_address(address)] = descriptor
     _be_punctual()
-    router = Router(devices, DelayQueue(round(float(delay_ms) * 1e6), CAPACITY_BYTES))
+    router = Router(devices, LinkConditions(**link), random)
     os.write(sys.stdout.fileno(), json.dumps(asdict(router.traffic())).encode() + b"\n")
     router.run(sys.stdin.fileno(), sys.stdout.fileno())
 

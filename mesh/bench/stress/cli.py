@@ -49,7 +49,7 @@ _LINES: tuple[LineName, ...] = ("crowd", "limit", "prefill", "second-turn", "itl
 )
 @click.option("--quick", is_flag=True, help="A run of about a minute: few and short chats, two steps.")
 @int_option("--hosts", "num_stages", default=3, help="Hosts that hold layers.")
-@shared_options.delay_option
+@shared_options.network_options
 @click.option(
     "--concurrency",
     type=Numbers(int, 1, 256),

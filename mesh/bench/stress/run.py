@@ -94,7 +94,9 @@ def run_stress(options: StressOptions) -> Report:
     with ExitStack() as stack:
         logs = stack.enter_context(logs_folder(options.logs))
         shared = [logs, options.model.resolve().parent]
-        lab = stack.enter_context(Lab(options.num_stages + 1, shared=shared))
+        lab = stack.enter_context(
+            Lab(options.num_stages + 1, shared=shared, is_pinned=options.is_pinned, seed=options.seed)
+        )
         api_keys = tuple(secrets.token_hex(16) for _ in range(options.num_keys))
         load_client = stack.enter_context(LoadClient(lab, api_key=api_keys[0] if api_keys else None))
         peer = None
@@ -115,7 +117,7 @@ def run_stress(options: StressOptions) -> Report:
         mesh = _mesh(options, facts, lab, logs, api_keys)
         stack.callback(mesh.kill)
         mesh.start()
-        lab.set_delay_ms(options.delay_ms)
+        lab.set_link(options.link)
         interval_s = _RARE_S if options.soak_minutes > _LONG_SOAK_MINUTES else _FREQUENT_S
         watch = stack.enter_context(MemoryWatch(lab, interval_s))
         run = _Run(options, facts, LoadTestBed(lab, load_client, mesh, peer, {}, api_keys), watch)
@@ -394,6 +396,8 @@ class _Run:
             "preset": options.preset,
             "stage_hosts": options.num_stages,
             "one_way_delay_ms": options.delay_ms,
+            "links": str(options.link),
+            "hosts": "pinned to processors" if options.is_pinned else "on all processors",
             "numeric_mode": "exact" if options.exact else "fast",
             "ctx_size": options.ctx_size,
             "slots": options.num_slots,

@@ -61,7 +61,7 @@ _QUICK_QUESTIONS = 6
     "Share of streams whose client disconnects at a random moment of the scenarios faults and leave, and "
     "asks again."
 )
-@shared_options.delay_option
+@shared_options.network_options
 @click.option(
     "--fast",
     is_flag=True,

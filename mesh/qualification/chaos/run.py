@@ -117,6 +117,8 @@ class _Run:
             "stage_hosts": options.num_stages,
             "spare_hosts": options.num_spares,
             "one_way_delay_ms": options.delay_ms,
+            "links": str(options.link),
+            "hosts": "pinned to processors" if options.is_pinned else "on all processors",
             "streams": options.num_streams,
             "hang_ups": options.hang_up_share,
             "questions": options.num_questions,
@@ -147,7 +149,10 @@ class _Run:
             logs = stack.enter_context(logs_folder(options.logs)) / ("no-room" if is_tight else "mesh")
             logs.mkdir(exist_ok=True)
             shared = [logs, options.model.resolve().parent]
-            lab = stack.enter_context(Lab(1 + options.num_stages + num_spares, shared=shared))
+            num_hosts = 1 + options.num_stages + num_spares
+            lab = stack.enter_context(
+                Lab(num_hosts, shared=shared, is_pinned=options.is_pinned, seed=options.seed)
+            )
             serve = ["--speculate", options.speculate, "--parallel", str(num_slots)]
             serve += ["--ctx-size", str(options.ctx_size), *["--exact"] * options.exact]
             mesh = MeshSystem(
@@ -161,7 +166,7 @@ class _Run:
             )
             stack.callback(mesh.kill)
             mesh.start()
-            lab.set_delay_ms(options.delay_ms)
+            lab.set_link(options.link)
             client_fleet = stack.enter_context(ClientFleet(lab, mesh.port))
             asked = questions(options.num_questions, options.answer_tokens, options.seed)
             expected = baseline_answers(client_fleet, asked, options.num_streams)

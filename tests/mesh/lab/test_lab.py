@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mesh.lab.link import LinkConditions
 from mesh.lab.network import Lab
 from spanmesh_proto.errors import MeshError
 from tests.support.lab_fixtures import require_lab
@@ -22,6 +23,7 @@ BULK_BYTES = 90_000_000
 # Every line but the last two is a host's process; a daemon leaves its parent's session, as Ray's do.
 OWNER = """
 import json, sys, time
+from mesh.lab.link import LinkConditions
 from mesh.lab.network import Lab
 lab = Lab(2, 1.0)
 lab.__enter__()
@@ -111,6 +113,36 @@ def test_bulk_transfer_arrives_intact_and_costs_the_router_little(lab: Lab) -> N
     after = lab.traffic()
     assert after.num_bytes - before.num_bytes >= BULK_BYTES
     assert after.cpu_s - before.cpu_s < 10.0
+
+
+def test_lost_packets_are_sent_again_by_the_hosts(lab: Lab) -> None:
+    lab.set_link(LinkConditions(1.0, 1.0, loss=0.05, mbit_per_s=400.0), between=(0, 1))
+    before = lab.traffic()
+    try:
+        receiver = lab.run(0, [sys.executable, "-c", RECEIVER], stdout=subprocess.PIPE)
+        assert receiver.stdout is not None
+        assert receiver.stdout.readline() == b"listening\n"
+        start_s = time.monotonic()
+        sender = lab.exec(1, [sys.executable, "-c", SENDER, lab.address(0), "10000000"])
+        took_s = time.monotonic() - start_s
+        received = receiver.communicate(timeout=120)[0].decode()
+    finally:
+        lab.set_link(LinkConditions(5.0))
+    assert sender.returncode == 0, sender.stderr
+    assert received == sender.stdout
+    assert lab.traffic().num_dropped > before.num_dropped
+    # 80 Mbit over 400 Mbit/s.
+    assert took_s > 0.2
+
+
+def test_hosts_have_processors_of_their_own_if_told() -> None:
+    with Lab(2, is_pinned=True) as lab:
+        assert lab.processors is not None
+        seen = [
+            lab.exec(host, [sys.executable, "-c", "import os; print(*sorted(os.sched_getaffinity(0)))"])
+            for host in range(2)
+        ]
+        assert [tuple(map(int, done.stdout.split())) for done in seen] == lab.processors
 
 
 def test_hosts_have_their_own_names_homes_and_shared_memory(lab: Lab) -> None:
