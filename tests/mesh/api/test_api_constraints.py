@@ -76,7 +76,8 @@ async def test_llama_server_s_fields_and_completions(ring: RingApi) -> None:
 
 
 async def test_any_object_begins_as_one_and_may_be_cut(ring: RingApi) -> None:
-    answer = await ask(ring, response_format={"type": "json_object"}, max_tokens=3)
+    # Any seed whose object is not over after three tokens.
+    answer = await ask(ring, response_format={"type": "json_object"}, max_tokens=3, seed=2)
     assert answer["choices"][0]["message"]["content"].startswith("{")
     assert answer["choices"][0]["finish_reason"] == "length"
 
