@@ -309,7 +309,8 @@ async def test_the_second_turn_of_a_conversation_drafts_at_once(
             "<|im_end|>\n" + CHAT.format(QUESTIONS[1]), add_special=False, parse_special=True
         )
         prompt = (*first.prompt, *tokens, *more)
-        second = GenerationRequest(prompt, 20, setting.tokenizer.end_tokens)
+        # Long enough for features to arrive on a busy machine.
+        second = GenerationRequest(prompt, 64)
         proposers: list[FeatureProposer] = []
         open_proposer = setting.open
         setting.open = lambda request: proposers.append(open_proposer(request)) or proposers[-1]  # type: ignore[method-assign, func-returns-value]

@@ -57,7 +57,8 @@ def test_wrong_hang_ups_are_named(
             "stress",
             "mesh.bench.stress.run.run_stress",
             (
-                "--lines itl,crowd --hosts 5 --delay-ms 2 --concurrency 2,5 --duration-s 3 --soak 2 --chats 4"
+                "--lines itl,crowd --hosts 5 --delay-ms 2 --jitter-ms 1 --loss .01 --mbit 50 --pin-hosts"
+                " --concurrency 2,5 --duration-s 3 --soak 2 --chats 4"
                 " --soak-concurrency 6 --seed 9 --exact --ctx-size 400 --parallel 9 --kv-type q8_0"
                 " --threads 2 --speculate ngram --serve --hub-first --peer rpc --rounds 1 -o out --logs logs"
             ),
@@ -66,6 +67,10 @@ def test_wrong_hang_ups_are_named(
                 "lines": ("crowd", "itl"),
                 "num_stages": 5,
                 "delay_ms": 2.0,
+                "jitter_ms": 1.0,
+                "loss": 0.01,
+                "mbit_per_s": 50.0,
+                "is_pinned": True,
                 "concurrency": (2, 5),
                 "num_requests": None,
                 "duration_s": 3.0,
@@ -102,6 +107,10 @@ def test_wrong_hang_ups_are_named(
                 "num_stages": 4,
                 "num_spares": 0,
                 "delay_ms": 1.0,
+                "jitter_ms": 0.0,
+                "loss": 0.0,
+                "mbit_per_s": None,
+                "is_pinned": False,
                 "num_streams": 3,
                 "num_faults": 3,
                 "kinds": ("first", "stop"),

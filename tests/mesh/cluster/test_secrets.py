@@ -18,6 +18,7 @@ import pytest
 from mesh.api.api_keys import KeyRecord, add_key, digest_of
 from mesh.cluster.addresses import free_port
 from mesh.cluster.join_token import decode
+from tests.support.api_harness import NO_AUTHORITIES
 
 pytestmark = [pytest.mark.cluster, pytest.mark.sociable, pytest.mark.model]
 
@@ -93,7 +94,7 @@ def served(tmp_path: Path, stage_cache_dir: Path) -> Iterator[Served]:
 
 def is_healthy(url: str) -> bool:
     with contextlib.suppress(httpx.TransportError):
-        return httpx.get(f"{url}/health").status_code == 200
+        return httpx.get(f"{url}/health", verify=NO_AUTHORITIES).status_code == 200
     return False
 
 

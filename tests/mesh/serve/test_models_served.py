@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from mesh.cluster.addresses import free_port
+from tests.support.api_harness import NO_AUTHORITIES
 from tests.support.tiny_models import TinyModel
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class Mesh:
         return httpx.post(f"{self.url}/mesh/unload?model={name}", timeout=120)
 
     def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = httpx.get(f"{self.url}/mesh/status", timeout=30).json()
+        found: dict[str, Any] = httpx.get(f"{self.url}/mesh/status", timeout=30, verify=NO_AUTHORITIES).json()
         return found
 
     def ask(self, model: str) -> str:
