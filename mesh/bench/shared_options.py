@@ -55,10 +55,10 @@ class LabOptions:
     model: Path
     num_stages: int
     delay_ms: float
-    jitter_ms: float
-    loss: float
-    mbit_per_s: float | None
-    is_pinned: bool
+    jitter_ms: float = 0.0
+    loss: float = 0.0
+    mbit_per_s: float | None = None
+    is_pinned: bool = False
     hang_up_share: float
     is_short: bool
     seed: int

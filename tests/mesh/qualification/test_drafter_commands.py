@@ -22,6 +22,7 @@ from mesh.qualification.feature_listener import FeatureListener
 from spanmesh_proto.errors import MeshError
 from speculative.draft.feature_sequence import MOST_FEATURES
 from speculative.proposer import EMPTY, FeatureReader
+from tests.support.eagle3 import DRAFTER
 
 ROW_VALUES = 3 * 576
 
@@ -240,3 +241,20 @@ def test_a_drafter_must_be_named(command: Any) -> None:
     refused = CliRunner().invoke(command, [])
     assert refused.exit_code == 2
     assert "--draft" in refused.output
+
+
+def test_options_of_a_run_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def keep(options: Any, _kind: str) -> None:
+        found.append(options)
+        raise MeshError("as far as this goes")
+
+    monkeypatch.setattr(drafter_losses, "lab_supported", lambda: None)
+    monkeypatch.setattr(drafter_losses, "measure", keep)
+    arguments = ["--draft", str(DRAFTER), "--losses", "3", "--threads", "2"]
+    run = CliRunner().invoke(drafter_losses.main, arguments)
+    assert (run.exit_code, "as far as this goes" in run.output) == (1, True)
+    [options] = found
+    assert (options.num_faults, options.num_threads, options.kinds) == (3, 2, ("middle",))
+    assert options.link.is_ideal
