@@ -350,7 +350,13 @@ class Sampler:
 
 
 def draw_compiled(logits: NDArray[np.float32], key: int, sampling: SamplingParams) -> int | None:
-    """The same in compiled code; None if it was not decided there: see `stages.sampling.compiled_draw`."""
+    """The id that `draw_by_arrays` gives, by compiled code; None if it was not decided there.
+
+    Args:
+        logits: float32, shape (n_vocab,). Minus infinity excludes a token.
+        key: From `stages.sampling.gumbel.position_key`.
+        sampling: Temperature, above 0, and filters.
+    """
     return draw(
         logits,
         key,

@@ -23,7 +23,6 @@ BULK_BYTES = 90_000_000
 # Every line but the last two is a host's process; a daemon leaves its parent's session, as Ray's do.
 OWNER = """
 import json, sys, time
-from mesh.lab.link import LinkConditions
 from mesh.lab.network import Lab
 lab = Lab(2, 1.0)
 lab.__enter__()
