@@ -44,7 +44,6 @@ class Lab:
         delay_ms: One-way delay between any two.
         shared: Directories under /tmp that all hosts share; the rest of /tmp is each host's own.
         is_ipv6: Whether links carry IPv6 instead, with addresses fd77::1, fd77::2…
-        link: Other conditions of all links; none unless given.
         is_pinned: Whether each host has processors of its own, or shares one with few: see `host_processors`.
         seed: Of jitter and loss.
     """
@@ -56,13 +55,12 @@ class Lab:
         *,
         shared: Sequence[Path] = (),
         is_ipv6: bool = False,
-        link: LinkConditions | None = None,
         is_pinned: bool = False,
         seed: int = 1,
     ) -> None:
         self.num_hosts = num_hosts
         self._shared = shared
-        self._conditions = replace(link or LinkConditions(), delay_ms=delay_ms)
+        self._conditions = LinkConditions(delay_ms)
         # Of links between two hosts that have their own.
         self._own_conditions: dict[tuple[int, int], LinkConditions] = {}
         available = sorted(os.sched_getaffinity(0)) if is_pinned else []
