@@ -16,8 +16,10 @@ from typing import Final
 _MID_RUN: Final = 2.0
 # Tokens of initial credit for each token won per plain token.
 _CREDIT: Final = 5.0
-# A record over fewer tokens is not significant.
+# A record over fewer tokens is not significant, unless they took the time of so many plain ones: where little
+# is committed in a long time, what is remembered never has as many.
 _NUM_TELLING: Final = 16
+_NUM_TELLING_PLAIN: Final = 32.0
 # Plain tokens of former sessions that count together.
 _NUM_REMEMBERED: Final = 64.0
 # Longest wait caused by the session before, in tokens: its text is another.
@@ -47,7 +49,7 @@ class PayoffRecord:
     @property
     def won_share(self) -> float | None:
         """Tokens won per plain token; negative if they were lost; None if too few are known."""
-        if self.num_tokens < _NUM_TELLING:
+        if self.num_tokens < _NUM_TELLING and self.num_plain_tokens < _NUM_TELLING_PLAIN:
             return None
         return self.num_tokens / self.num_plain_tokens - 1.0
 

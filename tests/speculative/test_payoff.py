@@ -137,6 +137,21 @@ def test_short_losses_do_not_outweigh_a_long_gain() -> None:
     assert SessionPayoff(record=record).is_open
 
 
+def test_heavy_losses_are_remembered_though_they_commit_little() -> None:
+    record = None
+    for _ in range(30):
+        payoff = SessionPayoff(record=record)
+        for _ in range(6):
+            if payoff.is_open:
+                payoff.add(1, 100.0, PLAIN_MS)
+            else:
+                payoff.add_plain(1)
+        record = payoff.record
+    assert record is not None
+    assert record.won_share == pytest.approx(-0.9)
+    assert not SessionPayoff(record=record).is_open
+
+
 def test_a_record_forgets() -> None:
     record = None
     for tokens_in_30_ms in (6, 6, 6, 3, 3, 3):
