@@ -1,7 +1,7 @@
 """Lookup proposers: n-grams, predicted outputs, earlier answers and recorded ones.
 
 Prompt lookup (Saxena 2023) with the longest matching n-gram, and with a cursor that follows the session's own
-text (`speculative.ngram_index`). The stronger the evidence for a match, the more is proposed: chance repeats
+text (`speculative.ngram_search`). The stronger the evidence for a match, the more is proposed: chance repeats
 are short, quotations and rewrites are long.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final
 
-from speculative.ngram_index import CursorPosition, EvidenceTable, IndexCursor, NgramIndex
+from speculative.ngram_search import CursorPosition, EvidenceTable, IndexCursor, NgramIndex
 from speculative.proposer import EMPTY, Proposal
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class NgramOptions:
     """Length of proposals and size of the index.
 
     Attributes:
-        tokens_per_evidence: Tokens proposed for each unit of evidence (`speculative.ngram_index`): a match of
+        tokens_per_evidence: Tokens proposed for each unit of evidence (`speculative.ngram_search`): a match of
             two tokens anywhere counts 4, one of four tokens 6, each correctly predicted token 2 more.
         max_indexed_tokens: Beyond this number the older half is dropped. Each takes about 0.5 KB.
 
@@ -89,7 +89,7 @@ class PredictionProposer:
 
     Args:
         prediction: Token ids of the predicted output, at least one.
-        tokens_per_evidence: Tokens proposed for each unit of evidence (`speculative.ngram_index`).
+        tokens_per_evidence: Tokens proposed for each unit of evidence (`speculative.ngram_search`).
     """
 
     name = "prediction"
@@ -197,7 +197,7 @@ class HistoryProposer:
 
     Args:
         history: History of the session's key.
-        tokens_per_evidence: Tokens proposed for each unit of evidence (`speculative.ngram_index`).
+        tokens_per_evidence: Tokens proposed for each unit of evidence (`speculative.ngram_search`).
     """
 
     name = "history"

@@ -77,7 +77,7 @@ class FileEdit:
     after: str
 
 
-# None of these had a part in fitting the proposer (`speculative.ngram_index`).
+# None of these had a part in fitting the proposer (`speculative.ngram_search`).
 PAIRS: Final = (
     ReleasePair("click", "8.1.8", "8.2.1"),
     ReleasePair("flask", "3.0.3", "3.1.1"),

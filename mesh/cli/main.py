@@ -29,7 +29,7 @@ _COMMANDS: Final = {
     "top": ("mesh.cli.top:top", "Watch a running mesh: stages, links, speculation, sessions."),
     "chat": ("mesh.cli.chat:chat", "Chat with a running mesh in this terminal."),
     "doctor": ("mesh.cli.doctor:doctor", "Check this host or a running mesh, and show remedies."),
-    "config": ("mesh.cli.config:config", "Show options and their origin."),
+    "config": ("mesh.cli.config_show:config", "Show options and their origin."),
     "completion": (
         "mesh.cli.main:completion",
         "Print the completion script of a shell.",

@@ -116,7 +116,7 @@ def plan(
             "--url, --host-spec and --hosts-file each give the hosts: leave out all but one"
         )
     from mesh.forecast.dry_run import DryRunOptions, dry_run  # noqa: PLC0415 - keeps --help quick
-    from mesh.placement.stage_sizes import Workload  # noqa: PLC0415
+    from mesh.placement.memory_estimate import Workload  # noqa: PLC0415
     from mesh.placement.topology import read_topology  # noqa: PLC0415
     from mesh.serve.options import ctx_size_for  # noqa: PLC0415
     from stages.runtime.kv_types import check_kv_type  # noqa: PLC0415

@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from mesh.placement.host_capacity import Gpu
 from stages.runtime.devices import device_speed_gb_per_s, layer_devices
-from stages.runtime.memory import free_memory_bytes
+from stages.runtime.process_memory import free_memory_bytes
 
 
 def gpus_here() -> tuple[Gpu, ...]:

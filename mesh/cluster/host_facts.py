@@ -19,7 +19,7 @@ from mesh.util.child_environment import inherited_environment
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError
 from stages.runtime.llama_libraries import may_have_layer_devices
-from stages.runtime.memory import free_memory_bytes
+from stages.runtime.process_memory import free_memory_bytes
 
 # A process that lists GPUs holds memory of theirs until it ends, so `mesh join`, which keeps running, starts
 # another process for it.

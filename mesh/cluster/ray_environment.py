@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Final
 
 from mesh.util.child_environment import inherited_environment
-from stages.runtime.memory import ALLOCATOR
+from stages.runtime.process_memory import ALLOCATOR
 
 if TYPE_CHECKING:
     from pathlib import Path

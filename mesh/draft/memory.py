@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from mesh.draft.completion import loadable_bytes
-from mesh.placement.stage_sizes import StageSizes, Workload
+from mesh.placement.memory_estimate import StageSizes, Workload
 from spanmesh_proto.errors import ModelError
 from speculative.draft.context import MAX_ROWS
 from stages.runtime.kv_types import KV_TYPES, check_kv_type

@@ -19,7 +19,7 @@ from stages.layers import LayerRange
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from mesh.placement.stage_sizes import StageSizes
+    from mesh.placement.memory_estimate import StageSizes
 
 
 # Time of a token beyond the stages' computing and the links, for each stage and once more for the

@@ -12,7 +12,7 @@ from stages.units import format_size
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from stages.runtime.memory import StageMemory
+    from stages.runtime.process_memory import StageMemory
 
 
 @dataclass(frozen=True)

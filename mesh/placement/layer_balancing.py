@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
-from mesh.placement.stage_sizes import SLOWEST_GB_PER_S, memory_on, read_time
+from mesh.placement.memory_estimate import SLOWEST_GB_PER_S, memory_on, read_time
 from stages.layers import LayerRange
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from mesh.placement.host_capacity import HostCapacity
-    from mesh.placement.stage_sizes import StageSizes
+    from mesh.placement.memory_estimate import StageSizes
 
 Matrix: TypeAlias = "NDArray[np.float64]"
 

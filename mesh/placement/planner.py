@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from mesh.placement.host_assignment import find_assignment, never
 from mesh.placement.layer_balancing import StageTable
-from mesh.placement.stage_sizes import StageSizes, Workload, memory_on
+from mesh.placement.memory_estimate import StageSizes, Workload, memory_on
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts, UncuttableModel
 from stages.runtime.kv_types import KV_TYPES, fits_heads
 from stages.units import format_size
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mesh.placement.host_assignment import HostAssignment
     from mesh.placement.host_capacity import HostCapacity
     from stages.layers import LayerRange
-    from stages.runtime.memory import StageMemory
+    from stages.runtime.process_memory import StageMemory
     from stages.slicing.model_facts import ModelFacts
 
 

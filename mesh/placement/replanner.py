@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from mesh.placement.host_assignment import assign_all, never
 from mesh.placement.layer_balancing import StageTable
 from mesh.placement.planner import StagePlacement, plan
-from mesh.placement.stage_sizes import memory_on
+from mesh.placement.memory_estimate import memory_on
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts
 from stages.units import format_size
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from mesh.placement.host_capacity import HostCapacity
     from mesh.placement.planner import Plan
-    from mesh.placement.stage_sizes import StageSizes
+    from mesh.placement.memory_estimate import StageSizes
     from stages.layers import LayerRange
-    from stages.runtime.memory import StageMemory
+    from stages.runtime.process_memory import StageMemory
 
 
 @dataclass(frozen=True)

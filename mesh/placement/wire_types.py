@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from mesh.placement.links import Links
     from mesh.placement.planner import Plan
-    from mesh.placement.stage_sizes import StageSizes
+    from mesh.placement.memory_estimate import StageSizes
 
 
 @dataclass(frozen=True)

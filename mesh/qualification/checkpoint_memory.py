@@ -23,15 +23,15 @@ import numpy as np
 from mesh.bench.report_tools import Line, lines_text, markdown_table, text_page
 from mesh.bench.shared_options import FILE
 from mesh.cli.option_types import Numbers, int_option
-from mesh.placement.stage_sizes import StageSizes, Workload
+from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.qualification.random_hybrid import write_random_hybrid
 from spanmesh_proto.errors import MeshError
 from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.llama import init_backend
-from stages.runtime.memory import resident_bytes
+from stages.runtime.process_memory import resident_bytes
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
-from stages.serving.kv_cache import KvSlots, SentHiddenStates, max_sent_bytes
+from stages.serving.slot_contents import KvSlots, SentHiddenStates, max_sent_bytes
 from stages.slicing.model_facts import read_model_facts
 
 _CTX_SIZE: Final = 1024

@@ -23,7 +23,7 @@ from mesh.bench.stress.memory import footprints
 from mesh.lab.memory_watch import MemoryWatch
 from mesh.lab.network import Lab, lab_supported
 from mesh.lab.systems import MeshSystem, get_json
-from mesh.placement.stage_sizes import StageSizes, Workload
+from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.util.completion_stream import COMPLETION_PATH
 from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import ClusterError, MeshError

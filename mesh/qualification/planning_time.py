@@ -22,7 +22,7 @@ import click
 from mesh.bench.report_tools import markdown_table
 from mesh.placement.host_capacity import HostCapacity
 from mesh.placement.planner import even_out_noise, plan
-from mesh.placement.stage_sizes import StageSizes, Workload, read_time
+from mesh.placement.memory_estimate import StageSizes, Workload, read_time
 from mesh.serve.planning import plan_in_thread
 from spanmesh_proto.errors import ModelDoesNotFit
 from stages.slicing.model_facts import ModelFacts

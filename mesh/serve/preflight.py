@@ -18,7 +18,7 @@ from mesh.draft.memory import drafter_bytes
 from mesh.placement.host_assignment import never
 from mesh.placement.host_capacity import HostCapacity, check_gpu_layers
 from mesh.placement.planner import Plan, check_stages, plan
-from mesh.placement.stage_sizes import StageSizes, Workload
+from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.serve.options import ctx_size_for, fitted_to
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 import structlog
 
 from mesh.placement.replanner import Replica, replan
-from mesh.placement.stage_sizes import StageSizes
+from mesh.placement.memory_estimate import StageSizes
 from mesh.serve.pipeline import PipelineStage
 from mesh.serve.planning import is_room_as_before, settled_plan
 from mesh.serve.stage_group import load_all, wire_up

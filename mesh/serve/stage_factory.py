@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mesh.serve.preflight import Preflight
     from mesh.util.progress import ProgressTask
     from stages.layers import LayerRange
-    from stages.runtime.memory import StageMemory
+    from stages.runtime.process_memory import StageMemory
     from stages.transport.hidden_codec import HiddenType
     from stages.weights.fetch import FetchSource
     from stages.weights.recipe import Recipe

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 from mesh.structured_output.gbnf import SchemaError, chars, either, maybe, seq, times, to_gbnf
 from mesh.structured_output.numbers import Bound, integer_between, number_between
 from mesh.structured_output.objects import array_of, free_object, object_of
-from mesh.structured_output.schema_resolver import Flat, Flattener, type_of, types_of
+from mesh.structured_output.schema_keywords import Flat, type_of, types_of
+from mesh.structured_output.schema_resolver import Flattener
 from mesh.structured_output.strings import CHAR, string_of
 from stages.grammar.gbnf_parser import Expression, Ref
 from stages.grammar.session_grammar import make_automaton

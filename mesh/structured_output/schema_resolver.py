@@ -7,35 +7,29 @@ schemas end.
 
 from __future__ import annotations
 
-import json
-import math
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote
 
 from mesh.structured_output.gbnf import SchemaError
+from mesh.structured_output.schema_keywords import (
+    GREATEST,
+    LEAST,
+    Flat,
+    canonical,
+    enum_of,
+    plain_keywords,
+    shown,
+    type_of,
+    types_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-Flat = dict[str, Any]
-
-# Keywords without effect on validity, for grammars. Unknown keywords have none either.
 _ALTERNATIVES: Final = ("$ref", "allOf", "anyOf", "oneOf")
-_REFUSED: Final = (
-    "not", "if", "then", "else", "dependentSchemas", "dependentRequired", "dependencies", "patternProperties",
-    "propertyNames", "contains", "minContains", "maxContains", "$dynamicRef", "$recursiveRef",
-    "unevaluatedItems",
-)  # fmt: skip
-_GREATEST: Final = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
-_LEAST: Final = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
-_KEPT: Final = frozenset({
-    *_GREATEST, *_LEAST, "type", "properties", "required", "additionalProperties", "items", "prefixItems",
-    "unevaluatedProperties", "enum", "pattern", "format", "multipleOf", "uniqueItems",
-})  # fmt: skip
 _MAX_ALTERNATIVES: Final = 512
 _MAX_CHAIN: Final = 32
 _MAX_INDEX_DIGITS: Final = 9
-_MAX_COUNT: Final = 2**63 - 1
 # Schemas within schemas; those that are referred to count each time.
 _MAX_LOOKS: Final = 20_000
 # Members of schemas and values of enums that are merged or compared: a second or two.
@@ -66,12 +60,12 @@ class Flattener:
         if schema is False:
             return []
         if not isinstance(schema, dict):
-            raise SchemaError(f"a schema must be an object or a boolean, not {_shown(schema)}")
+            raise SchemaError(f"a schema must be an object or a boolean, not {shown(schema)}")
         self._num_looks += 1
         if depth > _MAX_CHAIN or self._num_looks > _MAX_LOOKS:
             raise SchemaError(f"$ref, allOf and anyOf nest deeper than {_MAX_CHAIN}, or never end")
         self._count(_size(schema))
-        base = _plain(schema)
+        base = plain_keywords(schema)
         if _is_only_reference(schema, base):
             self.target(schema["$ref"])
             return [{"$ref": schema["$ref"]}]
@@ -100,7 +94,7 @@ class Flattener:
             SchemaError: If there is none, or it is beyond the document.
         """
         if not isinstance(reference, str) or not reference.startswith("#"):
-            raise SchemaError(f"$ref {_shown(reference)} refers outside the schema: only `#/…` is supported")
+            raise SchemaError(f"$ref {shown(reference)} refers outside the schema: only `#/…` is supported")
         found = self._document
         for step in unquote(reference[1:]).split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")
@@ -109,9 +103,9 @@ class Flattener:
             elif isinstance(found, list) and _is_index(name) and int(name) < len(found):
                 found = found[int(name)]
             else:
-                raise SchemaError(f"$ref {_shown(reference)} refers to nothing")
+                raise SchemaError(f"$ref {shown(reference)} refers to nothing")
         if reference != "#" and not reference.startswith("#/"):
-            raise SchemaError(f"$ref {_shown(reference)} names an anchor: write it as a path, `#/…`")
+            raise SchemaError(f"$ref {shown(reference)} names an anchor: write it as a path, `#/…`")
         return found
 
     def _both(self, left: list[Flat], right: list[Flat], depth: int) -> list[Flat]:
@@ -183,32 +177,6 @@ def _is_only_reference(schema: dict[str, Any], base: Flat) -> bool:
     return "$ref" in schema and not base and not any(key in schema for key in _ALTERNATIVES[1:])
 
 
-def types_of(flat: Flat) -> frozenset[str] | None:
-    """Types of a value, if the schema names them; `integer` is not part of `number` here."""
-    given = flat.get("type")
-    if given is None:
-        return None
-    types = [given] if isinstance(given, str) else given
-    known = {"string", "number", "integer", "boolean", "null", "object", "array"}
-    if not isinstance(types, list) or not types or not all(isinstance(each, str) for each in types):
-        raise SchemaError(f"type is {_shown(given)}: it must be a name or a list of names")
-    if unknown := set(types) - known:
-        raise SchemaError(f"type {_shown(min(unknown))} is unknown")
-    return frozenset(types)
-
-
-def type_of(value: Any) -> str:
-    """The type of a JSON value."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, int | float):
-        return "integer" if value == int(value) else "number"
-    names: dict[type, str] = {str: "string", list: "array", dict: "object"}
-    return names[type(value)]
-
-
 class _Domain:
     """Known facts of a plain schema's values, to tell them from another's.
 
@@ -224,7 +192,7 @@ class _Domain:
         self._constants = {
             name: _canonical_set(values)
             for name, schema in flat.get("properties", {}).items()
-            if name in required and isinstance(schema, dict) and (values := _enum(schema)) is not None
+            if name in required and isinstance(schema, dict) and (values := enum_of(schema)) is not None
         }
         self.size = _size(flat) + sum(map(len, self._constants.values()))
 
@@ -245,7 +213,7 @@ class _Domain:
 
 
 def _canonical_set(values: list[Any]) -> frozenset[str]:
-    return frozenset(map(_canonical, values))
+    return frozenset(map(canonical, values))
 
 
 def _size(schema: dict[str, Any]) -> int:
@@ -281,13 +249,13 @@ def merge(one: Flat, other: Flat) -> Flat | None:
 
 
 def _merged_value(key: str, one: Any, other: Any) -> Any:
-    if key in _GREATEST:
+    if key in GREATEST:
         return max(one, other)
-    if key in _LEAST:
+    if key in LEAST:
         return min(one, other)
     if key == "enum":
-        known = {_canonical(each) for each in one}
-        return [each for each in other if _canonical(each) in known]
+        known = {canonical(each) for each in one}
+        return [each for each in other if canonical(each) in known]
     if key == "required":
         return [*one, *(name for name in other if name not in one)]
     if key == "items":
@@ -330,93 +298,3 @@ def _all_of(one: Any, other: Any) -> Any:
     if one is True or one == other:
         return other
     return one if other is True else {"allOf": [one, other]}
-
-
-def _plain(schema: dict[str, Any]) -> Flat:
-    """A schema's own keywords, in terms of the newest draft."""
-    for key in _REFUSED:
-        if key in schema:
-            raise SchemaError(f"the keyword {key} cannot be expressed by a grammar: leave it out")
-    flat = {key: value for key, value in schema.items() if key in _KEPT}
-    _modernise(schema, flat)
-    enum = _enum(schema)
-    if enum is not None:
-        flat["enum"] = enum
-    _check(flat)
-    return flat
-
-
-def _modernise(schema: dict[str, Any], flat: Flat) -> None:
-    """Draft 4 and 7: `items` as a list, and bounds that a boolean excludes."""
-    if isinstance(schema.get("items"), list):
-        flat["prefixItems"] = schema["items"]
-        flat.pop("items")
-        if "additionalItems" in schema:
-            flat["items"] = schema["additionalItems"]
-    for key, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
-        value = schema.get(key)
-        if isinstance(value, bool):
-            del flat[key]
-            if value and bound in flat:
-                flat[key] = flat.pop(bound)
-
-
-def _enum(schema: dict[str, Any]) -> list[Any] | None:
-    if "const" in schema:
-        values = [schema["const"]]
-        if "enum" in schema and _canonical(schema["const"]) not in map(_canonical, _list(schema, "enum")):
-            return []
-        return values
-    return _list(schema, "enum") if "enum" in schema else None
-
-
-def _check(flat: Flat) -> None:
-    types_of(flat)
-    for key in ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"):
-        if key in flat:
-            flat[key] = _count(key, flat[key])
-    for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
-        if not _is_number(flat.get(key, 1)):
-            raise SchemaError(f"{key} is {_shown(flat[key])}: it must be a number")
-    required = flat.get("required", [])
-    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise SchemaError(f"required is {_shown(required)}: it must be a list of names")
-    for key, kind, name in (
-        ("properties", dict, "an object"),
-        ("prefixItems", list, "a list"),
-        ("pattern", str, "a string"),
-        ("format", str, "a string"),
-    ):
-        if key in flat and not isinstance(flat[key], kind):
-            raise SchemaError(f"{key} is {_shown(flat[key])}: it must be {name}")
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    # Of any length: `math` accepts none that is too long for a double.
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _count(key: str, value: Any) -> int:
-    if not _is_number(value) or not 0 <= value <= _MAX_COUNT or value != int(value):
-        raise SchemaError(f"{key} is {_shown(value)}: it must be a whole number from 0 to {_MAX_COUNT}")
-    return int(value)
-
-
-def _list(schema: dict[str, Any], key: str) -> list[Any]:
-    values = schema.get(key, [])
-    if not isinstance(values, list) or (key in schema and not values):
-        raise SchemaError(f"{key} is {_shown(values)}: it must be a list, not an empty one")
-    return values
-
-
-def _canonical(value: Any) -> str:
-    if isinstance(value, float) and value == int(value):
-        value = int(value)
-    return json.dumps(value, sort_keys=True)
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}…"

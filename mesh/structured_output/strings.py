@@ -22,7 +22,7 @@ from stages.grammar.gbnf_parser import (
 )
 
 if TYPE_CHECKING:
-    from mesh.structured_output.schema_resolver import Flat
+    from mesh.structured_output.schema_keywords import Flat
 
 
 # Characters without escapes. JSON allows DEL, but terminals do not show it.

@@ -22,7 +22,7 @@ from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from stages.host.cpu_latency import DEVICE
 from stages.runtime.devices import Device, list_devices
 from stages.runtime.llama import init_backend
-from stages.runtime.memory import free_memory_bytes
+from stages.runtime.process_memory import free_memory_bytes
 from stages.weights.assembly import wrong_pieces
 from stages.weights.store import StageStore, default_root
 

@@ -20,9 +20,9 @@ from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import ClusterError, MeshError, ModelDoesNotFit
 from stages.runtime.devices import layer_devices
 from stages.runtime.kv_types import KV_TYPES
-from stages.runtime.memory import free_memory_bytes
+from stages.runtime.process_memory import free_memory_bytes
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
-from stages.serving.kv_cache import max_sent_bytes
+from stages.serving.slot_contents import max_sent_bytes
 from stages.serving.server import StageService
 from stages.transport.channels import SERVER_OPTIONS, Identity, NewKey, add_port
 from stages.transport.hidden_codec import HiddenType
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from stages.layers import LayerRange
-    from stages.runtime.memory import StageMemory
+    from stages.runtime.process_memory import StageMemory
     from stages.weights.store import StageStore
 
 

@@ -17,7 +17,7 @@ import structlog
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError, ProtocolError
-from stages.serving.kv_cache import ReplicationCursor
+from stages.serving.slot_contents import ReplicationCursor
 from stages.transport.channels import key_metadata, open_channel
 from stages.transport.stage_link import explain
 

@@ -13,11 +13,11 @@ from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import InvalidWindow, MeshError, StageFailed, wire_of
 from stages.grammar.session_grammar import Grammars
 from stages.host.cpu_latency import CpuLatencyRequest
-from stages.runtime.memory import resident_bytes
+from stages.runtime.process_memory import resident_bytes
 from stages.runtime.stage_runtime import Span, StageRuntime
 from stages.sampling.session_spec import SessionSpec
 from stages.sampling.verifier import WindowVerifier
-from stages.serving.kv_cache import KvSlots, SentHiddenStates
+from stages.serving.slot_contents import KvSlots, SentHiddenStates
 from stages.serving.scheduler import QueueBarrier, QueuedWindow, SlotAssigned, WindowScheduler
 from stages.serving.sessions import SessionTable
 from stages.serving.worker import StageWorker
@@ -26,7 +26,7 @@ from stages.transport.hidden_codec import EncodedHidden
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from stages.serving.kv_cache import ReplicationCursor
+    from stages.serving.slot_contents import ReplicationCursor
     from stages.transport.hidden_codec import HiddenType
     from stages.transport.stage_link import StageLink
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from stages.runtime.stage_runtime import StageRuntime
-    from stages.serving.kv_cache import KvSlots
+    from stages.serving.slot_contents import KvSlots
     from stages.serving.scheduler import Change, QueuedWindow, SlotAssigned, WindowScheduler
 
 log = structlog.get_logger()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculative.ngram_index import MATCHED, MAX_ORDER, PER_TOKEN, EvidenceTable
+from speculative.ngram_search import MATCHED, MAX_ORDER, PER_TOKEN, EvidenceTable
 
 
 def test_every_match_has_its_evidence() -> None:

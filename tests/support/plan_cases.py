@@ -21,7 +21,7 @@ from mesh.placement.host_capacity import Gpu, HostCapacity
 from mesh.placement.links import Link, Links
 from mesh.placement.planner import Plan, even_out_noise, plan
 from mesh.placement.stage_order import has_an_order, ordered_by_links
-from mesh.placement.stage_sizes import StageSizes, Workload, read_time
+from mesh.placement.memory_estimate import StageSizes, Workload, read_time
 from spanmesh_proto.errors import MeshError
 from stages.slicing.model_facts import ModelFacts
 

@@ -18,7 +18,7 @@ from mesh.coordinator.coordinator import Coordinator
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.placement.planner import StagePlacement
 from mesh.placement.replanner import NewStage, Replan, replan
-from mesh.placement.stage_sizes import StageSizes, Workload
+from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.serve.allocations import HostAllocations
 from mesh.serve.failures import Incidents
 from mesh.serve.host_draining import HostDraining

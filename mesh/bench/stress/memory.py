@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mesh.lab.memory_watch import MemorySample
-    from mesh.placement.stage_sizes import StageSizes
+    from mesh.placement.memory_estimate import StageSizes
 
 
 # Of a stage's process, for everything that is neither weights nor KV cache.

@@ -46,7 +46,7 @@ from mesh.lab.llama_cpp_build import build_llama_rpc
 from mesh.lab.memory_watch import ROLES, MemoryWatch
 from mesh.lab.network import Lab, lab_supported
 from mesh.lab.systems import MeshSystem, RpcSystem
-from mesh.placement.stage_sizes import StageSizes, Workload
+from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError, MeshError

@@ -11,7 +11,7 @@ from mesh.placement.planner import plan
 from spanmesh_proto.errors import ModelDoesNotFit
 
 if TYPE_CHECKING:
-    from mesh.placement.stage_sizes import Workload
+    from mesh.placement.memory_estimate import Workload
     from mesh.qualification.chaos.faults import FaultKind
     from stages.slicing.model_facts import ModelFacts
 

@@ -16,7 +16,7 @@ from mesh.bench.stress.harness import open_sessions
 from mesh.lab.memory_watch import MemoryWatch
 from mesh.lab.network import Lab, lab_supported
 from mesh.lab.systems import MeshSystem
-from mesh.placement.stage_sizes import Workload
+from mesh.placement.memory_estimate import Workload
 from mesh.qualification.chaos.clients import ClientFleet, questions
 from mesh.qualification.chaos.faults import FaultInjector
 from mesh.qualification.chaos.harness import FaultTestBed, FirstFailure, baseline_answers

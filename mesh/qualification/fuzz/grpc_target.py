@@ -18,7 +18,7 @@ from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError
 from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
-from stages.runtime.memory import ALLOCATOR
+from stages.runtime.process_memory import ALLOCATOR
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.serving.server import StageService
 from stages.transport.channels import SERVER_OPTIONS, add_port

@@ -21,7 +21,7 @@ import click
 
 from mesh.placement.host_capacity import HostCapacity
 from mesh.placement.planner import plan
-from mesh.placement.stage_sizes import Workload
+from mesh.placement.memory_estimate import Workload
 from mesh.qualification.weights.transfer import sending_head
 from mesh.serve.options import demo_model
 from stages.certification.isolated import cut_stage

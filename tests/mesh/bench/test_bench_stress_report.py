@@ -26,7 +26,7 @@ from mesh.bench.stress.memory import footprints, growth_of
 from mesh.bench.stress.report import Report, RoleMemory, as_json, as_text, write_report
 from mesh.bench.stress.scripts import Turn
 from mesh.lab.memory_watch import MemorySample
-from mesh.placement.stage_sizes import StageSizes, Workload
+from mesh.placement.memory_estimate import StageSizes, Workload
 from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:

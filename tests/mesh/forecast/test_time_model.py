@@ -14,7 +14,7 @@ from mesh.forecast.cost_model import (
     rows_ms,
     stage_timing,
 )
-from mesh.placement.stage_sizes import StageSizes
+from mesh.placement.memory_estimate import StageSizes
 from stages.host.profile_request import StageTiming
 from stages.layers import LayerRange
 from tests.mesh.placement.test_planner import MIB, WORKLOAD, model

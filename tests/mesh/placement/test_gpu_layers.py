@@ -15,7 +15,7 @@ from mesh.cluster.membership_messages import member_of, report_of
 from mesh.placement.host_capacity import ALL, Gpu, check_gpu_layers, format_gpu_layers, parse_gpu_layers
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
 from stages.runtime.devices import GpuPlacing, layer_devices, list_devices
-from stages.runtime.memory import GpuShare, StageMemory
+from stages.runtime.process_memory import GpuShare, StageMemory
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from tests.stages.runtime.test_stage_memory import MIB, actor_for
 from tests.support.tiny_models import TinyModel

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from mesh.placement.host_capacity import ALL, Gpu, HostCapacity
 from mesh.placement.planner import plan
 from mesh.placement.replanner import next_replica, replan
-from mesh.placement.stage_sizes import GPU_PROCESS_BYTES, StageSizes, Workload, memory_on, read_time
+from mesh.placement.memory_estimate import GPU_PROCESS_BYTES, StageSizes, Workload, memory_on, read_time
 from spanmesh_proto.errors import ModelDoesNotFit
 from stages.layers import LayerRange
 from tests.mesh.placement.test_planner import MIB, OVERHEAD_BYTES, WORKLOAD
 from tests.mesh.placement.test_planner import model as model_of
 
 if TYPE_CHECKING:
-    from stages.runtime.memory import StageMemory
+    from stages.runtime.process_memory import StageMemory
 
 WHOLE = LayerRange(0, 30)
 SIZES = StageSizes(model_of(), WORKLOAD)

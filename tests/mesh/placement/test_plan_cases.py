@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mesh.placement.stage_sizes import Workload
+from mesh.placement.memory_estimate import Workload
 from spanmesh_proto.errors import MeshError
 from tests.support.plan_cases import hosts_of_case, model_of, plan_cases, planned, rated
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mesh.placement.host_capacity import HostCapacity
 from mesh.placement.planner import Plan, even_out_noise, plan, remedies
-from mesh.placement.stage_sizes import StageSizes, Workload
+from mesh.placement.memory_estimate import StageSizes, Workload
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts, UncuttableModel
 from stages.layers import LayerRange
 from stages.slicing.model_facts import ModelFacts

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mesh.placement.host_capacity import HostCapacity
-from mesh.placement.stage_sizes import StageSizes
+from mesh.placement.memory_estimate import StageSizes
 from mesh.placement.topology import LockedStage, Topology, read_topology
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit, NotEnoughHosts, UncuttableModel
 from stages.layers import LayerRange

@@ -15,7 +15,7 @@ from mesh.placement.replanner import NewStage, Replan
 from mesh.serve.allocations import HostAllocations
 from mesh.serve.pipeline import Pipeline, PipelineStage
 from stages.layers import LayerRange
-from stages.runtime.memory import GpuShare, StageMemory
+from stages.runtime.process_memory import GpuShare, StageMemory
 from stages.transport.hidden_codec import HiddenType
 
 if TYPE_CHECKING:

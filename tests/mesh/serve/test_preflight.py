@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mesh.cluster.addresses import free_port
-from mesh.placement.stage_sizes import StageSizes
+from mesh.placement.memory_estimate import StageSizes
 from mesh.serve.options import ServeOptions, SpeculationOptions
 from mesh.serve.preflight import check, own_capacity
 from spanmesh_proto.errors import ClusterError, MeshError, ModelDoesNotFit

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import psutil
 
-from stages.runtime.memory import free_in_groups_bytes, free_memory_bytes
+from stages.runtime.process_memory import free_in_groups_bytes, free_memory_bytes
 
 VERSION_2 = ("memory.max", "memory.current", "inactive_file {} \nactive_file 0\nanon 99\n")
 VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file {}\nrss 99\n")

@@ -13,7 +13,7 @@ import pytest
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
-from mesh.placement.stage_sizes import StageSizes, Workload
+from mesh.placement.memory_estimate import StageSizes, Workload
 from spanmesh_proto.errors import ClusterError
 from stages.runtime import llama
 from stages.runtime.kv_types import KV_TYPES, check_kv_type

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mesh.qualification.memory_shares import SHAPES, Shape, write_random_gguf
-from stages.runtime.memory import anonymous_bytes, give_back_mapped_pages
+from stages.runtime.process_memory import anonymous_bytes, give_back_mapped_pages
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -19,7 +19,7 @@ MIB = 2**20
 LOAD = """
 import json, sys
 from pathlib import Path
-from stages.runtime.memory import anonymous_bytes
+from stages.runtime.process_memory import anonymous_bytes
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from tests.stages.runtime.test_mapped_pages import resident_bytes
 path = Path(sys.argv[1])

@@ -11,7 +11,7 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from mesh.placement.stage_sizes import StageSizes, Workload
+from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.qualification.random_hybrid import HybridShape, write_random_hybrid
 from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange

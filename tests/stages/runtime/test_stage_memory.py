@@ -11,11 +11,11 @@ import pytest
 from mesh.draft.completion import loadable_bytes
 from mesh.draft.drafter import read_drafter
 from mesh.draft.memory import draft_memory_bytes, feature_drafter_bytes
-from mesh.placement.stage_sizes import StageSizes, Workload
+from mesh.placement.memory_estimate import StageSizes, Workload
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
 from speculative.draft.context import DraftOptions
 from stages.layers import LayerRange
-from stages.runtime.memory import StageMemory, free_memory_bytes
+from stages.runtime.process_memory import StageMemory, free_memory_bytes
 from stages.runtime.stage_runtime import RuntimeOptions
 from stages.serving.actor import StageActor, StageConfig
 from stages.slicing.model_facts import read_model_facts

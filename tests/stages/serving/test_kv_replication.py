@@ -16,7 +16,7 @@ from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from stages.sampling.sampler import SamplingParams
 from stages.sampling.session_spec import Resumed
 from stages.sampling.verifier import WindowVerifier
-from stages.serving.kv_cache import KvSlots, ReplicationCursor, SentHiddenStates
+from stages.serving.slot_contents import KvSlots, ReplicationCursor, SentHiddenStates
 from stages.serving.kv_replication import pause_s
 from stages.serving.sessions import SessionTable
 from stages.slicing.model_facts import read_model_facts

@@ -17,7 +17,7 @@ from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import ClusterError, MeshError
 from stages.layers import LayerRange
-from stages.runtime.memory import StageMemory
+from stages.runtime.process_memory import StageMemory
 from stages.runtime.stage_runtime import RuntimeOptions
 from stages.serving.actor import StageActor, StageConfig
 from stages.transport.channels import key_metadata, open_channel

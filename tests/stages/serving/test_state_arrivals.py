@@ -12,7 +12,7 @@ from spanmesh_proto.errors import MeshError, ProtocolError
 from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
-from stages.serving.kv_cache import KvSlots, ReplicationCursor, SentHiddenStates
+from stages.serving.slot_contents import KvSlots, ReplicationCursor, SentHiddenStates
 from stages.serving.state_arrivals import StateArrivals, state_messages
 from tests.support.tiny_families import TINY_FAMILIES
 

@@ -18,9 +18,9 @@ import numpy as np
 from mesh.placement.host_capacity import ALL
 from stages.layers import LayerRange
 from stages.runtime.kv_types import KV_TYPES
-from stages.runtime.memory import GpuShare, StageMemory
+from stages.runtime.process_memory import GpuShare, StageMemory
 from stages.runtime.numerics import Numerics, numerics_for
-from stages.serving.kv_cache import LEAST_SENT_BYTES, SHARE_OF_CACHE, max_sent_bytes
+from stages.serving.slot_contents import LEAST_SENT_BYTES, SHARE_OF_CACHE, max_sent_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

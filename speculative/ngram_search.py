@@ -251,7 +251,7 @@ class CursorPosition(NamedTuple):
 
     Attributes:
         source: Position of the predicted next token, or None if there is none.
-        evidence: Evidence for it (`speculative.ngram_index`).
+        evidence: Evidence for it (`speculative.ngram_search`).
         num_followed: Number of correctly predicted tokens since the position was found.
         anchor: Position where the text was left, or None.
         num_diverged: Tokens since then.

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculative.ngram_index import MAX_ORDER, ORDERS, NgramIndex
+from speculative.ngram_search import MAX_ORDER, ORDERS, NgramIndex
 
 # Few letters: nearly everything repeats.
 texts = st.integers(1, 4).flatmap(lambda letters: st.lists(st.integers(0, letters - 1), max_size=60))
