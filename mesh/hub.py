@@ -19,7 +19,7 @@ from spanmesh_proto.errors import ClusterError, HubUnavailable, ModelError
 from stages.gguf.file_io import write_atomically
 from stages.gguf.reader import model_name, part_paths
 from stages.weights.http_download import TransientError, download, endpoint, refusal
-from stages.weights.sources import HubFile
+from stages.weights.piece_sources import HubFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

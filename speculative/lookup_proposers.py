@@ -24,8 +24,8 @@ class NgramOptions:
     """Length of proposals and size of the index.
 
     Attributes:
-        tokens_per_evidence: Tokens proposed for each unit of evidence (`speculative.ngram_search`): a match of
-            two tokens anywhere counts 4, one of four tokens 6, each correctly predicted token 2 more.
+        tokens_per_evidence: Tokens proposed for each unit of evidence (`speculative.ngram_search`): a match
+            of two tokens anywhere counts 4, one of four tokens 6, each correctly predicted token 2 more.
         max_indexed_tokens: Beyond this number the older half is dropped. Each takes about 0.5 KB.
 
     Raises:

@@ -28,7 +28,7 @@ class GraphBoundary:
         inlet: Name of the tensor that hidden states replace; None if they go in as embeddings.
         takes_tokens: Whether layers of the stage use token ids.
         blanks_before: Layers without weights in the file before the stage's own, see
-            `stages.slicing.architectures.rules.Blanks`.
+            `stages.slicing.architectures.rule_types.Blanks`.
         blanks_after: The same after them.
     """
 

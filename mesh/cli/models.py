@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mesh.hub import CachedModel, HubLibrary
-    from stages.weights.store import StageStore, StoredStage
+    from stages.weights.disk_cache import StageStore, StoredStage
 
 _LEAST_PREFIX = 6
 
@@ -110,7 +110,7 @@ def rm(names: tuple[str, ...]) -> None:
 def prune(limit_bytes: int | None) -> None:
     """Remove incomplete files, except those that are loaded or being fetched."""
     from stages.units import format_size  # noqa: PLC0415 - keeps --help quick
-    from stages.weights.store import make_room, stage_store  # noqa: PLC0415
+    from stages.weights.disk_cache import make_room, stage_store  # noqa: PLC0415
 
     freed_bytes = sum(entry.size_bytes for entry in _entries() if not entry.is_whole and entry.remove())
     freed_bytes += stage_store().remove_leftovers(before_s=time.time() - 3600)
@@ -120,7 +120,7 @@ def prune(limit_bytes: int | None) -> None:
 
 def _entries() -> list[_Entry]:
     from mesh.hub import HubLibrary  # noqa: PLC0415 - keeps --help quick
-    from stages.weights.store import default_root, stage_store  # noqa: PLC0415
+    from stages.weights.disk_cache import default_root, stage_store  # noqa: PLC0415
 
     library, store = HubLibrary(default_root()), stage_store()
     return [

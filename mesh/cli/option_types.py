@@ -72,7 +72,7 @@ class GpuLayers(ParsedText[int | None]):
 
     def parse(self, text: str) -> int | None:
         """To a number, as in `mesh.placement.host_capacity`."""
-        from mesh.placement.host_capacity import parse_gpu_layers  # noqa: PLC0415 - keeps --help quick
+        from mesh.placement.gpu_layers import parse_gpu_layers  # noqa: PLC0415 - keeps --help quick
 
         return parse_gpu_layers(text)
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mesh.hub import PulledModel
     from mesh.serve.options import SpeculationOptions, WeightsOptions
     from mesh.util.progress import ProgressBars
-    from stages.weights.store import StorageOptions
+    from stages.weights.disk_cache import StorageOptions
 
 
 _FILE: Final = click.Path(path_type=Path, dir_okay=False)
@@ -253,7 +253,7 @@ weights_options: Final = option_group(
 
 def storage_from(*, models_dir: Path | None, cache_bytes: int | None) -> StorageOptions:
     """What the user says; processes that are started from now on know it."""
-    from stages.weights.store import StorageOptions  # noqa: PLC0415 - keeps --help quick
+    from stages.weights.disk_cache import StorageOptions  # noqa: PLC0415 - keeps --help quick
 
     storage = StorageOptions(models_dir.resolve() if models_dir is not None else None, cache_bytes)
     storage.to_environment()
@@ -305,7 +305,7 @@ def local_model(model: Path) -> PulledModel:
     """
     from mesh.hub import HubLibrary, PulledModel, is_reference, parse_reference  # noqa: PLC0415
     from mesh.util.progress import progress_bars  # noqa: PLC0415
-    from stages.weights.store import default_root  # noqa: PLC0415
+    from stages.weights.disk_cache import default_root  # noqa: PLC0415
 
     if not is_reference(str(model)):
         return PulledModel(model, ())

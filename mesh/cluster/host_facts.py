@@ -14,7 +14,8 @@ from typing import Final
 
 import psutil
 
-from mesh.placement.host_capacity import Gpu, HostCapacity, check_gpu_layers
+from mesh.placement.gpu_layers import check_gpu_layers
+from mesh.placement.host_capacity import Gpu, HostCapacity
 from mesh.util.child_environment import inherited_environment
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mesh.cluster.join_token import JoinToken
     from mesh.cluster.members import Member, Members
     from stages.transport.channels import Identity
-    from stages.weights.stage_cache import StageCache
+    from stages.weights.virtual_stages import StageCache
 
 log = structlog.get_logger()
 

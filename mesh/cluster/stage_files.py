@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
     from spanmesh_proto import membership_pb2 as wire
     from stages.weights.fetch import RateLimit
-    from stages.weights.stage_cache import StageCache
+    from stages.weights.virtual_stages import StageCache
 
 _CHUNK_BYTES: Final = 1024 * 1024
 
 
 class Reader(Protocol):
-    """Open recipe or stage file; see `stages.weights.stage_cache`."""
+    """Open recipe or stage file; see `stages.weights.virtual_stages`."""
 
     size_bytes: int
 

@@ -16,11 +16,11 @@ from stages.gguf.file_io import ModelFile, Region, atomic_write
 from stages.gguf.header import Value, ValueType
 from stages.gguf.reader import read_header
 from stages.slicing.layout import StageLayout, StageTensor
-from stages.slicing.prediction_layers import count_prediction_layers
 from stages.slicing.stage_writer import StageWriter, encode_header, stage_bytes
 from stages.slicing.tensor_names import is_per_layer, layer_of
+from stages.slicing.trunk import count_prediction_layers
+from stages.weights.disk_cache import default_root
 from stages.weights.hashing import stamps_of
-from stages.weights.store import default_root
 
 if TYPE_CHECKING:
     from pathlib import Path

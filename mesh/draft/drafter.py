@@ -16,8 +16,8 @@ import numpy as np
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
 from stages.gguf.file_io import ModelFile
 from stages.gguf.reader import read_header
-from stages.slicing.prediction_layers import count_prediction_layers
 from stages.slicing.tensor_names import EMBEDDING, OUTPUT, OUTPUT_NORM, layer_of
+from stages.slicing.trunk import count_prediction_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

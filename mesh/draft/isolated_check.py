@@ -27,8 +27,8 @@ from stages.runtime.hidden_tap import TensorTap
 from stages.runtime.llama import init_backend, last_complaint
 from stages.runtime.numerics import numerics_for, prepare_process
 from stages.spawned_process import ProcessEnded, ProcessSilent, messages_of
+from stages.weights.disk_cache import default_root
 from stages.weights.hashing import stamps_of
-from stages.weights.store import default_root
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

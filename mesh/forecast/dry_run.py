@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from mesh.forecast.cost_model import Forecast, StageForecast, forecast, parts_to_profile, stage_timing
+from mesh.placement.memory_estimate import StageSizes
 from mesh.placement.planner import plan
 from mesh.placement.stage_order import has_an_order, ordered_by_links
-from mesh.placement.memory_estimate import StageSizes
 from stages.host.profile_request import ProfileRequest
 from stages.layers import LayerRange
 from stages.runtime.numerics import FAST_MAX_ROWS
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from mesh.placement.host_capacity import HostCapacity
     from mesh.placement.links import Links
-    from mesh.placement.planner import Plan, StagePlacement
     from mesh.placement.memory_estimate import Workload
+    from mesh.placement.planner import Plan, StagePlacement
     from mesh.placement.topology import Topology
     from stages.host.profile_request import StageTiming
     from stages.slicing.model_facts import ModelFacts

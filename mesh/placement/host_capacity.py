@@ -1,16 +1,15 @@
-"""Host capacity: memory, speed and GPUs that a host offers, and --gpu-layers."""
+"""Host capacity: memory, speed and GPUs that a host offers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from spanmesh_proto.errors import ClusterError
 from stages.units import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection
 
     from stages.runtime.process_memory import StageMemory
 
@@ -26,7 +25,7 @@ class HostCapacity:
         draft_bytes: Memory of a draft model besides, for messages.
         gpus: Its GPUs, each with the memory for stages.
         gpu_layers: Layers of each stage on GPUs; None for as many as fit, see
-            `mesh.placement.host_capacity`.
+            `mesh.placement.gpu_layers`.
         others_bytes: Memory held by other models besides, for messages.
     """
 
@@ -135,59 +134,3 @@ class Gpu:
     total_bytes: int
     speed_gb_per_s: float
     shares_host_memory: bool = False
-
-
-ALL: Final = -1
-"""Every layer, as in llama.cpp."""
-
-_WORDS: Final[dict[str, int | None]] = {"auto": None, "all": ALL, "none": 0}
-
-
-def parse_gpu_layers(text: str) -> int | None:
-    """Parse a number, `all`, `none` or `auto`.
-
-    Returns:
-        The number, `ALL` for all, None for as many as fit.
-
-    Raises:
-        ClusterError: If it is none of these.
-    """
-    word = text.strip().lower()
-    if word in _WORDS:
-        return _WORDS[word]
-    if not word.isdecimal():
-        raise ClusterError(f"{text!r} is not a number of layers; write one, or all, none or auto")
-    return int(word)
-
-
-def format_gpu_layers(wanted: int | None) -> str:
-    """The option as an operator would write it."""
-    return next((word for word, number in _WORDS.items() if number == wanted), str(wanted))
-
-
-def check_gpu_layers(wanted: int | None, gpus: Sequence[Gpu], *, is_exact: bool = False) -> None:
-    """Check that the requested layers can go to GPUs.
-
-    Args:
-        wanted: Requested number of layers.
-        gpus: GPUs of this host.
-        is_exact: Whether the exact mode is requested.
-
-    Raises:
-        ClusterError: If layers are to go to a GPU and there is none, or the exact mode is requested as well.
-    """
-    if not wanted:
-        return
-    if is_exact:
-        raise ClusterError(
-            f"--exact computes on CPUs only, where it is measured; --gpu-layers "
-            f"{format_gpu_layers(wanted)} asks for a GPU: leave one of the two out",
-            param="--gpu-layers",
-        )
-    if not gpus:
-        raise ClusterError(
-            f"--gpu-layers {format_gpu_layers(wanted)}: llama.cpp finds no GPU here; build it for one "
-            "(CMAKE_ARGS='-DGGML_CUDA=ON' pip install --no-binary llama-cpp-python llama-cpp-python), or "
-            "leave it out",
-            param="--gpu-layers",
-        )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
-from mesh.placement.memory_estimate import SLOWEST_GB_PER_S, memory_on, read_time
+from mesh.placement.gpu_layers import SLOWEST_GB_PER_S, memory_on, read_time
 from stages.layers import LayerRange
 
 if TYPE_CHECKING:

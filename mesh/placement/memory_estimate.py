@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
-from mesh.placement.host_capacity import ALL
 from stages.layers import LayerRange
 from stages.runtime.kv_types import KV_TYPES
-from stages.runtime.process_memory import GpuShare, StageMemory
 from stages.runtime.numerics import Numerics, numerics_for
+from stages.runtime.process_memory import StageMemory
 from stages.serving.slot_contents import LEAST_SENT_BYTES, SHARE_OF_CACHE, max_sent_bytes
 
 if TYPE_CHECKING:
@@ -296,87 +295,3 @@ def _between(sums: Sequence[int], starts: Bytes, stops: Bytes) -> Bytes:
     before = np.array(sums, np.int64)
     between: Bytes = before[stops] - before[starts]
     return between
-
-
-# llama.cpp puts the last layers of a file on GPUs and leaves the first ones, and always the embedding, to the
-# processor; each layer's KV cache goes with it, and the head with the last layer. So layers are given out
-# from the end: to the fastest GPU as many as it has room for, then to the next.
-# What a backend takes of a GPU for itself beside llama.cpp's buffers: its context, kernels, workspaces. An
-# allowance, not a measurement: no GPU was at hand.
-GPU_PROCESS_BYTES: Final = 384 * 2**20
-# Avoids a division by zero after a failed measurement.
-SLOWEST_GB_PER_S: Final = 0.01
-
-
-def memory_on(sizes: StageSizes, layers: LayerRange, host: HostCapacity) -> StageMemory | None:
-    """Memory of layers on a host; None if they do not fit there.
-
-    Args:
-        sizes: Sizes of the model's stages.
-        layers: The layers.
-        host: With the capacity left.
-    """
-    if not host.uses_gpus or sizes.workload.is_exact:
-        memory = sizes.memory(layers)
-        return memory if memory.total_bytes <= host.memory_bytes else None
-    asked = layers, host.kind
-    if asked not in sizes.placed:
-        sizes.placed[asked] = _with_gpus(sizes, layers, host)
-    return sizes.placed[asked]
-
-
-def read_time(sizes: StageSizes, layers: LayerRange, memory: StageMemory, host: HostCapacity) -> float:
-    """Time for a host to read a stage's weights, in nanoseconds.
-
-    Args:
-        sizes: Sizes of the model's stages.
-        layers: Layers of the stage.
-        memory: Its memory on the host.
-        host: With its speeds.
-    """
-    speeds = {gpu.name: gpu.speed_gb_per_s for gpu in host.gpus}
-    on_gpus = sum(share.weight_bytes for share in memory.gpus)
-    at_once = (sizes.read_bytes(layers) - on_gpus) / max(host.speed_gb_per_s, SLOWEST_GB_PER_S)
-    return at_once + sum(
-        share.weight_bytes / max(speeds.get(share.device, 0.0), SLOWEST_GB_PER_S) for share in memory.gpus
-    )
-
-
-def _with_gpus(sizes: StageSizes, layers: LayerRange, host: HostCapacity) -> StageMemory | None:
-    wanted = len(layers) if host.gpu_layers in {None, ALL} else min(host.gpu_layers or 0, len(layers))
-    shares = _shares(sizes.on_gpu, layers, host, wanted)
-    if host.gpu_layers is not None and sum(share.num_layers for share in shares) < wanted:
-        return None
-    if not shares:
-        memory = sizes.memory(layers)
-    else:
-        memory = replace(sizes.on_gpu.memory(layers), gpus=shares)
-        if sizes.model.is_tied and layers == sizes.whole:
-            # The processor looks tokens up in the tensor that the GPU has as head.
-            memory = replace(memory, weight_bytes=memory.weight_bytes + sizes.model.embedding_bytes)
-    return memory if memory.total_bytes <= host.memory_bytes else None
-
-
-def _shares(sizes: StageSizes, layers: LayerRange, host: HostCapacity, wanted: int) -> tuple[GpuShare, ...]:
-    """Layers on each GPU, in the order of layers."""
-    buffer_bytes = sizes.compute_bytes(layers) + GPU_PROCESS_BYTES
-    shares: list[GpuShare] = []
-    stop, last = layers.stop, layers.stop - wanted
-    for gpu in sorted(host.gpus, key=lambda gpu: (-gpu.speed_gb_per_s, -gpu.free_bytes)):
-        start = stop
-        while start > last and sizes.layer_bytes(start - 1, stop) + buffer_bytes <= gpu.free_bytes:
-            start -= 1
-        if start < stop:
-            part = LayerRange(start, stop)
-            shares.append(
-                GpuShare(
-                    gpu.name,
-                    len(part),
-                    sizes.read_bytes(part),
-                    sizes.cache_bytes(part),
-                    buffer_bytes,
-                    gpu.shares_host_memory,
-                )
-            )
-            stop = start
-    return tuple(reversed(shares))

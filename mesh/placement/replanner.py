@@ -1,4 +1,4 @@
-"""Replanner: placement after a loss or a drain, and the replica to load next.
+"""Replanner: placement after a loss or a drain.
 
 Surviving stages stay where they are as long as that is possible at all, because a recovery waits for loading.
 So the result is not the plan that `mesh.placement.planner` would make of the same hosts, but the nearest one.
@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
+from mesh.placement.gpu_layers import memory_on
 from mesh.placement.host_assignment import assign_all, never
 from mesh.placement.layer_balancing import StageTable
 from mesh.placement.planner import StagePlacement, plan
-from mesh.placement.memory_estimate import memory_on
+from mesh.placement.replica_placement import Replica
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts
 from stages.units import format_size
 
@@ -22,23 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from mesh.placement.host_capacity import HostCapacity
-    from mesh.placement.planner import Plan
     from mesh.placement.memory_estimate import StageSizes
+    from mesh.placement.planner import Plan
     from stages.layers import LayerRange
     from stages.runtime.process_memory import StageMemory
-
-
-@dataclass(frozen=True)
-class Replica:
-    """A replica: layers loaded on a spare host, ready to become a stage.
-
-    Attributes:
-        host: Name of the host.
-        layers: Its layers.
-    """
-
-    host: str
-    layers: LayerRange
 
 
 @dataclass(frozen=True)
@@ -270,58 +258,3 @@ def _no_room(stages: Iterable[StagePlacement], room: _Room) -> str:
     )
     free = ", ".join(map(str, room.left.values()))
     return f"no other host can hold the layers to move: {needed}; free are {free}; join more hosts"
-
-
-# Of one stage: for a second loss before the first one is recovered from.
-_MOST_REPLICAS: Final = 2
-
-
-def next_replica(
-    sizes: StageSizes,
-    stages: Sequence[StagePlacement],
-    hosts: Sequence[HostCapacity],
-    replicas: Collection[Replica],
-) -> Replica | None:
-    """The most useful replica that is missing.
-
-    A spare, that is a host without a stage, takes replicas while its memory lasts: first of a stage with the
-    fewest replicas, among those the one whose loss would cost most, that is with the most bytes to load. No
-    stage gets more than two: weights cross the network for them.
-
-    Args:
-        sizes: Sizes of the model's stages.
-        stages: The ring.
-        hosts: All ready hosts, each with all of its memory.
-        replicas: Existing replicas.
-
-    Returns:
-        None if every spare is full, or has a replica of everything.
-    """
-    busy = {stage.host for stage in stages}
-    wanted = []
-    for host in hosts:
-        if host.name in busy:
-            continue
-        held = [replica for replica in replicas if replica.host == host.name]
-        left = left_beside_replicas(sizes, host, held)
-        for index, stage in enumerate(stages):
-            replica = Replica(host.name, stage.layers)
-            if replica in held or memory_on(sizes, stage.layers, left) is None:
-                continue
-            num_replicas = sum(other.layers == stage.layers for other in replicas)
-            if num_replicas < _MOST_REPLICAS:
-                wanted.append((num_replicas, -stage.memory.weight_bytes, index, replica))
-    return min(wanted, key=lambda item: item[:3])[3] if wanted else None
-
-
-def left_beside_replicas(sizes: StageSizes, host: HostCapacity, held: Collection[Replica]) -> HostCapacity:
-    """Capacity left on a host beside its replicas.
-
-    Args:
-        sizes: Sizes of the model's stages.
-        host: With all of its memory.
-        held: Its replicas, in the order of loading.
-    """
-    for replica in held:
-        host = host.without(memory_on(sizes, replica.layers, host) or sizes.memory(replica.layers))
-    return host

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.placement.host_capacity import HostCapacity
-    from mesh.placement.replanner import Replica
     from mesh.placement.memory_estimate import StageSizes
+    from mesh.placement.replica_placement import Replica
     from stages.slicing.model_facts import ModelFacts
 
 _LAYERS: Final = re.compile(r"(\d{1,6}):(\d{1,6})")

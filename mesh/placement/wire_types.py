@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from mesh.placement.links import Links
-    from mesh.placement.planner import Plan
     from mesh.placement.memory_estimate import StageSizes
+    from mesh.placement.planner import Plan
 
 
 @dataclass(frozen=True)

@@ -143,9 +143,9 @@ those that llama.cpp's program can write with one.
 *checkpoints*: a recurrent state has no rows, so stages copy it now and then, and go on from a copy. *no*:
 not in exact mode, where nothing is proposed then.{refusals}
 {wrong}
-Rules are in [stages/slicing/architectures/registry.py](stages/slicing/architectures/registry.py), each with
-its reason. A family that is not in the table of rules is cut by the generic ones, and only after a self-check
-at the very cut; so is one whose rules no run has tried.
+Rules are in [stages/slicing/architectures/cutting_rules.py](stages/slicing/architectures/cutting_rules.py),
+each with its reason. A family that is not in the table of rules is cut by the generic ones, and only after a
+self-check at the very cut; so is one whose rules no run has tried.
 """
 
 _WRONG: Final = """

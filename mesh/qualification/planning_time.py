@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from mesh.bench.report_tools import markdown_table
+from mesh.placement.gpu_layers import read_time
 from mesh.placement.host_capacity import HostCapacity
+from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.placement.planner import even_out_noise, plan
-from mesh.placement.memory_estimate import StageSizes, Workload, read_time
 from mesh.serve.planning import plan_in_thread
 from spanmesh_proto.errors import ModelDoesNotFit
 from stages.slicing.model_facts import ModelFacts

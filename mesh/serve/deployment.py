@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from mesh.serve.proposers import Proposers
     from mesh.serve.served_model import ServedModel
     from mesh.serve.stage_handle import RingCredentials
-    from stages.weights.stage_cache import StageCache
+    from stages.weights.virtual_stages import StageCache
 
 log = structlog.get_logger()
 

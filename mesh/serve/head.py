@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mesh.serve.options import ServeOptions
     from mesh.util.tasks import Interruption
     from stages.transport.channels import Identity
-    from stages.weights.stage_cache import StageCache
+    from stages.weights.virtual_stages import StageCache
 
 
 @contextmanager

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from mesh.placement.gpu_layers import memory_on
+from mesh.placement.memory_estimate import StageSizes
 from mesh.placement.planner import StagePlacement
-from mesh.placement.memory_estimate import StageSizes, memory_on
 from mesh.serve.head_state import HeadState, SavedModel, SavedStage
 from mesh.serve.pipeline import PipelineStage
 from spanmesh_proto.addresses import split_address

@@ -26,7 +26,7 @@ from mesh.serve.status import HeadParts, MeshState, measured_links, print_join_l
 from mesh.util.tasks import first_of
 from spanmesh_proto.errors import ClusterError
 from stages.gguf.reader import model_name
-from stages.weights.stage_cache import StageCache
+from stages.weights.virtual_stages import StageCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mesh.serve.host_draining import HostDraining
     from mesh.serve.preflight import Preflight
     from mesh.serve.served_model import ServedModel
-    from stages.weights.stage_cache import StageCache
+    from stages.weights.virtual_stages import StageCache
 
 
 log = structlog.get_logger()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mesh.engine import SpeculationMode
     from mesh.placement.topology import Topology
     from stages.slicing.model_facts import ModelFacts
-    from stages.weights.sources import HubFile
+    from stages.weights.piece_sources import HubFile
 
 
 _NEEDS_REPLAY: Final = "--speculate replay needs recorded answers: name their file with --replay-file"
@@ -188,7 +188,7 @@ class ServeOptions:
         is_discoverable: Whether hosts in the local network may find the head by mDNS.
         topology: Locked placement of layers on hosts; None lets the plan decide.
         gpu_layers: Layers of each stage on this host's GPUs; None for as many as fit, see
-            `mesh.placement.host_capacity`.
+            `mesh.placement.gpu_layers`.
         weights: Options of the transfer of weights.
     """
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import structlog
 
 from mesh.placement.links import LinkProbeOptions
-from mesh.placement.stage_order import has_an_order, hosts_of, ordered_by_links
 from mesh.placement.memory_estimate import StageSizes
+from mesh.placement.stage_order import has_an_order, hosts_of, ordered_by_links
 from mesh.placement.wire_types import HIDDEN_VALUE_BYTES, planned_wires
 from mesh.serve.preflight import placed
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts

@@ -15,10 +15,10 @@ from mesh.cluster.host_facts import HostFacts, read_host_facts
 from mesh.cluster.members import check_name
 from mesh.draft.drafter import Drafter, own_head, read_drafter
 from mesh.draft.memory import drafter_bytes
+from mesh.placement.gpu_layers import check_gpu_layers
 from mesh.placement.host_assignment import never
-from mesh.placement.host_capacity import HostCapacity, check_gpu_layers
-from mesh.placement.planner import Plan, check_stages, plan
 from mesh.placement.memory_estimate import StageSizes, Workload
+from mesh.placement.planner import Plan, check_stages, plan
 from mesh.serve.options import ctx_size_for, fitted_to
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from mesh.placement.host_capacity import HostCapacity
     from mesh.serve.options import ServeOptions, SpeculationOptions
 
 

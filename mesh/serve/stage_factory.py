@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from stages.transport.hidden_codec import HiddenType
     from stages.weights.fetch import FetchSource
     from stages.weights.recipe import Recipe
-    from stages.weights.stage_cache import StageCache
+    from stages.weights.virtual_stages import StageCache
 
 
 async def describe_stages(cache: StageCache, model: Path, parts: Sequence[LayerRange]) -> tuple[Recipe, ...]:

@@ -88,10 +88,10 @@ def enum_of(schema: dict[str, Any]) -> list[Any] | None:
     """Values that `enum` and `const` allow; None if they are not there."""
     if "const" in schema:
         values = [schema["const"]]
-        if "enum" in schema and canonical(schema["const"]) not in map(canonical, _list(schema, "enum")):
+        if "enum" in schema and canonical(schema["const"]) not in map(canonical, list_of(schema, "enum")):
             return []
         return values
-    return _list(schema, "enum") if "enum" in schema else None
+    return list_of(schema, "enum") if "enum" in schema else None
 
 
 def _check(flat: Flat) -> None:
@@ -128,7 +128,12 @@ def _count(key: str, value: Any) -> int:
     return int(value)
 
 
-def _list(schema: dict[str, Any], key: str) -> list[Any]:
+def list_of(schema: dict[str, Any], key: str) -> list[Any]:
+    """The list under a key, empty if the key is not there.
+
+    Raises:
+        SchemaError: If it is no list, or an empty one.
+    """
     values = schema.get(key, [])
     if not isinstance(values, list) or (key in schema and not values):
         raise SchemaError(f"{key} is {shown(values)}: it must be a list, not an empty one")

@@ -17,6 +17,7 @@ from mesh.structured_output.schema_keywords import (
     Flat,
     canonical,
     enum_of,
+    list_of,
     plain_keywords,
     shown,
     type_of,
@@ -78,11 +79,11 @@ class Flattener:
         """Alternatives of all keywords that must hold together with the schema's own."""
         if "$ref" in schema:
             yield self.alternatives(self.target(schema["$ref"]), depth)
-        for each in _list(schema, "allOf"):
+        for each in list_of(schema, "allOf"):
             yield self.alternatives(each, depth)
         for key in ("anyOf", "oneOf"):
             if key in schema:
-                branches = [self.alternatives(each, depth) for each in _list(schema, key)]
+                branches = [self.alternatives(each, depth) for each in list_of(schema, key)]
                 if key == "oneOf":
                     self._require_apart(branches, depth)
                 yield [each for branch in branches for each in branch]

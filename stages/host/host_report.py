@@ -24,7 +24,7 @@ from stages.runtime.devices import Device, list_devices
 from stages.runtime.llama import init_backend
 from stages.runtime.process_memory import free_memory_bytes
 from stages.weights.assembly import wrong_pieces
-from stages.weights.store import StageStore, default_root
+from stages.weights.disk_cache import StageStore, default_root
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -21,8 +21,8 @@ from stages.runtime.hidden_tap import LayerTap, StopTap, make_stop_tap
 from stages.runtime.kv_state import KvRows, without_head
 from stages.runtime.kv_types import KV_TYPES
 from stages.runtime.llama import init_backend, last_complaint
-from stages.runtime.process_memory import CopiedPages
 from stages.runtime.numerics import Numerics, numerics_for, prepare_process
+from stages.runtime.process_memory import CopiedPages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence

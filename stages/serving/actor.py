@@ -22,21 +22,21 @@ from stages.runtime.devices import layer_devices
 from stages.runtime.kv_types import KV_TYPES
 from stages.runtime.process_memory import free_memory_bytes
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
-from stages.serving.slot_contents import max_sent_bytes
 from stages.serving.server import StageService
+from stages.serving.slot_contents import max_sent_bytes
 from stages.transport.channels import SERVER_OPTIONS, Identity, NewKey, add_port
 from stages.transport.hidden_codec import HiddenType
 from stages.units import format_size
 from stages.weights.assembly import Transfer
+from stages.weights.disk_cache import hold, read_storage_options, stage_store
 from stages.weights.fetch import FetchedStage, FetchSource, fetch_stage
-from stages.weights.store import hold, read_storage_options, stage_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from stages.layers import LayerRange
     from stages.runtime.process_memory import StageMemory
-    from stages.weights.store import StageStore
+    from stages.weights.disk_cache import StageStore
 
 
 async def orphaned(alone_s: Callable[[], float], orphan_s: float) -> None:

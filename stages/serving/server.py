@@ -15,8 +15,8 @@ from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError, ProtocolError, ProtocolVersionMismatch, StageFailed
 from stages.serving.feature_stream import FeatureStream
-from stages.serving.slot_contents import LEAST_SENT_BYTES
 from stages.serving.kv_replication import ReplicationSink, ReplicationSource, pause_s
+from stages.serving.slot_contents import LEAST_SENT_BYTES
 from stages.serving.stage_engine import StageEngine, monotonic_us
 from stages.transport.channels import HandshakeMonitor, KeyCheck, abort
 from stages.transport.hidden_codec import FROM_WIRE, HiddenType

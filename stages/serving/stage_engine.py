@@ -17,9 +17,9 @@ from stages.runtime.process_memory import resident_bytes
 from stages.runtime.stage_runtime import Span, StageRuntime
 from stages.sampling.session_spec import SessionSpec
 from stages.sampling.verifier import WindowVerifier
-from stages.serving.slot_contents import KvSlots, SentHiddenStates
 from stages.serving.scheduler import QueueBarrier, QueuedWindow, SlotAssigned, WindowScheduler
 from stages.serving.sessions import SessionTable
+from stages.serving.slot_contents import KvSlots, SentHiddenStates
 from stages.serving.worker import StageWorker
 from stages.transport.hidden_codec import EncodedHidden
 

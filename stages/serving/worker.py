@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from stages.runtime.stage_runtime import StageRuntime
-    from stages.serving.slot_contents import KvSlots
     from stages.serving.scheduler import Change, QueuedWindow, SlotAssigned, WindowScheduler
+    from stages.serving.slot_contents import KvSlots
 
 log = structlog.get_logger()
 

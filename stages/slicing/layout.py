@@ -9,8 +9,8 @@ rows if it has neither, as many as the vocabulary if it has the other one.
 5. Stages work with token ids, so the vocabulary's texts are left out (`tokenizer.ggml.model` = "no_vocab").
 6. The size of a head, if the file leaves it to the first layer's number of heads, is written explicitly.
 
-`stages.slicing.architectures.registry` adds what single families need, blank layers among them
-(`stages.slicing.architectures.rules.Blanks`).
+`stages.slicing.architectures.cutting_rules` adds what single families need, blank layers among them
+(`stages.slicing.architectures.rule_types.Blanks`).
 """
 
 from __future__ import annotations

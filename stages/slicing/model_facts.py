@@ -144,7 +144,7 @@ class ModelFacts:
         depends_on_batch: Whether rows computed together differ from rows one by one in exact mode, too.
         n_streams: Rows of hidden states that make one row on the wire.
         num_blanks: Layers that every stage but the first computes without use; see
-            `stages.slicing.architectures.rules.Blanks`.
+            `stages.slicing.architectures.rule_types.Blanks`.
         embeds_everywhere: Whether every stage holds the token embedding.
         n_prediction_layers: Layers for multi-token prediction at the end of the file, which no stage holds.
     """

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
 from stages.gguf.reader import read_header
 from stages.layers import LayerRange
-from stages.slicing.architectures.registry import FAMILIES, family_of
-from stages.slicing.architectures.rules import NO_BLANKS
-from stages.slicing.prediction_layers import count_prediction_layers, trunk_of
+from stages.slicing.architectures.cutting_rules import FAMILIES, family_of
+from stages.slicing.architectures.rule_types import NO_BLANKS
 from stages.slicing.tensor_names import EMBEDDING, OUTPUT_NORM, layer_of
+from stages.slicing.trunk import count_prediction_layers, trunk_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from stages.gguf.header import GgufHeader, TensorInfo
-    from stages.slicing.architectures.rules import Blanks, Family, Rule
+    from stages.slicing.architectures.rule_types import Blanks, Family, Rule
 
 
 def count_layers(header: GgufHeader) -> int:

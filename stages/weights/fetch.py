@@ -24,17 +24,17 @@ from stages.gguf.file_io import require_disk, write_error
 from stages.transport.channels import CLIENT_OPTIONS
 from stages.transport.stage_link import explain
 from stages.weights.assembly import Assembly, SentPieces, Transfer
+from stages.weights.disk_cache import DEFAULT_STORAGE, StorageOptions, make_room
+from stages.weights.piece_sources import KnownFile, take_from_folder, take_from_model, take_from_store
 from stages.weights.recipe import Recipe
-from stages.weights.sources import KnownFile, take_from_folder, take_from_model, take_from_store
-from stages.weights.store import DEFAULT_STORAGE, StorageOptions, make_room
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
     from pathlib import Path
 
+    from stages.weights.disk_cache import StageStore
+    from stages.weights.piece_sources import HubFile
     from stages.weights.recipe import Piece
-    from stages.weights.sources import HubFile
-    from stages.weights.store import StageStore
 
 
 log = structlog.get_logger()
@@ -287,7 +287,7 @@ class _StageFetch:
             self._note_wrong(sent.wrong, "the head's copy of the model")
 
     async def _from_hub(self) -> None:
-        from stages.weights.sources import fetch_from_hub, has_hub_pieces  # noqa: PLC0415 - few need HTTP
+        from stages.weights.piece_sources import fetch_from_hub, has_hub_pieces  # noqa: PLC0415 - few need HTTP
 
         while has_hub_pieces(self._assembly):
             fetched = await self._work.run(

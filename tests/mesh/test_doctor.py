@@ -20,7 +20,7 @@ from mesh.doctor import (
 )
 from stages.host.host_report import report_host
 from stages.layers import LayerRange
-from stages.weights.stage_cache import StageCache
+from stages.weights.virtual_stages import StageCache
 from tests.support.tiny_models import TinyModel
 
 if TYPE_CHECKING:

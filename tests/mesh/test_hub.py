@@ -17,10 +17,10 @@ from spanmesh_proto.errors import HubUnavailable, InvalidModel, ModelError
 from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.weights import http_download
+from stages.weights.disk_cache import StageStore, hold
 from stages.weights.fetch import fetch_stage
-from stages.weights.sources import HubFile
-from stages.weights.stage_cache import StageCache
-from stages.weights.store import StageStore, hold
+from stages.weights.piece_sources import HubFile
+from stages.weights.virtual_stages import StageCache
 from tests.mesh.cluster.test_membership import head
 from tests.support.hub_server import COMMIT, running_hub
 from tests.support.tiny_models import TinyModel

@@ -23,7 +23,7 @@ from stages.serving.server import StageService
 from stages.slicing.model_facts import read_model_facts
 from stages.transport.channels import SERVER_OPTIONS
 from stages.transport.hidden_codec import HiddenType
-from stages.weights.stage_cache import StageCache
+from stages.weights.virtual_stages import StageCache
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence

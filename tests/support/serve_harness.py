@@ -16,9 +16,9 @@ from mesh.cluster.host_facts import HostFacts, read_versions
 from mesh.cluster.members import Member, Members
 from mesh.coordinator.coordinator import Coordinator
 from mesh.coordinator.options import CoordinatorOptions
+from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.placement.planner import StagePlacement
 from mesh.placement.replanner import NewStage, Replan, replan
-from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.serve.allocations import HostAllocations
 from mesh.serve.failures import Incidents
 from mesh.serve.host_draining import HostDraining
@@ -35,7 +35,7 @@ from stages.layers import LayerRange
 from stages.slicing.model_facts import read_model_facts
 from stages.transport.hidden_codec import HiddenType
 from stages.weights.fetch import FetchSource
-from stages.weights.stage_cache import StageCache
+from stages.weights.virtual_stages import StageCache
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence

@@ -31,7 +31,7 @@ from mesh.util.logs import set_up_logs
 from stages.layers import LayerRange
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from stages.slicing.model_facts import read_model_facts
-from stages.weights.stage_cache import StageCache
+from stages.weights.virtual_stages import StageCache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -50,14 +50,14 @@ def _cut(model: str, start: str, stop: str, output: str) -> None:
 
 
 def _hash(model: str, start: str, stop: str, cache: str) -> None:
-    from stages.weights.stage_cache import StageCache  # noqa: PLC0415
+    from stages.weights.virtual_stages import StageCache  # noqa: PLC0415
 
     StageCache(Path(cache)).describe(Path(model), LayerRange(int(start), int(stop)))
 
 
 def _fetch(store: str, sha256: str, address: str, certificate: str, secret: str) -> None:
+    from stages.weights.disk_cache import StageStore  # noqa: PLC0415
     from stages.weights.fetch import FetchSource, fetch_stage  # noqa: PLC0415
-    from stages.weights.store import StageStore  # noqa: PLC0415
 
     source = FetchSource(address, Path(certificate).read_bytes(), secret)
     asyncio.run(fetch_stage(StageStore(Path(store)), sha256, source))

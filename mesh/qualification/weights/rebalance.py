@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from mesh.placement.host_capacity import HostCapacity
-from mesh.placement.planner import plan
 from mesh.placement.memory_estimate import Workload
+from mesh.placement.planner import plan
 from mesh.qualification.weights.transfer import sending_head
 from mesh.serve.options import demo_model
 from stages.certification.isolated import cut_stage
 from stages.gguf.reader import read_header
 from stages.slicing.model_facts import read_model_facts
 from stages.slicing.tensor_names import EMBEDDING, OUTPUT, OUTPUT_BIAS, layer_of
+from stages.weights.disk_cache import StageStore
 from stages.weights.fetch import fetch_stage
-from stages.weights.stage_cache import StageCache
-from stages.weights.store import StageStore
+from stages.weights.virtual_stages import StageCache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -19,9 +19,9 @@ from mesh.cluster.members import Members
 from mesh.cluster.membership_server import MembershipServer, MembershipService, RayAccess
 from stages.certification.isolated import cut_stage
 from stages.weights.assembly import note_path
+from stages.weights.disk_cache import StageStore
 from stages.weights.fetch import FetchSource, RateLimit, fetch_stage
-from stages.weights.stage_cache import StageCache
-from stages.weights.store import StageStore
+from stages.weights.virtual_stages import StageCache
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from stages.layers import LayerRange
     from stages.weights.recipe import Recipe
-    from stages.weights.stage_cache import VirtualStage
+    from stages.weights.virtual_stages import VirtualStage
 
 
 _ADDRESS: Final = "127.0.0.1"

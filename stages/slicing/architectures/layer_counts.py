@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from stages.gguf.header import Value, ValueType
-from stages.slicing.architectures.rules import NO_BLANKS, Blanks, Rule
+from stages.slicing.architectures.rule_types import NO_BLANKS, Blanks, Rule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from stages.gguf.header import Value, ValueType
-from stages.slicing.architectures.rules import NO_BLANKS, Blanks, Rule
+from stages.slicing.architectures.rule_types import NO_BLANKS, Blanks, Rule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -27,7 +27,7 @@ from stages.runtime.numerics import EXACT_MAX_ROWS
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.sampling.sampler import SamplingParams
 from stages.transport.hidden_codec import HiddenType
-from stages.weights.stage_cache import StageCache
+from stages.weights.virtual_stages import StageCache
 from tests.end_to_end.ring.test_feature_drafters import CHAT, CTX_SIZE, Setting, target_and_drafter
 from tests.support.draft_oracle import DraftOracle, OracleMissing, Round, build_draft_oracle
 from tests.support.repairable_ring import RepairableRing, serving

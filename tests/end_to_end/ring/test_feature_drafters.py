@@ -30,7 +30,7 @@ from stages.runtime.numerics import EXACT_MAX_ROWS
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.sampling.sampler import Sampler, SamplingParams
 from stages.slicing.model_facts import read_model_facts
-from stages.weights.stage_cache import StageCache
+from stages.weights.virtual_stages import StageCache
 from tests.support.eagle3 import DRAFTER
 from tests.support.mimo2 import write_mimo2
 from tests.support.repairable_ring import RepairableRing, serving

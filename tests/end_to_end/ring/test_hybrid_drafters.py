@@ -24,7 +24,7 @@ from stages.runtime.numerics import EXACT_MAX_ROWS
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.sampling.sampler import SamplingParams
 from stages.slicing.model_facts import read_model_facts
-from stages.weights.stage_cache import StageCache
+from stages.weights.virtual_stages import StageCache
 from tests.end_to_end.ring.test_draft_oracle import WIDTH, SteppedSetting
 from tests.end_to_end.ring.test_feature_drafters import CTX_SIZE, Setting
 from tests.end_to_end.ring.test_recurrent_speculation import QWEN35

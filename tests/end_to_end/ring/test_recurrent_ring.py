@@ -12,7 +12,7 @@ from mesh.engine import Committed, GenerationRequest
 from stages.layers import LayerRange, ranges_from_cuts
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.sampling.sampler import SamplingParams
-from stages.weights.stage_cache import StageCache
+from stages.weights.virtual_stages import StageCache
 from tests.support.repairable_ring import RepairableRing, serving
 from tests.support.ring_harness import running_coordinator, running_stages
 from tests.support.tiny_families import TINY_FAMILIES

@@ -15,7 +15,7 @@ from stages.layers import ranges_from_cuts
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.sampling.sampler import SamplingParams
 from stages.slicing.model_facts import read_model_facts
-from stages.weights.stage_cache import StageCache
+from stages.weights.virtual_stages import StageCache
 from tests.support.repairable_ring import RepairableRing, serving
 
 pytestmark = pytest.mark.model

@@ -8,7 +8,7 @@ import pytest
 from mesh.cli.main import run
 from stages.certification.certify import certify
 from stages.gguf.reader import read_header
-from stages.slicing.architectures import registry
+from stages.slicing.architectures import cutting_rules
 from tests.support.tiny_families import TINY_FAMILIES
 from tests.support.tiny_models import TinyModel
 
@@ -94,7 +94,7 @@ def test_certify_exits_with_1_on_a_mismatch(
 ) -> None:
     # In this process, where its family can lose its rules.
     monkeypatch.setattr("mesh.cli.certify.certify_isolated", certify)
-    monkeypatch.delitem(registry.FAMILIES, "granite")
+    monkeypatch.delitem(cutting_rules.FAMILIES, "granite")
     granite = TinyModel("granite").write(tmp_path / "granite.gguf")
     assert run(["certify", str(granite), "--cuts", "3", *flags]) == 1
     out = capsys.readouterr().out

@@ -31,7 +31,7 @@ from spanmesh_proto import membership_pb2_grpc as rpc
 from spanmesh_proto.errors import HostUnreachable, InvalidJoinToken, JoinError, ProtocolVersionMismatch
 from stages.layers import LayerRange
 from stages.weights.fetch import MAX_REQUEST_BYTES, MOST_RANGES, FetchSource, pinned_channel
-from stages.weights.stage_cache import StageCache
+from stages.weights.virtual_stages import StageCache
 from tests.support.tiny_models import TinyModel
 
 if TYPE_CHECKING:

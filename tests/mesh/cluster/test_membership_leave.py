@@ -11,8 +11,8 @@ import pytest
 from mesh.cluster.admission import AdmissionControl
 from mesh.cluster.membership_client import Membership, find_head
 from spanmesh_proto.errors import InvalidJoinToken, JoinError
+from stages.weights.disk_cache import StageStore
 from stages.weights.fetch import fetch_stage
-from stages.weights.store import StageStore
 from tests.mesh.cluster.test_membership import HOST, HeadSide, head, join, put, until
 
 if TYPE_CHECKING:

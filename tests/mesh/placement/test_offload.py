@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.placement.host_capacity import ALL, Gpu, HostCapacity
+from mesh.placement.gpu_layers import ALL, GPU_PROCESS_BYTES, memory_on, read_time
+from mesh.placement.host_capacity import Gpu, HostCapacity
+from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.placement.planner import plan
-from mesh.placement.replanner import next_replica, replan
-from mesh.placement.memory_estimate import GPU_PROCESS_BYTES, StageSizes, Workload, memory_on, read_time
+from mesh.placement.replanner import replan
+from mesh.placement.replica_placement import next_replica
 from spanmesh_proto.errors import ModelDoesNotFit
 from stages.layers import LayerRange
 from tests.mesh.placement.test_planner import MIB, OVERHEAD_BYTES, WORKLOAD

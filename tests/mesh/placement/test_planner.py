@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.placement.host_capacity import HostCapacity
-from mesh.placement.planner import Plan, even_out_noise, plan, remedies
 from mesh.placement.memory_estimate import StageSizes, Workload
+from mesh.placement.planner import Plan, even_out_noise, plan, remedies
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts, UncuttableModel
 from stages.layers import LayerRange
 from stages.slicing.model_facts import ModelFacts

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.placement.planner import StagePlacement, plan
-from mesh.placement.replanner import Replan, Replica, replan
 from mesh.placement.memory_estimate import StageSizes
+from mesh.placement.planner import StagePlacement, plan
+from mesh.placement.replanner import Replan, replan
+from mesh.placement.replica_placement import Replica
 from spanmesh_proto.errors import MeshError, ModelDoesNotFit, NotEnoughHosts
 from stages.layers import LayerRange
 from tests.mesh.placement.test_planner import OVERHEAD_BYTES, WORKLOAD, host, models

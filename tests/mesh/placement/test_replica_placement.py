@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.placement.planner import StagePlacement
-from mesh.placement.replanner import Replica, next_replica
 from mesh.placement.memory_estimate import StageSizes
+from mesh.placement.planner import StagePlacement
+from mesh.placement.replica_placement import Replica, next_replica
 from stages.layers import LayerRange
 from tests.mesh.placement.test_planner import WORKLOAD, host, model
 

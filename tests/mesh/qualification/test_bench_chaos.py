@@ -20,8 +20,8 @@ from mesh.bench.stress.answers import NO_HANG_UPS, AnswerRecord, HangUps
 from mesh.bench.stress.checks import Expected
 from mesh.bench.stress.scripts import Turn
 from mesh.placement.host_capacity import HostCapacity
-from mesh.placement.planner import plan
 from mesh.placement.memory_estimate import Workload
+from mesh.placement.planner import plan
 from mesh.qualification.chaos import client_process as clients_module
 from mesh.qualification.chaos.cli import chaos
 from mesh.qualification.chaos.client_process import Clients

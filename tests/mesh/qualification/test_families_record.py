@@ -20,7 +20,7 @@ from spanmesh_proto.errors import MeshError
 from stages.certification.certify import certify
 from stages.certification.comparison import Difference, EquivalenceReport
 from stages.runtime.checkpoints import StateCheckpoints
-from stages.slicing.architectures.registry import FAMILIES, family_of
+from stages.slicing.architectures.cutting_rules import FAMILIES, family_of
 from tests.support.tiny_families import TINY_FAMILIES
 from tests.support.tiny_models import TinyModel
 

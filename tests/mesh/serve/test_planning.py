@@ -14,9 +14,9 @@ import pytest
 from mesh.cluster.host_facts import HostFacts, Versions
 from mesh.cluster.members import Member, Members
 from mesh.coordinator.ring import RingLoss
+from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.placement.planner import StagePlacement, plan
 from mesh.placement.replanner import Replan, replan
-from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.qualification.planning_time import cases, made_up_model
 from mesh.serve.allocations import HostAllocations
 from mesh.serve.pipeline import Pipeline, PipelineStage

@@ -14,7 +14,7 @@ from stages.certification.comparison import Difference, compare, wire_loss
 from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
-from stages.slicing.architectures import registry
+from stages.slicing.architectures import cutting_rules
 from stages.transport.hidden_codec import HiddenType
 from tests.support.short_models import short_gemma3_path  # noqa: F401 - a fixture
 from tests.support.tiny_models import N_VOCAB, TinyModel
@@ -106,8 +106,8 @@ def test_stages_of_one_layer_each_are_bit_equal(model: TinyModel, tmp_path: Path
 
 def test_a_missing_rule_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = TinyModel("gemma3", n_layers=8).write(tmp_path / "model.gguf")
-    without_windows = dataclasses.replace(registry.FAMILIES["gemma3"], rules=())
-    monkeypatch.setitem(registry.FAMILIES, "gemma3", without_windows)
+    without_windows = dataclasses.replace(cutting_rules.FAMILIES["gemma3"], rules=())
+    monkeypatch.setitem(cutting_rules.FAMILIES, "gemma3", without_windows)
     (result,) = certify(source, [2], CertifyOptions(n_prompt=20, n_decode=5)).cuts
     prefill, _, chunks, *_ = (phase.difference for phase in result.phases)
     assert not result.difference.is_bit_equal

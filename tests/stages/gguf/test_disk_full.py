@@ -14,9 +14,9 @@ import pytest
 from spanmesh_proto.errors import ModelError
 from stages.gguf.file_io import Region, require_disk, write_error
 from stages.layers import LayerRange
+from stages.weights.disk_cache import StageStore
 from stages.weights.fetch import FetchSource, fetch_stage
 from stages.weights.recipe import PIECE_BYTES, Recipe, RecipeTensor
-from stages.weights.store import StageStore
 from tests.support.lab_fixtures import require_lab
 
 # A disk of one megabyte that nobody else sees: a temporary file system in a mount namespace of its own.

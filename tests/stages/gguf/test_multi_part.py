@@ -16,7 +16,7 @@ from stages.certification.isolated import cut_stage
 from stages.gguf.reader import model_name, part_paths, read_header
 from stages.layers import LayerRange
 from stages.slicing.model_facts import read_model_facts
-from stages.weights.stage_cache import StageCache
+from stages.weights.virtual_stages import StageCache
 from tests.support.tiny_models import TinyModel
 
 if TYPE_CHECKING:

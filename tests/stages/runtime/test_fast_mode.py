@@ -17,7 +17,7 @@ from mesh.text.tokenizer import Tokenizer
 from stages.layers import ranges_from_cuts
 from stages.runtime.numerics import numerics_for, prepare_process
 from stages.slicing.model_facts import read_model_facts
-from stages.weights.stage_cache import StageCache
+from stages.weights.virtual_stages import StageCache
 from tests.support.tiny_models import TinyModel
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import pytest
 
 from stages.layers import ranges_from_cuts
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
-from stages.weights.stage_cache import StageCache
+from stages.weights.virtual_stages import StageCache
 from tests.support.tiny_families import TINY_FAMILIES
 
 if TYPE_CHECKING:

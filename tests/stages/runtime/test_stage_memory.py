@@ -20,7 +20,7 @@ from stages.runtime.stage_runtime import RuntimeOptions
 from stages.serving.actor import StageActor, StageConfig
 from stages.slicing.model_facts import read_model_facts
 from stages.weights.fetch import FetchSource
-from stages.weights.stage_cache import StageCache
+from stages.weights.virtual_stages import StageCache
 from tests.support.eagle3 import DRAFTER
 from tests.support.tiny_models import TinyModel
 

@@ -16,11 +16,11 @@ from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from stages.sampling.sampler import SamplingParams
 from stages.sampling.session_spec import Resumed
 from stages.sampling.verifier import WindowVerifier
-from stages.serving.slot_contents import KvSlots, ReplicationCursor, SentHiddenStates
 from stages.serving.kv_replication import pause_s
 from stages.serving.sessions import SessionTable
+from stages.serving.slot_contents import KvSlots, ReplicationCursor, SentHiddenStates
 from stages.slicing.model_facts import read_model_facts
-from stages.weights.stage_cache import StageCache
+from stages.weights.virtual_stages import StageCache
 from tests.support.fake_stage import FakeRuntime
 from tests.support.repairable_ring import NUM_STAGES, RepairableRing, serving
 from tests.support.ring_harness import RunningStage, collect

@@ -23,7 +23,7 @@ from stages.serving.actor import StageActor, StageConfig
 from stages.transport.channels import key_metadata, open_channel
 from stages.transport.stage_link import StageLink
 from stages.weights.fetch import FetchSource
-from stages.weights.stage_cache import StageCache
+from stages.weights.virtual_stages import StageCache
 from tests.support.ipv6 import needs_ipv6
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from spanmesh_proto.errors import UncuttableModel
 from stages.certification.isolated import cut_stage
 from stages.gguf.reader import read_header
 from stages.layers import LayerRange
-from stages.slicing.architectures.registry import FAMILIES, family_of
+from stages.slicing.architectures.cutting_rules import FAMILIES, family_of
 from stages.slicing.model_facts import read_model_facts
 from tests.support.tiny_models import TinyModel
 

@@ -9,8 +9,8 @@ import pytest
 from spanmesh_proto.errors import UncuttableModel
 from stages.gguf.header import GgufHeader, Value, ValueType
 from stages.layers import LayerRange
-from stages.slicing.architectures.registry import FAMILIES
-from stages.slicing.architectures.rules import Blanks
+from stages.slicing.architectures.cutting_rules import FAMILIES
+from stages.slicing.architectures.rule_types import Blanks
 from stages.slicing.source_model import SourceModel
 
 

@@ -17,7 +17,7 @@ from stages.certification.certify import certify
 from stages.certification.isolated import cut_stage
 from stages.gguf.reader import read_header
 from stages.layers import LayerRange
-from stages.slicing.architectures import registry
+from stages.slicing.architectures import cutting_rules
 from stages.slicing.layout import FILLER_VOCAB
 from stages.slicing.tensor_names import renumbered
 from tests.support.tiny_models import N_VOCAB, TinyModel
@@ -254,7 +254,7 @@ def test_an_unknown_family_is_refused_if_cutting_changes_it(
 ) -> None:
     # In this process, where the family can be made unknown.
     monkeypatch.setattr(isolated, "certify_isolated", certify)
-    monkeypatch.delitem(registry.FAMILIES, "granite")
+    monkeypatch.delitem(cutting_rules.FAMILIES, "granite")
     # Granite scales its embedding, and llama.cpp does so again with the hidden states of the stage before.
     source = TinyModel("granite").write(tmp_path / "granite.gguf")
     with pytest.raises(

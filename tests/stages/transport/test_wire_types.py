@@ -15,7 +15,7 @@ from speculative.controller import ControllerOptions
 from stages.layers import ranges_from_cuts
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from stages.transport.hidden_codec import HiddenType, decode, encode
-from stages.weights.stage_cache import StageCache
+from stages.weights.virtual_stages import StageCache
 from tests.support.fake_stage import FakeRuntime
 from tests.support.proposers import Oracle
 from tests.support.ring_harness import collect, running_coordinator, running_services, running_stages

@@ -25,9 +25,9 @@ from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.weights import fetch
 from stages.weights.assembly import SentPieces, note_path
+from stages.weights.disk_cache import CACHE_BYTES, MODELS, StageStore, StorageOptions, read_storage_options
 from stages.weights.fetch import FetchSource, RateLimit, fetch_stage
-from stages.weights.stage_cache import StageCache
-from stages.weights.store import CACHE_BYTES, MODELS, StageStore, StorageOptions, read_storage_options
+from stages.weights.virtual_stages import StageCache
 from tests.mesh.cluster.test_membership import head
 from tests.support.tiny_models import TinyModel
 
@@ -46,7 +46,7 @@ import asyncio, sys
 from pathlib import Path
 from stages.weights.fetch import FetchSource, fetch_stage
 from stages.weights.assembly import SentPieces
-from stages.weights.store import StageStore
+from stages.weights.disk_cache import StageStore
 folder, sha256, address, certificate = sys.argv[1:]
 source = FetchSource(address, Path(certificate).read_bytes(), "secret")
 asyncio.run(fetch_stage(StageStore(Path(folder)), sha256, source))

@@ -17,14 +17,14 @@ from stages.gguf.file_io import Region
 from stages.gguf.reader import read_header
 from stages.layers import LayerRange
 from stages.weights.assembly import Assembly, SentPieces
+from stages.weights.piece_sources import take_from_model
 from stages.weights.recipe import PIECE_BYTES, Recipe, RecipeTensor
-from stages.weights.sources import take_from_model
-from stages.weights.stage_cache import StageCache
+from stages.weights.virtual_stages import StageCache
 from tests.support.tiny_families import TINY_FAMILIES
 from tests.support.tiny_models import TinyModel
 
 if TYPE_CHECKING:
-    from stages.weights.stage_cache import VirtualStage
+    from stages.weights.virtual_stages import VirtualStage
 
 LAYERS = LayerRange(2, 5)
 

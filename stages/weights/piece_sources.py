@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from stages.gguf.file_io import Place
     from stages.weights.assembly import Assembly
-    from stages.weights.store import StageStore
+    from stages.weights.disk_cache import StageStore
 
 
 log = structlog.get_logger()

@@ -43,7 +43,7 @@ from stages.slicing.architectures.layer_patterns import (
     every_nth,
     shared_indexers,
 )
-from stages.slicing.architectures.rules import Entry, Family
+from stages.slicing.architectures.rule_types import Entry, Family
 from stages.slicing.architectures.sliding_windows import Bare, windows
 
 if TYPE_CHECKING:

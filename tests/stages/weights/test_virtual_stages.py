@@ -11,10 +11,10 @@ from spanmesh_proto.errors import ModelError, UncuttableModel
 from stages.certification import isolated
 from stages.certification.certify import certify
 from stages.layers import LayerRange
-from stages.slicing.architectures import registry
+from stages.slicing.architectures import cutting_rules
 from stages.weights.assembly import wrong_pieces
-from stages.weights.stage_cache import StageCache, StageFile
-from stages.weights.store import Stamp, default_root, make_room
+from stages.weights.disk_cache import Stamp, default_root, make_room
+from stages.weights.virtual_stages import StageCache, StageFile
 from tests.support.tiny_models import TinyModel
 
 LAYERS = LayerRange(2, 5)
@@ -133,7 +133,7 @@ def test_only_a_hash_becomes_a_path(cache: StageCache, name: str) -> None:
 def test_an_unknown_family_is_checked_once_for_each_cut(
     cache: StageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(registry.FAMILIES, "internlm2")
+    monkeypatch.delitem(cutting_rules.FAMILIES, "internlm2")
     source = TinyModel("internlm2").write(tmp_path / "model.gguf")
     with capture_logs() as logs:
         cache.cut(source, LayerRange(0, 2))
@@ -160,7 +160,7 @@ def test_a_refused_family_leaves_no_stage(
     cache: StageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(isolated, "certify_isolated", certify)
-    monkeypatch.delitem(registry.FAMILIES, "granite")
+    monkeypatch.delitem(cutting_rules.FAMILIES, "granite")
     source = TinyModel("granite").write(tmp_path / "model.gguf")
     for _ in range(2):
         with pytest.raises(UncuttableModel, match="no certified rules for 'granite'"):

@@ -22,10 +22,10 @@ from stages.slicing.stage_writer import (
     with_shared_blocks,
     write_stage,
 )
+from stages.weights.disk_cache import default_root, stage_store
 from stages.weights.hashing import ModelHashes, stamps_of
+from stages.weights.piece_sources import KnownFile
 from stages.weights.recipe import Recipe, RecipeTensor
-from stages.weights.sources import KnownFile
-from stages.weights.store import default_root, stage_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
