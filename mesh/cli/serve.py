@@ -36,7 +36,7 @@ _SECTIONS: Final = {
         *("--wait-for", "--head-only", "--stages", "--split", "--topology", "--threads", "--memory"),
         "--gpu-layers",
     ),
-    "Sessions": SESSION_FLAGS,
+    "Sessions": (*SESSION_FLAGS, "--groups"),
     "Speculation": SPECULATION_FLAGS,
     "Joining hosts": (
         *("--advertise", "--name", "--join-port", "--token-file", "--token-hours", "--discoverable"),
@@ -96,6 +96,13 @@ _SECTIONS: Final = {
     help="Memory for stages and draft model on this host, such as 8G.  [default: all that is free]",
 )
 @gpu_layers_option
+@int_option(
+    "--groups",
+    "num_groups",
+    metavar="N",
+    help="Divide decoding sessions into N groups, whose windows share batches.  [default: the best by "
+    "measurement]",
+)
 @one_model_options
 @weights_options
 @click.option(
@@ -144,6 +151,7 @@ def serve(
     threads: int | None,
     memory: int | None,
     gpu_layers: int | None,
+    num_groups: int | None,
     exact: bool,
     advertise: str | None,
     name: str | None,
@@ -211,6 +219,7 @@ def serve(
         is_discoverable=discoverable,
         wire=None if wire == "auto" else HiddenType(wire),
         gpu_layers=gpu_layers,
+        num_groups=num_groups,
         weights=weights_from(
             pulled,
             models_dir=models_dir,

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mesh.coordinator.feature_streams import ReceivedFeatures
     from mesh.coordinator.options import CoordinatorOptions
     from mesh.coordinator.ring import RingLoss
+    from mesh.coordinator.stage_streams import BatchTimes
     from mesh.engine import Committed, GenerationRequest
     from spanmesh_proto import windows_pb2 as wire
     from speculative.outcome import WindowOutcome
@@ -275,6 +276,7 @@ class Coordinator:
                 "slots": self._options.num_slots,
                 "positions": sum(session.num_to_compute for session in self._sessions.values()),
                 "context": self._options.context_length,
+                **self._active_ring.groups.status(),
             },
             "speculation": self._speculation(),
             "stages": self._active_ring.status(),
@@ -316,7 +318,14 @@ class Coordinator:
                 on_features=self._on_features,
                 identity=self._identity,
             )
-        return ActiveRing(stages, ring, options.max_rows, features)
+        return ActiveRing(
+            stages,
+            ring,
+            options.max_rows,
+            clock_ms=self._clock_ms,
+            features=features,
+            num_groups=options.num_groups,
+        )
 
     def _suspend(self) -> None:
         self._is_whole = False
@@ -378,7 +387,6 @@ class Coordinator:
 
     def _note_sessions(self) -> None:
         self._cpu_latency.update(len(self._sessions))
-        self._active_ring.grouping.set_num_sessions(len(self._sessions))
 
     def _session(self, request: GenerationRequest, prefix_match: PrefixMatch) -> Session:
         options = self._options
@@ -430,16 +438,16 @@ class Coordinator:
     def _clock_ms(self) -> float:
         return self._clock_s() * 1000
 
-    def _on_verdict(self, verdict: wire.Verdict) -> None:
+    def _on_verdict(self, verdict: wire.Verdict, times: BatchTimes) -> None:
         session = self._sessions.get(verdict.session)
         if session is not None:
             try:
-                session.on_verdict(verdict)
+                session.on_verdict(verdict, times)
             except Exception as error:
                 # The stream of verdicts serves all sessions: an error of one must not end it.
                 log.exception("session_failed", session=session.id)
                 session.fail(StageFailed(f"the coordinator failed on a verdict: {error!r}"))
-        self._active_ring.count(verdict.times)
+        self._active_ring.count(times.stages)
 
     def _on_features(self, features: ReceivedFeatures) -> None:
         session = self._sessions.get(features.session)

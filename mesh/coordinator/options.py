@@ -37,6 +37,7 @@ class CoordinatorOptions:
         ping_timeout_s: Silence after which a stage counts as lost, in seconds.
         token_texts: Returns the vocabulary, which a tail needs for grammars; None refuses grammars.
         feature_needs: Hidden states that a drafter reads; None if there is no such drafter.
+        num_groups: Fixed number of groups of decoding sessions; None to find the best one.
     """
 
     context_length: int
@@ -54,3 +55,4 @@ class CoordinatorOptions:
     ping_timeout_s: float = 1.2
     token_texts: Callable[[], TokenTexts] | None = None
     feature_needs: FeatureNeeds | None = None
+    num_groups: int | None = None

@@ -14,12 +14,12 @@ from mesh.coordinator.stage_streams import ControlStream, VerdictStream
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import HostUnreachable, MeshError, ProtocolError, StageFailed, from_code
-from stages.transport.stage_link import StageLink
+from stages.transport.stage_link import MOST_BUNDLED_WINDOWS, StageLink
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mesh.coordinator.stage_streams import ClockOffset
+    from mesh.coordinator.stage_streams import BatchTimes, ClockOffset
     from stages.grammar.token_masks import TokenTexts
     from stages.layers import LayerRange
     from stages.transport.channels import Identity
@@ -103,7 +103,7 @@ class Ring:
     Args:
         stages: Addresses of the stages, in pipeline order.
         terms: Settings shared with the stages.
-        on_verdict: Called with each verdict.
+        on_verdict: Called with each verdict, and the times of its batch.
         on_failure: Called with (stage index, failure of a window).
         on_lost: Called once, when the first stage is lost; `loss` then has the details.
         clock_s: Monotonic clock, seconds.
@@ -116,7 +116,7 @@ class Ring:
         stages: Sequence[StageAddress],
         terms: RingTerms,
         *,
-        on_verdict: Callable[[wire.Verdict], None],
+        on_verdict: Callable[[wire.Verdict, BatchTimes], None],
         on_failure: Callable[[int, wire.Failure], None],
         on_lost: Callable[[], None],
         clock_s: Callable[[], float],
@@ -213,9 +213,10 @@ class Ring:
             self._token_texts = None  # sent once
         self._link.send(session)
 
-    def send(self, window: wire.Window) -> None:
-        """Send a window."""
-        self._link.send(window)
+    def send(self, windows: Sequence[wire.Window]) -> None:
+        """Send windows in one message: those of different sessions share a batch."""
+        for first in range(0, len(windows), MOST_BUNDLED_WINDOWS):
+            self._link.send(wire.WindowBundle(windows=windows[first : first + MOST_BUNDLED_WINDOWS]))
 
     def cancel(self, session: int, epoch: int) -> None:
         """Void the session's windows below `epoch`, at all stages at once."""
@@ -287,9 +288,9 @@ class Ring:
         if self.loss is not None:
             raise StageFailed(self.loss.reason)
 
-    def _on_answer(self, verdict: wire.Verdict) -> None:
+    def _on_answer(self, verdict: wire.Verdict, times: BatchTimes) -> None:
         self._liveness.note_all()
-        self._on_verdict(verdict)
+        self._on_verdict(verdict, times)
 
     def _failed(self, index: int, failure: wire.Failure) -> None:
         if failure.session:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mesh.coordinator.batching import Grouping, PrefillPace
+from mesh.coordinator.groups import WindowGroups
+from mesh.coordinator.prefill_pace import PrefillPace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from mesh.coordinator.feature_streams import FeatureStreams
     from mesh.coordinator.ring import Ring, StageAddress
@@ -98,13 +99,15 @@ class ActiveRing:
         stages: Addresses of the stages, in pipeline order.
         ring: Streams to them.
         max_rows: Most rows of one window.
+        clock_ms: Monotonic clock, milliseconds.
         features: Streams of features; None if no drafter reads any.
+        num_groups: Fixed number of groups of decoding sessions; None to find the best one.
 
     Attributes:
         ring: As given.
         features: As given.
         prefill_pace: Sizes of prefill chunks.
-        grouping: Sizes of groups that share a batch.
+        groups: Groups of decoding sessions, whose windows leave together.
     """
 
     def __init__(
@@ -112,12 +115,15 @@ class ActiveRing:
         stages: Sequence[StageAddress],
         ring: Ring,
         max_rows: int,
+        *,
+        clock_ms: Callable[[], float],
         features: FeatureStreams | None = None,
+        num_groups: int | None = None,
     ) -> None:
         self.ring = ring
         self.features = features
         self.prefill_pace = PrefillPace(len(stages), max_rows)
-        self.grouping = Grouping(len(stages))
+        self.groups = WindowGroups(len(stages), ring.send, clock_ms=clock_ms, num_groups=num_groups)
         self._stages = tuple(stages)
         self._round_trips = RoundTrips(len(stages))
         self._totals = [_StageTotals() for _ in stages]
@@ -138,6 +144,7 @@ class ActiveRing:
 
     async def close(self) -> None:
         """Close all streams."""
+        self.groups.close()
         if self.features is not None:
             await self.features.close()
         await self.ring.close()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from mesh.coordinator.prefix_cache import PrefixMatch
     from mesh.coordinator.ring_stats import ActiveRing
     from mesh.coordinator.speculation import Speculator
+    from mesh.coordinator.stage_streams import BatchTimes
     from mesh.engine import GenerationRequest
     from speculative.acceptance import Judgement
     from stages.sampling.session_spec import SessionSpec
@@ -66,15 +68,6 @@ class InFlightWindow(NamedTuple):
     window: WindowPlan
     sent_ms: float
     num_ahead: int
-
-
-def measures(verdict: wire.Verdict) -> tuple[StageMeasure, ...]:
-    """Time of each stage for a window, in pipeline order; empty if a stage did not compute it."""
-    if not all(time.num_rows for time in verdict.times):
-        return ()
-    return tuple(
-        StageMeasure(time.num_rows, time.queue_us / 1000, time.compute_us / 1000) for time in verdict.times
-    )
 
 
 def outcome(
@@ -167,6 +160,7 @@ class Session:
         self._epoch = 0
         self._num_sent = 0
         self._in_flight_windows: deque[InFlightWindow] = deque()
+        self._leaving: list[wire.Window] = []
         self._output_queue = OutputQueue(on_room=self._on_room)
         self._feature_needs = feature_needs
         self._feature_store: FeatureStore | None = None
@@ -315,7 +309,7 @@ class Session:
         """
         return await self._output_queue.take()
 
-    def on_verdict(self, verdict: wire.Verdict) -> None:
+    def on_verdict(self, verdict: wire.Verdict, times: BatchTimes) -> None:
         """Judge the oldest window, send what follows, then report."""
         if self._is_still:
             return
@@ -336,14 +330,15 @@ class Session:
             return
         in_flight = self._in_flight_windows.popleft()
         self._judge_features(in_flight, verdict)
+        self._active_ring.groups.landed(self.id, 0 if step is None else len(step.judgement.committed))
         if step is None:
             self._prefill()
             self._pump()
-            self._active_ring.prefill_pace.learn_chunk(measures(verdict), arrived_ms - in_flight.sent_ms)
+            self._active_ring.prefill_pace.learn_chunk(times.measures, arrived_ms - in_flight.sent_ms)
         else:
             if in_flight.window.is_prompt:
                 self._count_decoding(is_decoding=True)
-            self._take(step, in_flight, verdict, arrived_ms)
+            self._take(step, in_flight, verdict, times, arrived_ms)
             if self._is_suspect:
                 self._note_replayed()
 
@@ -408,8 +403,14 @@ class Session:
         self._prefill()
 
     def _count_decoding(self, *, is_decoding: bool) -> None:
-        self._active_ring.prefill_pace.num_decoding += is_decoding - self._is_decoding
+        if is_decoding == self._is_decoding:
+            return
         self._is_decoding = is_decoding
+        self._active_ring.prefill_pace.num_decoding += 1 if is_decoding else -1
+        if is_decoding:
+            self._active_ring.groups.join(self.id, self.slot)
+        else:
+            self._active_ring.groups.leave(self.id)
 
     def _note_replayed(self) -> None:
         on_replayed, self._on_replayed = self._on_replayed, None
@@ -425,7 +426,14 @@ class Session:
         if any(len(each.top_tokens) != len(each.top_logprobs) for each in verdict.logprobs):
             raise ProtocolError("the tail sent top tokens without a logprob for each")
 
-    def _take(self, step: Step, in_flight: InFlightWindow, verdict: wire.Verdict, arrived_ms: float) -> None:
+    def _take(
+        self,
+        step: Step,
+        in_flight: InFlightWindow,
+        verdict: wire.Verdict,
+        times: BatchTimes,
+        arrived_ms: float,
+    ) -> None:
         voided = tuple(self._in_flight_windows) if step.voided else ()
         if voided or step.judgement.is_rejected:
             self._epoch += 1
@@ -435,12 +443,12 @@ class Session:
         if self._speculator is None:
             self._send_on(step)
             if self._on_plain is not None:
-                for outcome in self._outcomes(step, in_flight, voided, verdict, arrived_ms):
+                for outcome in self._outcomes(step, in_flight, voided, times, arrived_ms):
                     self._on_plain(outcome)
         else:
             if voided or not in_flight.window.is_prompt:
                 self._speculator.landed(is_void=bool(voided))
-            outcomes = self._outcomes(step, in_flight, voided, verdict, arrived_ms)
+            outcomes = self._outcomes(step, in_flight, voided, times, arrived_ms)
             self._speculator.committed(step.judgement.committed)
             # What a plain window taught is learned after the next one has left.
             if not is_plain:
@@ -455,7 +463,11 @@ class Session:
             log.debug("windows_voided", session=self.id, epoch=self._epoch, num_windows=len(voided))
         self._is_over = step.finish is not None
         # One turn of the event loop later, so that what was sent is on the wire first.
-        self._loop.call_soon(self._report, step, in_flight, voided, verdict, arrived_ms)
+        self._loop.call_soon(
+            functools.partial(
+                self._report, step, in_flight, verdict, voided=voided, times=times, arrived_ms=arrived_ms
+            )
+        )
 
     def _judge_features(self, in_flight: InFlightWindow, verdict: wire.Verdict) -> None:
         """Release the features of the window's rows that count, those of the verdict among them."""
@@ -511,13 +523,13 @@ class Session:
         step: Step,
         in_flight: InFlightWindow,
         voided: tuple[InFlightWindow, ...],
-        verdict: wire.Verdict,
+        times: BatchTimes,
         arrived_ms: float,
     ) -> list[WindowOutcome]:
         """Outcomes for the controller: of the window, and of one that its free prediction voided unread."""
         outcomes = []
         if not in_flight.window.is_prompt:
-            stages = measures(verdict)
+            stages = times.measures
             outcomes.append(
                 outcome(
                     step.judgement,
@@ -538,24 +550,25 @@ class Session:
         self,
         step: Step,
         in_flight: InFlightWindow,
-        voided: tuple[InFlightWindow, ...],
         verdict: wire.Verdict,
+        *,
+        voided: tuple[InFlightWindow, ...],
+        times: BatchTimes,
         arrived_ms: float,
     ) -> None:
         telemetry = self.telemetry
         window = in_flight.window
-        stages, elapsed_ms = measures(verdict), arrived_ms - in_flight.sent_ms
+        stages, elapsed_ms = times.measures, arrived_ms - in_flight.sent_ms
         if window.is_prompt:
             self._active_ring.prefill_pace.learn_chunk(stages, elapsed_ms)
             telemetry.add_prefilled(arrived_ms)
         else:
             self._active_ring.prefill_pace.learn_window(stages, elapsed_ms)
-            self._active_ring.grouping.learn(len(window.tokens), stages, elapsed_ms)
-            self._active_ring.add_round_trip(verdict.times, in_flight.sent_ms, arrived_ms)
+            self._active_ring.add_round_trip(times.stages, in_flight.sent_ms, arrived_ms)
             telemetry.add_window(
                 step.judgement,
                 window.proposal,
-                verdict.times,
+                times.stages,
                 sent_ms=in_flight.sent_ms,
                 arrived_ms=arrived_ms,
                 num_recomputed=window.num_recomputed,
@@ -580,9 +593,10 @@ class Session:
         while not generation.is_prefilled:
             rows = pace.rows(generation.num_to_prefill, is_replay=self._on_replayed is not None)
             if generation.num_in_flight >= pace.num_in_flight(rows):
-                return
+                break
             self._send(generation.prefill(rows))
-        if not self._is_suspect:
+        self._depart()
+        if generation.is_prefilled and not self._is_suspect:
             self._note_replayed()
 
     def _send_on(self, step: Step) -> None:
@@ -605,10 +619,11 @@ class Session:
 
     def _pump(self) -> None:
         """Fill the ring as far as the controller decides."""
-        if self._speculator is None or not self._generation.is_prefilled or self._is_held:
-            return
-        while (proposal := self._speculator.next_proposal(self._generation)).tokens:
-            self._send(self._generation.next_window(proposal))
+        speculator = self._speculator
+        if speculator is not None and self._generation.is_prefilled and not self._is_held:
+            while (proposal := speculator.next_proposal(self._generation)).tokens:
+                self._send(self._generation.next_window(proposal))
+        self._depart()
 
     def _wake(self) -> None:
         """Callback of the proposer when it has more to propose; called from any thread."""
@@ -626,7 +641,7 @@ class Session:
         wants_features = self._wants_features(window)
         if wants_features and self._feature_store is not None:
             self._feature_store.sent(self._num_sent, window.start, len(window.tokens))
-        self._active_ring.ring.send(
+        self._leaving.append(
             wire.Window(
                 session=self.id,
                 epoch=self._epoch,
@@ -634,7 +649,6 @@ class Session:
                 start=window.start,
                 tokens=window.tokens,
                 verify_rows=window.num_verified,
-                most_together=self._active_ring.grouping.most_together,
                 wants_features=wants_features,
                 features_may_wait=wants_features and self._features_may_wait,
                 checkpoints=window.checkpoints,
@@ -646,6 +660,13 @@ class Session:
             InFlightWindow(self._num_sent, window, self._clock_ms(), len(self._in_flight_windows))
         )
         self._num_sent += 1
+
+    def _depart(self) -> None:
+        """Hand over the windows that were made since the last time."""
+        if self._leaving:
+            leaving, self._leaving = self._leaving, []
+            is_first = len(leaving) == len(self._in_flight_windows)
+            self._active_ring.groups.send(self.id, leaving, is_first=is_first)
 
 
 def _nothing() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import grpc
@@ -12,6 +14,7 @@ import grpc
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import HostUnreachable, MeshError, StageFailed
+from speculative.outcome import StageMeasure
 from stages.transport.channels import key_metadata, open_channel
 from stages.transport.stage_link import explain
 
@@ -189,6 +192,26 @@ class ControlStream:
         self._on_lost(reason)
 
 
+@dataclass(frozen=True)
+class BatchTimes:
+    """Times of a batch, shared by its verdicts.
+
+    Attributes:
+        stages: Of each stage, in pipeline order.
+    """
+
+    stages: tuple[wire.StageTime, ...]
+
+    @functools.cached_property
+    def measures(self) -> tuple[StageMeasure, ...]:
+        """Times for cost models; empty if a stage did not compute the batch."""
+        if not all(time.num_rows for time in self.stages):
+            return ()
+        return tuple(
+            StageMeasure(time.num_rows, time.queue_us / 1000, time.compute_us / 1000) for time in self.stages
+        )
+
+
 class VerdictStream:
     """Stream of verdicts from the tail.
 
@@ -196,7 +219,7 @@ class VerdictStream:
         address: `host:port` of the tail.
         hello: First message, with the protocol version.
         mesh_key: Key shared by all stages and the coordinator.
-        on_verdict: Called with each verdict.
+        on_verdict: Called with each verdict, and the times of its batch.
         on_lost: Called once with the reason when the stream ends without `close`.
         host: Name of the host that must answer at the address.
         identity: TLS identity of this process; None if both ends are in one process.
@@ -211,7 +234,7 @@ class VerdictStream:
         hello: wire.Hello,
         mesh_key: str,
         *,
-        on_verdict: Callable[[wire.Verdict], None],
+        on_verdict: Callable[[wire.Verdict, BatchTimes], None],
         on_lost: Callable[[MeshError], None],
         host: str = "",
         identity: Identity | None = None,
@@ -247,8 +270,9 @@ class VerdictStream:
         reason: MeshError = StageFailed(f"the verdict stream from {self._address} ended")
         try:
             while isinstance(bundle := await self._call.read(), wire.VerdictBundle):
+                times = BatchTimes(tuple(bundle.times))
                 for verdict in bundle.verdicts:
-                    self._on_verdict(verdict)
+                    self._on_verdict(verdict, times)
                 self.num_received_bytes += bundle.ByteSize()
         except grpc.aio.AioRpcError as error:
             reason = explain(error, self._address)

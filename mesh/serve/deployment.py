@@ -233,6 +233,7 @@ class ModelDeployment:
                 num_checkpoints=self._known.workload.num_checkpoints,
                 cancels=self._options.speculation.cancels,
                 feature_needs=None if self._proposers is None else self._proposers.feature_needs,
+                num_groups=self._options.num_groups,
             ),
             mesh_id=credentials.mesh_id,
             mesh_key=credentials.mesh_key,

@@ -188,8 +188,9 @@ class ServeOptions:
         is_discoverable: Whether hosts in the local network may find the head by mDNS.
         topology: Locked placement of layers on hosts; None lets the plan decide.
         gpu_layers: Layers of each stage on this host's GPUs; None for as many as fit, see
-            `mesh.placement.gpu_layers`.
+            `mesh.placement.host_capacity`.
         weights: Options of the transfer of weights.
+        num_groups: Fixed number of groups of decoding sessions, or None to find the best one.
     """
 
     model: Path
@@ -223,6 +224,7 @@ class ServeOptions:
     is_discoverable: bool = False
     gpu_layers: int | None = None
     weights: WeightsOptions = PLAIN_WEIGHTS
+    num_groups: int | None = None
 
 
 def demo_model() -> Path:

@@ -213,6 +213,7 @@ def _as_dict(stats: wire.StageStats) -> dict[str, Any]:
         "dropped_windows": stats.num_dropped_windows,
         "decodes": stats.num_decodes,
         "rows": stats.num_rows,
+        "decode_cpu_ms": stats.decode_cpu_us / 1000,
         "sent_bytes": stats.num_sent_bytes,
         "resident_bytes": stats.resident_bytes,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -137,9 +138,12 @@ class StageRuntime:
     ) -> None:
         self._placing = GpuPlacing.find(() if options.exact else options.gpu_layers)
         self._numerics: Numerics = numerics_for(
-            exact=options.exact, num_threads=options.num_threads, has_gpu=self._placing.has_gpu
+            exact=options.exact,
+            num_threads=options.num_threads,
+            has_gpu=self._placing.has_gpu,
         )
         self._options = options
+        self.decode_cpu_us = 0
         self._context: Any = None
         self._model: Any = None
         prepare_process(self._numerics)
@@ -625,7 +629,9 @@ class StageRuntime:
         return int(self._batch.struct.n_tokens)
 
     def _run(self) -> None:
+        started_ns = time.thread_time_ns()
         status = llama_cpp.llama_decode(self._context, self._batch.struct)
+        self.decode_cpu_us += (time.thread_time_ns() - started_ns) // 1000
         self._has_copies_to_come = False
         if status != 0:
             # llama.cpp's state of the batch is unknown: these slots are emptied.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stages.transport.hidden_codec import EncodedHidden
 
 
-def run_around(slot: int, rows_of: Mapping[int, int], most_slots: int, most_rows: int) -> range:
+def run_around(slot: int, rows_of: Mapping[int, int], most_rows: int) -> range:
     """Consecutive slots with equally many rows each, around a given one.
 
     A longer run is divided from its beginning, so that a slot always meets the same neighbours: sessions that
@@ -28,7 +28,6 @@ def run_around(slot: int, rows_of: Mapping[int, int], most_slots: int, most_rows
     Args:
         slot: A key of `rows_of`.
         rows_of: Waiting rows by slot; a window without any is refused later, by itself.
-        most_slots: Most slots of a batch, at least 1.
         most_rows: Most rows of a batch, at least those of the slot.
     """
     num_rows = rows_of[slot]
@@ -37,7 +36,7 @@ def run_around(slot: int, rows_of: Mapping[int, int], most_slots: int, most_rows
         first -= 1
     while rows_of.get(last + 1) == num_rows:
         last += 1
-    limit = max(1, min(most_slots, most_rows // max(1, num_rows)))
+    limit = max(1, most_rows // max(1, num_rows))
     start = first + (slot - first) // limit * limit
     return range(start, min(start + limit, last + 1))
 
@@ -57,8 +56,9 @@ class QueuedWindow:
         verifier: Verifier of its session, at the tail.
         times: Times of the stages before.
         arrived_us: When it arrived, on this host's monotonic clock.
-        most_together: Windows that may share its batch, itself included; 0: as many as fit.
-        hidden: Hidden states of its rows, except at the first stage.
+        bundle: Number of the bundle that it came in: only windows of the same one share its batch.
+        hidden: Hidden states of the bundle's rows, except at the first stage.
+        first_row: Its first row among those.
         num_resumed: First positions that the slot may hold from before a recovery.
         num_held: Number of its first rows that are held and need not be computed.
         held: Those rows as they were sent; empty at the tail.
@@ -75,8 +75,9 @@ class QueuedWindow:
     verifier: WindowVerifier
     times: tuple[wire.StageTime, ...]
     arrived_us: int
-    most_together: int = 0
+    bundle: int = 0
     hidden: EncodedHidden | None = None
+    first_row: int = 0
     num_resumed: int = 0
     num_held: int = 0
     held: bytes = b""
@@ -98,7 +99,8 @@ class QueuedWindow:
         """The same, with its hidden states in the span."""
         if self.hidden is None:
             return self
-        return replace(self, span=replace(self.span, hidden=self.hidden.decode()), hidden=None)
+        rows = self.hidden.decoded[self.first_row : self.first_row + len(self.span.tokens)]
+        return replace(self, span=replace(self.span, hidden=rows), hidden=None)
 
 
 @dataclass(frozen=True)
@@ -156,9 +158,11 @@ class Work:
 
 
 class WindowScheduler:
-    """Windows of different sessions share a batch while their rows fit, first come, first served.
+    """Windows that came in one bundle share a batch while their rows fit, first come, first served.
 
-    Where slots have caches of their own only neighbouring slots share one.
+    Which windows share a bundle is the coordinator's choice: if all that wait shared a batch, all sessions
+    would end up in one batch that walks from stage to stage, while the other stages are idle. Where slots
+    have caches of their own only neighbouring slots share one.
 
     Two windows of one session never share a batch: the second may trim what the first computes. A prefill
     chunk is computed alone, in turns with all windows that arrived before the next chunk, so a token of one
@@ -184,7 +188,10 @@ class WindowScheduler:
         self._takes_runs = takes_runs
         # All arrivals pass this queue: unlike a condition variable it wakes the computing thread without
         # Python on either side, and what was taken from it belongs to that thread alone.
-        self._arrivals: queue.SimpleQueue[QueuedWindow | Change | None] = queue.SimpleQueue()
+        self._arrivals: queue.SimpleQueue[tuple[QueuedWindow, ...] | Change | None] = queue.SimpleQueue()
+        # Of windows: the one is written by the event loop alone, the other by the computing thread.
+        self._num_put = 0
+        self._num_noted = 0
         self._waiting: deque[QueuedWindow] = deque()
         self._changes: list[Change] = []
         self._pending: deque[_Pending] = deque()
@@ -200,11 +207,12 @@ class WindowScheduler:
 
     def __len__(self) -> int:
         """Number of waiting windows, from any thread; one that is moved at this moment may be missed."""
-        return len(self._waiting) + self._num_pending_windows + self._arrivals.qsize()
+        return len(self._waiting) + self._num_pending_windows + self._num_put - self._num_noted
 
-    def put(self, window: QueuedWindow) -> None:
-        """Append a window."""
-        self._arrivals.put(window)
+    def put(self, *windows: QueuedWindow) -> None:
+        """Append the windows of a bundle."""
+        self._num_put += len(windows)
+        self._arrivals.put(windows)
 
     def change(self, change: Change) -> None:
         """Queue a change of a slot, before later batches."""
@@ -229,13 +237,15 @@ class WindowScheduler:
                 return Work(changes, windows)
             self._note(self._arrivals.get())
 
-    def _note(self, arrival: QueuedWindow | Change | None) -> None:
+    def _note(self, arrival: tuple[QueuedWindow, ...] | Change | None) -> None:
         if arrival is None:
             self._is_closed = True
-        elif isinstance(arrival, QueuedWindow):
-            windows = self._queue_of(arrival.session)
-            windows.append(arrival)
-            self._num_pending_windows += windows is not self._waiting
+        elif isinstance(arrival, tuple):
+            for window in arrival:
+                windows = self._queue_of(window.session)
+                windows.append(window)
+                self._num_pending_windows += windows is not self._waiting
+                self._num_noted += 1
         else:
             self._pending.append(_Pending(arrival))
             self._release_changes()
@@ -297,14 +307,13 @@ class WindowScheduler:
 
     def _take_run(self) -> tuple[QueuedWindow, ...]:
         """Take the window that has waited longest, and its neighbours."""
-        small = {window.span.slot: window for window in self._firsts() if not _is_chunk(window)}
+        small = [window for window in self._firsts() if not _is_chunk(window)]
         if not small:
             return ()
-        longest_waiting = next(iter(small.values()))
-        limit = min((window.most_together for window in small.values() if window.most_together), default=0)
-        rows_of = {slot: len(window.span.tokens) for slot, window in small.items()}
-        run = run_around(longest_waiting.span.slot, rows_of, limit or self._max_rows, self._max_rows)
-        taken = tuple(small[slot] for slot in run)
+        together = {window.span.slot: window for window in small if window.bundle == small[0].bundle}
+        rows_of = {slot: len(window.span.tokens) for slot, window in together.items()}
+        run = run_around(small[0].span.slot, rows_of, self._max_rows)
+        taken = tuple(together[slot] for slot in run)
         for window in taken:
             self._waiting.remove(window)
         return taken
@@ -314,12 +323,10 @@ class WindowScheduler:
         waiting: deque[QueuedWindow] = deque()
         sessions: set[int] = set()
         rows_left = self._max_rows
-        most_together = self._max_rows
         for window in self._waiting:
             is_next = window.session not in sessions and not _is_chunk(window)
-            if is_next and window.most_together:
-                most_together = min(most_together, window.most_together)
-            if is_next and len(window.span.tokens) <= rows_left and len(taken) < most_together:
+            is_next = is_next and (not taken or window.bundle == taken[0].bundle)
+            if is_next and len(window.span.tokens) <= rows_left:
                 rows_left -= len(window.span.tokens)
                 taken.append(window)
                 sessions.add(window.session)

@@ -428,9 +428,9 @@ class StageService(rpc.StageServicer):
         if self._feature_stream is not None:
             self._feature_stream.put(features)
 
-    def _answer(self, verdicts: list[wire.Verdict]) -> None:
+    def _answer(self, bundle: wire.VerdictBundle) -> None:
         for bundles in self._verdicts:
-            bundles.put_nowait(wire.VerdictBundle(verdicts=verdicts))
+            bundles.put_nowait(bundle)
 
     def _report(self, failures: list[wire.Failure]) -> None:
         for failure in failures:
@@ -485,7 +485,7 @@ class StageService(rpc.StageServicer):
                     )
                 for window in frame.windows.windows:
                     _require_session(window.session)
-                    self._engine.take(window)
+                self._engine.take(frame.windows)
             elif frame.HasField("open"):
                 _require_session(frame.open.session)
                 self._engine.open(frame.open)

@@ -26,6 +26,7 @@ from stages.transport.hidden_codec import EncodedHidden
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
+    from stages.serving.sessions import StageSession
     from stages.serving.slot_contents import ReplicationCursor
     from stages.transport.hidden_codec import HiddenType
     from stages.transport.stage_link import StageLink
@@ -67,7 +68,7 @@ class StageEngine:
         stage_index: int,
         hidden_type: HiddenType,
         most_sent_bytes: int,
-        on_verdicts: Callable[[list[wire.Verdict]], None],
+        on_verdicts: Callable[[wire.VerdictBundle], None],
         on_failures: Callable[[list[wire.Failure]], None],
         on_features: Callable[[list[wire.Features]], None],
     ) -> None:
@@ -85,6 +86,7 @@ class StageEngine:
             runtime.max_rows, self._sessions.is_live, takes_runs=runtime.computes_runs
         )
         self._slots = KvSlots(runtime, SentHiddenStates(runtime.num_slots, most_sent_bytes))
+        self._num_bundles = 0
         self._worker = StageWorker(
             runtime,
             self._scheduler,
@@ -123,13 +125,58 @@ class StageEngine:
             self._report([_failure(message.session, 0, 0, error)])
         self._cpu_latency.update(len(self._sessions))
 
-    def take(self, window: wire.Window) -> None:
-        """Queue a window of a live session; windows of ended sessions are dropped."""
+    def take(self, bundle: wire.WindowBundle) -> None:
+        """Queue the windows of live sessions; windows of ended sessions are dropped."""
+        try:
+            hidden = None if self._info.is_first else EncodedHidden.of_bundle(bundle, self._info.n_embd)
+        except MeshError as error:
+            self._report(
+                [_failure(window.session, window.epoch, window.id, error) for window in bundle.windows]
+            )
+            return
+        self._num_bundles += 1
+        times, arrived_us = tuple(bundle.times), monotonic_us()
+        queued = []
+        first_row = 0
+        for window in bundle.windows:
+            session = self._admit(window)
+            if session is not None:
+                queued.append(
+                    QueuedWindow(
+                        session=window.session,
+                        epoch=window.epoch,
+                        id=window.id,
+                        span=Span(
+                            session.slot,
+                            window.start,
+                            list(window.tokens),
+                            num_outputs=window.verify_rows,
+                            checkpoints=tuple(window.checkpoints),
+                        ),
+                        hidden=hidden,
+                        first_row=first_row,
+                        verifier=session.verifier,
+                        times=times,
+                        arrived_us=arrived_us,
+                        bundle=self._num_bundles,
+                        num_resumed=session.num_resumed,
+                        wants_features=window.wants_features,
+                        features_may_wait=window.features_may_wait,
+                        num_recomputed=window.recomputed_rows,
+                        num_committed=window.num_committed,
+                    )
+                )
+            first_row += len(window.tokens)
+        if queued:
+            self._scheduler.put(*queued)
+
+    def _admit(self, window: wire.Window) -> StageSession | None:
+        """The session of a window that can be queued; None if it has ended, or the failure was reported."""
         try:
             session = self._sessions.admit(window.session, window.epoch)
             if session is None:
                 self._scheduler.num_dropped += 1
-                return
+                return None
             if len(window.tokens) > self._max_rows:
                 # No batch has room for it, so it would wait forever.
                 raise InvalidWindow(
@@ -137,35 +184,10 @@ class StageEngine:
                 )
             if len(self._scheduler) >= self._most_queued:
                 raise InvalidWindow(f"{self._most_queued} windows wait at this stage: it takes no more")
-            span = Span(
-                session.slot,
-                window.start,
-                list(window.tokens),
-                num_outputs=window.verify_rows,
-                checkpoints=tuple(window.checkpoints),
-            )
-            hidden = None if self._info.is_first else EncodedHidden.of_window(window, self._info.n_embd)
         except MeshError as error:
             self._report([_failure(window.session, window.epoch, window.id, error)])
-            return
-        self._scheduler.put(
-            QueuedWindow(
-                session=window.session,
-                epoch=window.epoch,
-                id=window.id,
-                span=span,
-                hidden=hidden,
-                verifier=session.verifier,
-                times=tuple(window.times),
-                arrived_us=monotonic_us(),
-                most_together=window.most_together,
-                num_resumed=session.num_resumed,
-                wants_features=window.wants_features,
-                features_may_wait=window.features_may_wait,
-                num_recomputed=window.recomputed_rows,
-                num_committed=window.num_committed,
-            )
-        )
+            return None
+        return session
 
     def take_vocabulary(self, vocabulary: wire.Vocabulary) -> None:
         """Store the vocabulary for grammars, at the tail.
@@ -252,6 +274,7 @@ class StageEngine:
             num_rows=counts.num_rows,
             num_decodes=counts.num_decodes,
             compute_us=counts.compute_us,
+            decode_cpu_us=counts.decode_cpu_us,
             num_dropped_windows=self._scheduler.num_dropped,
             num_queued_windows=len(self._scheduler),
             num_open_sessions=len(self._sessions),
@@ -298,20 +321,25 @@ class StageEngine:
         """A function for the worker's thread that runs `handler` in the event loop."""
         return lambda messages: self._loop.call_soon_threadsafe(handler, messages)
 
-    def _send_on(self, windows: list[wire.Window]) -> None:
-        for window in windows:
-            if not self._sessions.is_live(window.session, window.epoch):
-                self._scheduler.num_dropped += 1
-            elif self.next is None:
-                error = StageFailed(f"stage {self.stage_index} has no link to the next stage")
-                self._report([_failure(window.session, window.epoch, window.id, error)])
-            else:
-                self.next.send(window)
+    def _send_on(self, bundle: wire.WindowBundle) -> None:
+        live = [self._sessions.is_live(window.session, window.epoch) for window in bundle.windows]
+        self._scheduler.num_dropped += len(live) - sum(live)
+        if not any(live):
+            return
+        if not all(live):
+            bundle = _only(bundle, live)
+        if self.next is not None:
+            self.next.send(bundle)
+            return
+        error = StageFailed(f"stage {self.stage_index} has no link to the next stage")
+        self._report([_failure(window.session, window.epoch, window.id, error) for window in bundle.windows])
 
-    def _answer(self, verdicts: list[wire.Verdict]) -> None:
-        live = [verdict for verdict in verdicts if self._sessions.is_live(verdict.session, verdict.epoch)]
+    def _answer(self, bundle: wire.VerdictBundle) -> None:
+        live = [each for each in bundle.verdicts if self._sessions.is_live(each.session, each.epoch)]
+        if len(live) != len(bundle.verdicts):
+            bundle = wire.VerdictBundle(verdicts=live, times=bundle.times)
         if live:
-            self._on_verdicts(live)
+            self._on_verdicts(bundle)
 
     def _report(self, failures: list[wire.Failure]) -> None:
         for failure in failures:
@@ -319,6 +347,25 @@ class StageEngine:
                 "window_failed", stage=self.stage_index, session=failure.session, reason=failure.message
             )
         self._on_failures(failures)
+
+
+def _only(bundle: wire.WindowBundle, is_kept: Sequence[bool]) -> wire.WindowBundle:
+    """The bundle with some of its windows, and their rows."""
+    num_rows = sum(len(window.tokens) for window in bundle.windows)
+    row_bytes = len(bundle.hidden) // num_rows if num_rows else 0
+    hidden = []
+    first = 0
+    for window, is_one in zip(bundle.windows, is_kept, strict=True):
+        stop = first + row_bytes * len(window.tokens)
+        if is_one:
+            hidden.append(bundle.hidden[first:stop])
+        first = stop
+    return wire.WindowBundle(
+        windows=[window for window, is_one in zip(bundle.windows, is_kept, strict=True) if is_one],
+        hidden=b"".join(hidden),
+        hidden_type=bundle.hidden_type,
+        times=bundle.times,
+    )
 
 
 def _failure(session: int, epoch: int, window_id: int, error: MeshError) -> wire.Failure:

@@ -36,12 +36,14 @@ class WorkerCounts:
         num_rows: Rows computed.
         num_decodes: Batches computed.
         compute_us: Time spent computing them.
+        decode_cpu_us: Processor time of this thread inside llama.cpp.
     """
 
     num_windows: int = 0
     num_rows: int = 0
     num_decodes: int = 0
     compute_us: int = 0
+    decode_cpu_us: int = 0
 
 
 class StageWorker(threading.Thread):
@@ -53,8 +55,8 @@ class StageWorker(threading.Thread):
         clock_us: Monotonic clock, microseconds.
         hidden_type: Format of hidden states on the wire to the next stage.
         slots: KV cache and sent rows, owned by this thread.
-        on_windows: Called with windows for the next stage, in this thread.
-        on_verdicts: Called with the tail's verdicts, in this thread.
+        on_windows: Called with the windows of a batch for the next stage, in this thread.
+        on_verdicts: Called with the tail's verdicts on a batch, in this thread.
         on_failures: Called with windows that could not be computed, in this thread.
         on_features: Called with features of windows that want them, in this thread.
     """
@@ -67,8 +69,8 @@ class StageWorker(threading.Thread):
         clock_us: Callable[[], int],
         hidden_type: HiddenType,
         slots: KvSlots,
-        on_windows: Callable[[list[wire.Window]], None],
-        on_verdicts: Callable[[list[wire.Verdict]], None],
+        on_windows: Callable[[wire.WindowBundle], None],
+        on_verdicts: Callable[[wire.VerdictBundle], None],
         on_failures: Callable[[list[wire.Failure]], None],
         on_features: Callable[[list[wire.Features]], None],
     ) -> None:
@@ -163,16 +165,13 @@ class StageWorker(threading.Thread):
 
     def _send_again(self, window: QueuedWindow, started_us: int) -> None:
         """Answer a window without computing."""
-        queue_us = max(0, started_us - window.arrived_us)
+        times = _times(window, started_us)
         if self._runtime.info.is_tail:
             verdict = self._verdict(window, np.empty((0, self._runtime.info.n_vocab), np.float32))
             if verdict is not None:
-                _stamp(window, verdict, queue_us=queue_us)
-                self._on_verdicts([verdict])
+                self._on_verdicts(wire.VerdictBundle(verdicts=[verdict], times=times))
         else:
-            onward = self._onward(window, b"")
-            _stamp(window, onward, queue_us=queue_us)
-            self._on_windows([onward])
+            self._on_windows(self._bundle([_onward(window)], window.held, times))
 
     @property
     def sent_row_bytes(self) -> int:
@@ -211,41 +210,43 @@ class StageWorker(threading.Thread):
     def _hand_on(
         self, windows: list[QueuedWindow], outputs: list[NDArray[np.float32]], started_us: int
     ) -> None:
-        pairs = list(zip(windows, outputs, strict=True))
         counts = self.counts
+        num_rows = _num_rows(windows)
         counts.num_windows += len(windows)
-        counts.num_rows += _num_rows(windows)
+        counts.num_rows += num_rows
         counts.num_decodes += 1
         if self._runtime.info.is_tail:
-            verdicts = [self._verdict(window, logits) for window, logits in pairs]
+            verdicts = [
+                self._verdict(window, logits) for window, logits in zip(windows, outputs, strict=True)
+            ]
             for window, verdict in zip(windows, verdicts, strict=True):
                 self._add_features(window, verdict)
-            counts.compute_us += self._stamp_all(windows, verdicts, started_us)
-            self._on_verdicts([verdict for verdict in verdicts if verdict is not None])
         else:
-            computed = [self._encoded(window, hidden) for window, hidden in pairs]
-            onward = [self._onward(*pair) for pair in zip(windows, computed, strict=True)]
-            counts.compute_us += self._stamp_all(windows, onward, started_us)
-            self._on_windows([window for window, rows in zip(onward, computed, strict=True) if rows])
+            computed = self._encoded(windows, outputs)
+            sound = [pair for pair in zip(windows, computed, strict=True) if pair[1]]
+            onward = [_onward(window) for window, _rows in sound]
+            hidden = b"".join(part for window, rows in sound for part in (window.held, rows))
+        compute_us = self._clock_us() - started_us
+        counts.compute_us += compute_us
+        counts.decode_cpu_us = self._runtime.decode_cpu_us
+        # The windows of a batch came together, so the same is true of all of them.
+        times = _times(windows[0], started_us, compute_us=compute_us, num_rows=num_rows)
+        if self._runtime.info.is_tail:
+            given = [verdict for verdict in verdicts if verdict is not None]
+            self._on_verdicts(wire.VerdictBundle(verdicts=given, times=times))
+        else:
+            self._on_windows(self._bundle(onward, hidden, times))
             # After sending, since the next stage does not wait for this.
             for window, rows in zip(windows, computed, strict=True):
                 self._slots.sent_on(window.to_compute, rows)
         self._send_features(windows)
 
-    def _stamp_all(
-        self,
-        windows: list[QueuedWindow],
-        messages: Sequence[wire.Window | wire.Verdict | None],
-        started_us: int,
-    ) -> int:
-        """Write the times of this stage and those before into each message; returns its own time."""
-        compute_us = self._clock_us() - started_us
-        num_rows = _num_rows(windows)
-        for window, message in zip(windows, messages, strict=True):
-            if message is not None:
-                queue_us = max(0, started_us - window.arrived_us)
-                _stamp(window, message, queue_us=queue_us, compute_us=compute_us, num_rows=num_rows)
-        return compute_us
+    def _bundle(
+        self, windows: list[wire.Window], hidden: bytes, times: list[wire.StageTime]
+    ) -> wire.WindowBundle:
+        return wire.WindowBundle(
+            windows=windows, hidden=hidden, hidden_type=TO_WIRE[self._hidden_type], times=times
+        )
 
     def _verdict(self, window: QueuedWindow, logits: NDArray[np.float32]) -> wire.Verdict | None:
         """None if the rows cannot be verified: that fails one session, not the batch."""
@@ -309,52 +310,52 @@ class StageWorker(threading.Thread):
             may_wait=window.features_may_wait,
         )
 
-    def _onward(self, window: QueuedWindow, rows: bytes) -> wire.Window:
-        """The window for the next stage, with held and computed rows."""
-        span = window.span
-        return wire.Window(
-            session=window.session,
-            epoch=window.epoch,
-            id=window.id,
-            start=span.start,
-            tokens=span.tokens,
-            verify_rows=span.num_outputs,
-            hidden=window.held + rows,
-            hidden_type=TO_WIRE[self._hidden_type],
-            most_together=window.most_together,
-            wants_features=window.wants_features,
-            features_may_wait=window.features_may_wait,
-            checkpoints=span.checkpoints,
-            recomputed_rows=window.num_recomputed,
-            num_committed=window.num_committed,
-        )
-
-    def _encoded(self, window: QueuedWindow, hidden: NDArray[np.float32]) -> bytes:
-        """Encoded rows; empty if a value is not finite, which fails one session, not the batch."""
-        try:
-            return encode(hidden, self._hidden_type)
-        except MeshError as error:
-            self._slots.give_up(window.span.slot, window.span.start)
-            self._on_failures([failure_of(window, error)])
-            return b""
+    def _encoded(self, windows: list[QueuedWindow], outputs: list[NDArray[np.float32]]) -> list[bytes]:
+        """Encoded rows of each window; empty if a value is not finite, which fails one session."""
+        encoded = []
+        for window, hidden in zip(windows, outputs, strict=True):
+            try:
+                encoded.append(encode(hidden, self._hidden_type))
+            except MeshError as error:
+                self._slots.give_up(window.span.slot, window.span.start)
+                self._on_failures([failure_of(window, error)])
+                encoded.append(b"")
+        return encoded
 
 
 def _num_rows(windows: Sequence[QueuedWindow]) -> int:
     return sum(len(window.to_compute.tokens) for window in windows)
 
 
-def _stamp(
-    window: QueuedWindow,
-    message: wire.Window | wire.Verdict,
-    *,
-    queue_us: int,
-    compute_us: int = 0,
-    num_rows: int = 0,
-) -> None:
-    message.times.extend(window.times)
-    message.times.add(
-        queue_us=queue_us, compute_us=compute_us, num_rows=num_rows, arrived_us=window.arrived_us
+def _onward(window: QueuedWindow) -> wire.Window:
+    """The window for the next stage."""
+    span = window.span
+    return wire.Window(
+        session=window.session,
+        epoch=window.epoch,
+        id=window.id,
+        start=span.start,
+        tokens=span.tokens,
+        verify_rows=span.num_outputs,
+        wants_features=window.wants_features,
+        features_may_wait=window.features_may_wait,
+        checkpoints=span.checkpoints,
+        recomputed_rows=window.num_recomputed,
+        num_committed=window.num_committed,
     )
+
+
+def _times(
+    window: QueuedWindow, started_us: int, *, compute_us: int = 0, num_rows: int = 0
+) -> list[wire.StageTime]:
+    """Times of the stages up to this one for the window and those that share its batch."""
+    own = wire.StageTime(
+        queue_us=max(0, started_us - window.arrived_us),
+        compute_us=compute_us,
+        num_rows=num_rows,
+        arrived_us=window.arrived_us,
+    )
+    return [*window.times, own]
 
 
 def failure_of(window: QueuedWindow, error: MeshError) -> wire.Failure:

@@ -11,6 +11,7 @@ half precision.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
@@ -163,9 +164,9 @@ TO_WIRE: Final[Mapping[HiddenType, wire.HiddenType]] = {
 FROM_WIRE: Final = {number: hidden_type for hidden_type, number in TO_WIRE.items()}
 
 
-@dataclass(frozen=True)
+@dataclass
 class EncodedHidden:
-    """Encoded rows for the computing thread: decoding many takes milliseconds.
+    """Encoded rows of a bundle, decoded once by the computing thread: decoding many takes milliseconds.
 
     Attributes:
         data: Whole rows.
@@ -178,26 +179,28 @@ class EncodedHidden:
     n_embd: int
 
     @classmethod
-    def of_window(cls, window: wire.Window, n_embd: int) -> EncodedHidden:
-        """Rows of a window for a stage other than the first.
+    def of_bundle(cls, bundle: wire.WindowBundle, n_embd: int) -> EncodedHidden:
+        """Rows of all windows of a bundle, for a stage other than the first.
 
         Raises:
-            InvalidWindow: If the format is unknown, or the size is not that of the window's rows.
+            InvalidWindow: If the format is unknown, or the size is not that of the windows' rows.
         """
-        hidden_type = FROM_WIRE.get(window.hidden_type)
+        hidden_type = FROM_WIRE.get(bundle.hidden_type)
         if hidden_type is None:
             raise InvalidWindow(
-                f"hidden states of type {window.hidden_type} are not known here; known are "
+                f"hidden states of type {bundle.hidden_type} are not known here; known are "
                 f"{', '.join(HiddenType)}: install the same spanmesh on every host"
             )
-        expected_bytes = len(window.tokens) * hidden_type.row_bytes(n_embd)
-        if len(window.hidden) != expected_bytes:
+        num_rows = sum(len(window.tokens) for window in bundle.windows)
+        expected_bytes = num_rows * hidden_type.row_bytes(n_embd)
+        if len(bundle.hidden) != expected_bytes:
             raise InvalidWindow(
-                f"{len(window.tokens)} rows need {expected_bytes} bytes of hidden states as {hidden_type}, "
-                f"{len(window.hidden)} arrived"
+                f"{num_rows} rows need {expected_bytes} bytes of hidden states as {hidden_type}, "
+                f"{len(bundle.hidden)} arrived"
             )
-        return cls(window.hidden, hidden_type, n_embd)
+        return cls(bundle.hidden, hidden_type, n_embd)
 
-    def decode(self) -> NDArray[np.float32]:
-        """The rows, float32 (rows, n_embd)."""
+    @functools.cached_property
+    def decoded(self) -> NDArray[np.float32]:
+        """The rows, float32 (rows, n_embd), read-only."""
         return decode(self.data, self.hidden_type, self.n_embd)

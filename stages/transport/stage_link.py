@@ -15,7 +15,7 @@ from spanmesh_proto.errors import HostUnreachable, MeshError, StageFailed, from_
 from stages.transport.channels import key_metadata, open_channel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from stages.transport.channels import Identity
 
@@ -38,10 +38,8 @@ def _mesh_code(metadata: Any) -> str | None:
     return next((str(value) for key, value in metadata or () if key == "x-mesh-code"), None)
 
 
-LinkMessage = wire.Vocabulary | wire.Open | wire.Window
+LinkMessage = wire.Vocabulary | wire.Open | wire.WindowBundle
 
-# Windows of a frame are received together: large ones travel alone.
-_MOST_BUNDLED_BYTES: Final = 64 * 1024
 # The receiver's limit for one frame.
 MOST_BUNDLED_WINDOWS: Final = 256
 
@@ -127,9 +125,9 @@ class StageLink:
     async def _write(self) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # see `_watch`
             while True:
-                for frame in frames(await self._waiting.get(), self._waiting):
-                    await self._call.write(frame)
-                    self.num_sent_bytes += frame.ByteSize()
+                frame = _frame(await self._waiting.get())
+                await self._call.write(frame)
+                self.num_sent_bytes += frame.ByteSize()
 
     async def _watch(self) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError):
@@ -151,23 +149,9 @@ class StageLink:
         return StageFailed(f"the link to {self._address} ended: {text}")
 
 
-def frames(first: LinkMessage, waiting: asyncio.Queue[LinkMessage]) -> Iterator[wire.Frame]:
-    """Frames for a message and all that wait behind it: consecutive windows share one, within bounds."""
-    bundle: list[wire.Window] = []
-    num_bytes = 0
-    messages = [first, *(waiting.get_nowait() for _ in range(waiting.qsize()))]
-    for message in messages:
-        size_bytes = len(message.hidden) if isinstance(message, wire.Window) else 0
-        is_full = num_bytes + size_bytes > _MOST_BUNDLED_BYTES or len(bundle) == MOST_BUNDLED_WINDOWS
-        if bundle and (is_full or not isinstance(message, wire.Window)):
-            yield wire.Frame(windows=wire.WindowBundle(windows=bundle))
-            bundle, num_bytes = [], 0
-        if isinstance(message, wire.Open):
-            yield wire.Frame(open=message)
-        elif isinstance(message, wire.Vocabulary):
-            yield wire.Frame(vocabulary=message)
-        else:
-            bundle.append(message)
-            num_bytes += size_bytes
-    if bundle:
-        yield wire.Frame(windows=wire.WindowBundle(windows=bundle))
+def _frame(message: LinkMessage) -> wire.Frame:
+    if isinstance(message, wire.Open):
+        return wire.Frame(open=message)
+    if isinstance(message, wire.Vocabulary):
+        return wire.Frame(vocabulary=message)
+    return wire.Frame(windows=message)

@@ -94,6 +94,7 @@ class FakeRuntime:
             n_ctx_train=ctx_size,
             num_bytes=0,
         )
+        self.decode_cpu_us = 0
         self.num_slots = num_slots
         self.ctx_size = ctx_size
         self.on_decode = on_decode

@@ -92,11 +92,6 @@ class GatedCall:
             self._name(message.hello)
         if kind in _NOT_HELD:
             await self._write(message)
-        elif kind == "windows":
-            # Which of them share a frame depends on how quick the threads are.
-            for window in message.windows.windows:
-                one = wire.Frame(windows=wire.WindowBundle(windows=[window]))
-                stream.forth.held.append((one, functools.partial(self._write, one)))
         else:
             stream.forth.held.append((message, lambda: self._write(message)))
 

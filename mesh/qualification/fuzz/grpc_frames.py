@@ -53,6 +53,14 @@ class StageShape:
 
 
 @dataclass
+class _DraftWindow:
+    """A window, and its rows of hidden states, which its bundle carries."""
+
+    window: wire.Window
+    hidden: bytes
+
+
+@dataclass
 class HostilePeer:
     """Makes frames and control requests; remembers what it opened, so that some of them are in order.
 
@@ -76,9 +84,7 @@ class HostilePeer:
             case 2 | 3 | 4 | 5:
                 frame = wire.Frame(open=self._open())
             case _:
-                count = random.choice((0, 1, 1, 1, 1, 2, _MOST_WINDOWS))
-                bundle = wire.WindowBundle(windows=[self._window() for _ in range(count)])
-                frame = wire.Frame(windows=bundle)
+                frame = wire.Frame(windows=self._bundle())
         return self._damaged_perhaps(frame.SerializeToString())
 
     def control(self) -> bytes:
@@ -199,7 +205,22 @@ class HostilePeer:
         message.source_slot = self.random.choice((0, 1, self.shape.num_slots, _U32))
         self._ends[message.session] = count
 
-    def _window(self) -> wire.Window:
+    def _bundle(self) -> wire.WindowBundle:
+        """Windows, and at times something wrong with all of them."""
+        random = self.random
+        drafts = [self._window() for _ in range(random.choice((0, 1, 1, 1, 1, 2, _MOST_WINDOWS)))]
+        bundle = wire.WindowBundle(
+            windows=[draft.window for draft in drafts], hidden=b"".join(draft.hidden for draft in drafts)
+        )
+        if random.random() < 1 / 8:
+            unknown: Any = random.choice((0, 1, 2, 3, -1, 2**31 - 1))
+            bundle.hidden_type = unknown
+        if random.random() < 1 / 8:
+            for _ in range(random.choice((1, 1000))):
+                bundle.times.add(queue_us=_U32, compute_us=_U32, num_rows=_U32)
+        return bundle
+
+    def _window(self) -> _DraftWindow:
         """In order with what went before, then with up to three things wrong."""
         random = self.random
         session = self._session()
@@ -212,44 +233,46 @@ class HostilePeer:
             start=start,
             tokens=[random.randrange(self.shape.n_vocab) for _ in range(rows)],
             verify_rows=random.choice((0, 1, rows)),
-            hidden=b"" if self.shape.is_first else self._hidden(rows),
         )
+        draft = _DraftWindow(window, b"" if self.shape.is_first else self._hidden(rows))
         self._ends[session] = start + rows
         for _ in range(random.choice((0, 0, 0, 1, 1, 2, 3))):
             odd = (self._odd_place, self._odd_tokens, self._odd_hidden, self._odd_checkpoints, self._odd_rest)
-            random.choice(odd)(window)
-        return window
+            random.choice(odd)(draft)
+        return draft
 
     def _hidden(self, rows: int) -> bytes:
         values = np.frombuffer(self.random.randbytes(rows * self.shape.n_embd), np.int8)
         return (values.astype(np.float32) / 64).tobytes()
 
-    def _odd_place(self, window: wire.Window) -> None:
+    def _odd_place(self, draft: _DraftWindow) -> None:
+        window = draft.window
         ctx = self.shape.ctx_size
         window.epoch = self.random.choice((0, 1, 2, _U32))
         window.start = self.random.choice((0, 1, ctx - 1, ctx, 2**31, _U32))
 
-    def _odd_checkpoints(self, window: wire.Window) -> None:
-        random = self.random
+    def _odd_checkpoints(self, draft: _DraftWindow) -> None:
+        random, window = self.random, draft.window
         places = (0, 1, window.start, self.shape.ctx_size, _U32)
         window.checkpoints.extend(random.choice(places) for _ in range(random.choice((1, 8, 300))))
         window.recomputed_rows = random.choice((0, 1, _U32))
         window.num_committed = random.choice((0, 1, window.start, _U32))
 
-    def _odd_tokens(self, window: wire.Window) -> None:
+    def _odd_tokens(self, draft: _DraftWindow) -> None:
+        window = draft.window
         del window.tokens[:]
         most = self.shape.max_rows
         count = self.random.choice((0, 1, most, most + 1, 5000))
         window.tokens.extend([self._token()] * count)
         if self.random.random() < 0.5 and not self.shape.is_first:
-            window.hidden = bytes(4 * self.shape.n_embd * count)
+            draft.hidden = bytes(4 * self.shape.n_embd * count)
 
-    def _odd_hidden(self, window: wire.Window) -> None:
-        random, rows, n_embd = self.random, len(window.tokens), self.shape.n_embd
+    def _odd_hidden(self, draft: _DraftWindow) -> None:
+        random, rows, n_embd = self.random, len(draft.window.tokens), self.shape.n_embd
         poison: Any = np.full((rows, n_embd), random.choice(_ODD_FLOATS), np.float64)
         with np.errstate(over="ignore"):
             poison = poison.astype(np.float32)
-        window.hidden = random.choice(
+        draft.hidden = random.choice(
             (
                 b"",
                 b"\0",
@@ -261,13 +284,8 @@ class HostilePeer:
                 bytes(300_000),
             )
         )
-        unknown: Any = random.choice((0, 0, 1, 2, 3, -1, 2**31 - 1))
-        window.hidden_type = unknown
 
-    def _odd_rest(self, window: wire.Window) -> None:
-        random = self.random
+    def _odd_rest(self, draft: _DraftWindow) -> None:
+        random, window = self.random, draft.window
         window.verify_rows = random.choice((0, 1, len(window.tokens), len(window.tokens) + 1, _U32))
-        window.most_together = random.choice((0, 1, _U32))
         window.id = random.choice((0, _U64))
-        for _ in range(random.choice((0, 1, 1000))):
-            window.times.add(queue_us=_U32, compute_us=_U32, num_rows=_U32)

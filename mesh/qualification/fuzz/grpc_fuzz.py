@@ -15,7 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from mesh.cluster.certificates import Authority, make_certificate
-from mesh.coordinator.stage_streams import ControlStream, VerdictStream
+from mesh.coordinator.stage_streams import BatchTimes, ControlStream, VerdictStream
 from mesh.qualification.fuzz.gguf_fuzz import small_layout, write_layout
 from mesh.qualification.fuzz.grpc_frames import HostilePeer
 from mesh.qualification.fuzz.grpc_target import HOST, MESH_ID, MESH_KEY, TERM, Served, StageProcess
@@ -68,12 +68,18 @@ async def good_session(
     """
     verdicts: asyncio.Queue[wire.Verdict | MeshError] = asyncio.Queue()
 
-    def take(verdict: wire.Verdict) -> None:
+    def take(verdict: wire.Verdict, _times: BatchTimes) -> None:
         if verdict.session == session:
             verdicts.put_nowait(verdict)
 
     stream = VerdictStream(
-        tail, hello, MESH_KEY, on_verdict=take, on_lost=verdicts.put_nowait, host=HOST, identity=identity
+        tail,
+        hello,
+        MESH_KEY,
+        on_verdict=take,
+        on_lost=verdicts.put_nowait,
+        host=HOST,
+        identity=identity,
     )
     link = StageLink(first, hello, MESH_KEY, verdicts.put_nowait, host=HOST, identity=identity)
     try:
@@ -84,16 +90,15 @@ async def good_session(
         tokens, start = list(_PROMPT), 0
         answers = []
         for number in range(_NUM_STEPS):
-            link.send(
-                wire.Window(
-                    session=session,
-                    epoch=number,
-                    id=number,
-                    start=start,
-                    tokens=tokens,
-                    verify_rows=1 if number == 0 else len(tokens),
-                )
+            window = wire.Window(
+                session=session,
+                epoch=number,
+                id=number,
+                start=start,
+                tokens=tokens,
+                verify_rows=1 if number == 0 else len(tokens),
             )
+            link.send(wire.WindowBundle(windows=[window]))
             async with asyncio.timeout(patience_s):
                 verdict = await verdicts.get()
             if isinstance(verdict, MeshError):

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from mesh.coordinator.coordinator import Coordinator
     from mesh.coordinator.feature_streams import ReceivedFeatures
     from mesh.coordinator.ring_stats import ActiveRing
+    from mesh.coordinator.stage_streams import BatchTimes
     from mesh.draft.drafter import Drafter
     from mesh.engine import GenerationRequest
     from spanmesh_proto import windows_pb2 as wire
@@ -91,15 +92,16 @@ class InStep:
         self._decoding: set[tuple[int, int]] = set()
         self._num_received: dict[tuple[int, int], int] = defaultdict(int)
         self._first_ids: dict[Session, int] = {}
-        self._held: dict[Session, deque[wire.Verdict]] = defaultdict(deque)
+        self._held: dict[Session, deque[tuple[wire.Verdict, BatchTimes]]] = defaultdict(deque)
         self._send, self._on_features, self._on_verdict = Ring.send, Session.on_features, Session.on_verdict
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
         """Stand between sessions and their ring."""
 
-        def send(ring: Ring, window: wire.Window) -> None:
-            self._note_sent(window)
-            self._send(ring, window)
+        def send(ring: Ring, windows: Sequence[wire.Window]) -> None:
+            for window in windows:
+                self._note_sent(window)
+            self._send(ring, windows)
 
         def on_features(session: Session, features: ReceivedFeatures) -> None:
             num_rows = sum(len(rows) for _, rows in features.rows)
@@ -107,8 +109,8 @@ class InStep:
             self._on_features(session, features)
             self._arrived(session)
 
-        def on_verdict(session: Session, verdict: wire.Verdict) -> None:
-            self._held[session].append(verdict)
+        def on_verdict(session: Session, verdict: wire.Verdict, times: BatchTimes) -> None:
+            self._held[session].append((verdict, times))
             self._arrived(session)
 
         patch.setattr(Ring, "send", send)
@@ -132,7 +134,7 @@ class InStep:
 
     def _is_due(self, session: Session) -> bool:
         held = self._held[session]
-        return bool(held) and self._has_features(session, held[0])
+        return bool(held) and self._has_features(session, held[0][0])
 
     def _note_sent(self, window: wire.Window) -> None:
         key = window.session, window.id
@@ -145,10 +147,10 @@ class InStep:
     def _pass_on(self, session: Session) -> None:
         held = self._held[session]
         # Verdicts of an earlier ring are void.
-        while held and held[0].session != session.id:
+        while held and held[0][0].session != session.id:
             held.popleft()
         while self._is_due(session):
-            verdict = held.popleft()
+            verdict, times = held.popleft()
             key = verdict.session, verdict.window_id
             if key in self._decoding:
                 window, num_again = self._windows[key], self._windows[key].recomputed_rows
@@ -156,7 +158,7 @@ class InStep:
                 rounds = self._rounds.setdefault(session.request, {}).setdefault(session.id, [])
                 position = window.start + num_again
                 rounds.append(Round(position, last, tuple(drafted), len(verdict.tokens) - 1))
-            self._on_verdict(session, verdict)
+            self._on_verdict(session, verdict, times)
 
     def _has_features(self, session: Session, verdict: wire.Verdict) -> bool:
         """Whether features of all rows that count are there, or in the verdict."""

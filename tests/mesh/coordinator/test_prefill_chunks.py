@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.coordinator.batching import PrefillPace
+from mesh.coordinator.prefill_pace import PrefillPace
 from speculative.outcome import StageMeasure
 
 

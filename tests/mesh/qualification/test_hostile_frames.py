@@ -181,11 +181,12 @@ async def test_hidden_states_that_are_no_numbers_fail_one_session_of_a_batch(
             await peer.open(session, session - 1)
         # A chunk alone keeps the stage busy while the two wait to share a batch.
         windows = [
-            wire.Window(session=1, tokens=[5] * 60, hidden=bytes(4 * N_EMBD * 60)),
-            wire.Window(session=1, start=60, tokens=[5], hidden=poison, verify_rows=1),
-            wire.Window(session=2, id=8, tokens=[5], hidden=bytes(4 * N_EMBD), verify_rows=1),
+            wire.Window(session=1, tokens=[5] * 60),
+            wire.Window(session=1, start=60, tokens=[5], verify_rows=1),
+            wire.Window(session=2, id=8, tokens=[5], verify_rows=1),
         ]
-        await peer.link.write(wire.Frame(windows=wire.WindowBundle(windows=windows)))
+        hidden = bytes(4 * N_EMBD * 60) + poison + bytes(4 * N_EMBD)
+        await peer.link.write(wire.Frame(windows=wire.WindowBundle(windows=windows, hidden=hidden)))
         failure = await peer.failure()
         assert (failure.session, failure.code) == (1, "stage_failed")
         verdicts = [await peer.verdict() for _ in range(2)]

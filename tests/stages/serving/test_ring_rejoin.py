@@ -255,11 +255,11 @@ async def test_windows_of_a_former_coordinator_fail_no_session_of_the_next() -> 
             late = wire.Window(session=next(former._session_ids) - 1, id=1, tokens=[9], verify_rows=1)
         async with coordinator() as following:
             for stage in stages:
-                stage.service._engine.take(late)
+                stage.service._engine.take(wire.WindowBundle(windows=[late]))
             parts = following.generate(request)
             said = list((await anext(parts)).tokens)
             for stage in stages:
-                stage.service._engine.take(late)
+                stage.service._engine.take(wire.WindowBundle(windows=[late]))
             async for part in parts:
                 said += part.tokens
     assert said == undisturbed
@@ -275,7 +275,8 @@ async def test_a_slot_begins_with_what_its_session_had_there_and_nothing_else(ri
     assert runtime.length(0) == 0
     tokens = [5, 6, 7, 8, 9]
     stage.service._engine.open(wire.Open(session=3, sampling=sampling))
-    stage.service._engine.take(wire.Window(session=3, tokens=tokens, verify_rows=1))
+    window = wire.Window(session=3, tokens=tokens, verify_rows=1)
+    stage.service._engine.take(wire.WindowBundle(windows=[window]))
     while stage.service.stats().num_rows < len(tokens):  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     await stage.service.rejoin(0, "a third ring", "key", 0)

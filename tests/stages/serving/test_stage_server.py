@@ -67,6 +67,7 @@ class Peer:
         self.link = rpc.StageStub(self._channels[0]).Link(metadata=key)
         self.controls = [rpc.StageStub(channel).Control(metadata=key) for channel in self._channels]
         self.bundled: deque[wire.Verdict] = deque()
+        self.times: list[wire.StageTime] = []
         self.verdicts = rpc.StageStub(self._channels[-1]).Verdicts(hello(), metadata=key)
 
     async def __aenter__(self) -> Self:
@@ -93,14 +94,17 @@ class Peer:
             )
         )
 
-    async def window(self, **fields: Any) -> None:
-        windows = wire.WindowBundle(windows=[wire.Window(**fields)])
-        await self.link.write(wire.Frame(windows=windows))
+    async def window(self, *, hidden: bytes = b"", hidden_type: int = 0, **fields: Any) -> None:
+        kind: Any = hidden_type
+        bundle = wire.WindowBundle(windows=[wire.Window(**fields)], hidden=hidden, hidden_type=kind)
+        await self.link.write(wire.Frame(windows=bundle))
 
     async def verdict(self) -> wire.Verdict:
         async with asyncio.timeout(20):
             while not self.bundled:
-                self.bundled.extend((await self.verdicts.read()).verdicts)
+                bundle = await self.verdicts.read()
+                self.times = list(bundle.times)
+                self.bundled.extend(bundle.verdicts)
         return self.bundled.popleft()
 
     async def failure(self, stage: int = 0) -> wire.Failure:
@@ -137,7 +141,7 @@ async def test_a_bad_window_fails_its_session_and_the_stage_lives(
         assert text in failure.message
         await peer.window(session=2, tokens=PROMPT, verify_rows=1)
         verdict = await peer.verdict()
-        assert (verdict.session, len(verdict.tokens), len(verdict.times)) == (2, 1, 2)
+        assert (verdict.session, len(verdict.tokens), len(peer.times)) == (2, 1, 2)
 
 
 async def test_hidden_states_of_the_wrong_size_are_refused(stages: list[RunningStage]) -> None:
@@ -149,7 +153,7 @@ async def test_hidden_states_of_the_wrong_size_are_refused(stages: list[RunningS
         assert len((await peer.verdict()).tokens) == 1
 
 
-async def test_hidden_states_are_read_by_the_type_that_their_window_names(stages: list[RunningStage]) -> None:
+async def test_hidden_states_are_read_by_the_type_that_their_bundle_names(stages: list[RunningStage]) -> None:
     hidden = np.random.default_rng(3).standard_normal((2, 576)).astype(np.float32)
     async with Peer(stages[1:]) as peer:
         await peer.open(1, 0)

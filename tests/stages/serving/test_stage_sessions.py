@@ -24,11 +24,11 @@ def window(
     id: int = 0,
     start: int = 0,
     num_outputs: int | None = None,
-    most_together: int = 0,
+    bundle: int = 0,
 ) -> QueuedWindow:
     num_outputs = rows if num_outputs is None else num_outputs
     span = Span(slot=session, start=start, tokens=[1] * rows, num_outputs=num_outputs)
-    return QueuedWindow(session, epoch, id, span, WindowVerifier(SamplingParams()), (), 0, most_together)
+    return QueuedWindow(session, epoch, id, span, WindowVerifier(SamplingParams()), (), 0, bundle)
 
 
 def test_a_slot_given_to_a_new_session_ends_the_old_one() -> None:
@@ -177,13 +177,13 @@ def test_a_short_prompt_goes_before_long_ones_but_not_for_ever() -> None:
     assert order == [3, 4, 5, 6, 1, 7, 8, 9, 10, 2]
 
 
-def test_groups_stay_as_small_as_they_were_told_and_a_chunk_waits_for_all_of_them() -> None:
+def test_windows_of_a_bundle_share_a_batch_and_a_chunk_waits_for_all_that_came_before_it() -> None:
     scheduler = WindowScheduler(64, lambda _session, _epoch: True)
     scheduler.put(chunk(9, 0))
     scheduler.put(chunk(9, 1))
     assert taken(scheduler) == [(9, 0)]
-    for session in range(5):
-        scheduler.put(window(session, 1, most_together=2))
+    for first in (0, 2, 4):
+        scheduler.put(*(window(session, 1, bundle=first) for session in range(first, min(first + 2, 5))))
     groups = [taken(scheduler) for _ in range(4)]
     assert groups == [[(0, 0), (1, 0)], [(2, 0), (3, 0)], [(4, 0)], [(9, 1)]]
 

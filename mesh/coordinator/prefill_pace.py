@@ -1,18 +1,9 @@
-"""Sizes of prefill chunks and of groups of sessions.
-
-If every session that waits at a stage joins its batch, all sessions end up in one batch that walks from stage
-to stage, while the other stages are idle. In groups the sessions follow one another through the pipeline,
-like the micro-batches of GPipe (Huang et al. 2019). Larger groups make better batches, where a stage computes
-several rows in the time of one; more groups keep more stages, and the wires between them, busy. Measured
-times decide.
-"""
+"""Sizes of prefill chunks."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING, Final
-
-from speculative.cost_model import BatchTimeModel, smoothed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,76 +11,11 @@ if TYPE_CHECKING:
     from speculative.outcome import StageMeasure
 
 
-# A batch costs messages and wake-ups that no stage's clock sees: of nearly equal groups the larger wins.
-_NEARLY: Final = 0.95
-# Windows between two decisions.
-_LOOK_EVERY: Final = 32
-
-
-class Grouping:
-    """Group size: shared estimate of the batch and network times of all sessions of a coordinator.
-
-    Args:
-        num_stages: Stages of the pipeline.
-    """
-
-    def __init__(self, num_stages: int) -> None:
-        self._tables = [BatchTimeModel() for _ in range(num_stages)]
-        self._network_ms = 0.0
-        self._rows_per_window = 1.0
-        self._num_learned = 0
-        self._num_sessions = 1
-        self._most_together = 1
-
-    @property
-    def most_together(self) -> int:
-        """Windows that may share a batch."""
-        return self._most_together
-
-    def set_num_sessions(self, num_sessions: int) -> None:
-        """Set the number of running sessions."""
-        self._num_sessions = max(1, num_sessions)
-        self._look()
-
-    def learn(self, num_rows: int, stages: Sequence[StageMeasure], elapsed_ms: float) -> None:
-        """Record the times of a decoding window.
-
-        Args:
-            num_rows: Rows of the window.
-            stages: Time of each stage for the batch that the window was in.
-            elapsed_ms: Time from sending the window to its verdict.
-        """
-        spent_ms = 0.0
-        for table, stage in zip(self._tables, stages, strict=False):
-            table.add(stage.num_rows, stage.compute_ms)
-            spent_ms += stage.queue_ms + stage.compute_ms
-        self._network_ms = smoothed(self._network_ms or elapsed_ms, max(0.0, elapsed_ms - spent_ms))
-        self._rows_per_window += (num_rows - self._rows_per_window) / 32
-        self._num_learned += 1
-        if self._num_learned % _LOOK_EVERY == 0:
-            self._look()
-
-    def _look(self) -> None:
-        rates = [self._windows_per_ms(together) for together in range(1, self._num_sessions + 1)]
-        enough = _NEARLY * max(rates)
-        self._most_together = max(number for number, rate in enumerate(rates, 1) if rate >= enough)
-
-    def _windows_per_ms(self, together: int) -> float:
-        """Throughput with groups of that size: bound by the slowest stage or by the round trip."""
-        num_rows = max(1, round(together * self._rows_per_window))
-        times_ms = [table.ms(num_rows) for table in self._tables]
-        known_ms = [each_ms for each_ms in times_ms if each_ms]
-        if len(known_ms) < len(times_ms):
-            # Without measurements: as many groups as stages.
-            return float(together <= max(1, -(-self._num_sessions // len(self._tables))))
-        return min(together / max(known_ms), self._num_sessions / (sum(known_ms) + self._network_ms))
-
-
-# Alone, a prompt is cut so that every stage has a chunk to compute most of the time: the pipeline fills and #
+# Alone, a prompt is cut so that every stage has a chunk to compute most of the time: the pipeline fills and
 # drains once for each prompt, and that loss shrinks with the chunks. Among other sessions their next tokens
-# wait # for a chunk at each stage, so chunks are as long as the bound on that delay allows. Chunked prefill:
-# Agrawal # et al. 2023 (Sarathi).
-# Chunks of one prompt for each stage: a stage then idles for at most a fifth of the prefill.
+# wait for a chunk at each stage, so chunks are as long as the bound on that delay allows. Chunked prefill:
+# Agrawal et al. 2023 (Sarathi). Chunks of one prompt for each stage: a stage then idles for at most a fifth
+# of the prefill.
 _CHUNKS_PER_STAGE: Final = 4
 # From this many rows llama.cpp's attention on CPUs computes in tiles: half the time behind a long text.
 _FEWEST_ROWS_ALONE: Final = 64

@@ -1,0 +1,162 @@
+"""Groups of decoding sessions over one ring: holds their windows until their group leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Final
+
+from mesh.coordinator.group_count import GroupCountSearch
+from mesh.coordinator.group_departures import GroupDepartures
+from speculative.cost_model import smoothed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from spanmesh_proto import windows_pb2 as wire
+
+# Round trip before one was measured.
+_UNMEASURED_MS: Final = 50.0
+
+
+class WindowGroups:
+    """Sends windows of decoding sessions, those of a group in one message.
+
+    A session's next window is held while windows of its group are in flight; see `GroupDepartures`. Windows
+    of sessions in no group, such as prefill chunks, and those that a session sends while others of its own
+    are in flight, leave at once. Windows of one session always leave in order.
+
+    Args:
+        num_stages: Stages of the pipeline.
+        send: Sends windows to the first stage in one message, where they share a batch.
+        clock_ms: Monotonic clock, milliseconds.
+        num_groups: Fixed number of groups; None to find the best one.
+    """
+
+    def __init__(
+        self,
+        num_stages: int,
+        send: Callable[[Sequence[wire.Window]], None],
+        *,
+        clock_ms: Callable[[], float],
+        num_groups: int | None = None,
+    ) -> None:
+        self._send = send
+        self._clock_ms = clock_ms
+        self._departures = GroupDepartures()
+        self._search = None if num_groups else GroupCountSearch(num_stages, clock_ms)
+        self._held: dict[int, list[wire.Window]] = {}
+        self._ahead: list[wire.Window] = []
+        self._left_ms: dict[int, float] = {}
+        self._round_trip_ms: float | None = None
+        self._is_check_due = False
+        self._is_closed = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._departures.set_num_groups(num_groups or num_stages)
+
+    def join(self, session: int, slot: int) -> None:
+        """Add a session that begins to decode."""
+        self._departures.join(session, slot)
+        self._members_changed()
+
+    def leave(self, session: int) -> None:
+        """Remove a session; a window that is held for it never leaves."""
+        self._departures.leave(session)
+        self._held.pop(session, None)
+        self._left_ms.pop(session, None)
+        self._members_changed()
+
+    def send(self, session: int, windows: Sequence[wire.Window], *, is_first: bool) -> None:
+        """Send windows of a session, now or with its group.
+
+        Args:
+            session: Its id.
+            windows: In order.
+            is_first: Whether no window of the session is in flight.
+        """
+        if session in self._held:
+            self._held[session] += windows
+        elif self._departures.is_alone(session) and not self._is_ahead(session):
+            self._send(windows)
+            if is_first:
+                self._departures.left([session])
+                self._left_ms[session] = self._clock_ms()
+        elif is_first:
+            self._departures.wait(session, self._clock_ms())
+            self._held[session] = list(windows)
+            self._check_soon()
+        else:
+            # With those that other sessions send in this turn of the event loop.
+            self._ahead += windows
+            self._check_soon()
+
+    def _is_ahead(self, session: int) -> bool:
+        """Whether windows of the session leave at the end of this turn; later ones must not overtake them."""
+        return any(window.session == session for window in self._ahead)
+
+    def landed(self, session: int, num_tokens: int) -> None:
+        """Note a verdict.
+
+        Args:
+            session: Its session.
+            num_tokens: Tokens that it commits.
+        """
+        self._departures.landed(session)
+        if (left_ms := self._left_ms.pop(session, None)) is not None:
+            elapsed_ms = self._clock_ms() - left_ms
+            known_ms = self._round_trip_ms
+            self._round_trip_ms = elapsed_ms if known_ms is None else smoothed(known_ms, elapsed_ms)
+        search = self._search
+        if search is not None and search.landed(num_tokens, self._patience_ms):
+            self._departures.set_num_groups(search.count)
+        if self._held:
+            self._check_soon()
+
+    def status(self) -> dict[str, Any]:
+        """Number and sizes of groups, for `mesh status`."""
+        sizes = [len(group) for group in self._departures.groups]
+        return {"groups": len(sizes), "largest_group": max(sizes, default=0)}
+
+    @property
+    def _patience_ms(self) -> float:
+        return _UNMEASURED_MS if self._round_trip_ms is None else self._round_trip_ms
+
+    def _members_changed(self) -> None:
+        if self._search is not None:
+            self._search.set_num_sessions(len(self._departures))
+            self._departures.set_num_groups(self._search.count)
+        if self._held:
+            self._check_soon()
+
+    def _check_soon(self) -> None:
+        """Look for groups that leave, once all verdicts of a message have been taken."""
+        if not self._is_check_due:
+            self._is_check_due = True
+            asyncio.get_running_loop().call_soon(self._check)
+
+    def _check(self) -> None:
+        self._is_check_due = False
+        if self._is_closed:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        now_ms = self._clock_ms()
+        if self._ahead:
+            ahead, self._ahead = self._ahead, []
+            self._send(ahead)
+        for group in self._departures.due(now_ms, self._patience_ms):
+            self._departures.left(group)
+            self._left_ms.update(dict.fromkeys(group, now_ms))
+            self._send([window for session in group for window in self._held.pop(session)])
+        next_ms = self._departures.next_ms(self._patience_ms)
+        if next_ms is not None:
+            delay_s = max(0.0, next_ms - now_ms) / 1000
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._check)
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._held.clear()
+        self._ahead.clear()
