@@ -302,6 +302,7 @@ class Coordinator:
             stages,
             terms,
             on_verdict=self._on_verdict,
+            on_features=self._on_carried_features,
             on_failure=self._on_failure,
             on_lost=lambda: self._on_lost(ring),
             clock_s=self._clock_s,
@@ -448,6 +449,14 @@ class Coordinator:
                 log.exception("session_failed", session=session.id)
                 session.fail(StageFailed(f"the coordinator failed on a verdict: {error!r}"))
         self._active_ring.count(times.stages)
+
+    def _on_carried_features(self, carried: Sequence[wire.Features]) -> None:
+        streams = self._active_ring.features
+        if streams is None:
+            return
+        for features in carried:
+            with contextlib.suppress(MeshError, ValueError):  # a stage that sends nonsense costs acceptance
+                self._on_features(streams.decoded(features))
 
     def _on_features(self, features: ReceivedFeatures) -> None:
         session = self._sessions.get(features.session)

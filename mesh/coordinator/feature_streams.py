@@ -1,7 +1,7 @@
 """Feature streams of a ring: connections to the stages whose hidden states a drafter reads.
 
-Connections of their own, so that no window or verdict waits behind features. Their loss ends drafting from
-features, and nothing else.
+Features of a few rows come with verdicts; more come on connections of their own, so that no window or verdict
+waits behind them. The loss of a connection ends drafting from features, and nothing else.
 """
 
 from __future__ import annotations
@@ -140,6 +140,7 @@ class FeatureStreams:
         identity: Identity | None = None,
     ) -> None:
         self._stages = tuple(stage for stage in stages if _holds_any(stage, needs))
+        self._addresses = tuple(stage.address for stage in stages)
         self._hello = hello
         self._mesh_key = mesh_key
         self._needs = needs
@@ -172,17 +173,17 @@ class FeatureStreams:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def layers_of_tail(self) -> tuple[int, ...]:
-        """Layers whose features verdicts carry."""
-        return self._given.get(self._stages[-1].address, ()) if self._stages else ()
-
     def decoded(self, features: wire.Features) -> ReceivedFeatures:
-        """Features of a verdict.
+        """Features that came with verdicts.
 
         Raises:
-            ProtocolError: See `decoded`.
+            ProtocolError: See `decoded`; or if they are of no stage, or of one that is not connected.
         """
-        return decoded(features, self.layers_of_tail(), self._needs)
+        if features.stage >= len(self._addresses):
+            raise ProtocolError(
+                f"features of stage {features.stage}; there are {len(self._addresses)} stages"
+            )
+        return decoded(features, self._given.get(self._addresses[features.stage], ()), self._needs)
 
     async def _run(self, stage: StageAddress) -> None:
         while True:

@@ -104,6 +104,7 @@ class Ring:
         stages: Addresses of the stages, in pipeline order.
         terms: Settings shared with the stages.
         on_verdict: Called with each verdict, and the times of its batch.
+        on_features: Called with the features that came with verdicts, before these.
         on_failure: Called with (stage index, failure of a window).
         on_lost: Called once, when the first stage is lost; `loss` then has the details.
         clock_s: Monotonic clock, seconds.
@@ -117,6 +118,7 @@ class Ring:
         terms: RingTerms,
         *,
         on_verdict: Callable[[wire.Verdict, BatchTimes], None],
+        on_features: Callable[[Sequence[wire.Features]], None],
         on_failure: Callable[[int, wire.Failure], None],
         on_lost: Callable[[], None],
         clock_s: Callable[[], float],
@@ -152,6 +154,7 @@ class Ring:
             hello,
             key,
             on_verdict=self._on_answer,
+            on_features=on_features,
             on_lost=lambda reason: self._lost(len(stages) - 1, reason),
             host=stages[-1].host,
             identity=identity,

@@ -19,7 +19,7 @@ from stages.transport.channels import key_metadata, open_channel
 from stages.transport.stage_link import explain
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from stages.transport.channels import Identity
 
@@ -220,6 +220,7 @@ class VerdictStream:
         hello: First message, with the protocol version.
         mesh_key: Key shared by all stages and the coordinator.
         on_verdict: Called with each verdict, and the times of its batch.
+        on_features: Called with the features that came with verdicts, before these.
         on_lost: Called once with the reason when the stream ends without `close`.
         host: Name of the host that must answer at the address.
         identity: TLS identity of this process; None if both ends are in one process.
@@ -235,6 +236,7 @@ class VerdictStream:
         mesh_key: str,
         *,
         on_verdict: Callable[[wire.Verdict, BatchTimes], None],
+        on_features: Callable[[Sequence[wire.Features]], None],
         on_lost: Callable[[MeshError], None],
         host: str = "",
         identity: Identity | None = None,
@@ -242,6 +244,7 @@ class VerdictStream:
         self.num_received_bytes = 0
         self._address = address
         self._on_verdict = on_verdict
+        self._on_features = on_features
         self._on_lost = on_lost
         self._channel = open_channel(address, host, identity)
         self._call: grpc.aio.UnaryStreamCall[wire.Hello, wire.VerdictBundle] = rpc.StageStub(
@@ -270,6 +273,8 @@ class VerdictStream:
         reason: MeshError = StageFailed(f"the verdict stream from {self._address} ended")
         try:
             while isinstance(bundle := await self._call.read(), wire.VerdictBundle):
+                if bundle.features:
+                    self._on_features(bundle.features)
                 times = BatchTimes(tuple(bundle.times))
                 for verdict in bundle.verdicts:
                     self._on_verdict(verdict, times)

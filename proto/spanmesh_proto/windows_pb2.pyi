@@ -35,7 +35,7 @@ class FeatureBundle(_message.Message):
     def __init__(self, layers: _Optional[_Iterable[int]] = ..., features: _Optional[_Iterable[_Union[Features, _Mapping]]] = ...) -> None: ...
 
 class Features(_message.Message):
-    __slots__ = ("session", "window_id", "start", "num_rows", "rows", "type", "may_wait")
+    __slots__ = ("session", "window_id", "start", "num_rows", "rows", "type", "may_wait", "stage")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     WINDOW_ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class Features(_message.Message):
     ROWS_FIELD_NUMBER: _ClassVar[int]
     TYPE_FIELD_NUMBER: _ClassVar[int]
     MAY_WAIT_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
     session: int
     window_id: int
     start: int
@@ -50,7 +51,8 @@ class Features(_message.Message):
     rows: _containers.RepeatedScalarFieldContainer[bytes]
     type: HiddenType
     may_wait: bool
-    def __init__(self, session: _Optional[int] = ..., window_id: _Optional[int] = ..., start: _Optional[int] = ..., num_rows: _Optional[int] = ..., rows: _Optional[_Iterable[bytes]] = ..., type: _Optional[_Union[HiddenType, str]] = ..., may_wait: _Optional[bool] = ...) -> None: ...
+    stage: int
+    def __init__(self, session: _Optional[int] = ..., window_id: _Optional[int] = ..., start: _Optional[int] = ..., num_rows: _Optional[int] = ..., rows: _Optional[_Iterable[bytes]] = ..., type: _Optional[_Union[HiddenType, str]] = ..., may_wait: _Optional[bool] = ..., stage: _Optional[int] = ...) -> None: ...
 
 class FollowRequest(_message.Message):
     __slots__ = ("hello", "held")
@@ -141,24 +143,28 @@ class Vocabulary(_message.Message):
     def __init__(self, texts: _Optional[bytes] = ..., lengths: _Optional[_Iterable[int]] = ..., end_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WindowBundle(_message.Message):
-    __slots__ = ("windows", "hidden", "hidden_type", "times")
+    __slots__ = ("windows", "hidden", "hidden_type", "times", "features")
     WINDOWS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_TYPE_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     windows: _containers.RepeatedCompositeFieldContainer[Window]
     hidden: bytes
     hidden_type: HiddenType
     times: _containers.RepeatedCompositeFieldContainer[StageTime]
-    def __init__(self, windows: _Optional[_Iterable[_Union[Window, _Mapping]]] = ..., hidden: _Optional[bytes] = ..., hidden_type: _Optional[_Union[HiddenType, str]] = ..., times: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ...) -> None: ...
+    features: _containers.RepeatedCompositeFieldContainer[Features]
+    def __init__(self, windows: _Optional[_Iterable[_Union[Window, _Mapping]]] = ..., hidden: _Optional[bytes] = ..., hidden_type: _Optional[_Union[HiddenType, str]] = ..., times: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., features: _Optional[_Iterable[_Union[Features, _Mapping]]] = ...) -> None: ...
 
 class VerdictBundle(_message.Message):
-    __slots__ = ("verdicts", "times")
+    __slots__ = ("verdicts", "times", "features")
     VERDICTS_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
     times: _containers.RepeatedCompositeFieldContainer[StageTime]
-    def __init__(self, verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., times: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ...) -> None: ...
+    features: _containers.RepeatedCompositeFieldContainer[Features]
+    def __init__(self, verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., times: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., features: _Optional[_Iterable[_Union[Features, _Mapping]]] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("session", "slot", "sampling", "num_prompt_tokens", "num_top_logprobs", "cached_tokens", "source_slot", "resumed_session", "num_resumed", "grammar")

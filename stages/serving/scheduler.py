@@ -66,6 +66,7 @@ class QueuedWindow:
         features_may_wait: Whether they may be sent with those of later windows.
         num_recomputed: Number of its first rows whose tokens are committed and were computed before.
         num_committed: Number of the session's tokens that were committed when it was sent; 0 if not told.
+        features: Features of its rows from earlier stages, which travel with it.
     """
 
     session: int
@@ -85,6 +86,7 @@ class QueuedWindow:
     features_may_wait: bool = False
     num_recomputed: int = 0
     num_committed: int = 0
+    features: tuple[wire.Features, ...] = ()
 
     @property
     def to_compute(self) -> Span:

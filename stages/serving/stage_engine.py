@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
@@ -90,6 +91,7 @@ class StageEngine:
         self._worker = StageWorker(
             runtime,
             self._scheduler,
+            stage_index=lambda: self.stage_index,
             clock_us=monotonic_us,
             hidden_type=hidden_type,
             slots=self._slots,
@@ -136,6 +138,9 @@ class StageEngine:
             return
         self._num_bundles += 1
         times, arrived_us = tuple(bundle.times), monotonic_us()
+        features: defaultdict[tuple[int, int], list[wire.Features]] = defaultdict(list)
+        for each in bundle.features:
+            features[each.session, each.window_id].append(each)
         queued = []
         first_row = 0
         for window in bundle.windows:
@@ -164,6 +169,7 @@ class StageEngine:
                         features_may_wait=window.features_may_wait,
                         num_recomputed=window.recomputed_rows,
                         num_committed=window.num_committed,
+                        features=tuple(features.get((window.session, window.id), ())),
                     )
                 )
             first_row += len(window.tokens)
@@ -337,7 +343,7 @@ class StageEngine:
     def _answer(self, bundle: wire.VerdictBundle) -> None:
         live = [each for each in bundle.verdicts if self._sessions.is_live(each.session, each.epoch)]
         if len(live) != len(bundle.verdicts):
-            bundle = wire.VerdictBundle(verdicts=live, times=bundle.times)
+            bundle = wire.VerdictBundle(verdicts=live, times=bundle.times, features=bundle.features)
         if live:
             self._on_verdicts(bundle)
 
@@ -365,6 +371,7 @@ def _only(bundle: wire.WindowBundle, is_kept: Sequence[bool]) -> wire.WindowBund
         hidden=b"".join(hidden),
         hidden_type=bundle.hidden_type,
         times=bundle.times,
+        features=bundle.features,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import structlog
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from stages.serving.slot_contents import KvSlots
 
 log = structlog.get_logger()
+
+# Features that travel with the windows of a batch: 2 ms at 100 Mbit/s, and the rows of a few sessions.
+_MOST_CARRIED_BYTES: Final = 24 << 10
 
 
 @dataclass
@@ -52,6 +55,7 @@ class StageWorker(threading.Thread):
     Args:
         runtime: Owned by this thread from `start` on.
         scheduler: Source of windows.
+        stage_index: Returns the stage's place in the ring.
         clock_us: Monotonic clock, microseconds.
         hidden_type: Format of hidden states on the wire to the next stage.
         slots: KV cache and sent rows, owned by this thread.
@@ -66,6 +70,7 @@ class StageWorker(threading.Thread):
         runtime: StageRuntime,
         scheduler: WindowScheduler,
         *,
+        stage_index: Callable[[], int],
         clock_us: Callable[[], int],
         hidden_type: HiddenType,
         slots: KvSlots,
@@ -77,6 +82,7 @@ class StageWorker(threading.Thread):
         super().__init__(name="stage-worker", daemon=True)
         self._runtime = runtime
         self._scheduler = scheduler
+        self._stage_index = stage_index
         self._clock_us = clock_us
         self._hidden_type = hidden_type
         self._slots = slots
@@ -169,9 +175,11 @@ class StageWorker(threading.Thread):
         if self._runtime.info.is_tail:
             verdict = self._verdict(window, np.empty((0, self._runtime.info.n_vocab), np.float32))
             if verdict is not None:
-                self._on_verdicts(wire.VerdictBundle(verdicts=[verdict], times=times))
+                self._on_verdicts(
+                    wire.VerdictBundle(verdicts=[verdict], times=times, features=window.features)
+                )
         else:
-            self._on_windows(self._bundle([_onward(window)], window.held, times))
+            self._on_windows(self._bundle([_onward(window)], window.held, times, window.features))
 
     @property
     def sent_row_bytes(self) -> int:
@@ -226,6 +234,7 @@ class StageWorker(threading.Thread):
             sound = [pair for pair in zip(windows, computed, strict=True) if pair[1]]
             onward = [_onward(window) for window, _rows in sound]
             hidden = b"".join(part for window, rows in sound for part in (window.held, rows))
+        carried, left = self._features_to_send(windows)
         compute_us = self._clock_us() - started_us
         counts.compute_us += compute_us
         counts.decode_cpu_us = self._runtime.decode_cpu_us
@@ -233,19 +242,28 @@ class StageWorker(threading.Thread):
         times = _times(windows[0], started_us, compute_us=compute_us, num_rows=num_rows)
         if self._runtime.info.is_tail:
             given = [verdict for verdict in verdicts if verdict is not None]
-            self._on_verdicts(wire.VerdictBundle(verdicts=given, times=times))
+            self._on_verdicts(wire.VerdictBundle(verdicts=given, times=times, features=carried))
         else:
-            self._on_windows(self._bundle(onward, hidden, times))
+            self._on_windows(self._bundle(onward, hidden, times, carried))
             # After sending, since the next stage does not wait for this.
             for window, rows in zip(windows, computed, strict=True):
                 self._slots.sent_on(window.to_compute, rows)
-        self._send_features(windows)
+        if left:
+            self._on_features(left)
 
     def _bundle(
-        self, windows: list[wire.Window], hidden: bytes, times: list[wire.StageTime]
+        self,
+        windows: list[wire.Window],
+        hidden: bytes,
+        times: list[wire.StageTime],
+        features: Sequence[wire.Features],
     ) -> wire.WindowBundle:
         return wire.WindowBundle(
-            windows=windows, hidden=hidden, hidden_type=TO_WIRE[self._hidden_type], times=times
+            windows=windows,
+            hidden=hidden,
+            hidden_type=TO_WIRE[self._hidden_type],
+            times=times,
+            features=features,
         )
 
     def _verdict(self, window: QueuedWindow, logits: NDArray[np.float32]) -> wire.Verdict | None:
@@ -270,8 +288,11 @@ class StageWorker(threading.Thread):
             logprobs=to_wire(sampled.logprobs),
         )
 
-    def _send_features(self, windows: Sequence[QueuedWindow]) -> None:
-        """Features of rows without a verdict."""
+    def _features_to_send(
+        self, windows: Sequence[QueuedWindow]
+    ) -> tuple[list[wire.Features], list[wire.Features]]:
+        """Features that travel with the windows, and those of rows without a verdict that do not."""
+        carried = [features for window in windows for features in window.features]
         found = []
         for window in windows:
             stop = len(window.to_compute.tokens)
@@ -279,8 +300,8 @@ class StageWorker(threading.Thread):
                 stop -= window.to_compute.num_outputs
             if stop and (features := self._features(window, 0, stop)) is not None:
                 found.append(features)
-        if found:
-            self._on_features(found)
+        num_bytes = sum(len(rows) for features in (*carried, *found) for rows in features.rows)
+        return (carried, found) if num_bytes > _MOST_CARRIED_BYTES else ([*carried, *found], [])
 
     def _add_features(self, window: QueuedWindow, verdict: wire.Verdict | None) -> None:
         """Add features of the rows that the verdict's tokens were sampled after."""
@@ -308,6 +329,7 @@ class StageWorker(threading.Thread):
             rows=rows,
             type=TO_WIRE[kind],
             may_wait=window.features_may_wait,
+            stage=self._stage_index(),
         )
 
     def _encoded(self, windows: list[QueuedWindow], outputs: list[NDArray[np.float32]]) -> list[bytes]:
