@@ -34,7 +34,7 @@ _SECTIONS: Final = {
     "API": ("--host", "--port", "--api-key-file", "--insecure", "--cors-origin", "--max-waiting"),
     "Placement": (
         *("--wait-for", "--head-only", "--stages", "--split", "--topology", "--threads", "--memory"),
-        "--gpu-layers",
+        *("--gpu-layers", "--no-repack"),
     ),
     "Sessions": (*SESSION_FLAGS, "--groups"),
     "Speculation": SPECULATION_FLAGS,
@@ -96,6 +96,14 @@ _SECTIONS: Final = {
     help="Memory for stages and draft model on this host, such as 8G.  [default: all that is free]",
 )
 @gpu_layers_option
+@click.option(
+    "--no-repack",
+    "repacks",
+    is_flag=True,
+    flag_value=False,
+    default=True,
+    help="Compute with weights as the file has them, as llama.cpp's RPC server does; slower.",
+)
 @int_option(
     "--groups",
     "num_groups",
@@ -151,6 +159,7 @@ def serve(
     threads: int | None,
     memory: int | None,
     gpu_layers: int | None,
+    repacks: bool,
     num_groups: int | None,
     exact: bool,
     advertise: str | None,
@@ -219,6 +228,7 @@ def serve(
         is_discoverable=discoverable,
         wire=None if wire == "auto" else HiddenType(wire),
         gpu_layers=gpu_layers,
+        repacks=repacks,
         num_groups=num_groups,
         weights=weights_from(
             pulled,

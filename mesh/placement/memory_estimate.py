@@ -55,6 +55,7 @@ class Workload:
         is_exact: Numeric mode, see `stages.runtime.numerics`.
         on_gpu: Whether layers are on a GPU.
         num_checkpoints: Checkpoints of each session's recurrent state; 0 for models without one.
+        repacks: Whether weights may be repacked for faster kernels.
     """
 
     ctx_size: int
@@ -63,6 +64,7 @@ class Workload:
     is_exact: bool = False
     on_gpu: bool = False
     num_checkpoints: int = 0
+    repacks: bool = True
 
     @property
     def num_states(self) -> int:
@@ -72,7 +74,7 @@ class Workload:
     @property
     def numerics(self) -> Numerics:
         """Numerics of the mode, for several threads, which take more memory than one."""
-        return numerics_for(exact=self.is_exact, num_threads=2, has_gpu=self.on_gpu)
+        return numerics_for(exact=self.is_exact, num_threads=2, has_gpu=self.on_gpu, repacks=self.repacks)
 
     @property
     def num_cells(self) -> int:

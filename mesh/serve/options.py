@@ -190,6 +190,7 @@ class ServeOptions:
         gpu_layers: Layers of each stage on this host's GPUs; None for as many as fit, see
             `mesh.placement.host_capacity`.
         weights: Options of the transfer of weights.
+        repacks: Whether weights may be repacked for faster kernels.
         num_groups: Fixed number of groups of decoding sessions, or None to find the best one.
     """
 
@@ -224,6 +225,7 @@ class ServeOptions:
     is_discoverable: bool = False
     gpu_layers: int | None = None
     weights: WeightsOptions = PLAIN_WEIGHTS
+    repacks: bool = True
     num_groups: int | None = None
 
 

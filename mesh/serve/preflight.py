@@ -164,6 +164,7 @@ def check_model(
         options.kv_type,
         options.is_exact,
         num_checkpoints=0 if model.can_trim else options.num_checkpoints,
+        repacks=options.repacks,
     )
     check_stages(model, num_stages=options.num_stages, split=options.split)
     if options.topology is not None:

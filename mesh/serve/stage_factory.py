@@ -138,6 +138,7 @@ class StageMaker:
                 kv_type=workload.kv_type,
                 gpu_layers=placement.memory.gpu_layers,
                 num_checkpoints=workload.num_checkpoints,
+                repacks=workload.repacks,
             ),
             host=member.name,
             memory=placement.memory,

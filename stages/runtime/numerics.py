@@ -63,8 +63,15 @@ class Numerics:
         return _whole_multiple(cells * num_slots if self.has_shared_cache else cells)
 
 
-def numerics_for(*, exact: bool, num_threads: int, has_gpu: bool = False) -> Numerics:
-    """Settings of a mode for a context with `num_threads` threads."""
+def numerics_for(*, exact: bool, num_threads: int, has_gpu: bool = False, repacks: bool = True) -> Numerics:
+    """Settings of a mode for a context with `num_threads` threads.
+
+    Args:
+        exact: Whether it is the exact mode.
+        num_threads: Threads of llama.cpp.
+        has_gpu: Whether layers are on a GPU.
+        repacks: Whether weights may be repacked for faster kernels, which only the fast mode does.
+    """
     if exact:
         return Numerics(
             exact=True,
@@ -76,7 +83,7 @@ def numerics_for(*, exact: bool, num_threads: int, has_gpu: bool = False) -> Num
     return Numerics(
         exact=False,
         max_rows=FAST_MAX_ROWS,
-        use_repacked_weights=True,
+        use_repacked_weights=repacks,
         min_rows=1,
         has_shared_cache=has_gpu,
     )

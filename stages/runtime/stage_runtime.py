@@ -48,6 +48,7 @@ class RuntimeOptions:
             which puts all on the devices. In exact mode the processor computes alone in any case.
         observe_as: Boundary of layers in a file that was never cut; for certification.
         num_checkpoints: Most checkpoints of each slot, in models with recurrent layers.
+        repacks: Whether weights may be repacked for faster kernels.
     """
 
     num_slots: int = 1
@@ -59,6 +60,7 @@ class RuntimeOptions:
     gpu_layers: tuple[tuple[str, int], ...] | None = None
     observe_as: GraphBoundary | None = None
     num_checkpoints: int = 0
+    repacks: bool = True
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ class StageRuntime:
             exact=options.exact,
             num_threads=options.num_threads,
             has_gpu=self._placing.has_gpu,
+            repacks=options.repacks,
         )
         self._options = options
         self.decode_cpu_us = 0
