@@ -16,7 +16,8 @@ import click
 
 from mesh.bench.blocking_client import Client
 from mesh.bench.datasets import load_prompts
-from mesh.bench.paired_systems import Contest, Settings
+from mesh.bench.paired_systems import Contest, Settings, side_by_side
+from mesh.bench.report_tools import processor_name
 from mesh.bench.shared_options import FILE, logs_folder, logs_option
 from mesh.lab.network import Lab, lab_supported
 from mesh.serve.options import demo_model
@@ -81,26 +82,32 @@ def main(
     )
     try:
         with logs_folder(logs) as place:
-            comparisons, idle_share = _run(settings, delays_ms, place)
+            comparisons = _run(settings, delays_ms, place)
     except MeshError as error:
         raise click.ClickException(error.message) from error
     for comparison in comparisons:
         click.echo(comparison.report())
-    click.echo(f"while llama.cpp RPC answered, the idle mesh used {idle_share:.1%} of a core")
+    click.echo(f"{settings.model.name}, {processor_name()}, tokens/s of one request:")
+    click.echo(side_by_side(comparisons))
     if json_path is not None:
-        json_path.write_text(json.dumps(_figures(comparisons, idle_share), indent=2) + "\n", encoding="utf-8")
+        json_path.write_text(json.dumps(_figures(comparisons), indent=2) + "\n", encoding="utf-8")
 
 
-def _run(settings: Settings, delays_ms: Sequence[float], logs: Path) -> tuple[list[Comparison], float]:
+def _run(settings: Settings, delays_ms: Sequence[float], logs: Path) -> list[Comparison]:
     with Lab(NUM_HOSTS, shared=[logs, settings.model.resolve().parent]) as lab, Client(lab) as client:
         contest = Contest(lab, client, settings, logs)
         contest.start()
-        comparisons = [contest.measure(delay_ms) for delay_ms in delays_ms]
-        contest.stop()
-        return comparisons, contest.mesh_idle_share
+        comparisons = []
+        try:
+            for kernels in contest.kernels:
+                with contest.mesh(kernels) as mesh:
+                    comparisons += [contest.measure(mesh, kernels, delay_ms) for delay_ms in delays_ms]
+        finally:
+            contest.stop()
+        return comparisons
 
 
-def _figures(comparisons: Sequence[Comparison], idle_share: float) -> dict[str, Any]:
+def _figures(comparisons: Sequence[Comparison]) -> dict[str, Any]:
     delays = [
         {
             **asdict(comparison),
@@ -114,7 +121,7 @@ def _figures(comparisons: Sequence[Comparison], idle_share: float) -> dict[str, 
         }
         for comparison in comparisons
     ]
-    return {"mesh_idle_cores": idle_share, "delays": delays}
+    return {"delays": delays}
 
 
 if __name__ == "__main__":

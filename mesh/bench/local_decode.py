@@ -17,7 +17,9 @@ from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 _PROMPT_TOKENS: Final = 64
 
 
-def decode_ms_per_token(model: Path, *, num_tokens: int, num_threads: int, exact: bool) -> float:
+def decode_ms_per_token(
+    model: Path, *, num_tokens: int, num_threads: int, exact: bool, repacks: bool
+) -> float:
     """Decode greedily after a prompt of 64 tokens, in the stages' own runtime.
 
     Args:
@@ -25,8 +27,10 @@ def decode_ms_per_token(model: Path, *, num_tokens: int, num_threads: int, exact
         num_tokens: Decode steps to time.
         num_threads: Of llama.cpp.
         exact: Numeric mode.
+        repacks: Whether weights may be repacked for faster kernels.
     """
-    options = RuntimeOptions(ctx_size=_PROMPT_TOKENS + num_tokens, num_threads=num_threads, exact=exact)
+    ctx_size = _PROMPT_TOKENS + num_tokens
+    options = RuntimeOptions(ctx_size=ctx_size, num_threads=num_threads, exact=exact, repacks=repacks)
     runtime = StageRuntime(model, options)
     try:
         first = runtime.max_rows // 2
@@ -52,9 +56,10 @@ def decode_ms_per_token(model: Path, *, num_tokens: int, num_threads: int, exact
 @click.option("--tokens", default=128, show_default=True)
 @click.option("--threads", default=1, show_default=True)
 @click.option("--exact", is_flag=True)
-def main(model: Path, tokens: int, threads: int, *, exact: bool) -> None:
+@click.option("--no-repack", "repacks", is_flag=True, flag_value=False, default=True)
+def main(model: Path, tokens: int, threads: int, *, exact: bool, repacks: bool) -> None:
     """Print milliseconds per token of MODEL in one process."""
-    took_ms = decode_ms_per_token(model, num_tokens=tokens, num_threads=threads, exact=exact)
+    took_ms = decode_ms_per_token(model, num_tokens=tokens, num_threads=threads, exact=exact, repacks=repacks)
     sys.stdout.write(f"{took_ms}\n")
 
 

@@ -1,19 +1,21 @@
 """Paired measurement of a mesh and llama.cpp's RPC server, in turn.
 
-While ours answers, the other side's processes are stopped, since llama.cpp's threads may spin. Ours only
-idles while the other side answers: Ray's nodes take each other for dead when they are stopped. How much
-processor time that idling takes is measured.
+While one side answers, all processes of the other are stopped: llama.cpp's threads may spin, and an idle mesh
+takes processor time, too.
+
+Stages compute with weights that llama.cpp repacked for fast kernels, which its RPC server cannot use. So the
+mesh is measured twice: as users run it, and with the peer's kernels.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
-import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import structlog
 
@@ -24,12 +26,18 @@ from spanmesh_proto.errors import MeshError
 from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from mesh.bench.blocking_client import Client
     from mesh.lab.network import Lab
     from mesh.lab.systems import StageTimes
+
+
+# What the mesh computes with: repacked weights where llama.cpp has such kernels, or what its RPC server uses.
+Kernels: TypeAlias = Literal["as users run it", "with the peer's kernels"]
+OWN: Final[Kernels] = "as users run it"
+PEERS: Final[Kernels] = "with the peer's kernels"
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,7 @@ class Comparison:
     """Measurements at one delay.
 
     Attributes:
+        kernels: Of the mesh.
         delay_ms: Requested one-way delay.
         hop_ms: One-way delay measured.
         in_process_ms: Per token, the whole model in one process.
@@ -64,8 +73,10 @@ class Comparison:
         pairs: In the order measured; at least one.
         target_ratio: What the median ratio should reach, if there is a target at this delay.
         target_overhead_ms: What `overhead_ms` should not exceed.
+        target_transport_ms: What `transport_ms` should not exceed.
     """
 
+    kernels: Kernels
     delay_ms: float
     hop_ms: float
     in_process_ms: float
@@ -75,6 +86,7 @@ class Comparison:
     pairs: tuple[Pair, ...]
     target_ratio: float | None
     target_overhead_ms: float
+    target_transport_ms: float
 
     @property
     def mesh_tokens_per_s(self) -> float:
@@ -119,7 +131,7 @@ class Comparison:
     def report(self) -> str:
         """Lines for a person."""
         lines = [
-            f"delay {self.delay_ms:g} ms one way (measured {self.hop_ms:.2f})",
+            f"mesh {self.kernels}, delay {self.delay_ms:g} ms one way (measured {self.hop_ms:.2f})",
             "  mesh tok/s  RPC tok/s  ratio",
         ]
         lines += [
@@ -138,10 +150,12 @@ class Comparison:
             f"+ {self.num_hops} hops of {self.hop_ms:.2f} + {self.overhead_ms:.2f}, "
             f"target {self.target_overhead_ms:.2f}: {_verdict(self.overhead_ms <= self.target_overhead_ms)}"
         )
+        transport = _verdict(self.transport_ms <= self.target_transport_ms)
         lines.append(
             f"  of these {self.overhead_ms:.2f}: {self.slower_compute_ms:+.2f} since the stages computed "
             f"{self.compute_ms:.2f}, "
-            f"{self.queue_ms:.2f} in their queues, {self.transport_ms:.2f} in transport"
+            f"{self.queue_ms:.2f} in their queues, {self.transport_ms:.2f} in transport, "
+            f"target {self.target_transport_ms:.2f}: {transport}"
         )
         return "\n".join(lines)
 
@@ -152,9 +166,16 @@ def _verdict(reached: bool) -> str:  # noqa: FBT001 - it is the question itself
 
 log = structlog.get_logger()
 
-# Our own bounds on the overhead beyond computing and the wire, by one-way delay.
-TARGET_RATIO: Final = {5.0: 1.35, 20.0: 1.45}
-TARGET_OVERHEAD_MS: Final = 1.5
+# Our own bounds: on the ratio by kernels and one-way delay, and on what a token takes beyond computing and
+# hops.
+TARGET_RATIO: Final = {
+    (OWN, 5.0): 1.5,
+    (OWN, 20.0): 1.5,
+    (PEERS, 5.0): 1.22,
+    (PEERS, 20.0): 1.3,
+}
+TARGET_OVERHEAD_MS: Final = 2.5
+TARGET_TRANSPORT_MS: Final = 1.2
 
 
 @dataclass(frozen=True)
@@ -184,8 +205,22 @@ def even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in pairwise(edges))
 
 
+def side_by_side(comparisons: Sequence[Comparison]) -> str:
+    """Tokens per second in three columns: the mesh with each kind of kernels, and the peer."""
+    lines = [f"{'delay':>8}  {OWN:>23}  {PEERS:>23}  {'llama.cpp RPC':>13}"]
+    for delay_ms in dict.fromkeys(each.delay_ms for each in comparisons):
+        found = {each.kernels: each for each in comparisons if each.delay_ms == delay_ms}
+        cells = [
+            f"{one.mesh_tokens_per_s:.2f} ({one.ratio:.2f} times)" if (one := found.get(kernels)) else "-"
+            for kernels in (OWN, PEERS)
+        ]
+        peer = median(pair.peer_tokens_per_s for each in found.values() for pair in each.pairs)
+        lines.append(f"{f'{delay_ms:g} ms':>8}  {cells[0]:>23}  {cells[1]:>23}  {peer:13.2f}")
+    return "\n".join(lines)
+
+
 class Contest:
-    """Both systems, up and warm, on one lab.
+    """Both systems on one lab; of the mesh one with either kind of kernels at a time.
 
     Args:
         lab: Where.
@@ -195,38 +230,55 @@ class Contest:
     """
 
     def __init__(self, lab: Lab, client: Client, settings: Settings, logs: Path) -> None:
-        mode = ["--exact"] if settings.exact else []
         self._lab = lab
         self._client = client
         self._settings = settings
-        self._mesh = MeshSystem(
-            lab,
-            settings.model,
-            logs,
-            num_threads=settings.num_threads,
-            split=even_split(read_model_facts(settings.model).n_layers, lab.num_hosts - 1),
-            options=["--speculate", "off", "--parallel", "1", *mode],
-        )
+        self._logs = logs
         self._rpc = RpcSystem(lab, build_llama_rpc(), settings.model, logs, num_threads=settings.num_threads)
-        self._idle_cpu_s = 0.0
-        self._idle_s = 0.0
 
     @property
-    def mesh_idle_share(self) -> float:
-        """Processor time of our side while the other answered, in cores."""
-        return self._idle_cpu_s / self._idle_s
+    def kernels(self) -> tuple[Kernels, ...]:
+        """Kinds of kernels to measure: exact mode repacks no weights."""
+        return (PEERS,) if self._settings.exact else (OWN, PEERS)
 
     def start(self) -> None:
-        """Bring both up, and have each answer once: nothing measured is a first time."""
-        for system in (self._rpc, self._mesh):
-            log.info("starting", system=system.name)
-            system.start()
-            self._ask(system, self._settings.prompts[:1])
-            if system is self._rpc:
-                self._rpc.pause()
+        """Bring the peer up, and have it answer once: nothing measured is a first time."""
+        log.info("starting", system=self._rpc.name)
+        self._rpc.start()
+        self._ask(self._rpc, self._settings.prompts[:1])
+        self._rpc.pause()
 
-    def measure(self, delay_ms: float) -> Comparison:
-        """Take turns at one delay."""
+    @contextmanager
+    def mesh(self, kernels: Kernels) -> Iterator[MeshSystem]:
+        """A mesh with these kernels, up and warm."""
+        settings = self._settings
+        numerics = ["--exact"] if settings.exact else ["--no-repack"] * (kernels == PEERS)
+        mesh = MeshSystem(
+            self._lab,
+            settings.model,
+            self._logs,
+            num_threads=settings.num_threads,
+            split=even_split(read_model_facts(settings.model).n_layers, self._lab.num_hosts - 1),
+            options=["--speculate", "off", "--parallel", "1", *numerics],
+        )
+        log.info("starting", system=f"{mesh.name} {kernels}")
+        self._lab.set_delay_ms(0)
+        try:
+            mesh.start()
+            self._ask(mesh, settings.prompts[:1])
+            yield mesh
+            mesh.stop()
+        finally:
+            mesh.kill()
+
+    def measure(self, mesh: MeshSystem, kernels: Kernels, delay_ms: float) -> Comparison:
+        """Take turns at one delay.
+
+        Args:
+            mesh: From `mesh`.
+            kernels: Its kernels.
+            delay_ms: One way.
+        """
         self._lab.set_delay_ms(delay_ms)
         hops_ms: list[float] = []
         whole_ms: list[float] = []
@@ -234,24 +286,26 @@ class Contest:
         pairs: list[Pair] = []
         for number in range(1, self._settings.num_rounds + 1):
             hops_ms.append(self._lab.round_trip_ms(0, 1) / 2)
-            whole_ms.append(self._time_in_process())
-            ours, in_stages = self._ask_mesh()
+            mesh.pause()
+            whole_ms.append(self._time_in_process(kernels))
+            mesh.resume()
+            ours, in_stages = self._ask_mesh(mesh)
             times.append(in_stages)
-            theirs = self._ask_rpc()
-            fresh = [
-                Pair(mesh.tokens_per_s, rpc.tokens_per_s) for mesh, rpc in zip(ours, theirs, strict=True)
-            ]
+            theirs = self._ask_rpc(mesh)
+            fresh = [Pair(own.tokens_per_s, rpc.tokens_per_s) for own, rpc in zip(ours, theirs, strict=True)]
             pairs += fresh
             log.info(
                 "round_done",
+                kernels=kernels,
                 delay_ms=delay_ms,
                 round=number,
                 ratio=round(statistics.median(pair.ratio for pair in fresh), 2),
-                equal_texts=sum(mesh.text == rpc.text for mesh, rpc in zip(ours, theirs, strict=True)),
+                equal_texts=sum(own.text == rpc.text for own, rpc in zip(ours, theirs, strict=True)),
                 mesh_ttft_ms=round(statistics.median(answer.ttft_ms for answer in ours)),
                 rpc_ttft_ms=round(statistics.median(answer.ttft_ms for answer in theirs)),
             )
         return Comparison(
+            kernels=kernels,
             delay_ms=delay_ms,
             hop_ms=statistics.median(hops_ms),
             in_process_ms=statistics.median(whole_ms),
@@ -259,31 +313,30 @@ class Contest:
             queue_ms=statistics.median(time.queue_ms for time in times),
             num_hops=self._lab.num_hosts,
             pairs=tuple(pairs),
-            target_ratio=TARGET_RATIO.get(delay_ms),
+            target_ratio=TARGET_RATIO.get((kernels, delay_ms)),
             target_overhead_ms=TARGET_OVERHEAD_MS,
+            target_transport_ms=TARGET_TRANSPORT_MS,
         )
 
     def stop(self) -> None:
-        """End both."""
+        """End the peer."""
         self._rpc.stop()
-        self._mesh.stop()
 
-    def _ask_mesh(self) -> tuple[list[Answer], StageTimes]:
+    def _ask_mesh(self, mesh: MeshSystem) -> tuple[list[Answer], StageTimes]:
         """Answers, and how long a decode step took in the stages: what a prompt alone takes is left out."""
         prompts = self._settings.prompts
-        before = self._mesh.stage_totals()
-        self._ask(self._mesh, prompts, num_tokens=1)
-        between = self._mesh.stage_totals()
-        answers = self._ask(self._mesh, prompts)
-        return answers, (self._mesh.stage_totals() - between - (between - before)).per_window()
+        before = mesh.stage_totals()
+        self._ask(mesh, prompts, num_tokens=1)
+        between = mesh.stage_totals()
+        answers = self._ask(mesh, prompts)
+        return answers, (mesh.stage_totals() - between - (between - before)).per_window()
 
-    def _ask_rpc(self) -> list[Answer]:
+    def _ask_rpc(self, mesh: MeshSystem) -> list[Answer]:
+        mesh.pause()
         self._rpc.resume()
-        cpu_s, start_s = self._mesh.cpu_s(), time.monotonic()
         answers = self._ask(self._rpc, self._settings.prompts)
-        self._idle_cpu_s += self._mesh.cpu_s() - cpu_s
-        self._idle_s += time.monotonic() - start_s
         self._rpc.pause()
+        mesh.resume()
         return answers
 
     def _ask(
@@ -297,11 +350,12 @@ class Contest:
         except MeshError as error:
             raise MeshError(f"{system.name}: {error.message}") from error
 
-    def _time_in_process(self) -> float:
+    def _time_in_process(self, kernels: Kernels) -> float:
         settings = self._settings
         argv = [sys.executable, "-m", "mesh.bench.local_decode", str(settings.model)]
         argv += ["--tokens", str(settings.num_tokens), "--threads", str(settings.num_threads)]
-        done = self._lab.exec(0, argv + ["--exact"] * settings.exact)
+        argv += ["--exact"] * settings.exact + ["--no-repack"] * (kernels == PEERS)
+        done = self._lab.exec(0, argv)
         if done.returncode != 0:
             raise MeshError(f"the model in one process: {done.stderr.strip()}")
         return float(done.stdout)

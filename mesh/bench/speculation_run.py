@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import platform
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
 from mesh.bench.blocking_client import Client
 from mesh.bench.paired_systems import even_split
-from mesh.bench.report_tools import INTERRUPTED
+from mesh.bench.report_tools import INTERRUPTED, processor_name
 from mesh.bench.shared_options import logs_folder
 from mesh.bench.speculation_plan import (
     ServeOptions,
@@ -40,6 +38,7 @@ from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from mesh.bench.speculation_plan import Phase, Preset
     from mesh.engine import SpeculationMode
@@ -210,16 +209,7 @@ def _conditions(options: SpecOptions, draft_model: Path | None) -> RunConditions
         num_tokens=options.num_tokens,
         numeric_mode="exact" if options.exact else "fast",
         seed=options.seed,
-        processor=_processor(),
+        processor=processor_name(),
         num_cores=len(os.sched_getaffinity(0)),
         software=f"spanmesh {SOFTWARE_VERSION}, llama-cpp-python {version('llama-cpp-python')}",
     )
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

@@ -28,8 +28,8 @@ _KEYS_CHATS = 48
 _QUICK_KEYS_CHATS = 10
 # A 4k prompt beside a decoding session; SmolLM2's own limit.
 _ACCEPTANCE_CTX_SIZE = 8192
-_ACCEPTANCE_SLOTS = 16
-_LINES: tuple[LineName, ...] = ("crowd", "limit", "prefill", "second-turn", "itl", "memory")
+_ACCEPTANCE_SLOTS = 32
+_LINES: tuple[LineName, ...] = ("crowd", "limit", "wider", "prefill", "second-turn", "itl", "memory")
 
 
 @click.command()
@@ -45,7 +45,8 @@ _LINES: tuple[LineName, ...] = ("crowd", "limit", "prefill", "second-turn", "itl
     type=Names("line of the table", _LINES),
     default=_LINES,
     metavar="A,B,…",
-    help="Lines of the acceptance table: crowd, limit, prefill, second-turn, itl, memory; all unless given.",
+    help="Lines of the acceptance table: crowd, limit, wider, prefill, second-turn, itl, memory; all unless "
+    "given.",
 )
 @click.option("--quick", is_flag=True, help="A run of about a minute: few and short chats, two steps.")
 @int_option("--hosts", "num_stages", default=3, help="Hosts that hold layers.")

@@ -1,7 +1,7 @@
 """Test bed of `mesh bench stress`: a mesh and its peer, up and warm.
 
-While the mesh is asked, the peer's processes are stopped, since llama.cpp's threads may spin. The mesh only
-idles while the peer is asked.
+While one of the two is asked, all processes of the other are stopped: llama.cpp's threads may spin, and an
+idle mesh takes processor time, too.
 """
 
 from __future__ import annotations
@@ -63,12 +63,22 @@ class LoadTestBed:
         """
         peer = self.peer
         assert peer is not None  # noqa: S101 - whoever calls has looked
-        with _running(peer):
+        with self._running(peer):
             outcome = self.load_client.ask(order_for(peer.port, scripts, peer.fields, **order))
         failures = [one.record.failure for one in outcome.answers if one.record.failure is not None]
         if failures:
             raise MeshError(f"{peer.name}: {failures[0].kind}: {failures[0].message}")
         return outcome
+
+    @contextmanager
+    def _running(self, peer: RpcSystem) -> Iterator[None]:
+        self.mesh.pause()
+        peer.resume()
+        try:
+            yield
+        finally:
+            peer.pause()
+            self.mesh.resume()
 
     def status(self) -> dict[str, Any]:
         """Body of `/mesh/status`."""
@@ -103,12 +113,3 @@ def open_sessions(status: dict[str, Any]) -> int:
     sessions = status["sessions"]
     at_stages = sum(int(stage.get("open_sessions") or 0) for stage in status["stages"])
     return int(sessions["running"]) + int(sessions["waiting"]) + at_stages
-
-
-@contextmanager
-def _running(peer: RpcSystem) -> Iterator[None]:
-    peer.resume()
-    try:
-        yield
-    finally:
-        peer.pause()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from statistics import median
+from dataclasses import dataclass
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import structlog
 
 from mesh.bench.datasets import made_up_prompts
+from mesh.bench.paired_systems import OWN, PEERS, Kernels
 from mesh.bench.report_tools import Line
 from mesh.bench.stress.compute_limit import compute_limit
 from mesh.bench.stress.harness import open_sessions
@@ -28,11 +30,13 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-CONCURRENCY_RATIO: Final = 2.5
-LIMIT_SHARE: Final = 0.85
-PREFILL_RATIO: Final = 1.5
+CONCURRENCY_RATIO: Final[dict[Kernels, float]] = {OWN: 2.75, PEERS: 1.9}
+LIMIT_SHARE: Final = 0.65
+LARGE_LIMIT_SHARE: Final = 0.8
+SLOWEST_SHARE: Final = 0.7
+PREFILL_RATIO: Final[dict[Kernels, float]] = {OWN: 1.5, PEERS: 1.8}
 SECOND_TURN_SHARE: Final = 0.25
-ITL_RATIO: Final = 4.0
+ITL_RATIO: Final = 3.0
 SHORT_ANSWER_TOKENS: Final = 128
 
 _SHORT_PROMPT_TOKENS: Final = 24
@@ -42,10 +46,15 @@ _DECODING_TOKENS: Final = 192
 # The decoding session is well under way when the prefill begins.
 _PREFILL_AT_S: Final = 1.0
 _MB: Final = 10**6
+# What a row costs around llama.cpp is a smaller share of a large model: 1.1 billion parameters in 4 bits,
+# say.
+_LARGE_BYTES: Final = 400 * _MB
 _MEMORY_TITLE: Final = "memory of a stage host beyond weights + KV, MB"
 
 
-def concurrency_against_peer(bed: LoadTestBed, num_at_once: int, *, rounds: int, seed: int) -> Line:
+def concurrency_against_peer(
+    bed: LoadTestBed, num_at_once: int, *, kernels: Kernels, rounds: int, seed: int
+) -> Line:
     """Total tokens per second of requests that all begin at once, against the peer's."""
     pairs = []
     for number in range(rounds):
@@ -54,11 +63,17 @@ def concurrency_against_peer(bed: LoadTestBed, num_at_once: int, *, rounds: int,
         require_all(ours)
         theirs = bed.ask_peer(scripts, num_at_once=num_at_once)
         pairs.append((ours.tokens_per_s, theirs.tokens_per_s))
-        log.info("crowd", at_once=num_at_once, mesh=round(pairs[-1][0], 1), peer=round(pairs[-1][1], 1))
+        log.info(
+            "crowd",
+            kernels=kernels,
+            at_once=num_at_once,
+            mesh=round(pairs[-1][0], 1),
+            peer=round(pairs[-1][1], 1),
+        )
     return Line(
-        f"total tokens/s at {num_at_once} concurrent, over llama.cpp RPC with {num_at_once} slots",
+        f"total tokens/s at {num_at_once} concurrent, mesh {kernels} over llama.cpp RPC with as many slots",
         median(ours / theirs for ours, theirs in pairs),
-        CONCURRENCY_RATIO,
+        CONCURRENCY_RATIO[kernels],
         note="; ".join(f"{ours:.1f} against {theirs:.1f}" for ours, theirs in pairs),
     )
 
@@ -72,11 +87,18 @@ def concurrency_against_limit(
     exact: bool,
     rounds: int,
     seed: int,
-) -> Line:
-    """Total tokens per second, as a share of what the cores can compute: see `compute_limit`."""
-    shares, notes = [], []
+) -> list[Line]:
+    """Load of many requests that all begin at once, and what the cores can compute: see `compute_limit`.
+
+    Returns:
+        Total tokens per second as a share of the limit; the slowest request's rate, as a share of the mean;
+        rows of a batch; processor time of all processes outside llama.cpp, per token.
+    """
+    shares, slowest, rows, around_ms, notes = [], [], [], [], []
     for number in range(rounds):
+        before = _totals(bed)
         ours = bed.ask_mesh(short_prompts(num_at_once, seed + number), num_at_once=num_at_once)
+        spent = _totals(bed) - before
         require_all(ours)
         prompts = [one.record.num_input_tokens or 0 for one in ours.answers]
         limits = compute_limit(
@@ -87,19 +109,59 @@ def concurrency_against_limit(
             answer_tokens=SHORT_ANSWER_TOKENS,
             exact=exact,
         )
+        num_tokens = sum(one.record.num_output_tokens for one in ours.answers)
+        rates = [_decode_rate(one.record) for one in ours.answers]
         shares.append(ours.tokens_per_s / max(limits.values()))
+        slowest.append(min(rates) / mean(rates))
+        rows.append(spent.num_rows / max(1, spent.num_decodes))
+        around_ms.append((spent.cpu_ms - spent.decode_cpu_ms) / num_tokens)
         found = ", ".join(f"{rate:.1f} in batches of {size}" for size, rate in limits.items())
         notes.append(f"{ours.tokens_per_s:.1f} against {found}")
         log.info("limit", at_once=num_at_once, mesh=round(ours.tokens_per_s, 1), limits=found)
+    is_large = model.stat().st_size > _LARGE_BYTES
+    when = f"at {num_at_once} concurrent"
+    return [
+        Line(
+            f"total tokens/s {when}, of the compute limit",
+            median(shares),
+            LARGE_LIMIT_SHARE if is_large else LIMIT_SHARE,
+            note="; ".join(notes),
+        ),
+        Line(
+            f"rate of the slowest request {when}, of the mean rate",
+            median(slowest),
+            SLOWEST_SHARE,
+            note=_figures(slowest),
+        ),
+        Line(f"rows a batch {when}, prompts included", median(rows), None, note=_figures(rows)),
+        Line(
+            f"processor time a token {when} outside llama_decode, all processes of the mesh, ms",
+            median(around_ms),
+            None,
+            note=_figures(around_ms),
+        ),
+    ]
+
+
+def more_at_once(bed: LoadTestBed, fewer: int, more: int, *, rounds: int, seed: int) -> Line:
+    """Total tokens per second with more requests at once, over those with fewer."""
+    pairs = []
+    for number in range(rounds):
+        scripts = short_prompts(more, seed + number)
+        few, many = (bed.ask_mesh(scripts, num_at_once=at_once) for at_once in (fewer, more))
+        require_all(few)
+        require_all(many)
+        pairs.append((many.tokens_per_s, few.tokens_per_s))
+        log.info("wider", more=round(pairs[-1][0], 1), fewer=round(pairs[-1][1], 1))
     return Line(
-        f"total tokens/s at {num_at_once} concurrent, of the compute limit",
-        median(shares),
-        LIMIT_SHARE,
-        note="; ".join(notes),
+        f"total tokens/s at {more} concurrent, over {fewer}",
+        median(many / few for many, few in pairs),
+        1.0,
+        note="; ".join(f"{many:.1f} against {few:.1f}" for many, few in pairs),
     )
 
 
-def prefill_against_peer(bed: LoadTestBed, *, rounds: int, seed: int) -> Line:
+def prefill_against_peer(bed: LoadTestBed, *, kernels: Kernels, rounds: int, seed: int) -> Line:
     """Prompt tokens per second until the first token, against the peer's."""
     pairs = []
     for number in range(rounds):
@@ -108,11 +170,11 @@ def prefill_against_peer(bed: LoadTestBed, *, rounds: int, seed: int) -> Line:
         require_all(ours)
         theirs = bed.ask_peer([script])
         pairs.append((_prefill_rate(ours.answers[0].record), _prefill_rate(theirs.answers[0].record)))
-        log.info("prefill", mesh=round(pairs[-1][0]), peer=round(pairs[-1][1]))
+        log.info("prefill", kernels=kernels, mesh=round(pairs[-1][0]), peer=round(pairs[-1][1]))
     return Line(
-        f"prefill tokens/s, {_LONG_PROMPT_TOKENS}-word prompt, over llama.cpp RPC",
+        f"prefill tokens/s, {_LONG_PROMPT_TOKENS}-word prompt, mesh {kernels} over llama.cpp RPC",
         median(ours / theirs for ours, theirs in pairs),
-        PREFILL_RATIO,
+        PREFILL_RATIO[kernels],
         note="; ".join(f"{ours:.0f} against {theirs:.0f}" for ours, theirs in pairs),
     )
 
@@ -226,6 +288,43 @@ def require_all(outcome: Outcome) -> None:
     for one in outcome.answers:
         if one.record.failure is not None:
             raise MeshError(f"the mesh: {one.record.failure.kind}: {one.record.failure.message}")
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """Counts of a mesh since its start, or between two readings."""
+
+    num_rows: int
+    num_decodes: int
+    cpu_ms: float
+    decode_cpu_ms: float
+
+    def __sub__(self, other: _Totals) -> _Totals:
+        return _Totals(
+            self.num_rows - other.num_rows,
+            self.num_decodes - other.num_decodes,
+            self.cpu_ms - other.cpu_ms,
+            self.decode_cpu_ms - other.decode_cpu_ms,
+        )
+
+
+def _totals(bed: LoadTestBed) -> _Totals:
+    stages = bed.status()["stages"]
+    return _Totals(
+        num_rows=sum(stage["rows"] for stage in stages),
+        num_decodes=sum(stage["decodes"] for stage in stages),
+        cpu_ms=1000 * bed.mesh.cpu_s(),
+        decode_cpu_ms=sum(stage["decode_cpu_ms"] for stage in stages),
+    )
+
+
+def _decode_rate(record: Record) -> float:
+    """Tokens per second behind the first."""
+    return (record.num_output_tokens - 1) / (record.parts_s[-1] - record.parts_s[0])
+
+
+def _figures(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.2f}" for value in values)
 
 
 def _prefill_rate(record: Record) -> float:

@@ -8,7 +8,7 @@ from typing import Literal
 from mesh.bench.shared_options import LabOptions
 
 Preset = Literal["ramp", "acceptance"]
-LineName = Literal["crowd", "limit", "prefill", "second-turn", "itl", "memory"]
+LineName = Literal["crowd", "limit", "wider", "prefill", "second-turn", "itl", "memory"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
 from mesh.api.api_keys import KeyRecord, add_key, digest_of
-from mesh.bench.paired_systems import even_split
+from mesh.bench.paired_systems import OWN, PEERS, even_split
 from mesh.bench.report_tools import INTERRUPTED
 from mesh.bench.shared_options import logs_folder
 from mesh.bench.stress import measurements
@@ -42,6 +42,7 @@ from mesh.bench.stress.scripts import (
     mixed_scripts,
     scripts_with_shared_prefixes,
 )
+from mesh.lab.link import LinkConditions
 from mesh.lab.llama_cpp_build import build_llama_rpc
 from mesh.lab.memory_watch import ROLES, MemoryWatch
 from mesh.lab.network import Lab, lab_supported
@@ -53,9 +54,10 @@ from spanmesh_proto.errors import ClusterError, MeshError
 from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from mesh.bench.paired_systems import Kernels
     from mesh.bench.report_tools import Check, Line
     from mesh.bench.stress.answers import AnswerRecord
     from mesh.bench.stress.checks import Reference, Step
@@ -69,6 +71,7 @@ log = structlog.get_logger()
 _PEER_CTX_SIZE: Final = 2560
 _NUM_CONCURRENT: Final = 8
 _LIMIT_AT_ONCE: Final = 16
+_WIDER: Final = (16, 32)
 _MIXED_REQUESTS: Final = 200
 _WARM_UP_AT_ONCE: Final = 4
 _WARM_UP_TOKENS: Final = 24
@@ -114,26 +117,88 @@ def run_stress(options: StressOptions) -> Report:
             stack.callback(peer.stop)
             peer.start()
             peer.pause()
-        mesh = _mesh(options, facts, lab, logs, api_keys)
-        stack.callback(mesh.kill)
-        mesh.start()
-        lab.set_link(options.link)
+        lines: list[Line] = []
+        failures: list[str] = []
+        if peer is not None and options.preset == "acceptance" and not options.exact:
+            with _mesh_up(options, facts, lab, logs, api_keys, kernels=PEERS) as mesh:
+                bed = LoadTestBed(lab, load_client, mesh, peer, {}, api_keys)
+                lines, failures = _peers_kernels(options, bed)
+        mesh = stack.enter_context(_mesh_up(options, facts, lab, logs, api_keys, kernels=OWN))
         interval_s = _RARE_S if options.soak_minutes > _LONG_SOAK_MINUTES else _FREQUENT_S
         watch = stack.enter_context(MemoryWatch(lab, interval_s))
-        run = _Run(options, facts, LoadTestBed(lab, load_client, mesh, peer, {}, api_keys), watch)
+        bed = LoadTestBed(lab, load_client, mesh, peer, {}, api_keys)
+        run = _Run(options, facts, bed, watch, lines=lines, failures=failures)
         run.work()
         report = run.report()
-        # First, before a failure or an interruption can lose it.
+        # Before a failure or an interruption can lose it.
         write_report(report, options.output)
-        mesh.stop()
     return report
+
+
+@contextmanager
+def _mesh_up(
+    options: StressOptions,
+    facts: ModelFacts,
+    lab: Lab,
+    logs: Path,
+    api_keys: Sequence[str],
+    *,
+    kernels: Kernels,
+) -> Iterator[MeshSystem]:
+    """A mesh with these kernels, from its start to its end."""
+    mesh = _mesh(options, facts, lab, logs, api_keys, kernels=kernels)
+    try:
+        lab.set_link(LinkConditions())
+        mesh.start()
+        lab.set_link(options.link)
+        yield mesh
+        mesh.stop()
+    finally:
+        mesh.kill()
+
+
+def _peers_kernels(options: StressOptions, bed: LoadTestBed) -> tuple[list[Line], list[str]]:
+    """Lines of a mesh with the peer's kernels, and why some are missing."""
+    lines: list[Line] = []
+    try:
+        _warm_up(bed)
+        if "crowd" in options.lines:
+            lines.append(
+                measurements.concurrency_against_peer(
+                    bed, _NUM_CONCURRENT, kernels=PEERS, rounds=options.rounds, seed=options.seed
+                )
+            )
+        if "prefill" in options.lines:
+            lines.append(
+                measurements.prefill_against_peer(
+                    bed, kernels=PEERS, rounds=options.rounds, seed=options.seed
+                )
+            )
+    except MeshError as error:
+        return lines, [f"mesh {PEERS}: {error.message}"]
+    return lines, []
+
+
+def _warm_up(bed: LoadTestBed) -> None:
+    """Warm up: a first answer is slower for unrelated reasons."""
+    scripts = measurements.short_prompts(_WARM_UP_AT_ONCE, 0, _WARM_UP_TOKENS)
+    measurements.require_all(bed.ask_mesh(scripts, num_at_once=_WARM_UP_AT_ONCE))
+    if bed.peer is not None:
+        bed.ask_peer(scripts, num_at_once=_WARM_UP_AT_ONCE)
 
 
 class _Run:
     """State of a run."""
 
     def __init__(
-        self, options: StressOptions, facts: ModelFacts, bed: LoadTestBed, watch: MemoryWatch
+        self,
+        options: StressOptions,
+        facts: ModelFacts,
+        bed: LoadTestBed,
+        watch: MemoryWatch,
+        *,
+        lines: Sequence[Line],
+        failures: Sequence[str],
     ) -> None:
         self._options = options
         self._facts = facts
@@ -142,9 +207,9 @@ class _Run:
         self._tokenizer = Tokenizer(options.model)
         self._steps: list[Step] = []
         self._ramp: list[tuple[int, float]] = []
-        self._lines: list[Line] = []
+        self._lines = list(lines)
         self._checks: list[Check] = []
-        self._failures: list[str] = []
+        self._failures = list(failures)
         self._steady: list[list[MemorySample]] = []
         self._reference: Reference | None = None
         self._visited: list[AnswerRecord] = []
@@ -156,7 +221,7 @@ class _Run:
         """Run everything; failures are recorded and skipped."""
         options = self._options
         try:
-            self._warm_up()
+            _warm_up(self._bed)
             if options.preset == "acceptance":
                 self._accept()
             else:
@@ -216,13 +281,6 @@ class _Run:
             clients=clients,
         )
 
-    def _warm_up(self) -> None:
-        """Warm up: a first answer is slower for unrelated reasons."""
-        scripts = measurements.short_prompts(_WARM_UP_AT_ONCE, 0, _WARM_UP_TOKENS)
-        measurements.require_all(self._bed.ask_mesh(scripts, num_at_once=_WARM_UP_AT_ONCE))
-        if self._bed.peer is not None:
-            self._bed.ask_peer(scripts, num_at_once=_WARM_UP_AT_ONCE)
-
     def _climb(self) -> None:
         options = self._options
         for concurrency in options.concurrency:
@@ -240,7 +298,7 @@ class _Run:
         rounds, seed = options.rounds, options.seed
         edges = tuple(accumulate(even_split(self._facts.n_layers, options.num_stages), initial=0))
 
-        def limit() -> Line:
+        def limit() -> list[Line]:
             return measurements.concurrency_against_limit(
                 bed,
                 options.model,
@@ -251,14 +309,19 @@ class _Run:
                 seed=seed,
             )
 
-        measures: dict[LineName, Callable[[], Line]] = {
-            "crowd": lambda: measurements.concurrency_against_peer(
-                bed, _NUM_CONCURRENT, rounds=rounds, seed=seed
-            ),
+        measures: dict[LineName, Callable[[], list[Line]]] = {
+            "crowd": lambda: [
+                measurements.concurrency_against_peer(
+                    bed, _NUM_CONCURRENT, kernels=OWN, rounds=rounds, seed=seed
+                )
+            ],
             "limit": limit,
-            "prefill": lambda: measurements.prefill_against_peer(bed, rounds=rounds, seed=seed),
-            "second-turn": lambda: measurements.second_turn(bed, rounds=rounds, seed=seed),
-            "itl": lambda: measurements.decode_beside_prefill(bed, rounds=rounds, seed=seed),
+            "wider": lambda: [measurements.more_at_once(bed, *_WIDER, rounds=rounds, seed=seed)],
+            "prefill": lambda: [
+                measurements.prefill_against_peer(bed, kernels=OWN, rounds=rounds, seed=seed)
+            ],
+            "second-turn": lambda: [measurements.second_turn(bed, rounds=rounds, seed=seed)],
+            "itl": lambda: [measurements.decode_beside_prefill(bed, rounds=rounds, seed=seed)],
         }
         for name in options.lines:
             if name in measures and (bed.peer is not None or name not in _PEER_LINES):
@@ -272,19 +335,20 @@ class _Run:
         log.info("soak", minutes=minutes, at_once=self._options.soak_concurrency)
         self._soaked = self._load(self._options.soak_concurrency, None, minutes * 60, is_steady=True)
 
-    def _measure(self, measure: Callable[[], Line]) -> None:
+    def _measure(self, measure: Callable[[], list[Line]]) -> None:
         # Sampling must not slow one side of a comparison.
         self._watch.is_paused = True
         try:
-            line = measure()
+            lines = measure()
         except MeshError as error:
             log.warning("not_measured", reason=error.message)
             self._failures.append(error.message)
             return
         finally:
             self._watch.is_paused = False
-        self._lines.append(line)
-        log.info("line", title=line.title, measured=line.measured, bound=line.bound, verdict=line.verdict)
+        self._lines += lines
+        for line in lines:
+            log.info("line", title=line.title, measured=line.measured, bound=line.bound, verdict=line.verdict)
 
     def _load(
         self, concurrency: int, num_requests: int | None, duration_s: float | None, *, is_steady: bool = False
@@ -416,11 +480,17 @@ class _Run:
 
 
 def _mesh(
-    options: StressOptions, facts: ModelFacts, lab: Lab, logs: Path, api_keys: Sequence[str]
+    options: StressOptions,
+    facts: ModelFacts,
+    lab: Lab,
+    logs: Path,
+    api_keys: Sequence[str],
+    *,
+    kernels: Kernels,
 ) -> MeshSystem:
     serve = ["--speculate", options.speculate]
     serve += ["--parallel", str(options.num_slots), "--ctx-size", str(options.ctx_size)]
-    serve += ["--kv-type", options.kv_type]
+    serve += ["--kv-type", options.kv_type, *["--no-repack"] * (kernels == PEERS)]
     if api_keys:
         key_file = logs / "api-keys"
         key_file.unlink(missing_ok=True)

@@ -2,6 +2,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import version
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from mesh.bench.blocking_client import Answer, Ask, Batch, ask, ask_batch, chat
 from mesh.bench.datasets import BUILT_IN, load_prompts
-from mesh.bench.paired_systems import Comparison, Pair, even_split
+from mesh.bench.paired_systems import OWN, PEERS, Comparison, Pair, even_split, side_by_side
 from mesh.lab.llama_cpp_build import build_llama_rpc, build_name
 from mesh.lab.systems import StageTotals
 from mesh.util.completion_stream import COMPLETION_PATH
@@ -19,6 +20,7 @@ from spanmesh_proto.errors import MeshError
 
 def comparison(*pairs: Pair, in_process_ms: float = 8.0) -> Comparison:
     return Comparison(
+        kernels=OWN,
         delay_ms=5.0,
         hop_ms=5.0,
         in_process_ms=in_process_ms,
@@ -28,6 +30,7 @@ def comparison(*pairs: Pair, in_process_ms: float = 8.0) -> Comparison:
         pairs=pairs,
         target_ratio=1.35,
         target_overhead_ms=1.5,
+        target_transport_ms=0.7,
     )
 
 
@@ -60,11 +63,18 @@ def test_the_times_of_decode_steps_are_what_two_looks_at_the_totals_leave() -> N
 
 def test_the_report_says_which_targets_were_missed() -> None:
     good = comparison(Pair(1000 / 29.0, 20.0)).report()
-    assert good.count("reached") == 2
+    assert good.count("reached") == 3
     assert "missed" not in good
     bad = comparison(Pair(25.0, 20.0)).report()
     assert "ratio 1.25 (1.25 to 1.25), target 1.35: missed" in bad
     assert "+ 12.00, target 1.50: missed" in bad
+
+
+def test_both_kinds_of_kernels_stand_beside_the_peer() -> None:
+    own = comparison(Pair(30, 20))
+    table = side_by_side([own, replace(own, kernels=PEERS, pairs=(Pair(24, 20),))]).splitlines()
+    assert [word for word in table[1].split() if word[0].isdigit()] == ["5", "30.00", "24.00", "20.00"]
+    assert ("(1.50 times)" in table[1], "(1.20 times)" in table[1]) == (True, True)
 
 
 def test_an_even_split_uses_every_layer_once() -> None:
