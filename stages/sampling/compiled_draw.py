@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 import math
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import structlog
+
+from stages.compiled_extension import load_extension
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,8 +62,8 @@ def draw(
 @functools.cache
 def _function() -> Any:
     try:
-        function = ctypes.CDLL(_path_of_extension()).row_sampler_choose
-    except (ImportError, OSError, AttributeError) as error:
+        function = load_extension(_EXTENSION).row_sampler_choose
+    except (ImportError, AttributeError) as error:
         log.warning(
             "slow_sampling", reason=str(error), remedy="install spanmesh with pip on a host with a C compiler"
         )
@@ -73,10 +74,3 @@ def _function() -> Any:
     )  # fmt: skip
     function.restype = ctypes.c_int64
     return function
-
-
-def _path_of_extension() -> str:
-    spec = importlib.util.find_spec(_EXTENSION)
-    if spec is None or spec.origin is None:
-        raise ImportError(f"{_EXTENSION} was not compiled")
-    return spec.origin
