@@ -40,7 +40,7 @@ class FeatureKind(StrEnum):
 
 
 class GraphTap(Protocol):
-    """Evaluation callback that copies one tensor of a graph by its name.
+    """Evaluation callback that copies one tensor of a graph by its name, or ends the graph behind it.
 
     Attributes:
         callback: For llama.cpp.
@@ -50,11 +50,14 @@ class GraphTap(Protocol):
     callback: Any
     user_data: int | None
 
-    def begin(self, name: str, *, ends: bool) -> None:
-        """Set the tensor to copy, and whether the graph ends behind it."""
+    def copy(self, name: str) -> None:
+        """Set the tensor to copy."""
+
+    def end_behind(self, name: str) -> None:
+        """Set the tensor behind which a graph ends; one without it runs to its end. Nothing is copied."""
 
     def rows(self) -> NDArray[np.float32] | None:
-        """What was copied since `begin`, float32 (rows, width); None if the graph had no such tensor."""
+        """What was copied since `copy`, float32 (rows, width); None if the graph had no such tensor."""
 
 
 class _Batch:
@@ -120,6 +123,8 @@ class _Row(NamedTuple):
 
 _ENCODED: Final = "fc_out"
 _STATE: Final = {FeatureKind.EAGLE3: "eagle3_prenorm-0", FeatureKind.MTP: "h_nextn"}
+# llama.cpp's name of the node that writes a layer's values into the KV cache, behind the one for keys.
+_CACHED: Final = "cache_v_l{layer} (view)"
 
 
 class FeatureContext(DraftContext):
@@ -222,7 +227,7 @@ class FeatureContext(DraftContext):
         encoded = [np.empty((0, self.width), np.float32)]
         for first in range(0, len(features), MAX_ROWS):
             some = features[first : first + MAX_ROWS]
-            self._tap.begin(_ENCODED, ends=False)
+            self._tap.copy(_ENCODED)
             slots = [self._spare_slot] * len(some)
             batch = self._encoder_rows.fill(some, None, range(len(some)), slots, has_outputs=True)
             if not is_computed(llama_cpp.llama_encode(self._context, batch)):
@@ -232,14 +237,15 @@ class FeatureContext(DraftContext):
 
     def _absorb(self, rows: Sequence[_Row]) -> bool:
         """Compute rows for the cache only; False if it was aborted."""
-        # Without outputs the head of an MTP graph has no rows; that of EAGLE-3 has them all.
-        self._tap.begin(_STATE[self._kind], ends=self._kind is FeatureKind.EAGLE3)
+        # Nothing reads the output of such a row, and no later layer its keys and values: the drafter has one
+        # layer, whose attention and feed-forward network would be computed in vain.
+        self._tap.end_behind(_CACHED.format(layer=self._layer))
         return is_computed(llama_cpp.llama_decode(self._context, self._batch_of(rows, has_outputs=False)))
 
     def _step(self, rows: Sequence[_Row]) -> list[DraftOutput] | None:
         """Compute rows with outputs, one a slot; None if it was aborted."""
         name = _STATE[self._kind]
-        self._tap.begin(name, ends=False)
+        self._tap.copy(name)
         if not is_computed(llama_cpp.llama_decode(self._context, self._batch_of(rows, has_outputs=True))):
             return None
         states = self._tapped(name, len(rows))
@@ -274,7 +280,10 @@ class FeatureContext(DraftContext):
         # context of type MTP has a plain cache for its attention all the same, which is trimmed as any other.
         self.width: int = llama_cpp.llama_model_n_embd(self._model)
         self.feature_width = self.width
-        if self._kind is FeatureKind.EAGLE3:
+        self._layer = 0
+        if self._kind is FeatureKind.MTP:
+            self._layer = _trunk_layers(self._model)
+        else:
             target = _metadata(self._model, "eagle3.target_hidden_size")
             if target is None:
                 raise DraftUnusable(f"{path.name} does not say how wide the features are that it reads")
@@ -294,6 +303,14 @@ class FeatureContext(DraftContext):
 
 
 _NONE: Final = np.empty((0, 0), np.float32)
+
+
+def _trunk_layers(model: Any) -> int:
+    """Number of layers before those for multi-token prediction."""
+    architecture = _metadata(model, "general.architecture")
+    num_layers = _metadata(model, f"{architecture}.block_count") or "0"
+    num_heads = _metadata(model, f"{architecture}.nextn_predict_layers") or "0"
+    return int(num_layers) - int(num_heads)
 
 
 def _metadata(model: Any, key: str) -> str | None:

@@ -9,14 +9,13 @@ layers' input by another stage's output.
 from __future__ import annotations
 
 import ctypes
-import functools
-import importlib.util
 from typing import TYPE_CHECKING, Any, Final
 
 import llama_cpp
 import numpy as np
 import structlog
 
+from stages.compiled_extension import load_extension
 from stages.runtime.llama import ggml_base
 
 if TYPE_CHECKING:
@@ -186,7 +185,7 @@ class StopTap:
         self._features: dict[int, tuple[_FeatureStruct, NDArray[np.float32]]] = {}
         self._feature_structs: Any = None
         self.callback = ctypes.cast(
-            _compiled().stop_tap_on_graph_node, llama_cpp.ggml_backend_sched_eval_callback
+            load_extension(_EXTENSION).stop_tap_on_graph_node, llama_cpp.ggml_backend_sched_eval_callback
         )
         self.user_data = ctypes.addressof(self._struct)
 
@@ -242,7 +241,7 @@ class StopTap:
 
 
 class TensorTap:
-    """Copies one tensor of a graph, float32 of shape (rows, width), and ends the graph behind it if wanted.
+    """Copies one tensor of a graph, float32 of shape (rows, width), or ends the graph behind one.
 
     For graphs that are no stages. See `speculative.draft.feature_context.GraphTap`.
 
@@ -264,28 +263,30 @@ class TensorTap:
             num_bytes_of=_address(ggml.ggml_nbytes),
             copy=_address(ggml.ggml_backend_tensor_get),
             put=_address(ggml.ggml_backend_tensor_set),
-            rows=self._rows.ctypes.data,
-            capacity_bytes=self._rows.nbytes,
             features=self._feature,
         )
         self._feature[0].rows = self._rows.ctypes.data
         self._feature[0].capacity_bytes = self._rows.nbytes
         self.callback = ctypes.cast(
-            _compiled().stop_tap_on_graph_node, llama_cpp.ggml_backend_sched_eval_callback
+            load_extension(_EXTENSION).stop_tap_on_graph_node, llama_cpp.ggml_backend_sched_eval_callback
         )
         self.user_data: int | None = ctypes.addressof(self._struct)
 
-    def begin(self, name: str, *, ends: bool) -> None:
-        """Set the tensor to copy, and whether the graph ends behind it."""
-        self._struct.filled_bytes = self._feature[0].filled_bytes = 0
-        self._struct.wanted = name.encode() if ends else None
-        self._struct.num_features = 0 if ends else 1
+    def copy(self, name: str) -> None:
+        """Set the tensor to copy."""
         self._feature[0].name = name.encode()
+        self._feature[0].filled_bytes = 0
+        self._struct.num_features = 1
+        self._struct.wanted = None
+
+    def end_behind(self, name: str) -> None:
+        """Set the tensor behind which a graph ends; one without it runs to its end. Nothing is copied."""
+        self._struct.num_features = 0
+        self._struct.wanted = name.encode()
 
     def rows(self) -> NDArray[np.float32] | None:
-        """What was copied since `begin`, float32 (rows, width); None if the graph had no such tensor."""
-        filled_bytes = self._struct.filled_bytes or self._feature[0].filled_bytes
-        num_rows = filled_bytes // (4 * self._width)
+        """What was copied since `copy`, float32 (rows, width); None if the graph had no such tensor."""
+        num_rows = self._feature[0].filled_bytes // (4 * self._width)
         return self._rows[:num_rows].copy() if num_rows else None
 
 
@@ -293,19 +294,11 @@ def make_stop_tap(layer: int | None, boundary: GraphBoundary, max_rows: int) -> 
     """The compiled tap, or the Python one where that is missing."""
     try:
         return StopTap(layer, boundary, max_rows)
-    except (ImportError, OSError, AttributeError) as error:
+    except (ImportError, AttributeError) as error:
         log.warning(
             "slow_tap", reason=str(error), remedy="install spanmesh with pip on a host with a C compiler"
         )
         return LayerTap([] if layer is None else [layer], boundary, stop=True)
-
-
-@functools.cache
-def _compiled() -> ctypes.CDLL:
-    spec = importlib.util.find_spec(_EXTENSION)
-    if spec is None or spec.origin is None:
-        raise ImportError(f"{_EXTENSION} was not compiled")
-    return ctypes.CDLL(spec.origin)
 
 
 def _address(function: Any) -> int | None:
