@@ -7,25 +7,34 @@ were cut or batched.
 scales of a row precede its values, so that a last block may be short. And a scale keeps float32's range in
 two bytes (the upper half of its bits, as in bfloat16): some models have hidden states beyond the range of
 half precision.
+
+The code is `hidden_codec.c`, compiled at installation. Where it is missing, as in a plain copy of the
+sources, arrays of numpy give the same bytes, more slowly.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+import structlog
 
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import InvalidWindow, StageFailed
+from stages.compiled_extension import load_extension
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from numpy.typing import NDArray
 
+log = structlog.get_logger()
+
+_EXTENSION: Final = "stages._hidden_codec"
 
 BLOCK_WIDTH: Final = 32
 _SCALE_BYTES: Final = 2
@@ -70,6 +79,27 @@ def encode(hidden: NDArray[np.float32], hidden_type: HiddenType) -> bytes:
     match hidden_type:
         case HiddenType.F32:
             return np.ascontiguousarray(hidden, dtype="<f4").tobytes()
+        case HiddenType.F16 | HiddenType.Q8:
+            compiled = _compiled()
+            if compiled is None:
+                return encode_by_arrays(hidden, hidden_type)
+            rows, n_embd = hidden.shape
+            values = hidden.astype(np.float32, copy=False).tobytes()
+            encoded = ctypes.create_string_buffer(rows * hidden_type.row_bytes(n_embd))
+            if hidden_type is HiddenType.F16:
+                is_finite = compiled.hidden_codec_encode_f16(values, hidden.size, encoded)
+            else:
+                is_finite = compiled.hidden_codec_encode_q8(values, rows, n_embd, encoded)
+            if not is_finite:
+                _require_finite(hidden, hidden_type)
+            return encoded.raw
+
+
+def encode_by_arrays(hidden: NDArray[np.float32], hidden_type: HiddenType) -> bytes:
+    """As `encode`, without compiled code."""
+    match hidden_type:
+        case HiddenType.F32:
+            return encode(hidden, hidden_type)
         case HiddenType.F16:
             _require_finite(hidden, hidden_type)
             return np.clip(hidden, -_LARGEST_F16, _LARGEST_F16).astype("<f2").tobytes()
@@ -95,7 +125,31 @@ def decode(data: bytes, hidden_type: HiddenType, n_embd: int) -> NDArray[np.floa
         case HiddenType.F16:
             return np.frombuffer(data, "<f2").astype(np.float32).reshape(-1, n_embd)
         case HiddenType.Q8:
-            return _dequantised(data, n_embd)
+            compiled = _compiled()
+            if compiled is None:
+                return _dequantised(data, n_embd)
+            rows = len(data) // hidden_type.row_bytes(n_embd)
+            values = np.empty((rows, n_embd), np.float32)
+            compiled.hidden_codec_decode_q8(data, rows, n_embd, values.ctypes.data)
+            values.flags.writeable = False
+            return values
+
+
+@functools.cache
+def _compiled() -> ctypes.CDLL | None:
+    try:
+        library = load_extension(_EXTENSION)
+        read, written, size = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t
+        library.hidden_codec_encode_f16.argtypes = (read, size, written)
+        library.hidden_codec_encode_q8.argtypes = (read, size, size, written)
+        library.hidden_codec_decode_q8.argtypes = (read, size, size, written)
+        library.hidden_codec_decode_q8.restype = None
+    except (ImportError, AttributeError) as error:
+        log.warning(
+            "slow_codec", reason=str(error), remedy="install spanmesh with pip on a host with a C compiler"
+        )
+        return None
+    return library
 
 
 def _quantised(hidden: NDArray[np.float32]) -> bytes:

@@ -8,7 +8,8 @@ from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
 from spanmesh_proto.errors import StageFailed
-from stages.transport.hidden_codec import BLOCK_WIDTH, HiddenType, decode, encode
+from stages.transport import hidden_codec
+from stages.transport.hidden_codec import BLOCK_WIDTH, HiddenType, decode, encode, encode_by_arrays
 
 SMALLER = (HiddenType.F16, HiddenType.Q8)
 Hidden = NDArray[np.float32]
@@ -99,3 +100,59 @@ def test_what_is_no_number_is_named(hidden_type: HiddenType, value: float) -> No
         StageFailed, match=f"value 37 of row 1 of the hidden states is {value}: {hidden_type} carries"
     ):
         encode(hidden, hidden_type)
+
+
+def test_is_compiled_where_the_tests_run() -> None:
+    assert hidden_codec._compiled() is not None
+
+
+def finite_values() -> st.SearchStrategy[Hidden]:
+    """Any finite numbers, by their bits: subnormal ones and the largest as often as others."""
+    shapes = st.tuples(st.integers(1, 3), st.sampled_from((1, 32, 33, 80)))
+
+    def values(bits: NDArray[np.uint32]) -> Hidden:
+        found = bits.view(np.float32)
+        return np.where(np.isfinite(found), found, np.float32(65504.0))
+
+    return arrays(np.uint32, shapes, elements=st.integers(0, 2**32 - 1)).map(values)
+
+
+@pytest.mark.parametrize("hidden_type", SMALLER)
+@given(hidden=finite_values() | hidden_states())
+def test_compiled_bytes_are_those_of_arrays(hidden_type: HiddenType, hidden: Hidden) -> None:
+    assert encode(hidden, hidden_type) == encode_by_arrays(hidden, hidden_type)
+
+
+def test_every_half_and_its_neighbours_round_as_in_arrays() -> None:
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    exact = halves[np.isfinite(halves)].astype(np.float32)
+    between = (exact[1:] + exact[:-1]) / 2
+    below, above = np.nextafter(between, np.float32(-np.inf)), np.nextafter(between, np.float32(np.inf))
+    for values in (exact, between, below, above):
+        hidden = np.asarray(values, np.float32).reshape(1, -1)
+        assert encode(hidden, HiddenType.F16) == encode_by_arrays(hidden, HiddenType.F16)
+
+
+@given(rows=st.integers(0, 3), width=st.sampled_from((1, 32, 33, 80)), data=st.data())
+def test_compiled_values_of_any_bytes_are_those_of_arrays(rows: int, width: int, data: st.DataObject) -> None:
+    num_bytes = rows * HiddenType.Q8.row_bytes(width)
+    encoded = data.draw(st.binary(min_size=num_bytes, max_size=num_bytes))
+    values = decode(encoded, HiddenType.Q8, width)
+    with np.errstate(invalid="ignore", over="ignore"):
+        expected = hidden_codec._dequantised(encoded, width)
+    np.testing.assert_array_equal(values, expected)
+    assert values.shape == (rows, width)
+    assert not values.flags.writeable
+
+
+def test_arrays_take_over_where_nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = np.random.default_rng(1).normal(size=(3, 80)).astype(np.float32)
+    compiled = {hidden_type: encode(hidden, hidden_type) for hidden_type in HiddenType}
+    hidden_codec._compiled.cache_clear()
+    monkeypatch.setattr(hidden_codec, "_EXTENSION", "stages._absent")
+    try:
+        for hidden_type, encoded in compiled.items():
+            assert encode(hidden, hidden_type) == encoded
+            assert there_and_back(hidden, hidden_type).shape == hidden.shape
+    finally:
+        hidden_codec._compiled.cache_clear()
