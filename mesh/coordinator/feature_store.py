@@ -9,6 +9,7 @@ Whichever of its features are complete first are released; the others are the sa
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 # Windows whose features may still be on their way; features of older ones are dropped.
 _MOST_WINDOWS: Final = 64
 # What is known of the features of a position: nothing, that they are wanted, that they were released.
-_UNKNOWN, _WANTED, _RELEASED = np.arange(3, dtype=np.uint8)
+_UNKNOWN, _WANTED, _RELEASED = range(3)
 
 
 @dataclass
@@ -33,13 +34,13 @@ class _Window:
     Attributes:
         start: Position of its first row.
         rows: float32 (rows, layers × n_embd).
-        has: bool (rows, layers): which features are there.
+        has: For each row a set of bits: the layers whose features are there.
         num_valid: First rows that count; None before the verdict.
     """
 
     start: int
     rows: NDArray[np.float32]
-    has: NDArray[np.bool_]
+    has: list[int]
     num_valid: int | None = None
 
 
@@ -73,8 +74,9 @@ class FeatureStore:
         self._index = {layer: index for index, layer in enumerate(layers)}
         self._n_embd = n_embd
         self._windows: OrderedDict[int, _Window] = OrderedDict()
-        # By position.
-        self._states = np.empty(0, np.uint8)
+        self._all_layers = (1 << len(layers)) - 1
+        # By position. A window has few rows: loops over them cost less than calls of numpy.
+        self._states = bytearray()
         self.num_wanted = 0
         self.num_received = 0
         self.num_known = 0
@@ -90,7 +92,7 @@ class FeatureStore:
         self._windows[window_id] = _Window(
             start,
             np.empty((num_rows, num_layers * self._n_embd), np.float32),
-            np.zeros((num_rows, num_layers), np.bool_),
+            [0] * num_rows,
         )
         while len(self._windows) > _MOST_WINDOWS:
             self._windows.popitem(last=False)
@@ -106,10 +108,13 @@ class FeatureStore:
         if window is None:
             return []
         window.num_valid = min(num_valid, len(window.rows))
-        states = self._states_of(window.start, window.num_valid)
-        is_new = states == _UNKNOWN
-        self.num_wanted += int(is_new.sum())
-        states[is_new] = _WANTED
+        stop = window.start + window.num_valid
+        if stop > len(self._states):
+            self._states.extend(bytes(stop - len(self._states)))
+        for position in range(window.start, stop):
+            if self._states[position] == _UNKNOWN:
+                self._states[position] = _WANTED
+                self.num_wanted += 1
         return self._released(window_id, window)
 
     def add(
@@ -137,7 +142,8 @@ class FeatureStore:
                     f"features of layer {layer} at positions {start} to {start + len(rows)} were not wanted"
                 )
             window.rows[first:stop, index * self._n_embd : (index + 1) * self._n_embd] = rows
-            window.has[first:stop, index] = True
+            for row in range(first, stop):
+                window.has[row] |= 1 << index
         return self._released(window_id, window)
 
     def void(self) -> None:
@@ -150,24 +156,20 @@ class FeatureStore:
         num_valid = window.num_valid
         if num_valid is None:
             return []
-        states = self._states_of(window.start, num_valid)
-        is_new = window.has[:num_valid].all(axis=1) & (states != _RELEASED)
-        states[is_new] = _RELEASED
-        found = [FeatureRows(window.start + first, window.rows[first:stop]) for first, stop in _runs(is_new)]
-        self.num_received += sum(len(run.rows) for run in found)
+        is_new = [
+            has == self._all_layers and self._states[position] != _RELEASED
+            for position, has in enumerate(window.has[:num_valid], window.start)
+        ]
+        found = []
+        for first, stop in _runs(is_new):
+            found.append(FeatureRows(window.start + first, window.rows[first:stop]))
+            self._states[window.start + first : window.start + stop] = bytes([_RELEASED]) * (stop - first)
+            self.num_received += stop - first
         self._note_known(found)
-        if (states == _RELEASED).all():
+        states = self._states[window.start : window.start + num_valid]
+        if states.count(_RELEASED) == num_valid:
             del self._windows[window_id]
         return found
-
-    def _states_of(self, start: int, num_rows: int) -> NDArray[np.uint8]:
-        """What is known of consecutive positions, uint8 (rows,): a view to write to."""
-        stop = start + num_rows
-        if stop > len(self._states):
-            # Doubled, so that a long text is not copied with each window.
-            more = np.zeros(max(stop, 2 * len(self._states)) - len(self._states), np.uint8)
-            self._states = np.concatenate([self._states, more])
-        return self._states[start:stop]
 
     def _note_known(self, runs: Sequence[FeatureRows]) -> None:
         for run in runs:
@@ -181,8 +183,10 @@ class FeatureStore:
             self.num_known = self._behind_gap.pop(min(self._behind_gap))
 
 
-def _runs(flags: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
     """Start and stop of each run of set flags."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
-    for first, stop in edges.reshape(-1, 2):
-        yield int(first), int(stop)
+    stop = 0
+    for is_set, run in itertools.groupby(flags):
+        start, stop = stop, stop + sum(1 for _ in run)
+        if is_set:
+            yield start, stop

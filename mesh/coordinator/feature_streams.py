@@ -106,7 +106,10 @@ def decoded(features: wire.Features, layers: Sequence[int], needs: FeatureNeeds)
                 f"{expected_bytes}"
             )
         values = decode(data, needs.hidden_type, needs.n_embd)
-        if not np.abs(values).max() <= _LARGEST_VALUE:  # also if it is not a number
+        flat = values.reshape(-1)
+        # The sum of squares tells at once that all are small; both comparisons fail with what is no number.
+        is_small = np.dot(flat, flat) <= _LARGEST_VALUE**2
+        if not is_small and not np.abs(values).max() <= _LARGEST_VALUE:
             raise ProtocolError(f"features of layer {layer} have values beyond {_LARGEST_VALUE:g}")
         rows.append((layer, values))
     return ReceivedFeatures(
