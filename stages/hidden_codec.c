@@ -1,5 +1,5 @@
-/* Codec of `stages.transport.hidden_codec` for f16 and q8, bit for bit that of its arrays. A row costs a few
- * microseconds; a dozen calls of numpy behind a decode, which leaves nothing in the caches, cost a hundred. */
+/* Codec of `stages.transport.hidden_codec` for f16 and q8, bit for bit that of its arrays. A decode leaves nothing in
+ * the processor's caches, and behind it a dozen calls of numpy cost many times what one loop over a row does. */
 
 #include <stddef.h>
 #include <stdint.h>

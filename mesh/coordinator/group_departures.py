@@ -1,8 +1,9 @@
 """Departures of groups: which sessions' windows leave together, and when.
 
 Sessions are divided into groups of neighbouring slots, like the micro-batches of GPipe (Huang et al. 2019).
-The windows of a group leave in one message, share a batch at every stage, and come back in one message, so
-that a group stays together by itself. A session that is late joins its group again at the next departure.
+The windows of a group leave in one message, share batches as far as stages can compute them together, and
+come back together, so that a group stays together by itself. A session that is late joins its group again at
+the next departure.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class WindowGroups:
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._check)
 
     def close(self) -> None:
-        """Send nothing more."""
+        """Hold nothing any more, and send none of what was held."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()

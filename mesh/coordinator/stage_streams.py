@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 # Clock filter of NTP (Mills, RFC 5905): of the latest queries the one with the shortest round trip waited
-# least, so # its two directions are the most alike, and half of its round trip bounds the error. At four
-# queries a second these # are 4 s: two clocks drift apart by less than half a millisecond.
+# least, so its two directions are the most alike, and half of its round trip bounds the error. At four
+# queries a second these are 4 s: two clocks drift apart by less than half a millisecond.
 _NUM_SAMPLES = 16
 
 

@@ -78,6 +78,7 @@ def check_gpu_layers(wanted: int | None, gpus: Sequence[Gpu], *, is_exact: bool 
 # llama.cpp puts the last layers of a file on GPUs and leaves the first ones, and always the embedding, to the
 # processor; each layer's KV cache goes with it, and the head with the last layer. So layers are given out
 # from the end: to the fastest GPU as many as it has room for, then to the next.
+
 # What a backend takes of a GPU for itself beside llama.cpp's buffers: its context, kernels, workspaces. An
 # allowance, not a measurement: no GPU was at hand.
 GPU_PROCESS_BYTES: Final = 384 * 2**20

@@ -34,7 +34,7 @@ from spanmesh_proto.errors import MeshError
 from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 log = structlog.get_logger()
@@ -42,7 +42,7 @@ log = structlog.get_logger()
 _NUM_STAGES: Final = 3
 _CTX_SIZE: Final = 512
 _FOUND: Final = 0
-# A search takes about half a minute; it is not what is measured here.
+# For the search: what is measured here is its result.
 _WARM_UP_ROUNDS: Final = 4
 _SHARE_OF_BEST: Final = 0.95
 
@@ -170,7 +170,7 @@ def _answer(bed: LoadTestBed, load: _Load, seed: int) -> float:
     return outcome.tokens_per_s
 
 
-def _line(rates: dict[int, Sequence[float]] | dict[int, list[float]], at_once: int) -> Line:
+def _line(rates: Mapping[int, Sequence[float]], at_once: int) -> Line:
     medians = {count: median(found) for count, found in rates.items()}
     best = max((count for count in medians if count != _FOUND), key=lambda count: medians[count])
     return Line(
