@@ -5,6 +5,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+from typing import Final
+
+# For warnings of callers that go on without the extension.
+REMEDY: Final = "install spanmesh with pip on a host with a C compiler"
 
 
 @functools.cache

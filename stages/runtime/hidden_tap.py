@@ -15,7 +15,7 @@ import llama_cpp
 import numpy as np
 import structlog
 
-from stages.compiled_extension import load_extension
+from stages.compiled_extension import REMEDY, load_extension
 from stages.runtime.llama import ggml_base
 
 if TYPE_CHECKING:
@@ -295,9 +295,7 @@ def make_stop_tap(layer: int | None, boundary: GraphBoundary, max_rows: int) -> 
     try:
         return StopTap(layer, boundary, max_rows)
     except (ImportError, AttributeError) as error:
-        log.warning(
-            "slow_tap", reason=str(error), remedy="install spanmesh with pip on a host with a C compiler"
-        )
+        log.warning("slow_tap", reason=str(error), remedy=REMEDY)
         return LayerTap([] if layer is None else [layer], boundary, stop=True)
 
 

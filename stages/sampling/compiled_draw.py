@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import structlog
 
-from stages.compiled_extension import load_extension
+from stages.compiled_extension import REMEDY, load_extension
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -64,9 +64,7 @@ def _function() -> Any:
     try:
         function = load_extension(_EXTENSION).row_sampler_choose
     except (ImportError, AttributeError) as error:
-        log.warning(
-            "slow_sampling", reason=str(error), remedy="install spanmesh with pip on a host with a C compiler"
-        )
+        log.warning("slow_sampling", reason=str(error), remedy=REMEDY)
         return None
     number = ctypes.c_double
     function.argtypes = (
