@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -45,41 +45,41 @@ def group_counts(num_sessions: int) -> tuple[int, ...]:
 
 
 @dataclass
-class _Found:
-    """Result of the searches for one number of sessions.
+class _Search:
+    """Search for one number of sessions, which goes on whenever there are so many again.
 
     Attributes:
-        count: The best number of groups.
+        count: The best number of groups so far.
+        is_known: Whether anything was measured for it.
         search_at_ms: When the next search begins.
         rest_ms: How long after a search that finds nothing better.
+        direction: In which the last better number was found, 1 or -1.
+        plan: Numbers of groups to measure, the current one first; empty at rest.
+        rates: Number of groups and tokens per millisecond, of the search under way.
+        settled_rate: Tokens per millisecond at rest.
+        num_tokens: Tokens committed in the measurement under way.
+        elapsed_ms: Its time so far.
     """
 
     count: int
-    search_at_ms: float
+    is_known: bool = False
+    search_at_ms: float = 0.0
     rest_ms: float = _FIRST_REST_MS
-
-
-@dataclass
-class _Span:
-    """A measurement under way.
-
-    Attributes:
-        count: Number of groups.
-        from_ms: When it begins: behind the time in which groups settle.
-        num_tokens: Tokens committed since.
-    """
-
-    count: int
-    from_ms: float
+    direction: int = 1
+    plan: deque[int] = field(default_factory=deque)
+    rates: list[tuple[int, float]] = field(default_factory=list)
+    settled_rate: float | None = None
     num_tokens: int = 0
+    elapsed_ms: float = 0.0
 
 
 class GroupCountSearch:
     """Search of the number of groups with the most tokens per second.
 
     Hill climbing: the neighbours of the best number are tried in turn, each between two measurements of the
-    best, and the search rests when neither is better. What was found is remembered for each number of
-    sessions; for one that is new the search begins at what was found for the nearest.
+    best, and the search rests when neither is better. Each number of sessions has a search of its own, which
+    goes on where it stopped when there are so many again: sessions come and go all the time. For a number
+    that is new it begins at what was found for the nearest.
 
     Args:
         num_stages: Stages of the pipeline: with fewer groups than these some would always be idle if stages
@@ -90,36 +90,41 @@ class GroupCountSearch:
     def __init__(self, num_stages: int, clock_ms: Callable[[], float]) -> None:
         self._clock_ms = clock_ms
         self._num_stages = num_stages
-        self._found: dict[int, _Found] = {}
+        self._searches: dict[int, _Search] = {}
         self._num_sessions = 1
+        self._search = self._search_for(1)
         self._round_trip_ms = 0.0
-        self._plan: deque[int] = deque()
-        self._rates: list[tuple[int, float]] = []
-        self._settled_rate: float | None = None
-        self._direction = 1
-        self._span = _Span(self.count, clock_ms())
+        # Up to when everything was counted; while groups settle it is ahead of the clock.
+        self._from_ms = clock_ms()
 
     @property
     def count(self) -> int:
         """Number of groups to use now."""
-        return min(self._plan[0], self._num_sessions) if self._plan else self._best
+        search = self._search
+        return search.plan[0] if search.plan else search.count
 
     @property
     def is_searching(self) -> bool:
         """Whether other numbers are being tried."""
-        return bool(self._plan)
+        return bool(self._search.plan)
+
+    @property
+    def found(self) -> dict[int, int]:
+        """Best number of groups for each number of sessions whose search is at rest."""
+        return {
+            number: search.count
+            for number, search in sorted(self._searches.items())
+            if search.is_known and not search.plan
+        }
 
     def set_num_sessions(self, num_sessions: int) -> None:
         """Set the number of sessions that decode."""
         num_sessions = max(1, num_sessions)
-        if num_sessions == self._num_sessions:
-            return
-        self._num_sessions = num_sessions
-        # What was measured with another number does not count.
-        self._plan.clear()
-        self._rates.clear()
-        self._settled_rate = None
-        self._begin_span()
+        if num_sessions != self._num_sessions:
+            self._add_time(self._clock_ms())
+            self._num_sessions = num_sessions
+            self._search = self._search_for(num_sessions)
+            self._settle()
 
     def landed(self, num_tokens: int, round_trip_ms: float) -> bool:
         """Count a verdict.
@@ -133,92 +138,101 @@ class GroupCountSearch:
         """
         now_ms = self._clock_ms()
         self._round_trip_ms = round_trip_ms
-        span = self._span
-        if now_ms < span.from_ms or len(group_counts(self._num_sessions)) == 1:
+        search = self._search
+        if now_ms < self._from_ms or len(group_counts(self._num_sessions)) == 1:
             return False
-        span.num_tokens += num_tokens
-        elapsed_ms = now_ms - span.from_ms
+        search.num_tokens += num_tokens
+        self._add_time(now_ms)
         length_ms = max(_SPAN_MS, _SPAN_ROUND_TRIPS * round_trip_ms)
-        if elapsed_ms < length_ms and not self._is_hopeless(span.num_tokens, elapsed_ms, length_ms):
+        if search.elapsed_ms < length_ms and not _is_hopeless(search, length_ms):
             return False
         before = self.count
-        self._measured(span.count, span.num_tokens / elapsed_ms, now_ms)
-        self._begin_span()
-        return self.count != before
-
-    def _is_hopeless(self, num_tokens: int, elapsed_ms: float, length_ms: float) -> bool:
-        """Whether the number that is tried is so much worse that a part of its time is enough."""
-        if not self._plan or len(self._rates) % 2 == 0 or elapsed_ms < _SHORTEST_TRIAL * length_ms:
+        rate = search.num_tokens / search.elapsed_ms
+        search.num_tokens, search.elapsed_ms = 0, 0.0
+        self._measured(search, rate, now_ms)
+        if self.count == before:
             return False
-        return num_tokens < _HOPELESS * self._rates[-1][1] * elapsed_ms
+        self._settle()
+        return True
 
-    def _measured(self, count: int, rate: float, now_ms: float) -> None:
-        if self._plan:
-            self._plan.popleft()
-            if len(self._rates) % 2 and rate < _HOPELESS * self._rates[-1][1]:
+    def _add_time(self, now_ms: float) -> None:
+        self._search.elapsed_ms += max(0.0, now_ms - self._from_ms)
+        self._from_ms = max(self._from_ms, now_ms)
+
+    def _settle(self) -> None:
+        """Count nothing until all sessions travel in their new groups."""
+        self._from_ms = self._clock_ms() + _SETTLE_ROUND_TRIPS * self._round_trip_ms
+
+    def _search_for(self, num_sessions: int) -> _Search:
+        search = self._searches.get(num_sessions)
+        if search is None:
+            known = [number for number, found in self._searches.items() if found.is_known]
+            nearest = min(known, key=lambda number: abs(number - num_sessions), default=None)
+            count = self._num_stages if nearest is None else self._searches[nearest].count
+            # Of numbers with the same size of the largest group the least: fewer, fuller messages.
+            count = max(each for each in group_counts(num_sessions) if each <= max(1, count))
+            search = self._searches[num_sessions] = _Search(count)
+        return search
+
+    def _measured(self, search: _Search, rate: float, now_ms: float) -> None:
+        if search.plan:
+            count = search.plan.popleft()
+            if len(search.rates) % 2 and rate < _HOPELESS * search.rates[-1][1]:
                 # No further trial of it.
-                self._plan = deque(each for each in self._plan if each != count)
-                while len(self._plan) > 1 and self._plan[0] == self._plan[1]:
-                    self._plan.popleft()
-            self._rates.append((count, rate))
-            if not self._plan:
-                self._decide(now_ms)
+                search.plan = deque(each for each in search.plan if each != count)
+                while len(search.plan) > 1 and search.plan[0] == search.plan[1]:
+                    search.plan.popleft()
+            search.rates.append((count, rate))
+            if not search.plan:
+                self._decide(search, now_ms)
             return
-        found = self._found.setdefault(self._num_sessions, _Found(self._best, now_ms))
-        settled = self._settled_rate
+        settled = search.settled_rate
         if settled is None:
-            self._settled_rate = rate
+            search.settled_rate = rate
         elif abs(rate - settled) > _CHANGED * settled:
-            found.search_at_ms, found.rest_ms = now_ms, _FIRST_REST_MS
-            self._settled_rate = rate
+            search.search_at_ms, search.rest_ms = now_ms, _FIRST_REST_MS
+            search.settled_rate = rate
         else:
-            self._settled_rate = settled + (rate - settled) / 8
-        if now_ms >= found.search_at_ms:
-            self._search()
+            search.settled_rate = settled + (rate - settled) / 8
+        if now_ms >= search.search_at_ms:
+            self._begin(search)
 
-    def _search(self) -> None:
-        """Plan a trial of the next neighbour, between two measurements of the best."""
+    def _begin(self, search: _Search) -> None:
+        """Plan trials of the best number's neighbours, each between two measurements of the best."""
         counts = group_counts(self._num_sessions)
-        best = self._best
-        self._rates.clear()
-        index = counts.index(best)
+        search.rates.clear()
+        index = counts.index(search.count)
         neighbours = [
             counts[index + step]
-            for step in (self._direction, -self._direction)
+            for step in (search.direction, -search.direction)
             if 0 <= index + step < len(counts)
         ]
-        self._plan.append(best)
+        search.plan.append(search.count)
         for neighbour in neighbours:
-            self._plan += (neighbour, best) * _NUM_TRIALS
+            search.plan += (neighbour, search.count) * _NUM_TRIALS
 
-    def _decide(self, now_ms: float) -> None:
-        best = self._rates[0][0]
+    def _decide(self, search: _Search, now_ms: float) -> None:
+        best = search.rates[0][0]
         gains: defaultdict[int, list[float]] = defaultdict(list)
         for (_, before), (count, rate), (_, after) in zip(
-            *(self._rates[start::2] for start in range(3)), strict=False
+            *(search.rates[start::2] for start in range(3)), strict=False
         ):
             gains[count].append(2 * rate / max(before + after, 1e-9))
         found = max(gains, key=lambda count: min(gains[count]), default=best)
         if not gains or min(gains[found]) < _BETTER:
             found = best
-        self._settled_rate = None
-        known = self._found[self._num_sessions]
-        known.count = found
+        search.settled_rate = None
+        search.count, search.is_known = found, True
         if found == best:
-            known.search_at_ms = now_ms + known.rest_ms
-            known.rest_ms = min(2 * known.rest_ms, _LONGEST_REST_MS)
+            search.search_at_ms = now_ms + search.rest_ms
+            search.rest_ms = min(2 * search.rest_ms, _LONGEST_REST_MS)
             return
-        self._direction = 1 if found > best else -1
-        self._search()
+        search.direction = 1 if found > best else -1
+        self._begin(search)
 
-    def _begin_span(self) -> None:
-        settle_ms = _SETTLE_ROUND_TRIPS * self._round_trip_ms
-        self._span = _Span(self.count, self._clock_ms() + settle_ms)
 
-    @property
-    def _best(self) -> int:
-        """The number that was found for so many sessions, or for the nearest, in `group_counts`."""
-        nearest = min(self._found, key=lambda known: abs(known - self._num_sessions), default=None)
-        count = self._num_stages if nearest is None else self._found[nearest].count
-        # Of numbers with the same size of the largest group the least: fewer, fuller messages.
-        return max(each for each in group_counts(self._num_sessions) if each <= max(1, count))
+def _is_hopeless(search: _Search, length_ms: float) -> bool:
+    """Whether the number that is tried is so much worse that a part of its time is enough."""
+    if not search.plan or len(search.rates) % 2 == 0 or search.elapsed_ms < _SHORTEST_TRIAL * length_ms:
+        return False
+    return search.num_tokens < _HOPELESS * search.rates[-1][1] * search.elapsed_ms

@@ -25,7 +25,7 @@ import structlog
 
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import InvalidWindow, StageFailed
-from stages.compiled_extension import load_extension
+from stages.compiled_extension import REMEDY, load_extension
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -123,16 +123,20 @@ def decode(data: bytes, hidden_type: HiddenType, n_embd: int) -> NDArray[np.floa
         case HiddenType.F32:
             return np.frombuffer(data, "<f4").reshape(-1, n_embd)
         case HiddenType.F16:
-            return np.frombuffer(data, "<f2").astype(np.float32).reshape(-1, n_embd)
+            return _read_only(np.frombuffer(data, "<f2").astype(np.float32).reshape(-1, n_embd))
         case HiddenType.Q8:
             compiled = _compiled()
             if compiled is None:
-                return _dequantised(data, n_embd)
+                return _read_only(_dequantised(data, n_embd))
             rows = len(data) // hidden_type.row_bytes(n_embd)
             values = np.empty((rows, n_embd), np.float32)
             compiled.hidden_codec_decode_q8(data, rows, n_embd, values.ctypes.data)
-            values.flags.writeable = False
-            return values
+            return _read_only(values)
+
+
+def _read_only(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    values.flags.writeable = False
+    return values
 
 
 @functools.cache
@@ -145,9 +149,7 @@ def _compiled() -> ctypes.CDLL | None:
         library.hidden_codec_decode_q8.argtypes = (read, size, size, written)
         library.hidden_codec_decode_q8.restype = None
     except (ImportError, AttributeError) as error:
-        log.warning(
-            "slow_codec", reason=str(error), remedy="install spanmesh with pip on a host with a C compiler"
-        )
+        log.warning("slow_codec", reason=str(error), remedy=REMEDY)
         return None
     return library
 

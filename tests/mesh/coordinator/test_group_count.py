@@ -82,6 +82,31 @@ def test_it_comes_to_lie_near_the_best(
     assert pipeline.rate(pipeline.search.count) >= 0.95 * pipeline.best
 
 
+def test_it_searches_though_sessions_come_and_go() -> None:
+    """Answers of 10 s, sixteen at once: one ends and another begins every 0.6 s."""
+    pipeline = Pipeline(16, gpu_ms, noise=0.3)
+    for _ in range(400):
+        for num_sessions, seconds in ((16, 0.4), (15, 0.2)):
+            pipeline.num_sessions = num_sessions
+            pipeline.search.set_num_sessions(num_sessions)
+            pipeline.run(seconds)
+    pipeline.num_sessions = 16
+    pipeline.search.set_num_sessions(16)
+    while pipeline.search.is_searching:
+        pipeline.run(1)
+    assert pipeline.rate(pipeline.search.count) >= 0.95 * pipeline.best
+
+
+def test_it_tells_what_was_found() -> None:
+    pipeline = Pipeline(16, cpu_ms)
+    assert pipeline.search.found == {}
+    pipeline.run(60)
+    while pipeline.search.is_searching:
+        assert 16 not in pipeline.search.found
+        pipeline.run(1)
+    assert pipeline.search.found == {16: pipeline.search.count}
+
+
 def test_it_looks_again_when_the_load_changes() -> None:
     pipeline = Pipeline(16, gpu_ms)
     pipeline.run(60)
