@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import grpc
+import structlog
 
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from stages.transport.channels import Identity
+
+log = structlog.get_logger()
 
 
 # Clock filter of NTP (Mills, RFC 5905): of the latest queries the one with the shortest round trip waited
@@ -189,6 +192,10 @@ class ControlStream:
                         pong.set_result(reply.pong)
         except grpc.aio.AioRpcError as error:
             reason = explain(error, self._address)
+        except Exception as error:
+            # Without this stream no session would ever go on.
+            log.exception("verdicts_failed", address=self._address)
+            reason = StageFailed(f"the coordinator failed on what {self._address} sent: {error!r}")
         self._on_lost(reason)
 
 

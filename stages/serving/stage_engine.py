@@ -21,7 +21,7 @@ from stages.sampling.verifier import WindowVerifier
 from stages.serving.scheduler import QueueBarrier, QueuedWindow, SlotAssigned, WindowScheduler
 from stages.serving.sessions import SessionTable
 from stages.serving.slot_contents import KvSlots, SentHiddenStates
-from stages.serving.worker import StageWorker
+from stages.serving.worker import MOST_CARRIED_BYTES, StageWorker, feature_bytes
 from stages.transport.hidden_codec import EncodedHidden
 
 if TYPE_CHECKING:
@@ -139,8 +139,10 @@ class StageEngine:
         self._num_bundles += 1
         times, arrived_us = tuple(bundle.times), monotonic_us()
         features: defaultdict[tuple[int, int], list[wire.Features]] = defaultdict(list)
-        for each in bundle.features:
-            features[each.session, each.window_id].append(each)
+        # A peer that sends more than a stage may add loses them; no text depends on them.
+        if feature_bytes(bundle.features) <= MOST_CARRIED_BYTES:
+            for each in bundle.features:
+                features[each.session, each.window_id].append(each)
         queued = []
         first_row = 0
         for window in bundle.windows:

@@ -16,7 +16,7 @@ from stages.serving.scheduler import QueueBarrier
 from stages.transport.hidden_codec import TO_WIRE, HiddenType, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 # Features that travel with the windows of a batch: 2 ms at 100 Mbit/s, and the rows of a few sessions.
-_MOST_CARRIED_BYTES: Final = 24 << 10
+MOST_CARRIED_BYTES: Final = 24 << 10
 
 
 @dataclass
@@ -92,6 +92,7 @@ class StageWorker(threading.Thread):
         self._on_features = on_features
         # None: no coordinator wants features.
         self._feature_type: HiddenType | None = None
+        self._feature_row_bytes = 0
         self.counts = WorkerCounts()
 
     def send_as(self, hidden_type: HiddenType) -> None:
@@ -110,6 +111,8 @@ class StageWorker(threading.Thread):
         """
         tapped = self._runtime.tap_features(layers)
         self._feature_type = feature_type if tapped else None
+        if feature_type is not None:
+            self._feature_row_bytes = len(tapped) * feature_type.row_bytes(self._runtime.info.n_embd)
         return tapped
 
     def run(self) -> None:
@@ -234,7 +237,7 @@ class StageWorker(threading.Thread):
             sound = [pair for pair in zip(windows, computed, strict=True) if pair[1]]
             onward = [_onward(window) for window, _rows in sound]
             hidden = b"".join(part for window, rows in sound for part in (window.held, rows))
-        carried, left = self._features_to_send(windows)
+        carried, later = self._features_to_send(windows)
         compute_us = self._clock_us() - started_us
         counts.compute_us += compute_us
         counts.decode_cpu_us = self._runtime.decode_cpu_us
@@ -248,8 +251,9 @@ class StageWorker(threading.Thread):
             # After sending, since the next stage does not wait for this.
             for window, rows in zip(windows, computed, strict=True):
                 self._slots.sent_on(window.to_compute, rows)
-        if left:
-            self._on_features(left)
+        # Nor for these.
+        if features := self._unverified_features(later):
+            self._on_features(features)
 
     def _bundle(
         self,
@@ -290,18 +294,28 @@ class StageWorker(threading.Thread):
 
     def _features_to_send(
         self, windows: Sequence[QueuedWindow]
-    ) -> tuple[list[wire.Features], list[wire.Features]]:
-        """Features that travel with the windows, and those of rows without a verdict that do not."""
+    ) -> tuple[list[wire.Features], list[QueuedWindow]]:
+        """Features that travel with the windows, and windows whose features do not."""
         carried = [features for window in windows for features in window.features]
-        found = []
-        for window in windows:
-            stop = len(window.to_compute.tokens)
-            if self._runtime.info.is_tail:
-                stop -= window.to_compute.num_outputs
-            if stop and (features := self._features(window, 0, stop)) is not None:
-                found.append(features)
-        num_bytes = sum(len(rows) for features in (*carried, *found) for rows in features.rows)
-        return (carried, found) if num_bytes > _MOST_CARRIED_BYTES else ([*carried, *found], [])
+        wanting = [window for window in windows if window.wants_features and self._num_unverified(window)]
+        if self._feature_type is None or not wanting:
+            return carried, []
+        soon = [window for window in wanting if not window.features_may_wait]
+        num_bytes = feature_bytes(carried)
+        num_bytes += self._feature_row_bytes * sum(self._num_unverified(window) for window in soon)
+        if num_bytes > MOST_CARRIED_BYTES:
+            return carried, wanting
+        later = [window for window in wanting if window.features_may_wait]
+        return [*carried, *self._unverified_features(soon)], later
+
+    def _unverified_features(self, windows: Sequence[QueuedWindow]) -> list[wire.Features]:
+        """Features of rows that the tail does not sample; those of the others come with its verdicts."""
+        found = [self._features(window, 0, self._num_unverified(window)) for window in windows]
+        return [features for features in found if features is not None]
+
+    def _num_unverified(self, window: QueuedWindow) -> int:
+        span = window.to_compute
+        return len(span.tokens) - span.num_outputs * self._runtime.info.is_tail
 
     def _add_features(self, window: QueuedWindow, verdict: wire.Verdict | None) -> None:
         """Add features of the rows that the verdict's tokens were sampled after."""
@@ -343,6 +357,11 @@ class StageWorker(threading.Thread):
                 self._on_failures([failure_of(window, error)])
                 encoded.append(b"")
         return encoded
+
+
+def feature_bytes(features: Iterable[wire.Features]) -> int:
+    """Size of the rows of features."""
+    return sum(len(rows) for each in features for rows in each.rows)
 
 
 def _num_rows(windows: Sequence[QueuedWindow]) -> int:

@@ -218,7 +218,23 @@ class HostilePeer:
         if random.random() < 1 / 8:
             for _ in range(random.choice((1, 1000))):
                 bundle.times.add(queue_us=_U32, compute_us=_U32, num_rows=_U32)
+        if random.random() < 1 / 8:
+            self._add_features(bundle)
         return bundle
+
+    def _add_features(self, bundle: wire.WindowBundle) -> None:
+        """Features of its windows, of others, in odd numbers and sizes."""
+        random = self.random
+        for _ in range(random.choice((1, 3, 1000))):
+            window = random.choice(bundle.windows) if bundle.windows else wire.Window()
+            bundle.features.add(
+                session=random.choice((window.session, self._session())),
+                window_id=random.choice((window.id, 0, _U64)),
+                start=random.choice((window.start, _U32)),
+                num_rows=random.choice((0, 1, _U32)),
+                rows=[bytes(random.choice((0, 2 * self.shape.n_embd, 30_000)))] * random.choice((0, 1, 3)),
+                stage=random.choice((0, 1, _U32)),
+            )
 
     def _window(self) -> _DraftWindow:
         """In order with what went before, then with up to three things wrong."""

@@ -16,6 +16,7 @@ from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import ProtocolError
 from speculative.controller import ControllerOptions
+from stages.serving import worker
 from stages.serving.feature_stream import FeatureStream
 from stages.transport.channels import CLIENT_OPTIONS, key_metadata
 from stages.transport.hidden_codec import HiddenType
@@ -64,8 +65,12 @@ def expected(tokens: Sequence[int]) -> list[list[float]]:
     return [[*first, *second, *third] for first, second, third in zip(*sides, strict=True)]
 
 
+@pytest.mark.parametrize("most_carried_bytes", [0, worker.MOST_CARRIED_BYTES], ids=["streamed", "carried"])
 @pytest.mark.parametrize(("width", "depth"), [(4, 1), (2, 4)])
-async def test_a_proposer_gets_the_features_of_what_was_committed(width: int, depth: int) -> None:
+async def test_a_proposer_gets_the_features_of_what_was_committed(
+    width: int, depth: int, most_carried_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "MOST_CARRIED_BYTES", most_carried_bytes)
     prompt = list(REQUEST.prompt)
     plain = plain_answer(prompt, REQUEST.max_tokens, lambda logits, _position: int(logits.argmax()))
     reader = Reader([*prompt, *plain])

@@ -1,0 +1,105 @@
+"""Features that travel with their windows, and those that are sent after them."""
+
+from __future__ import annotations
+
+import queue
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from spanmesh_proto import windows_pb2 as wire
+from stages.runtime.stage_runtime import Span
+from stages.sampling.sampler import SamplingParams
+from stages.sampling.verifier import WindowVerifier
+from stages.serving import worker
+from stages.serving.scheduler import QueuedWindow, WindowScheduler
+from stages.serving.slot_contents import KvSlots, SentHiddenStates
+from stages.serving.worker import MOST_CARRIED_BYTES, StageWorker, feature_bytes
+from stages.transport.hidden_codec import HiddenType
+from tests.support.fake_stage import FakeRuntime
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Stage:
+    """The worker of a stage in the middle of a fake ring, and what it sends, in order."""
+
+    def __init__(self) -> None:
+        runtime: Any = FakeRuntime(0, 3)
+        self.sent: queue.Queue[tuple[str, Any]] = queue.Queue()
+        self.scheduler = WindowScheduler(64, lambda _session, _epoch: True)
+        self.worker = StageWorker(
+            runtime,
+            self.scheduler,
+            stage_index=lambda: 0,
+            clock_us=lambda: 0,
+            hidden_type=HiddenType.F32,
+            slots=KvSlots(runtime, SentHiddenStates(4, 1 << 20)),
+            on_windows=lambda bundle: self.sent.put(("windows", bundle)),
+            on_verdicts=lambda bundle: self.sent.put(("verdicts", bundle)),
+            on_failures=lambda failures: self.sent.put(("failures", failures)),
+            on_features=lambda features: self.sent.put(("features", features)),
+        )
+        assert self.worker.tap_features((0,), HiddenType.F32) == (0,)
+        self.worker.start()
+
+    def next(self) -> tuple[str, Any]:
+        return self.sent.get(timeout=10)
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    stage = Stage()
+    yield stage
+    stage.scheduler.close()
+    stage.worker.join()
+
+
+def window(slot: int, num_rows: int = 1, **fields: Any) -> QueuedWindow:
+    span = Span(slot, 0, [3] * num_rows, None, num_outputs=num_rows)
+    made = QueuedWindow(1 + slot, 0, 7, span, WindowVerifier(SamplingParams()), (), 0, 0, wants_features=True)
+    return replace(made, **fields)
+
+
+def test_features_of_a_few_rows_travel_with_their_window(stage: Stage) -> None:
+    earlier = wire.Features(session=1, window_id=7, num_rows=2, rows=[bytes(8)], stage=9)
+    stage.scheduler.put(window(0, 2, features=(earlier,)), window(1))
+    kind, bundle = stage.next()
+    assert kind == "windows"
+    assert [(each.session, each.num_rows, each.stage) for each in bundle.features] == [
+        (1, 2, 9),
+        (1, 2, 0),
+        (2, 1, 0),
+    ]
+    assert stage.sent.empty()
+
+
+def test_features_that_may_wait_are_sent_after_the_window(stage: Stage) -> None:
+    stage.scheduler.put(window(0, features_may_wait=True), window(1))
+    kind, bundle = stage.next()
+    assert (kind, [each.session for each in bundle.features]) == ("windows", [2])
+    kind, features = stage.next()
+    assert (kind, [each.session for each in features]) == ("features", [1])
+    assert features[0].may_wait
+
+
+def test_many_are_sent_after_the_window(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "MOST_CARRIED_BYTES", 4 * 3)
+    stage.scheduler.put(window(0, 3))
+    assert len(stage.next()[1].features) == 1
+    # What came from earlier stages counts as well, and goes on in any case.
+    earlier = wire.Features(session=2, window_id=7, num_rows=1, rows=[bytes(4)], stage=9)
+    stage.scheduler.put(window(1, 3, features=(earlier,)))
+    kind, bundle = stage.next()
+    assert (kind, list(bundle.features)) == ("windows", [earlier])
+    kind, features = stage.next()
+    assert (kind, feature_bytes(features)) == ("features", 4 * 3)
+
+
+def test_windows_that_want_none_have_none(stage: Stage) -> None:
+    stage.scheduler.put(window(0, wants_features=False), window(1, wants_features=False))
+    assert not stage.next()[1].features
+    assert stage.sent.empty()
+    assert MOST_CARRIED_BYTES > 0
