@@ -152,12 +152,19 @@ def _print_counts(console: Console, status: Mapping[str, Any]) -> None:
         paused = f", {sessions['paused']} paused, not read by their clients" if sessions["paused"] else ""
         console.print(
             f"sessions: {sessions['running']} running of {sessions['slots']}{paused},"
-            f" {sessions['waiting']} waiting",
+            f" {sessions['waiting']} waiting{_groups(sessions)}",
             highlight=False,
             soft_wrap=True,
         )
     if speculation:
         _print_speculation(console, speculation)
+
+
+def _groups(sessions: Mapping[str, Any]) -> str:
+    """Groups of decoding sessions, whose windows travel together."""
+    if not (num_groups := sessions.get("groups", 0)):
+        return ""
+    return f", {num_groups} group{'s' * (num_groups > 1)} of at most {sessions['largest_group']}"
 
 
 def _print_incidents(console: Console, status: Mapping[str, Any]) -> None:

@@ -455,8 +455,14 @@ class Coordinator:
         if streams is None:
             return
         for features in carried:
-            with contextlib.suppress(MeshError, ValueError):  # a stage that sends nonsense costs acceptance
+            try:
                 self._on_features(streams.decoded(features))
+            except (MeshError, ValueError) as error:
+                # A stage that sends nonsense costs acceptance.
+                log.debug("features_refused", session=features.session, reason=str(error))
+            except Exception:
+                # Features come with verdicts, whose stream serves all sessions.
+                log.exception("features_failed", session=features.session)
 
     def _on_features(self, features: ReceivedFeatures) -> None:
         session = self._sessions.get(features.session)

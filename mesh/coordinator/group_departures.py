@@ -60,6 +60,9 @@ class GroupDepartures:
         """Number of sessions."""
         return len(self._members)
 
+    def __contains__(self, session: int) -> bool:
+        return session in self._members
+
     def set_num_groups(self, num_groups: int) -> None:
         """Divide the sessions anew."""
         if num_groups != self._num_groups:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from mesh.coordinator.group_count import GroupCountSearch
@@ -16,6 +17,19 @@ if TYPE_CHECKING:
 
 # Round trip before one was measured.
 _UNMEASURED_MS: Final = 50.0
+
+
+@dataclass
+class _Held:
+    """Windows of one session that wait for their group.
+
+    Attributes:
+        windows: In order.
+        on_left: Called when they leave, with the time.
+    """
+
+    windows: list[wire.Window]
+    on_left: Callable[[float], None]
 
 
 class WindowGroups:
@@ -44,7 +58,7 @@ class WindowGroups:
         self._clock_ms = clock_ms
         self._departures = GroupDepartures()
         self._search = None if num_groups else GroupCountSearch(num_stages, clock_ms)
-        self._held: dict[int, list[wire.Window]] = {}
+        self._held: dict[int, _Held] = {}
         self._ahead: list[wire.Window] = []
         self._left_ms: dict[int, float] = {}
         self._round_trip_ms: float | None = None
@@ -59,35 +73,52 @@ class WindowGroups:
         self._members_changed()
 
     def leave(self, session: int) -> None:
-        """Remove a session; a window that is held for it never leaves."""
+        """Remove a session; windows of it that have not left never do."""
         self._departures.leave(session)
         self._held.pop(session, None)
+        self._ahead = [window for window in self._ahead if window.session != session]
         self._left_ms.pop(session, None)
         self._members_changed()
 
-    def send(self, session: int, windows: Sequence[wire.Window], *, is_first: bool) -> None:
+    def send(
+        self,
+        session: int,
+        windows: Sequence[wire.Window],
+        *,
+        is_first: bool,
+        on_left: Callable[[float], None],
+    ) -> bool:
         """Send windows of a session, now or with its group.
 
         Args:
             session: Its id.
             windows: In order.
             is_first: Whether no window of the session is in flight.
+            on_left: Called with the time, in milliseconds, when windows leave that are held.
+
+        Returns:
+            Whether they leave now.
         """
+        if self._is_closed:
+            return False
         if session in self._held:
-            self._held[session] += windows
-        elif self._departures.is_alone(session) and not self._is_ahead(session):
+            self._held[session].windows += windows
+            return False
+        if self._departures.is_alone(session) and not self._is_ahead(session):
             self._send(windows)
-            if is_first:
+            if is_first and session in self._departures:
                 self._departures.left([session])
                 self._left_ms[session] = self._clock_ms()
-        elif is_first:
+            return True
+        if is_first:
             self._departures.wait(session, self._clock_ms())
-            self._held[session] = list(windows)
+            self._held[session] = _Held(list(windows), on_left)
             self._check_soon()
-        else:
-            # With those that other sessions send in this turn of the event loop.
-            self._ahead += windows
-            self._check_soon()
+            return False
+        # With those that other sessions send in this turn of the event loop.
+        self._ahead += windows
+        self._check_soon()
+        return True
 
     def _is_ahead(self, session: int) -> bool:
         """Whether windows of the session leave at the end of this turn; later ones must not overtake them."""
@@ -112,9 +143,13 @@ class WindowGroups:
             self._check_soon()
 
     def status(self) -> dict[str, Any]:
-        """Number and sizes of groups, for `mesh status`."""
-        sizes = [len(group) for group in self._departures.groups]
-        return {"groups": len(sizes), "largest_group": max(sizes, default=0)}
+        """Number and sizes of groups, and the numbers found so far, for `mesh status`."""
+        sizes = [len(group) for group in self._departures.groups if group]
+        return {
+            "groups": len(sizes),
+            "largest_group": max(sizes, default=0),
+            "groups_found": self._search.found if self._search is not None else {},
+        }
 
     @property
     def _patience_ms(self) -> float:
@@ -147,7 +182,10 @@ class WindowGroups:
         for group in self._departures.due(now_ms, self._patience_ms):
             self._departures.left(group)
             self._left_ms.update(dict.fromkeys(group, now_ms))
-            self._send([window for session in group for window in self._held.pop(session)])
+            leaving = [self._held.pop(session) for session in group]
+            self._send([window for held in leaving for window in held.windows])
+            for held in leaving:
+                held.on_left(now_ms)
         next_ms = self._departures.next_ms(self._patience_ms)
         if next_ms is not None:
             delay_s = max(0.0, next_ms - now_ms) / 1000

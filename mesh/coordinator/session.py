@@ -60,7 +60,7 @@ class InFlightWindow(NamedTuple):
     Attributes:
         id: Id of the window within its session.
         window: The window as sent.
-        sent_ms: When it was sent.
+        sent_ms: When it left.
         num_ahead: Windows of its session that were in flight then.
     """
 
@@ -161,6 +161,8 @@ class Session:
         self._num_sent = 0
         self._in_flight_windows: deque[InFlightWindow] = deque()
         self._leaving: list[wire.Window] = []
+        # Whether what is in flight has not left yet, since it waits for its group.
+        self._is_waiting = False
         self._output_queue = OutputQueue(on_room=self._on_room)
         self._feature_needs = feature_needs
         self._feature_store: FeatureStore | None = None
@@ -240,7 +242,8 @@ class Session:
         self._is_suspended = True
         pending = PendingReplay(self._on_replayed or _nothing, is_suspect=self._is_suspect)
         self._on_replayed = None
-        self.was_under_way = bool(self._in_flight_windows)
+        self.was_under_way = bool(self._in_flight_windows) and not self._is_waiting
+        self._is_waiting = False
         self._count_decoding(is_decoding=False)
         self._in_flight_windows.clear()
         self._void_features()
@@ -377,6 +380,7 @@ class Session:
         self.is_slot_unknown = True
         if not self._is_over:
             self._is_over = True
+            self._count_decoding(is_decoding=False)
             # After tokens that were committed before and are not yet in the queue.
             self._loop.call_soon(self._output_queue.put, error)
             self._note_replayed()
@@ -462,6 +466,7 @@ class Session:
         if voided:
             log.debug("windows_voided", session=self.id, epoch=self._epoch, num_windows=len(voided))
         self._is_over = step.finish is not None
+        self._count_decoding(is_decoding=not self._is_over)
         # One turn of the event loop later, so that what was sent is on the wire first.
         self._loop.call_soon(
             functools.partial(
@@ -666,7 +671,15 @@ class Session:
         if self._leaving:
             leaving, self._leaving = self._leaving, []
             is_first = len(leaving) == len(self._in_flight_windows)
-            self._active_ring.groups.send(self.id, leaving, is_first=is_first)
+            is_leaving = self._active_ring.groups.send(
+                self.id, leaving, is_first=is_first, on_left=self._on_left
+            )
+            self._is_waiting = not is_leaving
+
+    def _on_left(self, now_ms: float) -> None:
+        """Windows that waited for their group leave: until now they were on no wire."""
+        self._is_waiting = False
+        self._in_flight_windows = deque(each._replace(sent_ms=now_ms) for each in self._in_flight_windows)
 
 
 def _nothing() -> None:

@@ -17,15 +17,21 @@ class Line:
         self.now_ms = 0.0
         self.groups = WindowGroups(3, self._send, clock_ms=lambda: self.now_ms, num_groups=num_groups)
         self._num_sent: dict[int, int] = {}
+        self.left_ms: dict[int, float] = {}
 
     def _send(self, windows: Sequence[wire.Window]) -> None:
         self.bundles.append([(window.session, window.id) for window in windows])
 
-    def send(self, session: int, *, is_first: bool = True, num_windows: int = 1) -> None:
+    def send(self, session: int, *, is_first: bool = True, num_windows: int = 1) -> bool:
         first = self._num_sent.get(session, 0)
         self._num_sent[session] = first + num_windows
         windows = [wire.Window(session=session, id=first + number) for number in range(num_windows)]
-        self.groups.send(session, windows, is_first=is_first)
+        return self.groups.send(
+            session,
+            windows,
+            is_first=is_first,
+            on_left=lambda now_ms: self.left_ms.__setitem__(session, now_ms),
+        )
 
     def land(self, *sessions: int) -> None:
         """Verdicts of one bundle, a round trip after all windows left."""
@@ -94,6 +100,42 @@ async def test_a_verdict_that_is_late_is_waited_for() -> None:
     assert line.take() == [[(0, 2)]]
 
 
+async def test_a_session_is_told_when_its_window_leaves() -> None:
+    line = started(1, 2)
+    await turn()
+    line.left_ms.clear()
+    line.land(0)
+    assert not line.send(0)
+    line.now_ms += 7.0
+    line.groups.landed(1, 1)
+    assert not line.send(1)
+    await turn()
+    assert line.left_ms == {0: line.now_ms, 1: line.now_ms}
+    # One that leaves at once is not.
+    line.groups.leave(1)
+    line.groups.landed(0, 1)
+    assert line.send(0)
+    assert line.left_ms[0] == line.now_ms
+
+
+async def test_a_prefill_chunk_says_nothing_about_round_trips() -> None:
+    line = Line(1)
+    line.send(7, num_windows=2)
+    line.now_ms += 5000.0
+    line.groups.landed(7, 0)
+    for session in (0, 1):
+        line.groups.join(session, session)
+    for session in (0, 1):
+        line.send(session)
+    await turn()
+    line.land(0)
+    line.take()
+    line.send(0)
+    line.now_ms += 2 * ROUND_TRIP_MS
+    await asyncio.sleep(3 * ROUND_TRIP_MS / 1000)
+    assert line.take() == [[(0, 1)]]
+
+
 async def test_windows_of_one_session_leave_in_order() -> None:
     line = started(1, 2)
     await turn()
@@ -147,5 +189,23 @@ async def test_a_session_that_leaves_takes_its_window_along_and_holds_nobody_up(
 async def test_nothing_leaves_after_the_end() -> None:
     line = started(1, 2)
     line.groups.close()
+    assert not line.send(7)
     await asyncio.sleep(0.1)
     assert line.take() == []
+
+
+async def test_further_windows_of_a_session_that_leaves_do_not_leave_either() -> None:
+    line = started(1, 2)
+    await turn()
+    line.take()
+    line.send(0, is_first=False)
+    line.groups.leave(0)
+    await turn()
+    assert line.take() == []
+
+
+async def test_only_groups_with_sessions_are_told() -> None:
+    line = Line(3)
+    assert line.groups.status() == {"groups": 0, "largest_group": 0, "groups_found": {}}
+    line.groups.join(1, 0)
+    assert line.groups.status() == {"groups": 1, "largest_group": 1, "groups_found": {}}
