@@ -101,14 +101,18 @@ def concurrency_against_limit(
         spent = _totals(bed) - before
         require_all(ours)
         prompts = [one.record.num_input_tokens or 0 for one in ours.answers]
-        limits = compute_limit(
-            model,
-            edges,
-            num_sessions=num_at_once,
-            prompt_tokens=round(median(prompts)),
-            answer_tokens=SHORT_ANSWER_TOKENS,
-            exact=exact,
-        )
+        bed.mesh.pause()  # an idle mesh takes processor time, too
+        try:
+            limits = compute_limit(
+                model,
+                edges,
+                num_sessions=num_at_once,
+                prompt_tokens=round(median(prompts)),
+                answer_tokens=SHORT_ANSWER_TOKENS,
+                exact=exact,
+            )
+        finally:
+            bed.mesh.resume()
         num_tokens = sum(one.record.num_output_tokens for one in ours.answers)
         rates = [_decode_rate(one.record) for one in ours.answers]
         shares.append(ours.tokens_per_s / max(limits.values()))
