@@ -193,8 +193,8 @@ class ControlStream:
         except grpc.aio.AioRpcError as error:
             reason = explain(error, self._address)
         except Exception as error:
-            # Without this stream no session would ever go on.
-            log.exception("verdicts_failed", address=self._address)
+            # Without this stream no failure would ever be told.
+            log.exception("control_failed", address=self._address)
             reason = StageFailed(f"the coordinator failed on what {self._address} sent: {error!r}")
         self._on_lost(reason)
 
@@ -288,6 +288,10 @@ class VerdictStream:
                 self.num_received_bytes += bundle.ByteSize()
         except grpc.aio.AioRpcError as error:
             reason = explain(error, self._address)
+        except Exception as error:
+            # Without this stream no session would ever go on.
+            log.exception("verdicts_failed", address=self._address)
+            reason = StageFailed(f"the coordinator failed on what {self._address} sent: {error!r}")
         self._on_lost(reason)
 
 
