@@ -120,7 +120,7 @@ class Span:
 
 
 class StageRuntime:
-    """A loaded stage and its KV cache. Not thread-safe: one thread owns it.
+    """A loaded stage and its KV cache. Not thread-safe: for one thread at a time.
 
     A GGUF that was never cut is loaded as the single stage of a whole model.
 
@@ -182,6 +182,11 @@ class StageRuntime:
     def num_slots(self) -> int:
         """Number of concurrent sequences."""
         return self._options.num_slots
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of llama.cpp."""
+        return self._options.num_threads
 
     @property
     def ctx_size(self) -> int:

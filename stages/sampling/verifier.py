@@ -146,6 +146,11 @@ class WindowVerifier:
         self._grammar = None if open_masks is None else GrammarRecord(open_masks, num_prompt)
         self._write(0, cached)
 
+    @property
+    def has_grammar(self) -> bool:
+        """Whether a grammar constrains what is sampled."""
+        return self._grammar is not None
+
     @classmethod
     def of(cls, spec: SessionSpec, grammars: Grammars) -> WindowVerifier:
         """The verifier of a new session.

@@ -1,6 +1,6 @@
 """Window scheduler: queue of windows, and choice of those that share the next batch.
 
-Filled by the event loop, emptied by the thread that owns llama.cpp.
+Filled by the event loop, emptied by the thread that computes.
 """
 
 from __future__ import annotations
@@ -89,6 +89,11 @@ class QueuedWindow:
     features: tuple[wire.Features, ...] = ()
 
     @property
+    def is_chunk(self) -> bool:
+        """Whether it is part of a prompt: in other windows every row but a committed one is verified."""
+        return self.span.num_outputs + self.num_recomputed < len(self.span.tokens)
+
+    @property
     def to_compute(self) -> Span:
         """The rows that are not held."""
         span, num_held = self.span, self.num_held
@@ -131,7 +136,7 @@ class SlotAssigned:
 
 @dataclass(frozen=True)
 class QueueBarrier:
-    """Marker: everything before it is computed or dropped.
+    """Marker: the changes before it were made, and nothing is being computed.
 
     Attributes:
         on_passed: Called in the computing thread.
@@ -188,9 +193,14 @@ class WindowScheduler:
         self._max_rows = max_rows
         self._is_live = is_live
         self._takes_runs = takes_runs
-        # All arrivals pass this queue: unlike a condition variable it wakes the computing thread without
-        # Python on either side, and what was taken from it belongs to that thread alone.
+        # Arrivals pass this queue: unlike a condition variable it wakes the worker's thread without Python on
+        # either side, and what was taken from it belongs to the thread that computes.
         self._arrivals: queue.SimpleQueue[tuple[QueuedWindow, ...] | Change | None] = queue.SimpleQueue()
+        # What `wait` took from there, until it is noted.
+        self._in_hand: deque[tuple[QueuedWindow, ...] | Change | None] = deque()
+        # The one is written by the event loop alone, the other by the thread that takes.
+        self._num_arrivals = 0
+        self._num_noted_arrivals = 0
         # Of windows: the one is written by the event loop alone, the other by the computing thread.
         self._num_put = 0
         self._num_noted = 0
@@ -214,32 +224,64 @@ class WindowScheduler:
     def put(self, *windows: QueuedWindow) -> None:
         """Append the windows of a bundle."""
         self._num_put += len(windows)
-        self._arrivals.put(windows)
+        self._arrive(windows)
+
+    def put_ready(self, window: QueuedWindow) -> None:
+        """Append a window for `take_ready` by the calling thread; the queue must be empty."""
+        self._num_put += 1
+        self._num_arrivals += 1
+        self._note((window,))
 
     def change(self, change: Change) -> None:
         """Queue a change of a slot, before later batches."""
-        self._arrivals.put(change)
+        self._arrive(change)
 
     def close(self) -> None:
         """Wake the computing thread for the last time."""
-        self._arrivals.put(None)
+        self._arrive(None)
 
-    def take(self) -> Work | None:
-        """Wait for work; None once the queue is closed. For one thread."""
-        while True:
-            while not self._arrivals.empty():
-                self._note(self._arrivals.get())
-            if self._is_closed:
-                return None
-            self._drop_void()
-            self._release_changes()
-            windows = self._take_batch()
-            if windows or self._changes:
-                changes, self._changes = tuple(self._changes), []
-                return Work(changes, windows)
+    def _arrive(self, arrival: tuple[QueuedWindow, ...] | Change | None) -> None:
+        self._num_arrivals += 1
+        self._arrivals.put(arrival)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits, and it is open. For the event loop, while no other thread takes."""
+        return self._num_arrivals == self._num_noted_arrivals and not (
+            self._waiting or self._pending or self._is_closed
+        )
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `take_ready` has met the end of the queue."""
+        return self._is_closed
+
+    def wait(self) -> None:
+        """Wait for an arrival. For one thread.
+
+        Meanwhile the event loop may call `take_ready` after `put_ready`: then nothing has arrived that both
+        would take.
+        """
+        self._in_hand.append(self._arrivals.get())
+
+    def take_ready(self) -> Work | None:
+        """Work that need not be waited for; None if there is none. For one thread at a time."""
+        while self._in_hand:
+            self._note(self._in_hand.popleft())
+        while not self._arrivals.empty():
             self._note(self._arrivals.get())
+        if self._is_closed:
+            return None
+        self._drop_void()
+        self._release_changes()
+        windows = self._take_batch()
+        if not windows and not self._changes:
+            return None
+        changes, self._changes = tuple(self._changes), []
+        return Work(changes, windows)
 
     def _note(self, arrival: tuple[QueuedWindow, ...] | Change | None) -> None:
+        self._num_noted_arrivals += 1
         if arrival is None:
             self._is_closed = True
         elif isinstance(arrival, tuple):
@@ -282,12 +324,12 @@ class WindowScheduler:
 
     def _take_batch(self) -> tuple[QueuedWindow, ...]:
         firsts = self._firsts()
-        chunks = [window for window in firsts if _is_chunk(window)]
+        chunks = [window for window in firsts if window.is_chunk]
         if not chunks:
             self._num_before_chunk = None
             return self._take_small()
         if self._num_before_chunk is None:
-            self._num_before_chunk = sum(not _is_chunk(window) for window in firsts)
+            self._num_before_chunk = sum(not window.is_chunk for window in firsts)
         if self._num_before_chunk > 0 and (taken := self._take_small()):
             self._num_before_chunk -= len(taken)
             return taken
@@ -309,7 +351,7 @@ class WindowScheduler:
 
     def _take_run(self) -> tuple[QueuedWindow, ...]:
         """Take the window that has waited longest, and its neighbours."""
-        small = [window for window in self._firsts() if not _is_chunk(window)]
+        small = [window for window in self._firsts() if not window.is_chunk]
         if not small:
             return ()
         together = {window.span.slot: window for window in small if window.bundle == small[0].bundle}
@@ -326,7 +368,7 @@ class WindowScheduler:
         sessions: set[int] = set()
         rows_left = self._max_rows
         for window in self._waiting:
-            is_next = window.session not in sessions and not _is_chunk(window)
+            is_next = window.session not in sessions and not window.is_chunk
             is_next = is_next and (not taken or window.bundle == taken[0].bundle)
             if is_next and len(window.span.tokens) <= rows_left:
                 rows_left -= len(window.span.tokens)
@@ -343,8 +385,3 @@ class WindowScheduler:
         live = deque(window for window in self._waiting if self._is_live(window.session, window.epoch))
         self.num_dropped += len(self._waiting) - len(live)
         self._waiting = live
-
-
-def _is_chunk(window: QueuedWindow) -> bool:
-    """Whether it is part of a prompt: in other windows every row but a committed one is verified."""
-    return window.span.num_outputs + window.num_recomputed < len(window.span.tokens)

@@ -102,8 +102,8 @@ log = structlog.get_logger()
 class StageService(rpc.StageServicer):
     """One stage: receives windows, computes them, and sends them on or verifies them.
 
-    Runs in the event loop that made it; llama.cpp runs in the worker's thread. `rejoin` moves it to another
-    ring and keeps the loaded layers.
+    Runs in the event loop that made it; llama.cpp runs in the worker, mostly in its thread. `rejoin` moves it
+    to another ring and keeps the loaded layers.
 
     Args:
         runtime: The loaded stage.
@@ -115,6 +115,9 @@ class StageService(rpc.StageServicer):
         term: Term of its coordinator; a lower one is refused.
         most_sent_bytes: Most bytes of sent rows that it keeps, to send them again after a recovery.
         pause_s: Pause between updates of replicas, see `stages.serving.kv_replication.pause_s`.
+        computes_in_loop: Whether the event loop of a stage with one thread computes short windows itself, see
+            `StageWorker.compute_here`; it should not where stages share one and their computing may stand
+            still.
 
     Attributes:
         key_check: Interceptor for its server.
@@ -133,6 +136,7 @@ class StageService(rpc.StageServicer):
         term: int = 0,
         most_sent_bytes: int = LEAST_SENT_BYTES,
         pause_s: Callable[[float], float] = pause_s,
+        computes_in_loop: bool = True,
     ) -> None:
         self.handshakes = HandshakeMonitor()
         self.key_check = KeyCheck(mesh_key, self.handshakes.called)
@@ -144,6 +148,7 @@ class StageService(rpc.StageServicer):
             stage_index=stage_index,
             hidden_type=hidden_type,
             most_sent_bytes=most_sent_bytes,
+            computes_in_loop=computes_in_loop,
             on_verdicts=self._answer,
             on_failures=self._report,
             on_features=self._send_features,

@@ -49,10 +49,11 @@ class StageEngine:
     """Sessions, scheduler and worker of one stage, in the event loop that made it.
 
     Args:
-        runtime: The loaded stage; it computes in the worker's thread.
+        runtime: The loaded stage; the worker owns it.
         stage_index: Its place in the pipeline.
         hidden_type: Format of its hidden states on the wire to the next stage.
         most_sent_bytes: Most bytes of sent rows that it keeps, to send them again after a recovery.
+        computes_in_loop: Whether the event loop may compute short windows itself.
         on_verdicts: Called with verdicts of live sessions.
         on_failures: Called with failures; one of session 0 means the whole stage.
         on_features: Called with features of windows of live sessions.
@@ -69,6 +70,7 @@ class StageEngine:
         stage_index: int,
         hidden_type: HiddenType,
         most_sent_bytes: int,
+        computes_in_loop: bool,
         on_verdicts: Callable[[wire.VerdictBundle], None],
         on_failures: Callable[[list[wire.Failure]], None],
         on_features: Callable[[list[wire.Features]], None],
@@ -88,6 +90,9 @@ class StageEngine:
         )
         self._slots = KvSlots(runtime, SentHiddenStates(runtime.num_slots, most_sent_bytes))
         self._num_bundles = 0
+        # libgomp has threads for each thread that computes: with two such they would be more than the
+        # processors, and wait for one another by sleeping.
+        self._computes_in_loop = computes_in_loop and runtime.num_threads == 1
         self._worker = StageWorker(
             runtime,
             self._scheduler,
@@ -175,7 +180,10 @@ class StageEngine:
                     )
                 )
             first_row += len(window.tokens)
-        if queued:
+        if not queued:
+            return
+        # Several windows may be several batches, and what the first gives should leave before the second.
+        if not (self._computes_in_loop and len(queued) == 1 and self._worker.compute_here(queued[0])):
             self._scheduler.put(*queued)
 
     def _admit(self, window: wire.Window) -> StageSession | None:
@@ -326,7 +334,7 @@ class StageEngine:
             self.next.send(message)
 
     def _from_worker(self, handler: Any) -> Any:
-        """A function for the worker's thread that runs `handler` in the event loop."""
+        """A function for the computing thread that runs `handler` in the event loop, in order."""
         return lambda messages: self._loop.call_soon_threadsafe(handler, messages)
 
     def _send_on(self, bundle: wire.WindowBundle) -> None:

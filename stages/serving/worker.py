@@ -1,4 +1,4 @@
-"""Worker thread of a stage, which owns llama.cpp: decodes, then samples or encodes."""
+"""Worker of a stage, which owns llama.cpp: decodes, then samples or encodes."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+# The event loop stands still while it computes: what takes longer is for the worker's thread.
+_LONGEST_HERE_US: Final = 15_000
+# A stage that has been idle for less is busy: there, messages are better read while it computes.
+_LEAST_IDLE_US: Final = 1_000
+
 # Features that travel with the windows of a batch: 2 ms at 100 Mbit/s, and the rows of a few sessions.
 MOST_CARRIED_BYTES: Final = 24 << 10
 
@@ -52,13 +57,17 @@ class WorkerCounts:
 class StageWorker(threading.Thread):
     """Thread that runs until its scheduler is closed, then frees the runtime.
 
+    While it waits for work, the event loop may compute a single window itself, see `compute_here`: handing it
+    over to a thread and back takes two wake-ups, a good part of what a token costs around computing if only
+    one session runs. One thread computes at a time, and that one is meant by "in this thread" below.
+
     Args:
-        runtime: Owned by this thread from `start` on.
+        runtime: Owned by this object from `start` on.
         scheduler: Source of windows.
         stage_index: Returns the stage's place in the ring.
         clock_us: Monotonic clock, microseconds.
         hidden_type: Format of hidden states on the wire to the next stage.
-        slots: KV cache and sent rows, owned by this thread.
+        slots: KV cache and sent rows, used in this thread.
         on_windows: Called with the windows of a batch for the next stage, in this thread.
         on_verdicts: Called with the tail's verdicts on a batch, in this thread.
         on_failures: Called with windows that could not be computed, in this thread.
@@ -93,6 +102,13 @@ class StageWorker(threading.Thread):
         # None: no coordinator wants features.
         self._feature_type: HiddenType | None = None
         self._feature_row_bytes = 0
+        # Held by the thread that computes.
+        self._turn = threading.Lock()
+        self._finished_us = clock_us()
+        # Whether the next batch also copies caches from slot to slot, which takes long.
+        self._has_new_slots = False
+        # Longest recent time of a batch, by its number of rows.
+        self._longest_us: dict[int, int] = {}
         self.counts = WorkerCounts()
 
     def send_as(self, hidden_type: HiddenType) -> None:
@@ -117,14 +133,51 @@ class StageWorker(threading.Thread):
 
     def run(self) -> None:
         """Work until the queue is closed."""
-        while (work := self._scheduler.take()) is not None:
+        while not self._scheduler.is_closed:
+            self._scheduler.wait()
+            with self._turn:
+                self._work()
+        self._runtime.close()
+
+    def compute_here(self, window: QueuedWindow) -> bool:
+        """Compute a window that came alone in the calling thread, that of the event loop.
+
+        Only if the stage is idle and the window is likely to be short.
+
+        Returns:
+            Whether it was done; if not, nothing was.
+        """
+        if not self._is_short(window) or not self._turn.acquire(blocking=False):
+            return False
+        try:
+            is_idle = self._scheduler.is_empty and self._clock_us() - self._finished_us >= _LEAST_IDLE_US
+            if not is_idle or self._has_new_slots:
+                return False
+            self._scheduler.put_ready(window)
+            self._work()
+        finally:
+            self._turn.release()
+        return True
+
+    def _is_short(self, window: QueuedWindow) -> bool:
+        span = window.span
+        # Prompts have lengths of their own, and checkpoints and grammars take times that differ widely.
+        if window.is_chunk or span.checkpoints or window.verifier.has_grammar:
+            return False
+        longest_us = self._longest_us.get(len(span.tokens))
+        return longest_us is not None and longest_us < _LONGEST_HERE_US
+
+    def _work(self) -> None:
+        """Compute all that waits."""
+        while (work := self._scheduler.take_ready()) is not None:
             for change in work.changes:
                 self._change(change)
             started_us = self._clock_us()
             windows = self._without_invalid(self._without_held(work.windows, started_us))
             if windows:
                 self._compute(windows, started_us)
-        self._runtime.close()
+                self._finished_us = self._clock_us()
+                self._has_new_slots = False
 
     def _change(self, change: Change) -> None:
         if isinstance(change, QueueBarrier):
@@ -133,6 +186,7 @@ class StageWorker(threading.Thread):
             self._begin(change)
 
     def _begin(self, assigned: SlotAssigned) -> None:
+        self._has_new_slots = True
         try:
             self._slots.begin(
                 assigned.slot, assigned.source, assigned.cached, assigned.num_resumed, self.sent_row_bytes
@@ -240,6 +294,8 @@ class StageWorker(threading.Thread):
         carried, later = self._features_to_send(windows)
         compute_us = self._clock_us() - started_us
         counts.compute_us += compute_us
+        # It shrinks by and by: one slow batch, such as the first, says little.
+        self._longest_us[num_rows] = max(compute_us, self._longest_us.get(num_rows, 0) * 7 // 8)
         counts.decode_cpu_us = self._runtime.decode_cpu_us
         # The windows of a batch came together, so the same is true of all of them.
         times = _times(windows[0], started_us, compute_us=compute_us, num_rows=num_rows)
@@ -248,7 +304,7 @@ class StageWorker(threading.Thread):
             self._on_verdicts(wire.VerdictBundle(verdicts=given, times=times, features=carried))
         else:
             self._on_windows(self._bundle(onward, hidden, times, carried))
-            # After sending, since the next stage does not wait for this.
+            # After handing on, since the next stage does not wait for this.
             for window, rows in zip(windows, computed, strict=True):
                 self._slots.sent_on(window.to_compute, rows)
         # Nor for these.

@@ -96,6 +96,7 @@ class FakeRuntime:
         )
         self.decode_cpu_us = 0
         self.num_slots = num_slots
+        self.num_threads = 1
         self.ctx_size = ctx_size
         self.on_decode = on_decode
         self.forgotten_trims: frozenset[int] = frozenset()

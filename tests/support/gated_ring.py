@@ -221,6 +221,7 @@ class GatedRing(RepairableRing):
             mesh_key=self.mesh_key,
             term=self.term,
             pause_s=lambda _took_s: _NEWS_S,
+            computes_in_loop=False,  # gates hold it
         )
         self.batches[name] = gate
         server = grpc.aio.server(interceptors=[service.key_check], options=SERVER_OPTIONS)

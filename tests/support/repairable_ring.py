@@ -139,6 +139,8 @@ class RepairableRing:
             mesh_key=self.mesh_key,
             most_sent_bytes=self._most_sent_bytes,
             pause_s=lambda _took_s: self._news_s or 0.0,
+            # Fakes stand still where a test wants it, and all stages share this event loop.
+            computes_in_loop=not isinstance(runtime, FakeRuntime),
         )
         server = grpc.aio.server(interceptors=[service.key_check], options=SERVER_OPTIONS)
         rpc.add_StageServicer_to_server(service, server)

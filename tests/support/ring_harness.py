@@ -83,6 +83,8 @@ async def running_services(
                 mesh_id=MESH_ID,
                 mesh_key=MESH_KEY,
                 hidden_type=hidden_type,
+                # Fakes stand still where a test wants it, and all stages share this event loop.
+                computes_in_loop=isinstance(runtime, StageRuntime),
             )
             stack.push_async_callback(service.close)
             server = grpc.aio.server(interceptors=[service.key_check], options=SERVER_OPTIONS)

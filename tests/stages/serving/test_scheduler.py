@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.serving.scheduler import WindowScheduler, run_around
-from tests.stages.serving.test_stage_sessions import window
+from tests.stages.serving.test_stage_sessions import take, window
 
 
 @given(
@@ -27,7 +27,7 @@ def test_a_run_is_of_neighbours_with_equally_many_rows_and_divides_alike_for_all
 
 
 def taken_from(scheduler: WindowScheduler) -> list[int]:
-    work = scheduler.take()
+    work = take(scheduler)
     assert work is not None
     return [each.span.slot for each in work.windows]
 

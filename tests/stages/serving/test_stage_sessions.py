@@ -12,7 +12,7 @@ from stages.runtime.stage_runtime import Span
 from stages.sampling.sampler import SamplingParams
 from stages.sampling.session_spec import Resumed
 from stages.sampling.verifier import WindowVerifier
-from stages.serving.scheduler import QueueBarrier, QueuedWindow, SlotAssigned, WindowScheduler
+from stages.serving.scheduler import QueueBarrier, QueuedWindow, SlotAssigned, WindowScheduler, Work
 from stages.serving.sessions import SessionTable
 
 
@@ -29,6 +29,13 @@ def window(
     num_outputs = rows if num_outputs is None else num_outputs
     span = Span(slot=session, start=start, tokens=[1] * rows, num_outputs=num_outputs)
     return QueuedWindow(session, epoch, id, span, WindowVerifier(SamplingParams()), (), 0, bundle)
+
+
+def take(scheduler: WindowScheduler) -> Work | None:
+    """Wait for work as a worker does; None once the queue is closed."""
+    while (work := scheduler.take_ready()) is None and not scheduler.is_closed:
+        scheduler.wait()
+    return work
 
 
 def test_a_slot_given_to_a_new_session_ends_the_old_one() -> None:
@@ -129,7 +136,7 @@ def test_batches_keep_order_and_fit(
         scheduler.put(window(session, rows, id=index, num_outputs=rows if is_verified else 0))
     seen: dict[int, list[int]] = {}
     while len(scheduler):
-        work = scheduler.take()
+        work = take(scheduler)
         assert work is not None
         assert work.windows
         assert sum(len(w.span.tokens) for w in work.windows) <= max_rows
@@ -145,7 +152,7 @@ def chunk(session: int, id: int) -> QueuedWindow:
 
 
 def taken(scheduler: WindowScheduler) -> list[tuple[int, int]]:
-    work = scheduler.take()
+    work = take(scheduler)
     assert work is not None
     return [(each.session, each.id) for each in work.windows]
 
@@ -189,7 +196,7 @@ def test_windows_of_a_bundle_share_a_batch_and_a_chunk_waits_for_all_that_came_b
 
 
 def taken_with_changes(scheduler: WindowScheduler) -> tuple[list[int], list[tuple[int, int]]]:
-    work = scheduler.take()
+    work = take(scheduler)
     assert work is not None
     begun = [change.session for change in work.changes if isinstance(change, SlotAssigned)]
     return begun, [(each.session, each.id) for each in work.windows]
@@ -276,7 +283,7 @@ def test_changes_come_in_order_behind_what_they_copy(steps: list[tuple[str, int,
     done: set[int] = set()
     begun = iter(changes)
     while len(done) <= len(steps):
-        work = scheduler.take()
+        work = take(scheduler)
         assert work is not None
         for change in work.changes:
             if isinstance(change, SlotAssigned):
@@ -309,7 +316,7 @@ def test_void_windows_are_dropped_before_computing() -> None:
     scheduler.put(window(0, 2, epoch=0))
     scheduler.put(window(1, 2, epoch=0))
     table.cancel(0, 1)
-    work = scheduler.take()
+    work = take(scheduler)
     assert work is not None
     assert [w.session for w in work.windows] == [1]
     assert scheduler.num_dropped == 1
@@ -318,7 +325,7 @@ def test_void_windows_are_dropped_before_computing() -> None:
 def test_close_wakes_a_waiting_taker() -> None:
     scheduler = WindowScheduler(8, lambda _session, _epoch: True)
     results: list[object] = []
-    taker = threading.Thread(target=lambda: results.append(scheduler.take()))
+    taker = threading.Thread(target=lambda: results.append(take(scheduler)))
     taker.start()
     scheduler.close()
     taker.join(timeout=5)
@@ -333,7 +340,7 @@ def test_the_length_can_be_asked_while_another_thread_takes() -> None:
 
     def take_all() -> None:
         nonlocal num_taken
-        while (work := scheduler.take()) is not None:
+        while (work := take(scheduler)) is not None:
             num_taken += len(work.windows)
 
     interval_s = sys.getswitchinterval()
