@@ -21,7 +21,7 @@ _CHUNKS_PER_STAGE: Final = 4
 _FEWEST_ROWS_ALONE: Final = 64
 _ROWS_UNMEASURED: Final = 16
 # While others decode, chunks may multiply the time of their tokens by this, compared with no prefill.
-_MOST_DELAY: Final = 2.0
+_MOST_DELAY: Final = 1.5
 _MOST_IN_FLIGHT: Final = 16
 _WEIGHT: Final = 0.25
 
