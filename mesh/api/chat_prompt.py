@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.api.structured_output import call_grammar
+from mesh.api.structured_output import ToolUse, call_grammar
 from mesh.text.chat_template import Ending, encode_prompt
 from mesh.text.output_parser import OutputFormat
 from mesh.text.reasoning_parser import end_of_reasoning
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from mesh.api.backend import Backend
-    from mesh.api.structured_output import AlternativeSchema, ToolUse
+    from mesh.api.structured_output import AlternativeSchema, CallGrammar
     from mesh.text.message_parts import CallFormat
     from mesh.text.tokenizer import Tokenizer
 
@@ -91,15 +91,14 @@ class ChatPrompt:
     call_format: CallFormat
     thought_end: str | None
 
-    def call_grammar(self, alternative: AlternativeSchema | None = None) -> str:
-        """GBNF of answers that call a function, or that follow an alternative schema.
+    def call_grammar(self, alternative: AlternativeSchema | None = None) -> CallGrammar:
+        """Grammar of answers that call a function, or that follow an alternative schema.
 
         Raises:
             InvalidRequest: If a schema cannot be expressed as a grammar.
         """
-        functions = () if self.tools is None else self.tools.functions
         return call_grammar(
-            functions,
+            ToolUse(()) if self.tools is None else self.tools,
             self.call_format,
             has_one_call=self.output_format.has_one_call,
             thought_end=self.thought_end,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
+from mesh.api.protocol import AllowedTools
 from mesh.structured_output.converter import Converter, check_size
 from mesh.structured_output.gbnf import SchemaError, chars, either, seq, times, to_gbnf
 from mesh.structured_output.json_schema import checked_grammar, json_object_grammar, schema_grammar
@@ -18,12 +19,16 @@ from stages.grammar.gbnf_parser import Chars, Expression, Ref, complement
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from mesh.api.protocol import FunctionBody, GenerationBody, ResponseFormatBody
+    from mesh.api.protocol import ChosenTools, FunctionBody, GenerationBody, ResponseFormatBody
 
 
 # Bound for a model that never stops calling.
 MAX_CALLS: Final = 16
 _CALL: Final = Ref("call")
+_NOTHING: Final = {"type": "object", "properties": {}, "additionalProperties": False}
+# Keywords of a schema that constrain nothing.
+_NOTES: Final = frozenset({"$schema", "$id", "title", "description", "$defs", "definitions"})
+_MOST_LEFT_OUT: Final = 16
 _SPACES: Final = times(chars(" ", "\n"), 0, 4)
 
 
@@ -40,42 +45,66 @@ class AlternativeSchema:
     param: str
 
 
+@dataclass(frozen=True)
+class CallGrammar:
+    """Grammar of calls.
+
+    Attributes:
+        gbnf: The grammar.
+        left_out: What it does not enforce of the schemas of functions that are not strict: place and reason.
+    """
+
+    gbnf: str
+    left_out: tuple[str, ...] = ()
+
+
 def call_grammar(
-    functions: tuple[Mapping[str, Any], ...],
+    tools: ToolUse,
     call_format: CallFormat,
     *,
     has_one_call: bool,
     thought_end: str | None = None,
     alternative: AlternativeSchema | None = None,
-) -> str:
-    """GBNF of one or more calls.
+) -> CallGrammar:
+    """Grammar of one or more calls.
 
     Args:
-        functions: Each with `name` and `parameters`, a JSON schema.
+        tools: Functions to call.
         call_format: Format of calls.
         has_one_call: Whether there is only one call.
         thought_end: End mark of the reasoning that the prompt begins, if it does: the calls follow it.
         alternative: Alternative to calls, if there is one.
 
     Raises:
-        InvalidRequest: If a schema cannot be expressed as a grammar.
+        InvalidRequest: If a schema is invalid, or that of a strict function cannot be expressed as a grammar.
     """
     rules: dict[str, Expression] = {}
     calls = []
-    for index, function in enumerate(functions):
-        arguments, more = _value(
-            function["parameters"],
+    left_out: list[str] = []
+    for index, function in enumerate(tools.functions):
+        what = f"the parameters of the function {function['name']}"
+        is_strict = function["name"] in tools.strict_names
+        arguments, converter = _value(
+            _NOTHING if _takes_nothing(function["parameters"]) else function["parameters"],
             f"f{index}-",
-            f"the parameters of the function {function['name']}",
+            what,
             "tools",
+            is_lenient=not is_strict,
         )
-        rules |= more
+        rules |= converter.rules
+        left_out += [f"{what}, {each}" for each in converter.left_out]
         key = "parameters" if call_format is CallFormat.LLAMA else "arguments"
         calls.append(seq(f'{{"name": {quoted(function["name"])}, "{key}": ', arguments, "}"))
-    root = _in_format(call_format, 0 if has_one_call else MAX_CALLS - 1)
+    most_calls = 1 if has_one_call else MAX_CALLS
+    if all(_takes_nothing(function["parameters"]) for function in tools.functions):
+        # No call differs from an earlier one of the same function, and small models never stop by themselves.
+        most_calls = min(most_calls, len(tools.functions))
+    root = _in_format(call_format, most_calls - 1)
     if alternative is not None:
-        answer, more = _value(alternative.schema, "answer-", alternative.param, alternative.param)
-        rules |= more
+        answer, converter = _value(
+            alternative.schema, "answer-", alternative.param, alternative.param, is_lenient=False
+        )
+        rules |= converter.rules
         root = either(root, answer)
     if thought_end is not None:
         root = seq(_thoughts(thought_end), thought_end, _SPACES, root)
@@ -86,11 +115,21 @@ def call_grammar(
         raise InvalidRequest(
             "tools: their schemas are nested too deep: make them flatter", param="tools"
         ) from None
-    return checked_grammar(grammar, param="tools")
+    return CallGrammar(checked_grammar(grammar, param="tools"), tuple(left_out[:_MOST_LEFT_OUT]))
 
 
-def _value(schema: Any, prefix: str, what: str, param: str) -> tuple[Expression, dict[str, Expression]]:
-    converter = Converter(schema, prefix)
+def _takes_nothing(parameters: Mapping[str, Any]) -> bool:
+    """Whether the schema of a function's parameters names none, and permits no others by name."""
+    is_object = parameters.get("type", "object") == "object"
+    others = parameters.get("additionalProperties", False)
+    beside = parameters.keys() - {"type", "properties", "required", "additionalProperties", *_NOTES}
+    return is_object and others is False and not beside and not parameters.get("properties")
+
+
+def _value(
+    schema: Any, prefix: str, what: str, param: str, *, is_lenient: bool
+) -> tuple[Expression, Converter]:
+    converter = Converter(schema, prefix, is_lenient=is_lenient)
     try:
         check_size(schema)
         expression = converter.expression(schema)
@@ -101,7 +140,7 @@ def _value(schema: Any, prefix: str, what: str, param: str) -> tuple[Expression,
         raise InvalidRequest(f"{what}: it is nested too deep: make it flatter", param=param) from None
     if expression is None:
         raise InvalidRequest(f"{what}: it allows no value at all", param=param)
-    return expression, converter.rules
+    return expression, converter
 
 
 def _in_format(call_format: CallFormat, most_more: int) -> Expression:
@@ -209,11 +248,13 @@ class ToolUse:
         functions: Each with `name`, `description` if it has one, and `parameters`, a JSON schema.
         is_forced: Whether at least one call is required.
         has_one_call: Whether the answer ends with its first call.
+        strict_names: Names of functions whose schema must be enforced as a whole.
     """
 
     functions: tuple[Mapping[str, Any], ...]
     is_forced: bool = False
     has_one_call: bool = False
+    strict_names: frozenset[str] = frozenset()
 
     @property
     def names(self) -> frozenset[str]:
@@ -227,7 +268,7 @@ class ToolUse:
 
 def tool_use_of(
     functions: Sequence[FunctionBody],
-    choice: str | tuple[str] | None,
+    choice: ChosenTools,
     *,
     is_parallel: bool | None,
     name_param: str,
@@ -238,7 +279,7 @@ def tool_use_of(
 
     Args:
         functions: All functions of the request.
-        choice: `none`, `auto`, `required`, or the name of the one to call, as a tuple of one.
+        choice: Which of them may or must be called.
         is_parallel: Whether several calls are allowed; None is yes.
         name_param: Field of a function's name, with `{}` for the function's number.
 
@@ -260,15 +301,24 @@ def tool_use_of(
     if choice == "none":
         return None
     shown = [_described(function) for function in functions]
+    named = choice.names if isinstance(choice, AllowedTools) else choice if isinstance(choice, tuple) else ()
+    if strange := [name for name in named if name not in seen]:
+        raise InvalidRequest(
+            f"tool_choice names {strange[0]!r}, but tools has {', '.join(sorted(seen))}: name one of them",
+            param="tool_choice",
+        )
+    if named:
+        shown = [function for function in shown if function["name"] in named]
+    strict = frozenset(function.name for function in functions if function.strict)
     if isinstance(choice, tuple):
-        if choice[0] not in seen:
-            raise InvalidRequest(
-                f"tool_choice names {choice[0]!r}, but tools has {', '.join(sorted(seen))}: name one of them",
-                param="tool_choice",
-            )
-        shown = [function for function in shown if function["name"] == choice[0]]
-        return ToolUse(tuple(shown), is_forced=True, has_one_call=True)
-    return ToolUse(tuple(shown), is_forced=choice == "required", has_one_call=is_parallel is False)
+        return ToolUse(tuple(shown), is_forced=True, has_one_call=True, strict_names=strict)
+    mode = choice.mode if isinstance(choice, AllowedTools) else choice
+    return ToolUse(
+        tuple(shown),
+        is_forced=mode == "required",
+        has_one_call=is_parallel is False,
+        strict_names=strict,
+    )
 
 
 def _described(function: FunctionBody) -> dict[str, Any]:

@@ -14,16 +14,27 @@ import json
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.structured_output.gbnf import SchemaError, chars, either, maybe, seq, times, to_gbnf
+from mesh.structured_output.gbnf import (
+    InvalidSchemaError,
+    SchemaError,
+    chars,
+    either,
+    maybe,
+    seq,
+    times,
+    to_gbnf,
+)
 from mesh.structured_output.numbers import Bound, integer_between, number_between
 from mesh.structured_output.objects import array_of, free_object, object_of
-from mesh.structured_output.schema_keywords import Flat, type_of, types_of
+from mesh.structured_output.schema_keywords import REFUSED, Flat, type_of, types_of
 from mesh.structured_output.schema_resolver import Flattener
 from mesh.structured_output.strings import CHAR, string_of
 from stages.grammar.gbnf_parser import Expression, Ref
 from stages.grammar.session_grammar import make_automaton
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from stages.grammar.automaton import Automaton
 
 _MAX_RULES: Final = 4000
@@ -39,6 +50,16 @@ _HINTS: Final = {
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
 
+# Keywords that are left out one group after the other, where a grammar cannot express all of them.
+_NARROWING: Final = (
+    frozenset({"format", "uniqueItems"}),
+    frozenset({"pattern", "multipleOf", "minProperties", "maxProperties"}),
+    frozenset({
+        "minLength", "maxLength", "minItems", "maxItems",
+        "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
+    }),
+)  # fmt: skip
+
 SPACE: Final = Ref("space")
 _SPACE_RULE: Final = maybe(either(" ", seq("\n", times(chars(" ", "\t"), 0, 20))))
 
@@ -49,12 +70,16 @@ class Converter:
     Args:
         document: The document to which `#` refers.
         prefix: Beginning of the names of its rules, so that several converters can share a grammar.
+        is_lenient: Whether what no grammar can express is left out.
 
     Attributes:
         rules: By name.
+        left_out: Place and reason of what was left out.
     """
 
-    def __init__(self, document: Any, prefix: str = "") -> None:
+    def __init__(self, document: Any, prefix: str = "", *, is_lenient: bool = False) -> None:
+        self.left_out: list[str] = []
+        self._is_lenient = is_lenient
         self.rules: dict[str, Expression] = {"space": _SPACE_RULE}
         self._prefix = prefix
         self._flattener = Flattener(document)
@@ -71,16 +96,38 @@ class Converter:
             step: Path from the enclosing schema, for errors.
 
         Raises:
-            SchemaError: If a grammar cannot express it.
+            SchemaError: If a grammar cannot express it; if lenient, only if it is invalid.
         """
         self._path.append(step)
         try:
-            found = self._any_of(schema)
+            found = self._loosened(schema) if self._is_lenient else self._any_of(schema)
         except SchemaError as error:
             error.where = error.where or "/".join(filter(None, self._path))
             raise
         self._path.pop()
         return either(*dict.fromkeys(found)) if found else None
+
+    def _loosened(self, schema: Any) -> list[Expression]:
+        """As `_any_of`, with fewer keywords where a grammar cannot express all."""
+        reason = ""
+        depth = len(self._path)
+        for looser in _looser(schema):
+            rules, names, impossible = dict(self.rules), dict(self._names), set(self._impossible)
+            num_left_out = len(self.left_out)
+            try:
+                found = self._any_of(looser)
+            except InvalidSchemaError:
+                raise
+            except SchemaError as error:
+                # Its rules may be incomplete.
+                self.rules, self._names, self._impossible = rules, names, impossible
+                del self.left_out[num_left_out:], self._path[depth:]
+                reason = reason or error.reason
+                continue
+            if reason:
+                self.left_out.append(f"{'/'.join(filter(None, self._path)) or 'the schema'}: {reason}")
+            return found
+        raise SchemaError(reason)
 
     def _any_of(self, schema: Any) -> list[Expression]:
         if len(self._path) > _MAX_NESTING:
@@ -177,6 +224,21 @@ class Converter:
         values = [value for value in flat["enum"] if types is None or _is_of(value, types)]
         found = dict.fromkeys(_constant(value) for value in _fitting(rest, values))
         return either(*found) if found else None
+
+
+def _looser(schema: Any) -> Iterator[Any]:
+    """The schema, then ever looser ones, down to its type."""
+    yield schema
+    if not isinstance(schema, dict):
+        return
+    known = {
+        ("anyOf" if key == "oneOf" else key): value for key, value in schema.items() if key not in REFUSED
+    }
+    yield known
+    for narrowing in _NARROWING:
+        known = {key: value for key, value in known.items() if key not in narrowing}
+        yield known
+    yield {"type": schema["type"]} if "type" in schema else {}
 
 
 def _is_of(value: Any, types: frozenset[str]) -> bool:

@@ -104,7 +104,7 @@ def chars(*ranges: str) -> Chars:
 
 
 class SchemaError(Exception):
-    """A part of a schema that no grammar can express, or that is invalid; the reader adds the place.
+    """A part of a schema that no grammar can express; the reader adds the place.
 
     Args:
         reason: Reason, beginning with the keyword.
@@ -114,3 +114,7 @@ class SchemaError(Exception):
         super().__init__(reason)
         self.reason = reason
         self.where = ""
+
+
+class InvalidSchemaError(SchemaError):
+    """A part of a schema that is invalid."""

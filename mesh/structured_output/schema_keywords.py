@@ -6,11 +6,11 @@ import json
 import math
 from typing import Any, Final
 
-from mesh.structured_output.gbnf import SchemaError
+from mesh.structured_output.gbnf import InvalidSchemaError, SchemaError
 
 Flat = dict[str, Any]
 
-_REFUSED: Final = (
+REFUSED: Final = (
     "not", "if", "then", "else", "dependentSchemas", "dependentRequired", "dependencies", "patternProperties",
     "propertyNames", "contains", "minContains", "maxContains", "$dynamicRef", "$recursiveRef",
     "unevaluatedItems",
@@ -31,7 +31,7 @@ def plain_keywords(schema: dict[str, Any]) -> Flat:
     Raises:
         SchemaError: If a grammar cannot express one, or its value is not what the keyword takes.
     """
-    for key in _REFUSED:
+    for key in REFUSED:
         if key in schema:
             raise SchemaError(f"the keyword {key} cannot be expressed by a grammar: leave it out")
     flat = {key: value for key, value in schema.items() if key in _KEPT}
@@ -51,9 +51,9 @@ def types_of(flat: Flat) -> frozenset[str] | None:
     types = [given] if isinstance(given, str) else given
     known = {"string", "number", "integer", "boolean", "null", "object", "array"}
     if not isinstance(types, list) or not types or not all(isinstance(each, str) for each in types):
-        raise SchemaError(f"type is {shown(given)}: it must be a name or a list of names")
+        raise InvalidSchemaError(f"type is {shown(given)}: it must be a name or a list of names")
     if unknown := set(types) - known:
-        raise SchemaError(f"type {shown(min(unknown))} is unknown")
+        raise InvalidSchemaError(f"type {shown(min(unknown))} is unknown")
     return frozenset(types)
 
 
@@ -101,10 +101,10 @@ def _check(flat: Flat) -> None:
             flat[key] = _count(key, flat[key])
     for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
         if not _is_number(flat.get(key, 1)):
-            raise SchemaError(f"{key} is {shown(flat[key])}: it must be a number")
+            raise InvalidSchemaError(f"{key} is {shown(flat[key])}: it must be a number")
     required = flat.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise SchemaError(f"required is {shown(required)}: it must be a list of names")
+        raise InvalidSchemaError(f"required is {shown(required)}: it must be a list of names")
     for key, kind, name in (
         ("properties", dict, "an object"),
         ("prefixItems", list, "a list"),
@@ -112,7 +112,7 @@ def _check(flat: Flat) -> None:
         ("format", str, "a string"),
     ):
         if key in flat and not isinstance(flat[key], kind):
-            raise SchemaError(f"{key} is {shown(flat[key])}: it must be {name}")
+            raise InvalidSchemaError(f"{key} is {shown(flat[key])}: it must be {name}")
 
 
 def _is_number(value: Any) -> bool:
@@ -124,7 +124,7 @@ def _is_number(value: Any) -> bool:
 
 def _count(key: str, value: Any) -> int:
     if not _is_number(value) or not 0 <= value <= _MAX_COUNT or value != int(value):
-        raise SchemaError(f"{key} is {shown(value)}: it must be a whole number from 0 to {_MAX_COUNT}")
+        raise InvalidSchemaError(f"{key} is {shown(value)}: it must be a whole number from 0 to {_MAX_COUNT}")
     return int(value)
 
 
@@ -132,11 +132,11 @@ def list_of(schema: dict[str, Any], key: str) -> list[Any]:
     """The list under a key, empty if the key is not there.
 
     Raises:
-        SchemaError: If it is no list, or an empty one.
+        InvalidSchemaError: If it is no list, or an empty one.
     """
     values = schema.get(key, [])
     if not isinstance(values, list) or (key in schema and not values):
-        raise SchemaError(f"{key} is {shown(values)}: it must be a list, not an empty one")
+        raise InvalidSchemaError(f"{key} is {shown(values)}: it must be a list, not an empty one")
     return values
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote
 
-from mesh.structured_output.gbnf import SchemaError
+from mesh.structured_output.gbnf import InvalidSchemaError, SchemaError
 from mesh.structured_output.schema_keywords import (
     GREATEST,
     LEAST,
@@ -61,7 +61,7 @@ class Flattener:
         if schema is False:
             return []
         if not isinstance(schema, dict):
-            raise SchemaError(f"a schema must be an object or a boolean, not {shown(schema)}")
+            raise InvalidSchemaError(f"a schema must be an object or a boolean, not {shown(schema)}")
         self._num_looks += 1
         if depth > _MAX_CHAIN or self._num_looks > _MAX_LOOKS:
             raise SchemaError(f"$ref, allOf and anyOf nest deeper than {_MAX_CHAIN}, or never end")
@@ -95,7 +95,9 @@ class Flattener:
             SchemaError: If there is none, or it is beyond the document.
         """
         if not isinstance(reference, str) or not reference.startswith("#"):
-            raise SchemaError(f"$ref {shown(reference)} refers outside the schema: only `#/…` is supported")
+            raise InvalidSchemaError(
+                f"$ref {shown(reference)} refers outside the schema: only `#/…` is supported"
+            )
         found = self._document
         for step in unquote(reference[1:]).split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")
@@ -104,9 +106,9 @@ class Flattener:
             elif isinstance(found, list) and _is_index(name) and int(name) < len(found):
                 found = found[int(name)]
             else:
-                raise SchemaError(f"$ref {shown(reference)} refers to nothing")
+                raise InvalidSchemaError(f"$ref {shown(reference)} refers to nothing")
         if reference != "#" and not reference.startswith("#/"):
-            raise SchemaError(f"$ref {shown(reference)} names an anchor: write it as a path, `#/…`")
+            raise InvalidSchemaError(f"$ref {shown(reference)} names an anchor: write it as a path, `#/…`")
         return found
 
     def _both(self, left: list[Flat], right: list[Flat], depth: int) -> list[Flat]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from mesh.api.structured_output import AlternativeSchema, call_grammar
+from mesh.api.structured_output import AlternativeSchema, ToolUse, call_grammar
 from mesh.text.message_parts import CallFormat, Content, MessagePart, Reasoning, calls_of, joined
 from mesh.text.output_parser import OutputFormat, OutputParser
 from spanmesh_proto.errors import InvalidRequest
@@ -38,6 +38,12 @@ BY_NAME = {function["name"]: Draft202012Validator(function["parameters"]) for fu
 ANSWER = {"type": "object", "properties": {"said": {"enum": [1, 2]}}, "required": ["said"]}
 
 
+def grammar_of(functions: tuple[Any, ...], call_format: CallFormat, **options: Any) -> str:
+    """Grammar of calls of strict functions."""
+    names = frozenset(function["name"] for function in functions)
+    return call_grammar(ToolUse(functions, strict_names=names), call_format, **options).gbnf
+
+
 def read(call_format: CallFormat, text: str, *, is_in_reasoning: bool = False) -> list[MessagePart]:
     reader = OutputParser(
         OutputFormat(call_format, frozenset(BY_NAME), splits_reasoning=True, is_in_reasoning=is_in_reasoning)
@@ -48,7 +54,7 @@ def read(call_format: CallFormat, text: str, *, is_in_reasoning: bool = False) -
 @pytest.mark.parametrize("call_format", CallFormat)
 @pytest.mark.parametrize("has_one_call", [True, False])
 def test_what_is_allowed_is_read_as_valid_calls(call_format: CallFormat, *, has_one_call: bool) -> None:
-    automaton = make_automaton(call_grammar((LOOK, NOTHING), call_format, has_one_call=has_one_call))
+    automaton = make_automaton(grammar_of((LOOK, NOTHING), call_format, has_one_call=has_one_call))
     random = Random(5)
     counts = set()
     for text in filter(None, (random_text(automaton, random) for _ in range(30))):
@@ -71,18 +77,18 @@ def test_what_is_allowed_is_read_as_valid_calls(call_format: CallFormat, *, has_
     ],
 )
 def test_calls_are_written_as_templates_teach_them(call_format: CallFormat, text: str) -> None:
-    one = make_automaton(call_grammar((LOOK, NOTHING), call_format, has_one_call=True))
+    one = make_automaton(grammar_of((LOOK, NOTHING), call_format, has_one_call=True))
     assert matches(one, text)
     assert not matches(one, text.replace("look", "looks"))
     assert not matches(one, text.replace('"x"', "5"))
     assert not matches(one, f"Well. {text}")
-    named = make_automaton(call_grammar((NOTHING,), call_format, has_one_call=True))
+    named = make_automaton(grammar_of((NOTHING,), call_format, has_one_call=True))
     assert not matches(named, text)
 
 
 @pytest.mark.parametrize("end", ["</think>", "[/THINK]"])
 def test_calls_come_behind_reasoning_that_the_prompt_began(end: str) -> None:
-    automaton = make_automaton(call_grammar((NOTHING,), CallFormat.LLAMA, has_one_call=True, thought_end=end))
+    automaton = make_automaton(grammar_of((NOTHING,), CallFormat.LLAMA, has_one_call=True, thought_end=end))
     call = '{"name": "no-thing", "parameters": {}}'
     for thought in ("", "Hm. <b> [x] é"):
         text = f"{thought}{end}\n\n{call}"
@@ -95,7 +101,7 @@ def test_calls_come_behind_reasoning_that_the_prompt_began(end: str) -> None:
 
 
 def test_an_answer_of_another_form_may_come_instead() -> None:
-    grammar = call_grammar(
+    grammar = grammar_of(
         (LOOK,),
         CallFormat.HERMES,
         has_one_call=False,
@@ -110,7 +116,7 @@ def test_an_answer_of_another_form_may_come_instead() -> None:
 
 def test_it_is_bounded() -> None:
     call = '{"name": "no-thing", "parameters": {}}'
-    automaton = make_automaton(call_grammar((NOTHING,), CallFormat.LLAMA, has_one_call=False))
+    automaton = make_automaton(grammar_of((NOTHING,), CallFormat.LLAMA, has_one_call=False))
     assert matches(automaton, "; ".join([call] * 16))
     assert not matches(automaton, "; ".join([call] * 17))
 
@@ -121,7 +127,7 @@ def test_a_schema_that_nests_too_deep_is_refused() -> None:
         lists = [lists]
     deep = {"name": "deep", "parameters": {"const": lists}}
     with pytest.raises(InvalidRequest, match="nested too deep") as caught:
-        call_grammar((deep,), CallFormat.HERMES, has_one_call=True)
+        grammar_of((deep,), CallFormat.HERMES, has_one_call=True)
     assert caught.value.param == "tools"
 
 
@@ -136,6 +142,6 @@ def test_a_schema_that_nests_too_deep_is_refused() -> None:
 def test_parameters_that_cannot_be_a_grammar_name_their_function(parameters: Any, says: str) -> None:
     bad = {"name": "bad", "parameters": parameters}
     with pytest.raises(InvalidRequest, match=says) as caught:
-        call_grammar((LOOK, bad), CallFormat.HERMES, has_one_call=True)
+        grammar_of((LOOK, bad), CallFormat.HERMES, has_one_call=True)
     assert caught.value.param == "tools"
     assert "the function bad" in caught.value.message
