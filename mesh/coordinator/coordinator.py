@@ -379,7 +379,9 @@ class Coordinator:
         prompt = request.prompt if request.uses_cache else ()
         async with self._request_gate.patience():
             await self._request_gate.opened()
-            prefix_match = await stack.enter_async_context(self._slots.hold(prompt, request.client))
+            prefix_match = await stack.enter_async_context(
+                self._slots.hold(prompt, request.client, request.max_tokens)
+            )
             if not self._request_gate.is_open:
                 # The ring broke while the session waited for the slot: what the slot held is lost.
                 await self._request_gate.opened()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from mesh.coordinator.prefix_cache import PrefixCache
 from spanmesh_proto.errors import Overloaded, StageFailed
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 
     from mesh.coordinator.prefix_cache import PrefixMatch
     from spanmesh_proto.errors import MeshError
@@ -43,6 +45,9 @@ class FairQueue(Generic[Item]):
 
     def __len__(self) -> int:
         return self._num_waiting
+
+    def __iter__(self) -> Iterator[Item]:
+        return itertools.chain.from_iterable(self._waiting.values())
 
     def num_of(self, client: str | None) -> int:
         """Number of waiting requests of a client."""
@@ -90,7 +95,9 @@ _MOST_S: Final = 60
 
 
 class HoldTimes:
-    """Moving mean of the time for which sessions hold their slots.
+    """Moving means of the time for which sessions hold their slots, by the order of magnitude of their limit.
+
+    A burst of short requests behind long ones is over sooner than any mean over all of them says.
 
     Args:
         num_slots: Concurrent sessions.
@@ -98,21 +105,48 @@ class HoldTimes:
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
-        self._mean_s: float | None = None
+        # By the number of bits of the limit.
+        self._means_s: dict[int, float] = {}
 
-    def add(self, held_s: float) -> None:
-        """Record for how long a slot was held."""
-        self._mean_s = held_s if self._mean_s is None else self._mean_s + _WEIGHT * (held_s - self._mean_s)
-
-    def retry_after_s(self, place: int) -> int:
-        """Estimated time until a request at this place of the queue has a slot: whole seconds, 1 to 60.
+    def add(self, held_s: float, max_tokens: int = 1) -> None:
+        """Record for how long a slot was held.
 
         Args:
-            place: Place in the queue, from 1 on.
+            held_s: Seconds.
+            max_tokens: Limit of the answer.
         """
-        if self._mean_s is None:
+        size = max_tokens.bit_length()
+        mean_s = self._means_s.get(size, held_s)
+        self._means_s[size] = mean_s + _WEIGHT * (held_s - mean_s)
+
+    def retry_after_s(self, waiting: Collection[int]) -> int:
+        """Estimated time until all these requests have had a slot: whole seconds, 1 to 60.
+
+        Args:
+            waiting: Limits of the answers that wait, and of the one that asks.
+        """
+        if not self._means_s:
             return _UNKNOWN_S
-        return min(max(math.ceil(place * self._mean_s / self._num_slots), _LEAST_S), _MOST_S)
+        total_s = sum(self._expected_s(max_tokens.bit_length()) for max_tokens in waiting)
+        return min(max(math.ceil(total_s / self._num_slots), _LEAST_S), _MOST_S)
+
+    def _expected_s(self, size: int) -> float:
+        nearest = min(self._means_s, key=lambda known: abs(known - size))
+        # An answer of half the tokens takes about half the time; a longer one may well end by itself.
+        return self._means_s[nearest] * 2.0 ** min(0, size - nearest)
+
+
+@dataclass(eq=False)
+class _Turn:
+    """A request that waits for a slot.
+
+    Attributes:
+        slot: Becomes its slot.
+        max_tokens: Limit of its answer.
+    """
+
+    slot: asyncio.Future[int]
+    max_tokens: int
 
 
 class SlotPool:
@@ -136,7 +170,7 @@ class SlotPool:
     ) -> None:
         self.prefix_cache = PrefixCache(num_slots, can_trim=can_trim)
         self._free = set(range(num_slots))
-        self._queue: FairQueue[asyncio.Future[int]] = FairQueue(max_waiting)
+        self._queue: FairQueue[_Turn] = FairQueue(max_waiting)
         self._hold_times = HoldTimes(num_slots)
         self._num_slots = num_slots
         self._clock_s = clock_s
@@ -152,52 +186,56 @@ class SlotPool:
         return len(self._queue)
 
     @contextlib.asynccontextmanager
-    async def hold(self, prompt: Sequence[int] = (), client: str | None = None) -> AsyncIterator[PrefixMatch]:
+    async def hold(
+        self, prompt: Sequence[int] = (), client: str | None = None, max_tokens: int = 1
+    ) -> AsyncIterator[PrefixMatch]:
         """A slot for the `with` block, and the cached prefix of the prompt.
 
         Args:
             prompt: Token ids; empty to begin without a prefix.
             client: Client of the request; clients take turns.
+            max_tokens: Limit of the answer.
 
         Raises:
             Overloaded: If the queue is full.
         """
-        free = await self._acquire(client)
+        free = await self._acquire(client, max_tokens)
         prefix_match = self.prefix_cache.match(prompt, client, free)
         self._free.discard(prefix_match.slot)
         since_s = self._clock_s()
         try:
             yield prefix_match
         finally:
-            self._hold_times.add(self._clock_s() - since_s)
+            self._hold_times.add(self._clock_s() - since_s, max_tokens)
             self._release(prefix_match.slot)
 
-    async def _acquire(self, client: str | None) -> set[int]:
+    async def _acquire(self, client: str | None, max_tokens: int) -> set[int]:
         """Free slots, of which one is reserved for the caller until its next await."""
         if self._free:
             return self._free
         if not self._queue.has_room(client):
-            raise self._overloaded(client)
-        turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+            raise self._overloaded(client, max_tokens)
+        turn = _Turn(asyncio.get_running_loop().create_future(), max_tokens)
         self._queue.add(client, turn)
         try:
-            return {await turn}
+            return {await turn.slot}
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._release(turn.result())
+            if turn.slot.done() and not turn.slot.cancelled():
+                self._release(turn.slot.result())
             else:
                 self._queue.discard(client, turn)
             raise
 
     def _release(self, slot: int) -> None:
         while (turn := self._queue.next()) is not None:
-            if not turn.done():
-                turn.set_result(slot)
+            if not turn.slot.done():
+                turn.slot.set_result(slot)
                 return
         self._free.add(slot)
 
-    def _overloaded(self, client: str | None) -> Overloaded:
-        retry_after_s = self._hold_times.retry_after_s(len(self._queue) + 1)
+    def _overloaded(self, client: str | None, max_tokens: int) -> Overloaded:
+        waiting = [*(turn.max_tokens for turn in self._queue), max_tokens]
+        retry_after_s = self._hold_times.retry_after_s(waiting)
         own = self._queue.num_of(client)
         whose = "" if client is None else f", {own} of them with this API key"
         return Overloaded(

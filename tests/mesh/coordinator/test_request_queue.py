@@ -105,7 +105,20 @@ def test_when_to_try_again_follows_from_how_long_slots_were_held(
     times = HoldTimes(num_slots=4)
     for each_s in held_s:
         times.add(each_s)
-    assert times.retry_after_s(place) == retry_after_s
+    assert times.retry_after_s([1] * place) == retry_after_s
+
+
+def test_short_answers_are_told_to_come_back_sooner_than_long_ones() -> None:
+    times = HoldTimes(num_slots=4)
+    times.add(16.0, max_tokens=1024)
+    assert times.retry_after_s([1024] * 8) == 32
+    # An eighth of the tokens in an eighth of the time, until it is known better.
+    assert times.retry_after_s([128] * 8) == 4
+    times.add(0.5, max_tokens=128)
+    assert times.retry_after_s([128] * 8) == 1
+    assert times.retry_after_s([1024, *[128] * 8]) == 5
+    # Longer ones need not use what they may.
+    assert times.retry_after_s([4096] * 8) == 32
 
 
 class Clock:
