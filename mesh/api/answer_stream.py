@@ -94,6 +94,7 @@ class AnswerPart:
         tokens: Tokens of the text, if the request asked for logprobs.
         token_ids: Ids of all tokens that `num_tokens` counts since the part before.
         num_reasoning: Tokens of the answer up to here that are reasoning.
+        stop_string: The stop string that ended the answer, on its last part.
     """
 
     message_parts: tuple[MessagePart, ...]
@@ -103,6 +104,7 @@ class AnswerPart:
     tokens: tuple[AnswerToken, ...] = ()
     token_ids: tuple[int, ...] = ()
     num_reasoning: int = 0
+    stop_string: str | None = None
 
 
 async def answer_parts(
@@ -192,6 +194,7 @@ class _Answer:
             self._tokens.settle(),
             new,
             self._num_reasoning,
+            self._text.stop_string if finish is not None else None,
         )
 
 

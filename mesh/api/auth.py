@@ -84,11 +84,13 @@ class KeyGate:
             reservation.settle()
 
     def _authorize(self, scope: Scope, keys: ApiKeys) -> KeyRecord:
-        headers = [value for name, value in scope["headers"] if name == b"authorization"]
-        scheme, _, key = headers[0].decode("latin-1").partition(" ") if headers else ("", "", "")
-        if scheme.lower() != "bearer" or not key.strip():
-            raise Unauthorized("this server needs an API key: send the header `Authorization: Bearer <key>`")
-        record = keys.find(key.strip())
+        key = _key_of(scope)
+        if not key:
+            raise Unauthorized(
+                "this server needs an API key: send the header `Authorization: Bearer <key>` or"
+                " `X-Api-Key: <key>`"
+            )
+        record = keys.find(key)
         if record is None:
             raise Unauthorized("the API key is unknown to this server: ask its operator for one")
         if record.is_expired(self._now_s()):
@@ -96,6 +98,15 @@ class KeyGate:
                 f"the API key {record.name} has expired: ask the server's operator for a new one"
             )
         return record
+
+
+def _key_of(scope: Scope) -> str:
+    """The key in the headers; empty if there is none. Anthropic's clients send `X-Api-Key`."""
+    headers: dict[bytes, str] = {
+        name: value.decode("latin-1").strip() for name, value in reversed(scope["headers"])
+    }
+    scheme, _, key = headers.get(b"authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" and key.strip() else headers.get(b"x-api-key", "")
 
 
 # A proxy on this machine has its address, for clients elsewhere.

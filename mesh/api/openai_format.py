@@ -230,9 +230,11 @@ class ResponseWriter:
         finish: FinishReason,
         timings: dict[str, Any] | None,
         token_ids: Sequence[int] | None = None,
+        warnings: Sequence[str] = (),
     ) -> bytes:
         """Event that ends a choice; arguments as for `part_events`."""
         more = "" if timings is None else f',"timings":{json.dumps(timings)}'
+        more += f',"warnings":{json.dumps(warnings, ensure_ascii=False)}' if warnings else ""
         return self._event(
             self.endpoint_format.closing(index, finish), ids_member(ANSWER_FIELD, token_ids), more
         )
@@ -326,10 +328,14 @@ class CallIds:
     Args:
         random_bits: Returns a random integer of the given number of bits.
         call_format: Format of the model's calls, with its rules for ids.
+        prefix: Beginning of an id, where the rules allow one.
     """
 
-    def __init__(self, random_bits: Callable[[int], int], call_format: CallFormat) -> None:
+    def __init__(
+        self, random_bits: Callable[[int], int], call_format: CallFormat, *, prefix: str = "call_"
+    ) -> None:
         self._random_bits = random_bits
+        self._prefix = prefix
         self._is_mistral = call_format is CallFormat.MISTRAL
 
     def __call__(self) -> str:
@@ -340,4 +346,4 @@ class CallIds:
             rest, place = divmod(rest, len(_ALPHABET))
             chars.append(_ALPHABET[place])
         text = "".join(chars)
-        return text if self._is_mistral else f"call_{text}"
+        return text if self._is_mistral else f"{self._prefix}{text}"

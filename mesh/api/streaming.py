@@ -255,6 +255,8 @@ async def respond(
             (choice if endpoint_format.has_prompt_ids_in_choices else more)[PROMPT_FIELD] = job.request.prompt
     last_parts = [last for _parts, last in answers]
     more["usage"] = usage(jobs, last_parts)
+    if jobs[0].warnings:
+        more["warnings"] = jobs[0].warnings
     if len(jobs) == 1:
         more["timings"] = timings(jobs[0], last_parts[0])
     return json_response(writer.whole(choices, **more))
@@ -313,7 +315,8 @@ class _Stream:
                 if part.finish is not None:
                     alone = len(self._jobs) == 1 and not self._includes_usage
                     times = timings(job, part) if alone else None
-                    events += writer.closing_event(index, part.finish, times, () if wants_ids else None)
+                    ids = () if wants_ids else None
+                    events += writer.closing_event(index, part.finish, times, ids, job.warnings)
                 await emit(events)
         return part
 

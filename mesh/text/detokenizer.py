@@ -25,12 +25,20 @@ class StopScanner:
 
     Args:
         stops: Non-empty strings.
+
+    Attributes:
+        found: The stop string that ended the text; None before.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
-        self.stopped = False
+        self.found: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self.found is not None
 
     def push(self, text: str) -> str:
         """The text that is now known to be free of stop strings."""
@@ -42,9 +50,8 @@ class StopScanner:
         match = self._earliest_match(held)
         begun = self._earliest_begun(held)
         if match is not None and (begun is None or match < begun):
-            self.stopped = True
             self._held = ""
-            return held[:match]
+            return self._cut(held, match)
         # A match may have to wait for an overlapping stop string that started before it.
         safe = len(held) if begun is None else begun
         self._held = held[safe:]
@@ -54,10 +61,11 @@ class StopScanner:
         """The text held back, at the end."""
         held, self._held = self._held, ""
         match = self._earliest_match(held)
-        if match is None:
-            return held
-        self.stopped = True
-        return held[:match]
+        return held if match is None else self._cut(held, match)
+
+    def _cut(self, text: str, match: int) -> str:
+        self.found = next(stop for stop in self._stops if text.startswith(stop, match))
+        return text[:match]
 
     def _earliest_match(self, text: str) -> int | None:
         return min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
@@ -97,6 +105,11 @@ class AnswerText:
     def stopped(self) -> bool:
         """Whether a stop string was found."""
         return self._scanner.stopped
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that was found."""
+        return self._scanner.found
 
     @property
     def is_in_character(self) -> bool:

@@ -1,0 +1,95 @@
+"""Endpoints /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter
+from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
+from starlette.responses import Response  # noqa: TC002
+
+from mesh.api.auth import client_of
+from mesh.api.backend import backends_of, body_of
+from mesh.api.chat_prompt import Conversation, render_prompt
+from mesh.api.errors import json_response
+from mesh.api.generation_job import make_job
+from mesh.api.messages.events import respond
+from mesh.api.messages.protocol import CountBody, MessagesBody, messages_of
+from mesh.api.openapi import MessageAnswer, TokenCount, answers, takes
+from mesh.api.protocol import JsonSchemaBody, ResponseFormatBody
+from mesh.api.structured_output import tool_use_of
+from mesh.text.chat_template import Ending
+
+if TYPE_CHECKING:
+    from mesh.api.backend import Backend
+    from mesh.api.generation_job import GenerationJob
+    from mesh.api.messages.protocol import ConversationParams
+
+router = APIRouter()
+
+
+@router.post(
+    "/v1/messages",
+    response_model=None,
+    responses=answers(MessageAnswer, 404, 413, is_streamed=True),
+    openapi_extra=takes(MessagesBody),
+)
+async def create_message(request: Request) -> Response:
+    """Continue a conversation."""
+    backends = backends_of(request)
+    body = await body_of(request, MessagesBody)
+    backend = backends.ready(body.model)
+    # A long conversation takes a while; other answers continue meanwhile.
+    job = await asyncio.to_thread(_job, backend, body, client_of(request.scope))
+    return await respond(request, backend, body, job)
+
+
+@router.post(
+    "/v1/messages/count_tokens",
+    response_model=None,
+    responses=answers(TokenCount, 404, 413),
+    openapi_extra=takes(CountBody),
+)
+async def count_tokens(request: Request) -> Response:
+    """Number of tokens of a conversation, tools included."""
+    backends = backends_of(request)
+    body = await body_of(request, CountBody)
+    backend = backends.named(body.model)
+    prompt = await asyncio.to_thread(render_prompt, backend, _conversation(body))
+    return json_response({"input_tokens": len(prompt.tokens)})
+
+
+def _conversation(body: ConversationParams) -> Conversation:
+    messages = messages_of(body.messages, body.system)
+    thinking = {"enable_thinking": body.is_thinking}
+    effort = {} if body.effort is None else {"reasoning_effort": body.effort}
+    last = messages[-1]
+    continues = last["role"] == "assistant" and "tool_calls" not in last and bool(last["content"])
+    return Conversation(
+        messages=messages,
+        tools=tool_use_of(
+            body.functions, body.choice, is_parallel=body.is_parallel, name_param="tools[{}].name"
+        ),
+        variables={**thinking, **effort, **(body.chat_template_kwargs or {})},
+        ending=Ending.CONTINUED if continues else Ending.ANSWER,
+    )
+
+
+def _job(backend: Backend, body: MessagesBody, client: str | None) -> GenerationJob:
+    prompt = render_prompt(backend, _conversation(body))
+    return make_job(
+        backend, _as_chat_body(body), prompt.tokens, prompt_param="messages", client=client, chat=prompt
+    )
+
+
+def _as_chat_body(body: MessagesBody) -> MessagesBody:
+    """The body with `stop` and `response_format` in place of Anthropic's names."""
+    changes: dict[str, object] = {}
+    if body.stop_sequences:
+        changes["stop"] = body.stop_sequences
+    wanted = None if body.output_config is None else body.output_config.format
+    if wanted is not None:
+        schema = JsonSchemaBody.model_validate({"schema": wanted.schema_})
+        changes["response_format"] = ResponseFormatBody(type="json_schema", json_schema=schema)
+    return body.model_copy(update=changes) if changes else body

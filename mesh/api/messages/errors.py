@@ -1,0 +1,104 @@
+"""Errors of /v1/messages in the shape of Anthropic's API.
+
+Requests are refused in many places, by middleware too. So errors are rewritten where they leave.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from mesh.api.errors import json_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+PATH: Final = "/v1/messages"
+_REQUEST_ID: Final = b"x-request-id"
+_KINDS: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_ELSE: Final = "api_error"
+_BY_TYPE: Final = {
+    "invalid_request_error": "invalid_request_error",
+    "rate_limit_error": "rate_limit_error",
+    "authentication_error": "authentication_error",
+}
+
+
+def messages_error(error: Mapping[str, Any]) -> dict[str, Any]:
+    """An error event of a stream that has begun.
+
+    Args:
+        error: Error object in OpenAI's shape.
+    """
+    kind = _BY_TYPE.get(str(error["type"]), _ELSE)
+    return {"type": "error", "error": {"type": kind, "message": error["message"]}}
+
+
+class MessagesErrors:
+    """Middleware that rewrites error responses of this API, and names the request as its clients expect.
+
+    Args:
+        app: Next ASGI app.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on."""
+        path = scope.get("path", "")
+        if scope["type"] != "http" or not (path == PATH or path.startswith(f"{PATH}/")):
+            await self._app(scope, receive, send)
+            return
+        await self._app(scope, receive, _Rewriter(send).send)
+
+
+class _Rewriter:
+    """One response."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._start: Message | None = None
+        self._body = b""
+
+    async def send(self, message: Message) -> None:
+        """Pass on, or hold until the error is whole."""
+        if message["type"] == "http.response.start":
+            headers = list(message.get("headers", ()))
+            headers += [(b"request-id", value) for name, value in headers if name == _REQUEST_ID]
+            message = {**message, "headers": headers}
+            if message["status"] >= 400:
+                self._start = message
+                return
+        elif self._start is not None:
+            self._body += message.get("body", b"")
+            if not message.get("more_body", False):
+                await self._send_error(self._start)
+            return
+        await self._send(message)
+
+    async def _send_error(self, start: Message) -> None:
+        headers = dict(start["headers"])
+        body = self._body
+        try:
+            refused = json.loads(body)["error"]
+            message, param = refused["message"], refused.get("param")
+        except (ValueError, KeyError, TypeError):
+            pass
+        else:
+            error = {"type": _KINDS.get(start["status"], _ELSE), "message": message, "param": param}
+            request_id = headers.get(_REQUEST_ID, b"").decode("latin-1") or None
+            body = json_bytes({"type": "error", "error": error, "request_id": request_id})
+        headers[b"content-length"] = str(len(body)).encode()
+        await self._send({**start, "headers": list(headers.items())})
+        await self._send({"type": "http.response.body", "body": body})

@@ -1,0 +1,243 @@
+"""Content blocks and stream events of /v1/messages."""
+
+from __future__ import annotations
+
+import json
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+from starlette.responses import Response
+
+from mesh.api.answer_stream import AnswerPart, answer_parts, metered
+from mesh.api.errors import error_body, json_bytes, json_response
+from mesh.api.messages.errors import messages_error
+from mesh.api.middleware import CLIENT_GONE_STATUS
+from mesh.api.openai_format import CallIds, timings
+from mesh.api.streaming import ClientGoneError, EventStream, cancel_on_disconnect
+from mesh.text.message_parts import Content, Reasoning, ToolCallArguments, ToolCallStart
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+
+    from starlette.requests import Request
+
+    from mesh.api.backend import Backend
+    from mesh.api.generation_job import GenerationJob
+    from mesh.api.messages.protocol import MessagesBody
+    from mesh.text.message_parts import MessagePart
+
+log = structlog.get_logger()
+
+Event = dict[str, Any]
+
+_ID_BITS: Final = 128
+_STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class ContentBlocks:
+    """Content blocks of one message so far.
+
+    A block is open until another begins, or the message ends. Every method returns the events for what it
+    did.
+
+    Args:
+        new_call_id: Makes the id of a call, to which its result will refer.
+        shows_thinking: Whether blocks of reasoning have their text.
+
+    Attributes:
+        blocks: Blocks that are complete.
+    """
+
+    def __init__(self, new_call_id: Callable[[], str], *, shows_thinking: bool = True) -> None:
+        self._shows_thinking = shows_thinking
+        self.blocks: list[dict[str, Any]] = []
+        self._new_call_id = new_call_id
+        self._open: dict[str, Any] | None = None
+        # Text of the open block, joined when it is complete.
+        self._texts: list[str] = []
+
+    def add(self, message_parts: Sequence[MessagePart]) -> list[Event]:
+        """Add parts of the answer, in order."""
+        events: list[Event] = []
+        for piece in message_parts:
+            match piece:
+                case Content():
+                    events += self._require("text", {"text": ""})
+                    events.append(self._delta({"type": "text_delta", "text": piece.text}, piece.text))
+                case Reasoning():
+                    events += self._require("thinking", {"thinking": "", "signature": ""})
+                    if self._shows_thinking:
+                        delta = {"type": "thinking_delta", "thinking": piece.text}
+                        events.append(self._delta(delta, piece.text))
+                case ToolCallStart():
+                    events += self.close()
+                    call = {"id": self._new_call_id(), "name": piece.name, "input": {}}
+                    events += self._require("tool_use", call)
+                case ToolCallArguments():
+                    events.append(
+                        self._delta({"type": "input_json_delta", "partial_json": piece.text}, piece.text)
+                    )
+        return events
+
+    def close(self) -> list[Event]:
+        """End the open block, if there is one."""
+        block, text = self._open, "".join(self._texts)
+        if block is None:
+            return []
+        events: list[Event] = []
+        if block["type"] == "tool_use":
+            block["input"] = _object(text)
+        elif block["type"] == "thinking":
+            block["thinking"] = text
+            # Clients send it back; it is not checked.
+            events.append(self._delta({"type": "signature_delta", "signature": block["signature"]}, ""))
+        else:
+            block["text"] = text
+        events.append({"type": "content_block_stop", "index": len(self.blocks)})
+        self.blocks.append(block)
+        self._open, self._texts = None, []
+        return events
+
+    def _require(self, kind: str, fields: dict[str, Any]) -> list[Event]:
+        if self._open is not None and self._open["type"] == kind:
+            return []
+        events = self.close()
+        self._open = {"type": kind, **fields}
+        start = {"type": "content_block_start", "index": len(self.blocks), "content_block": dict(self._open)}
+        return [*events, start]
+
+    def _delta(self, delta: dict[str, Any], text: str) -> Event:
+        self._texts.append(text)
+        return {"type": "content_block_delta", "index": len(self.blocks), "delta": delta}
+
+
+def _object(arguments: str) -> Any:
+    """Arguments of a call; empty if the limit cut them."""
+    try:
+        found = json.loads(arguments or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+async def respond(request: Request, backend: Backend, body: MessagesBody, job: GenerationJob) -> Response:
+    """Answer a request.
+
+    Args:
+        request: Request of the client.
+        backend: The served model.
+        body: Body of the request.
+        job: Job of the answer.
+
+    Raises:
+        RateLimited: If the API key has too few tokens left, or has reached its concurrent answers.
+        MeshError: Any error of the engine before the response begins.
+    """
+    backend, _ = metered(request.scope, backend, [job])
+    message = _Message(backend, body, job)
+    if body.stream:
+        return EventStream(
+            message.produce,
+            backend.api.closing,
+            backend.api.ping_interval_s,
+            is_whole=backend.is_whole,
+            done=b"",
+            format_error=lambda error: _encoded([messages_error(error_body(error)["error"])]),
+        )
+    try:
+        return json_response(
+            await cancel_on_disconnect(message.whole(), request.receive, backend.api.closing)
+        )
+    except ClientGoneError:
+        log.info("client_gone")
+        return Response(status_code=CLIENT_GONE_STATUS)
+
+
+class _Message:
+    """One answer as a message, whole or as events."""
+
+    def __init__(self, backend: Backend, body: MessagesBody, job: GenerationJob) -> None:
+        self._backend = backend
+        self._max_tokens = body.max_tokens
+        self._job = job
+        self._id = f"msg_{backend.api.random_bits(_ID_BITS):032x}"
+        call_ids = CallIds(backend.api.random_bits, backend.chat_template.call_format, prefix="toolu_")
+        self._content = ContentBlocks(call_ids, shows_thinking=body.shows_thinking)
+        self._has_begun = False
+
+    async def whole(self) -> dict[str, Any]:
+        """The whole message."""
+        async with aclosing(self._parts()) as parts:
+            async for part in parts:
+                self._content.add(part.message_parts)
+        self._content.close()
+        return {
+            **self._fields(self._content.blocks, part),
+            **self._ending(part),
+            "timings": timings(self._job, part),
+        }
+
+    async def produce(self, emit: Callable[[bytes], Awaitable[None]]) -> None:
+        """Emit the message's events as they come."""
+        async with aclosing(self._parts()) as parts:
+            async for part in parts:
+                events: list[Event] = []
+                if not self._has_begun:
+                    # With the first text, so that a refusal can still be a status.
+                    self._has_begun = True
+                    message = {**self._fields([], part), "stop_reason": None, "stop_sequence": None}
+                    events.append({"type": "message_start", "message": message})
+                events += self._content.add(part.message_parts)
+                if part.finish is not None:
+                    events += self._content.close()
+                    events.append(
+                        {
+                            "type": "message_delta",
+                            "delta": self._ending(part),
+                            "usage": self._usage(part),
+                            "timings": timings(self._job, part),
+                        }
+                    )
+                    events.append({"type": "message_stop"})
+                if events:
+                    await emit(_encoded(events))
+
+    def _parts(self) -> AsyncGenerator[AnswerPart, None]:
+        return answer_parts(self._backend.engine, self._backend.tokenizer.piece_with, self._job)
+
+    def _fields(self, content: Sequence[dict[str, Any]], part: AnswerPart) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._backend.model_id,
+            "content": list(content),
+            "usage": self._usage(part),
+            **({"warnings": self._job.warnings} if self._job.warnings else {}),
+        }
+
+    def _usage(self, part: AnswerPart) -> dict[str, Any]:
+        """Token counts; those that a cache held are not in `input_tokens`, as at Anthropic."""
+        num_cached = part.stats.num_cached
+        return {
+            "input_tokens": len(self._job.request.prompt) - num_cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": num_cached,
+            "output_tokens": part.num_tokens,
+        }
+
+    def _ending(self, part: AnswerPart) -> dict[str, Any]:
+        assert part.finish is not None  # noqa: S101 - the last part has one
+        reason = _STOP_REASONS[part.finish]
+        if part.finish == "stop" and part.stop_string is not None:
+            reason = "stop_sequence"
+        elif part.finish == "length" and part.num_tokens < self._max_tokens:
+            reason = "model_context_window_exceeded"
+        return {"stop_reason": reason, "stop_sequence": part.stop_string}
+
+
+def _encoded(events: Sequence[Event]) -> bytes:
+    return b"".join(
+        b"event: " + event["type"].encode() + b"\ndata: " + json_bytes(event) + b"\n\n" for event in events
+    )

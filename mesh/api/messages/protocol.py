@@ -1,0 +1,382 @@
+"""Request bodies and content blocks of /v1/messages."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field, PlainValidator, ValidationError
+from pydantic_core import PydanticCustomError
+
+from mesh.api.protocol import (
+    MAX_MESSAGES,
+    MAX_NAME_CHARS,
+    MAX_TOOLS,
+    Effort,
+    FunctionBody,
+    GenerationBody,
+    StrictBody,
+    between,
+    parse_stop,
+)
+from mesh.api.request_parsing import as_invalid_request
+from spanmesh_proto.errors import InvalidRequest
+
+# A client puts a line about itself into the system prompt, another one with each request: no prefix of the
+# prompt would ever be in a cache.
+_BILLING: Final = "x-anthropic-billing-header:"
+
+
+class TextBlock(StrictBody):
+    """A text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ToolUseBlock(StrictBody):
+    """A call that the model made."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(StrictBody):
+    """The result of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+
+    @property
+    def text(self) -> str:
+        """What the model is shown."""
+        parts = self.content or ""
+        text = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+        return f"Error: {text}" if self.is_error and not text.startswith("Error") else text
+
+
+class ThinkingBlock(StrictBody):
+    """Reasoning of an earlier answer. Signatures are not checked: this server makes none."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedThinkingBlock(StrictBody):
+    """Encrypted reasoning of another server, which says nothing here."""
+
+    type: Literal["redacted_thinking"]
+
+
+Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+_KINDS: Final[dict[str, type[Block]]] = {
+    "text": TextBlock,
+    "tool_use": ToolUseBlock,
+    "tool_result": ToolResultBlock,
+    "thinking": ThinkingBlock,
+    "redacted_thinking": RedactedThinkingBlock,
+}
+_BY_ROLE: Final[dict[str, tuple[type[Block], ...]]] = {
+    "system": (TextBlock,),
+    "user": (TextBlock, ToolResultBlock),
+    "assistant": (TextBlock, ToolUseBlock, ThinkingBlock, RedactedThinkingBlock),
+}
+
+
+class SystemTurn(StrictBody):
+    """Instructions within the conversation."""
+
+    role: Literal["system"]
+    content: str | list[TextBlock]
+
+
+class UserTurn(StrictBody):
+    """What the user says, and results of calls."""
+
+    role: Literal["user"]
+    content: str | list[TextBlock | ToolResultBlock]
+
+
+class AssistantTurn(StrictBody):
+    """What the model said."""
+
+    role: Literal["assistant"]
+    content: str | list[TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock]
+
+
+class ToolParam(StrictBody):
+    """A tool that the client runs."""
+
+    name: Annotated[str, Field(pattern=rf"^[a-zA-Z0-9_.-]{{1,{MAX_NAME_CHARS}}}$")]
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    type: Literal["custom"] | None = None
+
+
+class ToolChoice(StrictBody):
+    """Whether tools may or must be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(StrictBody):
+    """Whether the model is to reason first, for templates that ask, and whether the client is shown it."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(StrictBody):
+    """A JSON schema that the answer must match."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(StrictBody):
+    """Amount of reasoning, and format of the answer."""
+
+    effort: Effort | None = None
+    format: OutputFormat | None = None
+
+
+def parse_turns(value: Any) -> list[Any]:
+    """A list of turns, which are checked later: the first that is wrong is enough."""
+    if not isinstance(value, list) or not value:
+        raise PydanticCustomError("messages", "must be a list of one or more messages")
+    if len(value) > MAX_MESSAGES:
+        raise PydanticCustomError(
+            "messages",
+            "holds {count} messages: at most {most} work",
+            {"count": len(value), "most": MAX_MESSAGES},
+        )
+    return value
+
+
+def parse_tools(value: Any) -> list[Any]:
+    """A list of tools; those that a server would run are refused by name."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise PydanticCustomError("tools", "must be a list of tools")
+    if len(value) > MAX_TOOLS:
+        raise PydanticCustomError(
+            "tools", "holds {count} tools: at most {most} work", {"count": len(value), "most": MAX_TOOLS}
+        )
+    for index, tool in enumerate(value):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind not in (None, "custom"):
+            raise PydanticCustomError(
+                "tools",
+                "tool {index} has the type {kind}: this server runs no tools, and knows those with an "
+                "input_schema only: leave it out",
+                {"index": index, "kind": repr(kind)[:64]},
+            )
+    return value
+
+
+Turns = Annotated[list[SystemTurn | UserTurn | AssistantTurn], Field(min_length=1)]
+
+
+def parse_stops(value: Any) -> tuple[str, ...]:
+    """A list of strings that end the answer."""
+    if isinstance(value, str):
+        raise PydanticCustomError("stop_sequences", "must be a list of strings")
+    return parse_stop(value)
+
+
+class ConversationParams(StrictBody):
+    """What makes the prompt."""
+
+    model: str | None = None
+    messages: Annotated[list[Any], PlainValidator(parse_turns, json_schema_input_type=Turns)]
+    system: str | list[TextBlock] | None = None
+    tools: Annotated[
+        list[Any], PlainValidator(parse_tools, json_schema_input_type=list[ToolParam] | None)
+    ] = Field(default_factory=list)
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def functions(self) -> list[FunctionBody]:
+        """The tools as functions.
+
+        Raises:
+            InvalidRequest: Naming the tool at fault.
+        """
+        found = []
+        for index, raw in enumerate(self.tools):
+            tool = _checked(ToolParam, raw, f"tools[{index}]")
+            found.append(
+                FunctionBody(
+                    name=tool.name,
+                    description=tool.description,
+                    parameters=tool.input_schema,
+                    strict=tool.strict,
+                )
+            )
+        return found
+
+    @property
+    def choice(self) -> str | tuple[str] | None:
+        """`none`, `auto`, `required`, or the name of the tool to call, as a tuple of one.
+
+        Raises:
+            InvalidRequest: If a tool is to be called, and none is named.
+        """
+        wanted = self.tool_choice
+        if wanted is None:
+            return None
+        if wanted.type == "tool":
+            if wanted.name is None:
+                raise InvalidRequest("tool_choice.name is missing: name the tool", param="tool_choice.name")
+            return (wanted.name,)
+        return "required" if wanted.type == "any" else wanted.type
+
+    @property
+    def is_parallel(self) -> bool | None:
+        """Whether several calls are allowed."""
+        return None if self.tool_choice is None else not self.tool_choice.disable_parallel_tool_use
+
+    @property
+    def effort(self) -> str | None:
+        """Amount of reasoning, if it is named."""
+        return None if self.output_config is None else self.output_config.effort
+
+    @property
+    def shows_thinking(self) -> bool:
+        """Whether the client is shown the reasoning."""
+        return self.thinking is None or self.thinking.display != "omitted"
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the model is to reason first: only where a request says so, as at Anthropic."""
+        return self.thinking is not None and self.thinking.type != "disabled"
+
+
+class CountBody(ConversationParams):
+    """`POST /v1/messages/count_tokens`."""
+
+
+class MessagesBody(GenerationBody, ConversationParams):
+    """`POST /v1/messages`."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: Annotated[
+        tuple[str, ...], PlainValidator(parse_stops, json_schema_input_type=list[str] | None)
+    ] = ()
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    # One answer.
+    n: Annotated[int | None, between(1, 1), Field(json_schema_extra={"minimum": 1, "maximum": 1})] = None
+
+
+def messages_of(turns: list[Any], system: str | list[TextBlock] | None) -> list[dict[str, Any]]:
+    """The conversation as messages in the form of chat templates.
+
+    Consecutive turns of one role are one message, as at Anthropic. Results of calls come before what the user
+    says in the same turn.
+
+    Args:
+        turns: `messages` of the request.
+        system: `system` of the request.
+
+    Raises:
+        InvalidRequest: Naming the block at fault.
+    """
+    messages: list[dict[str, Any]] = []
+    texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
+    if said := "\n\n".join(text for text in texts if not text.startswith(_BILLING)):
+        messages.append({"role": "system", "content": said})
+    for index, turn in enumerate(turns):
+        where = f"messages[{index}]"
+        role, blocks = _blocks_of(turn, where)
+        if role == "system":
+            text = "\n\n".join(block.text for block in blocks if isinstance(block, TextBlock))
+            messages.append({"role": "system", "content": text})
+        elif role == "user":
+            _add_user(messages, blocks)
+        else:
+            _add_assistant(messages, blocks)
+    return messages
+
+
+def _blocks_of(turn: Any, where: str) -> tuple[str, list[Block]]:
+    if not isinstance(turn, dict):
+        raise InvalidRequest(f"{where}: must be an object", param=where)
+    role, content = turn.get("role"), turn.get("content")
+    if not isinstance(role, str) or role not in _BY_ROLE:
+        raise InvalidRequest(f"{where}.role: must be user, assistant or system", param=f"{where}.role")
+    if isinstance(content, str):
+        return role, [TextBlock(type="text", text=content)]
+    if not isinstance(content, list):
+        raise InvalidRequest(
+            f"{where}.content: must be a string or a list of content blocks", param=f"{where}.content"
+        )
+    return role, [_block(raw, role, f"{where}.content[{place}]") for place, raw in enumerate(content)]
+
+
+def _block(raw: Any, role: str, where: str) -> Block:
+    if not isinstance(raw, dict):
+        raise InvalidRequest(f"{where}: must be an object", param=where)
+    name = raw.get("type")
+    kind = _KINDS.get(name) if isinstance(name, str) else None
+    if kind is None or kind not in _BY_ROLE[role]:
+        names = ", ".join(name for name, each in _KINDS.items() if each in _BY_ROLE[role])
+        raise InvalidRequest(
+            f"{where}.type: this server reads text only: blocks of the {role} are {names}",
+            param=f"{where}.type",
+        )
+    found: Block = _checked(kind, raw, where)
+    return found
+
+
+def _checked(kind: Any, raw: Any, where: str) -> Any:
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        raise as_invalid_request(error, within=where) from None
+
+
+def _add_user(messages: list[dict[str, Any]], blocks: list[Block]) -> None:
+    messages += [
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text}
+        for block in blocks
+        if isinstance(block, ToolResultBlock)
+    ]
+    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
+    if not texts:
+        return
+    text = "\n".join(texts)
+    if messages and messages[-1]["role"] == "user":
+        messages[-1]["content"] += f"\n{text}"
+    else:
+        messages.append({"role": "user", "content": text})
+
+
+def _add_assistant(messages: list[dict[str, Any]], blocks: list[Block]) -> None:
+    if not (messages and messages[-1]["role"] == "assistant"):
+        messages.append({"role": "assistant", "content": ""})
+    message = messages[-1]
+    for block in blocks:
+        match block:
+            case TextBlock():
+                message["content"] = "\n".join(filter(None, (message["content"], block.text)))
+            case ToolUseBlock():
+                function = {"name": block.name, "arguments": block.input}
+                call = {"id": block.id, "type": "function", "function": function}
+                message.setdefault("tool_calls", []).append(call)
+            case ThinkingBlock():
+                thoughts = filter(None, (message.get("reasoning_content"), block.thinking))
+                message["reasoning_content"] = "\n".join(thoughts)
+            case _:
+                pass
