@@ -28,6 +28,7 @@ _COMMANDS: Final = {
     "plan": ("mesh.cli.plan:plan", "Show where a model's layers would be placed, and the expected speed."),
     "top": ("mesh.cli.top:top", "Watch a running mesh: stages, links, speculation, sessions."),
     "chat": ("mesh.cli.chat:chat", "Chat with a running mesh in this terminal."),
+    "agent": ("mesh.cli.agent:agent", "Start a coding agent that uses a running mesh."),
     "doctor": ("mesh.cli.doctor:doctor", "Check this host or a running mesh, and show remedies."),
     "config": ("mesh.cli.config_show:config", "Show options and their origin."),
     "completion": (
@@ -48,7 +49,7 @@ _COMMANDS: Final = {
 }
 # Sections of `mesh --help`; other commands come last.
 _SECTIONS: Final = {
-    "Serve": ("serve", "join", "load", "unload", "plan", "chat"),
+    "Serve": ("serve", "join", "load", "unload", "plan", "chat", "agent"),
     "Look": ("status", "top", "doctor", "bench"),
     "Hosts and keys": ("drain", "evict", "keys"),
     "Models": ("certify", "slice", "draft", "models"),

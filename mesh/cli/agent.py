@@ -1,0 +1,198 @@
+"""`mesh agent`: coding agents with everything set for a mesh."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import dataclass, field
+from shlex import quote
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from mesh.cli.head_client import ask_head
+from mesh.cli.shared_options import head_options, key_of
+from mesh.util.child_environment import API_KEY
+from spanmesh_proto.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+# Below this an agent's instructions alone may fill the context.
+_SHORT_CONTEXT: Final = 16_384
+_MOST_OUTPUT: Final = 32_000
+# An agent that has no key does not start.
+_NO_KEY: Final = "none"
+# The first token of a long prompt may take minutes.
+_PATIENCE_MS: Final = 3_600_000
+
+
+@dataclass(frozen=True)
+class AgentSetup:
+    """How an agent is started.
+
+    Attributes:
+        arguments: Arguments before the user's own.
+        environment: Variables beside those of this process.
+    """
+
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MeshEndpoint:
+    """What an agent is to know of the mesh.
+
+    Attributes:
+        url: Of the API, without a path.
+        key: API key; None if the mesh needs none.
+        model: Name of the model.
+        context_length: Positions of a session.
+    """
+
+    url: str
+    key: str | None
+    model: str
+    context_length: int
+
+    @property
+    def most_output(self) -> int:
+        """Most tokens of an answer that leave room for its prompt."""
+        return min(self.context_length // 4, _MOST_OUTPUT)
+
+
+def claude_setup(endpoint: MeshEndpoint) -> AgentSetup:
+    """Claude Code, by its environment."""
+    models = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL")
+    sizes = tuple(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU"))
+    return AgentSetup(
+        environment={
+            "ANTHROPIC_BASE_URL": endpoint.url,
+            "ANTHROPIC_AUTH_TOKEN": endpoint.key or _NO_KEY,
+            **dict.fromkeys((*models, *sizes), endpoint.model),
+            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(endpoint.most_output),
+            "API_TIMEOUT_MS": str(_PATIENCE_MS),
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        }
+    )
+
+
+def codex_setup(endpoint: MeshEndpoint) -> AgentSetup:
+    """Codex, by its settings on the command line."""
+    provider = {
+        "name": "mesh",
+        "base_url": f"{endpoint.url}/v1",
+        "wire_api": "responses",
+        "env_key": API_KEY,
+        "stream_idle_timeout_ms": _PATIENCE_MS,
+    }
+    settings: dict[str, Any] = {
+        "model": endpoint.model,
+        "model_provider": "mesh",
+        "model_context_window": endpoint.context_length,
+        "web_search": "disabled",
+        **{f"model_providers.mesh.{name}": value for name, value in provider.items()},
+    }
+    # A value is TOML, of which JSON's strings and numbers are a part.
+    given = [part for name, value in settings.items() for part in ("-c", f"{name}={json.dumps(value)}")]
+    return AgentSetup(tuple(given), {API_KEY: endpoint.key or _NO_KEY})
+
+
+def opencode_setup(endpoint: MeshEndpoint) -> AgentSetup:
+    """OpenCode, by a configuration in its environment."""
+    limit = {"context": endpoint.context_length, "output": endpoint.most_output}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "mesh",
+        "options": {"baseURL": f"{endpoint.url}/v1", "apiKey": f"{{env:{API_KEY}}}"},
+        "models": {endpoint.model: {"name": endpoint.model, "limit": limit}},
+    }
+    config = {
+        "$schema": "https://opencode.ai/config.json",
+        "model": f"mesh/{endpoint.model}",
+        "provider": {"mesh": provider},
+    }
+    return AgentSetup(
+        environment={"OPENCODE_CONFIG_CONTENT": json.dumps(config), API_KEY: endpoint.key or _NO_KEY}
+    )
+
+
+@dataclass(frozen=True)
+class _Agent:
+    """A coding agent.
+
+    Attributes:
+        title: Its name.
+        install: Command that installs it.
+        setup: How it is started.
+    """
+
+    title: str
+    install: str
+    setup: Callable[[MeshEndpoint], AgentSetup]
+
+
+AGENTS: Final = {
+    "claude": _Agent("Claude Code", "npm install -g @anthropic-ai/claude-code", claude_setup),
+    "codex": _Agent("Codex", "npm install -g @openai/codex", codex_setup),
+    "opencode": _Agent("OpenCode", "npm install -g opencode-ai", opencode_setup),
+}
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@head_options
+@click.option("--model", default="default", show_default=True, help="Name of the model.")
+@click.option(
+    "--show", "is_shown", is_flag=True, help="Print the command instead of starting it; keys are left out."
+)
+@click.argument("agent", type=click.Choice(sorted(AGENTS)))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
+def agent(
+    *,
+    url: str,
+    api_key_file: Path | None,
+    model: str,
+    is_shown: bool,
+    agent: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Start a coding agent that uses a running mesh.
+
+    AGENT is claude, codex or opencode; ARGUMENTS are the agent's own. Nothing is written: all settings are
+    those of this process.
+    """
+    chosen = AGENTS[agent]
+    program = shutil.which(agent)
+    if program is None and not is_shown:
+        raise ClusterError(f"{chosen.title} is not installed: {chosen.install}")
+    url, key = url.rstrip("/"), key_of(api_key_file)
+    card = ask_head(f"{url}/v1/models/{model}", key)
+    endpoint = MeshEndpoint(url, key, str(card["id"]), int(card["max_model_len"]))
+    if endpoint.context_length < _SHORT_CONTEXT:
+        click.echo(
+            f"{endpoint.model} is served with a context of {endpoint.context_length} positions, and agents "
+            "send long prompts: serve it with a larger --ctx-size, such as 32768",
+            err=True,
+        )
+    setup = chosen.setup(endpoint)
+    if is_shown:
+        click.echo(_shown(agent, setup, arguments, key))
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(  # noqa: S606 - the user named the program
+        str(program), [agent, *setup.arguments, *arguments], {**os.environ, **setup.environment}
+    )
+
+
+def _shown(agent: str, setup: AgentSetup, arguments: tuple[str, ...], key: str | None) -> str:
+    """The command line, without the key."""
+    assigned = [
+        f"{name}={quote('…' if key is not None and value == key else value)}"
+        for name, value in setup.environment.items()
+    ]
+    return " ".join([*assigned, agent, *map(quote, (*setup.arguments, *arguments))])
