@@ -11,7 +11,9 @@ from starlette.middleware import Middleware
 from mesh.api import admin, chat_completions, completions, server_info, tokenization, web_ui
 from mesh.api.auth import KeyGate
 from mesh.api.errors import on_http_exception, on_mesh_error
-from mesh.api.middleware import Cors, RequestLog, Traced
+from mesh.api.messages import endpoint as messages
+from mesh.api.messages.errors import MessagesErrors
+from mesh.api.middleware import Cors, RequestLog, Traced, Unprefixed
 from mesh.api.openapi import DocumentedApp
 from mesh.api.responses import endpoint as responses
 from mesh.api.web_ui import PageFiles
@@ -54,6 +56,8 @@ def create_app(
         telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False},
         exception_handlers={MeshError: on_mesh_error, HTTPException: on_http_exception},
         middleware=[
+            Middleware(Unprefixed),
+            Middleware(MessagesErrors),
             Middleware(RequestLog, random_bits=api.random_bits),
             Middleware(Cors, origins=cors_origins, has_keys=api_keys is not None),
             Middleware(PageFiles, has_keys=api_keys is not None),
@@ -65,6 +69,7 @@ def create_app(
         api_keys.on_removed(api.responses.forget)
     app.state.backends = backends
     app.state.needs_key = api_keys is not None
-    for endpoints in (chat_completions, completions, responses, tokenization, server_info, admin, web_ui):
+    inference = (chat_completions, completions, responses, messages, tokenization)
+    for endpoints in (*inference, server_info, admin, web_ui):
         app.include_router(endpoints.router)
     return app

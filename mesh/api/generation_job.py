@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from mesh.api.chat_prompt import refuse_too_long_text
-from mesh.api.structured_output import grammar_of, schema_of
+from mesh.api.structured_output import CallGrammar, grammar_of, schema_of
 from mesh.engine import GenerationRequest, SpeculationLimits
 from mesh.text.output_parser import OutputFormat
 from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest
@@ -122,6 +122,7 @@ class GenerationJob:
         wants_token_ids: Whether the answer reports its token ids and the prompt's.
         output_format: Format of the answer.
         is_further: Whether it is a further answer to the prompt of the job before it.
+        warnings: What of the request is not enforced.
     """
 
     request: GenerationRequest
@@ -130,6 +131,7 @@ class GenerationJob:
     wants_token_ids: bool = False
     output_format: OutputFormat = field(default_factory=OutputFormat)
     is_further: bool = False
+    warnings: tuple[str, ...] = ()
 
     @property
     def wants_logprobs(self) -> bool:
@@ -151,7 +153,7 @@ def make_job(
     """Fit a request to the model's context.
 
     A limit larger than the room left is reduced to it: the answer then ends with finish reason `length` where
-    the context does. A limit that no prompt leaves room for is refused. A prompt is never truncated.
+    the context does. A prompt is never truncated.
 
     Args:
         backend: The served model.
@@ -164,8 +166,8 @@ def make_job(
         chat: The rendered chat, if it is one; otherwise all of the answer is text.
 
     Raises:
-        InvalidRequest: If the prompt is empty, the limit or the prediction is longer than the context, or
-            fields contradict each other, or no grammar can describe the requested answer.
+        InvalidRequest: If the prompt is empty, the prediction is longer than the context, or fields
+            contradict each other, or no grammar can describe the requested answer.
         ContextLengthExceeded: If it leaves no room for an answer.
     """
     if not prompt:
@@ -178,15 +180,8 @@ def make_job(
             f" included: send at most {context_length - 1} tokens, or serve it with a larger --ctx-size",
             param=prompt_param,
         )
-    if body.token_limit is not None and body.token_limit >= context_length:
-        raise InvalidRequest(
-            f"{body.token_limit_param} is {body.token_limit} and this model's context holds {context_length},"
-            f" the prompt included: ask for at most {context_length - 1}, leave it out to get all the room"
-            " there is, or serve with a larger --ctx-size",
-            param=body.token_limit_param,
-        )
-    grammar, output_format = _held_to(body, chat)
-    if grammar is not None:
+    held_to, output_format = _held_to(body, chat)
+    if held_to is not None:
         # Computed here rather than in the event loop, which needs it next.
         _ = backend.tokenizer.texts.message
     wanted = body.token_limit or default_max_tokens or room
@@ -201,14 +196,22 @@ def make_job(
         history_key=client,
         uses_cache=body.cache_prompt is not False,
         num_top_logprobs=body.num_top_logprobs,
-        grammar=grammar,
+        grammar=None if held_to is None else held_to.gbnf,
     )
-    return GenerationJob(request, body.stop, echo, bool(body.return_token_ids), output_format)
+    return GenerationJob(
+        request,
+        body.stop,
+        echo,
+        bool(body.return_token_ids),
+        output_format,
+        warnings=() if held_to is None else held_to.left_out,
+    )
 
 
-def _held_to(body: GenerationBody, chat: ChatPrompt | None) -> tuple[str | None, OutputFormat]:
+def _held_to(body: GenerationBody, chat: ChatPrompt | None) -> tuple[CallGrammar | None, OutputFormat]:
     """The grammar that the answer must match, if any, and the format of the answer."""
-    grammar = grammar_of(body)
+    gbnf = grammar_of(body)
+    grammar = None if gbnf is None else CallGrammar(gbnf)
     if chat is None:
         return grammar, OutputFormat()
     if chat.tools is None:

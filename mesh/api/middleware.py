@@ -110,6 +110,29 @@ class Cors:
 # Against DNS rebinding: a page of `evil.example` may resolve that name to 127.0.0.1 after it was loaded, and
 # its scripts then reach the server there as if it were their own. The Host header, which a page cannot
 # choose, reveals it. Not needed where keys are: such a page has none.
+_PREFIX: Final = "/v1/"
+# Routes of OpenAI's API that some clients ask for without their prefix.
+_OPENAI_ROUTES: Final = ("chat/completions", "completions", "embeddings", "models", "responses")
+
+
+class Unprefixed:
+    """Middleware that reads `/chat/completions` and its like as `/v1/chat/completions`.
+
+    Args:
+        app: Next ASGI app.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, with the prefix."""
+        path = scope.get("path", "").removeprefix("/")
+        if any(path == route or path.startswith(f"{route}/") for route in _OPENAI_ROUTES):
+            scope = {**scope, "path": _PREFIX + path, "raw_path": (_PREFIX + path).encode()}
+        await self._app(scope, receive, send)
+
+
 log = structlog.get_logger()
 
 _SHOWN_CHARS: Final = 100
@@ -151,7 +174,6 @@ class LocalHosts:
         await error_response(error)(scope, receive, send)
 
 
-_PREFIX: Final = "/v1/"
 _CARRIED: Final = {b"traceparent": "traceparent", b"tracestate": "tracestate"}
 
 

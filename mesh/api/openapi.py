@@ -135,12 +135,41 @@ class ResponseAnswer(_Answer):
     usage: dict[str, Any]
 
 
+class MessageAnswer(_Answer):
+    """`POST /v1/messages` without `stream`."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal[
+        "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+    ]
+    stop_sequence: str | None
+    usage: dict[str, int]
+
+
+class TokenCount(_Answer):
+    """`POST /v1/messages/count_tokens`, and `input_tokens` of other endpoints."""
+
+    input_tokens: int
+
+
 class Deleted(_Answer):
     """Something is gone."""
 
     id: str
     object: Literal["response"]
     deleted: Literal[True]
+
+
+class InputItems(_Answer):
+    """`GET /v1/responses/{response_id}/input_items`."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    has_more: bool
 
 
 class Tokenized(_Answer):
@@ -193,6 +222,7 @@ _ELSEWHERE: Final = {
 _RETRY: Final = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}}
 _WITH_RETRY: Final = frozenset({429, 503})
 _SCHEME: Final = "key"
+_HEADER_SCHEME: Final = "key_header"
 # Bodies of all routes.
 _bodies: set[type[BaseModel]] = set()
 
@@ -254,8 +284,11 @@ class DocumentedApp(FastAPI):
             named = sorted(_bodies, key=lambda body: body.__name__)
             _, bodies = models_json_schema([(body, "validation") for body in named], ref_template=_REF)
             components["schemas"] |= bodies["$defs"]
-            components["securitySchemes"] = {_SCHEME: {"type": "http", "scheme": "bearer"}}
-            document["security"] = [{_SCHEME: []}]
+            components["securitySchemes"] = {
+                _SCHEME: {"type": "http", "scheme": "bearer"},
+                _HEADER_SCHEME: {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+            }
+            document["security"] = [{_SCHEME: []}, {_HEADER_SCHEME: []}]
             for path in document["paths"].values():
                 for operation in path.values():
                     # Path parameters are text, so this error of FastAPI's cannot occur.

@@ -6,7 +6,8 @@ Fields that are not named here are in `model_extra`, which `mesh.api.request_par
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Final, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import (
     AfterValidator,
@@ -31,6 +32,9 @@ from stages.sampling.sampler import (
     MAX_REPETITION_PENALTY,
     MIN_REPETITION_PENALTY,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class StrictBody(BaseModel):
@@ -169,21 +173,79 @@ class NamedTool(StrictBody):
     function: FunctionName
 
 
-ToolChoiceInput = Literal["none", "auto", "required"] | NamedTool | None
+@dataclass(frozen=True)
+class AllowedTools:
+    """Functions of a request among which an answer may choose.
+
+    Attributes:
+        mode: `auto` or `required`.
+        names: Their names.
+    """
+
+    mode: Literal["auto", "required"]
+    names: tuple[str, ...]
 
 
-def parse_tool_choice(value: Any) -> str | tuple[str] | None:
-    """`none`, `auto`, `required`, or the name of the one function to call, as a tuple of one."""
-    if value is None or value in ("none", "auto", "required"):
-        return value  # type: ignore[no-any-return]
+class AllowedToolsList(StrictBody):
+    """Tools that may be used, of those of the request."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
+
+
+class AllowedToolsBody(StrictBody):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolsList
+
+
+# `none`, `auto`, `required`, some of the functions, or the name of the one to call, as a tuple of one.
+ChosenTools = str | tuple[str] | AllowedTools | None
+ToolChoiceInput = Literal["none", "auto", "required"] | NamedTool | AllowedToolsBody | None
+
+
+def parse_tool_choice(value: Any) -> ChosenTools:
+    """The choice of tools of a chat."""
+    if value is None or (isinstance(value, str) and value in {"none", "auto", "required"}):
+        return value
     if isinstance(value, dict) and value.get("type") == "function":
-        function = value.get("function")
-        if isinstance(function, dict) and isinstance(function.get("name"), str):
-            return (function["name"],)
+        if (name := _function_name(value)) is not None:
+            return (name,)
+    elif isinstance(value, dict) and value.get("type") == "allowed_tools":
+        given = value.get("allowed_tools")
+        if isinstance(given, dict):
+            return parse_allowed_tools(given, _function_name)
     raise PydanticCustomError(
         "tool_choice",
-        'must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}',
+        'must be "none", "auto", "required", {"type": "function", "function": {"name": …}} or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}',
     )
+
+
+def parse_allowed_tools(given: dict[str, Any], name_of: Callable[[Any], str | None]) -> AllowedTools:
+    """Functions that may be called.
+
+    Args:
+        given: Object with `mode` and `tools`.
+        name_of: Returns the name of a function in `tools`; None if it has none.
+    """
+    mode, tools = given.get("mode"), given.get("tools")
+    names = [name_of(tool) for tool in tools] if isinstance(tools, list) else []
+    known = tuple(name for name in names if name is not None)
+    if mode not in ("auto", "required") or not known or len(known) < len(names):
+        raise PydanticCustomError(
+            "tool_choice",
+            'of type allowed_tools must have a mode, "auto" or "required", and one or more functions as tools'
+            ", each with its name",
+        )
+    return AllowedTools(mode, known)
+
+
+def _function_name(tool: Any) -> str | None:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 MAX_STOPS: Final = 16
@@ -436,11 +498,6 @@ class GenerationBody(StrictBody):
         return self.max_tokens
 
     @property
-    def token_limit_param(self) -> str:
-        """The field that names it."""
-        return "max_tokens"
-
-    @property
     def num_top_logprobs(self) -> int | None:
         """How many likeliest tokens to report beside each token's logprob; None reports nothing."""
         return None
@@ -487,7 +544,7 @@ class ConversationBody(StrictBody):
     ]
     tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[
-        str | tuple[str] | None,
+        ChosenTools,
         PlainValidator(parse_tool_choice, json_schema_input_type=ToolChoiceInput),
     ] = None
     parallel_tool_calls: bool | None = None
@@ -509,11 +566,6 @@ class ChatBody(GenerationBody, ConversationBody):
     def token_limit(self) -> int | None:
         """Most tokens of the answer: the newer of the two fields goes first."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
-    def token_limit_param(self) -> str:
-        """The field that names it."""
-        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def num_top_logprobs(self) -> int | None:

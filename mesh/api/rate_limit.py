@@ -91,7 +91,7 @@ class ConcurrencyLimit:
 
     def retry_after_s(self) -> int:
         """Estimated whole seconds until one of them ends."""
-        return self._hold_times.retry_after_s(1)
+        return self._hold_times.retry_after_s([1])
 
 
 class KeyLimits:

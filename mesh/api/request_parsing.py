@@ -81,6 +81,7 @@ _HARMLESS: Final[dict[str, tuple[Any, ...]]] = {
     "suffix": ("",),
     "modalities": (["text"],),
     "audio": (),
+    "web_search_options": (),
     "min_tokens": (0,),
     "stop_token_ids": ([],),
     "guided_json": (),

@@ -22,10 +22,12 @@ class StoredResponse:
     Attributes:
         messages: The conversation in the form of chat templates, the answer included.
         response: The response as sent to the client.
+        input_items: Items of the request's input, each with an id.
     """
 
     messages: Sequence[Mapping[str, Any]]
     response: Mapping[str, Any]
+    input_items: Sequence[Mapping[str, Any]] = ()
 
 
 class ResponseStore:
@@ -76,7 +78,7 @@ class _Shelf:
         self.num_bytes = 0
 
     def put(self, id: str, stored: StoredResponse) -> None:
-        num_bytes = len(json_bytes([stored.messages, stored.response]))
+        num_bytes = len(json_bytes([stored.messages, stored.response, stored.input_items]))
         self.held[id] = (stored, num_bytes)
         self.num_bytes += num_bytes
 

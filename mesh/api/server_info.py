@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,8 +38,10 @@ router = APIRouter()
 
 @router.get("/v1/models", response_model=None, responses=answers(ModelList))
 async def list_models(request: Request) -> Response:
-    """Every model that is served, the first one first."""
-    return json_response({"object": "list", "data": [_model(backend) for backend in backends_of(request)]})
+    """Every model that is served, the first one first, with the fields of OpenAI's and Anthropic's lists."""
+    models = [_model(backend) for backend in backends_of(request)]
+    ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"], "has_more": False}
+    return json_response({"object": "list", "data": models, **ends})
 
 
 @router.get("/v1/models/{model_id:path}", response_model=None, responses=answers(ModelCard, 404))
@@ -51,6 +54,9 @@ def _model(backend: Backend) -> dict[str, Any]:
     return {
         "id": backend.model_id,
         "object": "model",
+        "type": "model",
+        "display_name": backend.model_id,
+        "created_at": datetime.fromtimestamp(backend.created, UTC).isoformat().replace("+00:00", "Z"),
         "created": backend.created,
         "owned_by": "spanmesh",
         "max_model_len": backend.engine.context_length,
@@ -88,6 +94,7 @@ _OF_MODEL: Final = (
 )
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", response_model=None, responses=answers(Health), openapi_extra={"security": []})
 async def health(request: Request) -> Response:
     """200 once requests can be answered, 503 with `Retry-After` before."""

@@ -32,7 +32,7 @@ async def main(url: str, key: str) -> dict[str, Any]:
     forced = {"type": "function", "function": {"name": "colour"}}
     called = litellm.completion(**asked, tools=[TOOL], tool_choice=forced)
     try:
-        litellm.completion(**{**asked, "max_tokens": 10**6})
+        litellm.completion(**{**asked, "temperature": 9})
         refusal = ""
     except litellm.BadRequestError as error:
         refusal = str(error)

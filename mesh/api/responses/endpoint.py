@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import APIRouter
@@ -11,15 +12,15 @@ from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.auth import client_of
 from mesh.api.backend import backend_of, backends_of, body_of
-from mesh.api.chat_prompt import Conversation, render_prompt, thinking_variables
+from mesh.api.chat_prompt import ChatPrompt, Conversation, render_prompt, thinking_variables
 from mesh.api.errors import json_response
 from mesh.api.generation_job import make_job
-from mesh.api.openapi import Deleted, ResponseAnswer, answers, takes
+from mesh.api.openapi import Deleted, InputItems, ResponseAnswer, TokenCount, answers, takes
 from mesh.api.protocol import JsonSchemaBody, ResponseFormatBody
 from mesh.api.responses.events import Turn, respond
-from mesh.api.responses.protocol import ResponsesBody, messages_of
+from mesh.api.responses.protocol import ResponsesBody, input_items_of, messages_of
 from mesh.api.structured_output import tool_use_of
-from spanmesh_proto.errors import InvalidRequest, NotFound
+from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest, NotFound
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from mesh.api.backend import Backend
 
 
+# Tokens left for an answer without a limit of its own, when old turns are dropped.
+_ANSWER_ROOM: Final = 1024
+_FEWEST_TURNS: Final = 2
 _WORDS: Final = (("response_format.json_schema", "text.format"), ("response_format", "text.format"))
 
 
@@ -87,6 +91,33 @@ async def get_response(request: Request, response_id: str) -> Response:
     return json_response(stored.response)
 
 
+@router.get(
+    "/v1/responses/{response_id}/input_items", response_model=None, responses=answers(InputItems, 404)
+)
+async def list_input_items(request: Request, response_id: str) -> Response:
+    """Items that a kept response was made from, the latest first unless `order` is `asc`."""
+    stored = backend_of(request).api.responses.get(client_of(request.scope), response_id)
+    if stored is None:
+        raise _unknown(response_id)
+    return json_response(_page(stored.input_items, request.query_params))
+
+
+@router.post(
+    "/v1/responses/input_tokens",
+    response_model=None,
+    responses=answers(TokenCount, 404, 413),
+    openapi_extra=takes(ResponsesBody),
+)
+async def count_input_tokens(request: Request) -> Response:
+    """Number of tokens of the prompt that a request would have."""
+    backends = backends_of(request)
+    body = await body_of(request, ResponsesBody)
+    backend = backends.named(body.model)
+    client = client_of(request.scope)
+    prompt = await asyncio.to_thread(lambda: _prompt(backend, body, _messages(backend, body, client)))
+    return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
+
+
 @router.delete("/v1/responses/{response_id}", response_model=None, responses=answers(Deleted, 404))
 async def delete_response(request: Request, response_id: str) -> Response:
     """Forget one that is kept."""
@@ -95,7 +126,34 @@ async def delete_response(request: Request, response_id: str) -> Response:
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
-def _turn(backend: Backend, body: ResponsesBody, client: str | None) -> Turn:
+_DEFAULT_LIMIT: Final = 20
+_MOST_LIMIT: Final = 100
+
+
+def _page(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """Part of a list by OpenAI's `limit`, `order` and `after`."""
+    limit, order, after = (
+        query.get("limit", str(_DEFAULT_LIMIT)),
+        query.get("order", "desc"),
+        query.get("after"),
+    )
+    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit) <= _MOST_LIMIT):
+        raise InvalidRequest(f"limit must be a number from 1 to {_MOST_LIMIT}", param="limit")
+    if order not in {"asc", "desc"}:
+        raise InvalidRequest("order must be asc or desc", param="order")
+    found = list(items) if order == "asc" else list(reversed(items))
+    if after is not None:
+        place = next((index for index, item in enumerate(found) if item["id"] == after), None)
+        if place is None:
+            raise InvalidRequest(f"after names {after!r}, which is none of the items", param="after")
+        found = found[place + 1 :]
+    shown = found[: int(limit)]
+    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {}
+    return {"object": "list", "data": shown, "has_more": len(found) > len(shown), **ends}
+
+
+def _messages(backend: Backend, body: ResponsesBody, client: str | None) -> list[Mapping[str, Any]]:
+    """The conversation, without the request's instructions."""
     messages: list[Mapping[str, Any]] = []
     if body.previous_response_id is not None:
         stored = backend.api.responses.get(client, body.previous_response_id)
@@ -106,9 +164,36 @@ def _turn(backend: Backend, body: ResponsesBody, client: str | None) -> Turn:
                 param="previous_response_id",
             )
         messages += stored.messages
-    messages += messages_of(body.input)
+    return [*messages, *messages_of(body.input)]
+
+
+def _prompt(backend: Backend, body: ResponsesBody, messages: Sequence[Mapping[str, Any]]) -> ChatPrompt:
+    """The prompt; without the conversation's oldest turns if they do not fit, and `truncation` is `auto`."""
+    num_system = _num_system(messages)
+    # Results of calls stay with their calls: a turn begins with what the user says.
+    starts = [index for index in range(num_system, len(messages)) if messages[index]["role"] == "user"]
+    if body.truncation != "auto" or len(starts) < _FEWEST_TURNS:
+        return render_prompt(backend, _conversation(body, messages))
+    context_length = backend.engine.context_length
+    room = min(body.token_limit or _ANSWER_ROOM, context_length // 4)
+
+    def without(num_turns: int) -> ChatPrompt:
+        kept = messages[starts[num_turns] :] if num_turns else messages[num_system:]
+        return render_prompt(backend, _conversation(body, [*messages[:num_system], *kept]))
+
+    def fits(num_turns: int) -> int:
+        try:
+            return int(len(without(num_turns).tokens) + room <= context_length)
+        except ContextLengthExceeded:
+            return 0
+
+    # The last turn is sent whether it fits or not: the error then names its length.
+    return without(bisect.bisect_left(range(len(starts) - 1), 1, key=fits))
+
+
+def _conversation(body: ResponsesBody, messages: Sequence[Mapping[str, Any]]) -> Conversation:
     effort = None if body.reasoning is None else body.reasoning.effort
-    conversation = Conversation(
+    return Conversation(
         messages=_instructed(messages, body.instructions),
         tools=tool_use_of(
             body.tools or (),
@@ -119,25 +204,33 @@ def _turn(backend: Backend, body: ResponsesBody, client: str | None) -> Turn:
         variables={**thinking_variables(effort), **(body.chat_template_kwargs or {})},
         param="input",
     )
-    prompt = render_prompt(backend, conversation)
+
+
+def _turn(backend: Backend, body: ResponsesBody, client: str | None) -> Turn:
+    messages = _messages(backend, body, client)
+    prompt = _prompt(backend, body, messages)
     try:
         job = make_job(
             backend, as_chat_body(body), prompt.tokens, prompt_param="input", client=client, chat=prompt
         )
     except InvalidRequest as error:
         raise as_responses_error(error) from None
-    return Turn(messages, job)
+    return Turn(messages, job, input_items_of(body.input))
 
 
 def _instructed(messages: Sequence[Mapping[str, Any]], instructions: str | None) -> list[Mapping[str, Any]]:
     """The conversation with all leading instructions in one system message, as many templates need."""
     texts = [] if instructions is None else [instructions]
-    num_system = 0
-    while num_system < len(messages) and messages[num_system]["role"] == "system":
-        texts.append(messages[num_system]["content"])
-        num_system += 1
+    num_system = _num_system(messages)
+    texts += [message["content"] for message in messages[:num_system]]
     system = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
     return [*system, *messages[num_system:]]
+
+
+def _num_system(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Number of leading messages with instructions."""
+    others = (index for index, message in enumerate(messages) if message["role"] != "system")
+    return next(others, len(messages))
 
 
 def _unknown(response_id: str) -> NotFound:

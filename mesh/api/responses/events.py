@@ -13,6 +13,7 @@ from mesh.api.answer_stream import AnswerPart, answer_parts, metered
 from mesh.api.errors import error_body, json_bytes, json_response
 from mesh.api.middleware import CLIENT_GONE_STATUS
 from mesh.api.openai_format import CallIds, chat_logprobs, timings, usage
+from mesh.api.protocol import AllowedTools
 from mesh.api.response_store import StoredResponse
 from mesh.api.responses.protocol import messages_of
 from mesh.api.streaming import ClientGoneError, EventStream, cancel_on_disconnect
@@ -196,10 +197,12 @@ class Turn:
     Attributes:
         messages: The conversation before it, without the request's instructions.
         job: The job of its answer.
+        input_items: Items of the request's input.
     """
 
     messages: Sequence[Mapping[str, Any]]
     job: GenerationJob
+    input_items: Sequence[Mapping[str, Any]]
 
 
 async def respond(request: Request, backend: Backend, body: ResponsesBody, turn: Turn) -> Response:
@@ -316,18 +319,25 @@ class _ResponseBuilder:
         )
         if self._keeps:
             messages = [*self._turn.messages, *messages_of(self._output.items)]
-            self._backend.api.responses.put(
-                job.request.client, response["id"], StoredResponse(messages, response)
-            )
+            items = [{"id": self._new_id("msg_"), **item} for item in self._turn.input_items]
+            stored = StoredResponse(messages, response, items)
+            self._backend.api.responses.put(job.request.client, response["id"], stored)
         return response
 
     def _response(self, status: str, **fields: Any) -> dict[str, Any]:
         return {**self._base, "status": status, "output": [], **fields}
 
     def _base_of(self, body: ResponsesBody) -> dict[str, Any]:
-        said = body.model_dump(include=set(_REPEATED), exclude_none=True, exclude_unset=True, by_alias=True)
-        if isinstance(body.tool_choice, tuple):
-            said["tool_choice"] = {"type": "function", "name": body.tool_choice[0]}
+        repeated = set(_REPEATED) - {"tool_choice"}
+        said = body.model_dump(include=repeated, exclude_none=True, exclude_unset=True, by_alias=True)
+        choice = body.tool_choice
+        if isinstance(choice, str):
+            said["tool_choice"] = choice
+        elif isinstance(choice, tuple):
+            said["tool_choice"] = {"type": "function", "name": choice[0]}
+        elif isinstance(choice, AllowedTools):
+            tools = [{"type": "function", "name": name} for name in choice.names]
+            said["tool_choice"] = {"type": "allowed_tools", "mode": choice.mode, "tools": tools}
         return {
             "id": self._new_id("resp_"),
             "object": "response",
@@ -337,6 +347,7 @@ class _ResponseBuilder:
             "incomplete_details": None,
             "background": False,
             "usage": None,
+            **({"warnings": self._turn.job.warnings} if self._turn.job.warnings else {}),
             **dict.fromkeys(_REPEATED),
             **_DEFAULTS,
             **said,

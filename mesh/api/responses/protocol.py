@@ -11,12 +11,14 @@ from mesh.api.protocol import (
     MAX_MESSAGES,
     MAX_TOOLS,
     CalledFunction,
+    ChosenTools,
     Effort,
     FunctionBody,
     GenerationBody,
     NumTopLogprobs,
     StrictBody,
     between,
+    parse_allowed_tools,
 )
 from mesh.api.request_parsing import as_invalid_request
 from spanmesh_proto.errors import InvalidRequest
@@ -125,6 +127,14 @@ def messages_of(value: str | list[Any]) -> list[dict[str, Any]]:
     return messages
 
 
+def input_items_of(value: str | list[Any]) -> list[dict[str, Any]]:
+    """The items of a request's input, a text as a message."""
+    if not isinstance(value, str):
+        return value
+    text = {"type": "input_text", "text": value}
+    return [{"type": "message", "role": "user", "content": [text], "status": "completed"}]
+
+
 def _parsed(raw: Any, where: str) -> InputItem:
     if not isinstance(raw, dict):
         raise InvalidRequest(f"{where}: must be an object", param=where)
@@ -184,15 +194,24 @@ def parse_input(value: Any) -> str | list[Any]:
     return value
 
 
-def parse_choice(value: Any) -> str | tuple[str] | None:
-    """`none`, `auto`, `required`, or the name of the one function to call, as a tuple of one."""
+def parse_choice(value: Any) -> ChosenTools:
+    """The choice of tools of a response."""
     if value is None or (isinstance(value, str) and value in {"none", "auto", "required"}):
         return value
-    if isinstance(value, dict) and value.get("type") == "function" and isinstance(value.get("name"), str):
-        return (value["name"],)
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        return parse_allowed_tools(value, _function_name)
+    if (name := _function_name(value)) is not None:
+        return (name,)
     raise PydanticCustomError(
-        "tool_choice", 'must be "none", "auto", "required" or {"type": "function", "name": …}'
+        "tool_choice",
+        'must be "none", "auto", "required", {"type": "function", "name": …} or {"type": "allowed_tools", '
+        '"mode": …, "tools": […]}',
     )
+
+
+def _function_name(tool: Any) -> str | None:
+    is_function = isinstance(tool, dict) and tool.get("type") == "function"
+    return tool["name"] if is_function and isinstance(tool.get("name"), str) else None
 
 
 class _Tool(StrictBody):
@@ -208,6 +227,14 @@ class NamedResponsesTool(StrictBody):
 
     type: Literal["function"]
     name: str
+
+
+class AllowedResponsesTools(StrictBody):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedResponsesTool], Field(min_length=1)]
 
 
 class ReasoningBody(StrictBody):
@@ -241,10 +268,13 @@ class ResponsesBody(GenerationBody):
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[
-        str | tuple[str] | None,
+        ChosenTools,
         PlainValidator(
             parse_choice,
-            json_schema_input_type=Literal["none", "auto", "required"] | NamedResponsesTool | None,
+            json_schema_input_type=Literal["none", "auto", "required"]
+            | NamedResponsesTool
+            | AllowedResponsesTools
+            | None,
         ),
     ] = None
     parallel_tool_calls: bool | None = None
@@ -267,11 +297,6 @@ class ResponsesBody(GenerationBody):
     def token_limit(self) -> int | None:
         """Most tokens of the answer."""
         return self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
-
-    @property
-    def token_limit_param(self) -> str:
-        """The field that names it."""
-        return "max_tokens" if self.max_output_tokens is None else "max_output_tokens"
 
     @property
     def num_top_logprobs(self) -> int | None:

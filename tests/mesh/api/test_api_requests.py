@@ -201,3 +201,31 @@ async def test_sampling_reaches_the_engine(api: Api, engine: ScriptedEngine) -> 
     assert (asked.temperature, asked.top_p, asked.top_k, asked.min_p) == (0.5, 0.9, 40, 0.1)
     assert asked.seed == 2**64 - 1
     assert (by_default.temperature, by_default.top_p, by_default.top_k, by_default.min_p) == (1, 1, 0, 0)
+
+
+async def test_searching_the_web_is_refused_by_name(api: Api) -> None:
+    error = await _refused(api, {"messages": HELLO, "web_search_options": {}})
+    assert error["param"] == "web_search_options"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/chat/completions", {"messages": HELLO}),
+        ("/completions", {"prompt": "Hello"}),
+        ("/responses", {"input": "Hello"}),
+        ("/models", None),
+    ],
+)
+async def test_endpoints_answer_without_their_prefix(
+    api: Api, path: str, fields: dict[str, Any] | None
+) -> None:
+    method = "GET" if fields is None else "POST"
+    short, whole = [await api.http.request(method, each, json=fields) for each in (path, f"/v1{path}")]
+    assert short.status_code == whole.status_code == 200
+    assert short.json().keys() == whole.json().keys()
+
+
+async def test_health_is_told_to_those_that_only_look(api: Api) -> None:
+    response = await api.http.head("/health")
+    assert (response.status_code, response.content) == (200, b"")

@@ -268,7 +268,6 @@ def test_the_store_has_bounds() -> None:
         ({"input": [{"type": "reasoning", "content": "x"}]}, "input[0].content"),
         ({"instructions": 5}, "instructions"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"max_output_tokens": 64}, "max_output_tokens"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
@@ -356,3 +355,67 @@ async def test_a_form_that_cannot_be_kept_is_refused(api: Api, format_: Any, par
     error = response.json()["error"]
     assert error["param"] == param
     assert "response_format" not in error["message"]
+
+
+async def test_old_turns_are_dropped_where_that_is_asked_for(tokenizer: Tokenizer) -> None:
+    engine = saying(tokenizer, "Yes.")
+    turns: Any = [{"role": "developer", "content": "Be brief."}]
+    for number in range(40):
+        turns += [
+            {"role": "user", "content": f"Question {number}, " + "word " * 50},
+            {"role": "assistant", "content": f"Answer {number}."},
+        ]
+    turns.append({"role": "user", "content": "The last one?"})
+    async with running_api(engine, tokenizer) as api:
+        refused = await api.http.post(RESPONSES, json={"input": turns})
+        answer = await api.openai.responses.create(
+            model=MODEL, input=turns, truncation="auto", max_output_tokens=100
+        )
+        text = shown(engine, tokenizer)
+        hopeless = "word " * 3000
+        too_long = await api.http.post(RESPONSES, json={"input": hopeless, "truncation": "auto"})
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    assert (answer.truncation, answer.output_text) == ("auto", "Yes.")
+    assert "Be brief." in text
+    assert text.index("Question 39,") < text.index("The last one?")
+    assert "Question 0," not in text
+    prompt = engine.requests[-1].prompt
+    # As much is kept as fits beside the answer.
+    assert engine.context_length - 200 < len(prompt) + 100 <= engine.context_length
+    assert too_long.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_the_items_of_the_input_are_kept_with_the_answer(tokenizer: Tokenizer) -> None:
+    async with running_api(saying(tokenizer, "Yes."), tokenizer) as api:
+        items: Any = [{"role": "user", "content": f"Question {number}"} for number in range(5)]
+        answer = await api.openai.responses.create(model=MODEL, input=items)
+        pages = api.openai.responses.input_items
+        latest = [item async for item in pages.list(answer.id, limit=2)]
+        oldest = await pages.list(answer.id, limit=2, order="asc")
+        following = await pages.list(answer.id, order="asc", after=oldest.data[-1].id or "")
+        alone = await api.openai.responses.create(model=MODEL, input="Well?")
+        text: Any = (await pages.list(alone.id)).data[0]
+        path = f"{RESPONSES}/{answer.id}/input_items"
+        wrong = [await api.http.get(path, params=query) for query in ({"limit": "0"}, {"after": "msg_x"})]
+        missing = await api.http.get(f"{RESPONSES}/resp_x/input_items")
+    assert [item.content for item in latest] == [f"Question {number}" for number in (4, 3, 2, 1, 0)]  # type: ignore[union-attr]
+    assert [item.content for item in oldest.data] == ["Question 0", "Question 1"]  # type: ignore[union-attr]
+    assert oldest.has_more
+    assert len(following.data) == 3
+    assert text.content[0].text == "Well?"
+    assert [each.json()["error"]["param"] for each in wrong] == ["limit", "after"]
+    assert missing.status_code == 404
+
+
+async def test_tokens_of_a_prompt_are_counted_without_an_answer(tokenizer: Tokenizer) -> None:
+    engine = saying(tokenizer, "Yes.")
+    async with running_api(engine, tokenizer) as api:
+        asked: Any = {"model": MODEL, "input": "Well?", "instructions": "Be brief.", "tools": [WEATHER]}
+        counted = await api.openai.responses.input_tokens.count(**asked)
+        answer = await api.openai.responses.create(**asked)
+        chat = {"messages": [{"role": "user", "content": "Well?"}]}
+        found = await api.http.post("/v1/chat/completions/input_tokens", json=chat)
+        whole = await api.http.post("/v1/chat/completions", json=chat)
+    assert answer.usage is not None
+    assert counted.input_tokens == answer.usage.input_tokens
+    assert found.json()["input_tokens"] == whole.json()["usage"]["prompt_tokens"]

@@ -302,8 +302,112 @@ async def test_parameters_that_no_grammar_can_say_are_refused_where_they_must_be
     api: Api, engine: ScriptedEngine
 ) -> None:
     engine.context_length = 2048
-    asked: dict[str, Any] = {"messages": HELLO, **function(name="odd", parameters={"not": {}})}
+    odd = function(name="odd", parameters={"not": {}}, strict=True)
+    asked: dict[str, Any] = {"messages": HELLO, **odd}
     assert (await api.http.post(CHAT, json=asked)).status_code == 200
     response = await api.http.post(CHAT, json={**asked, "tool_choice": "required"})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
     assert "the function odd" in response.json()["error"]["message"]
+
+
+BOTH: Any = {"type": "string", "pattern": "^[a-z]+$", "format": "hostname"}
+LOOSE: Any = {
+    "type": "object",
+    "properties": {"host": BOTH, "port": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["host", "port"],
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tools_that_are_not_strict_are_held_to_what_can_be_enforced(
+    api: Api,
+    engine: ScriptedEngine,
+    stream: bool,  # noqa: FBT001
+) -> None:
+    engine.context_length = 2048
+    asked: Any = {"messages": HELLO, **function(name="connect", parameters=LOOSE)}
+    response = await api.http.post(CHAT, json={**asked, "tool_choice": "required", "stream": stream})
+    assert response.status_code == 200, response.text
+    said = "the parameters of the function connect, properties/host: pattern and format cannot be enforced"
+    assert said in response.text
+    grammar = engine.requests[0].grammar
+    assert grammar is not None
+
+    def call(host: str, port: int) -> str:
+        arguments = json.dumps({"host": host, "port": port}, separators=(", ", ": "))
+        return f'<tool_call>\n{{"name": "connect", "arguments": {arguments}}}\n</tool_call>'
+
+    automaton = make_automaton(grammar)
+    assert matches(automaton, call("oslo", 7))
+    # What is left of the schema holds: the pattern, and the other property.
+    assert not matches(automaton, call("Oslo.", 7))
+    assert not matches(automaton, call("oslo", 10))
+
+
+async def test_a_schema_that_is_invalid_is_refused_even_if_it_is_not_strict(
+    api: Api, engine: ScriptedEngine
+) -> None:
+    engine.context_length = 2048
+    asked: Any = {"messages": HELLO, **function(name="odd", parameters={"type": "text"})}
+    response = await api.http.post(CHAT, json={**asked, "tool_choice": "required"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+    assert 'type "text" is unknown' in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        None,
+        {},
+        {"type": "object"},
+        {"type": "object", "properties": {}},
+        {"type": "object", "properties": {}, "additionalProperties": False},
+    ],
+)
+async def test_a_function_without_parameters_is_called_once_and_without_any(
+    api: Api, engine: ScriptedEngine, parameters: Any
+) -> None:
+    engine.context_length = 2048
+    asked: Any = {"messages": HELLO, **function(name="clock", parameters=parameters)}
+    await api.http.post(CHAT, json={**asked, "tool_choice": "required"})
+    grammar = engine.requests[0].grammar
+    assert grammar is not None
+    automaton = make_automaton(grammar)
+    call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    assert matches(automaton, call)
+    assert not matches(automaton, call.replace("{}", '{"a": 1}'))
+    # Small models never stop calling by themselves.
+    assert not matches(automaton, f"{call}\n{call}")
+
+
+async def test_a_choice_among_some_of_the_tools(tokenizer: Tokenizer) -> None:
+    engine = saying(tokenizer, CALL)
+    named: Any = {"type": "function", "function": {"name": "weather"}}
+    async with running_api(engine, tokenizer) as api:
+        for mode in ("auto", "required"):
+            choice: Any = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named]}}
+            await api.openai.chat.completions.create(
+                model=MODEL, messages=HELLO, tools=[WEATHER, CLOCK], tool_choice=choice
+            )
+            text = shown(engine, tokenizer)
+            assert '"name": "weather"' in text
+            assert '"name": "clock"' not in text
+            assert (engine.requests[-1].grammar is not None) is (mode == "required")
+        flat: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS}
+        other: Any = {**flat, "name": "clock"}
+        some: Any = {
+            "type": "allowed_tools",
+            "mode": "auto",
+            "tools": [{"type": "function", "name": "weather"}],
+        }
+        answer: Any = await api.openai.responses.create(
+            model=MODEL, input="Weather?", tools=[flat, other], tool_choice=some
+        )
+        assert answer.tool_choice.model_dump()["type"] == "allowed_tools"
+        assert '"name": "clock"' not in shown(engine, tokenizer)
+        strange: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{**named}]}}
+        response = await api.http.post(
+            CHAT, json={"messages": HELLO, "tools": [CLOCK], "tool_choice": strange}
+        )
+    assert response.status_code == 400
+    assert "'weather'" in response.json()["error"]["message"]

@@ -24,7 +24,11 @@ TOOL = {"type": "function", "function": {"name": "look"}}
 LEAST: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HELLO},
     "/v1/completions": {"prompt": "Hello"},
+    "/v1/chat/completions/input_tokens": {"messages": HELLO},
     "/v1/responses": {"input": "Hello"},
+    "/v1/responses/input_tokens": {"input": "Hello"},
+    "/v1/messages": {"messages": HELLO, "max_tokens": 8},
+    "/v1/messages/count_tokens": {"messages": HELLO},
     "/tokenize": {"prompt": "Hello"},
     "/detokenize": {"tokens": [1]},
 }
@@ -32,7 +36,12 @@ LEAST: dict[str, dict[str, Any]] = {
 COMPANIONS: dict[tuple[str, str], dict[str, Any]] = {
     ("/v1/chat/completions", "top_logprobs"): {"logprobs": True},
     ("/v1/chat/completions", "tool_choice"): {"tools": [TOOL]},
+    ("/v1/chat/completions/input_tokens", "top_logprobs"): {"logprobs": True},
+    ("/v1/chat/completions/input_tokens", "tool_choice"): {"tools": [TOOL]},
     ("/v1/responses", "tool_choice"): {"tools": [{"type": "function", "name": "look"}]},
+    ("/v1/responses/input_tokens", "tool_choice"): {"tools": [{"type": "function", "name": "look"}]},
+    ("/v1/messages", "tool_choice"): {"tools": [{"name": "look", "input_schema": {}}]},
+    ("/v1/messages/count_tokens", "tool_choice"): {"tools": [{"name": "look", "input_schema": {}}]},
     ("/tokenize", "messages"): {"prompt": None},
 }
 # What no schema can say: that values fit this model, this server, or each other.
