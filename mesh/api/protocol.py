@@ -122,7 +122,7 @@ _Name = Annotated[str, Field(pattern=rf"^[a-zA-Z0-9_.-]{{1,{MAX_NAME_CHARS}}}$")
 
 
 class FunctionBody(StrictBody):
-    """A function that the model may call. `parameters` is a JSON schema; without one it takes anything."""
+    """A function that the model may call. `parameters` is a JSON schema; without one it takes nothing."""
 
     name: _Name
     description: str | None = None

@@ -115,7 +115,9 @@ def call_grammar(
         raise InvalidRequest(
             "tools: their schemas are nested too deep: make them flatter", param="tools"
         ) from None
-    return CallGrammar(checked_grammar(grammar, param="tools"), tuple(left_out[:_MOST_LEFT_OUT]))
+    if (num_more := len(left_out) - _MOST_LEFT_OUT) > 0:
+        left_out[_MOST_LEFT_OUT:] = [f"{num_more} more parts of schemas"]
+    return CallGrammar(checked_grammar(grammar, param="tools"), tuple(left_out))
 
 
 def _takes_nothing(parameters: Mapping[str, Any]) -> bool:
@@ -123,7 +125,8 @@ def _takes_nothing(parameters: Mapping[str, Any]) -> bool:
     is_object = parameters.get("type", "object") == "object"
     others = parameters.get("additionalProperties", False)
     beside = parameters.keys() - {"type", "properties", "required", "additionalProperties", *_NOTES}
-    return is_object and others is False and not beside and not parameters.get("properties")
+    is_empty = parameters.get("properties", {}) == {} and parameters.get("required", []) == []
+    return is_object and others is False and not beside and is_empty
 
 
 def _value(

@@ -33,7 +33,7 @@ from stages.grammar.gbnf_parser import Expression, Ref
 from stages.grammar.session_grammar import make_automaton
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from stages.grammar.automaton import Automaton
 
@@ -59,6 +59,8 @@ _NARROWING: Final = (
         "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
     }),
 )  # fmt: skip
+
+_BRANCHES: Final = ("allOf", "anyOf", "oneOf")
 
 SPACE: Final = Ref("space")
 _SPACE_RULE: Final = maybe(either(" ", seq("\n", times(chars(" ", "\t"), 0, 20))))
@@ -125,7 +127,10 @@ class Converter:
                 reason = reason or error.reason
                 continue
             if reason:
-                self.left_out.append(f"{'/'.join(filter(None, self._path)) or 'the schema'}: {reason}")
+                dropped = ", ".join(key for key in schema if key not in looser)
+                which = f" (without {dropped})" if dropped else ""
+                place = "/".join(filter(None, self._path)) or "the schema"
+                self.left_out.append(f"{place}: {reason}{which}")
             return found
         raise SchemaError(reason)
 
@@ -231,14 +236,30 @@ def _looser(schema: Any) -> Iterator[Any]:
     yield schema
     if not isinstance(schema, dict):
         return
-    known = {
-        ("anyOf" if key == "oneOf" else key): value for key, value in schema.items() if key not in REFUSED
-    }
+    known = _without(schema, REFUSED)
     yield known
     for narrowing in _NARROWING:
-        known = {key: value for key, value in known.items() if key not in narrowing}
+        known = _without(known, narrowing)
         yield known
+    yield {key: value for key, value in known.items() if key not in _BRANCHES}
     yield {"type": schema["type"]} if "type" in schema else {}
+
+
+def _without(schema: Any, keywords: Collection[str]) -> Any:
+    """A schema without some keywords, in its alternatives as well."""
+    if not isinstance(schema, dict):
+        return schema
+    left = {}
+    for key, value in schema.items():
+        if key in _BRANCHES and isinstance(value, list):
+            # One of several is at least one of them.
+            name = "anyOf" if key == "oneOf" and "anyOf" not in schema else key
+            left[name] = [_without(each, keywords) for each in value]
+        elif key not in keywords:
+            left[key] = value
+    if "anyOf" in left:
+        left.pop("oneOf", None)
+    return left
 
 
 def _is_of(value: Any, types: frozenset[str]) -> bool:

@@ -95,9 +95,7 @@ class Flattener:
             SchemaError: If there is none, or it is beyond the document.
         """
         if not isinstance(reference, str) or not reference.startswith("#"):
-            raise InvalidSchemaError(
-                f"$ref {shown(reference)} refers outside the schema: only `#/…` is supported"
-            )
+            raise SchemaError(f"$ref {shown(reference)} refers outside the schema: only `#/…` is supported")
         found = self._document
         for step in unquote(reference[1:]).split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")
@@ -108,7 +106,7 @@ class Flattener:
             else:
                 raise InvalidSchemaError(f"$ref {shown(reference)} refers to nothing")
         if reference != "#" and not reference.startswith("#/"):
-            raise InvalidSchemaError(f"$ref {shown(reference)} names an anchor: write it as a path, `#/…`")
+            raise SchemaError(f"$ref {shown(reference)} names an anchor: write it as a path, `#/…`")
         return found
 
     def _both(self, left: list[Flat], right: list[Flat], depth: int) -> list[Flat]:

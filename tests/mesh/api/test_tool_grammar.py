@@ -114,6 +114,50 @@ def test_an_answer_of_another_form_may_come_instead() -> None:
     assert matches(automaton, f"{call}\n{call}")
 
 
+@pytest.mark.parametrize(
+    ("schema", "refused"),
+    [
+        (
+            {
+                "type": "object",
+                "properties": {"path": {"type": "string"}},
+                "required": ["path"],
+                "allOf": [{"if": {}, "then": {}}],
+            },
+            ["{}", '{"path": 1}'],
+        ),
+        (
+            {
+                "type": "object",
+                "properties": {
+                    "names": {
+                        "anyOf": [
+                            {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+                            {"type": "null"},
+                        ]
+                    }
+                },
+                "required": ["names"],
+            },
+            ['{"names": 1}', '{"names": [1]}'],
+        ),
+    ],
+)
+def test_of_what_cannot_be_enforced_the_rest_is(schema: dict[str, Any], refused: list[str]) -> None:
+    function = {"name": "look", "parameters": schema}
+    loose = call_grammar(ToolUse((function,)), CallFormat.LLAMA, has_one_call=True)
+    assert len(loose.left_out) == 1
+    automaton = make_automaton(loose.gbnf)
+    assert any(
+        matches(automaton, f'{{"name": "look", "parameters": {arguments}}}')
+        for arguments in ('{"path": "x"}', '{"names": ["x"]}')
+    )
+    for arguments in refused:
+        assert not matches(automaton, f'{{"name": "look", "parameters": {arguments}}}')
+    with pytest.raises(InvalidRequest):
+        grammar_of((function,), CallFormat.LLAMA, has_one_call=True)
+
+
 def test_it_is_bounded() -> None:
     call = '{"name": "no-thing", "parameters": {}}'
     automaton = make_automaton(grammar_of((NOTHING,), CallFormat.LLAMA, has_one_call=False))
