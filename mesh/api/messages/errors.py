@@ -22,11 +22,13 @@ _KINDS: Final = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    405: "invalid_request_error",
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
 }
 _ELSE: Final = "api_error"
+_TOO_LONG: Final = "context_length_exceeded"
 _BY_TYPE: Final = {
     "invalid_request_error": "invalid_request_error",
     "rate_limit_error": "rate_limit_error",
@@ -92,11 +94,15 @@ class _Rewriter:
         body = self._body
         try:
             refused = json.loads(body)["error"]
-            message, param = refused["message"], refused.get("param")
+            message = refused["message"]
+            if refused.get("code") == _TOO_LONG:
+                # Clients look for these words, and compact the conversation.
+                message = f"prompt is too long: {message}"
         except (ValueError, KeyError, TypeError):
             pass
         else:
-            error = {"type": _KINDS.get(start["status"], _ELSE), "message": message, "param": param}
+            # With the fields of this server's other errors, which clients of Anthropic's do not read.
+            error = {**refused, "type": _KINDS.get(start["status"], _ELSE), "message": message}
             request_id = headers.get(_REQUEST_ID, b"").decode("latin-1") or None
             body = json_bytes({"type": "error", "error": error, "request_id": request_id})
         headers[b"content-length"] = str(len(body)).encode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import structlog
 from starlette.responses import Response
@@ -113,12 +113,16 @@ class ContentBlocks:
 
 
 def _object(arguments: str) -> Any:
-    """Arguments of a call; empty if the limit cut them."""
+    """Arguments of a call; empty if the limit cut them, or they are no JSON."""
     try:
-        found = json.loads(arguments or "{}")
-    except ValueError:
+        found = json.loads(arguments or "{}", strict=False, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
 
 
 async def respond(request: Request, backend: Backend, body: MessagesBody, job: GenerationJob) -> Response:
@@ -230,7 +234,7 @@ class _Message:
     def _ending(self, part: AnswerPart) -> dict[str, Any]:
         assert part.finish is not None  # noqa: S101 - the last part has one
         reason = _STOP_REASONS[part.finish]
-        if part.finish == "stop" and part.stop_string is not None:
+        if part.stop_string is not None:
             reason = "stop_sequence"
         elif part.finish == "length" and part.num_tokens < self._max_tokens:
             reason = "model_context_window_exceeded"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, PlainValidator, ValidationError
@@ -117,12 +118,41 @@ class ToolParam(StrictBody):
     type: Literal["custom"] | None = None
 
 
-class ToolChoice(StrictBody):
+class AnyToolChoice(StrictBody):
     """Whether tools may or must be called."""
 
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
+    type: Literal["auto", "any", "none"]
     disable_parallel_tool_use: bool | None = None
+
+
+class NamedToolChoice(StrictBody):
+    """The tool to call."""
+
+    type: Literal["tool"]
+    name: str
+    disable_parallel_tool_use: bool | None = None
+
+
+def parse_choice(value: Any) -> AnyToolChoice | NamedToolChoice | None:
+    """The choice of tools."""
+    if value is None:
+        return None
+    kind, name, is_alone = (
+        map(value.get, ("type", "name", "disable_parallel_tool_use"))
+        if isinstance(value, dict)
+        else (None, None, None)
+    )
+    if not isinstance(kind, str) or kind not in {"auto", "any", "none", "tool"}:
+        raise PydanticCustomError(
+            "tool_choice", 'must be {"type": "auto"}, "any" or "none", or {"type": "tool", "name": …}'
+        )
+    if is_alone is not None and not isinstance(is_alone, bool):
+        raise PydanticCustomError("tool_choice", "has disable_parallel_tool_use, which must be true or false")
+    if kind != "tool":
+        return AnyToolChoice(type=kind, disable_parallel_tool_use=is_alone)  # type: ignore[arg-type]
+    if not isinstance(name, str):
+        raise PydanticCustomError("tool_choice", "of type tool must have the name of a tool")
+    return NamedToolChoice(type="tool", name=name, disable_parallel_tool_use=is_alone)
 
 
 class Thinking(StrictBody):
@@ -201,7 +231,10 @@ class ConversationParams(StrictBody):
     tools: Annotated[
         list[Any], PlainValidator(parse_tools, json_schema_input_type=list[ToolParam] | None)
     ] = Field(default_factory=list)
-    tool_choice: ToolChoice | None = None
+    tool_choice: Annotated[
+        AnyToolChoice | NamedToolChoice | None,
+        PlainValidator(parse_choice, json_schema_input_type=AnyToolChoice | NamedToolChoice | None),
+    ] = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -228,17 +261,11 @@ class ConversationParams(StrictBody):
 
     @property
     def choice(self) -> str | tuple[str] | None:
-        """`none`, `auto`, `required`, or the name of the tool to call, as a tuple of one.
-
-        Raises:
-            InvalidRequest: If a tool is to be called, and none is named.
-        """
+        """`none`, `auto`, `required`, or the name of the tool to call, as a tuple of one."""
         wanted = self.tool_choice
         if wanted is None:
             return None
-        if wanted.type == "tool":
-            if wanted.name is None:
-                raise InvalidRequest("tool_choice.name is missing: name the tool", param="tool_choice.name")
+        if isinstance(wanted, NamedToolChoice):
             return (wanted.name,)
         return "required" if wanted.type == "any" else wanted.type
 
@@ -283,8 +310,8 @@ class MessagesBody(GenerationBody, ConversationParams):
 def messages_of(turns: list[Any], system: str | list[TextBlock] | None) -> list[dict[str, Any]]:
     """The conversation as messages in the form of chat templates.
 
-    Consecutive turns of one role are one message, as at Anthropic. Results of calls come before what the user
-    says in the same turn.
+    Consecutive turns of one role are one message, as at Anthropic, and so are instructions at the beginning.
+    Results of calls come before what the user says in the same turn.
 
     Args:
         turns: `messages` of the request.
@@ -293,21 +320,29 @@ def messages_of(turns: list[Any], system: str | list[TextBlock] | None) -> list[
     Raises:
         InvalidRequest: Naming the block at fault.
     """
-    messages: list[dict[str, Any]] = []
     texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
-    if said := "\n\n".join(text for text in texts if not text.startswith(_BILLING)):
-        messages.append({"role": "system", "content": said})
-    for index, turn in enumerate(turns):
-        where = f"messages[{index}]"
-        role, blocks = _blocks_of(turn, where)
+    instructions = [text for text in map(_without_billing, texts) if text]
+    messages: list[dict[str, Any]] = []
+    read = (_blocks_of(turn, f"messages[{index}]") for index, turn in enumerate(turns))
+    for role, same in itertools.groupby(read, key=lambda turn: turn[0]):
+        blocks = [block for _role, found in same for block in found]
         if role == "system":
-            text = "\n\n".join(block.text for block in blocks if isinstance(block, TextBlock))
-            messages.append({"role": "system", "content": text})
+            said = [block.text for block in blocks if isinstance(block, TextBlock)]
+            if messages:
+                messages.append({"role": "system", "content": "\n\n".join(said)})
+            else:
+                instructions += said
         elif role == "user":
-            _add_user(messages, blocks)
+            messages += _user_messages(blocks)
         else:
-            _add_assistant(messages, blocks)
+            messages.append(_assistant_message(blocks))
+    if instructions:
+        messages.insert(0, {"role": "system", "content": "\n\n".join(instructions)})
     return messages
+
+
+def _without_billing(text: str) -> str:
+    return text.partition("\n")[2].lstrip("\n") if text.startswith(_BILLING) else text
 
 
 def _blocks_of(turn: Any, where: str) -> tuple[str, list[Block]]:
@@ -322,6 +357,8 @@ def _blocks_of(turn: Any, where: str) -> tuple[str, list[Block]]:
         raise InvalidRequest(
             f"{where}.content: must be a string or a list of content blocks", param=f"{where}.content"
         )
+    if not content and role != "assistant":
+        raise InvalidRequest(f"{where}.content: must not be empty", param=f"{where}.content")
     return role, [_block(raw, role, f"{where}.content[{place}]") for place, raw in enumerate(content)]
 
 
@@ -336,6 +373,11 @@ def _block(raw: Any, role: str, where: str) -> Block:
             f"{where}.type: this server reads text only: blocks of the {role} are {names}",
             param=f"{where}.type",
         )
+    if kind is ToolResultBlock and isinstance(parts := raw.get("content"), list):
+        for place, part in enumerate(parts):
+            if isinstance(part, dict) and part.get("type") != "text":
+                at = f"{where}.content[{place}].type"
+                raise InvalidRequest(f"{at}: this server reads text only: a result is text", param=at)
     found: Block = _checked(kind, raw, where)
     return found
 
@@ -347,36 +389,28 @@ def _checked(kind: Any, raw: Any, where: str) -> Any:
         raise as_invalid_request(error, within=where) from None
 
 
-def _add_user(messages: list[dict[str, Any]], blocks: list[Block]) -> None:
-    messages += [
+def _user_messages(blocks: list[Block]) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = [
         {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text}
         for block in blocks
         if isinstance(block, ToolResultBlock)
     ]
     texts = [block.text for block in blocks if isinstance(block, TextBlock)]
-    if not texts:
-        return
-    text = "\n".join(texts)
-    if messages and messages[-1]["role"] == "user":
-        messages[-1]["content"] += f"\n{text}"
-    else:
-        messages.append({"role": "user", "content": text})
+    if texts:
+        messages.append({"role": "user", "content": "\n".join(texts)})
+    return messages
 
 
-def _add_assistant(messages: list[dict[str, Any]], blocks: list[Block]) -> None:
-    if not (messages and messages[-1]["role"] == "assistant"):
-        messages.append({"role": "assistant", "content": ""})
-    message = messages[-1]
-    for block in blocks:
-        match block:
-            case TextBlock():
-                message["content"] = "\n".join(filter(None, (message["content"], block.text)))
-            case ToolUseBlock():
-                function = {"name": block.name, "arguments": block.input}
-                call = {"id": block.id, "type": "function", "function": function}
-                message.setdefault("tool_calls", []).append(call)
-            case ThinkingBlock():
-                thoughts = filter(None, (message.get("reasoning_content"), block.thinking))
-                message["reasoning_content"] = "\n".join(thoughts)
-            case _:
-                pass
+def _assistant_message(blocks: list[Block]) -> dict[str, Any]:
+    texts = [block.text for block in blocks if isinstance(block, TextBlock) and block.text]
+    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock) and block.thinking]
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
+    if calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.input}}
+            for call in calls
+        ]
+    return message

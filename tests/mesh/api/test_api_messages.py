@@ -9,7 +9,10 @@ import anthropic
 import pytest
 
 from mesh.api.api_keys import ApiKeys, KeyRecord, digest_of
+from mesh.api.messages.events import ContentBlocks
+from mesh.api.messages.protocol import messages_of
 from mesh.engine import GenerationStats
+from mesh.text.message_parts import ToolCallArguments, ToolCallStart
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import StageFailed
 from tests.mesh.api.test_api_tools import PARAMETERS, saying, shown
@@ -156,6 +159,76 @@ async def test_results_of_calls_reach_the_model(tokenizer: Tokenizer) -> None:
     assert places == sorted(places)
 
 
+def test_turns_of_one_role_are_one_turn() -> None:
+    """Results of calls come first in it, and there is one message of instructions."""
+    call = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Oslo"}}
+    found = messages_of(
+        [
+            {"role": "system", "content": "Now."},
+            {"role": "user", "content": "One."},
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": "Two."},
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": "sun"}],
+            },
+            {"role": "system", "content": "Later."},
+            {"role": "assistant", "content": "Three."},
+            {"role": "assistant", "content": [{"type": "text", "text": "Four."}]},
+        ],
+        "x-anthropic-billing-header: 1\n\nBe brief.",
+    )
+    assert [(message["role"], message["content"]) for message in found] == [
+        ("system", "Be brief.\n\nNow."),
+        ("user", "One."),
+        ("assistant", ""),
+        ("tool", "sun"),
+        ("user", "Two."),
+        ("system", "Later."),
+        ("assistant", "Three.\nFour."),
+    ]
+
+
+def test_a_turn_of_many_blocks_takes_time_in_proportion() -> None:
+    blocks = [{"type": "text", "text": "x" * 100}] * 100_000
+    (message,) = messages_of([{"role": "assistant", "content": blocks}], None)
+    assert len(message["content"]) == 101 * 100_000 - 1
+
+
+async def test_a_key_may_come_in_either_header(tokenizer: Tokenizer) -> None:
+    body = {"messages": HELLO, "max_tokens": 4}
+    keys = ApiKeys([KeyRecord("alice", digest_of(KEY))])
+    async with running_api(saying(tokenizer, "Yes."), tokenizer, keys=keys) as api:
+        statuses = []
+        for headers in (
+            {"x-api-key": KEY, "authorization": ""},
+            {"x-api-key": "wrong", "authorization": ""},
+            # The bearer counts, if there is one.
+            {"x-api-key": KEY, "authorization": "Bearer wrong"},
+            {"x-api-key": "wrong", "authorization": f"Bearer {KEY}"},
+        ):
+            response = await api.http.post("/v1/messages", json=body, headers=headers)
+            statuses.append(response.status_code)
+    assert statuses == [200, 401, 401, 200]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ('{"a": "x\ny"}', {"a": "x\ny"}),
+        ('{"a": NaN}', {}),
+        ('{"a": ' + "[" * 100_000, {}),
+        ("[1]", {}),
+        ("", {}),
+    ],
+)
+def test_arguments_are_an_object_whatever_was_written(arguments: str, found: dict[str, Any]) -> None:
+    content = ContentBlocks(lambda: "toolu_1")
+    content.add([ToolCallStart(0, "weather"), ToolCallArguments(0, arguments)])
+    content.close()
+    assert content.blocks[0]["input"] == found
+
+
 async def test_the_line_of_a_client_about_itself_is_left_out(tokenizer: Tokenizer) -> None:
     engine = saying(tokenizer, "Yes.")
     system: Any = [
@@ -268,6 +341,7 @@ async def test_models_are_listed(api: Api) -> None:
     [
         ({"messages": HELLO}, "max_tokens"),
         ({"max_tokens": 9, "messages": []}, "one or more messages"),
+        ({"max_tokens": 9, "messages": [{"role": "user", "content": []}]}, "must not be empty"),
         ({"max_tokens": 9, "messages": [{"role": "tool", "content": "x"}]}, "user, assistant or system"),
         (
             {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
@@ -280,7 +354,7 @@ async def test_models_are_listed(api: Api) -> None:
         ({"max_tokens": 9, "messages": HELLO, "tools": [{"name": "x"}]}, r"tools\[0\].input_schema"),
         (
             {"max_tokens": 9, "messages": HELLO, "tools": [WEATHER], "tool_choice": {"type": "tool"}},
-            "tool_choice.name is missing",
+            "of type tool must have the name",
         ),
     ],
 )

@@ -104,13 +104,14 @@ def test_no_secret_is_seen_from_outside(served: Served) -> None:
         ({"authorization": f"Bearer {KEY}"}, "/v1/chat/completions"),
         ({"authorization": f"Bearer {WRONG}"}, "/v1/chat/completions"),
         ({"authorization": f"Basic {KEY}"}, "/v1/chat/completions"),
-        ({"x-api-key": KEY}, f"/v1/chat/completions?api_key={KEY}"),
+        ({"x-api-key": WRONG}, f"/v1/chat/completions?api_key={KEY}"),
+        ({"x-api-key": KEY}, "/v1/chat/completions"),
         ({"authorization": f"Bearer {KEY}"}, "/mesh/status"),
     ):
         method = "GET" if path.endswith("status") else "POST"
         answer = httpx.request(method, served.url + path, json=CHAT, headers=headers, timeout=60)
         said.append(f"{answer.status_code} {answer.headers} {answer.text}")
-    assert [text[:3] for text in said] == ["200", "401", "401", "401", "200"]
+    assert [text[:3] for text in said] == ["200", "401", "401", "401", "200", "200"]
     # Malformed, and with the secret in its middle.
     joined = subprocess.run(
         [MESH, "join", "--token-file", "-"],
