@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import urllib.parse
 from dataclasses import dataclass, field
 from shlex import quote
 from typing import TYPE_CHECKING, Any, Final
@@ -74,6 +75,10 @@ def claude_setup(endpoint: MeshEndpoint) -> AgentSetup:
             "ANTHROPIC_BASE_URL": endpoint.url,
             "ANTHROPIC_AUTH_TOKEN": endpoint.key or _NO_KEY,
             **dict.fromkeys((*models, *sizes), endpoint.model),
+            # A key of another server must not be sent to this one, nor another server be asked.
+            **dict.fromkeys(("ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX"), ""),
+            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(endpoint.context_length),
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(endpoint.context_length),
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(endpoint.most_output),
             "API_TIMEOUT_MS": str(_PATIENCE_MS),
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
@@ -98,7 +103,11 @@ def codex_setup(endpoint: MeshEndpoint) -> AgentSetup:
         **{f"model_providers.mesh.{name}": value for name, value in provider.items()},
     }
     # A value is TOML, of which JSON's strings and numbers are a part.
-    given = [part for name, value in settings.items() for part in ("-c", f"{name}={json.dumps(value)}")]
+    given = [
+        part
+        for name, value in settings.items()
+        for part in ("-c", f"{name}={json.dumps(value, ensure_ascii=False)}")
+    ]
     return AgentSetup(tuple(given), {API_KEY: endpoint.key or _NO_KEY})
 
 
@@ -170,7 +179,7 @@ def agent(
     if program is None and not is_shown:
         raise ClusterError(f"{chosen.title} is not installed: {chosen.install}")
     url, key = url.rstrip("/"), key_of(api_key_file)
-    card = ask_head(f"{url}/v1/models/{model}", key)
+    card = ask_head(f"{url}/v1/models/{urllib.parse.quote(model, safe='/')}", key)
     endpoint = MeshEndpoint(url, key, str(card["id"]), int(card["max_model_len"]))
     if endpoint.context_length < _SHORT_CONTEXT:
         click.echo(
