@@ -137,7 +137,8 @@ def _page(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[
         query.get("order", "desc"),
         query.get("after"),
     )
-    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit) <= _MOST_LIMIT):
+    is_number = limit.isascii() and limit.isdecimal() and len(limit) <= len(str(_MOST_LIMIT))
+    if not is_number or not 1 <= int(limit) <= _MOST_LIMIT:
         raise InvalidRequest(f"limit must be a number from 1 to {_MOST_LIMIT}", param="limit")
     if order not in {"asc", "desc"}:
         raise InvalidRequest("order must be asc or desc", param="order")

@@ -319,7 +319,9 @@ class _ResponseBuilder:
         )
         if self._keeps:
             messages = [*self._turn.messages, *messages_of(self._output.items)]
-            items = [{"id": self._new_id("msg_"), **item} for item in self._turn.input_items]
+            items = [
+                {**item, "id": item.get("id") or self._new_id("msg_")} for item in self._turn.input_items
+            ]
             stored = StoredResponse(messages, response, items)
             self._backend.api.responses.put(job.request.client, response["id"], stored)
         return response

@@ -128,11 +128,20 @@ def messages_of(value: str | list[Any]) -> list[dict[str, Any]]:
 
 
 def input_items_of(value: str | list[Any]) -> list[dict[str, Any]]:
-    """The items of a request's input, a text as a message."""
-    if not isinstance(value, str):
-        return value
-    text = {"type": "input_text", "text": value}
-    return [{"type": "message", "role": "user", "content": [text], "status": "completed"}]
+    """The items of a request's input, texts as messages with parts."""
+    given = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    return [_with_parts(item) for item in given]
+
+
+def _with_parts(item: dict[str, Any]) -> dict[str, Any]:
+    if "role" not in item:
+        return item
+    content = item.get("content")
+    if isinstance(content, str):
+        is_answer = item["role"] == "assistant"
+        part = {"type": "output_text", "annotations": []} if is_answer else {"type": "input_text"}
+        content = [{**part, "text": content}]
+    return {"type": "message", "status": "completed", **item, "content": content}
 
 
 def _parsed(raw: Any, where: str) -> InputItem:

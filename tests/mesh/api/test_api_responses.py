@@ -396,14 +396,18 @@ async def test_the_items_of_the_input_are_kept_with_the_answer(tokenizer: Tokeni
         alone = await api.openai.responses.create(model=MODEL, input="Well?")
         text: Any = (await pages.list(alone.id)).data[0]
         path = f"{RESPONSES}/{answer.id}/input_items"
-        wrong = [await api.http.get(path, params=query) for query in ({"limit": "0"}, {"after": "msg_x"})]
+        wrong = [
+            await api.http.get(path, params=query)
+            for query in ({"limit": "0"}, {"limit": "9" * 5000}, {"after": "msg_x"})
+        ]
         missing = await api.http.get(f"{RESPONSES}/resp_x/input_items")
-    assert [item.content for item in latest] == [f"Question {number}" for number in (4, 3, 2, 1, 0)]  # type: ignore[union-attr]
-    assert [item.content for item in oldest.data] == ["Question 0", "Question 1"]  # type: ignore[union-attr]
+    listed: list[list[Any]] = [list(latest), list(oldest.data)]
+    said = [[item.content[0].text for item in items] for items in listed]
+    assert said == [[f"Question {number}" for number in numbers] for numbers in ((4, 3, 2, 1, 0), (0, 1))]
     assert oldest.has_more
     assert len(following.data) == 3
     assert text.content[0].text == "Well?"
-    assert [each.json()["error"]["param"] for each in wrong] == ["limit", "after"]
+    assert [each.json()["error"]["param"] for each in wrong] == ["limit", "limit", "after"]
     assert missing.status_code == 404
 
 
