@@ -460,7 +460,7 @@ class Coordinator:
             try:
                 self._on_features(streams.decoded(features))
             except (MeshError, ValueError) as error:
-                # A stage that sends nonsense costs acceptance.
+                # Features that are wrong cost acceptance, nothing else.
                 log.debug("features_refused", session=features.session, reason=str(error))
             except Exception:
                 # Features come with verdicts, whose stream serves all sessions.

@@ -137,7 +137,7 @@ class HoldTimes:
 
 
 @dataclass(eq=False)
-class _Turn:
+class _WaitingRequest:
     """A request that waits for a slot.
 
     Attributes:
@@ -170,7 +170,7 @@ class SlotPool:
     ) -> None:
         self.prefix_cache = PrefixCache(num_slots, can_trim=can_trim)
         self._free = set(range(num_slots))
-        self._queue: FairQueue[_Turn] = FairQueue(max_waiting)
+        self._queue: FairQueue[_WaitingRequest] = FairQueue(max_waiting)
         self._hold_times = HoldTimes(num_slots)
         self._num_slots = num_slots
         self._clock_s = clock_s
@@ -215,7 +215,7 @@ class SlotPool:
             return self._free
         if not self._queue.has_room(client):
             raise self._overloaded(client, max_tokens)
-        turn = _Turn(asyncio.get_running_loop().create_future(), max_tokens)
+        turn = _WaitingRequest(asyncio.get_running_loop().create_future(), max_tokens)
         self._queue.add(client, turn)
         try:
             return {await turn.slot}

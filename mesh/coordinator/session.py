@@ -480,7 +480,7 @@ class Session:
         if store is None or streams is None:
             return
         if verdict.HasField("features"):
-            with contextlib.suppress(MeshError, ValueError):  # a tail that sends nonsense costs acceptance
+            with contextlib.suppress(MeshError, ValueError):  # wrong features cost acceptance only
                 self.on_features(streams.decoded(verdict.features))
         window = in_flight.window
         num_valid = len(window.tokens) - window.num_verified + len(verdict.tokens)

@@ -193,7 +193,7 @@ class ControlStream:
         except grpc.aio.AioRpcError as error:
             reason = explain(error, self._address)
         except Exception as error:
-            # Without this stream no failure would ever be told.
+            # Failures of windows come over this stream only.
             log.exception("control_failed", address=self._address)
             reason = StageFailed(f"the coordinator failed on what {self._address} sent: {error!r}")
         self._on_lost(reason)
@@ -289,7 +289,7 @@ class VerdictStream:
         except grpc.aio.AioRpcError as error:
             reason = explain(error, self._address)
         except Exception as error:
-            # Without this stream no session would ever go on.
+            # Every session waits for verdicts from this stream.
             log.exception("verdicts_failed", address=self._address)
             reason = StageFailed(f"the coordinator failed on what {self._address} sent: {error!r}")
         self._on_lost(reason)

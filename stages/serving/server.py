@@ -116,7 +116,7 @@ class StageService(rpc.StageServicer):
         most_sent_bytes: Most bytes of sent rows that it keeps, to send them again after a recovery.
         pause_s: Pause between updates of replicas, see `stages.serving.kv_replication.pause_s`.
         computes_in_loop: Whether the event loop of a stage with one thread computes short windows itself, see
-            `StageWorker.compute_here`; it should not where stages share one and their computing may stand
+            `StageWorker.compute_in_loop`; it should not where stages share one and their computing may stand
             still.
 
     Attributes:

@@ -144,7 +144,7 @@ class StageEngine:
         self._num_bundles += 1
         times, arrived_us = tuple(bundle.times), monotonic_us()
         features: defaultdict[tuple[int, int], list[wire.Features]] = defaultdict(list)
-        # A peer that sends more than a stage may add loses them; no text depends on them.
+        # More than a stage may add is dropped: no text depends on features.
         if feature_bytes(bundle.features) <= MOST_CARRIED_BYTES:
             for each in bundle.features:
                 features[each.session, each.window_id].append(each)
@@ -183,7 +183,7 @@ class StageEngine:
         if not queued:
             return
         # Several windows may be several batches, and what the first gives should leave before the second.
-        if not (self._computes_in_loop and len(queued) == 1 and self._worker.compute_here(queued[0])):
+        if not (self._computes_in_loop and len(queued) == 1 and self._worker.compute_in_loop(queued[0])):
             self._scheduler.put(*queued)
 
     def _admit(self, window: wire.Window) -> StageSession | None:

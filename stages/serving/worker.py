@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 # The event loop stands still while it computes: what takes longer is for the worker's thread.
-_LONGEST_HERE_US: Final = 15_000
+_LONGEST_IN_LOOP_US: Final = 15_000
 # A stage that has been idle for less is busy: there, messages are better read while it computes.
 _LEAST_IDLE_US: Final = 1_000
 
@@ -57,9 +57,9 @@ class WorkerCounts:
 class StageWorker(threading.Thread):
     """Thread that runs until its scheduler is closed, then frees the runtime.
 
-    While it waits for work, the event loop may compute a single window itself, see `compute_here`: handing it
-    over to a thread and back takes two wake-ups, a good part of what a token costs around computing if only
-    one session runs. One thread computes at a time, and that one is meant by "in this thread" below.
+    While it waits for work, the event loop may compute a single window itself, see `compute_in_loop`: handing
+    it over to a thread and back takes two wake-ups, a good part of what a token costs around computing if
+    only one session runs. One thread computes at a time, and that one is meant by "in this thread" below.
 
     Args:
         runtime: Owned by this object from `start` on.
@@ -105,7 +105,7 @@ class StageWorker(threading.Thread):
         # Held by the thread that computes.
         self._turn = threading.Lock()
         self._finished_us = clock_us()
-        # Whether the next batch also copies caches from slot to slot, which takes long.
+        # Whether the next batch may also copy caches from slot to slot, which takes long.
         self._has_new_slots = False
         # Longest recent time of a batch, by its number of rows.
         self._longest_us: dict[int, int] = {}
@@ -139,7 +139,7 @@ class StageWorker(threading.Thread):
                 self._work()
         self._runtime.close()
 
-    def compute_here(self, window: QueuedWindow) -> bool:
+    def compute_in_loop(self, window: QueuedWindow) -> bool:
         """Compute a window that came alone in the calling thread, that of the event loop.
 
         Only if the stage is idle and the window is likely to be short.
@@ -165,7 +165,7 @@ class StageWorker(threading.Thread):
         if window.is_chunk or span.checkpoints or window.verifier.has_grammar:
             return False
         longest_us = self._longest_us.get(len(span.tokens))
-        return longest_us is not None and longest_us < _LONGEST_HERE_US
+        return longest_us is not None and longest_us < _LONGEST_IN_LOOP_US
 
     def _work(self) -> None:
         """Compute all that waits."""

@@ -189,7 +189,7 @@ def test_turns_of_one_role_are_one_turn() -> None:
     ]
 
 
-def test_a_turn_of_many_blocks_takes_time_in_proportion() -> None:
+def test_a_turn_of_many_blocks_is_read_in_one_pass() -> None:
     blocks = [{"type": "text", "text": "x" * 100}] * 100_000
     (message,) = messages_of([{"role": "assistant", "content": blocks}], None)
     assert len(message["content"]) == 101 * 100_000 - 1

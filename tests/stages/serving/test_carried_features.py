@@ -15,7 +15,7 @@ from stages.sampling.verifier import WindowVerifier
 from stages.serving import worker
 from stages.serving.scheduler import QueuedWindow, WindowScheduler
 from stages.serving.slot_contents import KvSlots, SentHiddenStates
-from stages.serving.worker import MOST_CARRIED_BYTES, StageWorker, feature_bytes
+from stages.serving.worker import StageWorker, feature_bytes
 from stages.transport.hidden_codec import HiddenType
 from tests.support.fake_stage import FakeRuntime
 
@@ -102,4 +102,3 @@ def test_windows_that_want_none_have_none(stage: Stage) -> None:
     stage.scheduler.put(window(0, wants_features=False), window(1, wants_features=False))
     assert not stage.next()[1].features
     assert stage.sent.empty()
-    assert MOST_CARRIED_BYTES > 0

@@ -67,7 +67,7 @@ class Stage:
         """Give it a window as a stage's event loop does; returns whether this thread computed it."""
         given = replace(window(number, num_rows), **fields)
         self.is_decoding.clear()
-        if self.worker.compute_here(given):
+        if self.worker.compute_in_loop(given):
             return True
         self.scheduler.put(given)
         return False
@@ -194,7 +194,7 @@ def test_nothing_is_computed_after_the_end(stage: Stage) -> None:
     stage.warm_up()
     stage.scheduler.close()
     stage.worker.join(10)
-    assert not stage.worker.compute_here(window(1))
+    assert not stage.worker.compute_in_loop(window(1))
 
 
 def test_windows_keep_their_order_and_changes_theirs_in_either_thread(stage: Stage) -> None:
