@@ -49,6 +49,8 @@ class GenerationRequest:
         num_top_logprobs: Number of likeliest tokens to report with each committed one, up to
             `stages.sampling.logprobs.MAX_TOP_LOGPROBS`; None reports no log probabilities.
         grammar: GBNF that the answer must match, from its first token on; None leaves it free.
+        scores_prompt: Whether log probabilities of the prompt's tokens are reported, too: needs
+            `num_top_logprobs`, and nothing of the prompt may be cached.
     """
 
     prompt: tuple[int, ...]
@@ -62,6 +64,7 @@ class GenerationRequest:
     uses_cache: bool = True
     num_top_logprobs: int | None = None
     grammar: str | None = None
+    scores_prompt: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,12 +103,15 @@ class Committed:
         finish: Reason why the answer ended, or None.
         stats: Counts and times up to here.
         logprobs: One entry for each token if requested, else empty.
+        prompt_logprobs: With the first tokens, one entry for each token of the prompt but the first if
+            requested, else empty.
     """
 
     tokens: tuple[int, ...]
     finish: Literal["stop", "length"] | None
     stats: GenerationStats
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Engine(Protocol):

@@ -42,6 +42,7 @@ class WindowPlan:
         checkpoints: Positions of the checkpoints that stages keep from now on; `start` among them is made
             before the first row. Empty for no change.
         num_committed: Tokens of the session that were committed when it was made.
+        scored_next: Token after the last, in a part of the prompt whose tokens are scored; else None.
     """
 
     start: int
@@ -52,6 +53,7 @@ class WindowPlan:
     num_recomputed: int = 0
     checkpoints: tuple[int, ...] = ()
     num_committed: int = 0
+    scored_next: int | None = None
 
     @property
     def stop(self) -> int:
@@ -94,6 +96,8 @@ _MOST_RECOMPUTED: Final = 8
 _PROMPT_END: Final = 8
 # Prompts with fewer tokens to compute are not divided for it.
 _LONG_PROMPT: Final = 64
+# The tail keeps as many rows of logits: 20 MB at a vocabulary of 152,000.
+_MOST_SCORED_ROWS: Final = 32
 
 
 class Generation:
@@ -235,6 +239,10 @@ class Generation:
         is_divided = self._checkpoint_plan is not None and self.num_to_prefill >= _LONG_PROMPT
         if is_divided and start < prompt_end:
             num_rows = min(num_rows, prompt_end - start)
+        last = len(self._prefix) - 1
+        is_scored = self._scores_prompt and start < last
+        if is_scored:
+            num_rows = min(num_rows, _MOST_SCORED_ROWS, last - start)
         tokens = self._prefix[start : start + num_rows]
         self._num_prefilled += len(tokens)
         checkpoints: tuple[int, ...] = ()
@@ -247,12 +255,18 @@ class Generation:
             WindowPlan(
                 start,
                 tokens,
-                int(self.is_prefilled),
+                len(tokens) if is_scored else int(self.is_prefilled),
                 is_prompt=True,
                 checkpoints=checkpoints,
                 num_committed=self.position,
+                scored_next=self._prefix[self._num_prefilled] if is_scored else None,
             )
         )
+
+    @property
+    def _scores_prompt(self) -> bool:
+        """Whether chunks are scored; after the first token all scores are known."""
+        return self.request.scores_prompt and not self._committed
 
     def next_window(self, proposal: Proposal = EMPTY) -> WindowPlan:
         """A window with the proposed tokens, now in flight.
@@ -339,7 +353,7 @@ class Generation:
         """Take the verdict on the oldest window: the tail's ids up to the first that was not proposed.
 
         Returns:
-            What it came to; None for a prefill chunk that asked for no ids.
+            What it came to; None for a prefill chunk in which nothing was sampled.
 
         Raises:
             ProtocolError: If the verdict cannot belong to the window.
@@ -347,10 +361,11 @@ class Generation:
         if not self._in_flight:
             raise ProtocolError("the tail answers a window, but none is in flight")
         window = self._in_flight[0]
-        if not window.num_verified:
-            if sampled:
+        if not window.num_verified or window.scored_next is not None:
+            given = () if window.scored_next is None else (*window.tokens[1:], window.scored_next)
+            if tuple(sampled) != given:
                 raise ProtocolError(
-                    f"the tail sampled {len(sampled)} rows of a window at {window.start}, not 0"
+                    f"the tail answered a chunk at {window.start} with {len(sampled)} ids that are not its"
                 )
             self._in_flight.popleft()
             self._num_computed = window.stop

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from mesh.coordinator.stage_streams import BatchTimes
     from mesh.engine import GenerationRequest
     from speculative.acceptance import Judgement
+    from stages.sampling.logprobs import TokenLogprobs
     from stages.sampling.session_spec import SessionSpec
 
 
@@ -170,6 +171,7 @@ class Session:
             self._feature_store = FeatureStore(feature_needs.layers, feature_needs.n_embd)
         self._num_feature_bytes = 0
         self._features_from = 0
+        self._prompt_logprobs: list[TokenLogprobs] = []
         self._is_decoding = False
         self._is_over = False
         self._is_suspended = False
@@ -247,6 +249,9 @@ class Session:
         self._count_decoding(is_decoding=False)
         self._in_flight_windows.clear()
         self._void_features()
+        if self.num_to_compute == len(self.request.prompt):
+            # Nothing is committed: the replay scores the prompt again.
+            self._prompt_logprobs.clear()
         voided = self._generation.rewind()
         if voided and self._speculator is not None:
             self._speculator.landed(is_void=True)
@@ -335,9 +340,11 @@ class Session:
         self._judge_features(in_flight, verdict)
         self._active_ring.groups.landed(self.id, 0 if step is None else len(step.judgement.committed))
         if step is None:
+            self._prompt_logprobs += from_wire(verdict.logprobs)
             self._prefill()
             self._pump()
-            self._active_ring.prefill_pace.learn_chunk(times.measures, arrived_ms - in_flight.sent_ms)
+            if in_flight.window.scored_next is None:
+                self._active_ring.prefill_pace.learn_chunk(times.measures, arrived_ms - in_flight.sent_ms)
         else:
             if in_flight.window.is_prompt:
                 self._count_decoding(is_decoding=True)
@@ -588,7 +595,9 @@ class Session:
         # A verdict may continue behind an end token, or behind the answer's last.
         logprobs = from_wire(verdict.logprobs[: len(tokens)])
         was_paused = self.is_paused
-        self._output_queue.put(Committed(tokens, step.finish, telemetry.stats(), logprobs))
+        scores = tuple(self._prompt_logprobs)
+        self._prompt_logprobs.clear()
+        self._output_queue.put(Committed(tokens, step.finish, telemetry.stats(), logprobs, scores))
         if self.is_paused and not was_paused:
             log.debug("session_paused", session=self.id, reason="its client reads nothing")
 
@@ -659,6 +668,7 @@ class Session:
                 checkpoints=window.checkpoints,
                 recomputed_rows=window.num_recomputed,
                 num_committed=window.num_committed if window.checkpoints else 0,
+                scored_next=window.scored_next,
             )
         )
         self._in_flight_windows.append(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from spanmesh_proto.errors import InvalidWindow
+from spanmesh_proto.errors import InvalidWindow, StageFailed
 from stages.grammar.session_grammar import GrammarRecord
 from stages.sampling.logprobs import TokenLogprobs, token_logprobs
 from stages.sampling.sampler import Sampler, SamplingParams
@@ -52,15 +52,55 @@ def verify(
         InvalidWindow: If there are more rows than tokens.
         StageFailed: If a row's logits are not finite.
     """
-    first = len(tokens) - len(rows_logits)
-    if first < 0:
-        raise InvalidWindow(f"window at {start}: {len(rows_logits)} rows to verify, but {len(tokens)} tokens")
+    first = _first_verified(rows_logits, tokens, start)
     drawn: list[int] = []
     for row, logits in enumerate(rows_logits, first):
         drawn.append(choose(logits, start + row + 1))
         if row + 1 < len(tokens) and drawn[-1] != tokens[row + 1]:
             break
     return drawn
+
+
+def following(
+    rows_logits: Sequence[NDArray[np.float32]] | NDArray[np.float32],
+    tokens: Sequence[int],
+    start: int,
+    scored_next: int,
+) -> list[int]:
+    """The given tokens after each verified row, to be scored.
+
+    Args:
+        rows_logits: As for `verify`.
+        tokens: All tokens of the window.
+        start: Absolute position of its first row.
+        scored_next: The token after the last.
+
+    Raises:
+        InvalidWindow: If there are no rows, or more than tokens, or a token is outside the vocabulary.
+        StageFailed: If a row's logits are not finite.
+    """
+    first = _first_verified(rows_logits, tokens, start)
+    if first == len(tokens):
+        raise InvalidWindow(f"window at {start}: its tokens are to be scored, but no row is to be verified")
+    found = [*tokens[first + 1 :], scored_next]
+    for logits, token in zip(rows_logits, found, strict=True):
+        if token >= logits.size:
+            raise InvalidWindow(f"token {token} is outside the vocabulary of {logits.size}")
+        if not np.isfinite(logits.max()):
+            raise StageFailed(
+                f"the logits before token {token} are not finite: the model file or its arithmetic on this"
+                " backend is broken; run `mesh certify` on the model"
+            )
+    return found
+
+
+def _first_verified(
+    rows_logits: Sequence[NDArray[np.float32]] | NDArray[np.float32], tokens: Sequence[int], start: int
+) -> int:
+    first = len(tokens) - len(rows_logits)
+    if first < 0:
+        raise InvalidWindow(f"window at {start}: {len(rows_logits)} rows to verify, but {len(tokens)} tokens")
+    return first
 
 
 _FIRST_CAPACITY: Final = 256
@@ -172,6 +212,8 @@ class WindowVerifier:
         rows_logits: Sequence[NDArray[np.float32]] | NDArray[np.float32],
         tokens: Sequence[int],
         start: int,
+        *,
+        scored_next: int | None = None,
     ) -> SampledTokens:
         """Verify a computed window. To be called for every window, also for those without verified rows.
 
@@ -179,6 +221,11 @@ class WindowVerifier:
             rows_logits: float32, shape (verify_rows, n_vocab): logits of the window's last rows.
             tokens: All tokens of the window.
             start: Absolute position of its first row.
+            scored_next: Token after the last row of a part of the prompt whose tokens are scored; None to
+                sample.
+
+        Returns:
+            The samples; or the tokens after the rows as they were given, if they are scored.
 
         Raises:
             InvalidWindow: If there are more rows than tokens, or it leaves a gap before its start.
@@ -186,7 +233,10 @@ class WindowVerifier:
             InvalidRequest: If the session's grammar is invalid, or allows no token.
         """
         self._write(start, tokens)
-        drawn = verify(rows_logits, tokens, start, self._sample)
+        if scored_next is None:
+            drawn = verify(rows_logits, tokens, start, self._sample)
+        else:
+            drawn = following(rows_logits, tokens, start, scored_next)
         if self._num_top_logprobs is None:
             return SampledTokens(drawn)
         num_top = self._num_top_logprobs

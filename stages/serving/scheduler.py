@@ -66,6 +66,7 @@ class QueuedWindow:
         features_may_wait: Whether they may be sent with those of later windows.
         num_recomputed: Number of its first rows whose tokens are committed and were computed before.
         num_committed: Number of the session's tokens that were committed when it was sent; 0 if not told.
+        scored_next: Token after the last row of a part of the prompt whose tokens are scored; None to sample.
         features: Features of its rows from earlier stages, which travel with it.
     """
 
@@ -86,12 +87,14 @@ class QueuedWindow:
     features_may_wait: bool = False
     num_recomputed: int = 0
     num_committed: int = 0
+    scored_next: int | None = None
     features: tuple[wire.Features, ...] = ()
 
     @property
     def is_chunk(self) -> bool:
         """Whether it is part of a prompt: in other windows every row but a committed one is verified."""
-        return self.span.num_outputs + self.num_recomputed < len(self.span.tokens)
+        is_scored = self.scored_next is not None
+        return is_scored or self.span.num_outputs + self.num_recomputed < len(self.span.tokens)
 
     @property
     def to_compute(self) -> Span:

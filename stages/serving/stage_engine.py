@@ -176,6 +176,7 @@ class StageEngine:
                         features_may_wait=window.features_may_wait,
                         num_recomputed=window.recomputed_rows,
                         num_committed=window.num_committed,
+                        scored_next=window.scored_next if window.HasField("scored_next") else None,
                         features=tuple(features.get((window.session, window.id), ())),
                     )
                 )

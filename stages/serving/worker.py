@@ -338,7 +338,7 @@ class StageWorker(threading.Thread):
     @staticmethod
     def _verify(window: QueuedWindow, logits: NDArray[np.float32]) -> wire.Verdict:
         span = window.span
-        sampled = window.verifier.verify(logits, span.tokens, span.start)
+        sampled = window.verifier.verify(logits, span.tokens, span.start, scored_next=window.scored_next)
         return wire.Verdict(
             session=window.session,
             epoch=window.epoch,
@@ -439,6 +439,7 @@ def _onward(window: QueuedWindow) -> wire.Window:
         checkpoints=span.checkpoints,
         recomputed_rows=window.num_recomputed,
         num_committed=window.num_committed,
+        scored_next=window.scored_next,
     )
 
 

@@ -81,6 +81,13 @@ class WholeModelEngine:
             first_s = 0.0
             fed: Sequence[int] = request.prompt
             position = 0
+            scores: tuple[TokenLogprobs, ...] = ()
+            if request.scores_prompt:
+                for position, token in enumerate(request.prompt[1:], 1):
+                    fed = request.prompt[position - 1 : position]
+                    logits = await loop.run_in_executor(self._thread, self._decode, slot, position - 1, fed)
+                    scores += self._logprobs(request, logits, token)
+                fed, position = request.prompt[-1:], len(request.prompt) - 1
             for count in range(1, request.max_tokens + 1):
                 logits = await loop.run_in_executor(self._thread, self._decode, slot, position, fed)
                 position += len(fed)
@@ -96,7 +103,8 @@ class WholeModelEngine:
                     decode_ms=(now_s - first_s) * 1000,
                 )
                 finish = self._finish(request, token, count)
-                yield Committed((token,), finish, stats, self._logprobs(request, logits, token))
+                yield Committed((token,), finish, stats, self._logprobs(request, logits, token), scores)
+                scores = ()
                 if finish is not None:
                     return
                 fed = (token,)

@@ -305,3 +305,5 @@ class HostilePeer:
         random, window = self.random, draft.window
         window.verify_rows = random.choice((0, 1, len(window.tokens), len(window.tokens) + 1, _U32))
         window.id = random.choice((0, _U64))
+        if random.random() < 0.5:
+            window.scored_next = random.choice((0, self.shape.n_vocab - 1, self.shape.n_vocab, _U32))

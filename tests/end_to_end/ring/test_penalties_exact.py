@@ -95,3 +95,26 @@ async def test_text_and_logprobs_are_those_of_the_whole_model(
             assert got.logprob == pytest.approx(want.logprob, abs=2e-5)
             assert [token for token, _ in got.top] == [token for token, _ in want.top]
             assert [each for _, each in got.top] == pytest.approx([each for _, each in want.top], abs=2e-5)
+
+
+async def test_a_scored_prompt_has_the_logprobs_of_the_whole_model(
+    whole: WholeModelEngine, stages: list[RunningStage], tokenizer: Tokenizer
+) -> None:
+    prompt = tuple(tokenizer.encode(TEXT * 8, add_special=False, parse_special=False))
+    assert len(prompt) > 65, "more than two windows of scored rows"
+    for tokens in (prompt, prompt[:2], prompt[:1]):
+        request = GenerationRequest(tokens, 3, num_top_logprobs=2, uses_cache=False, scores_prompt=True)
+        want = [part async for part in whole.generate(request)]
+        async with running_coordinator(
+            stages, context_length=CTX_SIZE, num_slots=1, make_proposer=NgramProposer
+        ) as coordinator:
+            got = [part async for part in coordinator.generate(request)]
+        assert [token for part in got for token in part.tokens] == [
+            token for part in want for token in part.tokens
+        ]
+        assert [part.prompt_logprobs for part in got[1:]] == [()] * (len(got) - 1)
+        scores = got[0].prompt_logprobs
+        assert len(scores) == len(tokens) - 1
+        for mine, theirs in zip(scores, want[0].prompt_logprobs, strict=True):
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=2e-5)
+            assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]

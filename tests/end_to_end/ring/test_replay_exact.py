@@ -25,7 +25,9 @@ GRAMMAR = 'root ::= ("{" [a-z]{2,9} ":" [0-9]{1,3} "} ")*'
 PENALTIES = SamplingParams(0.8, seed=7, repetition_penalty=1.2, frequency_penalty=0.4, repetition_window=64)
 # Longer than a chunk, and short; greedy, drawn, and with a memory of what was said.
 REQUESTS = (
-    GenerationRequest(tuple(range(100, 170)), NUM_TOKENS, num_top_logprobs=2),
+    GenerationRequest(
+        tuple(range(100, 170)), NUM_TOKENS, num_top_logprobs=2, uses_cache=False, scores_prompt=True
+    ),
     # Held to a grammar, which a new tail follows again from its beginning.
     GenerationRequest(
         (504, 28, 216, 28, 260, 28), NUM_TOKENS, sampling=SamplingParams(1.0, seed=3), grammar=GRAMMAR
@@ -79,11 +81,15 @@ async def test_lost_and_moved_stages_leave_no_trace(smollm2_path: Path, stage_ca
         disturbed = await answers(coordinator)
         await disturbing
     assert ring.num_repairs >= len(TIMES)
+    assert len(undisturbed[0][0].prompt_logprobs) == len(REQUESTS[0].prompt) - 1
     for one, other in zip(undisturbed, disturbed, strict=True):
         assert [token for part in one for token in part.tokens] == [
             token for part in other for token in part.tokens
         ]
         assert [each for part in one for each in part.logprobs] == [
             each for part in other for each in part.logprobs
+        ]
+        assert [each for part in one for each in part.prompt_logprobs] == [
+            each for part in other for each in part.prompt_logprobs
         ]
         assert other[-1].stats.num_replays == ring.num_repairs

@@ -206,3 +206,45 @@ def test_a_verdict_on_nothing_is_refused() -> None:
     chunked.prefill(2)
     with pytest.raises(ProtocolError, match="sampled 1 rows"):
         chunked.commit([1])
+
+
+@given(num_prompt=st.integers(1, 100), max_rows=st.integers(1, 64), wanted=st.integers(1, 200))
+def test_every_token_of_a_scored_prompt_but_the_first_is_scored_once(
+    num_prompt: int, max_rows: int, wanted: int
+) -> None:
+    prompt = tuple(range(1000, 1000 + num_prompt))
+    request = GenerationRequest(prompt, 3, num_top_logprobs=0, uses_cache=False, scores_prompt=True)
+    generation = Generation(request, context_length=256, max_rows=max_rows)
+    for _ in range(2):
+        scored: list[int] = []
+        while not generation.is_prefilled:
+            window = generation.prefill(wanted)
+            assert len(window.tokens) <= max_rows
+            if window.scored_next is None:
+                assert (window.tokens, window.num_verified) == (prompt[-1:], 1)
+            else:
+                found = (*window.tokens[1:], window.scored_next)
+                assert window.num_verified == len(found)
+                assert generation.commit(found) is None
+                scored += found
+        assert tuple(scored) == prompt[1:]
+        # Lost before the first token: all is scored again.
+        generation.rewind()
+    while not generation.is_prefilled:
+        window = generation.prefill(wanted)
+        if window.scored_next is not None:
+            generation.commit((*window.tokens[1:], window.scored_next))
+    assert generation.commit((7,)) is not None
+    # Lost behind it: none is.
+    generation.rewind()
+    while not generation.is_prefilled:
+        assert generation.prefill(wanted).scored_next is None
+
+
+def test_scores_of_other_tokens_are_refused() -> None:
+    request = GenerationRequest((1, 2, 3), 3, num_top_logprobs=0, uses_cache=False, scores_prompt=True)
+    for sampled in ((), (2,), (2, 4), (2, 3, 4)):
+        generation = Generation(request, context_length=256, max_rows=8)
+        assert generation.prefill(8).scored_next == 3
+        with pytest.raises(ProtocolError, match="chunk at 0"):
+            generation.commit(sampled)

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from spanmesh_proto.errors import InvalidWindow
+from spanmesh_proto.errors import InvalidWindow, StageFailed
 from stages.sampling.sampler import Sampler, SamplingParams
-from stages.sampling.verifier import verify
+from stages.sampling.verifier import WindowVerifier, following, verify
 
 GREEDY = Sampler(SamplingParams())
 N_VOCAB = 10
@@ -73,3 +73,31 @@ def test_the_text_is_the_same_with_any_proposer(
             assert len(drawn) == len(window)
         history += tuple(drawn)
     assert history == plain((1, 2), len(history) - 2)
+
+
+def test_scored_rows_give_the_tokens_behind_them() -> None:
+    verifier = WindowVerifier(SamplingParams(0.9, seed=3), num_prompt=4, num_top_logprobs=1)
+    scored = verifier.verify(rows_for(6, 7, 9), [5, 6, 7], 0, scored_next=8)
+    assert scored.tokens == [6, 7, 8]
+    assert [each.top[0][0] for each in scored.logprobs] == [6, 7, 9]
+    likely, unlikely = scored.logprobs[0].logprob, scored.logprobs[2].logprob
+    assert likely == pytest.approx(1 - np.log(np.e + 9))
+    assert unlikely == pytest.approx(-np.log(np.e + 9))
+    # Only the last rows are verified.
+    assert following(rows_for(1), [5, 6, 7], 0, 2) == [2]
+
+
+@pytest.mark.parametrize(
+    ("rows", "next_token", "error"),
+    [
+        (rows_for(), 1, InvalidWindow),
+        (rows_for(1, 2, 3), 1, InvalidWindow),
+        (rows_for(1, 2), N_VOCAB, InvalidWindow),
+        (rows_for(1, 2) * np.float32(np.nan), 1, StageFailed),
+    ],
+)
+def test_rows_that_cannot_be_scored_are_refused(
+    rows: NDArray[np.float32], next_token: int, error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        following(rows, [5, 6], 40, next_token)
