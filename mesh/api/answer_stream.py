@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mesh.api.rate_limit import TokenReservation
     from mesh.engine import Committed, Engine, GenerationRequest, GenerationStats
     from mesh.text.message_parts import MessagePart
+    from mesh.text.tokenizer import Tokenizer
     from stages.sampling.logprobs import TokenLogprobs
 
     PieceWith = Callable[[Collection[str]], Callable[[int], bytes]]
@@ -41,12 +42,13 @@ class AnswerToken:
     Attributes:
         id: Token id.
         offset: Characters of the answer before it.
-        logprobs: Log probability of the token, and of the likeliest alternatives.
+        logprobs: Log probability of the token, and of the likeliest alternatives; None for the first token of
+            an echoed prompt.
     """
 
     id: int
     offset: int
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs | None
 
 
 class AnswerTokens:
@@ -77,6 +79,40 @@ class AnswerTokens:
         return tuple(settled)
 
 
+def echoed_tokens(
+    prompt: Sequence[int], echo: str, logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer
+) -> list[AnswerToken]:
+    """Tokens of a prompt that the answer begins with.
+
+    Args:
+        prompt: Token ids.
+        echo: Their text as the answer has it.
+        logprobs: One entry for each but the first.
+        tokenizer: Tokenizer of the model.
+    """
+    # Names of control tokens are part of a text prompt that has them, but not of text that ids stand for.
+    pieces: tuple[Callable[[int], bytes], ...] = (
+        lambda token: tokenizer.piece(token) or tokenizer.name(token).encode(),
+        tokenizer.piece,
+    )
+    for piece in pieces:
+        text = AnswerText(piece)
+        offsets, decoded = [], ""
+        for token in prompt:
+            offsets.append(text.num_decoded)
+            decoded += text.push(token)
+        decoded += text.flush()
+        if decoded.endswith(echo):
+            break
+    # What the tokenizer adds in front, such as a first token or a space, is not in the text.
+    added = len(decoded) - len(echo)
+    places = [min(max(0, offset - added), len(echo)) for offset in offsets]
+    return [
+        AnswerToken(token, place, known)
+        for token, place, known in zip(prompt, places, (None, *logprobs), strict=True)
+    ]
+
+
 log = structlog.get_logger()
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -95,6 +131,8 @@ class AnswerPart:
         token_ids: Ids of all tokens that `num_tokens` counts since the part before.
         num_reasoning: Tokens of the answer up to here that are reasoning.
         stop_string: The stop string that ended the answer, on its last part.
+        prompt_logprobs: On the first part, log probabilities of the prompt's tokens but the first, if the
+            request asked for them.
     """
 
     message_parts: tuple[MessagePart, ...]
@@ -105,6 +143,7 @@ class AnswerPart:
     token_ids: tuple[int, ...] = ()
     num_reasoning: int = 0
     stop_string: str | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 async def answer_parts(
@@ -150,6 +189,7 @@ class _Answer:
         self._ids: list[int] = []
         self._num_passed = 0
         self._num_reasoning = 0
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def is_over(self) -> bool:
@@ -158,6 +198,9 @@ class _Answer:
 
     def take(self, step: Committed) -> None:
         text, reader = self._text, self._reader
+        self._prompt_logprobs += step.prompt_logprobs
+        if self._job.is_prompt_only:
+            return
         for index, token in enumerate(step.tokens):
             self._ids.append(token)
             if token in self._job.request.end_tokens:
@@ -178,12 +221,15 @@ class _Answer:
         self._message_parts += self._reader.push(self._text.flush())
         self._message_parts += self._reader.flush()
         finish: FinishReason | None = "stop" if self.is_over else step.finish
+        if self._job.is_prompt_only:
+            finish = "length"
         if self._reader.has_calls and finish == "stop":
             finish = "tool_calls"
         return self._part(step, finish)
 
     def _part(self, step: Committed, finish: FinishReason | None) -> AnswerPart:
         message_parts, self._message_parts = joined(self._message_parts), []
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, ()
         new = tuple(self._ids[self._num_passed :])
         self._num_passed = len(self._ids)
         return AnswerPart(
@@ -195,6 +241,7 @@ class _Answer:
             new,
             self._num_reasoning,
             self._text.stop_string if finish is not None else None,
+            prompt_logprobs,
         )
 
 

@@ -119,6 +119,8 @@ class GenerationJob:
         request: Request for the engine.
         stops: Strings that end the answer.
         echo: Text before the answer.
+        is_prompt_only: Whether the answer is empty: one token is generated, since the engine always does, and
+            left out.
         wants_token_ids: Whether the answer reports its token ids and the prompt's.
         output_format: Format of the answer.
         is_further: Whether it is a further answer to the prompt of the job before it.
@@ -128,6 +130,7 @@ class GenerationJob:
     request: GenerationRequest
     stops: tuple[str, ...]
     echo: str = ""
+    is_prompt_only: bool = False
     wants_token_ids: bool = False
     output_format: OutputFormat = field(default_factory=OutputFormat)
     is_further: bool = False
@@ -184,24 +187,29 @@ def make_job(
     if held_to is not None:
         # Computed here rather than in the event loop, which needs it next.
         _ = backend.tokenizer.texts.message
-    wanted = body.token_limit or default_max_tokens or room
+    wanted = body.token_limit
+    if wanted is None:
+        wanted = default_max_tokens or room
     request = GenerationRequest(
         prompt=tuple(prompt),
-        max_tokens=min(wanted, room),
+        max_tokens=max(1, min(wanted, room)),
         end_tokens=frozenset() if body.ignore_eos else backend.tokenizer.end_tokens,
         sampling=sampling_of(body, backend.tokenizer.n_vocab, backend.api.random_bits),
         speculation=SpeculationLimits() if body.speculation is None else body.speculation.as_limits(),
         prediction=encode_prediction(backend.tokenizer, body.prediction, context_length),
         client=client,
         history_key=client,
-        uses_cache=body.cache_prompt is not False,
+        # Positions of a cached prefix are not computed, so nothing tells how likely their tokens are.
+        uses_cache=body.cache_prompt is not False and not body.scores_prompt,
         num_top_logprobs=body.num_top_logprobs,
         grammar=None if held_to is None else held_to.gbnf,
+        scores_prompt=body.scores_prompt,
     )
     return GenerationJob(
         request,
         body.stop,
         echo,
+        wanted == 0,
         bool(body.return_token_ids),
         output_format,
         warnings=() if held_to is None else held_to.left_out,

@@ -275,21 +275,27 @@ def chat_logprobs(tokens: Iterable[AnswerToken], tokenizer: Tokenizer) -> dict[s
             "top_logprobs": [_chat_entry(id, logprob, tokenizer) for id, logprob in token.logprobs.top],  # noqa: A001
         }
         for token in tokens
+        if token.logprobs is not None
     ]
     return {"content": content, "refusal": None}
 
 
 def completion_logprobs(tokens: Sequence[AnswerToken], tokenizer: Tokenizer) -> dict[str, Any]:
-    """`choices[].logprobs` of a completion: always includes the sampled token."""
-    top_logprobs = []
+    """`choices[].logprobs` of a completion: always includes the token itself; null for a prompt's first."""
+    top_logprobs: list[dict[str, float] | None] = []
     for token in tokens:
+        if token.logprobs is None:
+            top_logprobs.append(None)
+            continue
         likeliest: dict[str, float] = {}
         for id, logprob in (*token.logprobs.top, (token.id, token.logprobs.logprob)):  # noqa: A001
             likeliest.setdefault(_legacy_name(id, tokenizer), _finite(logprob))
         top_logprobs.append(likeliest)
     return {
         "tokens": [_legacy_name(token.id, tokenizer) for token in tokens],
-        "token_logprobs": [_finite(token.logprobs.logprob) for token in tokens],
+        "token_logprobs": [
+            None if token.logprobs is None else _finite(token.logprobs.logprob) for token in tokens
+        ],
         "top_logprobs": top_logprobs,
         "text_offset": [token.offset for token in tokens],
     }

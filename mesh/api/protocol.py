@@ -253,6 +253,7 @@ MAX_STOP_CHARS: Final = 512
 MAX_PROMPTS: Final = 64
 MAX_MESSAGES: Final = 4096
 MAX_CHOICES: Final = 16
+_NO_LIMIT: Final = 2**31 - 1
 
 Prompt = str | tuple[int, ...]
 
@@ -454,6 +455,8 @@ class GenerationBody(StrictBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    # llama.cpp's name of it; -1 sets no limit.
+    n_predict: Annotated[int, Field(ge=-1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
@@ -494,8 +497,36 @@ class GenerationBody(StrictBody):
 
     @property
     def token_limit(self) -> int | None:
-        """Most tokens of the answer, if the request names a number."""
-        return self.max_tokens
+        """Most tokens of the answer, if the request names a number.
+
+        Raises:
+            InvalidRequest: If `max_tokens` and `n_predict` differ, or nothing would be answered.
+        """
+        theirs = _NO_LIMIT if self.n_predict == -1 else self.n_predict
+        if None not in (self.max_tokens, theirs) and self.max_tokens != theirs:
+            raise InvalidRequest(
+                f"max_tokens is {self.max_tokens} and n_predict {self.n_predict}: they are the same setting,"
+                " send one of them",
+                param="n_predict",
+            )
+        limit = theirs if self.max_tokens is None else self.max_tokens
+        if limit == 0 and not self.has_echo:
+            name = "n_predict" if self.max_tokens is None else "max_tokens"
+            raise InvalidRequest(
+                f"{name} is 0, so there would be no answer: send at least 1, or echo to have the prompt back",
+                param=name,
+            )
+        return limit
+
+    @property
+    def has_echo(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the prompt's tokens have logprobs, too."""
+        return False
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -565,7 +596,8 @@ class ChatBody(GenerationBody, ConversationBody):
     @property
     def token_limit(self) -> int | None:
         """Most tokens of the answer: the newer of the two fields goes first."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        newer = self.max_completion_tokens
+        return super().token_limit if newer is None else newer
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -588,14 +620,20 @@ class CompletionBody(GenerationBody):
     prompt: Annotated[tuple[Prompt, ...], PlainValidator(parse_prompts, json_schema_input_type=_PromptInput)]
     echo: bool | None = None
     logprobs: Annotated[NumTopLogprobs, BeforeValidator(none_if_false)] = None
+    # 0 answers with the prompt alone, if `echo` asks for it.
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+
+    @property
+    def has_echo(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return bool(self.echo)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the prompt's tokens have logprobs, too."""
+        return self.has_echo and self.logprobs is not None
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """How many likeliest tokens to report beside each token's logprob; None reports nothing.
-
-        Raises:
-            InvalidRequest: If the prompt is to be echoed: no logprobs are known of it.
-        """
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest("echo and logprobs exclude each other: leave one out", param="echo")
+        """How many likeliest tokens to report beside each token's logprob; None reports nothing."""
         return self.logprobs

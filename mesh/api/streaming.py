@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
 from starlette.responses import Response
 
-from mesh.api.answer_stream import ChoiceGroup, metered
+from mesh.api.answer_stream import ChoiceGroup, echoed_tokens, metered
 from mesh.api.errors import error_body, error_response, json_bytes, json_response
 from mesh.api.middleware import CLIENT_GONE_STATUS, log_unexpected
 from mesh.api.openai_format import ANSWER_FIELD, PROMPT_FIELD, EndpointFormat, ResponseWriter, timings, usage
@@ -22,10 +23,11 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
-    from mesh.api.answer_stream import AnswerPart
+    from mesh.api.answer_stream import AnswerPart, AnswerToken
     from mesh.api.backend import Backend
     from mesh.api.generation_job import GenerationJob
     from mesh.api.protocol import GenerationBody
+    from mesh.text.tokenizer import Tokenizer
 
 
 Result = TypeVar("Result")
@@ -246,7 +248,8 @@ async def respond(
         message_parts = joined(
             [Content(job.echo), *(piece for part in parts for piece in part.message_parts)]
         )
-        tokens = [token for part in parts for token in part.tokens]
+        tokens = _echoed(job, parts[0], backend.tokenizer)
+        tokens += [_behind(job.echo, token) for part in parts for token in part.tokens]
         logprobs = endpoint_format.logprobs(tokens) if job.wants_logprobs else None
         choice = endpoint_format.choice(index, message_parts, last.finish, logprobs)
         choices.append(choice)
@@ -284,6 +287,7 @@ class _Stream:
         includes_usage: bool,
     ) -> None:
         self._choice_group = ChoiceGroup(backend, jobs)
+        self._tokenizer = backend.tokenizer
         self._writer = writer
         self._jobs = jobs
         self._num_at_once = num_at_once
@@ -302,14 +306,20 @@ class _Stream:
         writer = self._writer
         wants_ids = job.wants_token_ids
         opening = writer.opening_event(index, job.request.prompt if wants_ids else None)
-        if job.echo:
-            opening += writer.part_events(index, [Content(job.echo)], token_ids=() if wants_ids else None)
+        is_first = True
         async with aclosing(self._choice_group.parts(index)) as parts:
             async for part in parts:
                 events = opening
+                if is_first and (job.echo or job.request.scores_prompt):
+                    echoed = _echoed(job, part, self._tokenizer) if job.wants_logprobs else None
+                    none = () if wants_ids else None
+                    events += writer.part_events(index, [Content(job.echo)], echoed, none)
+                is_first = False
                 ids = part.token_ids if wants_ids else None
                 if part.message_parts or part.tokens or ids:
-                    tokens = part.tokens if job.wants_logprobs else None
+                    tokens = (
+                        [_behind(job.echo, token) for token in part.tokens] if job.wants_logprobs else None
+                    )
                     events += writer.part_events(index, part.message_parts, tokens, ids)
                 opening = b""
                 if part.finish is not None:
@@ -319,6 +329,17 @@ class _Stream:
                     events += writer.closing_event(index, part.finish, times, ids, job.warnings)
                 await emit(events)
         return part
+
+
+def _echoed(job: GenerationJob, first: AnswerPart, tokenizer: Tokenizer) -> list[AnswerToken]:
+    """Scored tokens of the prompt that an answer begins with."""
+    if not job.request.scores_prompt:
+        return []
+    return echoed_tokens(job.request.prompt, job.echo, first.prompt_logprobs, tokenizer)
+
+
+def _behind(echo: str, token: AnswerToken) -> AnswerToken:
+    return replace(token, offset=len(echo) + token.offset) if echo else token
 
 
 async def _run_all(works: Sequence[Coroutine[None, None, Result]], num_at_once: int) -> list[Result]:

@@ -124,7 +124,9 @@ class ScriptedEngine:
                 is_last = index == len(self.steps) - 1
                 ends = step[-1] in request.end_tokens
                 finish: Any = ("stop" if ends else "length") if is_last else None
-                yield Committed(step, finish, self.stats, self._logprobs(request, step))
+                scored = request.prompt[1:] if request.scores_prompt and index == 0 else ()
+                scores = self._logprobs(request, scored)
+                yield Committed(step, finish, self.stats, self._logprobs(request, step), scores)
         finally:
             try:
                 await asyncio.sleep(0)  # closing a session takes a message or two

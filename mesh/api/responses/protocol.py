@@ -305,7 +305,8 @@ class ResponsesBody(GenerationBody):
     @property
     def token_limit(self) -> int | None:
         """Most tokens of the answer."""
-        return self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
+        newer = self.max_output_tokens
+        return super().token_limit if newer is None else newer
 
     @property
     def num_top_logprobs(self) -> int | None:

@@ -201,7 +201,6 @@ async def test_bad_values_are_refused(api: Api, fields: dict[str, Any], param: s
     [
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
-        ({"logprobs": 1, "echo": True}, "echo"),
     ],
 )
 async def test_bad_values_of_completions(api: Api, fields: dict[str, Any], param: str) -> None:
@@ -210,3 +209,70 @@ async def test_bad_values_of_completions(api: Api, fields: dict[str, Any], param
     assert caught.value.param == param
     allowed = await api.http.post("/v1/completions", json={"prompt": "Hello", "logprobs": False})
     assert allowed.json()["choices"][0]["logprobs"] is None
+
+
+async def test_an_echoed_prompt_is_scored(api: Api, engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
+    prompt = "Hé, <|im_start|>you"
+    ids = _encode(tokenizer, prompt)
+    answer: Any = await api.openai.completions.create(model=MODEL, prompt=prompt, logprobs=1, echo=True)
+    choice = answer.choices[0]
+    scored = choice.logprobs
+    assert engine.requests[0].scores_prompt
+    assert not engine.requests[0].uses_cache
+    assert len(scored.tokens) == len(ids) + 3
+    assert scored.token_logprobs == [None, *(-token / 1000 for token in ids[1:]), -0.3, -0.301, -0.302]
+    assert scored.top_logprobs[0] is None
+    assert scored.top_logprobs[1][tokenizer.piece(300).decode()] == -0.25
+    places = dict(zip(scored.tokens, scored.text_offset, strict=True))
+    assert choice.text.startswith("<|im_start|>", places["<|im_start|>"])
+    assert choice.text.startswith("you", places["you"])
+    assert scored.text_offset[len(ids)] == len(prompt)
+    assert scored.text_offset == sorted(scored.text_offset)
+
+
+async def test_a_streamed_score_is_that_of_the_whole_answer(api: Api) -> None:
+    fields: Any = {"model": MODEL, "prompt": ["Hello, you", "And"], "logprobs": 1, "echo": True}
+    whole = await api.openai.completions.create(**fields)
+    found: dict[int, dict[str, list[Any]]] = {0: {}, 1: {}}
+    async for chunk in await api.openai.completions.create(stream=True, **fields):
+        for choice in chunk.choices:
+            if choice.logprobs is not None:
+                for name, values in choice.logprobs.model_dump().items():
+                    found[choice.index].setdefault(name, []).extend(values)
+    assert [found[0], found[1]] == [choice.logprobs.model_dump() for choice in whole.choices]
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "n_predict"])
+async def test_nothing_is_answered_behind_a_scored_prompt(api: Api, tokenizer: Tokenizer, name: str) -> None:
+    fields = {"prompt": "Hello, you", "echo": True, "logprobs": 1, name: 0}
+    answer = (await api.http.post("/v1/completions", json=fields)).json()
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("Hello, you", "length")
+    ids = _encode(tokenizer, "Hello, you")
+    assert choice["logprobs"]["token_logprobs"] == [None, *(-token / 1000 for token in ids[1:])]
+    assert answer["usage"]["completion_tokens"] == 0
+    alone = (await api.http.post("/v1/completions", json={"prompt": "Hello", "echo": True, name: 0})).json()
+    assert (alone["choices"][0]["text"], alone["choices"][0]["logprobs"]) == ("Hello", None)
+    refused = await api.http.post("/v1/completions", json={"prompt": "Hello", name: 0})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == name
+
+
+async def test_n_predict_is_another_name_of_max_tokens(api: Api, engine: ScriptedEngine) -> None:
+    async def limit_of(path: str, **fields: Any) -> int:
+        body = {"prompt": "Hello"} if path == "completions" else {"messages": HELLO}
+        answer = await api.http.post(f"/v1/{path}", json={**body, **fields})
+        assert answer.status_code == 200, answer.text
+        return engine.requests[-1].max_tokens
+
+    for path in ("completions", "chat/completions"):
+        assert await limit_of(path, n_predict=7, ignore_eos=True) == 7
+        assert engine.requests[-1].end_tokens == frozenset()
+        assert await limit_of(path, n_predict=7, max_tokens=7) == 7
+        room = engine.context_length - len(engine.requests[-1].prompt)
+        assert await limit_of(path, n_predict=-1) == room
+    refused = await api.http.post(
+        "/v1/completions", json={"prompt": "Hello", "n_predict": 7, "max_tokens": 8}
+    )
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "n_predict"
