@@ -187,6 +187,17 @@ class Detokenized(_Answer):
     prompt: str
 
 
+class TokenizerFacts(_Answer):
+    """`GET /tokenizer_info`."""
+
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str | None
+    add_bos_token: bool
+    chat_template: str | None
+    model_max_length: int
+
+
 class Versions(_Answer):
     """`GET /version`."""
 

@@ -1,4 +1,4 @@
-"""Endpoints /tokenize and /detokenize."""
+"""Endpoints /tokenize, /detokenize and /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mesh.api.backend import backends_of, body_of
 from mesh.api.chat_completions import conversation_of
 from mesh.api.chat_prompt import render_prompt
 from mesh.api.errors import json_response
-from mesh.api.openapi import Detokenized, Tokenized, answers, takes
+from mesh.api.openapi import Detokenized, Tokenized, TokenizerFacts, answers, takes
 from mesh.api.protocol import MAX_MESSAGES, ConversationBody, Message, StrictBody, refuse_too_many_messages
 from mesh.text.detokenizer import AnswerText
 from spanmesh_proto.errors import InvalidRequest
@@ -86,6 +86,23 @@ async def detokenize(request: Request) -> Response:
     backend = backends.named(body.model)
     require_ids(backend, body.tokens, param="tokens")
     return json_response({"prompt": text_of(backend, body.tokens)})
+
+
+@router.get("/tokenizer_info", response_model=None, responses=answers(TokenizerFacts))
+async def tokenizer_info(request: Request) -> Response:
+    """Special tokens and chat template of the first model: evaluation harnesses tokenize with them here."""
+    backend = backends_of(request).named(None)
+    tokenizer = backend.tokenizer
+    return json_response(
+        {
+            "tokenizer_class": type(tokenizer).__name__,
+            "bos_token": tokenizer.bos or None,
+            "eos_token": tokenizer.eos or None,
+            "add_bos_token": tokenizer.adds_bos,
+            "chat_template": tokenizer.chat_template,
+            "model_max_length": backend.engine.context_length,
+        }
+    )
 
 
 def require_ids(backend: Backend, tokens: Sequence[int], *, param: str) -> None:

@@ -31,6 +31,13 @@ async def test_there_and_back(api: Api, tokenizer: Tokenizer) -> None:
     assert back == {"prompt": TEXT.replace("<|im_end|>", "")}
 
 
+async def test_special_tokens_and_template_are_told(api: Api, tokenizer: Tokenizer) -> None:
+    told = (await api.http.get("/tokenizer_info")).json()
+    assert (told["bos_token"], told["eos_token"]) == ("<|im_start|>", "<|im_end|>")
+    assert told["chat_template"] == tokenizer.chat_template
+    assert (told["add_bos_token"], told["model_max_length"]) == (False, 64)
+
+
 @pytest.mark.parametrize("more", [{}, {"tools": [WEATHER]}, {"add_generation_prompt": False}])
 async def test_a_conversation_is_counted_as_the_chat_would(
     api: Api, engine: ScriptedEngine, more: dict[str, Any]
