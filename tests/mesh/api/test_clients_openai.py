@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel, ConfigDict, Field
 
 from tests.support import served_mesh
 from tests.support.api_harness import KEY
@@ -172,3 +173,65 @@ def test_a_response_calls_a_named_function(client: openai.OpenAI) -> None:
         max_output_tokens=24,
     )
     assert second.output_text
+
+
+class Forecast(BaseModel):
+    """Weather of some days."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    city: str = Field(max_length=12)
+    days: int = Field(ge=1, le=9)
+
+
+def test_answers_are_parsed_into_models(client: openai.OpenAI) -> None:
+    asked: Any = {**ASKED, "max_tokens": 64, "response_format": Forecast}
+    parsed = client.chat.completions.parse(**asked).choices[0].message.parsed
+    assert isinstance(parsed, Forecast)
+    with client.chat.completions.stream(**asked) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_completion()
+    assert final.choices[0].message.parsed == parsed
+    assert {"chunk", "content.delta", "content.done"} <= kinds
+    response = client.responses.parse(
+        model="default", input="Name three fruits.", temperature=0, max_output_tokens=64, text_format=Forecast
+    )
+    assert response.output_parsed == parsed
+
+
+def test_calls_are_parsed_into_models(client: openai.OpenAI) -> None:
+    tool = openai.pydantic_function_tool(Forecast, name="forecast")
+    answer = client.chat.completions.parse(**ASKED, max_tokens=96, tools=[tool], tool_choice="required")
+    calls: Any = answer.choices[0].message.tool_calls
+    assert calls
+    assert all(isinstance(call.function.parsed_arguments, Forecast) for call in calls)
+
+
+def test_a_stored_response_is_retrieved_and_deleted(client: openai.OpenAI) -> None:
+    stored = client.responses.create(model="default", input="Hello.", temperature=0, max_output_tokens=8)
+    assert client.responses.retrieve(stored.id).output_text == stored.output_text
+    [item] = client.responses.input_items.list(stored.id).data
+    content: Any = item.content  # type: ignore[union-attr]
+    assert content[0].text == "Hello."
+    client.responses.delete(stored.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(stored.id)
+
+
+def test_a_prompt_is_scored(client: openai.OpenAI) -> None:
+    def scores(prompt: str) -> list[float]:
+        answer = client.completions.create(
+            model="default", prompt=prompt, max_tokens=0, echo=True, logprobs=0
+        )
+        choice = answer.choices[0]
+        assert choice.text == prompt
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs is not None
+        assert choice.logprobs.token_logprobs[0] is None
+        return choice.logprobs.token_logprobs[1:]
+
+    begun = "The capital of France is"
+    right, wrong = scores(f"{begun} Paris"), scores(f"{begun} Lyon")
+    shared = len(scores(begun))
+    assert right[:shared] == pytest.approx(wrong[:shared], abs=1e-4)
+    assert sum(right[shared:]) > sum(wrong[shared:])
