@@ -118,13 +118,13 @@ def _bias(key: str, bias: Any) -> float:
 MAX_TOOLS: Final = 256
 MAX_NAME_CHARS: Final = 128
 
-_Name = Annotated[str, Field(pattern=rf"^[a-zA-Z0-9_.-]{{1,{MAX_NAME_CHARS}}}$")]
+ToolName = Annotated[str, Field(pattern=rf"^[a-zA-Z0-9_.-]{{1,{MAX_NAME_CHARS}}}$")]
 
 
 class FunctionBody(StrictBody):
     """A function that the model may call. `parameters` is a JSON schema; without one it takes nothing."""
 
-    name: _Name
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

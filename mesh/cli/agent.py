@@ -80,7 +80,12 @@ def claude_setup(endpoint: MeshEndpoint) -> AgentSetup:
             "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(endpoint.context_length),
             "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(endpoint.context_length),
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(endpoint.most_output),
-            "API_TIMEOUT_MS": str(_PATIENCE_MS),
+            # Of the whole request, and of the wait for its next event and its next byte.
+            **dict.fromkeys(
+                ("API_TIMEOUT_MS", "CLAUDE_STREAM_IDLE_TIMEOUT_MS", "CLAUDE_BYTE_STREAM_IDLE_TIMEOUT_MS"),
+                str(_PATIENCE_MS),
+            ),
+            "API_FORCE_IDLE_TIMEOUT": "0",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         }
     )
@@ -114,15 +119,25 @@ def codex_setup(endpoint: MeshEndpoint) -> AgentSetup:
 def opencode_setup(endpoint: MeshEndpoint) -> AgentSetup:
     """OpenCode, by a configuration in its environment."""
     limit = {"context": endpoint.context_length, "output": endpoint.most_output}
+    options = {
+        "baseURL": f"{endpoint.url}/v1",
+        "apiKey": f"{{env:{API_KEY}}}",
+        "timeout": False,
+        # Without these five minutes.
+        **dict.fromkeys(("headerTimeout", "chunkTimeout"), _PATIENCE_MS),
+    }
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "mesh",
-        "options": {"baseURL": f"{endpoint.url}/v1", "apiKey": f"{{env:{API_KEY}}}"},
+        "options": options,
         "models": {endpoint.model: {"name": endpoint.model, "limit": limit}},
     }
+    model = f"mesh/{endpoint.model}"
     config = {
         "$schema": "https://opencode.ai/config.json",
-        "model": f"mesh/{endpoint.model}",
+        "model": model,
+        # For titles. Without it a model of another server may be asked.
+        "small_model": model,
         "provider": {"mesh": provider},
     }
     return AgentSetup(

@@ -62,13 +62,20 @@ def wait_healthy(
     Raises:
         MeshError: If the process ends first or takes too long; the message ends with its last words.
     """
-    # One process that polls: a new Python for each try would take a fifth of a core from the server.
-    watcher = lab.run(host, [sys.executable, "-S", "-c", _UNTIL_HEALTHY, str(port), str(_POLL_S)])
+    watcher = lab.run(host, health_watcher(port))
     try:
-        _wait(lambda: watcher.poll() == 0, host, process, log, timeout_s)
+        wait_until(lambda: watcher.poll() == 0, f"host{host}'s server", process, log, timeout_s)
     finally:
         watcher.kill()
         watcher.wait()
+
+
+def health_watcher(port: int) -> list[str]:
+    """Program that ends with code 0 once `/health` on its own loopback answers 200.
+
+    One process polls: a new Python for each try would take a fifth of a core from the server.
+    """
+    return [sys.executable, "-S", "-c", _UNTIL_HEALTHY, str(port), str(_POLL_S)]
 
 
 def wait_listening(
@@ -79,7 +86,7 @@ def wait_listening(
     Raises:
         MeshError: Like `wait_healthy`.
     """
-    _wait(lambda: _is_listening(lab, host, port), host, process, log, timeout_s)
+    wait_until(lambda: _is_listening(lab, host, port), f"host{host}'s server", process, log, timeout_s)
 
 
 def get_json(lab: Lab, host: int, port: int, path: str, *, api_key: str | None = None) -> Any:
@@ -114,15 +121,27 @@ def last_lines(log: Path, num_lines: int = _LAST_LINES) -> str:
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:])
 
 
-def _wait(
-    is_ready: Callable[[], bool], host: int, process: subprocess.Popen[bytes], log: Path, timeout_s: float
+def wait_until(
+    is_ready: Callable[[], bool], name: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float
 ) -> None:
+    """Wait for a server that was started.
+
+    Args:
+        is_ready: Whether it is ready; asked again and again.
+        name: Name for errors.
+        process: Its process.
+        log: File with its output.
+        timeout_s: Longest wait.
+
+    Raises:
+        MeshError: If the process ends first or takes too long; the message ends with its last words.
+    """
     deadline_s = time.monotonic() + timeout_s
     while not is_ready():
         if process.poll() is not None:
-            raise MeshError(f"host{host}'s server ended with code {process.returncode}:\n{last_lines(log)}")
+            raise MeshError(f"{name} ended with code {process.returncode}:\n{last_lines(log)}")
         if time.monotonic() > deadline_s:
-            raise MeshError(f"host{host}'s server is not ready after {timeout_s:g} s:\n{last_lines(log)}")
+            raise MeshError(f"{name} is not ready after {timeout_s:g} s:\n{last_lines(log)}")
         time.sleep(_POLL_S)
 
 

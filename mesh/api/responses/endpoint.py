@@ -197,10 +197,11 @@ def _conversation(body: ResponsesBody, messages: Sequence[Mapping[str, Any]]) ->
     return Conversation(
         messages=_instructed(messages, body.instructions),
         tools=tool_use_of(
-            body.tools or (),
+            body.functions,
             body.tool_choice,
             is_parallel=body.parallel_tool_calls,
-            name_param="tools[{}].name",
+            # The place of a function among all is no place in the request where some are in a namespace.
+            name_param="tools" if body.namespaced else "tools[{}].name",
         ),
         variables={**thinking_variables(effort), **(body.chat_template_kwargs or {})},
         param="input",

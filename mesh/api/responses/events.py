@@ -45,13 +45,20 @@ class Output:
     Args:
         new_id: Makes an id with a given prefix.
         new_call_id: Makes the id of a call, to which its result will refer.
+        namespaced: Namespace and own name of functions that have one, by the name that the model calls.
 
     Attributes:
         items: Current items.
     """
 
-    def __init__(self, new_id: Callable[[str], str], new_call_id: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        new_id: Callable[[str], str],
+        new_call_id: Callable[[], str],
+        namespaced: Mapping[str, tuple[str, str]],
+    ) -> None:
         self.items: list[dict[str, Any]] = []
+        self._namespaced = namespaced
         self._new_id = new_id
         self._new_call_id = new_call_id
         self._open: dict[str, Any] | None = None
@@ -119,6 +126,8 @@ class Output:
     def _begin_call(self, name: str) -> list[Event]:
         events = self._close("completed")
         item = {"type": "function_call", "id": self._new_id("fc_"), "call_id": self._new_call_id()}
+        if name in self._namespaced:
+            item["namespace"], name = self._namespaced[name]
         item |= {"name": name, "arguments": "", "status": "in_progress"}
         return [*events, self._begin(item)]
 
@@ -246,9 +255,8 @@ class _ResponseBuilder:
         self._keeps = body.store is not False
         self._num_events = 0
         self._base = self._base_of(body)
-        self._output = Output(
-            self._new_id, CallIds(backend.api.random_bits, backend.chat_template.call_format)
-        )
+        call_ids = CallIds(backend.api.random_bits, backend.chat_template.call_format)
+        self._output = Output(self._new_id, call_ids, body.namespaced)
 
     async def whole(self) -> dict[str, Any]:
         """The whole response."""

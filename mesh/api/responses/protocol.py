@@ -17,6 +17,7 @@ from mesh.api.protocol import (
     GenerationBody,
     NumTopLogprobs,
     StrictBody,
+    ToolName,
     between,
     parse_allowed_tools,
 )
@@ -72,6 +73,7 @@ class FunctionCallItem(StrictBody):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
@@ -169,7 +171,8 @@ def _add(messages: list[dict[str, Any]], item: InputItem) -> None:
             role = "system" if item.role == "developer" else item.role
             messages.append({"role": role, "content": item.content})
         case FunctionCallItem():
-            function = CalledFunction(name=item.name, arguments=item.arguments).for_template()
+            name = item.name if item.namespace is None else flat_name(item.namespace, item.name)
+            function = CalledFunction(name=name, arguments=item.arguments).for_template()
             call = {"id": item.call_id, "type": "function", "function": function}
             _turn(messages, lambda _last: True).setdefault("tool_calls", []).append(call)
         case FunctionCallOutputItem():
@@ -231,6 +234,30 @@ class ResponsesTool(FunctionBody, _Tool):
     """A function that the model may call: the only kind of tool, since nothing is run here."""
 
 
+class NamespaceTool(StrictBody):
+    """Functions under a common name, which their calls have beside the function's own."""
+
+    type: Literal["namespace"]
+    name: ToolName
+    description: str | None = None
+    tools: Annotated[list[ResponsesTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+def parse_tool(value: Any) -> ResponsesTool | NamespaceTool:
+    """One entry of `tools`."""
+    if isinstance(value, dict) and value.get("type") == "namespace":
+        return NamespaceTool.model_validate(value)
+    return ResponsesTool.model_validate(value)
+
+
+_AnyTool = Annotated[Any, PlainValidator(parse_tool, json_schema_input_type=ResponsesTool | NamespaceTool)]
+
+
+def flat_name(namespace: str, name: str) -> str:
+    """Name of a function in a namespace, as the model is shown it."""
+    return f"{namespace}__{name}"
+
+
 class NamedResponsesTool(StrictBody):
     """The one function that the model is to call."""
 
@@ -275,7 +302,7 @@ class ResponsesBody(GenerationBody):
     input: Annotated[str | list[Any], PlainValidator(parse_input, json_schema_input_type=ItemsInput)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[_AnyTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[
         ChosenTools,
         PlainValidator(
@@ -301,6 +328,37 @@ class ResponsesBody(GenerationBody):
     background: Literal[False] | None = None
     conversation: None = None
     prompt: None = None
+
+    @property
+    def functions(self) -> list[FunctionBody]:
+        """All functions, those of namespaces by their flat names.
+
+        Raises:
+            InvalidRequest: If they are too many.
+        """
+        found: list[FunctionBody] = []
+        for tool in self.tools or ():
+            if isinstance(tool, NamespaceTool):
+                found += (
+                    each.model_copy(update={"name": flat_name(tool.name, each.name)}) for each in tool.tools
+                )
+            else:
+                found.append(tool)
+        if len(found) > MAX_TOOLS:
+            raise InvalidRequest(
+                f"tools: they hold more than {MAX_TOOLS} functions: send less", param="tools"
+            )
+        return found
+
+    @property
+    def namespaced(self) -> dict[str, tuple[str, str]]:
+        """Namespace and own name of each function that has one, by its flat name."""
+        return {
+            flat_name(tool.name, each.name): (tool.name, each.name)
+            for tool in self.tools or ()
+            if isinstance(tool, NamespaceTool)
+            for each in tool.tools
+        }
 
     @property
     def token_limit(self) -> int | None:

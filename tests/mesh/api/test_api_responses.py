@@ -20,6 +20,10 @@ tokenizer, engine, api = api_harness.tokenizer, api_harness.engine, api_harness.
 
 RESPONSES = "/v1/responses"
 WEATHER: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS}
+# As Codex sends those of its sub-agents and of MCP servers.
+SPAWN: Any = {"type": "function", "name": "spawn", "parameters": PARAMETERS}
+CREW: Any = {"type": "namespace", "name": "crew", "description": "Other agents.", "tools": [SPAWN]}
+MANY: Any = [{**SPAWN, "name": f"f{index}"} for index in range(200)]
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
 SAID = f"<think>\nHm.\n</think>\n\nI look.\n{CALL}"
 
@@ -187,6 +191,31 @@ async def test_earlier_turns_come_as_items(tokenizer: Tokenizer) -> None:
     )
 
 
+async def test_calls_of_functions_in_a_namespace_have_both_names(tokenizer: Tokenizer) -> None:
+    text = '<tool_call>{"name": "crew__spawn", "arguments": {"city": "Oslo"}}</tool_call>'
+    engine = saying(tokenizer, text)
+    async with running_api(engine, tokenizer) as api:
+        fields: dict[str, Any] = {"tools": [WEATHER, CREW], "stream": True}
+        events = events_of(await api.http.post(RESPONSES, json={"input": "Who goes?", **fields}))
+        prompt = shown(engine, tokenizer)
+        response = events[-1]["response"]
+        (call,) = response["output"]
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "gone"}
+        await api.http.post(RESPONSES, json={"input": [call, result], **fields})
+        by_items = shown(engine, tokenizer)
+        gone_on = {"input": [result], "previous_response_id": response["id"], **fields}
+        await api.http.post(RESPONSES, json=gone_on)
+        by_id = shown(engine, tokenizer)
+    assert '{"name": "crew__spawn", "parameters": ' in prompt
+    assert (call["namespace"], call["name"]) == ("crew", "spawn")
+    assert json.loads(call["arguments"]) == {"city": "Oslo"}
+    added = next(event["item"] for event in events if event["type"] == "response.output_item.added")
+    assert (added["namespace"], added["name"]) == ("crew", "spawn")
+    assert response["tools"] == [WEATHER, CREW]
+    for again in (by_items, by_id):
+        assert '<tool_call>\n{"name": "crew__spawn", "arguments": {"city": "Oslo"}}\n</tool_call>' in again
+
+
 async def test_an_answer_that_is_kept_can_be_gone_on_from(tokenizer: Tokenizer) -> None:
     engine = saying(tokenizer, SAID)
     async with running_api(engine, tokenizer) as api:
@@ -271,6 +300,12 @@ def test_the_store_has_bounds() -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
+        ({"tools": [WEATHER, {"type": "namespace", "name": "crew"}]}, "tools[1].tools"),
+        ({"tools": [{"type": "namespace", "name": "a b", "tools": [WEATHER]}]}, "tools[0].name"),
+        ({"tools": [{**CREW, "tools": [{"type": "function"}]}]}, "tools[0].tools[0].name"),
+        ({"tools": [CREW, CREW]}, "tools"),
+        ({"tools": [CREW, {**WEATHER, "name": "crew__spawn"}]}, "tools"),
+        ({"tools": [{**CREW, "name": f"n{index}", "tools": MANY} for index in range(2)]}, "tools"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "mcp"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),

@@ -89,6 +89,23 @@ def test_the_configuration_of_opencode_is_that_of_the_example() -> None:
     mine, theirs = config["provider"]["mesh"], example["provider"]["mesh"]
     assert mine.keys() == theirs.keys()
     assert mine["models"]["model-x"]["limit"] == {"context": 65_536, "output": 16_384}
+    assert mine["options"].keys() == theirs["options"].keys()
+    assert config["model"] == config["small_model"] == "mesh/model-x"
+
+
+def test_agents_wait_for_long_prompts() -> None:
+    """Each has limits of minutes of its own, which reading a long prompt exceeds."""
+    claude = claude_setup(ENDPOINT).environment
+    waits = ("API_TIMEOUT_MS", "CLAUDE_STREAM_IDLE_TIMEOUT_MS", "CLAUDE_BYTE_STREAM_IDLE_TIMEOUT_MS")
+    assert {claude[name] for name in waits} == {"3600000"}
+    assert claude["API_FORCE_IDLE_TIMEOUT"] == "0"
+    config = json.loads(opencode_setup(ENDPOINT).environment["OPENCODE_CONFIG_CONTENT"])
+    options = config["provider"]["mesh"]["options"]
+    assert (options["timeout"], options["headerTimeout"], options["chunkTimeout"]) == (
+        False,
+        3_600_000,
+        3_600_000,
+    )
 
 
 def test_answers_leave_room_for_their_prompts() -> None:

@@ -1,0 +1,1 @@
+"""Coding agents against a mesh, without any other network."""
