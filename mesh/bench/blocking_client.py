@@ -1,7 +1,7 @@
 """Streaming client in a child process, for one request at a time.
 
-Run as a program on the host of the measured server it takes one JSON batch a line from standard input, and
-answers each with one line of JSON on standard output: see `mesh.bench.blocking_client`.
+Run as a program, in the lab on the host of the measured server, it takes one JSON batch a line from standard
+input, and answers each with one line of JSON on standard output.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Batch:
     """What to ask.
 
     Attributes:
-        port: Of the server, on this host's loopback.
+        url: URL of the server, without `/v1`.
         asks: Requests, in order.
         num_at_once: How many may be under way together.
         api_key: API key of all of them, if the server needs one.
     """
 
-    port: int
+    url: str
     asks: tuple[Ask, ...]
     num_at_once: int = 1
     api_key: str | None = None
@@ -94,8 +94,14 @@ def chat(prompt: str, max_tokens: int, fields: dict[str, Any]) -> Ask:
     return Ask(CHAT_PATH, {"messages": messages, "temperature": 0, "max_tokens": max_tokens, **fields})
 
 
-def ask(port: int, wanted: Ask, *, api_key: str | None = None, timeout_s: float = _TIMEOUT_S) -> Answer:
+def ask(url: str, wanted: Ask, *, api_key: str | None = None, timeout_s: float = _TIMEOUT_S) -> Answer:
     """Send one request.
+
+    Args:
+        url: URL of the server, without `/v1`.
+        wanted: The request.
+        api_key: API key, if the server needs one.
+        timeout_s: Longest silence of the server, in seconds.
 
     Raises:
         MeshError: If the server refuses, breaks off, or answers with nothing that can be timed.
@@ -108,9 +114,7 @@ def ask(port: int, wanted: Ask, *, api_key: str | None = None, timeout_s: float 
     timings: dict[str, Any] = {}
     token_ids: list[int] = []
     start_s = time.perf_counter()
-    for chunk in stream_completion(
-        f"http://127.0.0.1:{port}{wanted.path}", body, api_key=api_key, timeout_s=timeout_s
-    ):
+    for chunk in stream_completion(f"{url}{wanted.path}", body, api_key=api_key, timeout_s=timeout_s):
         now_ms = (time.perf_counter() - start_s) * 1e3
         num_tokens = chunk.usage.get("completion_tokens", num_tokens)
         timings.update(chunk.timings)
@@ -129,7 +133,7 @@ def ask_batch(batch: Batch) -> list[Answer]:
     """Send all requests of a batch, and return answers in their order; raises MeshError like `ask`."""
 
     def one(wanted: Ask) -> Answer:
-        return ask(batch.port, wanted, api_key=batch.api_key)
+        return ask(batch.url, wanted, api_key=batch.api_key)
 
     if batch.num_at_once == 1:
         return [one(wanted) for wanted in batch.asks]
@@ -162,14 +166,14 @@ class Reply:
 
 
 class Client(LineProcess):
-    """Client on a lab host; a context manager.
+    """Client on a lab host or on this machine; a context manager.
 
     Args:
-        lab: Where.
-        host: Index of the host; servers are reached over its loopback.
+        lab: Where; None is this machine, outside of any lab.
+        host: Index of the lab's host.
     """
 
-    def __init__(self, lab: Lab, host: int = 0) -> None:
+    def __init__(self, lab: Lab | None, host: int = 0) -> None:
         super().__init__(lab, host, "mesh.bench.blocking_client")
 
     def ask(self, batch: Batch) -> Reply:

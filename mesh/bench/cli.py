@@ -8,8 +8,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from mesh.bench.serving_cli import serve
 from mesh.bench.shared_options import (
@@ -22,20 +20,17 @@ from mesh.bench.shared_options import (
     threads_option,
 )
 from mesh.bench.stress.cli import stress
-from mesh.cli.head_client import ask_head
+from mesh.bench.under_test.links import BULK_MB, NUM_PROBES, are_measured, measure_links, print_links
+from mesh.bench.under_test.options import remote_options, target_of
 from mesh.cli.option_types import Names, Numbers, choice_option, command_line, int_option
 from mesh.cli.shared_options import head_options, key_of
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
+    from mesh.bench.http_client import Server
     from mesh.engine import SpeculationMode
-
-
-_MB = 10**6
-_TIMEOUT_S = 600.0
 
 
 @click.command()
@@ -43,14 +38,14 @@ _TIMEOUT_S = 600.0
 @int_option(
     "--probes",
     most=1000,
-    default=50,
+    default=NUM_PROBES,
     help="Number of round trips of each size on each link; more than 50 on the head only.",
 )
 @int_option(
     "--megabytes",
     least=0,
     most=200,
-    default=8,
+    default=BULK_MB,
     metavar="MB",
     help="Megabytes sent over each link, twice, to measure its bandwidth, on the head only; 0 omits it.",
 )
@@ -62,19 +57,23 @@ def net(url: str, api_key_file: Path | None, probes: int, megabytes: int, *, is_
     one row of hidden states, and bandwidth. Then it says what a token's round takes on the wire with the
     stages in their order, and with them in the best one. Exits with 1 if a link could not be measured.
     """
-    wanted = f"/mesh/links?probes={probes}&bulk_bytes={megabytes * _MB}"
-    found = ask_head(url.rstrip("/") + wanted, key_of(api_key_file), method="POST", timeout_s=_TIMEOUT_S)
+    found = measure_links(url.rstrip("/"), key_of(api_key_file), num_probes=probes, bulk_mb=megabytes)
     if is_json:
         click.echo(json.dumps(found, indent=2))
     else:
         print_links(found)
-    if any(link["failure"] for link in found["links"]):
+    if not are_measured(found):
         click.get_current_context().exit(1)
 
 
 # `--quick` cuts answers to this.
 _QUICK_TOKENS = 24
 _MODES: tuple[SpeculationMode, ...] = ("ngram", "draft", "auto", "replay")
+# Parameters of the hosts and of the meshes that are started on them.
+_LAB_ONLY: Final = (
+    *("preset", "delays_ms", "replay_rates", "num_threads", "draft_model", "draft_type", "exact"),
+    *("with_rpc", "logs"),
+)
 
 # Acceptance tests of this program itself: an installed package comes without them.
 _QUALIFICATION: Final = {
@@ -117,7 +116,7 @@ def _missing(name: str) -> click.Command:
 
 @click.group(cls=_BenchGroup)
 def bench() -> None:
-    """Measure any OpenAI server, a running mesh's links, a lab of hosts (needs root), or feed bad input."""
+    """Measure any OpenAI server, a running mesh, its links, a lab of hosts (root), or feed bad input."""
 
 
 bench.add_command(serve)
@@ -127,6 +126,7 @@ bench.add_command(net)
 
 @bench.command()
 @model_argument
+@remote_options
 @choice_option(
     "--preset",
     choices=("sweep", "acceptance", "features"),
@@ -201,9 +201,15 @@ bench.add_command(net)
 )
 @seed_option("Seed of random prompts and sampling.")
 @logs_option()
+@click.pass_context
 def spec(
+    context: click.Context,
     *,
     model: Path | None,
+    server: Server | None,
+    model_name: str | None,
+    api_key_file: Path | None,
+    links_file: Path | None,
     preset: Literal["sweep", "acceptance", "features"],
     quick: bool,
     output: Path,
@@ -216,16 +222,31 @@ def spec(
     with_rpc: bool | None,
     **given: Any,
 ) -> None:
-    """Measure what speculation is worth for MODEL, a GGUF file; without MODEL, for the demo's.
+    """Measure what speculation is worth for MODEL, or the demo's; with --url, for a running mesh.
 
     Three hosts with a third of the layers each and a head without layers, asked through the streaming chat
-    endpoint. Writes report.md, report.json and pictures. Exits with 1 if something could not be measured.
+    endpoint; with --url the mesh there, on any hosts. Writes report.md, report.json and pictures. Exits with
+    1 if something could not be measured.
     """
     from mesh.bench.report_tools import lines_text  # noqa: PLC0415 - keeps --help quick
     from mesh.bench.speculation_report import recommendation_text  # noqa: PLC0415
-    from mesh.bench.speculation_run import SpecOptions, run_spec  # noqa: PLC0415
+    from mesh.bench.speculation_run import (  # noqa: PLC0415
+        RemoteSpecOptions,
+        SpecOptions,
+        run_remote_spec,
+        run_spec,
+    )
     from mesh.serve.options import demo_model  # noqa: PLC0415
 
+    target = target_of(
+        context,
+        server=server,
+        model=model,
+        model_name=model_name,
+        api_key_file=api_key_file,
+        links_file=links_file,
+        lab_only=_LAB_ONLY,
+    )
     if quick and preset != "sweep":
         raise click.UsageError("--quick is itself a preset: leave out --preset")
     if preset in {"acceptance", "features"} and spec_bench is None:
@@ -234,24 +255,31 @@ def spec(
         )
     if preset == "features" and draft_model is None:
         raise click.UsageError("--preset features measures a drafter: name its file with --draft")
+    questions: dict[str, Any] = {
+        "preset": "quick" if quick else preset,
+        "spec_bench": spec_bench,
+        "workloads": tuple(workloads.split(",")) if workloads else (),
+        "num_tokens": min(num_tokens, _QUICK_TOKENS) if quick else num_tokens,
+        # Each category is asked twice where answers are quick.
+        "per_workload": max(per_workload, 2) if preset == "features" else per_workload,
+        "output": output,
+        "command": command_line(context, without={"output", "logs"}),
+    }
     end_on_sigterm()
-    report = run_spec(
-        SpecOptions(
-            model=model or demo_model(),
-            draft_model=draft_model,
-            draft_type=None if draft_type == "none" else draft_type,
-            # Each category is asked twice where answers are quick.
-            per_workload=max(per_workload, 2) if preset == "features" else per_workload,
-            preset="quick" if quick else preset,
-            spec_bench=spec_bench,
-            workloads=tuple(workloads.split(",")) if workloads else (),
-            num_tokens=min(num_tokens, _QUICK_TOKENS) if quick else num_tokens,
-            with_rpc=preset == "acceptance" if with_rpc is None else with_rpc,
-            output=output,
-            command=command_line(click.get_current_context(), without={"output", "logs"}),
-            **given,
+    if target is not None:
+        questions |= {name: given[name] for name in ("modes", "widths", "seed")}
+        report = run_remote_spec(RemoteSpecOptions(target=target, **questions))
+    else:
+        report = run_spec(
+            SpecOptions(
+                model=model or demo_model(),
+                draft_model=draft_model,
+                draft_type=None if draft_type == "none" else draft_type,
+                with_rpc=preset == "acceptance" if with_rpc is None else with_rpc,
+                **questions,
+                **given,
+            )
         )
-    )
     if report.lines:
         click.echo(lines_text(report.lines))
     click.echo(recommendation_text(report.recommendation, report.results.servers))
@@ -259,60 +287,4 @@ def spec(
     for failure in report.results.failures:
         click.echo(f"not measured: {failure}", err=True)
     if report.results.failures:
-        click.get_current_context().exit(1)
-
-
-def print_links(found: Mapping[str, Any]) -> None:
-    """Print the links, then their effect on the stages' order."""
-    # What went wrong may have any brackets in it.
-    console = Console(markup=False)
-    if not found["links"]:
-        console.print("no other host has joined: there is no link to measure", highlight=False)
-        return
-    hidden = f"{found['hidden_bytes']} B"
-    table = Table("from", "to", "64 B ms", "p99", f"{hidden} ms", "p99", "one way ms", "MB/s")
-    for link in found["links"]:
-        table.add_row(link["from"], link["to"], *_figures(link))
-    console.print(table)
-    console.print(
-        f"round trips: 64 B; one row of hidden states ({hidden}) there, 64 B back. One way: such a row",
-        highlight=False,
-    )
-    for link in found["links"]:
-        if link["failure"]:
-            console.print(f"{link['from']} to {link['to']}: {link['failure']}", highlight=False)
-    if found["round"]:
-        _print_round(console, found["head"], found["round"])
-    for wire in found["wires"]:
-        _print_wire(console, wire)
-
-
-def _figures(link: Mapping[str, Any]) -> list[str]:
-    if link["failure"]:
-        return ["-"] * 6
-    small, hidden, rate = link["rtt_ms"], link["hidden_rtt_ms"], link["bytes_per_s"]
-    times = (small["p50"], small["p99"], hidden["p50"], hidden["p99"], link["hop_ms"])
-    return [*(f"{time:.2f}" for time in times), "-" if rate is None else f"{rate / _MB:.1f}"]
-
-
-def _print_round(console: Console, head: str, found: Mapping[str, Any]) -> None:
-    console.print(
-        f"a token's round: {_way(head, found['order'])}: {found['order_ms']:.2f} ms", highlight=False
-    )
-    if found["best"] != found["order"]:
-        shorter = f"shorter: {_way(head, found['best'])}: {found['best_ms']:.2f} ms"
-        console.print(f"{shorter}; start `mesh serve` again to have that order", highlight=False)
-
-
-def _print_wire(console: Console, wire: Mapping[str, Any]) -> None:
-    if wire["proposed"] == "f32":
-        return
-    takes = f"takes {wire['row_transfer_ms']:.2f} ms on the wire, {wire['row_compute_ms']:.2f} ms at a stage"
-    console.print(
-        f"{wire['from']} to {wire['to']}: a row {takes}; `mesh serve --wire {wire['proposed']}` would help",
-        highlight=False,
-    )
-
-
-def _way(head: str, order: list[str]) -> str:
-    return " - ".join([head, *order, head])
+        context.exit(1)

@@ -339,6 +339,15 @@ class Server:
     is_tls: bool
     prefix: str
 
+    def __str__(self) -> str:
+        """The URL as it is shown."""
+        return self.url
+
+    @property
+    def base_url(self) -> str:
+        """URL before `/v1`, for other paths."""
+        return f"{'https' if self.is_tls else 'http'}://{self.host_header}{self.prefix}"
+
     @property
     def host_header(self) -> str:
         """Value of the `Host` header."""

@@ -346,7 +346,7 @@ class Contest:
             chat(prompt, num_tokens or self._settings.num_tokens, system.fields) for prompt in prompts
         )
         try:
-            return list(self._client.ask(Batch(system.port, asks)).answers)
+            return list(self._client.ask(Batch(system.url, asks)).answers)
         except MeshError as error:
             raise MeshError(f"{system.name}: {error.message}") from error
 

@@ -6,16 +6,12 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from mesh.bench.shared_options import FOLDER, json_option, seed_option
+from mesh.bench.shared_options import FOLDER, Url, goodput_option, json_option, seed_option
 from mesh.cli.option_types import Numbers, ParsedText, choice_option, float_option, int_option, read_first_key
-
-if TYPE_CHECKING:
-    from mesh.bench.http_client import Server
-    from mesh.bench.serving_metrics import Slo
 
 
 class _Positive(ParsedText[float]):
@@ -31,28 +27,6 @@ class _Positive(ParsedText[float]):
         if not number > 0:
             raise ValueError(f"{text} is not a number above 0")
         return number
-
-
-class _Url(ParsedText["Server"]):
-    """`http://HOST:PORT`."""
-
-    name = "url"
-
-    def parse(self, text: str) -> Server:
-        from mesh.bench.http_client import parse_url  # noqa: PLC0415 - keeps --help quick
-
-        return parse_url(text)
-
-
-class _Goodput(ParsedText["Slo"]):
-    """`ttft:500`."""
-
-    name = "slo"
-
-    def parse(self, text: str) -> Slo:
-        from mesh.bench.serving_metrics import parse_slo  # noqa: PLC0415 - keeps --help quick
-
-        return parse_slo(text)
 
 
 class _JsonObject(ParsedText[dict[str, Any]]):
@@ -74,7 +48,7 @@ class _JsonObject(ParsedText[dict[str, Any]]):
 @click.option(
     "--url",
     "server",
-    type=_Url(),
+    type=Url(),
     default="http://127.0.0.1:8000",
     show_default=True,
     help="URL of the server.",
@@ -143,14 +117,7 @@ class _JsonObject(ParsedText[dict[str, Any]]):
     metavar="SECONDS",
     help="Limit of a request; a longer one counts as failed.",
 )
-@click.option(
-    "--goodput",
-    "slos",
-    type=_Goodput(),
-    multiple=True,
-    metavar="NAME:MS",
-    help="Limit in ms for ttft, tpot or e2el, such as ttft:500; may be given several times.",
-)
+@goodput_option
 @click.option(
     "--percentiles",
     type=Numbers(float, 0.0, 100.0),

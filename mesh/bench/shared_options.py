@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from mesh.cli.option_types import float_option, int_option
+from mesh.cli.option_types import ParsedText, float_option, int_option
 from mesh.lab.link import LinkConditions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from mesh.bench.http_client import Server
+    from mesh.bench.serving_metrics import Slo
     from mesh.cli.option_types import Command, Decorator
 
 FILE: Final = click.Path(path_type=Path, exists=True, dir_okay=False)
@@ -29,8 +31,25 @@ FOLDER: Final = click.Path(path_type=Path, file_okay=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabOptions:
-    """What every run that loads a mesh on lab hosts is told.
+class RunOptions:
+    """What every run that loads a mesh is told.
+
+    Attributes:
+        hang_up_share: Share of requests whose client disconnects, 0 to 1.
+        is_short: Whether it is a quick run: short answers, and little time between events.
+        seed: Of everything that is random.
+        output: Folder for the report.
+    """
+
+    hang_up_share: float
+    is_short: bool
+    seed: int
+    output: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabOptions(RunOptions):
+    """What every run that loads a mesh on lab hosts is told; see `RunOptions` for the other options.
 
     Attributes:
         model: A GGUF.
@@ -40,15 +59,11 @@ class LabOptions:
         loss: Share of packets that are lost, 0 to 1.
         mbit_per_s: Bandwidth of each link in each direction; None for no limit.
         is_pinned: Whether each host has processors of its own, or shares one with few.
-        hang_up_share: Share of requests whose client disconnects, 0 to 1.
-        is_short: Whether it is a quick run: short answers, and little time between events.
-        seed: Of everything that is random.
         exact: Numeric mode; then every text must be the one that was given undisturbed.
         ctx_size: Positions of a session.
         num_threads: Of each stage.
         speculate: Allowed proposers, as in `mesh serve`.
         serve_options: Further options of `mesh serve`.
-        output: Folder for the report.
         logs: Folder for what the processes write; None throws it away.
     """
 
@@ -59,21 +74,41 @@ class LabOptions:
     loss: float = 0.0
     mbit_per_s: float | None = None
     is_pinned: bool = False
-    hang_up_share: float
-    is_short: bool
-    seed: int
     exact: bool
     ctx_size: int
     num_threads: int
     speculate: str
     serve_options: tuple[str, ...]
-    output: Path
     logs: Path | None
 
     @property
     def link(self) -> LinkConditions:
         """Conditions of all links once the mesh is up."""
         return LinkConditions(self.delay_ms, self.jitter_ms, self.loss, self.mbit_per_s)
+
+
+class Url(ParsedText["Server"]):
+    """`http://HOST:PORT`."""
+
+    name = "url"
+
+    def parse(self, text: str) -> Server:
+        """To an address."""
+        from mesh.bench.http_client import parse_url  # noqa: PLC0415 - keeps --help quick
+
+        return parse_url(text)
+
+
+class Goodput(ParsedText["Slo"]):
+    """`ttft:500`."""
+
+    name = "slo"
+
+    def parse(self, text: str) -> Slo:
+        """To a limit."""
+        from mesh.bench.serving_metrics import parse_slo  # noqa: PLC0415 - keeps --help quick
+
+        return parse_slo(text)
 
 
 def _split(_context: click.Context, _parameter: click.Parameter, words: str) -> tuple[str, ...]:
@@ -123,6 +158,14 @@ serve_option: Final = click.option(
     metavar="OPTIONS",
     callback=_split,
     help="More options of `mesh serve`, in one argument.",
+)
+goodput_option: Final = click.option(
+    "--goodput",
+    "slos",
+    type=Goodput(),
+    multiple=True,
+    metavar="NAME:MS",
+    help="Limit in ms for ttft, tpot or e2el, such as ttft:500; may be given several times.",
 )
 json_option: Final = click.option("--json", "is_json", is_flag=True, help="Print the report as JSON.")
 

@@ -143,6 +143,8 @@ _SAMPLED: Final = frozenset({"writing", "coding"})
 _NUM_DRAWS: Final = 3
 _SESSIONS: Final = ("--parallel", "8")
 _QUICK_DELAY_MS: Final = 5.0
+_QUICK_NAMES: Final = ("built-in", "repository-edit", "tool-call", "random-token", "built-in-raw")
+_QUICK_AT_ONCE: Final = 4
 # Requests narrow it.
 _DRAFT_MAX: Final = 16
 # Drafters that read hidden states are right too rarely further behind the last one.
@@ -291,7 +293,6 @@ def features_plan(
 
 def quick_plan(workloads: Mapping[str, Workload], serve: ServeOptions) -> tuple[Phase, ...]:
     """One mesh, one delay, one question of each of the project's own workloads: about a minute."""
-    names = ("built-in", "repository-edit", "tool-call", "random-token", "built-in-raw")
     modes = (NGRAM, AUTO, *((DRAFT,) if serve.draft_model else ()), REPLAY)
     return (
         Phase(
@@ -299,9 +300,9 @@ def quick_plan(workloads: Mapping[str, Workload], serve: ServeOptions) -> tuple[
             serve.of("auto", *_SESSIONS),
             tuple(
                 Trial(_QUICK_DELAY_MS, workload.first(1), modes)
-                for workload in choose(dict(workloads), names)
+                for workload in choose(dict(workloads), _QUICK_NAMES)
             ),
-            (ConcurrentTrial(_QUICK_DELAY_MS, workloads["built-in"], AUTO, 4, 1),),
+            (ConcurrentTrial(_QUICK_DELAY_MS, workloads["built-in"], AUTO, _QUICK_AT_ONCE, 1),),
         ),
     )
 
@@ -319,10 +320,7 @@ def sweep_plan(
 
     Warm workloads go to a mesh of their own, which keeps a history.
     """
-    settings = tuple(
-        Setting(mode, width) for mode in modes if mode not in {"off", "replay"} for width in widths
-    )
-    settings += (AUTO,) * ("auto" in modes) + (REPLAY,) * ("replay" in modes)
+    settings = _swept(modes, widths)
     cold = [workload for workload in workloads if not workload.is_warm]
     warm = [workload for workload in workloads if workload.is_warm]
 
@@ -338,6 +336,54 @@ def sweep_plan(
         Phase("sweep with history", serve.of("auto", "--spec-history"), trials(warm)),
     )
     return tuple(phase for phase in phases if phase.trials)
+
+
+def _swept(modes: Collection[SpeculationMode], widths: Sequence[int]) -> tuple[Setting, ...]:
+    """Every proposer with every width, then those without a bound on it."""
+    settings = tuple(
+        Setting(mode, width) for mode in modes if mode not in {"off", "replay"} for width in widths
+    )
+    return settings + (AUTO,) * ("auto" in modes) + (REPLAY,) * ("replay" in modes)
+
+
+# Name of the only server of a run that starts none.
+AS_SERVED: Final = "as served"
+
+
+def remote_plan(
+    workloads: Mapping[str, Workload],
+    chosen: Sequence[str],
+    *,
+    modes: Collection[SpeculationMode],
+    widths: Sequence[int],
+    delay_ms: float,
+    num_places: int,
+    is_quick: bool,
+) -> Phase:
+    """Trials on a mesh that runs already.
+
+    Args:
+        workloads: All of them.
+        chosen: Names of those to ask; empty takes all whose figures need no history at the server.
+        modes: Proposers.
+        widths: Draft lengths of each proposer.
+        delay_ms: One-way delay of the mesh's links, which its samples are filed under.
+        num_places: Answers that the client may have at once.
+        is_quick: Whether each proposer is asked without a bound on its drafts only, one question of each
+            workload.
+    """
+    usual = [name for name in _QUICK_NAMES if name in workloads] if is_quick else []
+    usual = usual or [name for name, workload in workloads.items() if not workload.is_warm]
+    wanted = choose(dict(workloads), chosen or usual)
+    settings = tuple(map(Setting, modes)) if is_quick else _swept(modes, widths)
+    at_once = min(_QUICK_AT_ONCE, num_places)
+    return Phase(
+        AS_SERVED,
+        (),
+        tuple(Trial(delay_ms, workload.first(1) if is_quick else workload, settings) for workload in wanted),
+        (ConcurrentTrial(delay_ms, workloads["built-in"], AUTO, at_once, 1),)
+        * (is_quick and at_once > 1 and "auto" in modes),
+    )
 
 
 def _mixed(workloads: Sequence[Workload]) -> Workload:

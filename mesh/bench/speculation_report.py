@@ -28,6 +28,7 @@ from mesh.bench.speculation_acceptance import (
 )
 from mesh.bench.speculation_features import chat_beside_raw, depths_table, features_lines
 from mesh.bench.speculation_results import LLAMA_RPC, MESH, OFF, Row, pairs_with_off, rows_of
+from mesh.bench.under_test.links import links_section
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -51,6 +52,8 @@ def as_markdown(report: Report, plots: Sequence[str]) -> str:
     sections = [
         ("# Speculation, measured", _conditions(results)),
         ("## Warnings", _warnings(results, report.rows)),
+        ("## Not measured from outside", "\n".join(f"- {what}" for what in results.omitted)),
+        *(() if results.links is None else (links_section(results.links),)),
         ("## Acceptance table", lines_table(report.lines)),
         ("## How close `auto` comes to `replay`", _closeness(report.closeness)),
         ("## Chat: times faster than off", _speed_ups(chat)),
@@ -100,10 +103,9 @@ def _conditions(results: Results) -> str:
     hops = ", ".join(f"{hop:.2f} for {asked:g}" for asked, hop in sorted(results.hops_ms.items()))
     return (
         f"```sh\n{found.command}\n```\n\n"
-        f"{found.model}, draft model {found.draft_model or 'none'}, {found.num_stages} stage hosts and a "
-        f"head without layers, {found.num_threads} thread(s) per stage, {found.num_tokens} tokens per "
-        f"answer, {found.numeric_mode} mode, seed {found.seed}. {found.processor}, "
-        f"{found.num_cores} cores for all hosts together. {found.software}. "
+        f"{_mesh(found)} {found.num_tokens} tokens per answer, {found.numeric_mode} mode, seed {found.seed}. "
+        f"{found.processor}, {found.num_cores} cores for "
+        f"{'all hosts together' if found.url is None else 'the client'}. {found.software}. "
         f"One-way delay measured, in ms: {hops or 'none'}. "
         f"The run took {results.took_s:.0f} s.\n\n"
         "Through the streaming chat endpoint, unless said otherwise. Speed-ups are paired: the same question "
@@ -112,6 +114,16 @@ def _conditions(results: Results) -> str:
         "degenerate answers. Before the first question at a delay each setting gives an answer that does not "
         "count. First answers only, except where the workload is warm. "
         "Answers go on to the last token asked for; those that go in circles are counted as degenerate."
+    )
+
+
+def _mesh(found: RunConditions) -> str:
+    if found.url is not None:
+        stages = "; ".join(found.placement)
+        return f"{found.model} as served at {found.url}, {found.num_stages} stages: {stages}."
+    return (
+        f"{found.model}, draft model {found.draft_model or 'none'}, {found.num_stages} stage hosts and a "
+        f"head without layers, {found.num_threads} thread(s) per stage."
     )
 
 
@@ -383,6 +395,8 @@ def _as_dict(report: Report) -> dict[str, Any]:
         "crowds": [{**asdict(group), "ratio": group.ratio} for group in results.groups],
         "llama_cpp_rpc": {"delay_ms": results.peer_delay_ms, "tokens_per_s": results.peer_rates},
         "failures": results.failures,
+        "links": None if results.links is None else results.links.found,
+        "not_measured_from_outside": results.omitted,
         "samples": [
             {**asdict(sample), "tokens_per_s": sample.tokens_per_s, "ttft_ms": sample.ttft_ms}
             for sample in results.samples

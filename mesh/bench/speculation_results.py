@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from mesh.bench.blocking_client import Answer
+    from mesh.bench.under_test.links import KnownLinks
     from mesh.engine import SpeculationMode
 
 
@@ -163,28 +164,32 @@ class RunConditions:
     Attributes:
         command: The command line.
         model: File name.
-        draft_model: File name, if there is one.
+        draft_model: File name, if there is one that is known.
         num_stages: Hosts that hold layers; one more is the head.
-        num_threads: Of each stage.
+        num_threads: Of each stage; None if it is not known.
         num_tokens: Of each answer.
         numeric_mode: `fast` or `exact`.
         seed: Of random prompts and of sampling.
-        processor: Name of the processor.
+        processor: Name of the processor, of a mesh behind a URL that of its client.
         num_cores: Of the machine, shared by all hosts of the lab.
         software: Version of ours, and of llama-cpp-python.
+        url: Where the mesh is; None in the lab.
+        placement: Host and layers of each stage of a mesh behind a URL.
     """
 
     command: str
     model: str
     draft_model: str | None
     num_stages: int
-    num_threads: int
+    num_threads: int | None
     num_tokens: int
     numeric_mode: str
     seed: int
     processor: str
     num_cores: int
     software: str
+    url: str | None = None
+    placement: tuple[str, ...] = ()
 
 
 @dataclass
@@ -202,6 +207,8 @@ class Results:
             none.
         peer_delay_ms: One-way delay of that choice.
         took_s: The whole run.
+        links: Links between the hosts as the head measured them; None in the lab.
+        omitted: What cannot be measured of such a mesh, which is no failure.
     """
 
     conditions: RunConditions
@@ -213,6 +220,8 @@ class Results:
     peer_rates: dict[str, float | str] = field(default_factory=dict)
     peer_delay_ms: float | None = None
     took_s: float = 0.0
+    links: KnownLinks | None = None
+    omitted: list[str] = field(default_factory=list)
 
     def is_exact(self, server: str) -> bool:
         """Whether a server computed in exact mode."""

@@ -1,4 +1,4 @@
-"""Run of `mesh bench spec`."""
+"""Run of `mesh bench spec`, in the lab or on a mesh that runs already."""
 
 from __future__ import annotations
 
@@ -16,31 +16,37 @@ from mesh.bench.paired_systems import even_split
 from mesh.bench.report_tools import INTERRUPTED, processor_name
 from mesh.bench.shared_options import logs_folder
 from mesh.bench.speculation_plan import (
+    AS_SERVED,
     ServeOptions,
     acceptance_plan,
     features_plan,
     narrowed,
     peer_settings,
     quick_plan,
+    remote_plan,
     sweep_plan,
 )
 from mesh.bench.speculation_report import Report, work_out, write_report
-from mesh.bench.speculation_results import Results, RunConditions
-from mesh.bench.speculation_runner import Peer, ReplayFile, Runner, RunnerOptions
+from mesh.bench.speculation_results import DRAFT, REPLAY, DraftCounts, Results, RunConditions
+from mesh.bench.speculation_runner import Peer, ReplayFile, Runner, RunnerOptions, TrialRunner
 from mesh.bench.speculation_workloads import SPEC_BENCH, Workload, all_workloads, choose
+from mesh.bench.under_test.links import hop_ms, known_links
+from mesh.bench.under_test.mesh import reach_mesh, tokenizer_of
 from mesh.lab.llama_cpp_build import build_llama_rpc
 from mesh.lab.network import Lab, lab_supported
 from mesh.requantize import requantise
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto import SOFTWARE_VERSION
-from spanmesh_proto.errors import ClusterError
+from spanmesh_proto.errors import ClusterError, InvalidRequest, MeshError
 from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from mesh.bench.speculation_plan import Phase, Preset
+    from mesh.bench.under_test.mesh import RemoteMesh, ServedModel
+    from mesh.bench.under_test.options import RemoteTarget
     from mesh.engine import SpeculationMode
 
 log = structlog.get_logger()
@@ -54,51 +60,71 @@ _PEER_WORKLOADS: Final = ("writing", "coding", "summarization", "built-in", "rep
 _NUM_PEER_WORKLOADS: Final = 3
 
 
-@dataclass(frozen=True)
-class SpecOptions:
-    """Options of `mesh bench spec`.
+@dataclass(frozen=True, kw_only=True)
+class QuestionOptions:
+    """Questions and settings of a run, whatever mesh it is for.
 
     Attributes:
-        model: A GGUF.
-        draft_model: A GGUF for the draft proposer; None makes one from the model.
-        draft_type: Type of its weights, if it is made; None goes without a draft model.
         preset: Which plan.
         spec_bench: Spec-Bench's `question.jsonl`, or None for the project's own workloads alone.
         workloads: Names; empty takes all.
         modes: Proposers, for a sweep.
         widths: Values of `--draft-max`, for a sweep.
-        delays_ms: One way; empty takes those of the plan, for a sweep 5 and 20.
-        replay_rates: Acceptance, by distance, of the drafter that recorded answers stand for.
         per_workload: Questions of each workload.
         num_tokens: Of each answer.
-        num_threads: Of each stage.
-        exact: Numeric mode.
-        with_rpc: Whether llama.cpp RPC takes part.
         seed: Of random prompts and of sampling.
         output: Folder for the report.
-        logs: Folder for what the servers write; None throws it away.
         command: Command line with these options.
     """
 
-    model: Path
-    draft_model: Path | None
-    draft_type: str | None
     preset: Preset
     spec_bench: Path | None
     workloads: tuple[str, ...]
     modes: tuple[SpeculationMode, ...]
     widths: tuple[int, ...]
-    delays_ms: tuple[float, ...]
-    replay_rates: tuple[float, ...]
     per_workload: int
     num_tokens: int
+    seed: int
+    output: Path
+    command: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecOptions(QuestionOptions):
+    """Options of `mesh bench spec` in the lab; see `QuestionOptions` for the other options.
+
+    Attributes:
+        model: A GGUF.
+        draft_model: A GGUF for the draft proposer; None makes one from the model.
+        draft_type: Type of its weights, if it is made; None goes without a draft model.
+        delays_ms: One way; empty takes those of the plan, for a sweep 5 and 20.
+        replay_rates: Acceptance, by distance, of the drafter that recorded answers stand for.
+        num_threads: Of each stage.
+        exact: Numeric mode.
+        with_rpc: Whether llama.cpp RPC takes part.
+        logs: Folder for what the servers write; None throws it away.
+    """
+
+    model: Path
+    draft_model: Path | None
+    draft_type: str | None
+    delays_ms: tuple[float, ...]
+    replay_rates: tuple[float, ...]
     num_threads: int
     exact: bool
     with_rpc: bool
-    seed: int
-    output: Path
     logs: Path | None
-    command: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteSpecOptions(QuestionOptions):
+    """Options of `mesh bench spec --url`; see `QuestionOptions` for the other options.
+
+    Attributes:
+        target: The running mesh.
+    """
+
+    target: RemoteTarget
 
 
 def run_spec(options: SpecOptions) -> Report:
@@ -141,16 +167,119 @@ def run_spec(options: SpecOptions) -> Report:
                 peer_settings(draft_model), _peer_workloads(workloads), _PEER_DELAY_MS
             )
         replay = ReplayFile(logs / "replay.jsonl")
-        runner = Runner(lab, client, runner_options, logs, results, replay=replay, peer=peer)
+        trials = TrialRunner(client, options.num_tokens, results, lab=lab, replay=replay, peer=peer)
+        runner = Runner(lab, trials, runner_options, logs, results, replay=replay)
         try:
             for phase in phases:
                 runner.run(phase)
         except KeyboardInterrupt:
             results.failures.append(INTERRUPTED)
-        results.took_s = time.monotonic() - started_s
-        categories = {workload.name for workload in workloads.values() if workload.source == SPEC_BENCH}
-        report = work_out(results, categories=categories, preset=options.preset)
-        write_report(report, options.output)
+        return _reported(results, workloads, options, started_s)
+
+
+def run_remote_spec(options: RemoteSpecOptions) -> Report:
+    """Measure a mesh that runs already, and write the report, also when Ctrl-C ends it.
+
+    Raises:
+        MeshError: If no mesh answers, or it is not ready, or an input is wrong.
+    """
+    started_s = time.monotonic()
+    target = options.target
+    mesh, served = reach_mesh(target)
+    tokenizer = tokenizer_of(target, mesh)
+    workloads = all_workloads(
+        tokenizer, spec_bench=options.spec_bench, per_workload=options.per_workload, seed=options.seed
+    )
+    links = known_links(target)
+    # Samples are filed under a delay; without links nobody knows it.
+    delay_ms = round(hop_ms(links.found) or 0.0, 2)
+    results = Results(_remote_conditions(options, mesh, served), links=links)
+    results.servers[AS_SERVED] = (
+        *("--speculate", served.speculation or "auto"),
+        *("--exact",) * served.is_exact,
+    )
+    if delay_ms:
+        results.hops_ms[delay_ms] = delay_ms
+    results.omitted += (*_REMOTE_OMITTED, *links.missing)
+    if tokenizer is None:
+        results.omitted.append("random prompts: name the model's file as MODEL")
+    with Client(None) as client:
+        trials = TrialRunner(client, options.num_tokens, results)
+        try:
+            phase = remote_plan(
+                workloads,
+                options.workloads,
+                modes=_allowed(options, trials, mesh, served, results),
+                widths=options.widths,
+                delay_ms=delay_ms,
+                num_places=served.num_places(has_key=target.api_key is not None),
+                is_quick=options.preset == "quick",
+            )
+            trials.run(mesh, phase)
+        except KeyboardInterrupt:
+            results.failures.append(INTERRUPTED)
+        except MeshError as error:
+            if not results.samples:
+                raise
+            results.failures.append(f"{AS_SERVED}: {error.message}")
+    return _reported(results, workloads, options, started_s)
+
+
+# Only measured of meshes that are started in the lab.
+_REMOTE_OMITTED: Final = (
+    "`replay`, the right answer proposed throughout: the server would need this run's answers",
+    "other delays and other drafters than the mesh has, and the presets that start several meshes",
+    "llama.cpp RPC on the same hosts",
+)
+
+
+def _allowed(
+    options: RemoteSpecOptions,
+    trials: TrialRunner,
+    mesh: RemoteMesh,
+    served: ServedModel,
+    results: Results,
+) -> tuple[SpeculationMode, ...]:
+    """Proposers among the wanted ones that the mesh has; what is left out is told in the results.
+
+    Raises:
+        InvalidRequest: If none is left.
+        MeshError: If the mesh does not answer.
+    """
+    server = served.speculation or "auto"
+    modes = [
+        mode
+        for mode in options.modes
+        if mode != REPLAY.mode and (server == "auto" or (server != "off" and mode in {"auto", server}))
+    ]
+    left_out = [mode for mode in options.modes if mode not in modes and mode != REPLAY.mode]
+    if left_out:
+        results.omitted.append(f"{', '.join(left_out)}: the mesh is served with --speculate {server}")
+    if DRAFT.mode in modes:
+        # Whether there is a drafter is not told: it shows in an answer.
+        answer = trials.warm_up(mesh, DRAFT)
+        if not DraftCounts.from_timings(answer.timings).num_drafted:
+            modes.remove(DRAFT.mode)
+            results.omitted.append(
+                "draft: under it alone the mesh proposed nothing, so it has no drafter or does not use it"
+            )
+    if not modes:
+        raise InvalidRequest(
+            f"the mesh at {mesh.url} has none of these proposers: {', '.join(options.modes)}; it is served"
+            f" with --speculate {server}",
+            param="--proposers",
+        )
+    return tuple(modes)
+
+
+def _reported(
+    results: Results, workloads: Mapping[str, Workload], options: QuestionOptions, started_s: float
+) -> Report:
+    """The report, which is written as well."""
+    results.took_s = time.monotonic() - started_s
+    categories = {workload.name for workload in workloads.values() if workload.source == SPEC_BENCH}
+    report = work_out(results, categories=categories, preset=options.preset)
+    write_report(report, options.output)
     return report
 
 
@@ -212,4 +341,22 @@ def _conditions(options: SpecOptions, draft_model: Path | None) -> RunConditions
         processor=processor_name(),
         num_cores=len(os.sched_getaffinity(0)),
         software=f"spanmesh {SOFTWARE_VERSION}, llama-cpp-python {version('llama-cpp-python')}",
+    )
+
+
+def _remote_conditions(options: RemoteSpecOptions, mesh: RemoteMesh, served: ServedModel) -> RunConditions:
+    return RunConditions(
+        command=options.command,
+        model=served.name,
+        draft_model=None,
+        num_stages=len(served.stages),
+        num_threads=None,
+        num_tokens=options.num_tokens,
+        numeric_mode=served.numeric_mode,
+        seed=options.seed,
+        processor=processor_name(),
+        num_cores=os.cpu_count() or 1,
+        software=f"spanmesh {served.software}; the client is of {SOFTWARE_VERSION}",
+        url=mesh.url,
+        placement=served.stages,
     )

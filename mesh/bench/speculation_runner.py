@@ -1,4 +1,4 @@
-"""Runner of a speculation plan on meshes in the lab."""
+"""Runner of a speculation plan, on meshes in the lab or on one that runs already."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ import structlog
 from mesh.bench.blocking_client import Ask, Batch, chat
 from mesh.bench.speculation_plan import in_turn
 from mesh.bench.speculation_results import LLAMA_RPC, MESH, OFF, REPLAY, ConcurrentRequests, Sample
+from mesh.bench.under_test.mesh import LabMesh
 from mesh.lab.systems import MeshSystem, RpcSystem
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from mesh.bench.blocking_client import Answer, Client, Reply
     from mesh.bench.speculation_plan import ConcurrentTrial, PeerSetting, Phase, Trial
     from mesh.bench.speculation_results import Results, Setting
     from mesh.bench.speculation_workloads import Question, Workload
+    from mesh.bench.under_test.mesh import MeshUnderTest
     from mesh.lab.llama_cpp_build import LlamaRpc
     from mesh.lab.network import Lab
 
@@ -34,6 +36,8 @@ log = structlog.get_logger()
 _WARM_UP: Final = "Describe a house by the sea."
 _WARM_UP_TOKENS: Final = 48
 _MAX_FAILURES: Final = 3
+# Answers go on to their last token, so that all have the same length.
+_WHOLE: Final[dict[str, Any]] = {"ignore_eos": True}
 
 
 @dataclass(frozen=True)
@@ -55,99 +59,67 @@ class RunnerOptions:
     ctx_size: int
 
 
-class Runner:
-    """Runs phases, one after the other, into `results`.
+class TrialRunner:
+    """Runs the trials of a phase on a mesh that is up, into `results`.
 
     Args:
-        lab: Host 0 is the head, every other one a stage.
-        client: Client on the head's host.
-        options: What holds for all phases.
-        logs: Directory for what the processes write, seen by all hosts.
+        client: Client of the mesh.
+        num_tokens: Of each answer.
         results: Record of the measurements.
-        replay: Where answers under `off` are recorded for the phases that replay them.
+        lab: Whose delays each trial sets; None where links are what they are, and trials have their delay.
+        replay: Where answers under `off` are recorded for the phases that replay them; None if none does.
         peer: llama.cpp RPC, if trials need it.
     """
 
     def __init__(
         self,
-        lab: Lab,
         client: Client,
-        options: RunnerOptions,
-        logs: Path,
+        num_tokens: int,
         results: Results,
         *,
-        replay: ReplayFile,
+        lab: Lab | None = None,
+        replay: ReplayFile | None = None,
         peer: Peer | None = None,
     ) -> None:
-        self._lab = lab
         self._client = client
-        self._options = options
-        self._logs = logs
+        self._num_tokens = num_tokens
         self._results = results
+        self._lab = lab
         self._replay = replay
         self._peer = peer
-        # A history belongs to a key; other meshes are not affected by one.
-        self._api_key = secrets.token_hex()
         self._turns = itertools.count()
         self._delay_ms = 0.0
         self._settled: set[Setting] = set()
         self._num_failures = 0
 
-    def run(self, phase: Phase) -> None:
-        """Start the phase's mesh, measure, and stop it. What fails is noted and passed over.
+    def run(self, mesh: MeshUnderTest, phase: Phase) -> None:
+        """Measure; a trial that fails is noted and passed over, up to a bound.
 
-        On Ctrl-C it leaves the mesh to the lab, which ends every process anyway: there is a report to write.
+        Raises:
+            MeshError: If the mesh does not answer at all, or too many trials have failed.
         """
-        log.info("phase", server=phase.server, trials=len(phase.trials), crowds=len(phase.concurrent_trials))
         self._num_failures = 0
         self._settled.clear()
-        # A draft model that was made for this run is gone after it, and folders are this machine's.
-        self._results.servers[phase.server] = tuple(_without_folder(option) for option in phase.options)
-        folder = self._logs / phase.server.replace(" ", "-")
-        folder.mkdir(parents=True, exist_ok=True)
-        options = [*phase.options, "--ctx-size", str(self._options.ctx_size)]
-        if phase.replays:
-            options += ["--replay-file", str(self._replay.path)]
-        mesh = MeshSystem(
-            self._lab,
-            self._options.model,
-            folder,
-            num_threads=self._options.num_threads,
-            split=self._options.split,
-            options=options,
-            api_key=self._api_key,
-        )
-        try:
-            self._measure(mesh, phase)
-            mesh.stop()
-        except MeshError as error:
-            log.warning("phase_failed", server=phase.server, reason=error.message)
-            self._results.failures.append(f"{phase.server}: {error.message}")
-            with suppress(MeshError):
-                mesh.stop()
-            mesh.kill()
-
-    def _measure(self, mesh: MeshSystem, phase: Phase) -> None:
-        self._lab.set_delay_ms(0.0)
-        mesh.start()
-        self._warm_up(mesh, (OFF,))
+        self.warm_up(mesh, OFF)
         for trial in phase.trials:
             self._run_trial(mesh, phase.server, trial)
         for concurrent_trial in phase.concurrent_trials:
             self._run_concurrent(mesh, concurrent_trial)
 
-    def _warm_up(self, mesh: MeshSystem, settings: Iterable[Setting]) -> None:
-        """Have one answer given under each setting that is not measured.
+    def warm_up(self, mesh: MeshUnderTest, setting: Setting) -> Answer:
+        """An answer under a setting that is not measured.
 
         A first answer is slow for unrelated reasons; and the delay of a real mesh does not change at once, so
         each setting may learn the new one before it is measured.
-        """
-        for setting in settings:
-            fields = {**mesh.fields, **setting.fields}
-            asked = chat(_WARM_UP, min(_WARM_UP_TOKENS, self._options.num_tokens), fields)
-            self._client.ask(Batch(mesh.port, (asked,), api_key=self._api_key))
 
-    def _run_trial(self, mesh: MeshSystem, server: str, trial: Trial) -> None:
+        Raises:
+            MeshError: If there is none.
+        """
+        fields = {**_WHOLE, **mesh.fields, **setting.fields}
+        asked = chat(_WARM_UP, min(_WARM_UP_TOKENS, self._num_tokens), fields)
+        return self._ask_batch(mesh, (asked,)).answers[0]
+
+    def _run_trial(self, mesh: MeshUnderTest, server: str, trial: Trial) -> None:
         self._settle(mesh, trial.delay_ms, trial.settings)
         workload = trial.workload
         log.info("trial", server=server, workload=workload.name, delay_ms=trial.delay_ms)
@@ -157,7 +129,7 @@ class Runner:
                     self._ask_mesh(mesh, workload, question, trial.settings[0], trial.sampling)
                 self._turn(mesh, server, trial, question)
 
-    def _turn(self, mesh: MeshSystem, server: str, trial: Trial, question: Question) -> None:
+    def _turn(self, mesh: MeshUnderTest, server: str, trial: Trial, question: Question) -> None:
         turn = next(self._turns)
         where = {
             "turn": turn,
@@ -170,10 +142,8 @@ class Runner:
         }
         samples: list[Sample] = []
         for setting in in_turn((OFF, *trial.settings), turn):
-            reply = self._ask_mesh(mesh, trial.workload, question, setting, trial.sampling)
-            samples.append(
-                Sample.of(reply.answers[0], system=MESH, server=server, setting=setting.name, **where)
-            )
+            answer = self._ask_mesh(mesh, trial.workload, question, setting, trial.sampling)
+            samples.append(Sample.of(answer, system=MESH, server=server, setting=setting.name, **where))
         if trial.with_peer and self._peer is not None:
             system, name = self._peer.best
             with self._peer.running():
@@ -188,7 +158,7 @@ class Runner:
             **{f"{sample.system} {sample.setting}": round(sample.tokens_per_s, 1) for sample in samples},
         )
 
-    def _run_concurrent(self, mesh: MeshSystem, concurrent_trial: ConcurrentTrial) -> None:
+    def _run_concurrent(self, mesh: MeshUnderTest, concurrent_trial: ConcurrentTrial) -> None:
         self._settle(mesh, concurrent_trial.delay_ms, (concurrent_trial.setting,))
         with self._forgiving(
             f"{concurrent_trial.num_at_once} requests at once at {concurrent_trial.delay_ms:g} ms"
@@ -210,57 +180,58 @@ class Runner:
                 self._results.groups.append(found)
                 log.info("crowd", at_once=concurrent_trial.num_at_once, ratio=round(found.ratio, 3))
 
-    def _ask_together(self, mesh: MeshSystem, concurrent_trial: ConcurrentTrial, setting: Setting) -> Reply:
+    def _ask_together(
+        self, mesh: MeshUnderTest, concurrent_trial: ConcurrentTrial, setting: Setting
+    ) -> Reply:
         questions = itertools.islice(
             itertools.cycle(concurrent_trial.workload.questions), concurrent_trial.num_at_once
         )
-        asks = tuple(
-            self._ask(
-                concurrent_trial.workload, question, {"temperature": 0, **mesh.fields, **setting.fields}
-            )
-            for question in questions
-        )
-        return self._client.ask(
-            Batch(mesh.port, asks, num_at_once=concurrent_trial.num_at_once, api_key=self._api_key)
-        )
+        fields = {"temperature": 0, **_WHOLE, **mesh.fields, **setting.fields}
+        asks = tuple(self._ask(concurrent_trial.workload, question, fields) for question in questions)
+        return self._ask_batch(mesh, asks, num_at_once=concurrent_trial.num_at_once)
 
     def _ask_mesh(
         self,
-        mesh: MeshSystem,
+        mesh: MeshUnderTest,
         workload: Workload,
         question: Question,
         setting: Setting,
         sampling: dict[str, Any],
-    ) -> Reply:
+    ) -> Answer:
         # In each setting, so that all requests are alike; llama.cpp does not know the field.
-        fields = {**sampling, **mesh.fields, **setting.fields, "return_token_ids": True}
+        fields = {**sampling, **_WHOLE, **mesh.fields, **setting.fields, "return_token_ids": True}
         wanted = self._ask(workload, question, fields)
-        reply = self._client.ask(Batch(mesh.port, (wanted,), api_key=self._api_key))
-        if setting == OFF:
-            self._replay.record(wanted, reply.answers[0])
-        return reply
+        answer = self._ask_batch(mesh, (wanted,)).answers[0]
+        if setting == OFF and self._replay is not None:
+            self._replay.record(wanted, answer)
+        return answer
+
+    def _ask_batch(self, mesh: MeshUnderTest, asks: tuple[Ask, ...], *, num_at_once: int = 1) -> Reply:
+        return self._client.ask(Batch(mesh.url, asks, num_at_once=num_at_once, api_key=mesh.api_keys[0]))
 
     def _ask_peer(
         self, system: RpcSystem, workload: Workload, question: Question, sampling: dict[str, Any]
     ) -> Reply:
         return self._client.ask(
-            Batch(system.port, (self._ask(workload, question, {**sampling, **system.fields}),))
+            Batch(system.url, (self._ask(workload, question, {**sampling, **system.fields}),))
         )
 
     def _ask(self, workload: Workload, question: Question, fields: dict[str, Any]) -> Ask:
-        most = {"max_tokens": self._options.num_tokens}
+        most = {"max_tokens": self._num_tokens}
         return Ask(workload.path, {**question.content, **workload.fields, **most, **fields})
 
-    def _settle(self, mesh: MeshSystem, delay_ms: float, settings: Sequence[Setting]) -> None:
+    def _settle(self, mesh: MeshUnderTest, delay_ms: float, settings: Sequence[Setting]) -> None:
         """Change the delay, and have the settings learn of it; but `replay`, which has nothing to learn."""
         if delay_ms != self._delay_ms:
             self._settled.clear()
         self._delay_ms = delay_ms
-        self._lab.set_delay_ms(delay_ms)
-        unsettled = [one for one in settings if one.mode != REPLAY.mode and one not in self._settled]
-        self._warm_up(mesh, unsettled)
+        if self._lab is not None:
+            self._lab.set_delay_ms(delay_ms)
+        for setting in settings:
+            if setting.mode != REPLAY.mode and setting not in self._settled:
+                self.warm_up(mesh, setting)
         self._settled.update(settings)
-        if delay_ms not in self._results.hops_ms:
+        if self._lab is not None and delay_ms not in self._results.hops_ms:
             self._results.hops_ms[delay_ms] = self._lab.round_trip_ms(0, 1) / 2
 
     @contextmanager
@@ -274,6 +245,72 @@ class Runner:
                 raise
             log.warning("not_measured", what=what, reason=error.message)
             self._results.failures.append(f"{what}: {error.message}")
+
+
+class Runner:
+    """Runs phases in the lab, one after the other, each on a mesh of its own.
+
+    Args:
+        lab: Host 0 is the head, every other one a stage.
+        trials: Runs the trials of each phase.
+        options: What holds for all phases.
+        logs: Directory for what the processes write, seen by all hosts.
+        results: Record of the measurements.
+        replay: Answers for the phases that replay some.
+    """
+
+    def __init__(
+        self,
+        lab: Lab,
+        trials: TrialRunner,
+        options: RunnerOptions,
+        logs: Path,
+        results: Results,
+        *,
+        replay: ReplayFile,
+    ) -> None:
+        self._lab = lab
+        self._trials = trials
+        self._options = options
+        self._logs = logs
+        self._results = results
+        self._replay = replay
+        # A history belongs to a key; other meshes are not affected by one.
+        self._api_key = secrets.token_hex()
+
+    def run(self, phase: Phase) -> None:
+        """Start the phase's mesh, measure, and stop it. What fails is noted and passed over.
+
+        On Ctrl-C it leaves the mesh to the lab, which ends every process anyway: there is a report to write.
+        """
+        log.info("phase", server=phase.server, trials=len(phase.trials), crowds=len(phase.concurrent_trials))
+        # A draft model that was made for this run is gone after it, and folders are this machine's.
+        self._results.servers[phase.server] = tuple(_without_folder(option) for option in phase.options)
+        folder = self._logs / phase.server.replace(" ", "-")
+        folder.mkdir(parents=True, exist_ok=True)
+        options = [*phase.options, "--ctx-size", str(self._options.ctx_size)]
+        if phase.replays:
+            options += ["--replay-file", str(self._replay.path)]
+        mesh = MeshSystem(
+            self._lab,
+            self._options.model,
+            folder,
+            num_threads=self._options.num_threads,
+            split=self._options.split,
+            options=options,
+            api_key=self._api_key,
+        )
+        try:
+            self._lab.set_delay_ms(0.0)
+            mesh.start()
+            self._trials.run(LabMesh(self._lab, mesh, (self._api_key,)), phase)
+            mesh.stop()
+        except MeshError as error:
+            log.warning("phase_failed", server=phase.server, reason=error.message)
+            self._results.failures.append(f"{phase.server}: {error.message}")
+            with suppress(MeshError):
+                mesh.stop()
+            mesh.kill()
 
 
 def _total_rate(reply: Reply) -> float:
@@ -390,7 +427,7 @@ class Peer:
             Ask(workload.path, {**workload.questions[0].content, **workload.fields, **fields})
             for workload in workloads
         ]
-        answers = self._client.ask(Batch(system.port, tuple(asks))).answers
+        answers = self._client.ask(Batch(system.url, tuple(asks))).answers
         decode_s = sum(answer.decode_ms for answer in answers) / 1e3
         return sum(answer.num_tokens - 1 for answer in answers) / decode_s
 

@@ -287,12 +287,12 @@ WARM_REPEAT: Final = "warm-repeat"
 
 
 def all_workloads(
-    tokenizer: Tokenizer, *, spec_bench: Path | None, per_workload: int, seed: int
+    tokenizer: Tokenizer | None, *, spec_bench: Path | None, per_workload: int, seed: int
 ) -> dict[str, Workload]:
     """Every workload by its name: Spec-Bench's categories if there is a file, and the project's own.
 
     Args:
-        tokenizer: Of the model to be measured.
+        tokenizer: Of the model to be measured; without one there are no random prompts.
         spec_bench: Spec-Bench's `question.jsonl`.
         per_workload: At most so many questions of each.
         seed: For random prompts.
@@ -307,10 +307,10 @@ def all_workloads(
         built_in,
         edit,
         call,
-        random_tokens(tokenizer, seed, per_workload),
+        *(() if tokenizer is None else (random_tokens(tokenizer, seed, per_workload),)),
         warm_repeat((edit, call, built_in)),
         built_in.without_template(),
-        raw_random_tokens(tokenizer, seed, per_workload),
+        *(() if tokenizer is None else (raw_random_tokens(tokenizer, seed, per_workload),)),
     )
     return {workload.name: workload.first(per_workload) for workload in (*found, *ours)}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from http.client import HTTPException
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 from urllib import error, request
 
 import click
@@ -12,9 +12,10 @@ import click
 from spanmesh_proto.errors import ClusterError, Unauthorized
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 _TIMEOUT_S: Final = 5.0
+Answer = TypeVar("Answer")
 
 
 def ask_head(
@@ -38,6 +39,37 @@ def ask_head(
         Unauthorized: If the key is missing or wrong.
         ClusterError: If no mesh answers, or with an error.
     """
+    answer: object = _exchange(url, key, json.load, method=method, body=body, timeout_s=timeout_s)
+    if not isinstance(answer, dict):
+        raise ClusterError(f"{url} did not answer as a mesh does")
+    return answer
+
+
+def head_text(url: str, key: str | None, *, timeout_s: float = _TIMEOUT_S) -> str:
+    """Text that the head answers to a GET, such as its metrics.
+
+    Args:
+        url: URL with the path.
+        key: API key, if the mesh needs one.
+        timeout_s: Longest silence, in seconds.
+
+    Raises:
+        Unauthorized: If the key is missing or wrong.
+        ClusterError: If no mesh answers, or with an error.
+    """
+    return _exchange(url, key, lambda response: str(response.read(), "utf-8"), timeout_s=timeout_s)
+
+
+def _exchange(
+    url: str,
+    key: str | None,
+    read: Callable[[Any], Answer],
+    *,
+    method: Literal["GET", "POST"] = "GET",
+    body: Mapping[str, Any] | None = None,
+    timeout_s: float,
+) -> Answer:
+    """What `read` makes of the head's answer; raises as `ask_head`."""
     if not url.startswith(("http://", "https://")):
         raise click.BadParameter(f"{url!r} does not start with http:// or https://", param_hint="--url")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -50,7 +82,7 @@ def ask_head(
     asked = request.Request(url, data, headers=headers, method=method)  # noqa: S310 - checked above
     try:
         with opener.open(asked, timeout=timeout_s) as response:
-            answer: object = json.load(response)
+            return read(response)
     except error.HTTPError as failure:
         with failure:
             said = _refusal(failure)
@@ -64,9 +96,6 @@ def ask_head(
         # For a server that is not HTTP, urllib does not catch http.client's own errors.
         reason = str(getattr(failure, "reason", failure)).strip() or type(failure).__name__
         raise ClusterError(f"no mesh answers at {url} ({reason}); start one with `mesh serve`") from None
-    if not isinstance(answer, dict):
-        raise ClusterError(f"{url} did not answer as a mesh does")
-    return answer
 
 
 def _refusal(failure: error.HTTPError) -> str | None:

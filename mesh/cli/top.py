@@ -300,7 +300,7 @@ def pace_between(before: Mapping[str, Any] | None, now: Mapping[str, Any], secon
         now: The latest.
         seconds: Between the two.
     """
-    then = before if before is not None and _is_same_ring(before, now) else None
+    then = before if before is not None and is_same_ring(before, now) else None
     former: Sequence[Mapping[str, Any] | None] = (
         then["stages"] if then is not None else [None] * len(now["stages"])
     )
@@ -325,7 +325,9 @@ def pace_between(before: Mapping[str, Any] | None, now: Mapping[str, Any], secon
     )
 
 
-def _is_same_ring(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+def is_same_ring(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether the counters of two answers of `/mesh/status` are of one ring, not of one made anew between."""
+
     def ring(status: Mapping[str, Any]) -> list[tuple[Any, Any]]:
         return [(stage["address"], stage["layers"]) for stage in status["stages"]]
 

@@ -1,12 +1,14 @@
-"""Child process of a lab host that exchanges JSON objects over its pipes, one a line."""
+"""Child process, on a lab host or here, that exchanges JSON objects over its pipes, one a line."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
+from mesh.util.child_environment import inherited_environment
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
@@ -17,16 +19,16 @@ if TYPE_CHECKING:
 
 
 class LineProcess:
-    """A Python module, run as a program on a lab host; a context manager.
+    """A Python module, run as a program on a lab host or on this machine; a context manager.
 
     Args:
-        lab: The lab.
-        host: Index of the host.
+        lab: The lab; None runs it on this machine, outside of any lab.
+        host: Index of the lab's host.
         module: Dotted name of the module.
         arguments: Of its command line.
     """
 
-    def __init__(self, lab: Lab, host: int, module: str, *arguments: str) -> None:
+    def __init__(self, lab: Lab | None, host: int, module: str, *arguments: str) -> None:
         self._lab = lab
         self._host = host
         self._module = module
@@ -35,7 +37,19 @@ class LineProcess:
 
     def __enter__(self) -> Self:
         """Start the process."""
-        self._process = self._lab.run(self._host, self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        if self._lab is None:
+            # A session of its own, as on a lab host: Ctrl-C is for the run, which ends it.
+            self._process = subprocess.Popen(
+                self._argv,
+                env=inherited_environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+        else:
+            self._process = self._lab.run(
+                self._host, self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
         return self
 
     def __exit__(
@@ -44,6 +58,13 @@ class LineProcess:
         """Kill it; its connections break."""
         self._process.kill()
         self._process.wait()
+        if self._lab is None:
+            # A lab's host closes those of its processes.
+            for stream in (self._process.stdin, self._process.stdout):
+                # What it has not read is lost with it.
+                with suppress(BrokenPipeError):
+                    if stream is not None:
+                        stream.close()
 
     @property
     def pid(self) -> int:

@@ -170,6 +170,7 @@ class RpcSystem:
 
     name = "llama.cpp RPC"
     port: Final = 8080
+    url: Final = f"http://127.0.0.1:{port}"
     # Both sides generate all requested tokens, so that all answers have the same length.
     fields: Final[dict[str, Any]] = {"ignore_eos": True, "cache_prompt": False}
 
@@ -320,6 +321,7 @@ class MeshSystem:
 
     name = "mesh"
     port: Final = 8000
+    url: Final = f"http://127.0.0.1:{port}"
     fields: Final[dict[str, Any]] = {"ignore_eos": True}
 
     def __init__(

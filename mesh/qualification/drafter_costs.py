@@ -203,7 +203,7 @@ class Measurement:
         return answer
 
     def _ask(self, wanted: Ask) -> Answer:
-        return self._client.ask(Batch(self._mesh.port, (wanted,))).answers[0]
+        return self._client.ask(Batch(self._mesh.url, (wanted,))).answers[0]
 
 
 def _in_turn(

@@ -174,15 +174,15 @@ def _run(
             asks = tuple(chat(prompt, num_tokens, mesh.fields) for prompt in prompts)
             prefills = tuple(chat(prompt, 1, mesh.fields) for prompt in prompts)
             # Nothing measured is a first time.
-            client.ask(Batch(mesh.port, asks[:1]))
+            client.ask(Batch(mesh.url, asks[:1]))
             checks = []
             for delay_ms in delays_ms:
                 lab.set_delay_ms(delay_ms)
                 predicted = _predict(lab, mesh, model, options)
                 start = mesh.stage_totals()
-                client.ask(Batch(mesh.port, prefills))
+                client.ask(Batch(mesh.url, prefills))
                 prefilled = mesh.stage_totals()
-                reply = client.ask(Batch(mesh.port, asks))
+                reply = client.ask(Batch(mesh.url, asks))
                 # Of tokens alone: the prompts were computed twice.
                 times = (mesh.stage_totals() - prefilled - (prefilled - start)).per_window()
                 checks.append(
@@ -203,7 +203,7 @@ def _run(
 
 
 def _predict(lab: Lab, mesh: MeshSystem, model: Path, options: list[str]) -> dict[str, Any]:
-    argv = [COMMAND, "plan", str(model), "--url", f"http://127.0.0.1:{mesh.port}", "--json"]
+    argv = [COMMAND, "plan", str(model), "--url", mesh.url, "--json"]
     argv += ["--stages", str(mesh.num_stages), "--parallel", "1", "--prompt-tokens", str(_PROMPT_TOKENS)]
     done = lab.exec(0, [*argv, *options], timeout_s=_PLAN_TIMEOUT_S)
     if done.returncode != 0:

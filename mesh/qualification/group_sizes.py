@@ -24,6 +24,7 @@ from mesh.bench.shared_options import FILE, logs_folder, logs_option
 from mesh.bench.stress.client_process import LoadClient
 from mesh.bench.stress.harness import LoadTestBed
 from mesh.bench.stress.measurements import require_all, short_prompts
+from mesh.bench.under_test.mesh import LabMesh
 from mesh.cli.option_types import Numbers, int_option
 from mesh.coordinator.group_count import group_counts
 from mesh.lab.network import Lab, lab_supported
@@ -142,10 +143,10 @@ def _rates(
     try:
         mesh.start()
         lab.set_delay_ms(load.delay_ms)
-        bed = LoadTestBed(lab, client, mesh, None, {})
+        bed = LoadTestBed(client, LabMesh(lab, mesh), _CTX_SIZE, processes=mesh)
         for number in range(_MOST_WARM_UP_ROUNDS):
             _answer(bed, load, 1000 + number)
-            if is_fixed or str(load.at_once) in bed.status()["sessions"]["groups_found"]:
+            if is_fixed or str(load.at_once) in bed.mesh.status()["sessions"]["groups_found"]:
                 break
         rates = [_answer(bed, load, 100 * seed + number) for number in range(load.num_rounds)]
         mesh.stop()

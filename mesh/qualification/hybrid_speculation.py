@@ -212,7 +212,7 @@ def measure_turns(settings: Settings, logs: Path) -> Turns:
             def ask(tokens: Sequence[int]) -> Answer:
                 fields = {**_TURN_FIELDS, "prompt": [*tokens]}
                 asked = Ask(COMPLETION_PATH, fields)
-                return client.ask(Batch(mesh.port, (asked,))).answers[0]
+                return client.ask(Batch(mesh.url, (asked,))).answers[0]
 
             ask(prompt[-64:])
             first = ask(prompt)

@@ -391,7 +391,7 @@ def fault_of(case: SchemaCase, answer: SchemaAnswer) -> str | None:
 
 
 def _ask(port: int, body: dict[str, Any], api_key: str) -> SchemaAnswer:
-    found = ask(port, Ask(CHAT_PATH, {**body, "cache_prompt": True}), api_key=api_key)
+    found = ask(f"http://127.0.0.1:{port}", Ask(CHAT_PATH, {**body, "cache_prompt": True}), api_key=api_key)
     num_accepted = found.timings["draft_n_accepted"]
     num_rejected = found.timings["draft_n"] - num_accepted
     return SchemaAnswer(found.text, str(found.finish), found.num_tokens, num_accepted, num_rejected)

@@ -282,7 +282,7 @@ def measure_big_shares(options: BigSharesOptions) -> BigShares:
             )
             for number in range(options.num_answers)
         )
-        answers = client.ask(Batch(mesh.port, asks, num_at_once=options.num_answers)).answers
+        answers = client.ask(Batch(mesh.url, asks, num_at_once=options.num_answers)).answers
         time.sleep(3 * _LOOK_S)
         stages = get_json(lab, 0, mesh.port, "/mesh/status")["stages"]
         hosts = [int(stage["host"].removeprefix("host")) for stage in stages]

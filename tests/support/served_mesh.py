@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 
 from mesh.api.api_keys import ApiKeys, KeyRecord, digest_of
+from mesh.coordinator.coordinator import PendingEngine
+from mesh.serve.pipeline import Pipeline
+from mesh.serve.status import MeshState, stage_counts
 from mesh.text.tokenizer import Tokenizer
 from speculative.lookup_proposers import NgramProposer
 from stages.runtime.stage_runtime import RuntimeOptions
+from stages.slicing.model_facts import read_model_facts
 from tests.support.api_harness import KEY, running_api
 from tests.support.ring_harness import running_coordinator, running_stages
 
@@ -30,7 +34,10 @@ def served_mesh(model: Path, cache_dir: Path) -> Iterator[str]:
     async def serve() -> None:
         keys = ApiKeys([KeyRecord("alice", digest_of(KEY)), KeyRecord("bob", digest_of(POOR_KEY), 1)])
         options = RuntimeOptions(num_slots=NUM_SLOTS, ctx_size=CTX_SIZE, exact=True)
-        tokenizer = Tokenizer(model)
+        tokenizer, pending = Tokenizer(model), PendingEngine(CTX_SIZE)
+        state = MeshState(
+            read_model_facts(model), pending, Pipeline(), numeric_mode="exact", speculation_mode="ngram"
+        )
         async with (
             running_stages(model, (15,), options, cache_dir) as stages,
             running_coordinator(
@@ -40,8 +47,15 @@ def served_mesh(model: Path, cache_dir: Path) -> Iterator[str]:
                 make_proposers=lambda _request: [NgramProposer()],
                 token_texts=tokenizer.texts,
             ) as coordinator,
-            running_api(coordinator, tokenizer, keys=keys) as api,
+            running_api(
+                coordinator,
+                tokenizer,
+                keys=keys,
+                status=state.as_dict,
+                stage_counts=lambda: stage_counts(pending),
+            ) as api,
         ):
+            pending.coordinator, state.phase = coordinator, "serving"
             url.set_result(api.url)
             await over.wait()
 

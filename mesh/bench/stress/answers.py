@@ -52,7 +52,7 @@ class Order:
     """A load for one server.
 
     Attributes:
-        port: Of the server, on the asking host's loopback.
+        url: URL of the server, without `/v1`.
         ids: Of the chats.
         bodies: Of each chat, its requests as JSON.
         num_at_once: Requests under way in a closed loop.
@@ -62,7 +62,7 @@ class Order:
         timeout_s: Limit of a request; a longer one counts as failed.
     """
 
-    port: int
+    url: str
     ids: tuple[str, ...]
     bodies: tuple[tuple[str, ...], ...]
     num_at_once: int = 1

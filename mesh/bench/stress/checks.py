@@ -18,6 +18,7 @@ from mesh.bench.stress.scripts import prompt_id
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from mesh.bench.serving_metrics import Slo
     from mesh.bench.stress.answers import AnswerRecord, Outcome
     from mesh.bench.stress.client_process import LoadClient
     from mesh.bench.stress.memory import Footprint, Growth
@@ -52,16 +53,22 @@ def answer_checks(steps: Sequence[Step], *, is_exact: bool) -> list[Check]:
     return found
 
 
-def leak_check(status: dict[str, Any]) -> Check:
-    """Check that no session is left without requests."""
+def leak_check(status: dict[str, Any], num_before: int = 0) -> Check:
+    """Check that no session is left without requests.
+
+    Args:
+        status: Body of `/mesh/status` when no request of ours is running.
+        num_before: Sessions that were open before the load: with those of other clients among them nobody can
+            say whose is left.
+    """
     sessions = status["sessions"]
     at_stages = [stage.get("open_sessions") for stage in status["stages"]]
     said = ", ".join("not told" if count is None else str(count) for count in at_stages)
-    return Check(
-        "no session left when idle",
-        open_sessions(status) == 0,
-        f"{sessions['running']} running, {sessions['waiting']} waiting, open at the stages: {said}",
-    )
+    detail = f"{sessions['running']} running, {sessions['waiting']} waiting, open at the stages: {said}"
+    if num_before:
+        detail += f"; {num_before} of other clients were open before the load"
+    is_clean = open_sessions(status) == 0
+    return Check("no session left when idle", None if num_before and not is_clean else is_clean, detail)
 
 
 def footprint_checks(footprints: Sequence[Footprint]) -> list[Check]:
@@ -358,17 +365,17 @@ class Reference:
     answers: tuple[tuple[str, ...], ...]
     expected: Mapping[str, Expected]
 
-    def order(self, port: int, fields: Mapping[str, Any], num_at_once: int) -> Order:
-        """All chats, later turns with the answers given alone, for a server on that port."""
+    def order(self, url: str, fields: Mapping[str, Any], num_at_once: int) -> Order:
+        """All chats, later turns with the answers given alone, for the server at that URL."""
         bodies = tuple(
             tuple(script.body(turn, answers[:turn], fields).decode() for turn in range(len(script.turns)))
             for script, answers in zip(self.scripts, self.answers, strict=True)
         )
-        return Order(port, tuple(script.id for script in self.scripts), bodies, num_at_once)
+        return Order(url, tuple(script.id for script in self.scripts), bodies, num_at_once)
 
 
 def answer_alone(
-    load_client: LoadClient, port: int, scripts: Sequence[Script], fields: Mapping[str, Any]
+    load_client: LoadClient, url: str, scripts: Sequence[Script], fields: Mapping[str, Any]
 ) -> Reference:
     """Send turn after turn, one request at a time, each prompt computed from its first token on."""
     cold = {**fields, "cache_prompt": False}
@@ -377,7 +384,7 @@ def answer_alone(
     for turn in range(max(len(script.turns) for script in scripts)):
         places = [place for place, script in enumerate(scripts) if turn < len(script.turns)]
         order = Order(
-            port,
+            url,
             tuple(scripts[place].id for place in places),
             tuple((scripts[place].body(turn, answers[place], cold).decode(),) for place in places),
             num_requests=len(places),
@@ -425,15 +432,28 @@ class Step:
 
 
 def step_of(
-    concurrency: int, outcome: Outcome, answer_check: AnswerCheck, peer_tokens_per_s: float | None = None
+    concurrency: int,
+    outcome: Outcome,
+    answer_check: AnswerCheck,
+    peer_tokens_per_s: float | None = None,
+    *,
+    slos: tuple[Slo, ...] = (),
 ) -> Step:
-    """Figures of a load; requests whose clients hung up are left out."""
+    """Figures of a load; requests whose clients hung up are left out.
+
+    Args:
+        concurrency: Requests under way at once.
+        outcome: What became of them.
+        answer_check: What the answers were like.
+        peer_tokens_per_s: The peer's rate under the same load; None if it was not measured.
+        slos: Limits for goodput.
+    """
     records = [
         one.record
         for one in outcome.answers
         if one.record.failure is None or not one.record.failure.is_hang_up
     ]
-    figures = work_out(records, outcome.duration_s, percentiles=PERCENTILES, slos=())
+    figures = work_out(records, outcome.duration_s, percentiles=PERCENTILES, slos=slos)
     return Step(concurrency, figures, answer_check, peer_tokens_per_s)
 
 

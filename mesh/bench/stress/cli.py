@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from mesh.bench import shared_options
+from mesh.bench.under_test.options import remote_options, target_of
 from mesh.cli.option_types import Names, Numbers, choice_option, float_option, int_option
 from stages.runtime.kv_types import KV_TYPES
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from mesh.bench.http_client import Server
     from mesh.bench.stress.options import LineName, Preset
 
 _RAMP = (1, 2, 4, 8, 16)
@@ -30,10 +32,16 @@ _QUICK_KEYS_CHATS = 10
 _ACCEPTANCE_CTX_SIZE = 8192
 _ACCEPTANCE_SLOTS = 32
 _LINES: tuple[LineName, ...] = ("crowd", "limit", "wider", "prefill", "second-turn", "itl", "memory")
+# Parameters of the hosts and of the mesh that is started on them.
+_LAB_ONLY: Final = (
+    *("num_stages", "delay_ms", "jitter_ms", "loss", "mbit_per_s", "is_pinned", "peer", "logs"),
+    *("num_keys", "exact", "ctx_size", "num_slots", "kv_type", "num_threads", "serve_options"),
+)
 
 
 @click.command()
 @shared_options.model_argument
+@remote_options
 @choice_option(
     "--preset",
     choices=("ramp", "acceptance"),
@@ -116,12 +124,19 @@ _LINES: tuple[LineName, ...] = ("crowd", "limit", "wider", "prefill", "second-tu
     default=3,
     help="Repetitions of each measurement of the acceptance table, whose medians are reported.",
 )
+@shared_options.goodput_option
 @shared_options.output_option("bench-stress")
 @shared_options.logs_option()
 @shared_options.json_option
+@click.pass_context
 def stress(
+    context: click.Context,
     *,
     model: Path | None,
+    server: Server | None,
+    model_name: str | None,
+    api_key_file: Path | None,
+    links_file: Path | None,
     preset: Preset,
     quick: bool,
     concurrency: tuple[int, ...] | None,
@@ -140,7 +155,9 @@ def stress(
     is_json: bool,
     **given: Any,
 ) -> None:
-    """Load a mesh over several lab hosts that serves MODEL, a GGUF file; without MODEL, the demo's.
+    """Load a mesh over several lab hosts that serves MODEL, or the demo's; with --url, a running mesh.
+
+    Of a running mesh, on any hosts, it measures what can be measured from outside, and the links.
 
     Every request is answered alone first. Then the number of concurrent users rises, step by step: chats of
     one to three turns, of mixed length, greedy and sampled. Every answer is checked, the memory of every
@@ -153,14 +170,24 @@ def stress(
         raise click.UsageError("--duration-s and --requests both give the length of a step: leave one out")
     if quick and preset != "ramp":
         raise click.UsageError("--quick is itself a preset: leave out --preset")
+    target = target_of(
+        context,
+        server=server,
+        model=model,
+        model_name=model_name,
+        api_key_file=api_key_file,
+        links_file=links_file,
+        lab_only=_LAB_ONLY,
+    )
     num_keys = num_keys or int(hang_up_share > 0)
     if num_keys and (preset != "ramp" or peer or soak_minutes or duration_s):
         raise click.UsageError(
             "--keys and --hang-ups are a load of their own, of as many requests as --requests says: leave out"
             " --preset, --peer, --soak and --duration-s"
         )
-    from mesh.bench.stress.options import StressOptions  # noqa: PLC0415
-    from mesh.bench.stress.report import as_json, as_text  # noqa: PLC0415 - keeps --help quick
+    from mesh.bench.stress.options import RemoteStressOptions, StressOptions  # noqa: PLC0415
+    from mesh.bench.stress.remote_run import run_remote_stress  # noqa: PLC0415 - keeps --help quick
+    from mesh.bench.stress.report import as_json, as_text  # noqa: PLC0415
     from mesh.bench.stress.run import run_stress  # noqa: PLC0415
     from mesh.bench.stress.scripts import num_slots_for  # noqa: PLC0415
     from mesh.serve.options import demo_model  # noqa: PLC0415
@@ -174,27 +201,35 @@ def stress(
     else:
         num_chats = _QUICK_CHATS if quick else _CHATS
         usual_ctx_size = _ACCEPTANCE_CTX_SIZE if is_acceptance else _CTX_SIZE
+    load: dict[str, Any] = {
+        "preset": preset,
+        "concurrency": steps,
+        "num_requests": num_requests or (_QUICK_REQUESTS if quick and duration_s is None else None),
+        "duration_s": duration_s,
+        "soak_minutes": soak_minutes,
+        "soak_concurrency": soak_concurrency,
+        "num_scripts": num_scripts or num_chats,
+        "with_clients": num_keys > 0,
+        "is_short": quick,
+        "hang_up_share": hang_up_share,
+        "speculate": speculate or ("auto" if num_keys else "off"),
+        "output": output,
+    }
     shared_options.end_on_sigterm()
-    report = run_stress(
-        StressOptions(
-            model=model or demo_model(),
-            preset=preset,
-            concurrency=steps,
-            num_requests=num_requests or (_QUICK_REQUESTS if quick and duration_s is None else None),
-            duration_s=duration_s,
-            soak_minutes=soak_minutes,
-            soak_concurrency=soak_concurrency,
-            num_scripts=num_scripts or num_chats,
-            is_short=quick,
-            ctx_size=ctx_size or usual_ctx_size,
-            num_slots=num_slots or min(most, 64),
-            speculate=speculate or ("auto" if num_keys else "off"),
-            num_keys=num_keys,
-            hang_up_share=hang_up_share,
-            with_rpc=peer == "rpc",
-            output=output,
-            **given,
+    if target is not None:
+        load |= {name: given[name] for name in ("lines", "rounds", "seed", "slos")}
+        report = run_remote_stress(RemoteStressOptions(target=target, fits_slots=concurrency is None, **load))
+    else:
+        report = run_stress(
+            StressOptions(
+                model=model or demo_model(),
+                ctx_size=ctx_size or usual_ctx_size,
+                num_slots=num_slots or min(most, 64),
+                num_keys=num_keys,
+                with_rpc=peer == "rpc",
+                **load,
+                **given,
+            )
         )
-    )
     text = as_json(report) if is_json else as_text(report)
     shared_options.end_command(text, output, is_json=is_json, is_good=report.is_good)

@@ -1,4 +1,4 @@
-"""Load client in a child process on a host of the lab, and its handle.
+"""Load client in a child process, on a host of the lab or here, and its handle.
 
 Run as a program it takes one JSON order a line from standard input, and answers each with one line of JSON.
 """
@@ -132,7 +132,7 @@ class ClientPool:
 
 async def run_client_load(order: ClientLoad) -> Outcome:
     """Send the ordered requests from this process."""
-    server = parse_url(f"http://127.0.0.1:{order.port}")
+    server = parse_url(order.url)
     clients = [
         Client(server, api_key=key, timeout_s=order.timeout_s, clock_s=time.perf_counter)
         for key in order.api_keys
@@ -169,15 +169,15 @@ async def run_client_load(order: ClientLoad) -> Outcome:
 
 
 class LoadClient(LineProcess):
-    """Client on a lab host; a context manager.
+    """Client on a lab host or on this machine; a context manager.
 
     Args:
-        lab: Where.
-        host: Index of the host; servers are reached over its loopback.
+        lab: Where; None is this machine, outside of any lab.
+        host: Index of the lab's host.
         api_key: API key of every request of an `Order`; None if the server needs none.
     """
 
-    def __init__(self, lab: Lab, host: int = 0, *, api_key: str | None = None) -> None:
+    def __init__(self, lab: Lab | None, host: int = 0, *, api_key: str | None = None) -> None:
         super().__init__(lab, host, "mesh.bench.stress.client_process")
         self._api_key = api_key
 
@@ -205,7 +205,7 @@ class LoadClient(LineProcess):
 async def carry_out(order: Order, api_key: str | None = None) -> Outcome:
     """Send the ordered requests from this process."""
     client = Client(
-        parse_url(f"http://127.0.0.1:{order.port}"),
+        parse_url(order.url),
         api_key=api_key,
         timeout_s=order.timeout_s,
         clock_s=time.perf_counter,

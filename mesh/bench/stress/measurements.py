@@ -15,7 +15,7 @@ from mesh.bench.report_tools import Line
 from mesh.bench.stress.compute_limit import compute_limit
 from mesh.bench.stress.harness import open_sessions
 from mesh.bench.stress.memory import ALLOWED_OVERHEAD_BYTES
-from mesh.bench.stress.scripts import Script, Turn
+from mesh.bench.stress.scripts import TOKENS_AROUND, WORD_TOKENS, Script, Turn
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ _SHORT_PROMPT_TOKENS: Final = 24
 _LONG_PROMPT_TOKENS: Final = 2000
 _LONGER_PROMPT_TOKENS: Final = 4000
 _DECODING_TOKENS: Final = 192
+# Both answers of a chat and the second message, with room to spare.
+_SECOND_TURN_TOKENS: Final = 128
 # The decoding session is well under way when the prefill begins.
 _PREFILL_AT_S: Final = 1.0
 _MB: Final = 10**6
@@ -52,85 +54,87 @@ _LARGE_BYTES: Final = 400 * _MB
 _MEMORY_TITLE: Final = "memory of a stage host beyond weights + KV, MB"
 
 
-def concurrency_against_peer(
-    bed: LoadTestBed, num_at_once: int, *, kernels: Kernels, rounds: int, seed: int
-) -> Line:
-    """Total tokens per second of requests that all begin at once, against the peer's."""
-    pairs = []
+def concurrency(bed: LoadTestBed, num_at_once: int, *, kernels: Kernels, rounds: int, seed: int) -> Line:
+    """Total tokens per second of requests that all begin at once, against the peer's if there is one."""
+    ours: list[float] = []
+    theirs: list[float] = []
     for number in range(rounds):
         scripts = short_prompts(num_at_once, seed + number)
-        ours = bed.ask_mesh(scripts, num_at_once=num_at_once)
-        require_all(ours)
-        theirs = bed.ask_peer(scripts, num_at_once=num_at_once)
-        pairs.append((ours.tokens_per_s, theirs.tokens_per_s))
-        log.info(
-            "crowd",
-            kernels=kernels,
-            at_once=num_at_once,
-            mesh=round(pairs[-1][0], 1),
-            peer=round(pairs[-1][1], 1),
-        )
-    return Line(
-        f"total tokens/s at {num_at_once} concurrent, mesh {kernels} over llama.cpp RPC with as many slots",
-        median(ours / theirs for ours, theirs in pairs),
+        answered = bed.ask_mesh(scripts, num_at_once=num_at_once)
+        require_all(answered)
+        ours.append(answered.tokens_per_s)
+        if bed.peer is not None:
+            theirs.append(bed.ask_peer(scripts, num_at_once=num_at_once).tokens_per_s)
+        log.info("crowd", kernels=kernels, at_once=num_at_once, mesh=_latest(ours), peer=_latest(theirs))
+    title = f"total tokens/s at {num_at_once} concurrent"
+    if not theirs:
+        return Line(title, median(ours), None, note=_figures(ours))
+    return _against_peer(
+        f"{title}, mesh {kernels} over llama.cpp RPC with as many slots",
+        ours,
+        theirs,
         CONCURRENCY_RATIO[kernels],
-        note="; ".join(f"{ours:.1f} against {theirs:.1f}" for ours, theirs in pairs),
+        "{:.1f} against {:.1f}",
     )
 
 
-def concurrency_against_limit(
-    bed: LoadTestBed,
-    model: Path,
-    edges: Sequence[int],
-    num_at_once: int,
-    *,
-    exact: bool,
-    rounds: int,
-    seed: int,
+@dataclass(frozen=True)
+class LimitOptions:
+    """What the compute limit of a mesh on this machine is measured with.
+
+    Attributes:
+        model: A GGUF.
+        edges: First layers of the stages, and the number of layers.
+        exact: Numeric mode.
+    """
+
+    model: Path
+    edges: tuple[int, ...]
+    exact: bool
+
+    @property
+    def is_large(self) -> bool:
+        """Whether a row costs little beside computing it."""
+        return self.model.stat().st_size > _LARGE_BYTES
+
+
+def many_at_once(
+    bed: LoadTestBed, num_at_once: int, *, limit: LimitOptions | None, rounds: int, seed: int
 ) -> list[Line]:
     """Load of many requests that all begin at once, and what the cores can compute: see `compute_limit`.
 
+    Args:
+        bed: Where.
+        num_at_once: How many.
+        limit: Of a mesh whose processes are on this machine; None leaves out the limit and processor times.
+        rounds: How often.
+        seed: Of the prompts.
+
     Returns:
-        Total tokens per second as a share of the limit; the slowest request's rate, as a share of the mean;
-        rows of a batch; processor time of all processes outside llama.cpp, per token.
+        Total tokens per second as a share of the limit, or as they are without one; the slowest request's
+        rate, as a share of the mean; rows of a batch; processor time of all processes outside llama.cpp, per
+        token.
     """
-    shares, slowest, rows, around_ms, notes = [], [], [], [], []
+    totals, shares, slowest, rows, around_ms, notes = [], [], [], [], [], []
     for number in range(rounds):
         before = _totals(bed)
         ours = bed.ask_mesh(short_prompts(num_at_once, seed + number), num_at_once=num_at_once)
         spent = _totals(bed) - before
         require_all(ours)
-        prompts = [one.record.num_input_tokens or 0 for one in ours.answers]
-        bed.mesh.pause()  # an idle mesh takes processor time, too
-        try:
-            limits = compute_limit(
-                model,
-                edges,
-                num_sessions=num_at_once,
-                prompt_tokens=round(median(prompts)),
-                answer_tokens=SHORT_ANSWER_TOKENS,
-                exact=exact,
-            )
-        finally:
-            bed.mesh.resume()
-        num_tokens = sum(one.record.num_output_tokens for one in ours.answers)
+        totals.append(ours.tokens_per_s)
         rates = [_decode_rate(one.record) for one in ours.answers]
-        shares.append(ours.tokens_per_s / max(limits.values()))
         slowest.append(min(rates) / mean(rates))
         rows.append(spent.num_rows / max(1, spent.num_decodes))
-        around_ms.append((spent.cpu_ms - spent.decode_cpu_ms) / num_tokens)
-        found = ", ".join(f"{rate:.1f} in batches of {size}" for size, rate in limits.items())
-        notes.append(f"{ours.tokens_per_s:.1f} against {found}")
-        log.info("limit", at_once=num_at_once, mesh=round(ours.tokens_per_s, 1), limits=found)
-    is_large = model.stat().st_size > _LARGE_BYTES
+        if limit is not None:
+            limits = _limits(bed, limit, ours, num_at_once)
+            shares.append(ours.tokens_per_s / max(limits.values()))
+            num_tokens = sum(one.record.num_output_tokens for one in ours.answers)
+            around_ms.append((spent.cpu_ms - spent.decode_cpu_ms) / num_tokens)
+            found = ", ".join(f"{rate:.1f} in batches of {size}" for size, rate in limits.items())
+            notes.append(f"{ours.tokens_per_s:.1f} against {found}")
+        log.info("limit", at_once=num_at_once, mesh=_latest(totals), limits=notes[-1] if notes else None)
     when = f"at {num_at_once} concurrent"
-    return [
-        Line(
-            f"total tokens/s {when}, of the compute limit",
-            median(shares),
-            LARGE_LIMIT_SHARE if is_large else LIMIT_SHARE,
-            note="; ".join(notes),
-        ),
+    lines = [
         Line(
             f"rate of the slowest request {when}, of the mean rate",
             median(slowest),
@@ -138,6 +142,17 @@ def concurrency_against_limit(
             note=_figures(slowest),
         ),
         Line(f"rows a batch {when}, prompts included", median(rows), None, note=_figures(rows)),
+    ]
+    if limit is None:
+        return [Line(f"total tokens/s {when}", median(totals), None, note=_figures(totals)), *lines]
+    return [
+        Line(
+            f"total tokens/s {when}, of the compute limit",
+            median(shares),
+            LARGE_LIMIT_SHARE if limit.is_large else LIMIT_SHARE,
+            note="; ".join(notes),
+        ),
+        *lines,
         Line(
             f"processor time a token {when} outside llama_decode, all processes of the mesh, ms",
             median(around_ms),
@@ -145,6 +160,24 @@ def concurrency_against_limit(
             note=_figures(around_ms),
         ),
     ]
+
+
+def _limits(bed: LoadTestBed, limit: LimitOptions, ours: Outcome, num_at_once: int) -> dict[int, float]:
+    prompts = [one.record.num_input_tokens or 0 for one in ours.answers]
+    mesh = bed.processes
+    assert mesh is not None  # noqa: S101 - a limit is that of processes on this machine
+    mesh.pause()  # an idle mesh takes processor time, too
+    try:
+        return compute_limit(
+            limit.model,
+            limit.edges,
+            num_sessions=num_at_once,
+            prompt_tokens=round(median(prompts)),
+            answer_tokens=SHORT_ANSWER_TOKENS,
+            exact=limit.exact,
+        )
+    finally:
+        mesh.resume()
 
 
 def more_at_once(bed: LoadTestBed, fewer: int, more: int, *, rounds: int, seed: int) -> Line:
@@ -165,33 +198,41 @@ def more_at_once(bed: LoadTestBed, fewer: int, more: int, *, rounds: int, seed: 
     )
 
 
-def prefill_against_peer(bed: LoadTestBed, *, kernels: Kernels, rounds: int, seed: int) -> Line:
-    """Prompt tokens per second until the first token, against the peer's."""
-    pairs = []
+def prefill(bed: LoadTestBed, *, kernels: Kernels, rounds: int, seed: int) -> Line:
+    """Prompt tokens per second until the first token, against the peer's if there is one."""
+    num_words = _fitting_words(bed, _LONG_PROMPT_TOKENS, answer_tokens=1)
+    ours: list[float] = []
+    theirs: list[float] = []
     for number in range(rounds):
-        script = Script("prefill", (Turn(_text(_LONG_PROMPT_TOKENS, seed + number), 1, is_cold=True),))
-        ours = bed.ask_mesh([script])
-        require_all(ours)
-        theirs = bed.ask_peer([script])
-        pairs.append((_prefill_rate(ours.answers[0].record), _prefill_rate(theirs.answers[0].record)))
-        log.info("prefill", kernels=kernels, mesh=round(pairs[-1][0]), peer=round(pairs[-1][1]))
-    return Line(
-        f"prefill tokens/s, {_LONG_PROMPT_TOKENS}-word prompt, mesh {kernels} over llama.cpp RPC",
-        median(ours / theirs for ours, theirs in pairs),
+        script = Script("prefill", (Turn(_text(num_words, seed + number), 1, is_cold=True),))
+        answered = bed.ask_mesh([script])
+        require_all(answered)
+        ours.append(_prefill_rate(answered.answers[0].record))
+        if bed.peer is not None:
+            theirs.append(_prefill_rate(bed.ask_peer([script]).answers[0].record))
+        log.info("prefill", kernels=kernels, mesh=_latest(ours), peer=_latest(theirs))
+    title = f"prefill tokens/s, {num_words}-word prompt"
+    if not theirs:
+        return Line(title, median(ours), None, note=_figures(ours))
+    return _against_peer(
+        f"{title}, mesh {kernels} over llama.cpp RPC",
+        ours,
+        theirs,
         PREFILL_RATIO[kernels],
-        note="; ".join(f"{ours:.0f} against {theirs:.0f}" for ours, theirs in pairs),
+        "{:.0f} against {:.0f}",
     )
 
 
 def second_turn(bed: LoadTestBed, *, rounds: int, seed: int) -> Line:
     """Time to first token of a chat's second turn, as a share of the first turn's."""
+    num_words = _fitting_words(bed, _LONG_PROMPT_TOKENS, answer_tokens=_SECOND_TURN_TOKENS)
     shares, notes = [], []
     for number in range(rounds):
-        said = _text(_LONG_PROMPT_TOKENS, seed + number)
+        said = _text(num_words, seed + number)
         script = Script("chat", (Turn(said, 32, is_cold=True), Turn("And what follows from that?", 8)))
         first = bed.ask_mesh([script])
         require_all(first)
-        body = script.body(1, [first.answers[0].text], bed.fields).decode()
+        body = script.body(1, [first.answers[0].text], bed.mesh.fields).decode()
         second = bed.ask_mesh([script], bodies=((body,),))
         require_all(second)
         one, two = first.answers[0].record, second.answers[0].record
@@ -200,7 +241,7 @@ def second_turn(bed: LoadTestBed, *, rounds: int, seed: int) -> Line:
         notes.append(f"{two.ttft_ms:.0f} of {one.ttft_ms:.0f} ms, {cached}")
         log.info("second_turn", first_ms=round(one.ttft_ms), second_ms=round(two.ttft_ms), cached=cached)
     return Line(
-        f"second turn of a {_LONG_PROMPT_TOKENS}-word chat, time to first token, of the first turn's",
+        f"second turn of a {num_words}-word chat, time to first token, of the first turn's",
         median(shares),
         SECOND_TURN_SHARE,
         is_ceiling=True,
@@ -210,11 +251,12 @@ def second_turn(bed: LoadTestBed, *, rounds: int, seed: int) -> Line:
 
 def decode_beside_prefill(bed: LoadTestBed, *, rounds: int, seed: int) -> Line:
     """ITL p99 of a decoding session while a long prompt is computed, over its ITL p99 alone."""
+    num_words = _fitting_words(bed, _LONGER_PROMPT_TOKENS, answer_tokens=1)
     alone_ms: list[float] = []
     beside_ms: list[float] = []
     for number in range(rounds):
         decoding = Script("decoding", (Turn(_text(24, seed + number), _DECODING_TOKENS, is_cold=True),))
-        prompt = _text(_LONGER_PROMPT_TOKENS, seed + 1000 + number)
+        prompt = _text(num_words, seed + 1000 + number)
         prefill = Script("prefill", (Turn(prompt, 1, is_cold=True),))
         alone = bed.ask_mesh([decoding], arrivals_s=(0.0,))
         both = bed.ask_mesh([decoding, prefill], arrivals_s=(0.0, _PREFILL_AT_S))
@@ -227,7 +269,7 @@ def decode_beside_prefill(bed: LoadTestBed, *, rounds: int, seed: int) -> Line:
     p99_alone, p99_beside = (float(np.percentile(gaps, 99)) for gaps in (alone_ms, beside_ms))
     log.info("itl", alone_ms=round(p99_alone, 1), beside_ms=round(p99_beside, 1))
     return Line(
-        f"ITL p99 of a decoding session while a {_LONGER_PROMPT_TOKENS}-word prefill runs, over alone",
+        f"ITL p99 of a decoding session while a {num_words}-word prefill runs, over alone",
         p99_beside / p99_alone,
         ITL_RATIO,
         is_ceiling=True,
@@ -274,6 +316,28 @@ def itls_during(decoding: Record, prefill: Record) -> list[float]:
     return [(later - earlier) * 1e3 for earlier, later in gaps if later > start_s and earlier < stop_s]
 
 
+def _against_peer(
+    title: str, ours: Sequence[float], theirs: Sequence[float], wanted: float, words: str
+) -> Line:
+    pairs = list(zip(ours, theirs, strict=True))
+    return Line(
+        title,
+        median(our / their for our, their in pairs),
+        wanted,
+        note="; ".join(words.format(our, their) for our, their in pairs),
+    )
+
+
+def _latest(rates: Sequence[float]) -> float | None:
+    return round(rates[-1], 1) if rates else None
+
+
+def _fitting_words(bed: LoadTestBed, wanted: int, *, answer_tokens: int) -> int:
+    """Words of a long prompt: as many as wanted, or as fit into the mesh's context with the answer."""
+    room = bed.ctx_size - answer_tokens - TOKENS_AROUND
+    return max(1, min(wanted, int(room / WORD_TOKENS)))
+
+
 def short_prompts(count: int, seed: int, answer_tokens: int = SHORT_ANSWER_TOKENS) -> list[Script]:
     """Short prompts, no two the same, with answers of one length."""
     prompts = made_up_prompts(count, _SHORT_PROMPT_TOKENS, seed)
@@ -313,11 +377,13 @@ class _Totals:
 
 
 def _totals(bed: LoadTestBed) -> _Totals:
-    stages = bed.status()["stages"]
+    stages = bed.mesh.status()["stages"]
+    if any("rows" not in stage for stage in stages):
+        raise MeshError("the stages do not tell their counts: one of them did not answer the head in time")
     return _Totals(
         num_rows=sum(stage["rows"] for stage in stages),
         num_decodes=sum(stage["decodes"] for stage in stages),
-        cpu_ms=1000 * bed.mesh.cpu_s(),
+        cpu_ms=0.0 if bed.processes is None else 1000 * bed.processes.cpu_s(),
         decode_cpu_ms=sum(stage["decode_cpu_ms"] for stage in stages),
     )
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from mesh.bench.shared_options import LabOptions
+from mesh.bench.shared_options import LabOptions, RunOptions
+
+if TYPE_CHECKING:
+    from mesh.bench.serving_metrics import Slo
+    from mesh.bench.under_test.options import RemoteTarget
 
 Preset = Literal["ramp", "acceptance"]
 LineName = Literal["crowd", "limit", "wider", "prefill", "second-turn", "itl", "memory"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StressOptions(LabOptions):
-    """A run of `mesh bench stress`; see `LabOptions` for the other options.
+class LoadPlan(RunOptions):
+    """Load of a run, whatever mesh it is for; see `RunOptions` for the other options.
 
     Attributes:
         preset: `ramp` loads with more and more requests at once; `acceptance` measures every line of the
@@ -25,12 +29,10 @@ class StressOptions(LabOptions):
         soak_minutes: Of a steady load after all else; 0 leaves it out.
         soak_concurrency: Concurrent requests of that load.
         num_scripts: Different chats.
-        num_slots: Concurrent sessions.
-        kv_type: Format of the KV caches, as in `mesh serve`.
-        num_keys: API keys whose requests share their beginnings, in place of chats; 0 asks chats of a mesh
-            without keys.
-        with_rpc: Whether llama.cpp RPC takes part.
+        with_clients: Whether single requests that share their beginnings take the place of chats, from
+            clients of whom some disconnect.
         rounds: Of each paired measurement of the acceptance table.
+        slos: Limits for goodput.
     """
 
     preset: Preset
@@ -41,8 +43,39 @@ class StressOptions(LabOptions):
     soak_minutes: float
     soak_concurrency: int
     num_scripts: int
+    with_clients: bool
+    rounds: int
+    slos: tuple[Slo, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StressOptions(LabOptions, LoadPlan):
+    """A run of `mesh bench stress` in the lab; see `LabOptions` and `LoadPlan` for the other options.
+
+    Attributes:
+        num_slots: Concurrent sessions.
+        kv_type: Format of the KV caches, as in `mesh serve`.
+        num_keys: API keys whose requests share their beginnings, in place of chats; 0 asks chats of a mesh
+            without keys.
+        with_rpc: Whether llama.cpp RPC takes part.
+    """
+
     num_slots: int
     kv_type: str
     num_keys: int
     with_rpc: bool
-    rounds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteStressOptions(LoadPlan):
+    """A run of `mesh bench stress --url`; see `LoadPlan` for the other options.
+
+    Attributes:
+        target: The running mesh.
+        speculate: Proposers that requests allow.
+        fits_slots: Whether steps of more requests than the mesh answers at once are left out.
+    """
+
+    target: RemoteTarget
+    speculate: str
+    fits_slots: bool

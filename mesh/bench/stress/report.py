@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from mesh.bench.report_tools import (
@@ -25,14 +25,17 @@ from mesh.bench.report_tools import (
     write_files,
 )
 from mesh.bench.stress.checks import LEAST_GAIN
+from mesh.bench.under_test.links import links_section
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from mesh.bench.serving_metrics import Spread
     from mesh.bench.stress.checks import ClientCounts, Step
     from mesh.bench.stress.memory import Footprint, Growth
+    from mesh.bench.under_test.links import KnownLinks
+    from mesh.bench.under_test.status_figures import RingLink
     from mesh.lab.memory_watch import MemorySample
 
 
@@ -65,11 +68,15 @@ def as_markdown(report: Report, plots: Sequence[str]) -> str:
         ("# A mesh under load, every answer checked", conditions_text(report.conditions)),
         ("## Checks", checks_table(report.checks)),
         ("## Not measured", "\n".join(f"- {failure}" for failure in report.failures)),
+        ("## Not measured from outside", "\n".join(f"- {what}" for what in report.omitted)),
         ("## Acceptance", lines_table(report.lines)),
-        ("## Steps; times in ms", markdown_table(_STEP_HEADS, _steps(report))),
+        ("## Steps; times in ms", markdown_table(_heads(report), _steps(report))),
         ("", _saturation(report)),
         ("## Clients", markdown_table(("", "count"), _clients(report))),
         ("## Stages, over the whole run; times in ms", markdown_table(*_stages(report))),
+        ("", _groups(report)),
+        ("## Links of the ring, over the whole run", markdown_table(*_ring_links(report))),
+        *(() if report.links is None else (links_section(report.links),)),
         ("## Memory, MiB", markdown_table(*_memory(report))),
         ("", _memory_words(report)),
         pictures_section(plots),
@@ -81,13 +88,29 @@ def as_text(report: Report) -> str:
     """For a terminal."""
     parts = [
         lines_text(report.lines),
-        "\n".join("  ".join(cell.rjust(12) for cell in row) for row in _table(_STEP_HEADS, _steps(report))),
+        "\n".join(
+            "  ".join(cell.rjust(12) for cell in row) for row in _table(_heads(report), _steps(report))
+        ),
         _saturation(report),
         "\n".join(f"{name:>40}: {count}" for name, count in _clients(report)),
         checks_text(report.checks),
         "\n".join(f"not measured: {failure}" for failure in report.failures),
+        "\n".join(f"not measured from outside: {what}" for what in report.omitted),
     ]
     return text_page(parts)
+
+
+def _heads(report: Report) -> tuple[str, ...]:
+    return (*_STEP_HEADS, *("good requests/s",) * _has_goodput(report))
+
+
+def _has_goodput(report: Report) -> bool:
+    return any(step.figures.request_goodput is not None for step in report.steps)
+
+
+def _goodput(step: Step) -> str:
+    per_s, share = step.figures.request_goodput, step.figures.good_share
+    return "" if per_s is None or share is None else f"{per_s:.2f} ({share:.0%})"
 
 
 def _steps(report: Report) -> list[tuple[str, ...]]:
@@ -103,6 +126,7 @@ def _steps(report: Report) -> list[tuple[str, ...]]:
             *_percentiles(step.figures.e2el_ms),
             f"{step.answer_check.fork_rate:.1%}",
             str(len(step.answer_check.problems)),
+            *(_goodput(step),) * _has_goodput(report),
         )
         for step in report.steps
     ]
@@ -139,6 +163,20 @@ def _stages(report: Report) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
             f"{stage['mean_queue_ms']:.2f}",
         )
         for stage in report.stages
+    ]
+
+
+def _groups(report: Report) -> str:
+    if not report.groups_found:
+        return ""
+    found = ", ".join(f"{groups} for {sessions}" for sessions, groups in report.groups_found.items())
+    return f"Groups of sessions found best, by the number of sessions: {found}."
+
+
+def _ring_links(report: Report) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    heads = ("from", "to", "decoding windows", "mean ms on the wire, message handling included")
+    return heads, [
+        (link.source, link.target, str(link.num_windows), f"{link.wire_ms:.2f}") for link in report.ring_links
     ]
 
 
@@ -257,11 +295,15 @@ class Report:
         lines: Of the acceptance table.
         checks: Checks of the run.
         footprints: Of every stage.
-        stages: Stages of `/mesh/status` at the end: times and counts of the whole run.
+        stages: Stages of `/mesh/status` at the end, with times and counts of this run.
         memory: By host and role.
         samples: What the memory figures are made of.
         failures: What could not be measured, and why.
         clients: What became of them, if some were to hang up.
+        links: Links between the hosts as the head measured them; None if it was not asked.
+        ring_links: Links of the ring as decoding windows met them.
+        groups_found: Best number of groups that the mesh has found, by the number of sessions.
+        omitted: What cannot be measured of such a mesh, which is no failure.
     """
 
     conditions: dict[str, Any]
@@ -276,6 +318,10 @@ class Report:
     samples: tuple[MemorySample, ...]
     failures: tuple[str, ...]
     clients: ClientCounts | None = None
+    links: KnownLinks | None = None
+    ring_links: tuple[RingLink, ...] = ()
+    groups_found: Mapping[str, int] = field(default_factory=dict)
+    omitted: tuple[str, ...] = ()
 
     @property
     def is_good(self) -> bool:
@@ -312,6 +358,10 @@ def as_dict(report: Report) -> dict[str, Any]:
         "memory": [asdict(each) for each in report.memory],
         "failures": list(report.failures),
         "clients": None if report.clients is None else asdict(report.clients),
+        "links": None if report.links is None else report.links.found,
+        "ring_links": [asdict(link) for link in report.ring_links],
+        "groups_found": dict(report.groups_found),
+        "not_measured_from_outside": list(report.omitted),
     }
 
 

@@ -84,8 +84,8 @@ def prompt_id(script: str, turn: int) -> str:
 
 
 # A template's own tokens around each message, and words that turn out to be two tokens.
-_TOKENS_AROUND: Final = 32
-_WORD_TOKENS: Final = 1.25
+TOKENS_AROUND: Final = 32
+WORD_TOKENS: Final = 1.25
 _FULL_SHARE: Final = 0.7
 
 
@@ -132,7 +132,7 @@ def mixed_scripts(
         for number in range(wanted):
             num_tokens = random.choice(mix.prompt_tokens)
             max_tokens = random.choice(mix.answer_tokens)
-            room -= num_tokens * _WORD_TOKENS + max_tokens + _TOKENS_AROUND
+            room -= num_tokens * WORD_TOKENS + max_tokens + TOKENS_AROUND
             if turns and room < 0:
                 break
             (prompt,) = made_up_prompts(1, num_tokens, random.randrange(2**31))
@@ -179,8 +179,9 @@ class ClientLoad:
     """A load for one server.
 
     Attributes:
-        port: Of the server, on the asking host's loopback.
-        api_keys: At least one; the client of place i under way has key i, modulo their number.
+        url: URL of the server, without `/v1`.
+        api_keys: At least one; the client of place i under way has key i, modulo their number. None is no
+            key.
         ids: Of the requests.
         bodies: Of each request: streamed, and in one piece; JSON.
         visits: In this order.
@@ -188,8 +189,8 @@ class ClientLoad:
         timeout_s: Limit of a request; a longer one counts as failed.
     """
 
-    port: int
-    api_keys: tuple[str, ...]
+    url: str
+    api_keys: tuple[str | None, ...]
     ids: tuple[str, ...]
     bodies: tuple[tuple[str, str], ...]
     visits: tuple[ClientRequest, ...]
@@ -262,12 +263,17 @@ def draw_client_requests(
     return tuple(requests)
 
 
-def bodies_of(script: Script) -> tuple[str, str]:
-    """A request of one turn, its answer streamed and in one piece, as JSON."""
-    streamed = script.body(0, ()).decode()
-    fields = json.loads(streamed)
-    del fields["stream_options"]
-    return streamed, json.dumps({**fields, "stream": False})
+def bodies_of(script: Script, fields: Mapping[str, Any] = {}) -> tuple[str, str]:
+    """A request of one turn, its answer streamed and in one piece, as JSON.
+
+    Args:
+        script: The request.
+        fields: Further ones.
+    """
+    streamed = script.body(0, (), fields).decode()
+    whole = json.loads(streamed)
+    del whole["stream_options"]
+    return streamed, json.dumps({**whole, "stream": False})
 
 
 def num_slots_for(num_at_once: int, num_keys: int) -> int:

@@ -49,10 +49,9 @@ def test_stages_far_from_one_another_are_no_neighbours(
             stages = get_json(lab, 0, mesh.port, "/mesh/status")["stages"]
             with Client(lab) as client:
                 asked = Ask("/v1/chat/completions", dict(QUESTION))
-                (answer,) = client.ask(Batch(mesh.port, (asked,))).answers
+                (answer,) = client.ask(Batch(mesh.url, (asked,))).answers
             done = lab.exec(0, [COMMAND, "bench", "net", "--json", "--probes", "5", "--megabytes", "1"])
-            url = f"http://127.0.0.1:{mesh.port}"
-            doctor = [COMMAND, "doctor", "--url", url, "--advertise", lab.address(0), "--json"]
+            doctor = [COMMAND, "doctor", "--url", mesh.url, "--advertise", lab.address(0), "--json"]
             examined = lab.exec(0, doctor, timeout_s=120)
             log = mesh.log(0).read_text()
             # Ctrl-C at the head alone: the others leave with it, and nothing of anybody stays.

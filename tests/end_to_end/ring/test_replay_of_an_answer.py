@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -62,9 +61,7 @@ def _asked(setting: Setting, **fields: Any) -> Ask:
 
 
 async def _answer(api: Api, wanted: Ask) -> Answer:
-    port = urlsplit(api.url).port
-    assert port is not None
-    return await asyncio.to_thread(ask, port, wanted)
+    return await asyncio.to_thread(ask, api.url, wanted)
 
 
 def _counts(answer: Answer) -> tuple[int, int]:

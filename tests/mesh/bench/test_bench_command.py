@@ -6,8 +6,13 @@ from typing import Any
 
 import pytest
 
+from mesh.bench.http_client import parse_url
+from mesh.bench.serving_metrics import Slo
+from mesh.bench.under_test.options import RemoteTarget
 from mesh.cli.main import run
 from spanmesh_proto.errors import MeshError
+
+URL = "http://127.0.0.1:9/v1"
 
 
 @pytest.mark.parametrize(
@@ -61,6 +66,7 @@ def test_wrong_hang_ups_are_named(
                 " --concurrency 2,5 --duration-s 3 --soak 2 --chats 4"
                 " --soak-concurrency 6 --seed 9 --exact --ctx-size 400 --parallel 9 --kv-type q8_0"
                 " --threads 2 --speculate ngram --serve --hub-first --peer rpc --rounds 1 -o out --logs logs"
+                " --goodput e2el:900"
             ),
             {
                 "preset": "ramp",
@@ -87,9 +93,11 @@ def test_wrong_hang_ups_are_named(
                 "speculate": "ngram",
                 "serve_options": ("--hub-first",),
                 "num_keys": 0,
+                "with_clients": False,
                 "hang_up_share": 0.0,
                 "with_rpc": True,
                 "rounds": 1,
+                "slos": (Slo("e2el", 900.0),),
                 "output": Path("out"),
                 "logs": Path("logs"),
             },
@@ -171,6 +179,14 @@ def test_every_option_arrives(
     smollm2_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    arrived = options_that_arrive(
+        runner, ["bench", bench, str(smollm2_path), *arguments.split()], monkeypatch
+    )
+    assert vars(arrived) == {"model": smollm2_path, **fields}
+
+
+def options_that_arrive(runner: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the command hands to the function of that name, which does not run."""
     arrived: list[Any] = []
 
     def stop(options: object) -> None:
@@ -180,7 +196,86 @@ def test_every_option_arrives(
     monkeypatch.setattr(runner, stop)
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        assert run(["bench", bench, str(smollm2_path), *arguments.split()]) == 1
+        assert run(arguments) == 1
     finally:
         signal.signal(signal.SIGTERM, handler)
-    assert vars(arrived[0]) == {"model": smollm2_path, **fields}
+    return arrived[0]
+
+
+@pytest.mark.parametrize(
+    ("bench", "arguments", "words"),
+    [
+        (
+            "stress",
+            ["--url", URL, "--peer", "rpc", "--pin-hosts", "--delay-ms", "5", "--hosts", "3"],
+            "leave out what is for one started in the lab, --hosts, --delay-ms, --pin-hosts, --peer",
+        ),
+        ("stress", ["--url", URL, "--keys", "2", "--exact"], "started in the lab, --keys, --exact"),
+        ("spec", ["--url", URL, "--no-rpc", "--draft-type", "none"], "in the lab, --draft-type, --rpc"),
+        ("spec", ["--url", URL, "--preset", "sweep"], "started in the lab, --preset"),
+        ("stress", ["--model", "m"], "without --url, the address of a running mesh, leave out --model"),
+        ("spec", ["--api-key-file", "keys"], "leave out --api-key-file"),
+        ("stress", ["--url", "ftp://somewhere"], "'ftp://somewhere' is not an address"),
+    ],
+)
+def test_options_of_a_lab_and_of_a_running_mesh_exclude_each_other(
+    bench: str, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", bench, *arguments]) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("bench", "runner", "arguments", "fields"),
+    [
+        (
+            "stress",
+            "mesh.bench.stress.remote_run.run_remote_stress",
+            "--concurrency 2,3 --requests 7 --hang-ups 0.5 --goodput ttft:500 --seed 4",
+            {
+                "concurrency": (2, 3),
+                "fits_slots": False,
+                "num_requests": 7,
+                "with_clients": True,
+                "hang_up_share": 0.5,
+                "slos": (Slo("ttft", 500.0),),
+                "speculate": "auto",
+                "seed": 4,
+            },
+        ),
+        (
+            "stress",
+            "mesh.bench.stress.remote_run.run_remote_stress",
+            "--quick --lines itl",
+            {"concurrency": (1, 4), "fits_slots": True, "speculate": "off", "lines": ("itl",)},
+        ),
+        (
+            "spec",
+            "mesh.bench.speculation_run.run_remote_spec",
+            "--proposers ngram --draft-max 2 --tokens 9 --workloads a,b",
+            {"modes": ("ngram",), "widths": (2,), "num_tokens": 9, "workloads": ("a", "b")},
+        ),
+    ],
+)
+def test_a_running_mesh_arrives_with_what_is_asked_of_it(
+    bench: str,
+    runner: str,
+    arguments: str,
+    fields: dict[str, Any],
+    smollm2_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice sk-of-alice\n")
+    where = ["--url", URL, "--model", "m", "--api-key-file", str(keys), "--net", str(smollm2_path)]
+    command = ["bench", bench, str(smollm2_path), *where, *arguments.split(), "-o", "out"]
+    arrived = vars(options_that_arrive(runner, command, monkeypatch))
+    assert arrived["target"] == RemoteTarget(
+        parse_url(URL), "sk-of-alice", "m", model_file=smollm2_path, links_file=smollm2_path
+    )
+    assert arrived["target"].server.base_url == "http://127.0.0.1:9"
+    assert arrived["output"] == Path("out")
+    assert {name: arrived[name] for name in fields} == fields
+    # A report names the command, and no key.
+    assert "sk-of-alice" not in arrived.get("command", "")

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from mesh.bench.report_tools import lines_text
 from mesh.bench.speculation_acceptance import WITH_DRAFT
 from mesh.bench.speculation_report import work_out, write_report
 from mesh.bench.speculation_results import LLAMA_RPC, ConcurrentRequests, DraftCounts, Results, RunConditions
+from mesh.bench.under_test.links import KnownLinks
 from tests.support.spec_bench_samples import sample
 
 COUNTS = DraftCounts(
@@ -85,6 +87,23 @@ def test_the_page_says_what_was_found(results: Results, tmp_path: Path) -> None:
     assert "| draft/8 | 12.0 | 1.50 |" in peer
     assert "it exited with code 1" in peer
     assert "mesh serve MODEL --speculate auto --draft d.gguf" in section(page, "Recommended for production")
+
+
+def test_a_page_of_a_running_mesh_names_where_it_is(results: Results, tmp_path: Path) -> None:
+    results.conditions = replace(
+        results.conditions, url="http://there:8000", placement=("attic [0, 30)",), num_threads=None
+    )
+    results.omitted = ["`replay`"]
+    results.links = KnownLinks({"links": [], "round": None}, "measured before the load")
+    write_report(work_out(results, categories=(), preset="sweep"), tmp_path)
+    page = (tmp_path / "report.md").read_text()
+    assert "m.gguf as served at http://there:8000, 3 stages: attic [0, 30). 11 tokens per answer" in page
+    assert "2 cores for the client" in page
+    assert section(page, "Not measured from outside").strip() == "- `replay`"
+    assert "no other host has joined" in section(page, "Links between the hosts")
+    figures = json.loads((tmp_path / "report.json").read_text())
+    assert figures["links"]["links"] == []
+    assert figures["circumstances"]["url"] == "http://there:8000"
 
 
 def test_raw_figures_are_apart_from_chat(results: Results, tmp_path: Path) -> None:

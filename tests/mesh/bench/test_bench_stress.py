@@ -197,9 +197,8 @@ def test_an_answer_survives_its_way_through_json() -> None:
 
 def test_a_load_asks_whole_chats_of_a_real_server_and_keeps_what_it_said() -> None:
     with peer_server(lambda number: Reply(ANSWER if number != 3 else WORD + END)) as peer:
-        port = int(peer.url.rpartition(":")[2])
         bodies = (('{"chat": 0, "turn": 0}', '{"chat": 0, "turn": 1}'), ('{"chat": 1, "turn": 0}',))
-        order = Order(port, ("a", "b"), bodies, num_at_once=1, num_requests=4)
+        order = Order(peer.url, ("a", "b"), bodies, num_at_once=1, num_requests=4)
         outcome = asyncio.run(carry_out(order))
     assert [(body["chat"], body["turn"]) for body in peer.bodies] == [(0, 0), (0, 1), (1, 0), (0, 0)]
     assert [one.record.prompt_id for one in outcome.answers] == [
@@ -216,8 +215,7 @@ def test_a_load_asks_whole_chats_of_a_real_server_and_keeps_what_it_said() -> No
 @pytest.mark.quiet
 def test_a_load_by_time_sends_nothing_after_it() -> None:
     with peer_server(lambda _number: Reply(ANSWER)) as peer:
-        port = int(peer.url.rpartition(":")[2])
-        order = Order(port, ("a",), (("{}",),), num_at_once=2, duration_s=0.3)
+        order = Order(peer.url, ("a",), (("{}",),), num_at_once=2, duration_s=0.3)
         outcome = asyncio.run(carry_out(order))
     assert len(outcome.answers) == len(peer.bodies) > 2
     assert max(one.record.sent_s for one in outcome.answers) < 0.5 <= outcome.duration_s + 0.3
@@ -303,9 +301,9 @@ WHOLE = json.dumps(
 )
 
 
-def client_load(port: int, *requests: ClientRequest, api_keys: tuple[str, ...] = ("one",)) -> ClientLoad:
+def client_load(url: str, *requests: ClientRequest, api_keys: tuple[str, ...] = ("one",)) -> ClientLoad:
     bodies = (('{"stream": true}', '{"stream": false}'),)
-    return ClientLoad(port, api_keys, ("a",), bodies, requests, num_at_once=len(api_keys))
+    return ClientLoad(url, api_keys, ("a",), bodies, requests, num_at_once=len(api_keys))
 
 
 def test_clients_with_keys_ask_a_real_server_for_streams_and_whole_answers() -> None:
@@ -313,9 +311,8 @@ def test_clients_with_keys_ask_a_real_server_for_streams_and_whole_answers() -> 
         return Reply(ANSWER if peer.bodies[number]["stream"] else WHOLE)
 
     with peer_server(reply) as peer:
-        port = int(peer.url.rpartition(":")[2])
         requests = [ClientRequest(0, is_streamed=number % 2 == 0, moment=None) for number in range(6)]
-        load = client_load(port, *requests, api_keys=("one", "two"))
+        load = client_load(peer.url, *requests, api_keys=("one", "two"))
         assert ClientLoad.from_dict(json.loads(json.dumps(asdict(load)))) == load
         outcome = asyncio.run(run_client_load(load))
     assert [one.text for one in outcome.answers] == [" word word"] * 6
@@ -354,7 +351,8 @@ def test_a_client_hangs_up_before_the_first_token_and_in_the_answer_and_the_next
             ClientRequest(0, is_streamed=True, moment=HangUpTime(2, 0.01)),
         )
         async with asyncio.timeout(30), server:
-            outcome = await run_client_load(client_load(server.sockets[0].getsockname()[1], *requests))
+            port = server.sockets[0].getsockname()[1]
+            outcome = await run_client_load(client_load(f"http://127.0.0.1:{port}", *requests))
             await are_gone.wait()
         return outcome
 
@@ -370,9 +368,8 @@ def test_a_client_hangs_up_before_the_first_token_and_in_the_answer_and_the_next
 )
 def test_what_the_server_does_is_told_though_its_client_was_to_hang_up(reply: Reply, kind: str) -> None:
     with peer_server(lambda _number: reply) as peer:
-        port = int(peer.url.rpartition(":")[2])
         request = ClientRequest(0, is_streamed=False, moment=HangUpTime(0, 60.0))
-        (one,) = asyncio.run(run_client_load(client_load(port, request))).answers
+        (one,) = asyncio.run(run_client_load(client_load(peer.url, request))).answers
     assert one.record.failure is not None
     assert one.record.failure.kind == kind
 

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from mesh.cli.main import run
+from mesh.lab.network import Lab
+from mesh.lab.systems import COMMAND, MeshSystem
 from tests.support.lab_fixtures import require_lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(1200)]
@@ -69,3 +71,35 @@ def test_clients_with_keys_hang_up_and_nothing_is_left_of_them(smollm2_path: Pat
     assert (step["figures"]["completed"], step["figures"]["failed"]) == (counts["num_finished"], 0)
     checks = {check["name"]: check["holds"] for check in found["checks"]}
     assert checks["no session left when idle"] is True
+
+
+@pytest.mark.sweep
+def test_a_mesh_that_was_joined_by_hand_is_measured_from_outside(smollm2_path: Path, tmp_path: Path) -> None:
+    load = ["--quick", "--chats", "2", "--concurrency", "2", "--requests", "4"]
+    with Lab(4, shared=[tmp_path]) as lab:
+        options = ["--ctx-size", "1024", "--parallel", "4", "--exact"]
+        mesh = MeshSystem(lab, smollm2_path, tmp_path, options=options)
+        try:
+            mesh.start()
+            lab.set_delay_ms(5.0)
+            where = ["--url", mesh.url, "--output", str(tmp_path / "report"), "--json"]
+            done = lab.exec(0, [COMMAND, "bench", "stress", *where, *load], timeout_s=300)
+            mesh.stop()
+        finally:
+            mesh.kill()
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    (step,) = found["steps"]
+    assert (step["figures"]["completed"], step["judgement"]["num_compared"]) == (4, 4)
+    assert (step["judgement"]["num_forks"], step["judgement"]["problems"]) == (0, [])
+    # A token goes round four hosts, 5 ms each, and the links say so too.
+    assert step["figures"]["itl_ms"]["median"] > 20
+    assert len(found["links"]["links"]) == 12
+    assert all(link["hop_ms"] >= 5 and link["bytes_per_s"] > 1e5 for link in found["links"]["links"])
+    assert [link["source"] for link in found["ring_links"]] == [
+        "head",
+        *(stage["host"] for stage in found["stages"]),
+    ]
+    assert sum(link["wire_ms"] for link in found["ring_links"]) >= 20
+    assert not any(words.startswith(("links", "bandwidths")) for words in found["not_measured_from_outside"])
+    assert "## Links between the hosts" in (tmp_path / "report" / "report.md").read_text()

@@ -9,6 +9,7 @@ import pytest
 
 from mesh.bench.report_tools import Check, Line
 from mesh.bench.request_record import HUNG_UP, Failure, Record
+from mesh.bench.serving_metrics import Slo
 from mesh.bench.stress.answers import AnswerRecord, Outcome
 from mesh.bench.stress.checks import (
     AnswerCheck,
@@ -25,6 +26,8 @@ from mesh.bench.stress.checks import (
 from mesh.bench.stress.memory import footprints, growth_of
 from mesh.bench.stress.report import Report, RoleMemory, as_json, as_text, write_report
 from mesh.bench.stress.scripts import Turn
+from mesh.bench.under_test.links import KnownLinks
+from mesh.bench.under_test.status_figures import RingLink
 from mesh.lab.memory_watch import MemorySample
 from mesh.placement.memory_estimate import StageSizes, Workload
 from stages.slicing.model_facts import read_model_facts
@@ -73,14 +76,21 @@ def answer(number: int, *, failure: Failure | None = None) -> AnswerRecord:
     return AnswerRecord(record, " a b", (1, 2), ())
 
 
-def step(concurrency: int, count: int, *, fails: bool = False, peer: float | None = None) -> Step:
+def step(
+    concurrency: int,
+    count: int,
+    *,
+    fails: bool = False,
+    peer: float | None = None,
+    slos: tuple[Slo, ...] = (),
+) -> Step:
     answers = tuple(answer(number) for number in range(count))
     if fails:
         answers = (*answers, answer(count, failure=Failure("http_500", "a stage went away")))
     answer_check = check_answers(
         answers, {"q": Expected(Turn("?", 2), answer(0))}, is_exact=True, text_of=None
     )
-    return step_of(concurrency, Outcome(answers, 2.0), answer_check, peer)
+    return step_of(concurrency, Outcome(answers, 2.0), answer_check, peer, slos=slos)
 
 
 def samples(leak_bytes_per_s: float = 0.0) -> list[MemorySample]:
@@ -144,6 +154,47 @@ def test_a_report_counts_clients_that_hang_up(report: Report, tmp_path: Path) ->
     assert "texts different from the one generated alone: 1\n" in as_text(found)
     assert json.loads(as_json(found))["clients"]["num_finished"] == 530
     assert json.loads(as_json(report))["clients"] is None
+
+
+def test_a_report_of_a_running_mesh_names_its_links_and_what_is_hidden_from_clients(
+    report: Report, tmp_path: Path
+) -> None:
+    links = KnownLinks({"links": [], "round": None}, "measured before the load")
+    found = replace(
+        report,
+        footprints=(),
+        memory=(),
+        samples=(),
+        links=links,
+        ring_links=(RingLink("head", "host1", 5.25, 9),),
+        groups_found={"8": 2},
+        omitted=("memory of processes",),
+    )
+    assert found.is_good
+    write_report(found, tmp_path)
+    page = (tmp_path / "report.md").read_text()
+    assert "## Not measured from outside\n\n- memory of processes\n" in page
+    assert "| head | host1 | 9 | 5.25 |" in page
+    assert "Groups of sessions found best, by the number of sessions: 2 for 8." in page
+    assert "no other host has joined: there is no link to measure" in page
+    assert "## Memory, MiB" not in page
+    assert "not measured from outside: memory of processes" in as_text(found)
+    figures = json.loads(as_json(found))
+    assert figures["links"] == links.found
+    assert figures["ring_links"][0]["wire_ms"] == 5.25
+    assert figures["not_measured_from_outside"] == ["memory of processes"]
+    assert "not measured from outside" not in as_text(report)
+
+
+def test_goodput_has_a_column_where_limits_were_given(report: Report, tmp_path: Path) -> None:
+    within, beyond = (step(1, 4, slos=(Slo("ttft", limit_ms),)) for limit_ms in (300.0, 200.0))
+    write_report(replace(report, steps=(within, beyond)), tmp_path)
+    page = (tmp_path / "report.md").read_text()
+    assert "| problems | good requests/s |" in page
+    assert "| 0 | 2.00 (100%) |" in page
+    assert "| 0 | 0.00 (0%) |" in page
+    write_report(report, tmp_path)
+    assert "good requests/s" not in (tmp_path / "report.md").read_text()
 
 
 def test_requests_that_hang_up_are_no_part_of_a_step_s_figures() -> None:

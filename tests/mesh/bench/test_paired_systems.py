@@ -120,7 +120,7 @@ CHUNK = 'data: {"choices": [{"delta": {"content": %s}, "finish_reason": %s}], "u
 
 
 @contextmanager
-def server(status: int, body: str) -> Iterator[int]:
+def server(status: int, body: str) -> Iterator[str]:
     """A real HTTP server that gives everybody the same answer."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -138,7 +138,7 @@ def server(status: int, body: str) -> Iterator[int]:
         thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            yield running.server_port
+            yield f"http://127.0.0.1:{running.server_port}"
         finally:
             running.shutdown()
             thread.join()
@@ -153,8 +153,8 @@ def test_a_streamed_answer_is_timed_and_put_together() -> None:
         ": ping\n\n" + CHUNK % ('"Good "', "null") + CHUNK % ('"day"', "null") + CHUNK % ("null", '"length"')
     )
     body += 'data: {"choices": [], "usage": {"completion_tokens": 3}, "timings": {"draft_n": 2}}\n\n'
-    with server(200, body + "data: [DONE]\n\n") as port:
-        answer = ask(port, HELLO)
+    with server(200, body + "data: [DONE]\n\n") as url:
+        answer = ask(url, HELLO)
     assert (answer.text, answer.num_tokens, answer.timings) == ("Good day", 3, {"draft_n": 2})
     assert len(answer.arrivals_ms) == 3
     assert 0 < answer.ttft_ms <= answer.ttft_ms + answer.decode_ms
@@ -163,8 +163,8 @@ def test_a_streamed_answer_is_timed_and_put_together() -> None:
 def test_a_raw_completion_is_read_too() -> None:
     body = 'data: {"choices": [{"text": "day", "finish_reason": "length"}], "usage": null}\n\n'
     body += 'data: {"choices": [], "usage": {"completion_tokens": 1}}\n\ndata: [DONE]\n\n'
-    with server(200, body) as port:
-        answer = ask(port, Ask(COMPLETION_PATH, {"prompt": "Good "}))
+    with server(200, body) as url:
+        answer = ask(url, Ask(COMPLETION_PATH, {"prompt": "Good "}))
     assert answer.text == "day"
 
 
@@ -173,17 +173,17 @@ def test_token_ids_are_put_together_and_time_tokens_without_text() -> None:
     body = chunk % ("", "[]") + chunk % ("", "[2]") + chunk % ("Good", "[300, 301]")
     body += 'data: {"choices": [{"text": "", "token_ids": [], "finish_reason": "length"}], "usage": null}\n\n'
     body += 'data: {"choices": [], "usage": {"completion_tokens": 3}}\n\ndata: [DONE]\n\n'
-    with server(200, body) as port:
-        answer = ask(port, Ask(COMPLETION_PATH, {"prompt": "Hello", "return_token_ids": True}))
+    with server(200, body) as url:
+        answer = ask(url, Ask(COMPLETION_PATH, {"prompt": "Hello", "return_token_ids": True}))
     assert (answer.text, answer.token_ids) == ("Good", (2, 300, 301))
     assert len(answer.arrivals_ms) == 3
 
 
 def test_a_batch_keeps_its_order_however_many_are_under_way() -> None:
     body = CHUNK % ('"x"', '"stop"') + 'data: {"choices": [], "usage": {"completion_tokens": 1}}\n\n'
-    with server(200, body) as port:
+    with server(200, body) as url:
         for num_at_once in (1, 3):
-            answers = ask_batch(Batch(port, (HELLO,) * 3, num_at_once))
+            answers = ask_batch(Batch(url, (HELLO,) * 3, num_at_once))
             assert [answer.text for answer in answers] == ["x"] * 3
 
 
@@ -197,15 +197,15 @@ def test_a_batch_keeps_its_order_however_many_are_under_way() -> None:
     ],
 )
 def test_an_answer_that_cannot_be_measured_is_an_error(status: int, body: str, message: str) -> None:
-    with server(status, body) as port, pytest.raises(MeshError, match=message):
-        ask(port, HELLO)
+    with server(status, body) as url, pytest.raises(MeshError, match=message):
+        ask(url, HELLO)
 
 
 def test_a_server_that_is_not_there_is_an_error() -> None:
-    with server(200, "") as port:
+    with server(200, "") as url:
         pass
     with pytest.raises(MeshError, match="Connection refused"):
-        ask(port, HELLO)
+        ask(url, HELLO)
 
 
 def test_servers_that_were_built_are_not_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
