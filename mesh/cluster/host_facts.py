@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
 import re
 import subprocess
@@ -17,6 +16,7 @@ import psutil
 from mesh.placement.gpu_layers import check_gpu_layers
 from mesh.placement.host_capacity import Gpu, HostCapacity
 from mesh.util.child_environment import inherited_environment
+from mesh.util.processors import num_usable
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError
 from stages.runtime.llama_libraries import may_have_layer_devices
@@ -148,7 +148,7 @@ def read_host_facts(
 
 def default_num_threads() -> int:
     """Physical cores that this process may use: hyper-threads slow one another down."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = num_usable()
     return max(1, min(psutil.cpu_count(logical=False) or usable, usable))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from contextlib import ExitStack, contextmanager
@@ -49,6 +48,7 @@ from mesh.lab.network import Lab, lab_supported
 from mesh.lab.systems import MeshSystem, RpcSystem
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.text.tokenizer import Tokenizer
+from mesh.util.processors import num_usable
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError, MeshError
 from stages.slicing.model_facts import read_model_facts
@@ -473,7 +473,7 @@ class _Run:
             "hang_ups": options.hang_up_share,
             "chats": options.num_scripts,
             "seed": options.seed,
-            "cores": len(os.sched_getaffinity(0)),
+            "cores": num_usable(),
             "took_s": round(time.monotonic() - self._started_s),
             "software": f"spanmesh {SOFTWARE_VERSION}",
         }
