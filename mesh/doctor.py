@@ -126,16 +126,29 @@ def host_checks(where: str, report: Mapping[str, Any], *, has_gpu_hardware: bool
         _LITTLE_DISK_BYTES,
         "remove stage files there that are not needed, or set XDG_CACHE_HOME to a larger disk",
     )
+    yield _idle_states(where, report)
+    yield from _files(where, report["files"])
+
+
+def _idle_states(where: str, report: Mapping[str, Any]) -> Check:
     if report["can_stay_awake"]:
-        yield ok(where, "processors", "can be kept out of idle states while requests run")
-    else:
-        yield warn(
+        return ok(where, "processors", "can be kept out of idle states while requests run")
+    detail = "may enter idle states between two tokens"
+    if report["has_latency_device"]:
+        return warn(
             where,
             "processors",
-            "may enter idle states between two tokens",
+            detail,
             "allow the user to write /dev/cpu_dma_latency, by a udev rule or as root",
         )
-    yield from _files(where, report["files"])
+    if report["platform"].startswith("Linux"):
+        return warn(
+            where,
+            "processors",
+            f"{detail}: there is no /dev/cpu_dma_latency",
+            "if this is a container, start it with that device",
+        )
+    return ok(where, "processors", f"{detail}: only Linux can be asked not to")
 
 
 def agreement_checks(where: str, versions: Mapping[str, str], head: Mapping[str, str]) -> Iterator[Check]:
@@ -260,7 +273,7 @@ def _host(found: Mapping[str, Any], reference: Mapping[str, str] | None) -> Iter
     ahead_ms, within_ms = found["clock_ahead_ms"], found["clock_within_ms"]
     detail = f"{ahead_ms:+.0f} ms from the head's, within {within_ms:.0f} ms"
     off_ms = abs(ahead_ms) - within_ms
-    fix = "set the clock and enable NTP: timedatectl set-ntp true"
+    fix = "set the clock and enable NTP, on Linux with timedatectl set-ntp true"
     if off_ms > _CLOCK_FAIL_MS:
         yield fail(where, "clock", detail, fix)
     elif off_ms > _CLOCK_WARN_MS:
