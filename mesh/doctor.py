@@ -23,6 +23,7 @@ from mesh.cluster.addresses import (
     is_loopback,
     primary_address,
 )
+from mesh.cluster.host_facts import llama_cpp_fault
 from mesh.util.child_environment import inherited_environment
 from spanmesh_proto.errors import MeshError
 from stages.units import format_size
@@ -337,9 +338,11 @@ def this_host_checks(
         url: URL of a mesh that is checked as well, or None: it may be what has the port.
     """
     yield _packages(name)
-    report = _self_report()
+    fault = llama_cpp_fault()
+    report = _self_report() if fault is None else fault.reason
     if isinstance(report, str):
-        yield fail(name, "llama.cpp", report, "install llama-cpp-python again: make environment")
+        remedy = "install llama-cpp-python again: make environment" if fault is None else fault.remedy
+        yield fail(name, "llama.cpp", report, remedy)
     else:
         has_gpu = any(device.exists() for device in _GPU_DEVICES)
         yield from host_checks(name, report, has_gpu_hardware=has_gpu)

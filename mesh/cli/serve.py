@@ -184,6 +184,10 @@ def serve(
             "--topology fixes which hosts hold which layers: leave out --stages, --split and --wait-for"
         )
     from mesh.cluster.addresses import advertised, primary_address  # noqa: PLC0415 - keeps --help quick
+    from mesh.cluster.host_facts import check_llama_cpp  # noqa: PLC0415
+
+    # The imports below load it.
+    check_llama_cpp()
     from mesh.placement.topology import read_topology  # noqa: PLC0415
     from mesh.serve.options import ServeOptions, demo_model, demo_num_stages  # noqa: PLC0415
     from mesh.util.tasks import run_interruptible  # noqa: PLC0415
