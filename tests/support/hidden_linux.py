@@ -126,15 +126,18 @@ _record = _Record()
 
 
 def _hide_names() -> None:
-    for module, names in NAMES.items():
-        found = {name: _hidden(module, name) for name in names if hasattr(module, name)}
-        module.__class__ = type("HidingModule", (type(module),), found)
     real = sys.platform
 
     def shown(_module: object) -> str:
         return SYSTEM if _owner(sys._getframe(1)) in OURS else real
 
-    sys.__class__ = type("HidingModule", (type(sys),), {"platform": property(shown)})
+    hidden = {
+        module: {name: _hidden(module, name) for name in names if hasattr(module, name)}
+        for module, names in NAMES.items()
+    }
+    hidden[sys] = {"platform": property(shown)}
+    for module, properties in hidden.items():
+        module.__class__ = type("HidingModule", (type(module),), properties)
 
 
 def _hidden(module: ModuleType, name: str) -> property:
