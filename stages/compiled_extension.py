@@ -8,7 +8,7 @@ import importlib.util
 from typing import Final
 
 # For warnings of callers that go on without the extension.
-REMEDY: Final = "install spanmesh with pip on a host with a C compiler"
+REMEDY: Final = "install spanmesh from a wheel, or with pip on a host with a C compiler"
 
 
 @functools.cache

@@ -17,11 +17,11 @@ import click
 from mesh.bench.blocking_client import Client
 from mesh.bench.datasets import load_prompts
 from mesh.bench.paired_systems import Contest, Settings, side_by_side
-from mesh.bench.report_tools import processor_name
 from mesh.bench.shared_options import FILE, logs_folder, logs_option
 from mesh.lab.network import Lab, lab_supported
 from mesh.serve.options import demo_model
 from mesh.util.logs import set_up_logs
+from mesh.util.processors import processor_name
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:

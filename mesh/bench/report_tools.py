@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import platform
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
 
 # Among the failures of a run that Ctrl-C or a time limit ended.
@@ -76,16 +75,6 @@ class Check:
     def verdict(self) -> str:
         """`holds`, `FAILS` or `unknown`."""
         return {True: "holds", False: "FAILS", None: "unknown"}[self.holds]
-
-
-def processor_name() -> str:
-    """Name of this machine's processor, or of its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def number(value: float | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import structlog
 
 from mesh.bench.blocking_client import Client
 from mesh.bench.paired_systems import even_split
-from mesh.bench.report_tools import INTERRUPTED, processor_name
+from mesh.bench.report_tools import INTERRUPTED
 from mesh.bench.shared_options import logs_folder
 from mesh.bench.speculation_plan import (
     AS_SERVED,
@@ -36,6 +35,7 @@ from mesh.lab.llama_cpp_build import build_llama_rpc
 from mesh.lab.network import Lab, lab_supported
 from mesh.requantize import requantise
 from mesh.text.tokenizer import Tokenizer
+from mesh.util.processors import num_usable, processor_name
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError, InvalidRequest, MeshError
 from stages.slicing.model_facts import read_model_facts
@@ -339,7 +339,7 @@ def _conditions(options: SpecOptions, draft_model: Path | None) -> RunConditions
         numeric_mode="exact" if options.exact else "fast",
         seed=options.seed,
         processor=processor_name(),
-        num_cores=len(os.sched_getaffinity(0)),
+        num_cores=num_usable(),
         software=f"spanmesh {SOFTWARE_VERSION}, llama-cpp-python {version('llama-cpp-python')}",
     )
 
@@ -355,7 +355,7 @@ def _remote_conditions(options: RemoteSpecOptions, mesh: RemoteMesh, served: Ser
         numeric_mode=served.numeric_mode,
         seed=options.seed,
         processor=processor_name(),
-        num_cores=os.cpu_count() or 1,
+        num_cores=num_usable(),
         software=f"spanmesh {served.software}; the client is of {SOFTWARE_VERSION}",
         url=mesh.url,
         placement=served.stages,

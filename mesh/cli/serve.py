@@ -68,8 +68,8 @@ _SECTIONS: Final = {
     "linger_s",
     type=click.FloatRange(0),
     metavar="SECONDS",
-    help="Time that stages wait for a restart of the head after a crash. Without --wait-for they do so only "
-    "if this is given.  [default: 120]",
+    help="Time that stages wait for a restart of the head after a crash; Linux only. Without --wait-for they "
+    "do so only if this is given.  [default: 120]",
 )
 @click.option(
     "--state",
@@ -184,6 +184,10 @@ def serve(
             "--topology fixes which hosts hold which layers: leave out --stages, --split and --wait-for"
         )
     from mesh.cluster.addresses import advertised, primary_address  # noqa: PLC0415 - keeps --help quick
+    from mesh.cluster.host_facts import check_llama_cpp  # noqa: PLC0415
+
+    # The imports below load it.
+    check_llama_cpp()
     from mesh.placement.topology import read_topology  # noqa: PLC0415
     from mesh.serve.options import ServeOptions, demo_model, demo_num_stages  # noqa: PLC0415
     from mesh.util.tasks import run_interruptible  # noqa: PLC0415
@@ -251,7 +255,13 @@ async def _serve(options: ServeOptions, interruption: Interruption) -> None:
 
 
 def _linger_s(wanted_s: float | None, num_hosts: int) -> float:
-    """Elsewhere than on Linux nothing outlives its head."""
+    """Elsewhere than on Linux nothing outlives its head.
+
+    Raises:
+        click.UsageError: If it is requested there.
+    """
     if sys.platform != "linux":
+        if wanted_s:
+            raise click.UsageError("--linger needs Linux: elsewhere stages end with their head; leave it out")
         return 0.0
     return wanted_s if wanted_s is not None else _LINGER_S if num_hosts else 0.0

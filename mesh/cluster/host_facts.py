@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
-import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -17,8 +18,10 @@ import psutil
 from mesh.placement.gpu_layers import check_gpu_layers
 from mesh.placement.host_capacity import Gpu, HostCapacity
 from mesh.util.child_environment import inherited_environment
+from mesh.util.processors import num_usable
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError
+from stages.host.processor_fit import lacking, processor_flags
 from stages.runtime.llama_libraries import may_have_layer_devices
 from stages.runtime.process_memory import free_memory_bytes
 
@@ -43,6 +46,66 @@ def find_gpus() -> tuple[Gpu, ...]:
             f"cannot inspect this host's GPUs: {_reason(error)}; --gpu-layers none uses none of them",
             param="--gpu-layers",
         ) from error
+
+
+@dataclass(frozen=True)
+class LlamaCppFault:
+    """Reason why llama.cpp's build does not run on this host, with a remedy."""
+
+    reason: str
+    remedy: str
+
+
+_REBUILD: Final = (
+    "install a build of llama-cpp-python for this kind of host, or compile it here: make environment"
+)
+
+
+@functools.cache
+def llama_cpp_fault() -> LlamaCppFault | None:
+    """Try llama.cpp's build in another process: an instruction that this processor lacks ends it.
+
+    Returns:
+        None if it runs.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "stages.host.processor_fit"],
+            env=inherited_environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return LlamaCppFault(f"it cannot be tried: {error}", "try again when this host has less to do")
+    missing = lacking(json.loads(done.stdout or "[]"), processor_flags())
+    if missing:
+        return LlamaCppFault(
+            f"it was compiled for a processor with {', '.join(missing)}, which this one lacks", _REBUILD
+        )
+    if done.returncode == -signal.SIGILL:
+        return LlamaCppFault(
+            "it was compiled for another processor: an illegal instruction ends it", _REBUILD
+        )
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines() or [f"its process ended with code {done.returncode}"]
+        remedy = (
+            "install libgomp, on Debian with apt-get install libgomp1" if "libgomp" in said[-1] else _REBUILD
+        )
+        return LlamaCppFault(f"it cannot be loaded: {said[-1]}", remedy)
+    return None
+
+
+def check_llama_cpp() -> None:
+    """Check that llama.cpp's build runs on this host, before this process loads it.
+
+    Raises:
+        ClusterError: If it does not; with the reason.
+    """
+    fault = llama_cpp_fault()
+    if fault is not None:
+        raise ClusterError(f"llama.cpp does not run on this host: {fault.reason}; {fault.remedy}")
 
 
 def _probe(module: str, *arguments: str) -> str:
@@ -125,14 +188,18 @@ def read_host_facts(
 ) -> HostFacts:
     """Facts of this host; takes about half a second, and more with GPUs.
 
+    llama.cpp is tried first: a host on which it does not run is of no use.
+
     Args:
         memory_bytes: Requested memory, instead of all that is free now less Ray's own.
         num_threads: Requested threads, instead of all physical cores that this process may run on.
         gpu_layers: Requested layers of each stage on GPUs; None for as many as fit.
 
     Raises:
-        ClusterError: If its speed cannot be measured, or layers are to go to a GPU and there is none.
+        ClusterError: If llama.cpp does not run here, if the speed cannot be measured, or if layers are
+            to go to a GPU and there is none.
     """
+    check_llama_cpp()
     threads = num_threads or default_num_threads()
     gpus = () if gpu_layers == 0 else find_gpus()
     check_gpu_layers(gpu_layers, gpus)
@@ -148,7 +215,7 @@ def read_host_facts(
 
 def default_num_threads() -> int:
     """Physical cores that this process may use: hyper-threads slow one another down."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = num_usable()
     return max(1, min(psutil.cpu_count(logical=False) or usable, usable))
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import stages
+from mesh.util.processors import num_usable
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def build_llama_rpc(cache: Path | None = None) -> LlamaRpc:
     if not source.exists():
         unpack_source(package_version, source, log)
     do([cmake, "-S", str(source / LLAMA_CPP), "-B", str(build), *_OPTIONS], log)
-    jobs = str(len(os.sched_getaffinity(0)))
+    jobs = str(num_usable())
     do([cmake, "--build", str(build), "--parallel", jobs, "--target", *_TARGETS], log)
     return programs
 

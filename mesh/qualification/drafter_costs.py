@@ -17,7 +17,6 @@ drafts, has some of them rejected.
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -49,6 +48,7 @@ from mesh.serve.options import demo_model
 from mesh.text.tokenizer import Tokenizer
 from mesh.util.completion_stream import COMPLETION_PATH
 from mesh.util.logs import set_up_logs
+from mesh.util.processors import num_usable
 from spanmesh_proto.errors import InvalidModel, MeshError
 from speculative.draft import defaults
 from stages.slicing.model_facts import read_model_facts
@@ -283,7 +283,7 @@ def conditions(settings: Settings) -> dict[str, Any]:
         "tokens": settings.num_tokens,
         "long_prompt": f"{settings.prompt_tokens} tokens",
         "draft_context": defaults.CONTEXT,
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": num_usable(),
     }
 
 

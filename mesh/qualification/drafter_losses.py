@@ -16,7 +16,6 @@ stretches.
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
@@ -42,6 +41,7 @@ from mesh.qualification.chaos.options import ChaosOptions
 from mesh.qualification.drafter_loss_results import Sample, WatchedAnswer, result_lines
 from mesh.serve.options import demo_model
 from mesh.util.logs import set_up_logs
+from mesh.util.processors import num_usable
 from spanmesh_proto.errors import InvalidModel, MeshError
 from stages.slicing.model_facts import read_model_facts
 
@@ -267,7 +267,7 @@ def conditions(options: ChaosOptions, draft: Path) -> dict[str, Any]:
         "numeric_mode": "exact",
         "speculate": options.speculate,
         "serve_options": " ".join(Path(word).name for word in options.serve_options),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": num_usable(),
     }
 
 

@@ -10,7 +10,6 @@ token is held against the first turn's.
 from __future__ import annotations
 
 import itertools
-import os
 import platform
 import sys
 from dataclasses import dataclass
@@ -52,6 +51,7 @@ from mesh.serve.options import demo_model
 from mesh.text.tokenizer import Tokenizer
 from mesh.util.completion_stream import COMPLETION_PATH
 from mesh.util.logs import set_up_logs
+from mesh.util.processors import num_usable
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import MeshError
 from stages.slicing.model_facts import read_model_facts
@@ -164,7 +164,7 @@ def measure_model(settings: Settings, model: Path, logs: Path, *, is_hybrid: boo
             numeric_mode="fast",
             seed=1,
             processor=platform.processor(),
-            num_cores=len(os.sched_getaffinity(0)),
+            num_cores=num_usable(),
             software=SOFTWARE_VERSION,
         )
     )
@@ -286,7 +286,7 @@ def conditions(settings: Settings) -> dict[str, Any]:
         "threads_per_stage": settings.num_threads,
         "prompts": settings.num_prompts,
         "tokens": settings.num_tokens,
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": num_usable(),
     }
 
 

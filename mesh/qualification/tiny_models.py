@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from mesh.lab.llama_cpp_build import LLAMA_CPP, PACKAGE, default_cache, do, unpack_source
+from mesh.util.processors import num_usable
 from spanmesh_proto.errors import MeshError
 from stages.gguf.file_io import ModelFile, Region, atomic_write
 from stages.gguf.reader import read_header
@@ -142,7 +143,7 @@ def build_generator(cache: Path | None = None) -> Path:
     if _PREDICTION_SWITCH not in text:
         code.write_text(deepened(text), encoding="utf-8")
     do([cmake, "-S", str(source / LLAMA_CPP), "-B", str(build), *_OPTIONS], log)
-    jobs = str(len(os.sched_getaffinity(0)))
+    jobs = str(num_usable())
     do([cmake, "--build", str(build), "--parallel", jobs, "--target", _PROGRAM], log)
     return program
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 from pathlib import Path
 from typing import Final
@@ -14,6 +16,10 @@ _TELLING: Final = (
 )
 _TAIL_BYTES: Final = 64 * 1024
 _MOST_CHARS: Final = 200
+_STDERR: Final = 2
+_LINK: Final = Path(f"/proc/self/fd/{_STDERR}")
+# macOS: fcntl(2) fills a buffer of this size with the path of an open file.
+_MAX_PATH_BYTES: Final = 1024
 
 
 def crash_line(text: str) -> str | None:
@@ -32,9 +38,26 @@ class CrashLogReader:
     def crash_message(self, pid: int) -> str | None:
         """Why the process with this id crashed, by its own words; None if it left none."""
         # This process's own standard error lies beside the other's.
-        folder = Path("/proc/self/fd/2").readlink().parent
+        folder = _stderr_folder()
+        if folder is None:
+            return None
         for path in folder.glob(f"worker-*-{pid}.err"):
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
                 return crash_line(file.read().decode(errors="replace"))
         return None
+
+
+def _stderr_folder() -> Path | None:
+    """Folder of the file that is this process's standard error; None where the system does not tell."""
+    try:
+        return _LINK.readlink().parent
+    except OSError:
+        get_path = getattr(fcntl, "F_GETPATH", None)
+    if get_path is None:
+        return None
+    try:
+        name = fcntl.fcntl(_STDERR, get_path, bytes(_MAX_PATH_BYTES))
+    except OSError:
+        return None
+    return Path(os.fsdecode(name.rstrip(b"\0"))).parent

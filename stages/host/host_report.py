@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import json
+import os
 import platform
 import shutil
 import sys
@@ -47,6 +48,7 @@ class HostSelfReport:
         cache_dir: Folder of the stage files.
         can_stay_awake: Whether processors can be kept out of idle states while requests run, see
             `stages.host.cpu_latency`.
+        has_latency_device: Whether there is a device for that, which only Linux has.
         files: By the sha256 of its recipe, whether a stage file is intact; None if it is missing.
         unix_s: This host's clock at the end.
     """
@@ -59,6 +61,7 @@ class HostSelfReport:
     free_disk_bytes: int
     cache_dir: str
     can_stay_awake: bool
+    has_latency_device: bool
     files: dict[str, bool | None]
     unix_s: float
 
@@ -83,6 +86,7 @@ def report_host(hashes: Iterable[str] = ()) -> HostSelfReport:
         free_disk_bytes=shutil.disk_usage(_nearest_folder(root)).free,
         cache_dir=str(root),
         can_stay_awake=_is_writable(DEVICE),
+        has_latency_device=DEVICE.exists(),
         files={sha256: _is_whole(root / "stages", sha256) for sha256 in hashes},
         unix_s=time.time(),
     )
@@ -94,11 +98,12 @@ def _nearest_folder(path: Path) -> Path:
 
 
 def _is_writable(device: Path) -> bool:
+    """Whether it can be written; it is not created, as `open` would do where it is absent."""
     try:
-        with device.open("wb", buffering=0):
-            return True
+        os.close(os.open(device, os.O_WRONLY | os.O_CLOEXEC))
     except OSError:
         return False
+    return True
 
 
 def _is_whole(folder: Path, sha256: str) -> bool | None:

@@ -22,6 +22,15 @@ def library_folder() -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin).parent / "lib"
 
 
+def kernels_folder() -> Path | None:
+    """Folder of the processor's kernels where there is a library for each generation; None for one library.
+
+    llama.cpp loads none of several by itself.
+    """
+    folder = library_folder()
+    return folder if folder is not None and any(folder.glob("*ggml-cpu-*")) else None
+
+
 def may_have_layer_devices() -> bool:
     """Whether llama.cpp was built with other backends than the processor's; True if its files do not show."""
     folder = library_folder()

@@ -42,6 +42,7 @@ LOOK: dict[str, Any] = {
     "free_disk_bytes": 50 * GIB,
     "cache_dir": "/var/cache",
     "can_stay_awake": True,
+    "has_latency_device": True,
     "files": {"ab" * 32: True},
     "unix_s": 1.8e9,
 }
@@ -78,6 +79,7 @@ def test_a_sound_mesh_has_nothing_to_do() -> None:
         ({"free_memory_bytes": GIB // 2}, "memory", Outcome.WARN),
         ({"free_disk_bytes": GIB}, "disk at /var/cache", Outcome.WARN),
         ({"can_stay_awake": False}, "processors", Outcome.WARN),
+        ({"can_stay_awake": False, "has_latency_device": False}, "processors", Outcome.WARN),
         ({"devices": []}, "device", Outcome.FAIL),
         ({"files": {"ab" * 32: False}}, "stage file abababababab", Outcome.FAIL),
         ({"files": {"ab" * 32: None}}, "stage file abababababab", Outcome.WARN),
@@ -89,6 +91,13 @@ def test_what_is_wrong_with_a_host_is_said_with_a_remedy(
     checks = list(host_checks("a", LOOK | changes))
     assert bad(checks) == {("a", what): outcome}
     assert all(check.fix for check in checks if check.outcome is not Outcome.OK)
+
+
+def test_what_only_linux_does_is_no_fault_elsewhere() -> None:
+    mac = {"platform": "Darwin arm64", "can_stay_awake": False, "has_latency_device": False}
+    checks = {check.what: check for check in host_checks("a", LOOK | mac)}
+    assert checks["processors"].outcome is Outcome.OK
+    assert "only Linux" in checks["processors"].detail
 
 
 def test_a_gpu_that_llama_cpp_cannot_use_is_noticed() -> None:

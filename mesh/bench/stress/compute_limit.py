@@ -16,7 +16,6 @@ Run as a program it is one worker: it prepares, prints `ready`, waits for a line
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from itertools import pairwise
@@ -28,6 +27,7 @@ import click
 
 from mesh.lab.host import Companion
 from mesh.util.logs import set_up_logs
+from mesh.util.processors import num_usable
 from stages.layers import LayerRange
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from stages.slicing.model_facts import read_model_facts
@@ -68,7 +68,7 @@ def compute_limit(
         MeshError: If a worker ended.
     """
     num_stages = len(edges) - 1
-    num_workers = min(len(os.sched_getaffinity(0)), num_stages)
+    num_workers = min(num_usable(), num_stages)
     sizes = {ceil(num_sessions / num_stages), ceil(num_sessions / num_workers)}
     argv = [sys.executable, "-m", "mesh.bench.stress.compute_limit", str(model)]
     argv += ["--edges", ",".join(map(str, edges))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
@@ -34,6 +33,7 @@ from mesh.lab.network import Lab, lab_supported
 from mesh.lab.systems import MeshSystem, RpcSystem
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.text.tokenizer import Tokenizer
+from mesh.util.processors import num_usable
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError, MeshError
 from stages.slicing.model_facts import read_model_facts
@@ -182,7 +182,7 @@ def _conditions(options: StressOptions) -> dict[str, Any]:
         "chats": options.num_scripts,
         "seed": options.seed,
         "goodput": ", ".join(f"{slo.name} {slo.limit_ms:g} ms" for slo in options.slos) or "no limits",
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": num_usable(),
         "software": f"spanmesh {SOFTWARE_VERSION}",
     }
 

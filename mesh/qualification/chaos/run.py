@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -23,6 +22,7 @@ from mesh.qualification.chaos.harness import FaultTestBed, FirstFailure, baselin
 from mesh.qualification.chaos.options import least_memory_bytes
 from mesh.qualification.chaos.report import Report, write_report
 from mesh.qualification.chaos.scenarios import try_faults, try_head_restart, try_leaving, try_no_room
+from mesh.util.processors import num_usable
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError, MeshError
 from stages.slicing.model_facts import read_model_facts
@@ -129,7 +129,7 @@ class _Run:
             "serve_options": " ".join(options.serve_options) or "none",
             "kinds": " ".join(options.kinds),
             "seed": options.seed,
-            "cores": len(os.sched_getaffinity(0)),
+            "cores": num_usable(),
             "took_s": round(time.monotonic() - self._started_s),
             "software": f"spanmesh {SOFTWARE_VERSION}",
         }

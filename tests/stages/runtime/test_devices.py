@@ -11,7 +11,7 @@ import pytest
 from mesh.cluster.host_facts import find_gpus
 from spanmesh_proto.errors import ClusterError
 from stages.runtime.devices import Device, device_speed_gb_per_s, layer_devices, list_devices
-from stages.runtime.llama_libraries import may_have_layer_devices
+from stages.runtime.llama_libraries import kernels_folder, may_have_layer_devices
 
 GPU = Device("CUDA0", "a GPU", "gpu", "CUDA", "0000:01:00.0", 8 * 2**30, 10 * 2**30, 1)
 OTHER = replace(GPU, name="CUDA1", id="0000:02:00.0", index=2)
@@ -87,6 +87,24 @@ def test_what_llama_cpp_was_built_with_shows_in_its_files(
         (tmp_path / name).touch()
     monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(tmp_path))
     assert may_have_layer_devices() is may
+
+
+@pytest.mark.parametrize(
+    ("files", "several"),
+    [
+        (["libggml.so.0", "libggml-base.so.0.25.3", "libggml-cpu-haswell.so", "libggml-cpu-zen4.so"], True),
+        (["ggml-base.dll", "ggml-cpu-x64.dll"], True),
+        (["libllama.so", "libggml-cpu.so", "libggml-cpu.so.0.25.3"], False),
+        ([], False),
+    ],
+)
+def test_kernels_for_several_processors_show_in_their_files(
+    files: list[str], *, several: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(tmp_path))
+    assert kernels_folder() == (tmp_path if several else None)
 
 
 def test_gpus_found_by_another_process_are_those_that_are_there() -> None:

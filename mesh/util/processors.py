@@ -1,0 +1,42 @@
+"""Processors of this machine: number that this process may use, and name."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+_CPUINFO: Final = Path("/proc/cpuinfo")
+# The same elsewhere, as on macOS.
+_NAME_COMMAND: Final = ("sysctl", "-n", "machdep.cpu.brand_string")
+
+
+def num_usable() -> int:
+    """Logical processors that this process may run on; all of them where the system keeps no such set."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def processor_name() -> str:
+    """Name of this machine's processor, or of its architecture."""
+    return _listed_name() or _asked_name() or platform.machine()
+
+
+def _listed_name() -> str:
+    try:
+        lines = _CPUINFO.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _asked_name() -> str:
+    with suppress(OSError):
+        done = subprocess.run(_NAME_COMMAND, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return done.stdout.strip()
+    return ""
