@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from mesh.serve.options import ServeOptions
     from mesh.serve.pipeline import Pipeline
     from spanmesh_proto import windows_pb2 as wire
+    from spanmesh_proto.addresses import PortRange
     from stages.slicing.model_facts import ModelFacts
     from stages.weights.assembly import Transfer
 
@@ -278,7 +279,16 @@ _QUESTION: Final = (
 
 def print_join_line(head: Head) -> None:
     """Print the command by which a host joins, and the ports that it needs."""
-    token, port_range = head.token, head.own.port_range
+    _say(join_line(head.token, head.own.port_range))
+
+
+def join_line(token: str, port_range: PortRange | None) -> str:
+    """The command by which a host joins, and the ports that it needs.
+
+    Args:
+        token: Join token.
+        port_range: Ports of the head; None for any free ones.
+    """
     first = f"The first connection is TCP to {decode(token).addresses[0]}."
     if port_range is None:
         command = f"mesh join {token}"
@@ -292,7 +302,7 @@ def print_join_line(head: Head) -> None:
             f"{first} For the mesh this host listens on {port_range} only:\n"
             "allow TCP to the range of each host from the others, and none from elsewhere."
         )
-    _say(f"\nOn every other host:\n\n  {command}\n\n{ports}\n")
+    return f"\nOn every other host:\n\n  {command}\n\n{ports}\n"
 
 
 def print_served(options: ServeOptions, state: MeshState, url: str, head: Head) -> None:
