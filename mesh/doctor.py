@@ -24,7 +24,9 @@ from mesh.cluster.addresses import (
     primary_address,
 )
 from mesh.cluster.host_facts import llama_cpp_fault
+from mesh.cluster.port_plan import plan_ports
 from mesh.util.child_environment import inherited_environment
+from spanmesh_proto.addresses import PortRange
 from spanmesh_proto.errors import MeshError
 from stages.units import format_size
 
@@ -244,6 +246,7 @@ def mesh_checks(
         yield from _host(each, None if reference is None else reference["versions"])
     for link in links["links"]:
         yield _link(link)
+        yield from _ports_of(link)
     if not links["links"]:
         yield ok(head, "links", "no other host has joined")
     yield from _order(links)
@@ -290,13 +293,31 @@ def _link(link: Mapping[str, Any]) -> Check:
             where,
             "link",
             link["failure"],
-            f"allow TCP on any port through the firewall from {link['from']} to {link['to']}, and check that "
-            f"{link['to']} joined with an address (--advertise) that {link['from']} reaches",
+            f"allow TCP through the firewall from {link['from']} to {link['to']}, to any port or to the "
+            f"--port-range of {link['to']}, and check that {link['to']} joined with an address (--advertise) "
+            f"that {link['from']} reaches",
         )
     rate = link["bytes_per_s"]
     speed = "" if rate is None else f", {rate / _MB:.0f} MB/s"
     rtt_ms = link["rtt_ms"]
     return ok(where, "link", f"round trip {rtt_ms['p50']:.2f} ms (p99 {rtt_ms['p99']:.2f}){speed}")
+
+
+def _ports_of(link: Mapping[str, Any]) -> Iterator[Check]:
+    """Whether ports of the range of a link's far end can be reached, if it has one and they were tried."""
+    where, ports, closed = f"{link['from']} to {link['to']}", link.get("ports"), link.get("closed_ports")
+    if not ports:
+        return
+    if closed:
+        yield fail(
+            where,
+            "ports",
+            f"TCP to {', '.join(map(str, closed))} of --port-range {ports} does not arrive",
+            f"let TCP to {ports} from {link['from']} through the firewall of {link['to']}, or start "
+            f"{link['to']} with the ports that it lets through",
+        )
+    else:
+        yield ok(where, "ports", f"--port-range {ports} can be reached")
 
 
 def _order(links: Mapping[str, Any]) -> Iterator[Check]:
@@ -323,10 +344,18 @@ def _order(links: Mapping[str, Any]) -> Iterator[Check]:
 _REPORT_TIMEOUT_S: Final = 120.0
 _CONNECT_TIMEOUT_S: Final = 2.0
 _GPU_DEVICES: Final = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+# Of Linux; of IPv6 as well.
+_OUTGOING_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def this_host_checks(
-    name: str, *, port: int, advertise: str | None, model: Path | None, url: str | None = None
+    name: str,
+    *,
+    port: int,
+    advertise: str | None,
+    model: Path | None,
+    url: str | None = None,
+    port_range: PortRange | None = None,
 ) -> Iterator[Check]:
     """Checks without a mesh.
 
@@ -335,7 +364,8 @@ def this_host_checks(
         port: Port for the API.
         advertise: Address of this host for others, or None for that of the default route.
         model: A model to check as well.
-        url: URL of a mesh that is checked as well, or None: it may be what has the port.
+        url: URL of a mesh that is checked as well, or None: it may be what has the ports.
+        port_range: Ports that the mesh is to use here, or None for any free ones.
     """
     yield _packages(name)
     fault = llama_cpp_fault()
@@ -348,6 +378,8 @@ def this_host_checks(
         yield from host_checks(name, report, has_gpu_hardware=has_gpu)
     yield _api_port(name, port, url)
     yield _address(name, advertise)
+    if port_range is not None:
+        yield from _range(name, port_range, is_in_use=url is not None)
     if model is not None:
         yield from _model(name, model, None if isinstance(report, str) else report["free_disk_bytes"])
 
@@ -437,6 +469,35 @@ def _is_here(url: str, port: int) -> bool:
     """Whether a URL is that of a server on this host and port."""
     parts = urlsplit(url)
     return parts.port == port and is_loopback(parts.hostname or "")
+
+
+def _range(name: str, port_range: PortRange, *, is_in_use: bool) -> Iterator[Check]:
+    """Whether enough ports of a range are free here, and are not given to outgoing connections."""
+    what = f"ports {port_range}"
+    if not is_in_use:
+        try:
+            plan_ports(port_range)
+        except MeshError as error:
+            yield fail(name, what, error.message, "end what listens there, or give another --port-range")
+            return
+        yield ok(name, what, f"enough of these {len(port_range)} ports are free")
+    outgoing = _outgoing_ports()
+    if outgoing is not None and port_range.first <= outgoing.last and outgoing.first <= port_range.last:
+        yield warn(
+            name,
+            what,
+            f"outgoing connections of this host are given ports {outgoing}, which may be among these",
+            f"give a --port-range below {outgoing.first}",
+        )
+
+
+def _outgoing_ports() -> PortRange | None:
+    """Ports that the system gives to outgoing connections; None where it does not say."""
+    try:
+        first, last = _OUTGOING_PORTS.read_text().split()
+        return PortRange(int(first), int(last))
+    except (OSError, ValueError, MeshError):
+        return None
 
 
 def _address(name: str, advertise: str | None) -> Check:

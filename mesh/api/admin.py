@@ -85,23 +85,31 @@ def _parameter(name: str, least: int, most: int) -> dict[str, Any]:
     response_model=None,
     responses=answers(Anything),
     openapi_extra={
-        "parameters": [_parameter("probes", 1, MAX_PROBES), _parameter("bulk_bytes", 0, MAX_BULK_BYTES)]
+        "parameters": [
+            _parameter("probes", 1, MAX_PROBES),
+            _parameter("bulk_bytes", 0, MAX_BULK_BYTES),
+            _parameter("ports", 0, 1),
+        ]
     },
 )
 async def measure_links(request: Request) -> Response:
-    """Round trips, and bandwidth if `bulk_bytes` are to be sent, as `mesh bench net` shows them."""
+    """Round trips, bandwidth if `bulk_bytes` are to be sent, with `ports=1` closed ports of hosts' ranges."""
     backend = backend_of(request)
     runs = backend.api.link_runs
     if runs is None:
         raise ClusterError("there are no hosts here whose links could be measured")
     probes = _number(request, "probes", _PROBES, 1, MAX_PROBES)
     bulk_bytes = _number(request, "bulk_bytes", 0, 0, MAX_BULK_BYTES)
+    checks_ports = bool(_number(request, "ports", 0, 0, 1))
     if bulk_bytes:
         require_own_machine(request, "bandwidths are measured (bulk_bytes)")
+    if checks_ports:
+        require_own_machine(request, "ports are tried (ports)")
     if probes > MAX_PROBES_OF_ANY_KEY:
         require_own_machine(request, f"more than {MAX_PROBES_OF_ANY_KEY} probes are sent")
+    work = runs.run(probes, bulk_bytes, checks_ports=checks_ports)
     try:
-        found = await cancel_on_disconnect(runs.run(probes, bulk_bytes), request.receive, backend.api.closing)
+        found = await cancel_on_disconnect(work, request.receive, backend.api.closing)
     except ClientGoneError:
         log.info("client_gone")
         return Response(status_code=CLIENT_GONE_STATUS)

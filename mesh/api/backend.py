@@ -68,23 +68,33 @@ class HostInspection(Protocol):
         """Have every host look at itself."""
 
 
+class LinkMeasurement(Protocol):
+    """Measures links; see `mesh.serve.status.measured_links`."""
+
+    async def __call__(
+        self, num_probes: int, bulk_bytes: int, *, checks_ports: bool = False
+    ) -> Mapping[str, Any]:
+        """What was measured, JSON-serialisable."""
+
+
 class LinkRuns:
     """Measures links for one client at a time.
 
     Args:
-        measure: Given round trips and bytes.
+        measure: Measures them.
     """
 
-    def __init__(self, measure: Callable[[int, int], Awaitable[Mapping[str, Any]]]) -> None:
+    def __init__(self, measure: LinkMeasurement) -> None:
         self._measure = measure
         self._is_running = False
 
-    async def run(self, num_probes: int, bulk_bytes: int) -> Mapping[str, Any]:
+    async def run(self, num_probes: int, bulk_bytes: int, *, checks_ports: bool = False) -> Mapping[str, Any]:
         """What was measured. Being cancelled ends it.
 
         Args:
             num_probes: Round trips of each size on each link.
             bulk_bytes: Sent over each link to find its bandwidth; 0 leaves that out.
+            checks_ports: Whether hosts also try ports of each other's ranges.
 
         Raises:
             Overloaded: If another run is not over.
@@ -97,7 +107,7 @@ class LinkRuns:
             )
         self._is_running = True
         try:
-            return await self._measure(num_probes, bulk_bytes)
+            return await self._measure(num_probes, bulk_bytes, checks_ports=checks_ports)
         finally:
             self._is_running = False
 

@@ -11,7 +11,7 @@ import click
 
 from mesh.cli.head_client import ask_head
 from mesh.cli.option_types import int_option
-from mesh.cli.shared_options import key_of
+from mesh.cli.shared_options import key_of, port_range_option
 from mesh.util.child_environment import API_KEY
 from spanmesh_proto.errors import MeshError
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from mesh.doctor import Check
+    from spanmesh_proto.addresses import PortRange
 
 _FILE: Final = click.Path(path_type=Path, dir_okay=False)
 _MARKS: Final = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL"}
@@ -36,6 +37,7 @@ _PATIENCE_S: Final = 660.0
 )
 @click.option("--token-file", type=_FILE, help="Check the connection to the head of this join token.")
 @click.option("--advertise", metavar="IP", help="Address at which other hosts reach this one.")
+@port_range_option
 @int_option("--port", most=65535, default=8000, help="Port at which the API would listen.")
 @click.option("--json", "is_json", is_flag=True, help="Print every check as JSON.")
 def doctor(
@@ -45,20 +47,23 @@ def doctor(
     api_key_file: Path | None,
     token_file: Path | None,
     advertise: str | None,
+    port_range: PortRange | None,
     port: int,
     is_json: bool,
 ) -> None:
     """Check this host, MODEL if it is named, and a running mesh if --url is given.
 
     Versions, llama.cpp's devices, memory, disk, ports and addresses; of a mesh every host and every link in
-    both directions: round trips, bandwidth, clocks, and the hashes of stage files. Each failure comes with a
-    remedy. Exits with 1 if anything failed.
+    both directions: round trips, bandwidth, port ranges, clocks, and the hashes of stage files. Each failure
+    comes with a remedy. Exits with 1 if anything failed.
     """
     from mesh.cluster.join_token import read_token  # noqa: PLC0415 - keeps --help quick
     from mesh.doctor import exit_code, this_host_checks, token_checks  # noqa: PLC0415
 
     name = socket.gethostname()
-    checks = [*this_host_checks(name, port=port, advertise=advertise, model=model, url=url)]
+    checks = [
+        *this_host_checks(name, port=port, advertise=advertise, model=model, url=url, port_range=port_range)
+    ]
     if token_file is not None:
         checks += token_checks(name, read_token(token_file))
     if url is not None:
@@ -75,7 +80,7 @@ def _of_mesh(url: str, key: str | None) -> Iterable[Check]:
 
     try:
         status = ask_head(f"{url}/mesh/status", key)
-        wish = f"{url}/mesh/links?probes={_NUM_PROBES}&bulk_bytes={_BULK_BYTES}"
+        wish = f"{url}/mesh/links?probes={_NUM_PROBES}&bulk_bytes={_BULK_BYTES}&ports=1"
         links = ask_head(wish, key, method="POST", timeout_s=_PATIENCE_S)
         found = ask_head(f"{url}/mesh/examine", key, method="POST", timeout_s=_PATIENCE_S)
     except MeshError as error:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from mesh.cli.option_types import MemorySize, int_option
-from mesh.cli.shared_options import gpu_layers_option, storage_from, storage_options
+from mesh.cli.shared_options import gpu_layers_option, port_range_option, storage_from, storage_options
+
+if TYPE_CHECKING:
+    from spanmesh_proto.addresses import PortRange
 
 
 @click.command()
@@ -25,6 +29,7 @@ from mesh.cli.shared_options import gpu_layers_option, storage_from, storage_opt
     help="Also find the token's head in the local network by mDNS; without a token, list all heads there.",
 )
 @click.option("--advertise", metavar="IP", help="Address at which the other hosts reach this one.")
+@port_range_option
 @click.option(
     "--memory", "memory_bytes", type=MemorySize(), metavar="SIZE", help="Memory for the mesh, such as 8G."
 )
@@ -46,6 +51,7 @@ def join(
     token_file: Path | None,
     discover: bool,
     advertise: str | None,
+    port_range: PortRange | None,
     memory_bytes: int | None,
     threads: int | None,
     gpu_layers: int | None,
@@ -83,6 +89,7 @@ def join(
         num_threads=threads,
         give_up_after_s=give_up_after,
         gpu_layers=gpu_layers,
+        port_range=port_range,
     )
     return run_interruptible(lambda interruption: join_mesh(options, interruption))
 

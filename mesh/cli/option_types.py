@@ -14,6 +14,8 @@ from spanmesh_proto.errors import ClusterError, MeshError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
+    from spanmesh_proto.addresses import PortRange
+
 
 Command = TypeVar("Command", bound="Callable[..., Any]")
 Number = TypeVar("Number", int, float)
@@ -63,6 +65,21 @@ class MemorySize(ParsedText[int]):
         from mesh.cluster.host_facts import parse_size  # noqa: PLC0415 - keeps --help quick
 
         return parse_size(text)
+
+
+class Ports(ParsedText["PortRange"]):
+    """`20000-20099`."""
+
+    name = "ports"
+
+    def parse(self, text: str) -> PortRange:
+        """To a range that is large enough for a host."""
+        from mesh.cluster.port_plan import check_size  # noqa: PLC0415 - keeps --help quick
+        from spanmesh_proto.addresses import parse_port_range  # noqa: PLC0415
+
+        port_range = parse_port_range(text)
+        check_size(port_range)
+        return port_range
 
 
 class GpuLayers(ParsedText[int | None]):

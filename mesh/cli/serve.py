@@ -18,6 +18,7 @@ from mesh.cli.shared_options import (
     gpu_layers_option,
     local_model,
     one_model_options,
+    port_range_option,
     speculation_from,
     weights_from,
     weights_options,
@@ -26,6 +27,7 @@ from mesh.cli.shared_options import (
 if TYPE_CHECKING:
     from mesh.serve.options import ServeOptions
     from mesh.util.tasks import Interruption
+    from spanmesh_proto.addresses import PortRange
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 # Long enough for a person or systemd to start it again; hosts and their stages end after that.
@@ -39,7 +41,8 @@ _SECTIONS: Final = {
     "Sessions": (*SESSION_FLAGS, "--groups"),
     "Speculation": SPECULATION_FLAGS,
     "Joining hosts": (
-        *("--advertise", "--name", "--join-port", "--token-file", "--token-hours", "--discoverable"),
+        *("--advertise", "--name", "--port-range", "--join-port", "--token-file", "--token-hours"),
+        "--discoverable",
     ),
     "Weights": ("--models", "--cache-size", "--transfer-rate", "--hub-first"),
     "After a crash": ("--linger", "--state"),
@@ -119,6 +122,7 @@ _SECTIONS: Final = {
     help="Address at which joined hosts reach this one.  [default: the one of the default route]",
 )
 @click.option("--name", help="Name of this host in the mesh; its host name unless given.")
+@port_range_option
 @click.option(
     "--join-port", default=0, metavar="PORT", type=click.IntRange(0, 65535), help="Port for joining hosts."
 )
@@ -164,6 +168,7 @@ def serve(
     exact: bool,
     advertise: str | None,
     name: str | None,
+    port_range: PortRange | None,
     join_port: int,
     discoverable: bool,
     token_file: Path | None,
@@ -234,6 +239,7 @@ def serve(
         gpu_layers=gpu_layers,
         repacks=repacks,
         num_groups=num_groups,
+        port_range=port_range,
         weights=weights_from(
             pulled,
             models_dir=models_dir,

@@ -13,6 +13,7 @@ from mesh.cli.option_types import (
     LayerCounts,
     MemorySize,
     Numbers,
+    Ports,
     choice_option,
     float_option,
     int_option,
@@ -154,6 +155,13 @@ gpu_layers_option: Final = click.option(
     metavar="N|all|none|auto",
     type=GpuLayers(),
     help="Layers of each stage on this host's GPUs; as many as fit unless given.",
+)
+port_range_option: Final = click.option(
+    "--port-range",
+    metavar="FIRST-LAST",
+    type=Ports(),
+    help="TCP ports for everything that this host opens to other hosts, Ray included, such as 20000-20099.  "
+    "[default: any free ports]",
 )
 one_model_options: Final = option_group(
     _speculation_options,

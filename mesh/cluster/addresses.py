@@ -111,6 +111,19 @@ def check_port_free(host: str, port: int, option: str) -> None:
         raise PortInUse(f"{error.message}; choose another with {option}", param=option) from None
 
 
+def is_free_everywhere(port: int) -> bool:
+    """Whether no process listens on a TCP port at any address of this host, as Ray's servers need it."""
+    for every in ("0.0.0.0", "::"):  # noqa: S104 - bound for a moment, and never listened on
+        try:
+            _bound(every, port).close()
+        except PortInUse:
+            return False
+        except (ClusterError, OSError):
+            # This system has no IPv6, or no IPv4.
+            continue
+    return True
+
+
 def _bound(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -113,7 +113,10 @@ async def fetch_pinned_certificate(address: str, fingerprint: bytes, *, timeout_
         async with asyncio.timeout(timeout_s):
             _, writer = await asyncio.open_connection(host, port, ssl=context)
     except TimeoutError:
-        raise HostUnreachable(f"no answer from the head at {address} within {timeout_s:g} s") from None
+        raise HostUnreachable(
+            f"no answer from the head at {address} within {timeout_s:g} s; check that this host reaches that "
+            "address, and that the head's firewall lets TCP to this port through"
+        ) from None
     except ssl.SSLError as error:
         raise HostUnreachable(f"the server at {address} is not a mesh head: {error.reason}") from error
     except OSError as error:

@@ -16,6 +16,7 @@ from mesh.cluster.host_facts import read_host_facts
 from mesh.cluster.join_token import decode
 from mesh.cluster.members import Member, check_name
 from mesh.cluster.membership_client import Membership, find_head
+from mesh.cluster.port_plan import plan_ports
 from mesh.cluster.ray_node import MOST_STARTS, RayNode, RayNodeConfig
 from mesh.util.tasks import first_of
 from spanmesh_proto.addresses import split_address
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
     from mesh.cluster.host_facts import HostFacts
     from mesh.cluster.join_token import JoinToken
     from mesh.cluster.membership_server import RayAccess
+    from mesh.cluster.port_plan import RayPorts
     from mesh.util.tasks import Interruption
+    from spanmesh_proto.addresses import PortRange
 
 
 log = structlog.get_logger()
@@ -64,19 +67,24 @@ class LocalHost:
         self._facts: HostFacts | None = None
         self._node: Node | None = None
         self._node_name = ""
+        self._ports: RayPorts | None = None
         self._access: RayAccess | None = None
 
     async def member(self, head_address: str) -> Member:
         """This host as it reports itself.
 
-        Free memory is read while no stage is loaded here, as a loaded one reduces it.
+        Free memory and free ports are read while no stage is loaded here, as a loaded one reduces them.
 
         Args:
             head_address: Address of the head that answered.
+
+        Raises:
+            PortInUse: If too few ports of this host's range are free.
         """
         options = self._options
         if self._node is None or not self._node.is_running or self._facts is None:
             self.close()
+            self._ports = None if options.port_range is None else plan_ports(options.port_range)
             self._node_name = f"{options.name}.{secrets.token_hex(4)}"
             self._facts = await asyncio.to_thread(
                 read_host_facts,
@@ -89,6 +97,7 @@ class LocalHost:
             address=options.advertise or primary_address(split_address(head_address)[0]),
             facts=self._facts,
             ray_node_name=self._node_name,
+            port_range=options.port_range,
         )
 
     def node(self, member: Member, access: RayAccess) -> Node | None:
@@ -114,6 +123,7 @@ class LocalHost:
                     access.token,
                     access.address,
                     identity=access.identity,
+                    ports=self._ports,
                 )
             )
             self._access = access
@@ -245,6 +255,7 @@ class JoinOptions:
         give_up_after_s: Longest search for a head that was reached before, in seconds.
         gpu_layers: Layers of each stage on this host's GPUs; None for as many as fit, see
             `mesh.placement.host_capacity`.
+        port_range: Ports that this host may listen on; None for any free ones.
     """
 
     token: str = field(repr=False)
@@ -254,6 +265,7 @@ class JoinOptions:
     num_threads: int | None
     give_up_after_s: float = 600.0
     gpu_layers: int | None = None
+    port_range: PortRange | None = None
 
 
 async def join_mesh(
@@ -280,7 +292,7 @@ async def join_mesh(
         HostUnreachable: If the head cannot be reached, from the start or for `give_up_after_s`, or cannot
             reach this host.
         JoinError: If the head refuses this host.
-        ClusterError: If Ray fails to start in all attempts.
+        ClusterError: If Ray fails to start in all attempts, or too few ports of the range are free.
     """
     token = decode(options.token)
     check_name(options.name)

@@ -6,15 +6,19 @@ import asyncio
 import contextlib
 import hashlib
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import grpc
 
+from mesh.cluster.membership_messages import ports_message
+from mesh.cluster.port_plan import own_ports
+from mesh.cluster.reachability import RangeListener, unreachable_ports
 from mesh.placement.links import Link, LinkProbeOptions
 from spanmesh_proto import links_pb2 as wire
 from spanmesh_proto import links_pb2_grpc as rpc
 from spanmesh_proto import membership_pb2 as membership_wire
-from spanmesh_proto.addresses import join_address
+from spanmesh_proto.addresses import PortRange, parse_port_range, split_address
 from spanmesh_proto.errors import ClusterError, HostUnreachable, InvalidRequest, MeshError
 from stages.transport.channels import (
     SERVER_OPTIONS,
@@ -23,6 +27,7 @@ from stages.transport.channels import (
     abort,
     add_port,
     key_metadata,
+    listen_within,
     open_channel,
 )
 from stages.transport.stage_link import explain
@@ -36,6 +41,8 @@ if TYPE_CHECKING:
 
 
 MAX_ANSWER_BYTES: Final = 4 * 1024 * 1024
+# A peer that is done ends its call; one that is cut off does not.
+_LISTEN_S: Final = 10.0
 
 
 def echo_key(secret: str) -> str:
@@ -44,14 +51,18 @@ def echo_key(secret: str) -> str:
 
 
 class EchoService(rpc.EchoServicer):
-    """Echo service: replies with as many bytes as requested.
+    """Echo service: replies with as many bytes as requested, and opens ports for a check.
 
     Args:
         handshakes: Records each call.
+
+    Attributes:
+        listener: Opens ports of this host's range; None without a range.
     """
 
     def __init__(self, handshakes: HandshakeMonitor) -> None:
         self._handshakes = handshakes
+        self.listener: RangeListener | None = None
 
     async def Bounce(  # noqa: N802 - the service's name for it
         self,
@@ -67,9 +78,25 @@ class EchoService(rpc.EchoServicer):
                 return
             yield wire.Probe(payload=bytes(probe.answer_bytes))
 
+    async def OpenPorts(  # noqa: N802 - the service's name for it
+        self, _request: wire.PortCheck, context: grpc.aio.ServicerContext[wire.PortCheck, wire.OpenedPorts]
+    ) -> AsyncIterator[wire.OpenedPorts]:
+        """Listen on some ports of this host's range until the caller is done."""
+        self._handshakes.called(context.peer())
+        if self.listener is None:
+            yield wire.OpenedPorts()
+            return
+        port_range = self.listener.port_range
+        try:
+            async with self.listener.opened() as (ports, nonce):
+                yield wire.OpenedPorts(ports=ports, nonce=nonce, first=port_range.first, last=port_range.last)
+                await asyncio.sleep(_LISTEN_S)
+        except MeshError as error:
+            await abort(context, error)
+
 
 class EchoServer:
-    """Echo service on a free port, for callers with the key.
+    """Echo service, for callers with the key.
 
     Args:
         secret: Secret of the join token.
@@ -81,22 +108,35 @@ class EchoServer:
         self._handshakes = HandshakeMonitor()
         key_check = KeyCheck(echo_key(secret), self._handshakes.called)
         self._server = grpc.aio.server(interceptors=[key_check], options=SERVER_OPTIONS)
-        rpc.add_EchoServicer_to_server(EchoService(self._handshakes), self._server)
+        self._service = EchoService(self._handshakes)
+        rpc.add_EchoServicer_to_server(self._service, self._server)
 
-    async def start(self, address: str) -> int:
-        """Listen; returns the port.
+    async def start(self, address: str, port_range: PortRange | None = None) -> int:
+        """Listen.
+
+        Args:
+            address: Address of this host.
+            port_range: Ports that this host may listen on; None for any free ones.
+
+        Returns:
+            The port.
 
         Raises:
             ClusterError: If nothing can be bound there.
         """
         try:
-            port = add_port(
-                self._server, join_address(address, 0), self._identity, self._handshakes.connected
+            port = listen_within(
+                address,
+                own_ports(port_range),
+                lambda place: add_port(self._server, place, self._identity, self._handshakes.connected),
             )
         except RuntimeError as error:
+            ports = "" if port_range is None else f", and --port-range {port_range} must have free ports"
             raise ClusterError(
-                f"cannot listen on {address}: {error}; --advertise must be an address of this host"
+                f"cannot listen on {address}: {error}; --advertise must be an address of this host{ports}"
             ) from None
+        if port_range is not None:
+            self._service.listener = RangeListener(address, port_range)
         await self._server.start()
         return port
 
@@ -110,6 +150,7 @@ SMALL_BYTES: Final = 64
 _NUM_WARM_UP: Final = 3
 _CHUNK_BYTES: Final = 512 * 1024
 _CONNECT_TIMEOUT_S: Final = 3.0
+_PORTS_TIMEOUT_S: Final = 2.0
 
 
 async def measure_link(
@@ -146,13 +187,37 @@ async def measure_link(
                 wire_s = await _bulk_s(call, options.bulk_bytes) - min(small_ms) / 1e3
                 rate = options.bulk_bytes / max(wire_s, 1e-6)
             call.cancel()
+            link = Link(source, target, tuple(small_ms), tuple(hidden_ms), rate)
+            if options.checks_ports:
+                link = await _with_ports(link, channel, address, secret)
     except TimeoutError:
         return Link(source, target, failure=f"{address} does not answer in time")
     except grpc.aio.AioRpcError as error:
         return Link(source, target, failure=explain(error, address).message)
     except MeshError as error:
         return Link(source, target, failure=error.message)
-    return Link(source, target, tuple(small_ms), tuple(hidden_ms), rate)
+    return link
+
+
+async def _with_ports(link: Link, channel: grpc.aio.Channel, address: str, secret: str) -> Link:
+    """The link with the ports of the target's range that cannot be reached."""
+    call = rpc.EchoStub(channel).OpenPorts(wire.PortCheck(), metadata=key_metadata(echo_key(secret)))
+    try:
+        opened = await call.read()
+        if not isinstance(opened, wire.OpenedPorts):
+            raise HostUnreachable("the stream ended before ports were opened for the check")
+        if not opened.ports:
+            return link
+        host, _ = split_address(address)
+        closed = await unreachable_ports(host, tuple(opened.ports), opened.nonce, timeout_s=_PORTS_TIMEOUT_S)
+        return replace(link, ports=str(PortRange(opened.first, opened.last)), closed_ports=tuple(closed))
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            # It runs a version without this check.
+            return link
+        raise
+    finally:
+        call.cancel()
 
 
 async def _round_trips(call: Bounce, num_bytes: int, count: int) -> list[float]:
@@ -212,6 +277,7 @@ def order_of(id: int, targets: Mapping[str, str], options: LinkProbeOptions) -> 
         hidden_bytes=options.hidden_bytes,
         num_probes=options.num_probes,
         bulk_bytes=options.bulk_bytes,
+        checks_ports=options.checks_ports,
     )
 
 
@@ -226,7 +292,7 @@ async def carry_out(
         secret: Secret of the join token.
         identity: TLS identity of this host.
     """
-    options = LinkProbeOptions(order.hidden_bytes, order.num_probes, order.bulk_bytes)
+    options = LinkProbeOptions(order.hidden_bytes, order.num_probes, order.bulk_bytes, order.checks_ports)
     links = [
         await measure_link(source, target.name, target.address, options, secret=secret, identity=identity)
         for target in order.targets
@@ -240,6 +306,8 @@ async def carry_out(
                 hidden_ms=link.hidden_ms,
                 bytes_per_s=link.bytes_per_s,
                 failure=link.failure,
+                port_range=ports_message(parse_port_range(link.ports) if link.ports else None),
+                closed_ports=link.closed_ports,
             )
             for link in links
         ],
@@ -256,6 +324,8 @@ def links_of(source: str, report: membership_wire.LinkReport) -> list[Link]:
             tuple(link.hidden_ms),
             link.bytes_per_s if link.HasField("bytes_per_s") else None,
             link.failure,
+            f"{link.port_range.first}-{link.port_range.last}" if link.HasField("port_range") else "",
+            tuple(link.closed_ports),
         )
         for link in report.links
     ]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from mesh.cluster.host_facts import HostFacts
+    from spanmesh_proto.addresses import PortRange
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
@@ -32,6 +33,7 @@ class Member:
         layers: Layers that it holds, for messages; empty if none.
         echo_port: Port of its echo service; 0 if it has none.
         is_leaving: Whether it is to leave as soon as its layers have moved.
+        port_range: Ports that it may listen on; None for any free ones.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Member:
     layers: str = ""
     echo_port: int = 0
     is_leaving: bool = False
+    port_range: PortRange | None = None
 
 
 def check_name(name: str) -> None:

@@ -11,9 +11,9 @@ import grpc
 
 from mesh.cluster.certificates import HostCertificate, fetch_pinned_certificate
 from mesh.cluster.link_probe import EchoServer, carry_out
-from mesh.cluster.membership_messages import KEEPALIVE, report_of
+from mesh.cluster.membership_messages import KEEPALIVE, port_range_of, report_of
 from mesh.cluster.membership_server import RayAccess
-from mesh.cluster.reachability import CheckListener
+from mesh.cluster.reachability import CheckListener, check_ray_reachable
 from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto import membership_pb2_grpc as rpc
@@ -118,14 +118,14 @@ class Membership:
         Raises:
             InvalidJoinToken: If the head does not accept the secret, or the token expired.
             ProtocolVersionMismatch: If the two speak different versions.
-            HostUnreachable: If either cannot reach the other.
+            HostUnreachable: If either cannot reach the other; a head with a port range also at Ray's port.
             JoinError: For any other reason of the head.
         """
-        check_port = await self._check.open(self._member.address)
+        check_ports = await self._check.open(self._member.address, self._member.port_range)
         report = report_of(
             self._member,
             secret=self._secret,
-            check_port=check_port,
+            check_ports=check_ports,
             check_nonce=self._check.nonce,
             certificate_request=self._certificate.request_pem(),
         )
@@ -146,6 +146,9 @@ class Membership:
                 f"{answer.software_version}"
                 f"), this host speaks {PROTOCOL_VERSION}: install the same spanmesh on both"
             )
+        head_range = port_range_of(answer)
+        if head_range is not None:
+            await check_ray_reachable(answer.ray_address, head_range, timeout_s=_CONNECT_TIMEOUT_S)
         self._certificate.take(answer.certificate)
         ray_identity = (
             self._certificate.with_certificate(answer.ray_certificate) if answer.ray_certificate else None
@@ -153,7 +156,7 @@ class Membership:
         self._in_background(self._renew())
         self._link_secret = answer.link_secret
         self._echo = EchoServer(self._link_secret, self._certificate.identity)
-        self._echo_port = await self._echo.start(self._member.address)
+        self._echo_port = await self._echo.start(self._member.address, self._member.port_range)
         return RayAccess(answer.ray_address, answer.ray_token, ray_identity)
 
     async def report_ready(self) -> None:

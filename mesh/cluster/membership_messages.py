@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from mesh.cluster.host_facts import HostFacts, Versions
 from mesh.cluster.members import Member
 from mesh.placement.host_capacity import Gpu
 from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import membership_pb2 as wire
+from spanmesh_proto.addresses import PortRange
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def ports_message(port_range: PortRange | None) -> wire.PortRange | None:
+    """A port range as a field of a message."""
+    return None if port_range is None else wire.PortRange(first=port_range.first, last=port_range.last)
+
+
+def port_range_of(report: wire.HostReport | wire.HeadReport) -> PortRange | None:
+    """The port range in a report.
+
+    Raises:
+        ClusterError: If it is none.
+    """
+    if not report.HasField("port_range"):
+        return None
+    return PortRange(report.port_range.first, report.port_range.last)
 
 
 def report_of(
-    member: Member, *, secret: str, check_port: int, check_nonce: bytes, certificate_request: bytes
+    member: Member, *, secret: str, check_ports: Sequence[int], check_nonce: bytes, certificate_request: bytes
 ) -> wire.HostReport:
     """First report of a joining host."""
     facts = member.facts
@@ -22,7 +42,7 @@ def report_of(
         secret=secret,
         name=member.name,
         address=member.address,
-        check_port=check_port,
+        check_port=check_ports[0],
         check_nonce=check_nonce,
         memory_bytes=facts.memory_bytes,
         threads=facts.num_threads,
@@ -45,6 +65,8 @@ def report_of(
             for gpu in facts.gpus
         ],
         gpu_layers=facts.gpu_layers,
+        port_range=ports_message(member.port_range),
+        check_ports=check_ports if member.port_range is not None else (),
     )
 
 
@@ -78,6 +100,7 @@ def member_of(report: wire.HostReport) -> Member:
             gpu_layers=report.gpu_layers if report.HasField("gpu_layers") else None,
         ),
         ray_node_name=report.ray_node_name,
+        port_range=port_range_of(report),
     )
 
 

@@ -14,7 +14,7 @@ import structlog
 
 from mesh.cluster.admission import AdmissionControl, eviction
 from mesh.cluster.certificates import server_credentials
-from mesh.cluster.membership_messages import KEEPALIVE, SERVER_PINGS, member_of
+from mesh.cluster.membership_messages import KEEPALIVE, SERVER_PINGS, member_of, ports_message
 from mesh.cluster.reachability import check_reachable_back
 from mesh.cluster.stage_files import StageSender
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
@@ -22,16 +22,17 @@ from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto import membership_pb2_grpc as rpc
 from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import HostUnreachable, JoinError, MeshError, PortInUse
-from stages.transport.channels import SERVER_OPTIONS, abort
+from stages.transport.channels import SERVER_OPTIONS, abort, listen_within
 from stages.weights.fetch import MAX_REQUEST_BYTES, RateLimit
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from mesh.cluster.certificates import Authority, Certificate
     from mesh.cluster.host_facts import Versions
     from mesh.cluster.join_token import JoinToken
     from mesh.cluster.members import Member, Members
+    from spanmesh_proto.addresses import PortRange
     from stages.transport.channels import Identity
     from stages.weights.virtual_stages import StageCache
 
@@ -39,6 +40,8 @@ log = structlog.get_logger()
 
 _REPORT_TIMEOUT_S: Final = 2.0
 _DIAL_BACK_TIMEOUT_S: Final = 2.0
+# Of a host with a port range; this host itself names fewer.
+_MOST_CHECK_PORTS: Final = 16
 _DISMISSAL_TIMEOUT_S: Final = 1.0
 # Ids of orders that only ping a host; those of link measurements count from 1.
 _FIRST_PING_ID: Final = 2**32
@@ -90,6 +93,7 @@ class MembershipService(rpc.MembershipServicer):
         authority: Signs the keys of admitted hosts.
         clock_s: Wall clock, Unix seconds.
         rate: Bandwidth for stage files, to all hosts together; None for no limit.
+        port_range: Ports that the head may listen on; None for any free ones.
 
     Attributes:
         link_secret: Secret of the members' echo services.
@@ -106,6 +110,7 @@ class MembershipService(rpc.MembershipServicer):
         authority: Authority,
         clock_s: Callable[[], float] = time.time,
         rate: RateLimit | None = None,
+        port_range: PortRange | None = None,
     ) -> None:
         self._admission = AdmissionControl(token)
         # Hosts admitted before and after an eviction measure their links: they need a common secret.
@@ -116,6 +121,7 @@ class MembershipService(rpc.MembershipServicer):
         self._versions = versions
         self._authority = authority
         self._clock_s = clock_s
+        self._port_range = port_range
         self._outboxes: dict[str, asyncio.Queue[wire.HeadReport]] = {}
         self._orders: dict[tuple[str, int], asyncio.Future[wire.LinkReport]] = {}
         self._ping_ids = itertools.count(_FIRST_PING_ID)
@@ -227,6 +233,7 @@ class MembershipService(rpc.MembershipServicer):
                 certificate=admitted.certificate,
                 ray_certificate=admitted.ray_certificate,
                 link_secret=self.link_secret,
+                port_range=ports_message(self._port_range),
             )
             async for report in _until_done(outbox, listener):
                 if self._admission.is_evicted(member.name):
@@ -276,7 +283,11 @@ class MembershipService(rpc.MembershipServicer):
         self._admission.check(report, self._versions, self._clock_s())
         member = member_of(report)
         await check_reachable_back(
-            report.address, report.check_port, report.check_nonce, timeout_s=_DIAL_BACK_TIMEOUT_S
+            report.address,
+            tuple(dict.fromkeys((report.check_port, *report.check_ports)))[:_MOST_CHECK_PORTS],
+            report.check_nonce,
+            port_range=member.port_range,
+            timeout_s=_DIAL_BACK_TIMEOUT_S,
         )
         self._members.admit(member)
         whose = (report.certificate_request, member.name, member.address)
@@ -347,16 +358,29 @@ class MembershipServer:
         rpc.add_MembershipServicer_to_server(service, self._server)
         self._credentials = server_credentials(certificate)
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port, chosen freely if `port` is 0.
+    async def start(self, host: str, port: int, ports: Sequence[int] = ()) -> int:
+        """Listen.
+
+        Args:
+            host: Address of this host.
+            port: The port, or 0 to choose one.
+            ports: Ports to choose from, the first free one; empty for any.
+
+        Returns:
+            The port.
 
         Raises:
             PortInUse: If that cannot be done.
         """
         try:
-            bound = self._server.add_secure_port(join_address(host, port), self._credentials)
+            bound = listen_within(
+                host,
+                (port,) if port else ports,
+                lambda address: self._server.add_secure_port(address, self._credentials),
+            )
         except RuntimeError as error:
-            raise PortInUse(f"cannot listen on {join_address(host, port)}; choose another port") from error
+            place = join_address(host, port) if port or not ports else f"{host}, ports {ports[0]}-{ports[-1]}"
+            raise PortInUse(f"cannot listen on {place}; choose another port") from error
         await self._server.start()
         return bound
 

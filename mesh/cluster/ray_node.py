@@ -28,6 +28,7 @@ from mesh.cluster.ray_environment import RayTlsFiles, child_environment
 from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:
+    from mesh.cluster.port_plan import RayPorts
     from stages.transport.channels import Identity
 
 
@@ -150,6 +151,7 @@ class RayNodeConfig:
         head_address: `host:port` of the cluster to join, or None to start one.
         linger_s: Time for which the node runs on after its owner ended without stopping it; Linux only.
         identity: TLS identity of its processes; None for plain text, as for all nodes of such a mesh.
+        ports: Ports of its processes; None for any free ones.
     """
 
     address: str
@@ -158,6 +160,7 @@ class RayNodeConfig:
     head_address: str | None = None
     linger_s: float = 0.0
     identity: Identity | None = field(default=None, repr=False)
+    ports: RayPorts | None = None
 
 
 @dataclass(frozen=True)
@@ -250,7 +253,7 @@ class RayNode:
             RayTlsFiles(folder.path).write(config.identity)
         with folder.log_path.open("wb") as output:
             first = psutil.Popen(
-                [sys.executable, "-m", "mesh.cluster.ray_child", *_arguments(config, folder.ray_dir)],
+                [sys.executable, "-m", "mesh.cluster.ray_child", *start_arguments(config, folder.ray_dir)],
                 env=child_environment(folder.token_path, folder.owner_path, config.linger_s),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -375,8 +378,15 @@ class RayNode:
         return [process for process in found if _is_alive(process)]
 
 
-def _arguments(config: RayNodeConfig, ray_dir: Path) -> list[str]:
-    where = ["--head", "--port=0", "--include-dashboard=false", "--no-monitor"]
+def start_arguments(config: RayNodeConfig, ray_dir: Path) -> list[str]:
+    """Arguments of `ray start`.
+
+    Args:
+        config: Configuration of the node.
+        ray_dir: Folder of Ray's sockets and logs.
+    """
+    control = 0 if config.ports is None else config.ports.control
+    where = ["--head", f"--port={control}", "--include-dashboard=false", "--no-monitor"]
     if config.head_address is not None:
         where = [f"--address={config.head_address}"]
     return [
@@ -390,10 +400,24 @@ def _arguments(config: RayNodeConfig, ray_dir: Path) -> list[str]:
         "--num-cpus=1",
         "--disable-usage-stats",
         "--include-log-monitor=false",
+        *_port_arguments(config.ports),
+    ]
+
+
+def _port_arguments(ports: RayPorts | None) -> list[str]:
+    if ports is None:
         # Any free port for everything: several nodes may share a machine.
-        "--min-worker-port=0",
-        "--max-worker-port=0",
-        "--dashboard-agent-listen-port=0",
+        return ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
+    agent, export, dashboard, runtime_env = ports.agents
+    return [
+        f"--node-manager-port={ports.node_manager}",
+        f"--object-manager-port={ports.object_manager}",
+        f"--worker-port-list={','.join(map(str, ports.workers))}",
+        # Where these agents are left out, the start hook has them open no port.
+        f"--dashboard-agent-grpc-port={agent}",
+        f"--metrics-export-port={export}",
+        f"--dashboard-agent-listen-port={dashboard}",
+        f"--runtime-env-agent-port={runtime_env}",
     ]
 
 

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 # The hook depends on Ray's internals: with an untested release it has no effect.
 _TRIED_RELEASE: Final = "2.60."
 _AGENTS: Final = ("dashboard_agent", "runtime_env_agent")
+_AGENT_PORTS: Final = (
+    *("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port"),
+    "runtime_env_agent_port",
+)
 
 
 def leave_out(ray_params: Any, head: bool) -> None:  # noqa: FBT001 - Ray's signature
@@ -33,6 +37,19 @@ def leave_out(ray_params: Any, head: bool) -> None:  # noqa: FBT001 - Ray's sign
 
     if ray.__version__.startswith(_TRIED_RELEASE) and sys.platform == "linux":
         start_less(services)
+        name_no_ports(ray_params)
+
+
+def name_no_ports(ray_params: Any) -> None:
+    """Let the raylet read from its session's folder that the idle agents have no ports.
+
+    With a port on the command line it would pass that to its workers, which then look for an agent there.
+
+    Args:
+        ray_params: Parameters of the node.
+    """
+    for name in _AGENT_PORTS:
+        setattr(ray_params, name, 0)
 
 
 def start_less(services: ModuleType) -> None:

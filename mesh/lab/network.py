@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 # nearly the largest that IPv4 allows. The router's processor is then no bottleneck.
 MTU_BYTES: Final = 65000
 
+# Last number of the first address with an address translation behind it.
+_FIRST_OUTSIDE: Final = 201
 _TIMEOUT_S: Final = 60.0
 _BRING_UP: Final = "link set lo up\nlink set mesh addrgenmode none\n"
 
@@ -46,6 +48,9 @@ class Lab:
         is_ipv6: Whether links carry IPv6 instead, with addresses fd77::1, fd77::2…
         is_pinned: Whether each host has processors of its own, or shares one with few: see `host_processors`.
         seed: Of jitter and loss.
+        networks: Hosts behind one address, as behind a router at home, for each such address; IPv4 only.
+            Those of the first have addresses of 192.168.1.0/24, and appear as `outside_address(0)` to all
+            others, who reach them with answers only, or through `forward`.
     """
 
     def __init__(
@@ -57,8 +62,11 @@ class Lab:
         is_ipv6: bool = False,
         is_pinned: bool = False,
         seed: int = 1,
+        networks: Sequence[Sequence[int]] = (),
     ) -> None:
         self.num_hosts = num_hosts
+        self._networks = networks
+        self._network_of = {host: index for index, hosts in enumerate(networks) for host in hosts}
         self._shared = shared
         self._conditions = LinkConditions(delay_ms)
         # Of links between two hosts that have their own.
@@ -94,8 +102,14 @@ class Lab:
         self._stack.close()
 
     def address(self, host: int) -> str:
-        """IP address of a host, counted from 0."""
+        """IP address of a host, counted from 0, as it has it itself."""
+        if host in self._network_of:
+            return f"192.168.{self._network_of[host] + 1}.{host + 1}"
         return f"fd77::{host + 1:x}" if self._is_ipv6 else f"10.77.0.{host + 1}"
+
+    def outside_address(self, network: int) -> str:
+        """Address by which hosts behind an address translation appear to others; networks count from 0."""
+        return f"10.77.0.{_FIRST_OUTSIDE + network}"
 
     def run(self, host: int, argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
         """Start a process on a host; options as for `Host.run`."""
@@ -155,6 +169,32 @@ class Lab:
             command["between"] = [self.address(host) for host in between]
         self._command(command)
 
+    def filter_ports(
+        self, host: int, ports: Sequence[tuple[int, int]] | None, *, rejects: bool = False
+    ) -> None:
+        """Let others open connections to some ports of a host only; what it opens itself is answered.
+
+        Args:
+            host: The host.
+            ports: First and last port of each range, of TCP and UDP; None for all ports.
+            rejects: Whether others are told that a port is closed; otherwise they hear nothing.
+        """
+        told = None if ports is None else [list(each) for each in ports]
+        self._command({"filter": {"host": self.address(host), "ports": told, "rejects": rejects}})
+
+    def forward(self, host: int, port: int, *, protocol: str = "tcp", host_port: int | None = None) -> None:
+        """Forward a port of the outside address of a host's network to the host.
+
+        Args:
+            host: A host behind an address translation.
+            port: Port of the outside address.
+            protocol: `tcp` or `udp`.
+            host_port: Port of the host, by default the same.
+        """
+        outside = self.outside_address(self._network_of[host])
+        inside = {"host": self.address(host), "host_port": host_port or port}
+        self._command({"forward": {"outside": outside, "protocol": protocol, "port": port, **inside}})
+
     def traffic(self) -> Traffic:
         """Counts of the router so far."""
         return self._command({})
@@ -207,7 +247,11 @@ class Lab:
 
     def _start_router(self) -> None:
         places = [f"{self.address(index)}={host.keeper_pid}" for index, host in enumerate(self._hosts)]
-        conditions = json.dumps({**asdict(self._conditions), "seed": self._seed})
+        networks = {
+            self.outside_address(index): [self.address(host) for host in hosts]
+            for index, hosts in enumerate(self._networks)
+        }
+        conditions = json.dumps({**asdict(self._conditions), "seed": self._seed, "networks": networks})
         program = [sys.executable, "-m", "mesh.lab.router", conditions, *places]
         # In a network of its own, so that other programs never see its new devices.
         self._router = Companion(["unshare", "--net", *program], "the lab's router")
@@ -217,13 +261,15 @@ class Lab:
 
     def _link_up(self, host: int) -> str:
         """Lines for `ip -batch`: a link that goes down loses its route, and with IPv6 its address as well."""
-        network = "fd77::/64" if self._is_ipv6 else "10.77.0.0/24"
+        networks = ["fd77::/64" if self._is_ipv6 else "10.77.0.0/24"]
+        if host in self._network_of:
+            networks.append(f"192.168.{self._network_of[host] + 1}.0/24")
         # No other host can have the address: no waiting for duplicate detection.
         address = f"{self.address(host)}/64 nodad" if self._is_ipv6 else f"{self.address(host)}/24"
         return (
             f"link set mesh up mtu {MTU_BYTES} txqueuelen 1000\n"
             f"address replace {address} dev mesh\n"
-            f"route replace {network} dev mesh\n"
+            + "".join(f"route replace {network} dev mesh\n" for network in networks)
         )
 
     def _command(self, command: dict[str, Any]) -> Traffic:

@@ -1,4 +1,4 @@
-"""Child process of the lab that forwards packets with delay and counts them.
+"""Child process of the lab that forwards packets with delay, filters and translates them, and counts them.
 
 Started by `Lab` in a network namespace of its own. Standard input carries one JSON object a line, each
 answered by one line on standard output; end of file ends the process, and with it every device, so that a
@@ -20,7 +20,11 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
+from mesh.lab.address_translation import AddressTranslation
 from mesh.lab.link import Link, LinkConditions
+from mesh.lab.middlebox import Middlebox
+from mesh.lab.packets import TCP, UDP, Endpoint
+from mesh.lab.port_filter import PortRules
 from mesh.lab.tun import open_tun
 
 if TYPE_CHECKING:
@@ -34,7 +38,7 @@ class Traffic:
     Attributes:
         num_packets: Packets delivered.
         num_bytes: Their sizes, IP headers included.
-        num_dropped: Packets lost, dropped at a full link, or without a destination host.
+        num_dropped: Packets lost, dropped at a full link or by a filter, or without a destination host.
         mean_late_us: Mean of how much later than due packets left, in microseconds.
         max_late_us: Maximum of the same.
         cpu_s: Processor time of the router, in seconds.
@@ -55,6 +59,8 @@ _SOURCE_START: Final = {4: 12, 6: 8}
 # First byte of IPv6 multicast addresses; IPv4's are not sent without subscribers.
 _MULTICAST: Final = 0xFF
 
+_PROTOCOLS: Final = {"tcp": TCP, "udp": UDP}
+
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -65,16 +71,19 @@ class Router:
         devices: Descriptor of each host's device by address; all addresses are of one version.
         conditions: Conditions of all links at first.
         random: Source of jitter and loss.
+        middlebox: Filters and translates packets.
     """
 
-    def __init__(self, devices: Mapping[Address, int], conditions: LinkConditions, random: Random) -> None:
+    def __init__(
+        self, devices: Mapping[Address, int], conditions: LinkConditions, random: Random, middlebox: Middlebox
+    ) -> None:
         (self._version,) = {address.version for address in devices}
         self._device_of = {address.packed: descriptor for address, descriptor in devices.items()}
         start = _SOURCE_START[self._version]
         size = len(next(iter(self._device_of)))
-        self._source = slice(start, start + size)
         self._destination = slice(start + size, start + 2 * size)
         self._pair = slice(start, start + 2 * size)
+        self._middlebox = middlebox
         # By source and destination address.
         self._links = {
             source.packed + destination.packed: Link(conditions, random.random)
@@ -123,7 +132,7 @@ class Router:
         return None if soonest_ns is None else max(0, soonest_ns - time.monotonic_ns()) / 1e9
 
     def _obey(self, command: dict[str, Any]) -> bytes:
-        """Carry out a command: conditions of links, and hosts whose packets are lost."""
+        """Carry out a command: conditions of links, hosts whose packets are lost, ports that are open."""
         if "link" in command:
             conditions = LinkConditions(**command["link"])
             links = list(self._links.values())
@@ -134,7 +143,20 @@ class Router:
                 link.conditions = conditions
         if "out_of_reach" in command:
             self._out_of_reach = {ipaddress.ip_address(address).packed for address in command["out_of_reach"]}
+        if "filter" in command:
+            self._set_filter(**command["filter"])
+        if "forward" in command:
+            self._forward(**command["forward"])
         return json.dumps(asdict(self.traffic())).encode() + b"\n"
+
+    def _set_filter(self, host: str, ports: list[tuple[int, int]] | None, *, rejects: bool) -> None:
+        rules = None if ports is None else PortRules(tuple((first, last) for first, last in ports), rejects)
+        self._middlebox.ports.set(ipaddress.ip_address(host).packed, rules)
+
+    def _forward(self, outside: str, protocol: str, port: int, host: str, host_port: int) -> None:
+        network = self._middlebox.network_at(ipaddress.ip_address(outside).packed)
+        inside = Endpoint(ipaddress.ip_address(host).packed, host_port)
+        network.forward(_PROTOCOLS[protocol], port, inside)
 
     def _receive(self, device: int) -> None:
         now_ns = time.monotonic_ns()
@@ -145,10 +167,16 @@ class Router:
                 return
             if not self._is_between_hosts(packet):
                 continue
-            if self._out_of_reach and self._is_lost(packet):
+            pair = packet[self._pair]
+            if not self._middlebox.is_idle:
+                passed = self._middlebox.passed(packet, now_ns)
+                if passed is None:
+                    self._num_unroutable += 1
+                    continue
+                packet, pair = passed.packet, passed.source + passed.destination
+            if self._out_of_reach and self._is_lost(pair):
                 self._num_unroutable += 1
                 continue
-            pair = packet[self._pair]
             link = self._links.get(pair)
             if link is None:
                 self._num_unroutable += 1
@@ -161,8 +189,10 @@ class Router:
             self._version == 4 or packet[self._destination.start] != _MULTICAST
         )
 
-    def _is_lost(self, packet: bytes) -> bool:
-        return packet[self._source] in self._out_of_reach or packet[self._destination] in self._out_of_reach
+    def _is_lost(self, pair: bytes) -> bool:
+        """Whether the source or the destination is out of reach."""
+        half = len(pair) // 2
+        return pair[:half] in self._out_of_reach or pair[half:] in self._out_of_reach
 
     def _deliver(self) -> None:
         now_ns = time.monotonic_ns()
@@ -193,13 +223,20 @@ def _be_punctual() -> None:
 def main(arguments: list[str]) -> None:
     """Run as a process: `CONDITIONS ADDRESS=PID...`, one process id in the namespaces of each host.
 
-    The conditions of links are a JSON object, and the seed of what is random among them.
+    The conditions of links are a JSON object, with the seed of what is random and, as `networks`, the hosts
+    behind each translated address.
 
     The device that appears there is called `mesh` and is left down and without an address.
     """
     told, *hosts = arguments
     link = json.loads(told)
     random = Random(link.pop("seed"))  # noqa: S311 - no secret
+    networks = [
+        AddressTranslation(
+            ipaddress.ip_address(outside).packed, [ipaddress.ip_address(each).packed for each in inside]
+        )
+        for outside, inside in link.pop("networks").items()
+    ]
     devices: dict[Address, int] = {}
     for host in hosts:
         address, pid = host.split("=")
@@ -207,7 +244,7 @@ def main(arguments: list[str]) -> None:
         subprocess.run(["ip", "link", "set", "mesh", "netns", pid], check=True)
         devices[ipaddress.ip_address(address)] = descriptor
     _be_punctual()
-    router = Router(devices, LinkConditions(**link), random)
+    router = Router(devices, LinkConditions(**link), random, Middlebox(networks))
     os.write(sys.stdout.fileno(), json.dumps(asdict(router.traffic())).encode() + b"\n")
     router.run(sys.stdin.fileno(), sys.stdout.fileno())
 

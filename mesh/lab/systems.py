@@ -317,6 +317,7 @@ class MeshSystem:
         options: Further options of `mesh serve`.
         join_options: Further options of `mesh join`.
         api_key: API key, or None for an open API.
+        addresses: Addresses that the hosts advertise, by default those of the lab.
     """
 
     name = "mesh"
@@ -337,8 +338,10 @@ class MeshSystem:
         options: Sequence[str] = (),
         join_options: Sequence[str] = (),
         api_key: str | None = None,
+        addresses: Sequence[str] | None = None,
     ) -> None:
         self._lab = lab
+        self._addresses = addresses or [lab.address(host) for host in range(lab.num_hosts)]
         self._num_hosts = num_hosts or lab.num_hosts
         self._num_spares = num_spares
         self._model = model
@@ -385,7 +388,7 @@ class MeshSystem:
             waiting += ["--stages", str(self.num_stages)]
         else:
             waiting += ["--split", ",".join(map(str, self._split))]
-        where = ["--advertise", self._lab.address(0), "--token-file", str(self.token_path)]
+        where = ["--advertise", self._addresses[0], "--token-file", str(self.token_path)]
         return self._launch(
             0,
             ["serve", str(self._model), *where, *waiting, "--threads", self._threads, *self._options],
@@ -405,7 +408,7 @@ class MeshSystem:
 
     def join_argv(self, host: int) -> list[str]:
         """Arguments of `mesh` with which a host joins."""
-        return ["join", "--token-file", str(self.token_path), "--advertise", self._lab.address(host)]
+        return ["join", "--token-file", str(self.token_path), "--advertise", self._addresses[host]]
 
     def stop(self, *, hosts: Sequence[int] | None = None, timeout_s: float = 60.0) -> list[int]:
         """Ctrl-C, and wait until every `mesh` process has ended.

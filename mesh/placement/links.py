@@ -17,16 +17,19 @@ class LinkProbeOptions:
         hidden_bytes: Size of one row of hidden states on the wire.
         num_probes: Number of round trips of each size.
         bulk_bytes: Bytes sent to measure the bandwidth; 0 for no such measurement.
+        checks_ports: Whether to try ports of the other host's range as well.
     """
 
     hidden_bytes: int
     num_probes: int = 20
     bulk_bytes: int = 0
+    checks_ports: bool = False
 
     @property
     def patience_s(self) -> float:
         """Longest time for one link: round trips of a quarter of a second, 1 MB/s, time to connect."""
-        return 5 + 2 * self.num_probes * 0.25 + 2 * self.bulk_bytes / 1e6
+        ports_s = 5 if self.checks_ports else 0
+        return 5 + 2 * self.num_probes * 0.25 + 2 * self.bulk_bytes / 1e6 + ports_s
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Link:
         hidden_ms: Round trip times of one row of hidden states there and 64 bytes back.
         bytes_per_s: Bandwidth; None if it was not measured.
         failure: Reason why nothing was measured, or empty.
+        ports: The target's port range, such as `20000-20099`; empty if it has none, or was not checked.
+        closed_ports: Ports of that range that were tried and could not be reached.
     """
 
     source: str
@@ -48,6 +53,8 @@ class Link:
     hidden_ms: tuple[float, ...] = ()
     bytes_per_s: float | None = None
     failure: str = ""
+    ports: str = ""
+    closed_ports: tuple[int, ...] = ()
 
     @property
     def hop_ms(self) -> float | None:
@@ -71,6 +78,8 @@ class Link:
             "hop_ms": self.hop_ms,
             "bytes_per_s": self.bytes_per_s,
             "failure": self.failure or None,
+            "ports": self.ports or None,
+            "closed_ports": list(self.closed_ports),
         }
 
 

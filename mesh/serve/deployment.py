@@ -145,7 +145,7 @@ class ModelDeployment:
     async def _gather_hosts(self) -> None:
         wanted = self._options.num_hosts
         if wanted:
-            print_join_line(self._head.token)
+            print_join_line(self._head)
         topology = self._options.topology
         if topology is not None:
             await self._gather_named_hosts(topology)

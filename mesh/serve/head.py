@@ -19,6 +19,7 @@ from mesh.cluster.link_probe import EchoServer
 from mesh.cluster.link_survey import LinkSurvey
 from mesh.cluster.members import Member, Members
 from mesh.cluster.membership_server import MembershipServer, MembershipService, RayAccess
+from mesh.cluster.port_plan import own_ports, plan_ports
 from mesh.cluster.ray_driver import RayDriver
 from mesh.cluster.ray_node import MOST_STARTS, RayNode, RayNodeConfig, new_ray_token
 from mesh.util.files import write_private_file
@@ -143,7 +144,7 @@ async def open_head(
 
     Raises:
         ClusterError: If Ray does not start.
-        PortInUse: If the membership service cannot listen.
+        PortInUse: If the membership service cannot listen, or too few ports of this host's range are free.
     """
     certificate, token = _credentials(options, former)
     authority = Authority(certificate)
@@ -156,6 +157,7 @@ async def open_head(
             facts=facts,
             ray_node_name=node.record.name,
             is_ready=True,
+            port_range=options.port_range,
         )
         with _ray_driver(node, ray.address, interruption, are_kept=options.linger_s > 0) as driver:
             members = Members()
@@ -169,6 +171,7 @@ async def open_head(
                 versions=facts.versions,
                 authority=authority,
                 rate=RateLimit(options.weights.transfer_bytes_per_s),
+                port_range=options.port_range,
             )
             port = options.join_port if former is None else former.join_port
             async with (
@@ -200,7 +203,7 @@ async def _survey(
     secret = service.link_secret
     echo = EchoServer(secret, lambda: identity)
     try:
-        port = await echo.start(own.address)
+        port = await echo.start(own.address, own.port_range)
         yield LinkSurvey(replace(own, echo_port=port), members, service, secret, identity)
     finally:
         await echo.stop()
@@ -241,6 +244,7 @@ def _start(options: ServeOptions, identity: Identity) -> RayNode:
             # Ray takes 127.0.0.1 for another address of this machine, which no certificate of the mesh names;
             # and traffic that never leaves the machine need not be encrypted.
             identity=None if is_loopback(options.advertise) else identity,
+            ports=None if options.port_range is None else plan_ports(options.port_range),
         )
     )
 
@@ -295,7 +299,8 @@ async def _served(
     server = MembershipServer(service, certificate)
     try:
         # Ctrl-C may come when the server listens already.
-        address = join_address(options.advertise, await server.start(options.advertise, port))
+        port = await server.start(options.advertise, port, own_ports(options.port_range))
+        address = join_address(options.advertise, port)
         service.listens_at(address)
         log.info("membership_open", address=address, token_hours=options.token_hours)
         yield

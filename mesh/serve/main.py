@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from mesh.api.app import create_app
@@ -181,7 +182,7 @@ class _Mesh:
         return ((model.pipeline, model.state.incidents) for model in (self._first, *self.models))
 
     def _announce_token(self) -> None:
-        print_join_line(self._head.token)
+        print_join_line(self._head)
         self._head.write_token(self._head.token)
 
 
@@ -192,7 +193,7 @@ def _api_context(state: MeshState) -> ApiContext:
         return state.head if state.is_serving else None
 
     return ApiContext(
-        link_runs=LinkRuns(lambda num_probes, bulk_bytes: measured_links(state, num_probes, bulk_bytes)),
+        link_runs=LinkRuns(partial(measured_links, state)),
         host_admin=lambda: None if (head := served_head()) is None else head.host_draining,
         inspection=lambda: None if state.head is None else state.head.inspection,
         model_admin=lambda: None if (head := served_head()) is None else head.models,

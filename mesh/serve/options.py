@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mesh.api.load_request import LoadRequest
     from mesh.engine import SpeculationMode
     from mesh.placement.topology import Topology
+    from spanmesh_proto.addresses import PortRange
     from stages.slicing.model_facts import ModelFacts
     from stages.weights.piece_sources import HubFile
 
@@ -192,6 +193,7 @@ class ServeOptions:
         weights: Options of the transfer of weights.
         repacks: Whether weights may be repacked for faster kernels.
         num_groups: Fixed number of groups of decoding sessions, or None to find the best one.
+        port_range: Ports that this host may listen on, besides `port` and `join_port`; None for any free.
     """
 
     model: Path
@@ -227,6 +229,7 @@ class ServeOptions:
     weights: WeightsOptions = PLAIN_WEIGHTS
     repacks: bool = True
     num_groups: int | None = None
+    port_range: PortRange | None = None
 
 
 def demo_model() -> Path:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from mesh.cluster.port_plan import own_ports
 from mesh.cluster.ray_driver import exited_pid, result_of
 from mesh.coordinator.ring import StageAddress
 from spanmesh_proto.addresses import join_address
@@ -173,7 +174,10 @@ class StageHandle:
         if self._address is not None:
             return
         await self._certify()
-        port = await self._soon(self._process.start.remote(self.member.address))
+        where: list[Any] = [self.member.address]
+        if ports := own_ports(self.member.port_range):
+            where.append(ports)
+        port = await self._soon(self._process.start.remote(*where))
         self._address = join_address(self.member.address, port)
 
     async def rejoin(self, stage_index: int, credentials: RingCredentials, wire: HiddenType) -> None:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from mesh.serve.options import ServeOptions
     from mesh.serve.pipeline import Pipeline
     from spanmesh_proto import windows_pb2 as wire
+    from spanmesh_proto.addresses import PortRange
     from stages.slicing.model_facts import ModelFacts
     from stages.weights.assembly import Transfer
 
@@ -192,6 +193,7 @@ def _host_as_dict(member: Member, copies: list[str], transfer: Transfer, held_by
         "gpu_layers": format_gpu_layers(facts.gpu_layers),
         "llama_cpp": facts.versions.llama_cpp,
         "platform": facts.versions.platform,
+        "port_range": None if member.port_range is None else str(member.port_range),
     }
 
 
@@ -222,13 +224,16 @@ def _as_dict(stats: wire.StageStats) -> dict[str, Any]:
 log = structlog.get_logger()
 
 
-async def measured_links(state: MeshState, num_probes: int, bulk_bytes: int) -> dict[str, Any]:
+async def measured_links(
+    state: MeshState, num_probes: int, bulk_bytes: int, *, checks_ports: bool = False
+) -> dict[str, Any]:
     """Measure the links, and the effect of the stages' order; JSON-serialisable.
 
     Args:
         state: State of the first model.
         num_probes: Round trips of each size on each link.
         bulk_bytes: Sent over each link to find its bandwidth; 0 leaves that out.
+        checks_ports: Whether hosts also try ports of each other's ranges.
 
     Raises:
         ClusterError: If the head is not open yet.
@@ -236,7 +241,8 @@ async def measured_links(state: MeshState, num_probes: int, bulk_bytes: int) -> 
     if state.head is None:
         raise ClusterError("the mesh is still starting: try again in some seconds", retry_after_s=2)
     hidden_bytes = state.model.hidden_width * HIDDEN_VALUE_BYTES
-    links = await state.head.survey.measure(LinkProbeOptions(hidden_bytes, num_probes, bulk_bytes))
+    options = LinkProbeOptions(hidden_bytes, num_probes, bulk_bytes, checks_ports)
+    links = await state.head.survey.measure(options)
     stages = () if state.plan is None else state.plan.stages
     head, hosts = state.head.survey.head, [stage.host for stage in stages]
     found = await plan_in_thread(lambda _: round_times(hosts, head, links))
@@ -271,13 +277,32 @@ _QUESTION: Final = (
 )
 
 
-def print_join_line(token: str) -> None:
+def print_join_line(head: Head) -> None:
     """Print the command by which a host joins, and the ports that it needs."""
-    _say(
-        f"\nOn every other host:\n\n  mesh join {token}\n\n"
-        f"The first connection is TCP to {decode(token).addresses[0]}. Ray and the stages use free ports "
-        "of every host:\nallow all TCP between the hosts, and none from elsewhere.\n"
-    )
+    _say(join_line(head.token, head.own.port_range))
+
+
+def join_line(token: str, port_range: PortRange | None) -> str:
+    """The command by which a host joins, and the ports that it needs.
+
+    Args:
+        token: Join token.
+        port_range: Ports of the head; None for any free ones.
+    """
+    first = f"The first connection is TCP to {decode(token).addresses[0]}."
+    if port_range is None:
+        command = f"mesh join {token}"
+        ports = (
+            f"{first} Ray and the stages use free ports of every host:\n"
+            "allow all TCP between the hosts, and none from elsewhere."
+        )
+    else:
+        command = f"mesh join {token} --port-range {port_range}"
+        ports = (
+            f"{first} For the mesh this host listens on {port_range} only:\n"
+            "allow TCP to the range of each host from the others, and none from elsewhere."
+        )
+    return f"\nOn every other host:\n\n  {command}\n\n{ports}\n"
 
 
 def print_served(options: ServeOptions, state: MeshState, url: str, head: Head) -> None:
@@ -293,7 +318,7 @@ def print_served(options: ServeOptions, state: MeshState, url: str, head: Head) 
         f"    -d '{_QUESTION}'\n"
     )
     if options.num_hosts == 0:
-        print_join_line(head.token)
+        print_join_line(head)
     _say("Ctrl-C stops it.")
 
 

@@ -1,9 +1,10 @@
-"""Network addresses: parsing and formatting of `host:port`."""
+"""Network addresses and port ranges: parsing and formatting of `host:port` and `20000-20099`."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
+from dataclasses import dataclass
 from typing import Final
 
 from spanmesh_proto.errors import ClusterError
@@ -39,3 +40,60 @@ def _is_host(text: str) -> bool:
 def join_address(host: str, port: int) -> str:
     """Joins host and port as `host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+_RANGE: Final = re.compile("([0-9]{1,5})-([0-9]{1,5})")
+# Lower ones need privileges on most systems, and Ray refuses them.
+_LOWEST_PORT: Final = 1024
+_HIGHEST_PORT: Final = 65535
+
+
+@dataclass(frozen=True)
+class PortRange:
+    """TCP ports that a host may listen on.
+
+    Attributes:
+        first: First port.
+        last: Last port; it belongs to the range.
+
+    Raises:
+        ClusterError: If they are no range, or some of them cannot be listened on without privileges.
+    """
+
+    first: int
+    last: int
+
+    def __post_init__(self) -> None:
+        if not _LOWEST_PORT <= self.first <= self.last <= _HIGHEST_PORT:
+            raise ClusterError(
+                f"--port-range {self} is no range of ports from {_LOWEST_PORT} to {_HIGHEST_PORT}, the lower "
+                "one first: write it like 20000-20099",
+                param="--port-range",
+            )
+
+    def __str__(self) -> str:
+        """As it is written: `20000-20099`."""
+        return f"{self.first}-{self.last}"
+
+    def __len__(self) -> int:
+        """Number of ports."""
+        return self.last - self.first + 1
+
+    @property
+    def ports(self) -> range:
+        """All ports, in ascending order."""
+        return range(self.first, self.last + 1)
+
+
+def parse_port_range(text: str) -> PortRange:
+    """Parses `20000-20099`.
+
+    Raises:
+        ClusterError: If it is something else.
+    """
+    found = _RANGE.fullmatch(text.strip())
+    if found is None:
+        raise ClusterError(
+            f"{text!r} is not a range of ports: write it like 20000-20099", param="--port-range"
+        )
+    return PortRange(int(found[1]), int(found[2]))

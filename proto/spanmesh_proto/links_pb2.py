@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aspanmesh_proto/links.proto\x12\x0espanmesh.links\".\n\x05Probe\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\x12\x14\n\x0c\x61nswer_bytes\x18\x02 \x01(\r2B\n\x04\x45\x63ho\x12:\n\x06\x42ounce\x12\x15.spanmesh.links.Probe\x1a\x15.spanmesh.links.Probe(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aspanmesh_proto/links.proto\x12\x0espanmesh.links\".\n\x05Probe\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\x12\x14\n\x0c\x61nswer_bytes\x18\x02 \x01(\r\"\x0b\n\tPortCheck\"H\n\x0bOpenedPorts\x12\r\n\x05ports\x18\x01 \x03(\r\x12\r\n\x05nonce\x18\x02 \x01(\x0c\x12\r\n\x05\x66irst\x18\x03 \x01(\r\x12\x0c\n\x04last\x18\x04 \x01(\r2\x89\x01\n\x04\x45\x63ho\x12:\n\x06\x42ounce\x12\x15.spanmesh.links.Probe\x1a\x15.spanmesh.links.Probe(\x01\x30\x01\x12\x45\n\tOpenPorts\x12\x19.spanmesh.links.PortCheck\x1a\x1b.spanmesh.links.OpenedPorts0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,6 +33,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PROBE']._serialized_start=46
   _globals['_PROBE']._serialized_end=92
-  _globals['_ECHO']._serialized_start=94
-  _globals['_ECHO']._serialized_end=160
+  _globals['_PORTCHECK']._serialized_start=94
+  _globals['_PORTCHECK']._serialized_end=105
+  _globals['_OPENEDPORTS']._serialized_start=107
+  _globals['_OPENEDPORTS']._serialized_end=179
+  _globals['_ECHO']._serialized_start=182
+  _globals['_ECHO']._serialized_end=319
 # @@protoc_insertion_point(module_scope)

@@ -39,6 +39,11 @@ class EchoStub:
                 request_serializer=spanmesh__proto_dot_links__pb2.Probe.SerializeToString,
                 response_deserializer=spanmesh__proto_dot_links__pb2.Probe.FromString,
                 _registered_method=True)
+        self.OpenPorts = channel.unary_stream(
+                '/spanmesh.links.Echo/OpenPorts',
+                request_serializer=spanmesh__proto_dot_links__pb2.PortCheck.SerializeToString,
+                response_deserializer=spanmesh__proto_dot_links__pb2.OpenedPorts.FromString,
+                _registered_method=True)
 
 
 class EchoServicer:
@@ -51,6 +56,14 @@ class EchoServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenPorts(self, request, context):
+        """Listens on some ports of the host's range while the call lasts, and names them in the only answer. On each
+        connection to one of them the host sends `nonce`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EchoServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -58,6 +71,11 @@ def add_EchoServicer_to_server(servicer, server):
                     servicer.Bounce,
                     request_deserializer=spanmesh__proto_dot_links__pb2.Probe.FromString,
                     response_serializer=spanmesh__proto_dot_links__pb2.Probe.SerializeToString,
+            ),
+            'OpenPorts': grpc.unary_stream_rpc_method_handler(
+                    servicer.OpenPorts,
+                    request_deserializer=spanmesh__proto_dot_links__pb2.PortCheck.FromString,
+                    response_serializer=spanmesh__proto_dot_links__pb2.OpenedPorts.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +105,33 @@ class Echo:
             '/spanmesh.links.Echo/Bounce',
             spanmesh__proto_dot_links__pb2.Probe.SerializeToString,
             spanmesh__proto_dot_links__pb2.Probe.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenPorts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/spanmesh.links.Echo/OpenPorts',
+            spanmesh__proto_dot_links__pb2.PortCheck.SerializeToString,
+            spanmesh__proto_dot_links__pb2.OpenedPorts.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class HostReport(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "secret", "name", "address", "check_port", "check_nonce", "memory_bytes", "threads", "speed_gb_per_s", "platform", "llama_cpp_version", "ray_version", "python_version", "ray_node_name", "ray_is_running", "echo_port", "links", "certificate_request", "is_leaving", "gpus", "gpu_layers")
+    __slots__ = ("protocol_version", "software_version", "secret", "name", "address", "check_port", "check_nonce", "memory_bytes", "threads", "speed_gb_per_s", "platform", "llama_cpp_version", "ray_version", "python_version", "ray_node_name", "ray_is_running", "echo_port", "links", "certificate_request", "is_leaving", "gpus", "gpu_layers", "port_range", "check_ports")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,8 @@ class HostReport(_message.Message):
     IS_LEAVING_FIELD_NUMBER: _ClassVar[int]
     GPUS_FIELD_NUMBER: _ClassVar[int]
     GPU_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    PORT_RANGE_FIELD_NUMBER: _ClassVar[int]
+    CHECK_PORTS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     secret: str
@@ -52,7 +54,17 @@ class HostReport(_message.Message):
     is_leaving: bool
     gpus: _containers.RepeatedCompositeFieldContainer[Gpu]
     gpu_layers: int
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., secret: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., check_port: _Optional[int] = ..., check_nonce: _Optional[bytes] = ..., memory_bytes: _Optional[int] = ..., threads: _Optional[int] = ..., speed_gb_per_s: _Optional[float] = ..., platform: _Optional[str] = ..., llama_cpp_version: _Optional[str] = ..., ray_version: _Optional[str] = ..., python_version: _Optional[str] = ..., ray_node_name: _Optional[str] = ..., ray_is_running: _Optional[bool] = ..., echo_port: _Optional[int] = ..., links: _Optional[_Union[LinkReport, _Mapping]] = ..., certificate_request: _Optional[bytes] = ..., is_leaving: _Optional[bool] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., gpu_layers: _Optional[int] = ...) -> None: ...
+    port_range: PortRange
+    check_ports: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., secret: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., check_port: _Optional[int] = ..., check_nonce: _Optional[bytes] = ..., memory_bytes: _Optional[int] = ..., threads: _Optional[int] = ..., speed_gb_per_s: _Optional[float] = ..., platform: _Optional[str] = ..., llama_cpp_version: _Optional[str] = ..., ray_version: _Optional[str] = ..., python_version: _Optional[str] = ..., ray_node_name: _Optional[str] = ..., ray_is_running: _Optional[bool] = ..., echo_port: _Optional[int] = ..., links: _Optional[_Union[LinkReport, _Mapping]] = ..., certificate_request: _Optional[bytes] = ..., is_leaving: _Optional[bool] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., gpu_layers: _Optional[int] = ..., port_range: _Optional[_Union[PortRange, _Mapping]] = ..., check_ports: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PortRange(_message.Message):
+    __slots__ = ("first", "last")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    last: int
+    def __init__(self, first: _Optional[int] = ..., last: _Optional[int] = ...) -> None: ...
 
 class Gpu(_message.Message):
     __slots__ = ("name", "description", "free_bytes", "total_bytes", "speed_gb_per_s", "shares_host_memory")
@@ -79,21 +91,25 @@ class LinkReport(_message.Message):
     def __init__(self, id: _Optional[int] = ..., links: _Optional[_Iterable[_Union[MeasuredLink, _Mapping]]] = ...) -> None: ...
 
 class MeasuredLink(_message.Message):
-    __slots__ = ("target", "small_ms", "hidden_ms", "bytes_per_s", "failure")
+    __slots__ = ("target", "small_ms", "hidden_ms", "bytes_per_s", "failure", "port_range", "closed_ports")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     SMALL_MS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_MS_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    PORT_RANGE_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_PORTS_FIELD_NUMBER: _ClassVar[int]
     target: str
     small_ms: _containers.RepeatedScalarFieldContainer[float]
     hidden_ms: _containers.RepeatedScalarFieldContainer[float]
     bytes_per_s: float
     failure: str
-    def __init__(self, target: _Optional[str] = ..., small_ms: _Optional[_Iterable[float]] = ..., hidden_ms: _Optional[_Iterable[float]] = ..., bytes_per_s: _Optional[float] = ..., failure: _Optional[str] = ...) -> None: ...
+    port_range: PortRange
+    closed_ports: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, target: _Optional[str] = ..., small_ms: _Optional[_Iterable[float]] = ..., hidden_ms: _Optional[_Iterable[float]] = ..., bytes_per_s: _Optional[float] = ..., failure: _Optional[str] = ..., port_range: _Optional[_Union[PortRange, _Mapping]] = ..., closed_ports: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HeadReport(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "ray_address", "ray_token", "state", "is_closing", "measure", "certificate", "ray_certificate", "link_secret")
+    __slots__ = ("protocol_version", "software_version", "ray_address", "ray_token", "state", "is_closing", "measure", "certificate", "ray_certificate", "link_secret", "port_range")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     RAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +120,7 @@ class HeadReport(_message.Message):
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     RAY_CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     LINK_SECRET_FIELD_NUMBER: _ClassVar[int]
+    PORT_RANGE_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     ray_address: str
@@ -114,21 +131,24 @@ class HeadReport(_message.Message):
     certificate: bytes
     ray_certificate: bytes
     link_secret: str
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., ray_address: _Optional[str] = ..., ray_token: _Optional[str] = ..., state: _Optional[str] = ..., is_closing: _Optional[bool] = ..., measure: _Optional[_Union[LinkOrder, _Mapping]] = ..., certificate: _Optional[bytes] = ..., ray_certificate: _Optional[bytes] = ..., link_secret: _Optional[str] = ...) -> None: ...
+    port_range: PortRange
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., ray_address: _Optional[str] = ..., ray_token: _Optional[str] = ..., state: _Optional[str] = ..., is_closing: _Optional[bool] = ..., measure: _Optional[_Union[LinkOrder, _Mapping]] = ..., certificate: _Optional[bytes] = ..., ray_certificate: _Optional[bytes] = ..., link_secret: _Optional[str] = ..., port_range: _Optional[_Union[PortRange, _Mapping]] = ...) -> None: ...
 
 class LinkOrder(_message.Message):
-    __slots__ = ("id", "targets", "hidden_bytes", "num_probes", "bulk_bytes")
+    __slots__ = ("id", "targets", "hidden_bytes", "num_probes", "bulk_bytes", "checks_ports")
     ID_FIELD_NUMBER: _ClassVar[int]
     TARGETS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_PROBES_FIELD_NUMBER: _ClassVar[int]
     BULK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHECKS_PORTS_FIELD_NUMBER: _ClassVar[int]
     id: int
     targets: _containers.RepeatedCompositeFieldContainer[LinkTarget]
     hidden_bytes: int
     num_probes: int
     bulk_bytes: int
-    def __init__(self, id: _Optional[int] = ..., targets: _Optional[_Iterable[_Union[LinkTarget, _Mapping]]] = ..., hidden_bytes: _Optional[int] = ..., num_probes: _Optional[int] = ..., bulk_bytes: _Optional[int] = ...) -> None: ...
+    checks_ports: bool
+    def __init__(self, id: _Optional[int] = ..., targets: _Optional[_Iterable[_Union[LinkTarget, _Mapping]]] = ..., hidden_bytes: _Optional[int] = ..., num_probes: _Optional[int] = ..., bulk_bytes: _Optional[int] = ..., checks_ports: _Optional[bool] = ...) -> None: ...
 
 class LinkTarget(_message.Message):
     __slots__ = ("name", "address")

@@ -16,7 +16,6 @@ import grpc
 import structlog
 
 from spanmesh_proto import windows_pb2_grpc as rpc
-from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import ClusterError, MeshError, ModelDoesNotFit
 from stages.runtime.devices import layer_devices
 from stages.runtime.kv_types import KV_TYPES
@@ -24,7 +23,7 @@ from stages.runtime.process_memory import free_memory_bytes
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.serving.server import StageService
 from stages.serving.slot_contents import max_sent_bytes
-from stages.transport.channels import SERVER_OPTIONS, Identity, NewKey, add_port
+from stages.transport.channels import SERVER_OPTIONS, Identity, NewKey, add_port, listen_within
 from stages.transport.hidden_codec import HiddenType
 from stages.units import format_size
 from stages.weights.assembly import Transfer
@@ -32,7 +31,7 @@ from stages.weights.disk_cache import hold, read_storage_options, stage_store
 from stages.weights.fetch import FetchedStage, FetchSource, fetch_stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from stages.layers import LayerRange
     from stages.runtime.process_memory import StageMemory
@@ -201,8 +200,15 @@ class StageActor:
             raise ClusterError(f"stage {self._config.stage_index} got a certificate that it did not request")
         self._identity = self._key.identity(certificate_pem, authority_pem)
 
-    async def start(self, bind_address: str) -> int:
-        """Serve on a free port of `bind_address`, to peers of the same mesh only; returns the port.
+    async def start(self, bind_address: str, ports: Sequence[int] = ()) -> int:
+        """Serve to peers of the same mesh only.
+
+        Args:
+            bind_address: Address of this host to listen at.
+            ports: Ports of which the first free one is taken; empty for any free one.
+
+        Returns:
+            The port.
 
         Raises:
             ClusterError: If nothing can be bound there.
@@ -223,14 +229,16 @@ class StageActor:
         self._runtime = None  # the service's worker owns and frees it now
         self._server = grpc.aio.server(interceptors=[self._service.key_check], options=SERVER_OPTIONS)
         rpc.add_StageServicer_to_server(self._service, self._server)
+        server, on_connection = self._server, self._service.handshakes.connected
         try:
-            port = add_port(
-                self._server, join_address(bind_address, 0), self._shown, self._service.handshakes.connected
+            port = listen_within(
+                bind_address, ports, lambda address: add_port(server, address, self._shown, on_connection)
             )
         except RuntimeError as error:
+            wider = ", and is its --port-range wide enough" if ports else ""
             raise ClusterError(
                 f"stage {config.stage_index} cannot listen on {bind_address}: {error}; is --advertise an "
-                "address of that host?"
+                f"address of that host{wider}?"
             ) from None
         await self._server.start()
         self._last_call_s = time.monotonic()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import hmac
+import socket
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from google.protobuf.message import DecodeError
 
+from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import MeshError, ProtocolError, wire_of
 
 if TYPE_CHECKING:
@@ -169,6 +172,48 @@ def _configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration(
         [(identity.private_key_pem, identity.certificate_pem)], root_certificates=identity.authority_pem
     )
+
+
+def listen_within(host: str, ports: Sequence[int], listen: Callable[[str], int]) -> int:
+    """Listen on the first free port of some.
+
+    Args:
+        host: Address to bind.
+        ports: Ports, the preferred ones first; empty for any free one.
+        listen: Binds `host:port` and returns the port; raises RuntimeError if it cannot, like gRPC's servers.
+
+    Returns:
+        The port.
+
+    Raises:
+        RuntimeError: If all of them are taken, or nothing can be bound at `host`.
+    """
+    if not ports:
+        return listen(join_address(host, 0))
+    for port in ports:
+        # Asked first, since gRPC writes a line to standard error for each port that it cannot bind.
+        if _is_taken(host, port):
+            continue
+        try:
+            return listen(join_address(host, port))
+        except RuntimeError:
+            # Another process may have been quicker.
+            if not _is_taken(host, port):
+                raise
+    raise RuntimeError(f"other processes listen on all of the {len(ports)} ports {ports[0]} to {ports[-1]}")
+
+
+def _is_taken(host: str, port: int) -> bool:
+    """Whether another process listens on a port; False if it cannot be bound for another reason."""
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # As servers do; without it a port counts as taken for a minute after its last use.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False
 
 
 def key_metadata(mesh_key: str) -> tuple[tuple[str, str], ...]:

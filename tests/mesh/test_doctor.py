@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
+import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mesh import doctor
 from mesh.cluster.certificates import make_certificate
 from mesh.cluster.join_token import JoinToken, encode
+from mesh.cluster.port_plan import own_part
 from mesh.doctor import (
     Outcome,
     agreement_checks,
@@ -18,9 +22,11 @@ from mesh.doctor import (
     this_host_checks,
     token_checks,
 )
+from spanmesh_proto.addresses import PortRange
 from stages.host.host_report import report_host
 from stages.layers import LayerRange
 from stages.weights.virtual_stages import StageCache
+from tests.support.port_ranges import free_range
 from tests.support.tiny_models import TinyModel
 
 if TYPE_CHECKING:
@@ -143,6 +149,38 @@ def test_a_broken_link_a_silent_host_and_a_lost_stage_fail() -> None:
     assert "firewall" in link.fix
 
 
+def test_a_range_is_tried_from_every_other_host() -> None:
+    ports = {"ports": "20000-20099", "closed_ports": [20_000, 20_043]}
+    tried = LINKS | {"links": [LINK | ports, LINK | {"from": "c"} | ports | {"closed_ports": []}]}
+    checks = list(mesh_checks(STATUS, tried, [found("a"), found("b")]))
+    assert bad(checks) == {("a to b", "ports"): Outcome.FAIL}
+    closed, is_open = (check for check in checks if check.what == "ports")
+    assert closed.detail == "TCP to 20000, 20043 of --port-range 20000-20099 does not arrive"
+    assert "let TCP to 20000-20099 from a through the firewall of b" in closed.fix
+    assert is_open.where == "c to b"
+
+
+def test_a_range_is_checked_where_it_is_to_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outgoing = tmp_path / "outgoing"
+    outgoing.write_text("32768\t60999\n")
+    monkeypatch.setattr(doctor, "_OUTGOING_PORTS", outgoing)
+    port_range = free_range()
+    (is_free,) = doctor._range("me", port_range, is_in_use=False)
+    assert is_free.outcome is Outcome.OK
+    with contextlib.ExitStack() as stack:
+        for port in own_part(port_range):
+            stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        (taken,) = doctor._range("me", port_range, is_in_use=False)
+        assert taken.outcome is Outcome.FAIL
+        assert f"other processes listen on {own_part(port_range)[0]}-{port_range.last}" in taken.detail
+        # They may be the mesh that is looked at.
+        assert list(doctor._range("me", port_range, is_in_use=True)) == []
+    (lent,) = doctor._range("me", PortRange(60_990, 61_089), is_in_use=True)
+    assert (lent.outcome, lent.fix) == (Outcome.WARN, "give a --port-range below 32768")
+    outgoing.unlink()
+    assert list(doctor._range("me", PortRange(60_990, 61_089), is_in_use=True)) == []
+
+
 def test_what_is_not_written_for_a_next_head_fails() -> None:
     checks = list(mesh_checks(STATUS | {"state_not_written": "No space left on device"}, LINKS, [found("a")]))
     assert bad(checks) == {("mesh", "takeover"): Outcome.FAIL}
@@ -174,8 +212,6 @@ def test_a_host_looks_at_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_this_host_names_a_port_that_is_taken_and_an_address_that_is_not_its_own(
     smollm2_path: Path, tmp_path: Path
 ) -> None:
-    import socket  # noqa: PLC0415
-
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         checks = {

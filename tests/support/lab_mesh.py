@@ -88,9 +88,9 @@ class Running:
         assert done.returncode == 0, done.stderr
 
     @contextmanager
-    def streams(self, wanted: list[dict[str, Any]]) -> Iterator[None]:
+    def streams(self, wanted: list[dict[str, Any]], *, max_tokens: int = 160) -> Iterator[None]:
         """While in the block four questions are answered; afterwards the answers must be those wanted."""
-        client = self.ask()
+        client = self.ask(max_tokens=max_tokens)
         self.until(lambda status: status["sessions"]["running"] == 4, "the client does not ask")
         # Some of the way, so that there is something to replay.
         time.sleep(0.5)
@@ -130,11 +130,26 @@ class Running:
 
 @contextmanager
 def running_mesh(
-    lab: Lab, model: Path, logs: Path, *, num_hosts: int, options: Sequence[str]
+    lab: Lab,
+    model: Path,
+    logs: Path,
+    *,
+    num_hosts: int,
+    options: Sequence[str],
+    join_options: Sequence[str] = (),
+    addresses: Sequence[str] | None = None,
 ) -> Iterator[Running]:
     """A mesh of the first hosts of a lab, with what it wrote printed if the block fails."""
     state = logs / "state.json"
-    system = MeshSystem(lab, model, logs, num_hosts=num_hosts, options=[*options, "--state", str(state)])
+    system = MeshSystem(
+        lab,
+        model,
+        logs,
+        num_hosts=num_hosts,
+        options=[*options, "--state", str(state)],
+        join_options=join_options,
+        addresses=addresses,
+    )
     try:
         system.start(timeout_s=PATIENCE_S)
         yield Running(lab, system, num_hosts, state)

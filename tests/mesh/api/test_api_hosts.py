@@ -2,13 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from mesh.api import auth
-from mesh.api.backend import LinkRuns
+from mesh.api.backend import LinkMeasurement, LinkRuns
 from mesh.cli.main import run
 from mesh.placement.links import Link
 from mesh.placement.wire_types import WireChoice
@@ -29,12 +29,13 @@ SLOW = WireChoice("head", "attic", 18.43, 4.5, HiddenType.Q8)
 QUICK = WireChoice("attic", "b", 0.2, 4.5, HiddenType.F32)
 
 
-def measuring(*links: Link) -> Callable[[int, int], Awaitable[Mapping[str, Any]]]:
-    async def measure(num_probes: int, bulk_bytes: int) -> Mapping[str, Any]:
+def measuring(*links: Link) -> LinkMeasurement:
+    async def measure(num_probes: int, bulk_bytes: int, *, checks_ports: bool = False) -> Mapping[str, Any]:
         return {
             "head": "head",
             "hidden_bytes": 2304,
             "asked": [num_probes, bulk_bytes],
+            "asked_for_ports": checks_ports,
             "links": [link.as_dict() for link in links],
             "round": ROUND,
             "wires": [SLOW.as_dict(), QUICK.as_dict()],
@@ -56,13 +57,15 @@ async def test_the_status_has_what_the_stages_count_themselves(tokenizer: Tokeni
 async def test_links_are_measured_as_asked_for(tokenizer: Tokenizer) -> None:
     async with running_api(ScriptedEngine([]), tokenizer, link_runs=LinkRuns(measuring(NEAR))) as api:
         found = (await api.http.post("/mesh/links?probes=7&bulk_bytes=5")).json()
-        assert found["asked"] == [7, 5]
+        assert (found["asked"], found["asked_for_ports"]) == ([7, 5], False)
+        assert (await api.http.post("/mesh/links?ports=1")).json()["asked_for_ports"] is True
         for query in (
             "probes=0",
             "probes=x",
             "probes=1001",
             "bulk_bytes=-1",
             f"bulk_bytes={2**40}",
+            "ports=2",
             "probes=" + "9" * 5000,
         ):
             refused = await api.http.post(f"/mesh/links?{query}")
@@ -76,6 +79,7 @@ async def test_links_are_measured_as_asked_for(tokenizer: Tokenizer) -> None:
     ("query", "says"),
     [
         ("bulk_bytes=1", "bandwidths are measured (bulk_bytes) from the head's own machine only"),
+        ("ports=1", "ports are tried (ports) from the head's own machine only"),
         ("probes=51", "more than 50 probes are sent from the head's own machine only"),
     ],
 )
@@ -97,7 +101,9 @@ class Slow:
         self.outcomes: list[str] = []
         self.begun, self.gate = asyncio.Event(), asyncio.Event()
 
-    async def __call__(self, num_probes: int, bulk_bytes: int) -> Mapping[str, Any]:
+    async def __call__(
+        self, num_probes: int, bulk_bytes: int, *, checks_ports: bool = False
+    ) -> Mapping[str, Any]:
         self.begun.set()
         try:
             await self.gate.wait()

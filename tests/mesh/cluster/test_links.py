@@ -13,11 +13,21 @@ import pytest
 
 from mesh.api.admin import MAX_PROBES
 from mesh.cluster import link_probe
-from mesh.cluster.addresses import free_port
+from mesh.cluster.addresses import free_port, is_free_everywhere
 from mesh.cluster.certificates import Authority, make_certificate
-from mesh.cluster.link_probe import MAX_ANSWER_BYTES, EchoServer, echo_key, measure_link
+from mesh.cluster.link_probe import (
+    MAX_ANSWER_BYTES,
+    EchoServer,
+    carry_out,
+    echo_key,
+    links_of,
+    measure_link,
+    order_of,
+)
 from mesh.cluster.link_survey import LinkSurvey
 from mesh.cluster.membership_client import Membership, find_head
+from mesh.cluster.port_plan import own_part
+from mesh.cluster.reachability import CheckListener
 from mesh.placement.links import Link, LinkProbeOptions, Links
 from mesh.placement.stage_order import round_times
 from spanmesh_proto import links_pb2 as wire
@@ -26,10 +36,13 @@ from spanmesh_proto import membership_pb2 as membership
 from stages.transport.channels import key_metadata, open_channel
 from stages.weights.fetch import MAX_REQUEST_BYTES
 from tests.mesh.cluster.test_membership import HOST, head, until
+from tests.support.port_ranges import free_range
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
+
+    from spanmesh_proto.addresses import PortRange
 
 PROBE_OPTIONS = LinkProbeOptions(hidden_bytes=2304, num_probes=5)
 
@@ -44,11 +57,15 @@ A = AUTHORITY.own_identity(["a"], "127.0.0.1")
 
 @asynccontextmanager
 async def echo(
-    secret: str = "secret", host: str = "b", authority: Authority = AUTHORITY
+    secret: str = "secret",
+    host: str = "b",
+    authority: Authority = AUTHORITY,
+    *,
+    port_range: PortRange | None = None,
 ) -> AsyncIterator[str]:
     identity = authority.own_identity([host], "127.0.0.1")
     server = EchoServer(secret, lambda: identity)
-    port = await server.start("127.0.0.1")
+    port = await server.start("127.0.0.1", port_range)
     try:
         yield f"127.0.0.1:{port}"
     finally:
@@ -67,6 +84,53 @@ async def test_round_trips_and_bandwidth_of_a_real_link() -> None:
     # A loopback that moves less than a megabyte a second is none.
     assert link.bytes_per_s > 1e6
     assert link.as_dict()["rtt_ms"]["p50"] == sorted(link.small_ms)[2]
+
+
+async def test_ports_of_a_range_are_tried_by_several_hosts_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    port_range = free_range()
+    options = dataclasses.replace(PROBE_OPTIONS, checks_ports=True)
+    order = order_of(1, {}, options)
+
+    async def measured(address: str) -> Link:
+        order_for = type(order).FromString(order.SerializeToString())
+        order_for.targets.add(name="b", address=address)
+        (link,) = links_of("a", await carry_out(order_for, "a", "secret", A))
+        assert link.failure == ""
+        return link
+
+    async with echo(port_range=port_range) as address:
+        assert int(address.rpartition(":")[2]) in own_part(port_range)
+        links = await asyncio.gather(*(measured(address) for _ in range(3)))
+        assert {(link.ports, link.closed_ports) for link in links} == {(str(port_range), ())}
+        assert links[0].as_dict()["ports"] == str(port_range)
+        # Afterwards nobody listens there.
+        deadline_s = asyncio.get_running_loop().time() + 5
+        while not is_free_everywhere(port_range.first):
+            assert asyncio.get_running_loop().time() < deadline_s
+            await asyncio.sleep(0.02)
+
+        opened = CheckListener.open
+
+        async def open_some(self: CheckListener, host: str, found: PortRange | None) -> tuple[int, ...]:
+            ports = await opened(self, host, found)
+            self._servers[0].close()
+            return ports
+
+        monkeypatch.setattr(CheckListener, "open", open_some)
+        link = await measured(address)
+        assert (link.ports, link.closed_ports) == (str(port_range), (port_range.first,))
+    async with echo() as address:
+        link = await measured(address)
+        assert (link.ports, link.closed_ports, link.as_dict()["ports"]) == ("", (), None)
+
+
+async def test_whoever_does_not_know_the_secret_has_no_port_opened() -> None:
+    async with echo(port_range=free_range()) as address, open_channel(address, "b", A) as channel:
+        call = rpc.EchoStub(channel).OpenPorts(wire.PortCheck(), metadata=key_metadata(echo_key("guess")))
+        with pytest.raises(grpc.aio.AioRpcError, match="mesh key"):
+            await call.read()
 
 
 async def test_whoever_does_not_know_the_secret_gets_no_answer() -> None:

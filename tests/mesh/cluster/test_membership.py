@@ -23,21 +23,30 @@ from mesh.cluster.link_probe import measure_link
 from mesh.cluster.members import Member, Members
 from mesh.cluster.membership_client import HeadEndpoint, Membership, find_head
 from mesh.cluster.membership_server import MembershipServer, MembershipService, RayAccess
+from mesh.cluster.port_plan import own_part
 from mesh.cluster.reachability import CheckListener
 from mesh.placement.links import LinkProbeOptions
 from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto import membership_pb2_grpc as rpc
-from spanmesh_proto.errors import HostUnreachable, InvalidJoinToken, JoinError, ProtocolVersionMismatch
+from spanmesh_proto.errors import (
+    HostUnreachable,
+    InvalidJoinToken,
+    JoinError,
+    PortInUse,
+    ProtocolVersionMismatch,
+)
 from stages.layers import LayerRange
 from stages.weights.fetch import MAX_REQUEST_BYTES, MOST_RANGES, FetchSource, pinned_channel
 from stages.weights.virtual_stages import StageCache
+from tests.support.port_ranges import free_range
 from tests.support.tiny_models import TinyModel
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from spanmesh_proto.addresses import PortRange
     from stages.weights.fetch import RateLimit
     from stages.weights.recipe import Recipe
 
@@ -67,6 +76,9 @@ async def head(
     expires_at_s: int = FAR_FUTURE_S,
     lifetime: dt.timedelta = LIFETIME,
     rate: RateLimit | None = None,
+    *,
+    ray: RayAccess = RAY,
+    port_range: PortRange | None = None,
 ) -> AsyncIterator[HeadSide]:
     certificate = make_certificate(dt.datetime.now(dt.UTC))
     port = free_port("127.0.0.1")
@@ -76,12 +88,13 @@ async def head(
     authority = Authority(certificate, lifetime=lifetime)
     service = MembershipService(
         token=token,
-        ray=RAY,
+        ray=ray,
         members=members,
         cache=cache,
         versions=VERSIONS,
         authority=authority,
         rate=rate,
+        port_range=port_range,
     )
     server = MembershipServer(service, certificate)
     await server.start("127.0.0.1", port)
@@ -349,8 +362,8 @@ async def test_a_host_that_cannot_be_reached_back_hears_which_address_was_tried(
 ) -> None:
     nobody = free_port("127.0.0.1")
 
-    async def listen_elsewhere(_self: object, _address: str) -> int:
-        return nobody
+    async def listen_elsewhere(_self: object, _address: str, _range: object) -> tuple[int, ...]:
+        return (nobody,)
 
     monkeypatch.setattr(CheckListener, "open", listen_elsewhere)
     async with head(tmp_path) as side:
@@ -363,8 +376,8 @@ async def test_another_machine_at_the_advertised_address_does_not_pass(
 ) -> None:
     async with head(tmp_path) as side, stranger(b"", hangs_up=True) as port:
 
-        async def listen_elsewhere(_self: object, _address: str) -> int:
-            return port
+        async def listen_elsewhere(_self: object, _address: str, _range: object) -> tuple[int, ...]:
+            return (port,)
 
         monkeypatch.setattr(CheckListener, "open", listen_elsewhere)
         with pytest.raises(HostUnreachable, match="another machine answers"):
@@ -375,6 +388,94 @@ async def test_an_address_of_no_interface_is_refused_at_once(tmp_path: Path) -> 
     async with head(tmp_path) as side:
         with pytest.raises(JoinError, match=r"cannot listen on 203\.0\.113\.9"):
             await join(side.token, dataclasses.replace(HOST, address="203.0.113.9"))
+
+
+def hang_up(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.transport.abort()
+
+
+async def test_a_host_listens_in_its_range_and_the_head_knows_it(tmp_path: Path) -> None:
+    port_range = free_range()
+    host = dataclasses.replace(HOST, port_range=port_range)
+    async with head(tmp_path) as side, Membership(await find_head(side.token), "secret", host) as membership:
+        assert await membership.join() == RAY
+        await membership.report_ready()
+        await until(side.members, 1)
+        (member,) = side.members
+        assert member.port_range == port_range
+        assert member.echo_port in own_part(port_range)
+
+
+@pytest.mark.parametrize("num_closed", [1, 8])
+async def test_a_host_whose_ports_do_not_all_get_through_hears_which_and_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_closed: int
+) -> None:
+    port_range = free_range()
+    opened = CheckListener.open
+
+    async def open_some(self: CheckListener, address: str, found: PortRange | None) -> tuple[int, ...]:
+        ports = await opened(self, address, found)
+        for server in self._servers[-num_closed:]:
+            server.close()
+        return ports
+
+    monkeypatch.setattr(CheckListener, "open", open_some)
+    async with head(tmp_path) as side:
+        with pytest.raises(HostUnreachable) as refused:
+            await join(side.token, dataclasses.replace(HOST, port_range=port_range))
+        assert len(side.members) == 0
+    said = refused.value.message
+    first_closed = port_range.last if num_closed == 1 else port_range.first
+    assert f"the head cannot reach this host back at 127.0.0.1:{first_closed}: " in said
+    assert f"let all TCP to {port_range} through the firewall of 127.0.0.1" in said
+    assert "--advertise" in said
+    if num_closed == 1:
+        assert f"of --port-range {port_range} it reached {port_range.first}, " in said
+        assert f" and not {port_range.last}: let" in said
+    else:
+        assert f"of --port-range {port_range} it tried {port_range.first}, " in said
+
+
+async def test_a_range_in_which_others_listen_is_refused_at_once(tmp_path: Path) -> None:
+    port_range = free_range()
+    host = dataclasses.replace(HOST, port_range=port_range)
+    listeners = [await asyncio.start_server(hang_up, "127.0.0.1", port) for port in port_range.ports]
+    try:
+        async with head(tmp_path) as side:
+            with pytest.raises(JoinError, match=f"listen on the ports of --port-range {port_range}"):
+                await join(side.token, host)
+            # Some of them may be taken.
+            for listener in listeners[:-3]:
+                listener.close()
+            await asyncio.sleep(0)
+            assert await join(side.token, host) == RAY
+    finally:
+        for listener in listeners:
+            listener.close()
+
+
+async def test_a_host_that_cannot_reach_ray_of_the_head_hears_which_ports_to_open(tmp_path: Path) -> None:
+    port_range = free_range()
+    ray = RayAccess(f"127.0.0.1:{port_range.first}", "ray-token")
+    async with head(tmp_path, ray=ray, port_range=port_range) as side:
+        with pytest.raises(HostUnreachable) as refused:
+            await join(side.token)
+        assert f"cannot reach Ray of the head at {ray.address}: " in refused.value.message
+        assert f"let TCP to {port_range}, which are the head's --port-range" in refused.value.message
+        listener = await asyncio.start_server(hang_up, "127.0.0.1", port_range.first)
+        assert await join(side.token) == ray
+        listener.close()
+
+
+async def test_a_head_takes_the_first_free_port_of_its_range(tmp_path: Path) -> None:
+    ports = own_part(free_range())
+    async with head(tmp_path) as side:
+        servers = [MembershipServer(side.service, side.certificate) for _ in range(2)]
+        assert [await server.start("127.0.0.1", 0, ports) for server in servers] == [*ports[:2]]
+        with pytest.raises(PortInUse, match=f"127.0.0.1:{ports[0]}; choose another"):
+            await MembershipServer(side.service, side.certificate).start("127.0.0.1", ports[0], ports)
+        for server in servers:
+            await server.kill()
 
 
 @pytest.mark.quiet

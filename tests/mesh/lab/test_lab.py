@@ -60,6 +60,66 @@ print(digest.hexdigest())
 """
 
 
+# Tells each client its address and port.
+GREETER = """
+import socket, sys, threading
+def greet(server):
+    while True:
+        link, (address, port, *_) = server.accept()
+        with link:
+            link.sendall(f"{address} {port}".encode())
+address, *ports = sys.argv[1:]
+family = socket.AF_INET6 if ":" in address else socket.AF_INET
+servers = [socket.create_server((address, int(port)), family=family) for port in ports]
+print("listening", flush=True)
+for server in servers[1:]:
+    threading.Thread(target=greet, args=[server], daemon=True).start()
+greet(servers[0])
+"""
+
+# What becomes of a connection to each place, in order.
+CALLER = """
+import socket, sys
+for place in sys.argv[1:]:
+    address, _, port = place.rpartition(":")
+    try:
+        with socket.create_connection((address, int(port)), 0.7) as link:
+            print("open", link.recv(100).decode(), link.getsockname()[1])
+    except TimeoutError:
+        print("silent")
+    except OSError as error:
+        print(type(error).__name__)
+"""
+
+
+@contextlib.contextmanager
+def greeter(lab: Lab, host: int, *ports: int) -> Iterator[None]:
+    """In the block a host greets clients at some ports."""
+    argv = [sys.executable, "-S", "-c", GREETER, lab.address(host), *map(str, ports)]
+    process = lab.run(host, argv, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"listening\n"
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def called(lab: Lab, host: int, *places: tuple[str, int]) -> list[str]:
+    """What becomes of connections from a host, one after the other."""
+    told = [f"{address}:{port}" for address, port in places]
+    done = lab.exec(host, [sys.executable, "-S", "-c", CALLER, *told])
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def outcomes(lab: Lab, source: int, destination: int, *ports: int) -> list[str]:
+    """The same, without what was said."""
+    found = called(lab, source, *((lab.address(destination), port) for port in ports))
+    return [line.split()[0] for line in found]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _lab_is_possible() -> None:
     require_lab()
@@ -258,6 +318,48 @@ def test_a_host_out_of_reach_by_ipv6_comes_back(lab_over_ipv6: Lab, *, is_by_its
     (lab.reconnect if is_by_its_wire else lab.deliver_packets)(2)
     # Its address went with its wire, and is there again.
     assert least_round_trip_ms(lab, 2, 1, 4.0) < 4.0
+
+
+@pytest.mark.parametrize("version", ["lab", "lab_over_ipv6"])
+def test_a_filter_lets_others_reach_some_ports_and_the_host_reach_all(
+    version: str, request: pytest.FixtureRequest
+) -> None:
+    lab: Lab = request.getfixturevalue(version)
+    lab.set_delay_ms(1.0)
+    with greeter(lab, 0, 20_000, 30_000), greeter(lab, 1, 30_000):
+        assert outcomes(lab, 1, 0, 20_000, 30_000) == ["open", "open"]
+        before = lab.traffic().num_dropped
+        try:
+            lab.filter_ports(0, [(20_000, 20_099)])
+            assert outcomes(lab, 1, 0, 20_000, 30_000) == ["open", "silent"]
+            assert lab.traffic().num_dropped > before
+            lab.filter_ports(0, [(20_000, 20_099)], rejects=True)
+            assert outcomes(lab, 1, 0, 20_000, 30_000) == ["open", "ConnectionRefusedError"]
+            assert outcomes(lab, 0, 1, 30_000) == ["open"]
+        finally:
+            lab.filter_ports(0, None)
+        assert outcomes(lab, 1, 0, 30_000) == ["open"]
+
+
+def test_hosts_behind_a_translation_come_out_and_are_let_in_by_forwarded_ports(tmp_path: Path) -> None:
+    with Lab(3, 1.0, shared=[tmp_path], networks=[[1], [2]]) as lab:
+        assert (lab.address(1), lab.outside_address(0)) == ("192.168.1.2", "10.77.0.201")
+        with greeter(lab, 0, 20_000), greeter(lab, 1, 8080):
+            (seen,) = called(lab, 1, (lab.address(0), 20_000))
+            # As most do it keeps the port.
+            _, address, port, own_port = seen.split()
+            assert (address, port) == (lab.outside_address(0), own_port)
+            outside = (lab.outside_address(0), 80)
+            assert called(lab, 0, (lab.address(1), 8080), outside) == ["OSError", "silent"]
+            lab.forward(1, 80, host_port=8080)
+            assert called(lab, 0, outside)[0].startswith(f"open {lab.address(0)} ")
+            assert called(lab, 2, outside)[0].startswith(f"open {lab.outside_address(1)} ")
+        receiver = lab.run(0, [sys.executable, "-c", RECEIVER], stdout=subprocess.PIPE)
+        assert receiver.stdout is not None
+        assert receiver.stdout.readline() == b"listening\n"
+        sender = lab.exec(2, [sys.executable, "-c", SENDER, lab.address(0), "10000000"])
+        assert sender.returncode == 0, sender.stderr
+        assert receiver.communicate(timeout=120)[0].decode() == sender.stdout
 
 
 def test_an_exception_inside_the_context_leaves_nothing_behind() -> None:

@@ -71,7 +71,7 @@ def test_the_commands_refuse_layers_for_a_gpu_that_is_not_there(
 def test_a_host_s_gpus_and_the_user_s_word_reach_the_head(wanted: int | None) -> None:
     facts = HostFacts(2**30, 4, 20.0, read_versions(), (GPU,), wanted)
     member = Member("studio", "10.0.0.2", facts, "studio.1")
-    report = report_of(member, secret="s", check_port=1, check_nonce=b"n", certificate_request=b"")
+    report = report_of(member, secret="s", check_ports=(1,), check_nonce=b"n", certificate_request=b"")
     assert member_of(type(report).FromString(report.SerializeToString())) == member
 
 

@@ -2,7 +2,11 @@
 
 import pytest
 
-from mesh.serve.status import reachable
+from mesh.cluster.join_token import JoinToken, encode
+from mesh.serve.status import join_line, reachable
+from spanmesh_proto.addresses import PortRange
+
+TOKEN = encode(JoinToken(("10.0.0.7:20056",), "secret", bytes(32), 2**39))
 
 
 @pytest.mark.parametrize(
@@ -17,3 +21,12 @@ from mesh.serve.status import reachable
 )
 def test_a_url_leads_to_the_server(listens_at: str, address: str, leads_to: str) -> None:
     assert reachable(listens_at, address) == leads_to
+
+
+def test_who_is_to_join_learns_the_command_and_the_ports() -> None:
+    ranged = join_line(TOKEN, PortRange(20_000, 20_099))
+    assert f"\n  mesh join {TOKEN} --port-range 20000-20099\n" in ranged
+    assert "TCP to 10.0.0.7:20056. For the mesh this host listens on 20000-20099 only" in ranged
+    anywhere = join_line(TOKEN, None)
+    assert f"\n  mesh join {TOKEN}\n" in anywhere
+    assert "TCP to 10.0.0.7:20056. Ray and the stages use free ports of every host:" in anywhere
