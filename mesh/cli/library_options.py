@@ -69,9 +69,7 @@ def library_from(
     from mesh.serve.options import LibraryOptions  # noqa: PLC0415 - keeps --help quick
 
     if idle_unload_min is not None and not folders:
-        raise click.UsageError(
-            "--idle-unload is for models that requests load: name their folder by --library"
-        )
+        raise click.UsageError("--idle-unload is for models that requests load: name a folder by --library")
     return LibraryOptions(
         folders=tuple(folder.resolve() for folder in folders),
         idle_unload_s=None if idle_unload_min is None else idle_unload_min * 60,

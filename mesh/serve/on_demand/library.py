@@ -100,8 +100,8 @@ class Library:
         for path in files_of(self._folders):
             try:
                 stamps = stamps_of(part_paths(path))
-            except OSError as error:
-                log.info("library_file_left_out", path=str(path), reason=error.strerror)
+            except ModelError as error:
+                log.info("library_file_left_out", path=str(path), reason=error.message)
                 continue
             before = self._known.get(path)
             entry = before[1] if before is not None and before[0] == stamps else _read(path)

@@ -275,7 +275,7 @@ class OnDemandLoader:
             return
         try:
             shortage = await self._room.shortage(load_request_of(entry, self._options), question.gone)
-        except (MeshError, OSError) as error:
+        except MeshError as error:
             self._fail(name, _for_clients(error, entry))
             return
         # Otherwise hosts or stages changed meanwhile, and it is asked again.
@@ -460,10 +460,9 @@ def _lost(name: str) -> MeshError:
     return ModelError(f"the file of the model `{name}` is no longer in the library")
 
 
-def _for_clients(error: MeshError | OSError, entry: LibraryEntry) -> MeshError:
+def _for_clients(error: MeshError, entry: LibraryEntry) -> MeshError:
     """The error without folders of the head's host; a shortage of memory is one for now."""
-    message = error.message if isinstance(error, MeshError) else f"{entry.path} cannot be read"
-    message = message.replace(f"{entry.path.parent}/", "")
+    message = error.message.replace(f"{entry.path.parent}/", "")
     if isinstance(error, ModelError) and not isinstance(error, ModelDoesNotFit):
         return type(error)(message)
     return ClusterError(message, retry_after_s=_RETRY_S)
