@@ -101,8 +101,12 @@ class ModelLease(Protocol):
 class OnDemandModels(Protocol):
     """What loads models for requests; see `mesh.serve.on_demand.loader.OnDemandLoader`."""
 
-    async def models(self) -> Sequence[LibraryModel]:
-        """All models of the library, by name."""
+    async def models(self, *, is_glance: bool = False) -> Sequence[LibraryModel]:
+        """All models of the library, by name.
+
+        Args:
+            is_glance: Whether files may be missing that are new: for those who look every second.
+        """
 
     async def find(self, name: str) -> LibraryModel | None:
         """The model of the library that has this name."""

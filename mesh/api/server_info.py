@@ -31,7 +31,7 @@ from spanmesh_proto.errors import NotSupported
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from mesh.api.backend import Backend, LibraryModel
+    from mesh.api.backend import Backend, LibraryModel, OnDemandModels
 
 
 router = APIRouter()
@@ -145,7 +145,21 @@ async def mesh_status(request: Request) -> Response:
     found = [(backend.model_id, await whole_status(backend)) for backend in backends_of(request)]
     rights = {"load": may_load(request) or is_own_machine(request), "unload": is_own_machine(request)}
     models = [_of_model(name, status) for name, status in found]
-    return json_response({**found[0][1], "models": models, "rights": rights})
+    on_demand = backend_of(request).api.on_demand()
+    library = {} if on_demand is None else {"library": await _library(on_demand)}
+    return json_response({**found[0][1], "models": models, **library, "rights": rights})
+
+
+async def _library(on_demand: OnDemandModels) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": model.name,
+            "phase": model.phase,
+            "context": model.context_length,
+            "size_bytes": model.size_bytes,
+        }
+        for model in await on_demand.models(is_glance=True)
+    ]
 
 
 async def whole_status(backend: Backend) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class FixedLibrary(Library):
             for name in sorted(names)
         }
 
-    async def refresh(self) -> None:
+    async def refresh(self, *, max_age_s: float = 0.0) -> None:
         """There is nothing to search."""
 
 
@@ -253,6 +253,7 @@ class _Hook:
 async def on_demand_api(
     tokenizer: Tokenizer,
     *,
+    first: ScriptedEngine | None = None,
     keys: ApiKeys | None = None,
     rules: DemandRules | None = None,
     load_wait_s: float = 30.0,
@@ -263,7 +264,7 @@ async def on_demand_api(
     """Serve the first model, and the library of `SIZES` on demand; `hosts` are arguments of `running_api`."""
     hook, clock = _Hook(), Clock()
     async with running_api(
-        ScriptedEngine([(300,)]),
+        first or ScriptedEngine([(300,)]),
         tokenizer,
         keys=keys,
         status=status,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,13 +74,17 @@ class Library:
         self._folders = tuple(folders)
         self._clock_s = clock_s
         self._known: dict[Path, tuple[tuple[FileStamp, ...], LibraryEntry | None]] = {}
-        self._searched_at_s = -_FRESH_S
+        self._searched_at_s = -math.inf
         self._search: asyncio.Task[None] | None = None
         self.entries: Mapping[str, LibraryEntry] = {}
 
-    async def refresh(self) -> None:
-        """Search the folders, in a thread, unless that was done a moment ago."""
-        if self._search is None and self._clock_s() - self._searched_at_s >= _FRESH_S:
+    async def refresh(self, *, max_age_s: float = _FRESH_S) -> None:
+        """Search the folders, in a thread, unless that was done a moment ago.
+
+        Args:
+            max_age_s: Age up to which the latest search is good enough, in seconds.
+        """
+        if self._search is None and self._clock_s() - self._searched_at_s >= max_age_s:
             # It outlives the request that began it and does not inherit that request's log fields.
             self._search = asyncio.create_task(self._refresh(), context=contextvars.Context())
         if self._search is not None:

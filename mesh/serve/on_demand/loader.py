@@ -50,6 +50,8 @@ _WAITING_RETRY_S: Final = 30
 _RETRY_S: Final = 60
 # Hosts that join or leave are noticed within this time while requests wait.
 _LOOK_AGAIN_S: Final = 5.0
+# Age of the latest search of the library that is good enough for a status.
+_GLANCE_S: Final = 30.0
 # After an error that nobody expected.
 _PAUSE_S: Final = 1.0
 
@@ -155,9 +157,16 @@ class OnDemandLoader:
 
     # The API's side
 
-    async def models(self) -> list[LibraryModel]:
-        """All models of the library, by name, but for the one that `mesh serve` was started with."""
-        await self._library.refresh()
+    async def models(self, *, is_glance: bool = False) -> list[LibraryModel]:
+        """All models of the library, by name, but for the one that `mesh serve` was started with.
+
+        Args:
+            is_glance: Whether files may be missing that are new: for those who look every second.
+        """
+        if is_glance:
+            await self._library.refresh(max_age_s=_GLANCE_S)
+        else:
+            await self._library.refresh()
         return [self._described(entry) for entry in self._library.entries.values() if self._is_offered(entry)]
 
     async def find(self, name: str) -> LibraryModel | None:
