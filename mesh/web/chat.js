@@ -77,6 +77,7 @@ export class Chat {
     const isSame = JSON.stringify(options) === JSON.stringify(this.#models.map(optionOf));
     this.#models = models;
     this.#noteLoading();
+    this.#showTokens();
     if (isSame) return;
     const chosen = choice.options.length ? choice.value : this.#chat.model;
     choice.replaceChildren(...options.map(({ value, text }) => el("option", { value }, text)));
