@@ -13,5 +13,5 @@ NUM_CHECKPOINTS: Final = 8
 WIRE: Final = "f32"
 # Of models that requests load: how long one stays at least, and how long a request whose answer is not
 # streamed waits for one.
-MIN_STAY_S: Final = 60.0
-LOAD_WAIT_S: Final = 120.0
+MIN_STAY_S: Final = 60
+LOAD_WAIT_S: Final = 120
