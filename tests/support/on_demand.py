@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -246,7 +246,6 @@ class _Hook:
 
     loader: OnDemandLoader | None = None
     models: LoadedModels | None = None
-    status: dict[str, Any] = field(default_factory=dict)
 
 
 @asynccontextmanager

@@ -92,17 +92,18 @@ async def test_what_could_be_served_is_listed_and_says_whether_it_is_loaded(toke
         assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
 
 
-@pytest.mark.parametrize("path", BODIES)
-async def test_every_endpoint_has_its_model_loaded(tokenizer: Tokenizer, path: str) -> None:
+async def test_every_endpoint_has_its_model_loaded(tokenizer: Tokenizer) -> None:
     async with on_demand_api(tokenizer) as mesh:
-        response = await mesh.api.http.post(path, json={**BODIES[path], "model": "small"})
-        assert response.status_code == 200, response.text
-        assert mesh.models.orders == ["load small"]
-        # Once loaded it is used as it is; the first needs no loading, whatever it is called.
-        for model in ("small", MODEL, "default"):
-            again = await mesh.api.http.post(path, json={**BODIES[path], "model": model})
-            assert again.status_code == 200
-        assert mesh.models.orders == ["load small"]
+        for path, body in BODIES.items():
+            mesh.models.orders.clear()
+            response = await mesh.api.http.post(path, json={**body, "model": "small"})
+            assert response.status_code == 200, (path, response.text)
+            # Once loaded it is used as it is; the first needs no loading, whatever it is called.
+            for model in ("small", MODEL, "default"):
+                again = await mesh.api.http.post(path, json={**body, "model": model})
+                assert again.status_code == 200
+            assert mesh.models.orders == ["load small"]
+            await mesh.models.unload("small", 0.0)
 
 
 @pytest.mark.parametrize("path", STREAMED)
