@@ -14,7 +14,7 @@ export function catalogOf(status) {
     isFirst: index === 0,
     isLoaded: model.ready !== false,
     isOffered: library.has(model.name),
-    phase: model.ready === false ? (model.lost ?? model.phase ?? "loading") : "loaded",
+    phase: model.ready === false ? model.lost || model.phase || "loading" : "loaded",
     context: model.model?.context ?? library.get(model.name)?.context ?? null,
     bytes: model.model?.file_bytes ?? library.get(model.name)?.size_bytes ?? null,
     placement: (model.stages ?? []).map((stage) => ({ host: stage.host, layers: stage.layers })),

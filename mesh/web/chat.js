@@ -299,7 +299,7 @@ export class Chat {
   #showTokens() {
     const { tokens } = this.#chat;
     const context = this.#contextOf(this.#chosen());
-    const text = tokens === null ? "" : `This chat holds ${tokens}${context === null ? "" : ` of ${context}`} tokens.`;
+    const text = typeof tokens !== "number" ? "" : `This chat holds ${tokens}${context === null ? "" : ` of ${context}`} tokens.`;
     setText(byId("tokens"), text);
   }
 
