@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import PurePath
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 from fastapi import APIRouter
@@ -12,14 +12,18 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
 from starlette.responses import Response
 
-from mesh.api.auth import require_own_machine
+from mesh.api.auth import may_load, require_own_machine
 from mesh.api.backend import HostAdmin, HostInspection, ModelAdmin, backend_of, backends_of, body_of
 from mesh.api.errors import json_response
 from mesh.api.load_request import LoadRequest
 from mesh.api.middleware import CLIENT_GONE_STATUS
+from mesh.api.on_demand.leases import lease_for
 from mesh.api.openapi import Anything, answers, takes
 from mesh.api.streaming import ClientGoneError, cancel_on_disconnect
 from spanmesh_proto.errors import ClusterError, InvalidRequest, JoinError
+
+if TYPE_CHECKING:
+    from mesh.api.backend import OnDemandModels
 
 router = APIRouter()
 
@@ -125,6 +129,7 @@ def _number(request: Request, name: str, default: int, least: int, most: int) ->
     return int(text)
 
 
+_LOADING: Final = "models are loaded and unloaded"
 _WAIT_S: Final = 30.0
 _MOST_WAIT_S: Final = 86400.0
 _UNLOAD: Final[dict[str, Any]] = {
@@ -146,16 +151,45 @@ _UNLOAD: Final[dict[str, Any]] = {
     openapi_extra=takes(LoadRequest),
 )
 async def load(request: Request) -> Response:
-    """Serve a model beside those that are served; answers when it does, or with why it cannot."""
-    model_admin = _model_admin(request)
+    """Serve a model beside those that are served; answers when it does, or with why it cannot.
+
+    A file is loaded beside all others, and stays. A model of the library, which is named without a path, may
+    be loaded instead of others that idle, and goes as they do.
+    """
+    model_admin = _model_admin(request, is_right_enough=True)
     body = await body_of(request, LoadRequest)
+    on_demand = backends_of(request).first.api.on_demand()
+    if on_demand is not None and await on_demand.find(body.model) is not None:
+        return await _load_from_library(request, on_demand, body)
+    require_own_machine(request, _LOADING)
     paths = {"model": body.model, "draft_path": body.draft_path, "replay_path": body.replay_path}
     for param, path in paths.items():
         if path is not None and not PurePath(path).is_absolute():
-            raise InvalidRequest(f"{param} is {path!r}: give the whole path of the file", param=param)
+            what = "the whole path of the file"
+            if param == "model" and on_demand is not None:
+                what += ", or the name of a model of the library, as `/v1/models` lists it"
+            raise InvalidRequest(f"{param} is {path!r}: give {what}", param=param)
     if body.stages is not None and body.split is not None:
         raise InvalidRequest("split gives the number of stages: leave out stages", param="stages")
     return json_response(dict(await model_admin.load(body)))
+
+
+async def _load_from_library(request: Request, on_demand: OnDemandModels, body: LoadRequest) -> Response:
+    """Load a model as a request that names it would, and wait as long as one whose answer is not streamed."""
+    if options := sorted(body.model_fields_set - {"model"}):
+        raise InvalidRequest(
+            f"{options[0]} is for models that are given by their path: one of the library has the options of"
+            " `mesh serve`",
+            param=options[0],
+        )
+    lease = lease_for(request.scope, on_demand, body.model)
+    closing = backend_of(request).api.closing
+    try:
+        await cancel_on_disconnect(lease.loaded(is_bounded=True), request.receive, closing)
+    except ClientGoneError:
+        log.info("client_gone")
+        return Response(status_code=CLIENT_GONE_STATUS)
+    return json_response(dict(on_demand.describe(body.model)))
 
 
 @router.post("/mesh/unload", response_model=None, responses=answers(Anything, 404), openapi_extra=_UNLOAD)
@@ -168,9 +202,15 @@ async def unload(request: Request) -> Response:
     return json_response(dict(await model_admin.unload(name, _wait_s(request))))
 
 
-def _model_admin(request: Request) -> ModelAdmin:
-    """Implementation of load and unload. A key that opens the API from other machines does not open this."""
-    require_own_machine(request, "models are loaded and unloaded")
+def _model_admin(request: Request, *, is_right_enough: bool = False) -> ModelAdmin:
+    """Implementation of load and unload. A key that opens the API from other machines does not open this.
+
+    Args:
+        request: Request of the operator.
+        is_right_enough: Whether a key with the right to load models may come from other machines.
+    """
+    if not (is_right_enough and may_load(request)):
+        require_own_machine(request, _LOADING)
     model_admin = backends_of(request).first.api.model_admin()
     if model_admin is None:
         raise ClusterError("the mesh is still starting: try again in some seconds", retry_after_s=2)

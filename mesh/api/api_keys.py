@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 # A line is `NAME sha256:HEX`, then what limits the key, in any order: `requests-per-minute=60`,
-# `tokens-per-minute=20000`, `concurrent=8`, `expires=2027-01-31T00:00:00+00:00`. `#` begins a comment line.
+# `tokens-per-minute=20000`, `concurrent=8`, `expires=2027-01-31T00:00:00+00:00`, and `may-load=yes` if it may
+# load models. `#` begins a comment line.
 # Lines with a plain key, `KEY` or `NAME KEY`, are read too, for keys made by other tools.
 #
 # A key is identified by its digest; its name is only displayed. A key without a name is displayed by the
@@ -36,6 +37,7 @@ _MAX_LIMIT: Final = 10**12
 # With a thousand keys, the chance that two have the same digits is 2e-9.
 OWN_NAME_DIGITS: Final = 12
 _OWN_NAME: Final = "key-"
+_YES: Final = "yes"
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class KeyRecord:
         is_plain: Whether the line holds the key itself.
         max_concurrent: Most concurrent answers, or None for all slots of a model but one.
         is_named: Whether the line gives the name.
+        may_load: Whether its requests may load models of the library.
     """
 
     name: str
@@ -61,6 +64,7 @@ class KeyRecord:
     is_plain: bool = False
     max_concurrent: int | None = None
     is_named: bool = True
+    may_load: bool = False
 
     @property
     def identity(self) -> str:
@@ -139,6 +143,8 @@ def format_key_line(record: KeyRecord) -> str:
         words.append(f"concurrent={record.max_concurrent}")
     if record.expires_at is not None:
         words.append(f"expires={record.expires_at.isoformat()}")
+    if record.may_load:
+        words.append(f"may-load={_YES}")
     return " ".join(words)
 
 
@@ -158,6 +164,7 @@ def _hashed(name: str, digest: str, settings: list[str]) -> KeyRecord:
         tokens_per_minute=_limit(found.pop("tokens-per-minute", None)),
         max_concurrent=_limit(found.pop("concurrent", None)),
         expires_at=_moment(found.pop("expires", None)),
+        may_load=_right(found.pop("may-load", None)),
     )
     if found:
         raise MeshError("has an unknown setting")
@@ -180,6 +187,12 @@ def _moment(text: str | None) -> dt.datetime | None:
         return moment if moment.tzinfo is not None else moment.replace(tzinfo=dt.UTC)
     except ValueError:
         raise MeshError("has an expiry that is not a date such as 2027-01-31T00:00:00+00:00") from None
+
+
+def _right(text: str | None) -> bool:
+    if text not in {None, _YES, "no"}:
+        raise MeshError("has a right that is neither yes nor no")
+    return text == _YES
 
 
 _MAX_BYTES: Final = 4 * 2**20

@@ -14,6 +14,7 @@ from mesh.api.errors import on_http_exception, on_mesh_error
 from mesh.api.messages import endpoint as messages
 from mesh.api.messages.errors import MessagesErrors
 from mesh.api.middleware import Cors, RequestLog, Traced, Unprefixed
+from mesh.api.on_demand.leases import ReleasedLeases
 from mesh.api.openapi import DocumentedApp
 from mesh.api.responses import endpoint as responses
 from mesh.api.web_ui import PageFiles
@@ -62,6 +63,7 @@ def create_app(
             Middleware(Cors, origins=cors_origins, has_keys=api_keys is not None),
             Middleware(PageFiles, has_keys=api_keys is not None),
             Middleware(KeyGate, keys=api_keys, now_s=api.now_s, steady_s=api.steady_s),
+            Middleware(ReleasedLeases),
             Middleware(Traced, tracer=tracer, model=backends.first.model_id),
         ],
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from mesh.api.errors import error_response
 from mesh.api.rate_limit import RESERVATION, RateLimits
 from mesh.cluster.addresses import is_loopback
-from spanmesh_proto.errors import MeshError, RequestError, Unauthorized
+from spanmesh_proto.errors import Forbidden, MeshError, RequestError, Unauthorized
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 OPEN_PATHS: Final = frozenset({"/health"})
 KEY_NAME: Final = "spanmesh.key_name"
 _CLIENT: Final = "spanmesh.client"
+_MAY_LOAD: Final = "spanmesh.may_load"
 
 
 def client_of(scope: Scope) -> str | None:
@@ -65,6 +66,7 @@ class KeyGate:
             await error_response(error)(scope, receive, send)
             return
         scope[KEY_NAME], scope[_CLIENT] = record.name, record.identity
+        scope[_MAY_LOAD] = record.may_load
         scope[RESERVATION] = reservation = self._rate_limits.reserve(record)
 
         async def send_with_limits(message: Message) -> None:
@@ -123,10 +125,54 @@ def require_own_machine(request: Request, what: str) -> None:
     Raises:
         Unauthorized: With a remedy.
     """
+    if not is_own_machine(request):
+        raise Unauthorized(f"{what} from the head's own machine only: run the command there")
+
+
+def is_own_machine(request: Request) -> bool:
+    """Whether a request comes from this machine, and through no proxy that names itself."""
     client = request.client
     is_near = client is not None and is_loopback(client.host)
-    if not is_near or any(mark in request.headers for mark in _MARKS_OF_PROXIES):
-        raise Unauthorized(f"{what} from the head's own machine only: run the command there")
+    return is_near and not any(mark in request.headers for mark in _MARKS_OF_PROXIES)
+
+
+def may_load(request: Request) -> bool:
+    """Whether a request may have a model of the library loaded.
+
+    Its key must have that right. Where no keys are set, it must come from this machine.
+
+    Args:
+        request: A request that passed the key gate.
+    """
+    right: bool | None = request.scope.get(_MAY_LOAD)
+    return is_own_machine(request) if right is None else right
+
+
+def require_may_load(request: Request, model: str) -> None:
+    """Refuse requests that may not have a model loaded.
+
+    Args:
+        request: A request that passed the key gate.
+        model: Name of the model, which is not loaded.
+
+    Raises:
+        Forbidden: With a remedy.
+    """
+    if may_load(request):
+        return
+    name = request.scope.get(KEY_NAME)
+    if name is None:
+        raise Forbidden(
+            f"the model `{model}` is not loaded, and without API keys only the head's own machine may load"
+            " models: ask for it there, or give the server keys with --api-key-file",
+            param="model",
+        )
+    raise Forbidden(
+        f"the model `{model}` is not loaded, and the API key {name} may not load models: have it allowed, by"
+        " `may-load=yes` in its line of the key file, which `mesh keys add --may-load` writes, or name a"
+        " model that is loaded, as `/v1/models` tells",
+        param="model",
+    )
 
 
 ANY_ORIGIN: Final = "*"

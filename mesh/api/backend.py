@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from mesh.api.request_parsing import UnknownFields, read_body
 from mesh.api.response_store import ResponseStore
@@ -54,6 +54,71 @@ class ModelAdmin(Protocol):
 
     async def unload(self, name: str, wait_s: float) -> Mapping[str, Any]:
         """Serve a model no more."""
+
+
+@dataclass(frozen=True)
+class LibraryModel:
+    """A model that a request may have loaded.
+
+    Attributes:
+        name: Model name in requests.
+        phase: Whether it answers; `waiting` if a request waits for other models to make room.
+        created: Last change of its file, Unix seconds.
+        context_length: Positions of a session, once it is loaded.
+        size_bytes: Size of its files.
+        n_vocab: Number of token ids.
+        n_ctx_train: Positions that it was trained for.
+    """
+
+    name: str
+    phase: Literal["unloaded", "waiting", "loading", "loaded", "unloading"]
+    created: int
+    context_length: int
+    size_bytes: int
+    n_vocab: int
+    n_ctx_train: int
+
+
+class ModelLease(Protocol):
+    """One request's use of a model: until its release the model is not unloaded for others."""
+
+    async def loaded(self, *, is_bounded: bool) -> None:
+        """Return once the model answers; have it loaded if it is not.
+
+        Args:
+            is_bounded: Whether the wait has a limit: the client hears nothing meanwhile.
+
+        Raises:
+            ClusterError: If it does not fit for now, or loading it fails or takes longer.
+            Overloaded: If too many requests wait for it.
+            MeshError: If its file cannot be served.
+        """
+
+    def release(self) -> None:
+        """End the use; later calls have no effect."""
+
+
+class OnDemandModels(Protocol):
+    """What loads models for requests; see `mesh.serve.on_demand.loader.OnDemandLoader`."""
+
+    async def models(self, *, is_glance: bool = False) -> Sequence[LibraryModel]:
+        """All models of the library, by name.
+
+        Args:
+            is_glance: Whether files may be missing that are new: for those who look every second.
+        """
+
+    async def find(self, name: str) -> LibraryModel | None:
+        """The model of the library that has this name."""
+
+    def answers(self, name: str) -> bool:
+        """Whether a model answers that no order and no other model is about to unload."""
+
+    def lease(self, name: str) -> ModelLease:
+        """Begin the use of a model; taken at once, before anything is awaited."""
+
+    def describe(self, name: str) -> Mapping[str, Any]:
+        """Stages of a model that answers, as `ModelAdmin.load` returns them."""
 
 
 class HostInspection(Protocol):
@@ -126,6 +191,7 @@ class ApiContext:
         host_admin: Returns the implementation of `/mesh/drain` and `/mesh/evict`; None while there is none.
         inspection: Returns the implementation of `/mesh/rehearse` and `/mesh/examine`, likewise.
         model_admin: Returns the implementation of `/mesh/load` and `/mesh/unload`, likewise.
+        on_demand: Returns what loads models for requests; None without a library, or while there is none.
         closing: Set when the server shuts down; open answers end at once.
         unknown_fields: Names of unknown request fields that were logged.
         responses: Responses stored for later requests.
@@ -140,6 +206,7 @@ class ApiContext:
     host_admin: Callable[[], HostAdmin | None] = lambda: None
     inspection: Callable[[], HostInspection | None] = lambda: None
     model_admin: Callable[[], ModelAdmin | None] = lambda: None
+    on_demand: Callable[[], OnDemandModels | None] = lambda: None
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     responses: ResponseStore = field(default_factory=ResponseStore)
@@ -242,15 +309,19 @@ class Backends:
         """Answer for one no more; does nothing if it is not there, or the first."""
         self._others.pop(name, None)
 
+    def find(self, name: str | None) -> Backend | None:
+        """The model that a request means, one that names none the first; None if it is not served."""
+        if name in {None, DEFAULT_MODEL, self.first.model_id}:
+            return self.first
+        return self._others.get(name or "")
+
     def named(self, name: str | None) -> Backend:
         """The model that a request means: one that names none means the first.
 
         Raises:
             ModelNotFound: Naming those that are served.
         """
-        if name in {None, DEFAULT_MODEL, self.first.model_id}:
-            return self.first
-        found = self._others.get(name or "")
+        found = self.find(name)
         if found is None:
             served = ", ".join(f"`{backend.model_id}`" for backend in self)
             raise ModelNotFound(

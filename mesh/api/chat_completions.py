@@ -12,10 +12,11 @@ from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annota
 from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.auth import client_of
-from mesh.api.backend import backends_of, body_of
+from mesh.api.backend import body_of
 from mesh.api.chat_prompt import Conversation, ending_of, render_prompt, thinking_variables
 from mesh.api.errors import json_response
 from mesh.api.generation_job import make_job, several
+from mesh.api.on_demand.answers import answered
 from mesh.api.openai_format import CallIds, chat_logprobs
 from mesh.api.openapi import ChatCompletion, TokenCount, answers, takes
 from mesh.api.protocol import ChatBody, ConversationBody
@@ -39,32 +40,36 @@ router = APIRouter()
 @router.post(
     "/v1/chat/completions",
     response_model=None,
-    responses=answers(ChatCompletion, 404, 413, is_streamed=True),
+    responses=answers(ChatCompletion, 403, 404, 413, is_streamed=True),
     openapi_extra=takes(ChatBody),
 )
 async def chat_completions(request: Request) -> Response:
     """Continue a conversation."""
-    backends = backends_of(request)
     body = await body_of(request, ChatBody)
-    backend = backends.ready(body.model)
-    # A long conversation takes a while; other answers continue meanwhile.
-    jobs = await asyncio.to_thread(_jobs, backend, body, client_of(request.scope))
-    return await respond(request, backend, body, ChatFormat(backend), jobs)
+
+    async def answer(backend: Backend) -> Response:
+        # A long conversation takes a while; other answers continue meanwhile.
+        jobs = await asyncio.to_thread(_jobs, backend, body, client_of(request.scope))
+        return await respond(request, backend, body, ChatFormat(backend), jobs)
+
+    return await answered(request, body.model, answer, is_streamed=bool(body.stream))
 
 
 @router.post(
     "/v1/chat/completions/input_tokens",
     response_model=None,
-    responses=answers(TokenCount, 404, 413),
+    responses=answers(TokenCount, 403, 404, 413),
     openapi_extra=takes(ChatBody),
 )
 async def count_input_tokens(request: Request) -> Response:
     """Number of tokens of the prompt that a chat would have."""
-    backends = backends_of(request)
     body = await body_of(request, ChatBody)
-    backend = backends.named(body.model)
-    prompt = await asyncio.to_thread(render_prompt, backend, conversation_of(body))
-    return json_response({"object": "chat.completion.input_tokens", "input_tokens": len(prompt.tokens)})
+
+    async def answer(backend: Backend) -> Response:
+        prompt = await asyncio.to_thread(render_prompt, backend, conversation_of(body))
+        return json_response({"object": "chat.completion.input_tokens", "input_tokens": len(prompt.tokens)})
+
+    return await answered(request, body.model, answer, needs_engine=False)
 
 
 def _jobs(backend: Backend, body: ChatBody, client: str | None) -> list[GenerationJob]:

@@ -11,9 +11,10 @@ from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annota
 from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.auth import client_of
-from mesh.api.backend import backends_of, body_of
+from mesh.api.backend import body_of
 from mesh.api.chat_prompt import refuse_too_long_text
 from mesh.api.generation_job import GenerationJob, make_job, several
+from mesh.api.on_demand.answers import answered
 from mesh.api.openai_format import completion_logprobs
 from mesh.api.openapi import TextCompletion, answers, takes
 from mesh.api.protocol import CompletionBody, Prompt
@@ -38,18 +39,20 @@ DEFAULT_MAX_TOKENS: Final = 16
 @router.post(
     "/v1/completions",
     response_model=None,
-    responses=answers(TextCompletion, 404, 413, is_streamed=True),
+    responses=answers(TextCompletion, 403, 404, 413, is_streamed=True),
     openapi_extra=takes(CompletionBody),
 )
 async def completions(request: Request) -> Response:
     """Continue one or more texts as they stand, without a chat template."""
-    backends = backends_of(request)
     body = await body_of(request, CompletionBody)
-    backend = backends.ready(body.model)
     client = client_of(request.scope)
-    jobs = [await asyncio.to_thread(_job, backend, body, prompt, client) for prompt in body.prompt]
-    jobs = several(jobs, body.num_choices)
-    return await respond(request, backend, body, CompletionFormat(backend.tokenizer), jobs)
+
+    async def answer(backend: Backend) -> Response:
+        jobs = [await asyncio.to_thread(_job, backend, body, prompt, client) for prompt in body.prompt]
+        jobs = several(jobs, body.num_choices)
+        return await respond(request, backend, body, CompletionFormat(backend.tokenizer), jobs)
+
+    return await answered(request, body.model, answer, is_streamed=bool(body.stream))
 
 
 def _job(backend: Backend, body: CompletionBody, prompt: Prompt, client: str | None) -> GenerationJob:

@@ -35,7 +35,9 @@ class LoadRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
-    model: _Path = Field(description="A GGUF file on the head's host, as an absolute path.")
+    model: _Path = Field(
+        description="A GGUF file on the head's host, as an absolute path, or a name in the library."
+    )
     name: str | None = Field(None, max_length=128, description="Name of the model in the API.")
     ctx_size: int | None = Field(None, ge=16, le=2**31)
     parallel: int = Field(session_defaults.NUM_SLOTS, ge=1, le=64)
@@ -64,6 +66,9 @@ class LoadRequest(BaseModel):
     width: int | None = Field(None, ge=0, le=1024)
     depth: int | None = Field(None, ge=1, le=1024)
     cancels: bool = True
+    evictable: bool = Field(
+        default=False, description="Whether it is unloaded when it idles and its memory is wanted."
+    )
     replay_path: _Path | None = None
     replay_rates: list[Annotated[float, Field(ge=0, le=1)]] = Field(default_factory=list, max_length=64)
 

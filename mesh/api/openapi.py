@@ -104,7 +104,7 @@ class TextCompletion(_Whole):
 
 
 class ModelCard(_Answer):
-    """The model that is served."""
+    """A model that is served, or that a request would have loaded."""
 
     id: str
     object: Literal["model"]
@@ -112,6 +112,7 @@ class ModelCard(_Answer):
     owned_by: str
     max_model_len: int
     meta: dict[str, int]
+    loaded: bool
 
 
 class ModelList(_Answer):
@@ -226,6 +227,7 @@ _ANYWHERE: Final = {
     503: "The model is loading or unloaded, or too many connections are open.",
 }
 _ELSEWHERE: Final = {
+    403: "The model is not loaded, and the API key may not load models.",
     404: "The model is not served here.",
     413: "The body is too large.",
     501: "Not supported.",

@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
 from starlette.responses import Response
 
+from mesh.api.auth import is_own_machine, may_load
 from mesh.api.backend import backend_of, backends_of
 from mesh.api.errors import json_response
 from mesh.api.openapi import (
@@ -30,7 +31,7 @@ from spanmesh_proto.errors import NotSupported
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from mesh.api.backend import Backend
+    from mesh.api.backend import Backend, LibraryModel, OnDemandModels
 
 
 router = APIRouter()
@@ -38,29 +39,63 @@ router = APIRouter()
 
 @router.get("/v1/models", response_model=None, responses=answers(ModelList))
 async def list_models(request: Request) -> Response:
-    """Every model that is served, the first one first, with the fields of OpenAI's and Anthropic's lists."""
-    models = [_model(backend) for backend in backends_of(request)]
+    """Every model that is served, the first one first, then those of the library that a request would load.
+
+    With the fields of OpenAI's and Anthropic's lists.
+    """
+    on_demand = backend_of(request).api.on_demand()
+    library = [] if on_demand is None else await on_demand.models()
+    served = {backend.model_id: _model(backend) for backend in backends_of(request)}
+    others = [_library_model(model) for model in library if model.name not in served]
+    models = [*served.values(), *others]
     ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"], "has_more": False}
     return json_response({"object": "list", "data": models, **ends})
 
 
 @router.get("/v1/models/{model_id:path}", response_model=None, responses=answers(ModelCard, 404))
 async def get_model(request: Request, model_id: str) -> Response:
-    """A model by its id, which may hold slashes, or the first by `default`."""
-    return json_response(_model(backends_of(request).named(model_id)))
+    """A model by its id, which may hold slashes, or the first by `default`; one of the library, too."""
+    backends = backends_of(request)
+    backend, on_demand = backends.find(model_id), backends.first.api.on_demand()
+    known = None if backend is not None or on_demand is None else await on_demand.find(model_id)
+    if known is not None:
+        return json_response(_library_model(known))
+    return json_response(_model(backends.named(model_id)))
 
 
 def _model(backend: Backend) -> dict[str, Any]:
+    is_loaded = backend.ready()
+    tokenizer = backend.tokenizer
+    return _card(
+        backend.model_id,
+        backend.created,
+        backend.engine.context_length,
+        {"n_vocab": tokenizer.n_vocab, "n_ctx_train": tokenizer.n_ctx_train},
+        phase="loaded" if is_loaded else "loading",
+    )
+
+
+def _library_model(model: LibraryModel) -> dict[str, Any]:
+    meta = {"n_vocab": model.n_vocab, "n_ctx_train": model.n_ctx_train, "size": model.size_bytes}
+    return _card(model.name, model.created, model.context_length, meta, phase=model.phase)
+
+
+def _card(
+    name: str, created: int, context_length: int, meta: dict[str, int], *, phase: str
+) -> dict[str, Any]:
     return {
-        "id": backend.model_id,
+        "id": name,
         "object": "model",
         "type": "model",
-        "display_name": backend.model_id,
-        "created_at": datetime.fromtimestamp(backend.created, UTC).isoformat().replace("+00:00", "Z"),
-        "created": backend.created,
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
+        "created": created,
         "owned_by": "spanmesh",
-        "max_model_len": backend.engine.context_length,
-        "meta": {"n_vocab": backend.tokenizer.n_vocab, "n_ctx_train": backend.tokenizer.n_ctx_train},
+        "max_model_len": context_length,
+        "meta": meta,
+        "loaded": phase == "loaded",
+        # As llama.cpp's router has it.
+        "status": {"value": phase},
     }
 
 
@@ -90,7 +125,8 @@ async def embeddings() -> Response:
 
 # Fields of a model's status; the others concern the mesh, or are in `/metrics`.
 _OF_MODEL: Final = (
-    *("model", "phase", "ready", "lost", "plan", "stages", "sessions", "tokens", "repairs", "failures"),
+    *("model", "phase", "ready", "lost", "plan", "loading", "stages", "sessions", "tokens", "repairs"),
+    "failures",
 )
 
 
@@ -107,7 +143,23 @@ async def mesh_status(request: Request) -> Response:
     """Hosts, stages and counts, as `mesh status` shows them: of the first model, and `models` of each."""
     # Models may be unloaded during the loop.
     found = [(backend.model_id, await whole_status(backend)) for backend in backends_of(request)]
-    return json_response({**found[0][1], "models": [_of_model(name, status) for name, status in found]})
+    rights = {"load": may_load(request) or is_own_machine(request), "unload": is_own_machine(request)}
+    models = [_of_model(name, status) for name, status in found]
+    on_demand = backend_of(request).api.on_demand()
+    library = {} if on_demand is None else {"library": await _library(on_demand)}
+    return json_response({**found[0][1], "models": models, **library, "rights": rights})
+
+
+async def _library(on_demand: OnDemandModels) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": model.name,
+            "phase": model.phase,
+            "context": model.context_length,
+            "size_bytes": model.size_bytes,
+        }
+        for model in await on_demand.models(is_glance=True)
+    ]
 
 
 async def whole_status(backend: Backend) -> dict[str, Any]:

@@ -86,7 +86,8 @@ GRACE_S: Final = 0.05
 _LONGEST_GRACE_S: Final = 3.0
 
 
-def _error_event(error: BaseException) -> bytes:
+def error_event(error: BaseException) -> bytes:
+    """Event that ends a stream of OpenAI's API with an error."""
     return b"data: " + json_bytes(error_body(error)) + b"\n\n"
 
 
@@ -100,6 +101,12 @@ class EventStream(Response):
         is_whole: Whether the engine answers, or refuses, at once.
         done: End of a stream without error.
         format_error: Returns the events that end a stream with an error.
+
+    Attributes:
+        produce: As given, and so are the others.
+        is_whole: See above.
+        done: See above.
+        format_error: See above.
     """
 
     media_type = "text/event-stream"
@@ -112,19 +119,19 @@ class EventStream(Response):
         *,
         is_whole: Callable[[], bool] = lambda: True,
         done: bytes = DONE,
-        format_error: Callable[[BaseException], bytes] = _error_event,
+        format_error: Callable[[BaseException], bytes] = error_event,
     ) -> None:
         self.status_code = 200
         self.background = None
         self.body = b""
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._produce = produce
+        self.produce = produce
+        self.is_whole = is_whole
+        self.done = done
+        self.format_error = format_error
         self._closing = closing
         self._ping_interval_s = ping_interval_s
-        self._is_whole = is_whole
-        self._done = done
-        self._format_error = format_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream. A failure before its first byte becomes an ordinary error response."""
@@ -142,23 +149,23 @@ class EventStream(Response):
             if not sink.started:
                 await error_response(error)(scope, receive, send)
                 return
-            await sink.write(self._format_error(error))
+            await sink.write(self.format_error(error))
         else:
-            if self._done:
-                await sink.write(self._done)
+            if self.done:
+                await sink.write(self.done)
         await sink.end()
 
     async def _run(self, sink: _Sink) -> None:
         pinger = asyncio.create_task(self._ping(sink))
         try:
-            await self._produce(sink.write)
+            await self.produce(sink.write)
         finally:
             pinger.cancel()
             await asyncio.gather(pinger, return_exceptions=True)
 
     async def _ping(self, sink: _Sink) -> None:
         await asyncio.sleep(GRACE_S)
-        while not (sink.started or self._is_whole() or sink.silent_s() > _LONGEST_GRACE_S):  # noqa: ASYNC110
+        while not (sink.started or self.is_whole() or sink.silent_s() > _LONGEST_GRACE_S):  # noqa: ASYNC110
             await asyncio.sleep(GRACE_S)
         if not sink.started:
             await sink.write(PING)
@@ -168,6 +175,36 @@ class EventStream(Response):
                 await asyncio.sleep(wait_s)
             else:
                 await sink.write(PING)
+
+
+class DelayedStream(EventStream):
+    """Stream of an answer whose model is loaded first: pings until the answer's own stream begins.
+
+    Args:
+        make: Returns that stream, an `EventStream`, once the model is loaded.
+        closing: Set when the server shuts down.
+        ping_interval_s: A stream that has been silent for this long sends a comment.
+        format_error: Returns the events that end it with an error before that.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Awaitable[Response]],
+        closing: asyncio.Event,
+        ping_interval_s: float,
+        *,
+        format_error: Callable[[BaseException], bytes] = error_event,
+    ) -> None:
+        super().__init__(
+            self._produce_made, closing, ping_interval_s, is_whole=lambda: False, format_error=format_error
+        )
+        self._make = make
+
+    async def _produce_made(self, emit: Callable[[bytes], Awaitable[None]]) -> None:
+        made = await self._make()
+        assert isinstance(made, EventStream)  # noqa: S101 - the request asked for a stream
+        self.is_whole, self.done, self.format_error = made.is_whole, made.done, made.format_error
+        await made.produce(emit)
 
 
 class _Sink:

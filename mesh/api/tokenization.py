@@ -14,6 +14,7 @@ from mesh.api.backend import backends_of, body_of
 from mesh.api.chat_completions import conversation_of
 from mesh.api.chat_prompt import render_prompt
 from mesh.api.errors import json_response
+from mesh.api.on_demand.answers import answered
 from mesh.api.openapi import Detokenized, Tokenized, TokenizerFacts, answers, takes
 from mesh.api.protocol import MAX_MESSAGES, ConversationBody, Message, StrictBody, refuse_too_many_messages
 from mesh.text.detokenizer import AnswerText
@@ -51,41 +52,45 @@ class DetokenizeBody(StrictBody):
 @router.post(
     "/tokenize",
     response_model=None,
-    responses=answers(Tokenized, 404, 413),
+    responses=answers(Tokenized, 403, 404, 413),
     openapi_extra=takes(TokenizeBody),
 )
 async def tokenize(request: Request) -> Response:
     """Token ids of a text or a conversation."""
-    backends = backends_of(request)
     body = await body_of(request, TokenizeBody)
-    backend = backends.named(body.model)
     if (body.prompt is None) == (not body.messages):
         raise InvalidRequest("send either prompt or messages", param="prompt")
-    tokens = await asyncio.to_thread(_tokens, backend, body)
-    answer: dict[str, Any] = {
-        "count": len(tokens),
-        "max_model_len": backend.engine.context_length,
-        "tokens": tokens,
-        "token_strs": None,
-    }
-    if body.return_token_strs:
-        answer["token_strs"] = [backend.tokenizer.name(token) for token in tokens]
-    return json_response(answer)
+
+    async def answer(backend: Backend) -> Response:
+        tokens = await asyncio.to_thread(_tokens, backend, body)
+        found: dict[str, Any] = {
+            "count": len(tokens),
+            "max_model_len": backend.engine.context_length,
+            "tokens": tokens,
+            "token_strs": None,
+        }
+        if body.return_token_strs:
+            found["token_strs"] = [backend.tokenizer.name(token) for token in tokens]
+        return json_response(found)
+
+    return await answered(request, body.model, answer, needs_engine=False)
 
 
 @router.post(
     "/detokenize",
     response_model=None,
-    responses=answers(Detokenized, 404, 413),
+    responses=answers(Detokenized, 403, 404, 413),
     openapi_extra=takes(DetokenizeBody),
 )
 async def detokenize(request: Request) -> Response:
     """The text that token ids stand for; control tokens have none."""
-    backends = backends_of(request)
     body = await body_of(request, DetokenizeBody)
-    backend = backends.named(body.model)
-    require_ids(backend, body.tokens, param="tokens")
-    return json_response({"prompt": text_of(backend, body.tokens)})
+
+    async def answer(backend: Backend) -> Response:
+        require_ids(backend, body.tokens, param="tokens")
+        return json_response({"prompt": text_of(backend, body.tokens)})
+
+    return await answered(request, body.model, answer, needs_engine=False)
 
 
 @router.get("/tokenizer_info", response_model=None, responses=answers(TokenizerFacts))

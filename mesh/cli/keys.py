@@ -75,6 +75,11 @@ def keys() -> None:
     help="Limit of concurrent answers; all slots of a model but one unless given.",
 )
 @click.option("--expires", type=_Expiry(), metavar="WHEN", help="Expiry, such as 30d, 12h or 2027-01-31.")
+@click.option(
+    "--may-load",
+    is_flag=True,
+    help="Let its requests load models of the library, see `mesh serve --library`.",
+)
 @_FILE
 def add(
     *,
@@ -83,6 +88,7 @@ def add(
     tokens_per_minute: int | None,
     max_concurrent: int | None,
     expires: dt.datetime | None,
+    may_load: bool,
     path: Path | None,
 ) -> None:
     """Make a key named NAME and print it once: the file has only its hash."""
@@ -95,6 +101,7 @@ def add(
         tokens_per_minute=tokens_per_minute,
         expires_at=expires,
         max_concurrent=max_concurrent,
+        may_load=may_load,
     )
     add_key(path, record)
     click.echo(key)
@@ -104,7 +111,7 @@ def add(
 @keys.command("list")
 @_FILE
 def list_(*, path: Path | None) -> None:
-    """Show the names of all keys, and their limits."""
+    """Show the names of all keys, their limits and rights."""
     from rich.console import Console  # noqa: PLC0415 - keeps --help quick
     from rich.table import Table  # noqa: PLC0415
 
@@ -113,7 +120,10 @@ def list_(*, path: Path | None) -> None:
     table = Table()
     # `mesh keys rm` needs the whole name: the other columns shrink on a narrow terminal.
     table.add_column("key", min_width=max((len(record.name) for record in records), default=0))
-    for column in ("requests/minute", "tokens/minute", "at once", "expires"):
+    columns = ["requests/minute", "tokens/minute", "at once", "expires"]
+    # A right that few keys have: without one its column would only take room.
+    has_rights = any(record.may_load for record in records)
+    for column in (*columns, "may load") if has_rights else columns:
         table.add_column(column)
     for record in records:
         limits = (record.requests_per_minute, record.tokens_per_minute)
@@ -122,7 +132,9 @@ def list_(*, path: Path | None) -> None:
             when += ", expired"
         name = f"{record.name} (not hashed)" if record.is_plain else record.name
         at_once = "all slots but one" if record.max_concurrent is None else str(record.max_concurrent)
-        table.add_row(name, *("no limit" if limit is None else str(limit) for limit in limits), at_once, when)
+        right = (("yes" if record.may_load else "no"),) if has_rights else ()
+        limited = ("no limit" if limit is None else str(limit) for limit in limits)
+        table.add_row(name, *limited, at_once, when, *right)
     Console().print(table)
 
 

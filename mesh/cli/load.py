@@ -34,7 +34,7 @@ _POLL_S: Final = 1.0
 _SECTIONS: Final = {
     "Head": ("--url", "--api-key-file"),
     "API": ("--name", "--max-waiting"),
-    "Placement": ("--stages", "--split", "--threads"),
+    "Placement": ("--stages", "--split", "--threads", "--evictable"),
     "Sessions": SESSION_FLAGS,
     "Speculation": SPECULATION_FLAGS,
 }
@@ -48,6 +48,11 @@ _SECTIONS: Final = {
     "--threads",
     metavar="N",
     help="Threads of each host for the model.  [default: those that no other model uses, at least one]",
+)
+@click.option(
+    "--evictable",
+    is_flag=True,
+    help="Unload it when it idles and its memory is wanted, as models of `mesh serve --library`.",
 )
 @one_model_options
 def load(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from mesh.cli.library_options import LIBRARY_FLAGS, library_from, library_model, library_options
 from mesh.cli.main import SectionedCommand
 from mesh.cli.option_types import MemorySize, int_option
 from mesh.cli.shared_options import (
@@ -39,6 +40,7 @@ _SECTIONS: Final = {
         *("--gpu-layers", "--no-repack"),
     ),
     "Sessions": (*SESSION_FLAGS, "--groups"),
+    "Models on demand": LIBRARY_FLAGS,
     "Speculation": SPECULATION_FLAGS,
     "Joining hosts": (
         *("--advertise", "--name", "--port-range", "--join-port", "--token-file", "--token-hours"),
@@ -115,6 +117,7 @@ _SECTIONS: Final = {
     "measurement]",
 )
 @one_model_options
+@library_options
 @weights_options
 @click.option(
     "--advertise",
@@ -177,13 +180,20 @@ def serve(
     cache_bytes: int | None,
     transfer_rate: int | None,
     hub_first: bool,
+    folders: tuple[Path, ...],
+    idle_unload_min: float | None,
+    min_stay_s: float,
+    load_wait_s: float,
+    library_threads: int | None,
     **speculation: Any,
 ) -> int:
     """Serve MODEL on this host and the joined ones; without MODEL, a small demo.
 
-    MODEL is a GGUF file, the first one if there are several, or hf:org/repo:QUANT.
+    MODEL is a GGUF file, the first one if there are several, or hf:org/repo:QUANT. With --library and without
+    MODEL it is the smallest model of the library.
     """
     check_stage_options(stages, split)
+    library = library_from(folders, idle_unload_min, min_stay_s, load_wait_s, library_threads)
     if topology_path is not None and (stages is not None or split is not None or wait_for):
         raise click.UsageError(
             "--topology fixes which hosts hold which layers: leave out --stages, --split and --wait-for"
@@ -203,9 +213,9 @@ def serve(
     if topology is not None:
         own = () if head_only else (name,)
         wait_for = len(topology.missing(own))
-    if model is None and split is None and topology is None:
+    if model is None and not folders and split is None and topology is None:
         stages = stages or demo_num_stages(wait_for)
-    pulled = local_model(model or demo_model())
+    pulled = local_model(model or (library_model(folders) if folders else demo_model()))
     options = ServeOptions(
         model=pulled.path,
         host=host,
@@ -240,6 +250,7 @@ def serve(
         repacks=repacks,
         num_groups=num_groups,
         port_range=port_range,
+        library=library,
         weights=weights_from(
             pulled,
             models_dir=models_dir,

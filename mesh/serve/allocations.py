@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from mesh.cluster.members import Member
     from mesh.placement.host_capacity import HostCapacity
@@ -73,18 +73,63 @@ class HostAllocations:
             if replica.member.name == host
         ]
 
-    def held_bytes(self, member: Member) -> int:
-        """Bytes of a host's own memory that all models take, draft models and replicas included."""
-        drafts = (
-            sum(allocation.draft_bytes for allocation in self._allocations) if self.is_head(member) else 0
-        )
+    def held_bytes(self, member: Member, *, without: Collection[str] = ()) -> int:
+        """Bytes of a host's own memory that models take, draft models and replicas included.
+
+        Args:
+            member: The host.
+            without: Names of models that do not count.
+        """
+        counted = [allocation for allocation in self._allocations if allocation.name not in without]
+        drafts = sum(allocation.draft_bytes for allocation in counted) if self.is_head(member) else 0
         return drafts + sum(
             sum(placement.memory.total_bytes for placement in allocation.pipeline.held_on(member.name))
             + sum(
                 replica.config.memory.total_bytes for replica in allocation.pipeline.replicas_on(member.name)
             )
-            for allocation in self._allocations
+            for allocation in counted
         )
+
+    def capacity_without(
+        self, member: Member, gone: Collection[str], *, draft_bytes: int = 0
+    ) -> HostCapacity:
+        """Capacity of a host for a further model, once some models are unloaded; replicas give way to it.
+
+        Args:
+            member: The host.
+            gone: Names of the models that are unloaded by then.
+            draft_bytes: Memory of the further model's draft model, on the head.
+        """
+        staying = [allocation for allocation in self._allocations if allocation.name not in gone]
+        return self.capacity_beside(member, staying, draft_bytes=draft_bytes)
+
+    def capacity_beside(
+        self,
+        member: Member,
+        others: Sequence[ModelAllocation],
+        *,
+        draft_bytes: int,
+        beside_replicas: bool = False,
+    ) -> HostCapacity:
+        """Capacity of a host for one model beside others.
+
+        Args:
+            member: The host.
+            others: Allocations of the other models.
+            draft_bytes: Memory of the model's draft model, on the head.
+            beside_replicas: Whether replicas of the others keep their memory.
+        """
+        is_head = self.is_head(member)
+        host = member.facts.capacity(member.name, draft_bytes=draft_bytes if is_head else 0)
+        held = [placement.memory for other in others for placement in other.pipeline.held_on(member.name)]
+        if beside_replicas:
+            held += [
+                replica.config.memory
+                for other in others
+                for replica in other.pipeline.replicas_on(member.name)
+            ]
+        drafts = sum(other.draft_bytes for other in others) if is_head else 0
+        return host.beside(held, draft_bytes=drafts)
 
     def _named(self, allocation: ModelAllocation, what: str) -> str:
         return what if allocation is self._allocations[0] else f"{allocation.name} {what}"
@@ -180,15 +225,6 @@ class ModelAllocation:
         return (allocation for allocation in self._allocations if allocation is not self)
 
     def _capacity(self, member: Member, *, beside_replicas: bool) -> HostCapacity:
-        is_head = self._allocations.is_head(member)
-        host = member.facts.capacity(member.name, draft_bytes=self.draft_bytes if is_head else 0)
-        others = tuple(self._others())
-        held = [placement.memory for other in others for placement in other.pipeline.held_on(member.name)]
-        if beside_replicas:
-            held += [
-                replica.config.memory
-                for other in others
-                for replica in other.pipeline.replicas_on(member.name)
-            ]
-        drafts = sum(other.draft_bytes for other in others) if is_head else 0
-        return host.beside(held, draft_bytes=drafts)
+        return self._allocations.capacity_beside(
+            member, tuple(self._others()), draft_bytes=self.draft_bytes, beside_replicas=beside_replicas
+        )

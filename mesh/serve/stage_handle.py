@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mesh.cluster.ray_driver import RayDriver
     from mesh.util.progress import ProgressTask
     from stages.layers import LayerRange
-    from stages.serving.actor import StageConfig
+    from stages.serving.actor import StageConfig, StageProgress
     from stages.transport.hidden_codec import HiddenType
     from stages.weights.assembly import Transfer
 
@@ -64,6 +64,12 @@ class StageHandle:
         config: Its layers and settings.
         member: Its host.
         on_transfer: Called with host, layers and origin of the weights, once they are there.
+
+    Attributes:
+        config: Its layers and settings.
+        member: Its host.
+        is_loaded: Whether its weights are in memory.
+        progress: Latest progress of loading; None before the first answer of its process.
     """
 
     def __init__(
@@ -81,7 +87,7 @@ class StageHandle:
         self.config = config
         self.member = member
         self.is_loaded = False
-        self._has_answered = False
+        self.progress: StageProgress | None = None
         self._actor: Any = None
         self._address: str | None = None
         # Unique: its host may hold the same layers again, later.
@@ -280,9 +286,9 @@ class StageHandle:
         work = asyncio.ensure_future(result_of(call, self.who))
         try:
             while not work.done():
-                patience_s = _SILENCE_S if self._has_answered else _START_S
-                progress = await self._within(patience_s, self._process.progress.remote())
-                self._has_answered = True
+                patience_s = _START_S if self.progress is None else _SILENCE_S
+                progress: StageProgress = await self._within(patience_s, self._process.progress.remote())
+                self.progress = progress
                 if bar is not None:
                     bar(progress.share, f"{self.who}: {progress.label}")
                 await asyncio.wait([work], timeout=_POLL_S)

@@ -30,7 +30,7 @@ from stages.gguf.reader import model_name
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mesh.api.backend import ModelAdmin
+    from mesh.api.backend import ModelAdmin, OnDemandModels
     from mesh.cluster.link_survey import LinkSurvey
     from mesh.cluster.members import Member, Members
     from mesh.coordinator.coordinator import PendingEngine
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from mesh.serve.host_inspection import Inspection
     from mesh.serve.options import ServeOptions
     from mesh.serve.pipeline import Pipeline
+    from mesh.serve.stage_handle import StageHandle
     from spanmesh_proto import windows_pb2 as wire
     from spanmesh_proto.addresses import PortRange
     from stages.slicing.model_facts import ModelFacts
@@ -63,6 +64,7 @@ class HeadParts:
         host_draining: Hosts that are to leave.
         models: Models served beside the first.
         state_writer: Head state on disk, for the next head.
+        on_demand: Models that requests load; None without a library.
     """
 
     members: Members
@@ -72,6 +74,7 @@ class HeadParts:
     host_draining: HostDraining
     models: ModelAdmin
     state_writer: HeadStateWriter
+    on_demand: OnDemandModels | None = None
 
 
 @dataclass
@@ -131,6 +134,8 @@ class MeshState:
             "phase": self.phase,
             "ready": self.engine.is_ready,
             "plan": self.plan.reason if self.plan is not None else None,
+            # Stages on their way to hosts: at the start, in a repair, in a move.
+            "loading": [_loading_as_dict(handle) for handle in self.pipeline.loading],
             "hosts": [
                 _host_as_dict(
                     member,
@@ -194,6 +199,19 @@ def _host_as_dict(member: Member, copies: list[str], transfer: Transfer, held_by
         "llama_cpp": facts.versions.llama_cpp,
         "platform": facts.versions.platform,
         "port_range": None if member.port_range is None else str(member.port_range),
+    }
+
+
+def _loading_as_dict(handle: StageHandle) -> dict[str, Any]:
+    progress = handle.progress
+    return {
+        "host": handle.member.name,
+        "layers": [handle.config.layers.start, handle.config.layers.stop],
+        "bytes": handle.config.memory.total_bytes,
+        "step": "starting" if progress is None else progress.phase,
+        "share": 0.0 if progress is None else round(progress.share, 3),
+        "fetched_bytes": 0 if progress is None else progress.done_bytes,
+        "fetch_bytes": 0 if progress is None else progress.total_bytes,
     }
 
 

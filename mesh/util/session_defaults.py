@@ -1,4 +1,4 @@
-"""Default options of a served model's sessions: for `mesh serve`, `mesh load` and the API's `/mesh/load`."""
+"""Default options of served models: for `mesh serve`, `mesh load` and the API's `/mesh/load`."""
 
 from __future__ import annotations
 
@@ -11,3 +11,7 @@ KV_TYPE: Final = "f16"
 NUM_CHECKPOINTS: Final = 8
 # Format of the hidden states that stages send.
 WIRE: Final = "f32"
+# Of models that requests load: how long one stays at least, and how long a request whose answer is not
+# streamed waits for one.
+MIN_STAY_S: Final = 60
+LOAD_WAIT_S: Final = 120

@@ -4,7 +4,9 @@ import { ApiError } from "./api.js";
 import { askForKey } from "./gate.js";
 import { byId, focusByMouse, setText } from "./dom.js";
 import { Chat } from "./chat.js";
+import { catalogOf } from "./catalog.js";
 import { conditionOf, healedSentence, modelLine } from "./condition.js";
+import { ModelList } from "./models.js";
 import { Recent } from "./recent.js";
 import { showPanel } from "./panel.js";
 import { startTabs } from "./tabs.js";
@@ -17,6 +19,7 @@ const recent = new Recent();
 let numRepairs = null;
 let healedMs = -Infinity;
 const chat = new Chat({ onLocked });
+const modelList = new ModelList();
 startTheme();
 startTabs();
 const watch = watchStatus({ onStatus, onAway, onLocked });
@@ -34,7 +37,9 @@ function onStatus(status, nowMs) {
   const canSend = condition.kind === "good" || (condition.kind === "heal" && condition.word === "Healing");
   chat.setReady(canSend, condition.sentence ?? `The mesh is still busy: ${status.phase ?? "starting"}.`);
   chat.setContext(status.model?.context ?? null);
-  chat.setModels(status.models ?? []);
+  const models = catalogOf(status);
+  chat.setModels(models);
+  modelList.show(models, status.rights);
   showPanel(status, recent, condition);
 }
 

@@ -3,19 +3,30 @@
 import { byId, el, focusByMouse, setText } from "./dom.js";
 import { ApiError, streamJson } from "./api.js";
 import { AnswerTurn, costOf, userTurn } from "./turn.js";
+import { ChatBar } from "./chat_bar.js";
+import { dropChat, keepChat, keptChat, keptChats, newChat, onKeptElsewhere, titleOf } from "./chats.js";
+import { readSettings, requestOf, writeSettings } from "./settings.js";
+import { stateOf } from "./catalog.js";
 
 const STARTERS = ["Who are you?", "Name three rivers and where they end.", "Write a haiku about the sea."];
 // Nearer to the end than this, the view follows the answer.
 const NEAR_PX = 80;
 // What the server calls the model that it was started with, whatever its name.
 const FIRST = "default";
+// In the address, so that a chat is open again after a reload.
+const OPEN = "#chat-";
 
 export class Chat {
-  #messages = [];
+  #chat = newChat();
+  // Of chats that are kept, with their titles.
+  #kept = keptChats();
+  #deleted = null;
   #running = null;
   #isReady = false;
+  #why = "";
   #context = null;
   #models = [];
+  #bar;
   #onLocked;
 
   constructor({ onLocked }) {
@@ -36,85 +47,99 @@ export class Chat {
       if (event.key === "Escape" && this.#running) this.stop();
     });
     byId("stop").addEventListener("click", () => this.stop());
-    byId("clear").addEventListener("click", () => this.#clear());
     byId("starters").append(
       ...STARTERS.map((text) => el("li", {}, el("button", { type: "button", onclick: () => this.#send(text) }, text))),
     );
+    this.#bar = new ChatBar({
+      onChoose: (id) => this.#choose(id),
+      onDelete: () => this.#delete(),
+      onUndo: () => this.#undo(),
+    });
+    onKeptElsewhere(() => this.#listAgain());
+    addEventListener("hashchange", () => this.#openNamed());
+    this.#openNamed();
     this.#show();
   }
 
-  /** Tokens that a session holds: an answer must be asked to be shorter. */
+  /** Tokens that a session of the first model holds: an answer must be asked to be shorter. */
   setContext(context) {
     this.#context = context;
   }
 
-  /** What the mesh serves; where that is one model there is no choice. */
+  /** What the mesh serves, and would load; where that is one model there is no choice. */
   setModels(models) {
-    const [choice, chosen] = [byId("model-choice"), this.#chosen()];
-    const named = ({ name }, index) => ({ value: index ? name : FIRST, name });
-    const isSame = models.length === this.#models.length && models.every(({ name }, index) => name === this.#models[index].name);
+    const choice = byId("model-choice");
+    const optionOf = ({ name, isFirst, isLoaded, isOffered }) => ({
+      value: isFirst ? FIRST : name,
+      text: isLoaded || !isOffered ? name : `${name} (is loaded first)`,
+    });
+    const options = models.map(optionOf);
+    const isSame = JSON.stringify(options) === JSON.stringify(this.#models.map(optionOf));
     this.#models = models;
+    this.#noteLoading();
+    this.#showTokens();
     if (isSame) return;
-    const options = models.map(named);
-    choice.replaceChildren(...options.map(({ value, name }) => el("option", { value }, name)));
-    choice.value = options.some(({ value }) => value === chosen) ? chosen : FIRST;
+    const chosen = choice.options.length ? choice.value : this.#chat.model;
+    choice.replaceChildren(...options.map(({ value, text }) => el("option", { value }, text)));
+    this.#chooseModel(chosen);
     byId("models").hidden = models.length < 2;
   }
 
   /** Whether the mesh answers; while it heals, answers wait. */
   setReady(isReady, why) {
     this.#isReady = isReady;
-    if (!this.#messages.length) {
-      setText(byId("empty-title"), isReady ? "Ask something" : "Almost there");
-      setText(byId("empty-text"), isReady ? "Answers come from the model on your machines. Nothing leaves them." : why);
-    }
+    this.#why = why;
     this.#show();
   }
 
   /** End the answer that is being written; what there is of it stays. */
   stop() {
-    this.#running?.abort();
+    this.#running?.controller.abort();
   }
 
   async #send(text) {
     const question = text.trim();
     if (!question || this.#running || !this.#isReady) return;
+    const chat = this.#chat;
     byId("prompt").value = "";
     this.#fit();
     // The button that was pressed may go with it.
     if (byId("empty").contains(document.activeElement)) focusByMouse(byId("prompt"));
-    byId("empty").hidden = true;
-    this.#messages.push({ role: "user", content: question });
+    chat.messages.push({ role: "user", content: question });
+    chat.title ||= titleOf(question);
     const turn = new AnswerTurn();
     byId("log").append(userTurn(question), turn.element);
     byId("log").scrollTop = byId("log").scrollHeight;
-    const running = (this.#running = new AbortController());
+    const running = (this.#running = { controller: new AbortController(), turn, model: this.#chosen() });
+    this.#deleted = null;
+    this.#keep(chat);
     this.#show();
+    this.#noteLoading();
     setText(byId("said"), "The model answers.");
     try {
-      await this.#read(turn, running.signal);
+      await this.#read(chat, turn, running.controller.signal);
       setText(byId("said"), turn.said);
     } catch (error) {
-      this.#failed(turn, error, running.signal);
+      this.#failed(turn, error, running.controller.signal);
     }
-    if (this.#running === running) {
-      if (turn.said) this.#messages.push({ role: "assistant", content: turn.said });
-      // A question without an answer is not asked again with the next one.
-      else this.#messages.pop();
-      this.#running = null;
-    }
+    if (turn.said) chat.messages.push({ role: "assistant", content: turn.said, foot: turn.foot });
+    // A question without an answer is not asked again with the next one.
+    else chat.messages.pop();
+    this.#keep(chat);
+    if (this.#running === running) this.#running = null;
     this.#show();
   }
 
-  async #read(turn, signal) {
+  async #read(chat, turn, signal) {
     let [usage, timings] = [null, null];
-    for await (const event of streamJson("/v1/chat/completions", this.#request(), signal)) {
+    for await (const event of streamJson("/v1/chat/completions", this.#request(chat), signal)) {
       const { content: text, reasoning_content: thought } = event.choices[0]?.delta ?? {};
       usage = event.usage ?? usage;
       timings = event.timings ?? timings;
       if (thought) turn.think();
       if (text) this.#follow(() => turn.add(text));
     }
+    chat.tokens = usage?.total_tokens ?? chat.tokens;
     this.#follow(() => turn.end(costOf(usage, timings)));
   }
 
@@ -130,23 +155,38 @@ export class Chat {
     }
   }
 
+  #request(chat) {
+    const messages = chat.messages.map(({ role, content }) => ({ role, content }));
+    return {
+      model: this.#chosen(),
+      stream: true,
+      stream_options: { include_usage: true },
+      ...requestOf(readSettings(), messages, this.#contextOf(this.#chosen())),
+    };
+  }
+
   #chosen() {
     return byId("model-choice").value || FIRST;
   }
 
-  #request() {
-    const model = this.#chosen();
-    const context = this.#models.find(({ name }) => name === model)?.model?.context ?? this.#context;
-    const asked = {
-      model,
-      messages: this.#messages,
-      stream: true,
-      stream_options: { include_usage: true },
-      temperature: Number(byId("temperature").value),
-      max_tokens: Math.min((context ?? Infinity) - 1, Math.max(1, Math.round(Number(byId("max-tokens").value)) || 512)),
-    };
-    if (!byId("speculate").checked) asked.speculation = { mode: "off" };
-    return asked;
+  #modelOf(value) {
+    return this.#models.find(({ name, isFirst }) => (value === FIRST ? isFirst : name === value));
+  }
+
+  #contextOf(value) {
+    return this.#modelOf(value)?.context ?? this.#context;
+  }
+
+  #chooseModel(value) {
+    const choice = byId("model-choice");
+    choice.value = value ?? FIRST;
+    if (choice.selectedIndex < 0) choice.value = FIRST;
+  }
+
+  // While nothing was said yet: what the answer waits for.
+  #noteLoading() {
+    const model = this.#running && this.#modelOf(this.#running.model);
+    this.#running?.turn.wait(model && !model.isLoaded ? `${model.name}: ${stateOf(model)}…` : "");
   }
 
   #follow(change) {
@@ -156,14 +196,83 @@ export class Chat {
     if (isNear) requestAnimationFrame(() => (log.scrollTop = log.scrollHeight));
   }
 
-  #clear() {
+  // Chats
+
+  #keep(chat) {
+    if (chat.isDeleted) return;
+    chat.model = this.#chat === chat ? this.#chosen() : chat.model;
+    chat.settings = this.#chat === chat ? readSettings() : chat.settings;
+    if (chat.messages.length) keepChat(chat, Date.now());
+    else dropChat(chat.id);
+    this.#kept = keptChats();
+    if (this.#chat === chat) this.#nameOpen();
+  }
+
+  #choose(id) {
+    this.#deleted = null;
+    const chat = id ? keptChat(id) : null;
+    this.#open(chat ?? newChat());
+    setText(byId("said"), chat ? `The chat “${chat.title}”.` : "A new chat.");
+    if (!chat) focusByMouse(byId("prompt"));
+  }
+
+  #delete() {
+    this.stop();
+    this.#chat.isDeleted = true;
+    dropChat(this.#chat.id);
+    const deleted = this.#chat;
+    this.#kept = keptChats();
+    this.#open(newChat());
+    this.#deleted = deleted;
+    setText(byId("said"), "The chat is deleted.");
+    this.#show();
+    byId("undo-delete").focus();
+  }
+
+  #undo() {
+    const chat = this.#deleted;
+    if (!chat) return;
+    this.#deleted = null;
+    delete chat.isDeleted;
+    keepChat(chat, chat.changedMs);
+    this.#kept = keptChats();
+    this.#open(chat);
+    setText(byId("said"), "The chat is back.");
+  }
+
+  // An answer that is being written is stopped: it belongs to the chat that is left.
+  #open(chat) {
     this.stop();
     this.#running = null;
-    this.#messages = [];
-    byId("log").replaceChildren(byId("empty"));
-    byId("empty").hidden = false;
-    setText(byId("said"), "A new chat.");
-    byId("prompt").focus();
+    this.#chat = chat;
+    const turns = chat.messages.map(({ role, content, foot }) => {
+      if (role === "user") return userTurn(content);
+      const turn = new AnswerTurn();
+      turn.add(content);
+      turn.end(typeof foot === "string" ? foot : "");
+      return turn.element;
+    });
+    byId("log").replaceChildren(byId("empty"), ...turns);
+    byId("log").scrollTop = byId("log").scrollHeight;
+    writeSettings(chat.settings);
+    if (chat.model !== null) this.#chooseModel(chat.model);
+    this.#nameOpen();
+    this.#show();
+  }
+
+  #openNamed() {
+    const id = location.hash.startsWith(OPEN) ? location.hash.slice(OPEN.length) : "";
+    const chat = id && id !== this.#chat.id ? keptChat(id) : null;
+    if (chat) this.#open(chat);
+  }
+
+  #nameOpen() {
+    const hash = this.#chat.messages.length ? OPEN + this.#chat.id : "";
+    if (location.hash !== hash) history.replaceState(null, "", location.pathname + location.search + hash);
+  }
+
+  #listAgain() {
+    this.#kept = keptChats();
     this.#show();
   }
 
@@ -176,6 +285,22 @@ export class Chat {
     for (const button of byId("starters").querySelectorAll("button")) button.disabled = !this.#isReady;
     // The button that had the focus may be gone.
     if (hadFocus) focusByMouse(byId("prompt"));
+    const isEmpty = byId("log").children.length < 2;
+    byId("empty").hidden = !isEmpty;
+    if (isEmpty) {
+      setText(byId("empty-title"), this.#isReady ? "Ask something" : "Almost there");
+      setText(byId("empty-text"), this.#isReady ? "Answers come from the model on your machines. Nothing leaves them." : this.#why);
+    }
+    const isKept = this.#kept.some(({ id }) => id === this.#chat.id);
+    this.#bar.show(this.#kept, isKept ? this.#chat.id : "", this.#deleted !== null);
+    this.#showTokens();
+  }
+
+  #showTokens() {
+    const { tokens } = this.#chat;
+    const context = this.#contextOf(this.#chosen());
+    const text = typeof tokens !== "number" ? "" : `This chat holds ${tokens}${context === null ? "" : ` of ${context}`} tokens.`;
+    setText(byId("tokens"), text);
   }
 
   #fit() {

@@ -15,9 +15,11 @@ export class AnswerTurn {
   #markdown = new GrowingMarkdown(this.#text);
   #foot = el("p", { class: "foot", hidden: true });
   #isDrawn = true;
+  #isThinking = false;
 
   constructor() {
     this.said = "";
+    this.foot = "";
     this.element = el(
       "article",
       // A screen reader hears of it once, when it is whole.
@@ -29,9 +31,15 @@ export class AnswerTurn {
 
   /** It reasons before it answers, which is not shown. */
   think() {
-    if (this.said) return;
-    this.#foot.textContent = "Thinking…";
-    this.#foot.hidden = false;
+    this.wait("Thinking…");
+    this.#isThinking = true;
+  }
+
+  /** What it waits for before its first word, or nothing. */
+  wait(note) {
+    if (this.said || this.#isThinking || this.element.getAttribute("aria-busy") === "false") return;
+    this.#foot.textContent = note;
+    this.#foot.hidden = !note;
   }
 
   /** More text came; drawn once a frame at most. */
@@ -48,6 +56,7 @@ export class AnswerTurn {
   end(foot) {
     this.#draw();
     this.element.setAttribute("aria-busy", "false");
+    this.foot = foot;
     this.#foot.textContent = foot;
     this.#foot.hidden = !foot;
   }
@@ -68,7 +77,10 @@ export class AnswerTurn {
 /** What an answer took, in a line. */
 export function costOf(usage, timings) {
   const parts = [];
-  if (usage) parts.push(`${usage.completion_tokens} tokens`);
+  if (usage) {
+    const cached = usage.prompt_tokens_details?.cached_tokens;
+    parts.push(`${usage.prompt_tokens} tokens read${cached ? ` (${cached} cached)` : ""}, ${usage.completion_tokens} written`);
+  }
   if (timings?.predicted_per_second) parts.push(`${number(timings.predicted_per_second)} tokens/s`);
   if (timings) parts.push(`first after ${ms(timings.prompt_ms)}`);
   const trips = timings?.speculation?.tokens_per_window;

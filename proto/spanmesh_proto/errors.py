@@ -24,6 +24,7 @@ The hierarchy, with the meaning of each class::
         ├── InvalidRequest          malformed JSON, wrong types, impossible values
         ├── ContextLengthExceeded   prompt and answer do not fit the context
         ├── Unauthorized            no API key, or a wrong one
+        ├── Forbidden               an API key without the right that the request needs
         ├── ModelNotFound           the request names a model that is not served
         ├── NotFound                the request names another resource that does not exist
         ├── NotSupported            an endpoint of the OpenAI API that the mesh does not implement
@@ -150,6 +151,10 @@ class Unauthorized(RequestError):
     """No API key, or a wrong one."""
 
 
+class Forbidden(RequestError):
+    """An API key without the right that the request needs."""
+
+
 class ModelNotFound(RequestError):
     """The request names a model that is not served."""
 
@@ -218,6 +223,7 @@ WIRE: Final[dict[type[MeshError], Wire]] = {
     InvalidRequest: Wire("invalid_request_error", "INVALID_ARGUMENT", 400, "invalid_request_error"),
     ContextLengthExceeded: Wire("context_length_exceeded", "OUT_OF_RANGE", 400, "invalid_request_error"),
     Unauthorized: Wire("invalid_api_key", "UNAUTHENTICATED", 401, "invalid_request_error"),
+    Forbidden: Wire("permission_denied", "PERMISSION_DENIED", 403, "invalid_request_error"),
     ModelNotFound: Wire("model_not_found", "NOT_FOUND", 404, "invalid_request_error"),
     NotFound: Wire("not_found", "NOT_FOUND", 404, "invalid_request_error"),
     NotSupported: Wire("not_supported", "UNIMPLEMENTED", 501, "invalid_request_error"),

@@ -41,6 +41,12 @@ def part_paths(first: Path) -> tuple[Path, ...]:
     return tuple(_part(first, number, int(match[3])) for number in range(1, int(match[3]) + 1))
 
 
+def is_further_part(path: Path) -> bool:
+    """Whether a file is named as a part of a model other than the first."""
+    match = _NAME.fullmatch(path.stem)
+    return match is not None and int(match[2]) != 1
+
+
 def with_other_parts(first: GgufHeader, read: Callable[[Path], GgufHeader]) -> GgufHeader:
     """The header of a whole model, from that of its first file.
 

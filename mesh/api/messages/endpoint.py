@@ -10,12 +10,13 @@ from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annota
 from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.auth import client_of
-from mesh.api.backend import backends_of, body_of
+from mesh.api.backend import body_of
 from mesh.api.chat_prompt import Conversation, render_prompt
 from mesh.api.errors import json_response
 from mesh.api.generation_job import make_job
-from mesh.api.messages.events import respond
+from mesh.api.messages.events import error_events, respond
 from mesh.api.messages.protocol import CountBody, MessagesBody, messages_of
+from mesh.api.on_demand.answers import answered
 from mesh.api.openapi import MessageAnswer, TokenCount, answers, takes
 from mesh.api.protocol import JsonSchemaBody, ResponseFormatBody
 from mesh.api.structured_output import tool_use_of
@@ -32,32 +33,38 @@ router = APIRouter()
 @router.post(
     "/v1/messages",
     response_model=None,
-    responses=answers(MessageAnswer, 404, 413, is_streamed=True),
+    responses=answers(MessageAnswer, 403, 404, 413, is_streamed=True),
     openapi_extra=takes(MessagesBody),
 )
 async def create_message(request: Request) -> Response:
     """Continue a conversation."""
-    backends = backends_of(request)
     body = await body_of(request, MessagesBody)
-    backend = backends.ready(body.model)
-    # A long conversation takes a while; other answers continue meanwhile.
-    job = await asyncio.to_thread(_job, backend, body, client_of(request.scope))
-    return await respond(request, backend, body, job)
+
+    async def answer(backend: Backend) -> Response:
+        # A long conversation takes a while; other answers continue meanwhile.
+        job = await asyncio.to_thread(_job, backend, body, client_of(request.scope))
+        return await respond(request, backend, body, job)
+
+    return await answered(
+        request, body.model, answer, is_streamed=bool(body.stream), format_error=error_events
+    )
 
 
 @router.post(
     "/v1/messages/count_tokens",
     response_model=None,
-    responses=answers(TokenCount, 404, 413),
+    responses=answers(TokenCount, 403, 404, 413),
     openapi_extra=takes(CountBody),
 )
 async def count_tokens(request: Request) -> Response:
     """Number of tokens of a conversation, tools included."""
-    backends = backends_of(request)
     body = await body_of(request, CountBody)
-    backend = backends.named(body.model)
-    prompt = await asyncio.to_thread(render_prompt, backend, _conversation(body))
-    return json_response({"input_tokens": len(prompt.tokens)})
+
+    async def answer(backend: Backend) -> Response:
+        prompt = await asyncio.to_thread(render_prompt, backend, _conversation(body))
+        return json_response({"input_tokens": len(prompt.tokens)})
+
+    return await answered(request, body.model, answer, needs_engine=False)
 
 
 def _conversation(body: ConversationParams) -> Conversation:

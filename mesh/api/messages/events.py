@@ -147,7 +147,7 @@ async def respond(request: Request, backend: Backend, body: MessagesBody, job: G
             backend.api.ping_interval_s,
             is_whole=backend.is_whole,
             done=b"",
-            format_error=lambda error: _encoded([messages_error(error_body(error)["error"])]),
+            format_error=error_events,
         )
     try:
         return json_response(
@@ -156,6 +156,11 @@ async def respond(request: Request, backend: Backend, body: MessagesBody, job: G
     except ClientGoneError:
         log.info("client_gone")
         return Response(status_code=CLIENT_GONE_STATUS)
+
+
+def error_events(error: BaseException) -> bytes:
+    """Events that end a stream with an error."""
+    return _encoded([messages_error(error_body(error)["error"])])
 
 
 class _Message:

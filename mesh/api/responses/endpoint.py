@@ -11,13 +11,14 @@ from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annota
 from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.auth import client_of
-from mesh.api.backend import backend_of, backends_of, body_of
+from mesh.api.backend import backend_of, body_of
 from mesh.api.chat_prompt import ChatPrompt, Conversation, render_prompt, thinking_variables
 from mesh.api.errors import json_response
 from mesh.api.generation_job import make_job
+from mesh.api.on_demand.answers import answered
 from mesh.api.openapi import Deleted, InputItems, ResponseAnswer, TokenCount, answers, takes
 from mesh.api.protocol import JsonSchemaBody, ResponseFormatBody
-from mesh.api.responses.events import Turn, respond
+from mesh.api.responses.events import Turn, early_error, respond
 from mesh.api.responses.protocol import ResponsesBody, input_items_of, messages_of
 from mesh.api.structured_output import tool_use_of
 from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest, NotFound
@@ -70,16 +71,20 @@ router = APIRouter()
 @router.post(
     "/v1/responses",
     response_model=None,
-    responses=answers(ResponseAnswer, 404, 413, is_streamed=True),
+    responses=answers(ResponseAnswer, 403, 404, 413, is_streamed=True),
     openapi_extra=takes(ResponsesBody),
 )
 async def create_response(request: Request) -> Response:
     """Continue a conversation, given as items or by the id of an answer that is kept."""
-    backends = backends_of(request)
     body = await body_of(request, ResponsesBody)
-    backend = backends.ready(body.model)
-    turn = await asyncio.to_thread(_turn, backend, body, client_of(request.scope))
-    return await respond(request, backend, body, turn)
+
+    async def answer(backend: Backend) -> Response:
+        turn = await asyncio.to_thread(_turn, backend, body, client_of(request.scope))
+        return await respond(request, backend, body, turn)
+
+    return await answered(
+        request, body.model, answer, is_streamed=bool(body.stream), format_error=early_error
+    )
 
 
 @router.get("/v1/responses/{response_id}", response_model=None, responses=answers(ResponseAnswer, 404))
@@ -105,17 +110,19 @@ async def list_input_items(request: Request, response_id: str) -> Response:
 @router.post(
     "/v1/responses/input_tokens",
     response_model=None,
-    responses=answers(TokenCount, 404, 413),
+    responses=answers(TokenCount, 403, 404, 413),
     openapi_extra=takes(ResponsesBody),
 )
 async def count_input_tokens(request: Request) -> Response:
     """Number of tokens of the prompt that a request would have."""
-    backends = backends_of(request)
     body = await body_of(request, ResponsesBody)
-    backend = backends.named(body.model)
     client = client_of(request.scope)
-    prompt = await asyncio.to_thread(lambda: _prompt(backend, body, _messages(backend, body, client)))
-    return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
+
+    async def answer(backend: Backend) -> Response:
+        prompt = await asyncio.to_thread(lambda: _prompt(backend, body, _messages(backend, body, client)))
+        return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
+
+    return await answered(request, body.model, answer, needs_engine=False)
 
 
 @router.delete("/v1/responses/{response_id}", response_model=None, responses=answers(Deleted, 404))

@@ -246,6 +246,13 @@ async def respond(request: Request, backend: Backend, body: ResponsesBody, turn:
     return json_response(response)
 
 
+def early_error(error: BaseException) -> bytes:
+    """Event that ends a stream with an error before there is a response."""
+    told = error_body(error)["error"]
+    event = {"type": "error", "code": told["code"], "message": told["message"], "param": told["param"]}
+    return b"event: error\ndata: " + json_bytes({**event, "sequence_number": 0}) + b"\n\n"
+
+
 class _ResponseBuilder:
     """Builds one response."""
 

@@ -82,6 +82,7 @@ async def test_status_comes_from_whoever_knows(engine: ScriptedEngine, tokenizer
             "hosts": 3,
             "tokens": {"prompt": 0, "generated": 0},
             "models": [{"name": MODEL, "tokens": {"prompt": 0, "generated": 0}}],
+            "rights": {"load": True, "unload": True},
         }
 
 

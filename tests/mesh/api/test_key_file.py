@@ -33,6 +33,7 @@ MOMENTS = st.none() | st.integers(0, 2**33).map(lambda seconds: dt.datetime.from
     tokens=LIMITS,
     expires=MOMENTS,
     concurrent=LIMITS,
+    may_load=st.booleans(),
 )
 def test_a_key_is_read_as_it_was_written(
     name: str,
@@ -41,9 +42,11 @@ def test_a_key_is_read_as_it_was_written(
     tokens: int | None,
     expires: dt.datetime | None,
     concurrent: int | None,
+    *,
+    may_load: bool,
 ) -> None:
     check_key_name(name)
-    record = KeyRecord(name, digest, requests, tokens, expires, max_concurrent=concurrent)
+    record = KeyRecord(name, digest, requests, tokens, expires, max_concurrent=concurrent, may_load=may_load)
     assert parse_key_line(format_key_line(record)) == record
 
 
@@ -65,6 +68,7 @@ def test_any_line_is_a_key_or_an_error_of_ours(line: str) -> None:
         (f"sha256:{'0' * 64} tokens-per-minute=1e9", "not a number from 1"),
         (f"sha256:{'0' * 64} concurrent=0", "not a number from 1"),
         (f"sha256:{'0' * 64} expires=tomorrow", "not a date such as"),
+        (f"sha256:{'0' * 64} may-load=1", "neither yes nor no"),
         (f"sha256:{'0' * 64} colour=red", "unknown setting"),
         (f"sha256:{'0' * 64} expires=2030-01-01 expires=2030-01-01", "has a setting twice"),
         ("neither this", "is not `NAME"),
@@ -104,6 +108,17 @@ def test_the_command_makes_lists_and_removes_keys(
     assert [line.replace("│", " ").split()[-2] for line in shown.splitlines() if "bob" in line] == ["9"]
     assert [line.split()[1] for line in shown.splitlines() if "no limit" in line] == ["alice", "bob"]
     assert key not in shown
+    assert "may load" not in shown
+    assert run(["keys", "add", "carol", "--may-load"]) == 0
+    capsys.readouterr()
+    assert [record.may_load for record in read_key_file(path)] == [False, False, True]
+    assert run(["keys", "list"]) == 0
+    rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
+    assert {row[0]: row[-1] for row in rows if row and row[0] in {"alice", "carol"}} == {
+        "alice": "no",
+        "carol": "yes",
+    }
+    assert run(["keys", "rm", "carol"]) == 0
     assert run(["keys", "rm", "alice"]) == 0
     assert [record.name for record in read_key_file(path)] == ["bob"]
     assert path.stat().st_mode & 0o777 == 0o600

@@ -207,7 +207,7 @@ async def test_runs_of_backticks_take_no_longer_than_their_length(page: Page) ->
 
 async def test_everything_has_a_name_and_the_order_of_the_keyboard_is_that_of_the_eye(page: Page) -> None:
     found = await page.accessible()
-    for role in ("button", "textbox", "checkbox", "spinbutton", "image", "table", "tab", "log"):
+    for role in ("button", "textbox", "checkbox", "combobox", "spinbutton", "image", "table", "tab", "log"):
         names = [name for each, name in found if each == role]
         assert all(names), (role, names)
     roles = {role for role, _ in found}
@@ -215,11 +215,11 @@ async def test_everything_has_a_name_and_the_order_of_the_keyboard_is_that_of_th
     assert ("heading", "Once round the ring") in found
     await page.js("document.querySelector('.skip').focus()")
     seen = []
-    for _ in range(8):
+    for _ in range(10):
         await page.press("Tab")
         seen.append(await page.js("document.activeElement.id || document.activeElement.textContent"))
-    assert seen[:2] == ["theme", "log"]
-    assert seen[5:] == ["prompt", "send", "Settings"]
+    assert seen[:4] == ["theme", "chat-choice", "new-chat", "log"]
+    assert seen[7:] == ["prompt", "send", "Settings"]
     outline = await page.js("getComputedStyle(document.activeElement).outlineStyle")
     assert outline != "none"
 

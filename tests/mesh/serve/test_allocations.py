@@ -63,6 +63,26 @@ def allocations(*pipelines: Pipeline, **draft: Any) -> tuple[HostAllocations, li
     ]
 
 
+def test_a_further_model_has_what_is_left_once_others_are_gone() -> None:
+    ones, twos = Pipeline(), Pipeline()
+    ones.stages = (pipeline_stage(A, FIRST, 300), pipeline_stage(B, SECOND, 100))
+    twos.intended = (placement(A, FIRST, 200),)
+    twos.replicas = [stage(B, FIRST, 50)]
+    found, _ = allocations(ones, twos, draft_bytes=30)
+    # Copies give way; a draft model is on the head only, and that of the further one, too.
+    for gone, on_a, on_b in (
+        ((), 1000 - 300 - 200 - 30 - 7, 900),
+        (("two",), 1000 - 300 - 7, 900),
+        (("one",), 1000 - 200 - 30 - 7, 1000),
+        (("one", "two"), 993, 1000),
+    ):
+        left = [found.capacity_without(host, gone, draft_bytes=7).memory_bytes for host in (A, B)]
+        assert left == [on_a, on_b], gone
+    assert found.held_bytes(A) == 530
+    assert found.held_bytes(A, without=("two",)) == 300
+    assert found.held_bytes(B, without=("one",)) == 50
+
+
 def test_alone_a_model_has_all_that_hosts_give() -> None:
     pipeline = Pipeline()
     _, (one,) = allocations(pipeline)

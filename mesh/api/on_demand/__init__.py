@@ -1,0 +1,1 @@
+"""Requests for models that are loaded on demand."""

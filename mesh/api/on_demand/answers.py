@@ -1,0 +1,91 @@
+"""Answers by the model that a request names, which may have to be loaded first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import structlog
+from starlette.responses import Response
+
+from mesh.api.auth import require_may_load
+from mesh.api.backend import backends_of
+from mesh.api.middleware import CLIENT_GONE_STATUS
+from mesh.api.on_demand.leases import lease_for
+from mesh.api.streaming import ClientGoneError, DelayedStream, cancel_on_disconnect, error_event
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from starlette.requests import Request
+
+    from mesh.api.backend import Backend, Backends, ModelLease
+
+
+log = structlog.get_logger()
+
+
+async def answered(
+    request: Request,
+    model: str | None,
+    answer: Callable[[Backend], Awaitable[Response]],
+    *,
+    is_streamed: bool = False,
+    needs_engine: bool = True,
+    format_error: Callable[[BaseException], bytes] = error_event,
+) -> Response:
+    """Answer a request by the model that it names.
+
+    A model of the library that is not loaded is loaded first, if the request may have that done. Meanwhile a
+    stream is kept alive by comments; for a whole answer the client waits, up to a limit, without a word.
+
+    Args:
+        request: Request of the client, its body already read.
+        model: Name of the model; None for the first.
+        answer: Answers by the model, which is loaded.
+        is_streamed: Whether `answer` returns an `EventStream`.
+        needs_engine: Whether the model must answer; otherwise its tokenizer is enough.
+        format_error: Returns the events that end a stream with an error before `answer` is called.
+
+    Raises:
+        ModelNotFound: Naming the models that are served.
+        Forbidden: If the model is not loaded, and the request may not have it loaded.
+        ClusterError: If the model is loading and not of the library, or does not fit for now.
+        MeshError: What `answer` raises, and errors of loading.
+    """
+    backends = backends_of(request)
+    lease = await _lease_to_wait_for(request, backends, model)
+    choose = backends.ready if needs_engine else backends.named
+    if lease is None:
+        return await answer(choose(model))
+    api = backends.first.api
+    if is_streamed:
+
+        async def stream() -> Response:
+            await lease.loaded(is_bounded=False)
+            return await answer(choose(model))
+
+        return DelayedStream(stream, api.closing, api.ping_interval_s, format_error=format_error)
+    try:
+        await cancel_on_disconnect(lease.loaded(is_bounded=True), request.receive, api.closing)
+    except ClientGoneError:
+        log.info("client_gone")
+        return Response(status_code=CLIENT_GONE_STATUS)
+    return await answer(choose(model))
+
+
+async def _lease_to_wait_for(request: Request, backends: Backends, model: str | None) -> ModelLease | None:
+    """A lease of a model that is to be loaded for a request; None if it answers, or is not of the library."""
+    on_demand = backends.first.api.on_demand()
+    found = backends.find(model)
+    if on_demand is None or model is None or found is backends.first:
+        return None
+    if found is not None and on_demand.answers(model):
+        # From here on it is not unloaded for others.
+        lease_for(request.scope, on_demand, model)
+        return None
+    known = await on_demand.find(model)
+    if known is None:
+        return None
+    if known.phase != "loading":
+        require_may_load(request, model)
+    return lease_for(request.scope, on_demand, model)

@@ -1,0 +1,1 @@
+"""Models on demand: loaded when a request names them, unloaded when they idle."""

@@ -1,0 +1,207 @@
+"""Library: models in folders of the head's host, by name."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from mesh.api.load_request import LoadRequest
+from spanmesh_proto.errors import InvalidRequest, ModelError
+from stages.cancellable_work import CancellableWork
+from stages.gguf.reader import is_further_part, part_paths
+from stages.slicing.model_facts import read_model_facts
+from stages.weights.hashing import stamps_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from mesh.serve.options import ServeOptions
+    from stages.weights.hashing import FileStamp
+
+
+log = structlog.get_logger()
+
+_SUFFIX: Final = ".gguf"
+# Deep enough for the folders that a hub's own client keeps, shallow enough for a folder named by mistake.
+_MOST_LEVELS: Final = 5
+_MOST_FILES: Final = 4096
+# Between two searches of the folders: any client may have them searched.
+_FRESH_S: Final = 2.0
+# For all threads of a host: `ModelAllocation.threads_of` takes those that it has.
+_ALL_THREADS: Final = 1024
+
+
+@dataclass(frozen=True)
+class LibraryEntry:
+    """A model of the library.
+
+    Attributes:
+        name: Its name for clients, that of its file.
+        path: Its file, the first if it has several.
+        created_s: Last change of that file, Unix seconds.
+        size_bytes: Size of all its files.
+        n_vocab: Rows of its token embedding.
+        n_ctx_train: Positions that it was trained for.
+    """
+
+    name: str
+    path: Path
+    created_s: int
+    size_bytes: int
+    n_vocab: int
+    n_ctx_train: int
+
+
+class Library:
+    """Models in some folders and in folders within them. Files that no model can be served from are left out.
+
+    Args:
+        folders: Folders; of two models of one name the first counts.
+        clock_s: Monotonic, seconds.
+
+    Attributes:
+        entries: Models by name, as of the latest search.
+    """
+
+    def __init__(self, folders: Sequence[Path], clock_s: Callable[[], float]) -> None:
+        self._folders = tuple(folders)
+        self._clock_s = clock_s
+        self._known: dict[Path, tuple[tuple[FileStamp, ...], LibraryEntry | None]] = {}
+        self._searched_at_s = -math.inf
+        self._search: asyncio.Task[None] | None = None
+        self.entries: Mapping[str, LibraryEntry] = {}
+
+    async def refresh(self, *, max_age_s: float = _FRESH_S) -> None:
+        """Search the folders, in a thread, unless that was done a moment ago.
+
+        Args:
+            max_age_s: Age up to which the latest search is good enough, in seconds.
+        """
+        if self._search is None and self._clock_s() - self._searched_at_s >= max_age_s:
+            # It outlives the request that began it and does not inherit that request's log fields.
+            self._search = asyncio.create_task(self._refresh(), context=contextvars.Context())
+        if self._search is not None:
+            # Others may wait for the same search.
+            await asyncio.shield(self._search)
+
+    async def _refresh(self) -> None:
+        try:
+            self.entries = await CancellableWork().run(self.search)
+        finally:
+            self._searched_at_s = self._clock_s()
+            self._search = None
+
+    def search(self) -> dict[str, LibraryEntry]:
+        """Models by name, in the order of their names. Blocks. Unchanged files are not read again."""
+        found: dict[str, LibraryEntry] = {}
+        known: dict[Path, tuple[tuple[FileStamp, ...], LibraryEntry | None]] = {}
+        for path in files_of(self._folders):
+            try:
+                stamps = stamps_of(part_paths(path))
+            except ModelError as error:
+                log.info("library_file_left_out", path=str(path), reason=error.message)
+                continue
+            before = self._known.get(path)
+            entry = before[1] if before is not None and before[0] == stamps else _read(path)
+            known[path] = (stamps, entry)
+            if entry is not None:
+                found.setdefault(entry.name, entry)
+        self._known = known
+        return dict(sorted(found.items()))
+
+
+def files_of(folders: Sequence[Path]) -> Iterator[Path]:
+    """Files that may be models, one for each model, in order; hidden folders are left out.
+
+    Args:
+        folders: Folders that are searched.
+    """
+    num_files = 0
+    for folder in folders:
+        for place, inner, names in os.walk(folder):
+            is_deep = len(Path(place).relative_to(folder).parts) + 1 >= _MOST_LEVELS
+            inner[:] = [] if is_deep else sorted(name for name in inner if not name.startswith("."))
+            for name in sorted(names):
+                path = Path(place, name)
+                if path.suffix != _SUFFIX or name.startswith(".") or is_further_part(path):
+                    continue
+                num_files += 1
+                if num_files > _MOST_FILES:
+                    log.warning("library_too_large", folder=str(folder), most_files=_MOST_FILES)
+                    return
+                yield path
+
+
+def _read(path: Path) -> LibraryEntry | None:
+    """The model of a file; None if none can be served from it."""
+    try:
+        facts = read_model_facts(path)
+        name = LoadRequest(model=str(path)).served_name
+        created_s = int(path.stat().st_mtime)
+    except (ModelError, InvalidRequest, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error.message
+        log.info("library_file_left_out", path=str(path), reason=reason)
+        return None
+    except Exception:
+        # A file that no check foresaw must not hide all others.
+        log.exception("library_file_left_out", path=str(path))
+        return None
+    return LibraryEntry(name, path, created_s, facts.file_bytes, facts.n_vocab, facts.n_ctx_train)
+
+
+def smallest_model(folders: Sequence[Path]) -> Path | None:
+    """File of the smallest model in some folders; None if there is none. Blocks.
+
+    Args:
+        folders: Folders that are searched.
+    """
+    entries = Library(folders, clock_s=lambda: 0.0).search().values()
+    smallest = min(entries, key=lambda entry: (entry.size_bytes, entry.name), default=None)
+    return None if smallest is None else smallest.path
+
+
+def load_request_of(entry: LibraryEntry, options: ServeOptions) -> LoadRequest:
+    """Request that loads a model of the library with the options of `mesh serve`.
+
+    Args:
+        entry: The model.
+        options: Options of `mesh serve`, before they were fitted to its own model. Those of its draft model,
+            and of its placement, are left out.
+    """
+    wanted = options.speculation
+    return LoadRequest.model_validate(
+        {
+            "model": str(entry.path),
+            "name": entry.name,
+            "evictable": True,
+            "ctx_size": options.ctx_size,
+            "parallel": options.num_slots,
+            "kv_type": options.kv_type,
+            "checkpoints": options.num_checkpoints,
+            "wire": "auto" if options.wire is None else str(options.wire),
+            "max_waiting": options.max_waiting,
+            "exact": options.is_exact,
+            "threads": options.library.num_threads or _ALL_THREADS,
+            "speculate": "auto" if wanted.mode in {"draft", "replay"} else wanted.mode,
+            "draft_head": wanted.draft_head,
+            "draft_max": wanted.draft_max,
+            "draft_min": wanted.draft_min,
+            "p_min": wanted.p_min,
+            "draft_threads": wanted.draft_threads,
+            "draft_gpu_layers": wanted.draft_gpu_layers,
+            "draft_kv_type": wanted.draft_kv_type,
+            "draft_context": wanted.draft_context,
+            "draft_wire": str(wanted.draft_wire),
+            "keeps_history": wanted.keeps_history,
+            "width": wanted.width,
+            "depth": wanted.depth,
+            "cancels": wanted.cancels,
+        }
+    )

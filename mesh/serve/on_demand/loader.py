@@ -1,0 +1,477 @@
+"""Loader of models on demand: requests that wait for a model, and the steps that give each its turn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, Protocol
+
+import structlog
+
+from mesh.api.backend import LibraryModel
+from mesh.serve.on_demand.library import load_request_of
+from mesh.serve.on_demand.policy import (
+    AskRoom,
+    Load,
+    ModelDemand,
+    Refuse,
+    Rest,
+    Unload,
+    next_step,
+)
+from mesh.serve.options import ctx_size_for
+from spanmesh_proto.errors import (
+    ClusterError,
+    MeshError,
+    ModelDoesNotFit,
+    ModelError,
+    Overloaded,
+    StageFailed,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from mesh.api.load_request import LoadRequest
+    from mesh.serve.model_registry import RegisteredModel
+    from mesh.serve.on_demand.library import Library, LibraryEntry
+    from mesh.serve.on_demand.policy import DemandRules, Step
+    from mesh.serve.options import ServeOptions
+
+
+log = structlog.get_logger()
+
+# A model that loads is asked for again soon; one that waits for others, when their stay is over.
+_LOADING_RETRY_S: Final = 10
+_WAITING_RETRY_S: Final = 30
+# After a failure: hosts may join, or an operator may unload something.
+_RETRY_S: Final = 60
+# Hosts that join or leave are noticed within this time while requests wait.
+_LOOK_AGAIN_S: Final = 5.0
+# Age of the latest search of the library that is good enough for a status.
+_GLANCE_S: Final = 30.0
+# After an error that nobody expected.
+_PAUSE_S: Final = 1.0
+
+
+class Registry(Protocol):
+    """Models beside the first; see `mesh.serve.model_registry.ModelRegistry`."""
+
+    @property
+    def registered(self) -> Sequence[RegisteredModel]:
+        """All models, those that are loading included."""
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call a function whenever `registered` has changed."""
+
+    async def load(self, load_request: LoadRequest) -> Mapping[str, Any]:
+        """Serve a model beside the others; returns when it answers."""
+
+    async def unload(self, name: str, wait_s: float) -> Mapping[str, Any]:
+        """Serve a model no more; returns when its memory is free."""
+
+    def describe(self, name: str) -> Mapping[str, Any]:
+        """Stages of a model that answers."""
+
+
+class Room(Protocol):
+    """Memory of the hosts; see `mesh.serve.on_demand.room.RoomCheck`."""
+
+    def layout(self) -> object:
+        """What answers depend on."""
+
+    async def shortage(self, load_request: LoadRequest, gone: Collection[str]) -> MeshError | None:
+        """Why a model does not fit once others are unloaded; None if it fits."""
+
+
+@dataclass(eq=False)
+class _Use:
+    """Requests for one model.
+
+    Attributes:
+        num_held: Requests that use it, those that wait for it included.
+        waiting: Requests that wait for it to be loaded, by arrival, in seconds of the clock.
+        loaded_at_s: When it was loaded; None if it is not.
+        used_at_s: When the latest request ended, or it was loaded.
+    """
+
+    num_held: int = 0
+    waiting: dict[asyncio.Future[None], float] = field(default_factory=dict)
+    loaded_at_s: float | None = None
+    used_at_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Failed loading: not tried again for a while, since others would be unloaded for it again.
+
+    Attributes:
+        error: What its requests are told.
+        until_s: When it may be tried again.
+    """
+
+    error: MeshError
+    until_s: float
+
+
+class OnDemandLoader:
+    """Loads models for requests that name them, instead of models that idle. For one event loop.
+
+    Args:
+        registry: Loads and unloads.
+        library: Models that may be loaded.
+        room: Whether a model fits.
+        options: Options of `mesh serve`.
+        first_name: Name of the model of `mesh serve`, which always stays.
+        rules: Times that loaded models are kept.
+        clock_s: Monotonic, seconds.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        library: Library,
+        room: Room,
+        options: ServeOptions,
+        *,
+        first_name: str,
+        rules: DemandRules,
+        clock_s: Callable[[], float],
+    ) -> None:
+        self._registry = registry
+        self._library = library
+        self._room = room
+        self._options = options
+        self._first_name = first_name
+        self._rules = rules
+        self._clock_s = clock_s
+        self._uses: dict[str, _Use] = {}
+        self._failures: dict[str, _Failure] = {}
+        self._leaving: frozenset[str] = frozenset()
+        self._answers: dict[tuple[str, frozenset[str]], MeshError | None] = {}
+        self._layout: object = None
+        self._changed = asyncio.Event()
+        registry.on_change(self._note_registry)
+
+    # The API's side
+
+    async def models(self, *, is_glance: bool = False) -> list[LibraryModel]:
+        """All models of the library, by name, but for the one that `mesh serve` was started with.
+
+        Args:
+            is_glance: Whether files may be missing that are new: for those who look every second.
+        """
+        if is_glance:
+            await self._library.refresh(max_age_s=_GLANCE_S)
+        else:
+            await self._library.refresh()
+        return [self._described(entry) for entry in self._library.entries.values() if self._is_offered(entry)]
+
+    async def find(self, name: str) -> LibraryModel | None:
+        """The model of the library that has this name; a new file is found."""
+        if name not in self._library.entries:
+            await self._library.refresh()
+        entry = self._library.entries.get(name)
+        return None if entry is None or not self._is_offered(entry) else self._described(entry)
+
+    def answers(self, name: str) -> bool:
+        """Whether a model answers that no order and no other model is about to unload."""
+        return name not in self._leaving and self._phase(name) == "loaded"
+
+    def lease(self, name: str) -> Lease:
+        """Begin the use of a model: it is not unloaded for others until the lease is released."""
+        return Lease(self, name)
+
+    def describe(self, name: str) -> Mapping[str, Any]:
+        """Stages of a model that answers, JSON-serialisable."""
+        return self._registry.describe(name)
+
+    def hold(self, name: str) -> None:
+        """Count one more request that uses a model."""
+        self._use(name).num_held += 1
+
+    def release(self, name: str) -> None:
+        """Count one request less."""
+        use = self._use(name)
+        use.num_held -= 1
+        use.used_at_s = self._clock_s()
+        if not use.num_held and use.loaded_at_s is None:
+            del self._uses[name]
+        self._changed.set()
+
+    async def loaded(self, name: str, *, is_bounded: bool) -> None:
+        """Return once a held model answers; see `mesh.api.backend.ModelLease`, whose errors it raises."""
+        if self.answers(name):
+            return
+        self._refuse_known_failure(name)
+        use, most = self._use(name), self._options.max_waiting
+        if len(use.waiting) >= most:
+            raise Overloaded(
+                f"{most} requests wait for the model `{name}` to be loaded, which is the limit: try again in"
+                f" {self._retry_after_s(name)} s, or serve with a larger --max-waiting",
+                retry_after_s=self._retry_after_s(name),
+            )
+        arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        use.waiting[arrived] = self._clock_s()
+        self._changed.set()
+        try:
+            async with asyncio.timeout(self._options.library.load_wait_s if is_bounded else None):
+                await arrived
+        except TimeoutError:
+            retry_after_s = self._retry_after_s(name)
+            raise ClusterError(
+                f"the model `{name}` {self._reason(name)}: try again in {retry_after_s} s, or ask for a"
+                " stream, which waits",
+                retry_after_s=retry_after_s,
+            ) from None
+        finally:
+            use.waiting.pop(arrived, None)
+            self._changed.set()
+
+    # The loop
+
+    async def run(self) -> NoReturn:
+        """Take one step after the other, until cancelled."""
+        try:
+            await self._library.refresh()
+        except OSError as error:
+            log.warning("library_unreadable", reason=error.strerror)
+        else:
+            log.info("library_read", models=len(self._library.entries))
+        while True:
+            self._changed.clear()
+            step = self._next_step()
+            try:
+                await self._take(step)
+            except Exception:
+                # Those who wait must not wait for ever.
+                log.exception("on_demand_failed", step=str(step))
+                if isinstance(step, AskRoom | Load | Refuse):
+                    self._fail(step.name, StageFailed(f"loading {step.name} failed: see the server's log"))
+                await asyncio.sleep(_PAUSE_S)
+
+    def _next_step(self) -> Step:
+        layout = self._room.layout()
+        if layout != self._layout:
+            self._layout, self._answers = layout, {}
+
+        def fits(name: str, gone: frozenset[str]) -> bool | None:
+            question = (name, gone)
+            return self._answers[question] is None if question in self._answers else None
+
+        return next_step(self._demands(), self._clock_s(), self._rules, fits)
+
+    async def _take(self, step: Step) -> None:
+        match step:
+            case AskRoom():
+                await self._ask_room(step)
+            case Load():
+                await self._load(step.name)
+            case Unload():
+                await self._unload(step)
+            case Refuse():
+                self._refuse(step)
+            case Rest():
+                await self._rest(step)
+
+    async def _ask_room(self, question: AskRoom) -> None:
+        name, layout = question.name, self._layout
+        entry = self._library.entries.get(name)
+        if entry is None:
+            self._fail(name, _lost(name))
+            return
+        try:
+            shortage = await self._room.shortage(load_request_of(entry, self._options), question.gone)
+        except MeshError as error:
+            self._fail(name, _for_clients(error, entry))
+            return
+        # Otherwise hosts or stages changed meanwhile, and it is asked again.
+        if self._room.layout() == layout:
+            self._answers[name, question.gone] = shortage
+
+    async def _load(self, name: str) -> None:
+        entry = self._library.entries.get(name)
+        if entry is None:
+            self._fail(name, _lost(name))
+            return
+        log.info("model_loads_on_demand", model=name)
+        try:
+            await self._registry.load(load_request_of(entry, self._options))
+        except MeshError as error:
+            # It may answer all the same, if only the head state could not be written.
+            if self._phase(name) != "loaded":
+                self._fail(name, _for_clients(error, entry))
+
+    async def _unload(self, step: Unload) -> None:
+        log.info("models_unload_on_demand", models=step.names, wanted_by=step.wanted_by)
+        # From here on requests for them wait; none runs.
+        self._leaving = frozenset(step.names)
+        try:
+            outcomes = await asyncio.gather(
+                *(self._registry.unload(name, 0.0) for name in step.names), return_exceptions=True
+            )
+        finally:
+            self._leaving = frozenset()
+        for name, outcome in zip(step.names, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                log.warning("model_not_unloaded", model=name, reason=str(outcome))
+
+    def _refuse(self, step: Refuse) -> None:
+        shortage, entry = self._answers[step.name, step.gone], self._library.entries.get(step.name)
+        if shortage is None or entry is None:
+            self._settle(step.name, _lost(step.name))
+            return
+        log.info("model_has_no_room", model=step.name, reason=shortage.message)
+        self._settle(step.name, _for_clients(shortage, entry))
+
+    async def _rest(self, step: Rest) -> None:
+        pause_s = None if step.until_s is None else max(0.0, step.until_s - self._clock_s())
+        if any(use.waiting for use in self._uses.values()):
+            pause_s = _LOOK_AGAIN_S if pause_s is None else min(pause_s, _LOOK_AGAIN_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._changed.wait()
+
+    def _demands(self) -> list[ModelDemand]:
+        """All models that are registered or waited for."""
+        registered = {model.name: model for model in self._registry.registered}
+        demands = []
+        for name in registered.keys() | self._uses.keys():
+            model, use = registered.get(name), self._uses.get(name, _Use())
+            demands.append(
+                ModelDemand(
+                    name,
+                    "unloaded" if model is None else model.phase,
+                    is_evictable=model is None or model.is_evictable,
+                    num_held=use.num_held,
+                    waiting_since_s=min(use.waiting.values(), default=None),
+                    loaded_at_s=use.loaded_at_s or 0.0,
+                    used_at_s=use.used_at_s,
+                )
+            )
+        return demands
+
+    def _note_registry(self) -> None:
+        """Begin the stay of models that answer now, and let their requests go on at once."""
+        loaded = {model.name for model in self._registry.registered if model.phase == "loaded"}
+        now_s = self._clock_s()
+        for name in loaded:
+            use = self._use(name)
+            if use.loaded_at_s is None:
+                use.loaded_at_s = use.used_at_s = now_s
+            if name not in self._leaving:
+                self._settle(name, None)
+        for name, use in list(self._uses.items()):
+            if name not in loaded:
+                use.loaded_at_s = None
+                if not use.num_held:
+                    del self._uses[name]
+        self._changed.set()
+
+    def _settle(self, name: str, error: MeshError | None) -> None:
+        """Let the requests that wait for a model go on, or fail."""
+        use = self._uses.get(name)
+        for arrived in () if use is None else list(use.waiting):
+            if arrived.done():
+                continue
+            if error is None:
+                arrived.set_result(None)
+            else:
+                arrived.set_exception(error)
+                # The client may have disconnected at this moment.
+                arrived.exception()
+        if use is not None:
+            use.waiting.clear()
+
+    def _fail(self, name: str, error: MeshError) -> None:
+        log.warning("model_not_loaded_on_demand", model=name, reason=error.message)
+        self._failures[name] = _Failure(error, self._clock_s() + _RETRY_S)
+        self._settle(name, error)
+
+    def _refuse_known_failure(self, name: str) -> None:
+        failure = self._failures.get(name)
+        if failure is None:
+            return
+        if self._clock_s() < failure.until_s:
+            raise failure.error
+        del self._failures[name]
+
+    def _use(self, name: str) -> _Use:
+        return self._uses.setdefault(name, _Use())
+
+    def _phase(self, name: str) -> Literal["unloaded", "loading", "loaded", "unloading"]:
+        found = next((model.phase for model in self._registry.registered if model.name == name), None)
+        return found or "unloaded"
+
+    def _is_offered(self, entry: LibraryEntry) -> bool:
+        return entry.name != self._first_name
+
+    def _described(self, entry: LibraryEntry) -> LibraryModel:
+        phase: Literal["unloaded", "waiting", "loading", "loaded", "unloading"] = self._phase(entry.name)
+        if phase == "unloaded" and (use := self._uses.get(entry.name)) is not None and use.waiting:
+            phase = "waiting"
+        return LibraryModel(
+            name=entry.name,
+            phase="unloading" if entry.name in self._leaving else phase,
+            created=entry.created_s,
+            context_length=ctx_size_for(self._options.ctx_size, entry.n_ctx_train),
+            size_bytes=entry.size_bytes,
+            n_vocab=entry.n_vocab,
+            n_ctx_train=entry.n_ctx_train,
+        )
+
+    def _reason(self, name: str) -> str:
+        if self._phase(name) == "loading":
+            return "is still loading"
+        return "waits for models with requests, or that were loaded a moment ago, to make room"
+
+    def _retry_after_s(self, name: str) -> int:
+        """Seconds after which the request may succeed."""
+        if self._phase(name) != "unloaded":
+            return _LOADING_RETRY_S
+        now_s = self._clock_s()
+        ends_s = [
+            use.loaded_at_s + self._rules.min_stay_s - now_s
+            for use in self._uses.values()
+            if use.loaded_at_s is not None and not use.num_held
+        ]
+        return max(_LOADING_RETRY_S, math.ceil(min(ends_s, default=_WAITING_RETRY_S)) + 1)
+
+
+class Lease:
+    """One request's use of a model; see `mesh.api.backend.ModelLease`.
+
+    Args:
+        loader: Loads the model.
+        name: Name of the model.
+    """
+
+    def __init__(self, loader: OnDemandLoader, name: str) -> None:
+        self._loader = loader
+        self._name = name
+        self._is_held = True
+        loader.hold(name)
+
+    async def loaded(self, *, is_bounded: bool) -> None:
+        """Return once the model answers; see `mesh.api.backend.ModelLease`, whose errors it raises."""
+        await self._loader.loaded(self._name, is_bounded=is_bounded)
+
+    def release(self) -> None:
+        """End the use; later calls have no effect."""
+        if self._is_held:
+            self._is_held = False
+            self._loader.release(self._name)
+
+
+def _lost(name: str) -> MeshError:
+    return ModelError(f"the file of the model `{name}` is no longer in the library")
+
+
+def _for_clients(error: MeshError, entry: LibraryEntry) -> MeshError:
+    """The error without folders of the head's host; a shortage of memory is one for now."""
+    message = error.message.replace(f"{entry.path.parent}/", "")
+    if isinstance(error, ModelError) and not isinstance(error, ModelDoesNotFit):
+        return type(error)(message)
+    return ClusterError(message, retry_after_s=_RETRY_S)

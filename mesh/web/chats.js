@@ -1,0 +1,94 @@
+// Chats that this browser keeps: each in an entry of its own, so that two tabs do not overwrite one another's.
+
+const PREFIX = "spanmesh.chat.";
+const MOST_CHATS = 100;
+const TITLE_CHARS = 48;
+
+/** A chat without a message, which is not kept yet. */
+export function newChat() {
+  const id = [...crypto.getRandomValues(new Uint8Array(8))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+  return { id, title: "", changedMs: 0, model: null, settings: null, tokens: null, messages: [] };
+}
+
+/** The beginning of a question, in one line. */
+export function titleOf(question) {
+  const line = question.replace(/\s+/g, " ").trim();
+  return line.length > TITLE_CHARS ? `${line.slice(0, TITLE_CHARS - 1)}…` : line;
+}
+
+/** All that are kept, the latest first. */
+export function keptChats() {
+  return keys()
+    .map((key) => parsed(read(key)))
+    .filter(Boolean)
+    .sort((one, other) => other.changedMs - one.changedMs);
+}
+
+/** One that is kept, or null. */
+export const keptChat = (id) => parsed(read(PREFIX + id));
+
+/** Keeps a chat; the oldest others go if there is no room. Returns whether it is kept. */
+export function keepChat(chat, nowMs) {
+  chat.changedMs = nowMs;
+  const text = JSON.stringify(chat);
+  const others = keptChats().filter(({ id }) => id !== chat.id);
+  while (others.length >= MOST_CHATS) dropChat(others.pop().id);
+  for (;;) {
+    try {
+      localStorage.setItem(PREFIX + chat.id, text);
+      return true;
+    } catch {
+      // Full, or not allowed to keep anything.
+      if (!others.length) return false;
+      dropChat(others.pop().id);
+    }
+  }
+}
+
+export function dropChat(id) {
+  try {
+    localStorage.removeItem(PREFIX + id);
+  } catch {
+    // What could not be kept need not go.
+  }
+}
+
+/** Calls a function when another tab has changed what is kept. */
+export function onKeptElsewhere(listener) {
+  addEventListener("storage", ({ key }) => {
+    if (key === null || key.startsWith(PREFIX)) listener();
+  });
+}
+
+function keys() {
+  try {
+    return Object.keys(localStorage).filter((key) => key.startsWith(PREFIX));
+  } catch {
+    return [];
+  }
+}
+
+function read(key) {
+  try {
+    return localStorage.getItem(key);
+  } catch {
+    return null;
+  }
+}
+
+// Another version of this page, or a person, may have written something else.
+function parsed(text) {
+  let chat = null;
+  try {
+    chat = JSON.parse(text);
+  } catch {
+    return null;
+  }
+  const isWhole =
+    typeof chat?.id === "string" &&
+    typeof chat.title === "string" &&
+    Number.isFinite(chat.changedMs) &&
+    Array.isArray(chat.messages) &&
+    chat.messages.every(({ role, content }) => ["user", "assistant"].includes(role) && typeof content === "string");
+  return isWhole ? chat : null;
+}

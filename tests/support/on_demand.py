@@ -1,0 +1,294 @@
+"""Models on demand behind the real API: the real loader, over models that are loaded without stages."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mesh.serve.model_registry import RegisteredModel
+from mesh.serve.on_demand.library import Library, LibraryEntry
+from mesh.serve.on_demand.loader import OnDemandLoader
+from mesh.serve.on_demand.policy import DemandRules
+from mesh.serve.options import LibraryOptions, ServeOptions, SpeculationOptions
+from spanmesh_proto.errors import InvalidRequest, ModelDoesNotFit, ModelNotFound
+from tests.support.api_harness import MODEL, ScriptedEngine, backend_of, running_api
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Collection, Mapping
+
+    from mesh.api.api_keys import ApiKeys
+    from mesh.api.backend import Backends
+    from mesh.api.load_request import LoadRequest
+    from mesh.text.tokenizer import Tokenizer
+    from spanmesh_proto.errors import MeshError
+    from tests.support.api_harness import Api
+
+# Beside the first model there is room for one of these, and for two where one is the smallest.
+SIZES = {"large": 6, "middle": 5, "small": 1, "whale": 99}
+FREE = 6
+
+
+@dataclass
+class Clock:
+    """Stands still unless it is told."""
+
+    now_s: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class FixedLibrary(Library):
+    """What files would be found."""
+
+    def __init__(self, names: Collection[str], clock: Clock) -> None:
+        super().__init__((), clock)
+        self.entries = {
+            name: LibraryEntry(name, Path(f"/library/{name}.gguf"), 1_700_000_000, 10**9, 49152, 8192)
+            for name in sorted(names)
+        }
+
+    async def refresh(self, *, max_age_s: float = 0.0) -> None:
+        """There is nothing to search."""
+
+
+class LoadedModels:
+    """Loads and unloads as `ModelRegistry` does, but what is loaded is an engine with a script.
+
+    Attributes:
+        backends: Models of the API.
+        engines: By model; each says one token unless it is given before.
+        errors: What loading fails with, by model.
+        orders: What was loaded and unloaded, in order.
+        may_finish: Loading takes until this is set.
+    """
+
+    def __init__(self, backends: Backends, tokenizer: Tokenizer) -> None:
+        self.backends = backends
+        self.engines: dict[str, ScriptedEngine] = {}
+        self.errors: dict[str, MeshError] = {}
+        self.orders: list[str] = []
+        self.may_finish = asyncio.Event()
+        self.may_finish.set()
+        self._tokenizer = tokenizer
+        self._listeners: list[Callable[[], None]] = []
+        self._models: dict[str, RegisteredModel] = {}
+
+    @property
+    def registered(self) -> list[RegisteredModel]:
+        return list(self._models.values())
+
+    @property
+    def loaded(self) -> set[str]:
+        return {name for name, model in self._models.items() if model.phase == "loaded"}
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        self._listeners.append(listener)
+
+    def poke(self) -> None:
+        """Something has changed: a clock, for example."""
+        for listener in self._listeners:
+            listener()
+
+    async def load(self, load_request: LoadRequest) -> Mapping[str, Any]:
+        name = load_request.served_name
+        if name in self._models:
+            raise InvalidRequest(f"a model is served as {name!r} already", param="name")
+        self.orders.append(f"load {name}")
+        self._models[name] = RegisteredModel(name, "loading", load_request.evictable)
+        self.backends.add(self._backend(name))
+        self.poke()
+        await self.may_finish.wait()
+        error = self.errors.get(name)
+        if error is not None:
+            self.backends.remove(name)
+            del self._models[name]
+            self.poke()
+            raise error
+        self._models[name] = replace(self._models[name], phase="loaded")
+        self.poke()
+        return self.describe(name)
+
+    async def unload(self, name: str, wait_s: float) -> Mapping[str, Any]:
+        if name not in self._models:
+            raise ModelNotFound(f"no model was loaded as {name!r}", param="model")
+        self.orders.append(f"unload {name}")
+        num_ended = self.engines[name].num_running
+        self._models[name] = replace(self._models[name], phase="unloading")
+        self.backends.remove(name)
+        self.poke()
+        await asyncio.sleep(wait_s if num_ended else 0)
+        del self._models[name]
+        self.poke()
+        return {"model": name, "unloaded": True, "ended": num_ended}
+
+    def describe(self, name: str) -> Mapping[str, Any]:
+        if name not in self.loaded:
+            raise ModelNotFound(f"the model {name!r} is not loaded", param="model")
+        stage = {"host": "attic", "layers": "[0, 6)", "threads": 1, "bytes": 2**30 * SIZES.get(name, 1)}
+        return {"model": name, "plan": "attic can hold the whole model", "stages": [stage]}
+
+    def _backend(self, name: str) -> Any:
+        engine = self.engines.setdefault(name, ScriptedEngine([(400,)]))
+
+        def status() -> dict[str, Any]:
+            is_loaded = name in self.loaded
+            coming = {"host": "attic", "layers": [0, 6], "bytes": 2**30, "step": "fetching", "share": 0.25}
+            coming |= {"fetched_bytes": 2**28, "fetch_bytes": 2**30}
+            stage = {"index": 0, "host": "attic", "layers": [0, 6], "address": "127.0.0.1:1", "wire": None}
+            return {
+                "phase": "serving" if is_loaded else "loading",
+                "ready": is_loaded,
+                "plan": "attic can hold the whole model",
+                "model": {"name": name, "context": engine.context_length, "layers": 6},
+                "loading": [] if is_loaded else [coming],
+                "stages": [stage] if is_loaded else [],
+            }
+
+        return backend_of(
+            engine,
+            self._tokenizer,
+            api=self.backends.first.api,
+            model_id=name,
+            status=status,
+            ready=lambda: name in self.loaded,
+        )
+
+
+class Memory:
+    """Room of one host, in whole numbers.
+
+    Args:
+        models: What is loaded, or loading.
+    """
+
+    def __init__(self, models: LoadedModels) -> None:
+        self._models = models
+        self.free = FREE
+        self.broken: dict[str, MeshError] = {}
+
+    def layout(self) -> object:
+        return (self.free, tuple(self._models.registered))
+
+    async def shortage(self, load_request: LoadRequest, gone: Collection[str]) -> MeshError | None:
+        await asyncio.sleep(0)
+        name = load_request.served_name
+        if name in self.broken:
+            raise self.broken[name]
+        left = self.free - sum(
+            SIZES[model.name] for model in self._models.registered if model.name not in gone
+        )
+        if SIZES[name] <= left:
+            return None
+        return ModelDoesNotFit(f"{name} does not fit: it needs {SIZES[name]} GiB; free are {left} GiB")
+
+
+@dataclass
+class OnDemandApi:
+    """A running server with a library.
+
+    Attributes:
+        api: The server.
+        models: What is loaded.
+        memory: What fits.
+        clock: The loader's clock.
+        loader: The loader.
+    """
+
+    api: Api
+    models: LoadedModels
+    memory: Memory
+    clock: Clock
+    loader: OnDemandLoader
+
+    def later(self, seconds: float) -> None:
+        """Let time pass, for the loader."""
+        self.clock.now_s += seconds
+        self.models.poke()
+
+
+def options_with_library(library: LibraryOptions, **changes: Any) -> ServeOptions:
+    """Options of a `mesh serve` on this machine."""
+    given: dict[str, Any] = {
+        "model": Path(f"/library/{MODEL}.gguf"),
+        "host": "127.0.0.1",
+        "port": 8000,
+        "name": "attic",
+        "advertise": "127.0.0.1",
+        "join_port": 0,
+        "token_hours": 1.0,
+        "token_path": None,
+        "num_hosts": 0,
+        "is_head_only": False,
+        "num_stages": None,
+        "split": None,
+        "ctx_size": None,
+        "num_slots": 4,
+        "kv_type": "f16",
+        "num_checkpoints": 8,
+        "max_waiting": 64,
+        "memory_bytes": None,
+        "num_threads": 1,
+        "speculation": SpeculationOptions(),
+        "is_exact": False,
+        "api_key_path": None,
+        "library": library,
+    }
+    return ServeOptions(**{**given, **changes})
+
+
+@dataclass
+class _Hook:
+    """What the API finds once the server runs."""
+
+    loader: OnDemandLoader | None = None
+    models: LoadedModels | None = None
+
+
+@asynccontextmanager
+async def on_demand_api(
+    tokenizer: Tokenizer,
+    *,
+    first: ScriptedEngine | None = None,
+    keys: ApiKeys | None = None,
+    rules: DemandRules | None = None,
+    load_wait_s: float = 30.0,
+    max_waiting: int = 64,
+    status: Callable[[], dict[str, Any]] = lambda: {"ready": True, "phase": "serving", "hosts": []},
+    **hosts: Any,
+) -> AsyncIterator[OnDemandApi]:
+    """Serve the first model, and the library of `SIZES` on demand; `hosts` are arguments of `running_api`."""
+    hook, clock = _Hook(), Clock()
+    async with running_api(
+        first or ScriptedEngine([(300,)]),
+        tokenizer,
+        keys=keys,
+        status=status,
+        on_demand=lambda: hook.loader,
+        model_admin=lambda: hook.models,
+        **hosts,
+    ) as api:
+        assert api.backends is not None
+        models = hook.models = LoadedModels(api.backends, tokenizer)
+        memory = Memory(models)
+        loader = hook.loader = OnDemandLoader(
+            models,
+            FixedLibrary(SIZES, clock),
+            memory,
+            options_with_library(
+                LibraryOptions((Path("/library"),), load_wait_s=load_wait_s), max_waiting=max_waiting
+            ),
+            first_name=MODEL,
+            rules=rules or DemandRules(),
+            clock_s=clock,
+        )
+        running = asyncio.create_task(loader.run())
+        try:
+            yield OnDemandApi(api, models, memory, clock, loader)
+            assert not running.done(), running.exception()
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
