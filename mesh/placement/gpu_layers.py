@@ -69,8 +69,7 @@ def check_gpu_layers(wanted: int | None, gpus: Sequence[Gpu], *, is_exact: bool 
     if not gpus:
         raise ClusterError(
             f"--gpu-layers {format_gpu_layers(wanted)}: llama.cpp finds no GPU here; build it for one "
-            "(CMAKE_ARGS='-DGGML_CUDA=ON' pip install --no-binary llama-cpp-python llama-cpp-python), or "
-            "leave it out",
+            "(`make environment BACKEND=vulkan`; `mesh doctor` says what is missing), or leave it out",
             param="--gpu-layers",
         )
 

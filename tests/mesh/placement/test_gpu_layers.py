@@ -23,7 +23,7 @@ from tests.support.tiny_models import TinyModel
 
 GPU = Gpu("CUDA0", "a GPU", 20 * 2**30, 24 * 2**30, 900.0)
 NO_GPU = pytest.mark.skipif(
-    bool(layer_devices()), reason="this machine has a GPU: tests/end_to_end/ring/test_gpu_parity.py"
+    bool(layer_devices()), reason="this machine has a GPU: tests/gpu/test_gpu_parity.py"
 )
 
 
