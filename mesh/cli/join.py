@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from mesh.cli.option_types import MemorySize, int_option
-from mesh.cli.shared_options import gpu_layers_option, storage_from, storage_options
+from mesh.cli.shared_options import gpu_options, storage_from, storage_options
 
 
 @click.command()
@@ -29,7 +29,7 @@ from mesh.cli.shared_options import gpu_layers_option, storage_from, storage_opt
     "--memory", "memory_bytes", type=MemorySize(), metavar="SIZE", help="Memory for the mesh, such as 8G."
 )
 @int_option("--threads", help="Threads for computing; one per core unless given.")
-@gpu_layers_option
+@gpu_options
 @click.option("--name", help="Name of this host in the mesh; its host name unless given.")
 @storage_options
 @click.option(
@@ -49,6 +49,8 @@ def join(
     memory_bytes: int | None,
     threads: int | None,
     gpu_layers: int | None,
+    cpu_moe: bool,
+    n_cpu_moe: int | None,
     name: str | None,
     give_up_after: float,
     models_dir: Path | None,
@@ -72,6 +74,7 @@ def join(
     decode(text)
     from mesh.cluster.addresses import advertised  # noqa: PLC0415
     from mesh.cluster.join import JoinOptions, join_mesh  # noqa: PLC0415
+    from mesh.placement.gpu_layers import parse_cpu_moe  # noqa: PLC0415
     from mesh.util.tasks import run_interruptible  # noqa: PLC0415 - brings grpc, which a refusal needs not
 
     storage_from(models_dir=models_dir, cache_bytes=cache_bytes)
@@ -83,6 +86,7 @@ def join(
         num_threads=threads,
         give_up_after_s=give_up_after,
         gpu_layers=gpu_layers,
+        cpu_moe_layers=parse_cpu_moe(n_cpu_moe, is_all=cpu_moe),
     )
     return run_interruptible(lambda interruption: join_mesh(options, interruption))
 

@@ -15,7 +15,7 @@ from mesh.cli.shared_options import (
     SESSION_FLAGS,
     SPECULATION_FLAGS,
     check_stage_options,
-    gpu_layers_option,
+    gpu_options,
     local_model,
     one_model_options,
     speculation_from,
@@ -34,7 +34,7 @@ _SECTIONS: Final = {
     "API": ("--host", "--port", "--api-key-file", "--insecure", "--cors-origin", "--max-waiting"),
     "Placement": (
         *("--wait-for", "--head-only", "--stages", "--split", "--topology", "--threads", "--memory"),
-        *("--gpu-layers", "--no-repack"),
+        *("--gpu-layers", "--cpu-moe", "--n-cpu-moe", "--no-repack"),
     ),
     "Sessions": (*SESSION_FLAGS, "--groups"),
     "Speculation": SPECULATION_FLAGS,
@@ -95,7 +95,7 @@ _SECTIONS: Final = {
     metavar="SIZE",
     help="Memory for stages and draft model on this host, such as 8G.  [default: all that is free]",
 )
-@gpu_layers_option
+@gpu_options
 @click.option(
     "--no-repack",
     "repacks",
@@ -159,6 +159,8 @@ def serve(
     threads: int | None,
     memory: int | None,
     gpu_layers: int | None,
+    cpu_moe: bool,
+    n_cpu_moe: int | None,
     repacks: bool,
     num_groups: int | None,
     exact: bool,
@@ -184,6 +186,7 @@ def serve(
             "--topology fixes which hosts hold which layers: leave out --stages, --split and --wait-for"
         )
     from mesh.cluster.addresses import advertised, primary_address  # noqa: PLC0415 - keeps --help quick
+    from mesh.placement.gpu_layers import parse_cpu_moe  # noqa: PLC0415
     from mesh.placement.topology import read_topology  # noqa: PLC0415
     from mesh.serve.options import ServeOptions, demo_model, demo_num_stages  # noqa: PLC0415
     from mesh.util.tasks import run_interruptible  # noqa: PLC0415
@@ -228,6 +231,7 @@ def serve(
         is_discoverable=discoverable,
         wire=None if wire == "auto" else HiddenType(wire),
         gpu_layers=gpu_layers,
+        cpu_moe_layers=parse_cpu_moe(n_cpu_moe, is_all=cpu_moe),
         repacks=repacks,
         num_groups=num_groups,
         weights=weights_from(

@@ -83,6 +83,7 @@ class LocalHost:
                 memory_bytes=options.memory_bytes,
                 num_threads=options.num_threads,
                 gpu_layers=options.gpu_layers,
+                cpu_moe_layers=options.cpu_moe_layers,
             )
         return Member(
             name=options.name,
@@ -245,6 +246,8 @@ class JoinOptions:
         give_up_after_s: Longest search for a head that was reached before, in seconds.
         gpu_layers: Layers of each stage on this host's GPUs; None for as many as fit, see
             `mesh.placement.host_capacity`.
+        cpu_moe_layers: First layers of a model whose experts stay with this host's processor; None for as few
+            as give layers room on its GPUs.
     """
 
     token: str = field(repr=False)
@@ -254,6 +257,7 @@ class JoinOptions:
     num_threads: int | None
     give_up_after_s: float = 600.0
     gpu_layers: int | None = None
+    cpu_moe_layers: int | None = None
 
 
 async def join_mesh(

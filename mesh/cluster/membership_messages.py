@@ -45,6 +45,7 @@ def report_of(
             for gpu in facts.gpus
         ],
         gpu_layers=facts.gpu_layers,
+        cpu_moe_layers=facts.cpu_moe_layers,
     )
 
 
@@ -76,6 +77,7 @@ def member_of(report: wire.HostReport) -> Member:
                 for gpu in report.gpus
             ),
             gpu_layers=report.gpu_layers if report.HasField("gpu_layers") else None,
+            cpu_moe_layers=report.cpu_moe_layers if report.HasField("cpu_moe_layers") else None,
         ),
         ray_node_name=report.ray_node_name,
     )

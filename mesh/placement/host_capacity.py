@@ -27,6 +27,8 @@ class HostCapacity:
         gpu_layers: Layers of each stage on GPUs; None for as many as fit, see
             `mesh.placement.gpu_layers`.
         others_bytes: Memory held by other models besides, for messages.
+        cpu_moe_layers: First layers of the model whose experts stay with the processor; None for as few as
+            give layers room on GPUs.
     """
 
     name: str
@@ -36,6 +38,7 @@ class HostCapacity:
     gpus: tuple[Gpu, ...] = ()
     gpu_layers: int | None = None
     others_bytes: int = 0
+    cpu_moe_layers: int | None = None
 
     @cached_property
     def kind(self) -> HostCapacity:

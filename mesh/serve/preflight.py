@@ -127,6 +127,7 @@ def check(options: ServeOptions) -> Preflight:
             memory_bytes=options.memory_bytes,
             num_threads=options.num_threads,
             gpu_layers=0 if options.is_exact else options.gpu_layers,
+            cpu_moe_layers=options.cpu_moe_layers,
         ),
     )
     known = replace(known, api_keys=api_keys)

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class HostReport(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "secret", "name", "address", "check_port", "check_nonce", "memory_bytes", "threads", "speed_gb_per_s", "platform", "llama_cpp_version", "ray_version", "python_version", "ray_node_name", "ray_is_running", "echo_port", "links", "certificate_request", "is_leaving", "gpus", "gpu_layers")
+    __slots__ = ("protocol_version", "software_version", "secret", "name", "address", "check_port", "check_nonce", "memory_bytes", "threads", "speed_gb_per_s", "platform", "llama_cpp_version", "ray_version", "python_version", "ray_node_name", "ray_is_running", "echo_port", "links", "certificate_request", "is_leaving", "gpus", "gpu_layers", "cpu_moe_layers")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class HostReport(_message.Message):
     IS_LEAVING_FIELD_NUMBER: _ClassVar[int]
     GPUS_FIELD_NUMBER: _ClassVar[int]
     GPU_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    CPU_MOE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     secret: str
@@ -52,7 +53,8 @@ class HostReport(_message.Message):
     is_leaving: bool
     gpus: _containers.RepeatedCompositeFieldContainer[Gpu]
     gpu_layers: int
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., secret: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., check_port: _Optional[int] = ..., check_nonce: _Optional[bytes] = ..., memory_bytes: _Optional[int] = ..., threads: _Optional[int] = ..., speed_gb_per_s: _Optional[float] = ..., platform: _Optional[str] = ..., llama_cpp_version: _Optional[str] = ..., ray_version: _Optional[str] = ..., python_version: _Optional[str] = ..., ray_node_name: _Optional[str] = ..., ray_is_running: _Optional[bool] = ..., echo_port: _Optional[int] = ..., links: _Optional[_Union[LinkReport, _Mapping]] = ..., certificate_request: _Optional[bytes] = ..., is_leaving: _Optional[bool] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., gpu_layers: _Optional[int] = ...) -> None: ...
+    cpu_moe_layers: int
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., secret: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., check_port: _Optional[int] = ..., check_nonce: _Optional[bytes] = ..., memory_bytes: _Optional[int] = ..., threads: _Optional[int] = ..., speed_gb_per_s: _Optional[float] = ..., platform: _Optional[str] = ..., llama_cpp_version: _Optional[str] = ..., ray_version: _Optional[str] = ..., python_version: _Optional[str] = ..., ray_node_name: _Optional[str] = ..., ray_is_running: _Optional[bool] = ..., echo_port: _Optional[int] = ..., links: _Optional[_Union[LinkReport, _Mapping]] = ..., certificate_request: _Optional[bytes] = ..., is_leaving: _Optional[bool] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., gpu_layers: _Optional[int] = ..., cpu_moe_layers: _Optional[int] = ...) -> None: ...
 
 class Gpu(_message.Message):
     __slots__ = ("name", "description", "free_bytes", "total_bytes", "speed_gb_per_s", "shares_host_memory")

@@ -18,6 +18,7 @@ from stages.runtime.batch import Batch
 from stages.runtime.checkpoints import StateCheckpoints
 from stages.runtime.devices import GpuPlacing
 from stages.runtime.feature_taps import FeatureTaps
+from stages.runtime.file_layers import read_file_layers
 from stages.runtime.hidden_tap import LayerTap, StopTap, make_stop_tap
 from stages.runtime.kv_state import KvRows, without_head
 from stages.runtime.kv_types import KV_TYPES
@@ -49,6 +50,8 @@ class RuntimeOptions:
         observe_as: Boundary of layers in a file that was never cut; for certification.
         num_checkpoints: Most checkpoints of each slot, in models with recurrent layers.
         repacks: Whether weights may be repacked for faster kernels.
+        cpu_moe_layers: First layers of the stage whose experts the processor keeps and computes, though the
+            rest of the layer is on a device.
     """
 
     num_slots: int = 1
@@ -61,6 +64,7 @@ class RuntimeOptions:
     observe_as: GraphBoundary | None = None
     num_checkpoints: int = 0
     repacks: bool = True
+    cpu_moe_layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -492,7 +496,10 @@ class StageRuntime:
     def _load_model(self, path: Path, progress: Callable[[float], None] | None) -> Any:
         params = llama_cpp.llama_model_default_params()
         params.use_extra_bufts = self._numerics.use_repacked_weights
-        self._placing.apply(params)
+        # llama.cpp counts all layers of the file.
+        is_placed = bool(self._placing.counts or self._options.cpu_moe_layers)
+        layers = read_file_layers(path) if is_placed else None
+        self._placing.apply(params, layers, num_cpu_moe=self._options.cpu_moe_layers)
         pages = CopiedPages(path, on_gpu=self._placing.has_gpu)
 
         # ctypes keeps no reference: the callback must exist until the end of the call.

@@ -48,8 +48,8 @@ WITHOUT_PATHS = ("CHANGELOG.md", "docs/architecture.md")
 # Every line of a shell block is of one of these kinds, and a test checks each kind: commands of mesh and
 # their flags, make targets, modules and theirs, tools of the environment, files of examples/.
 SHELL_LINE = re.compile(
-    r"mesh \w|make [\w-]+( BACKEND=\w+)?$|curl |(\.venv/bin/)?python -m \w|\.venv/bin/\w|\. \.venv/bin/activate$"
-    r"|python examples/\w|export \w"
+    r"mesh \w|make [\w-]+( BACKEND=\w+)?$|curl |(\.venv/bin/)?python -m \w|\.venv/bin/\w"
+    r"|\. \.venv/bin/activate$|python examples/\w|export \w"
 )
 GROUPS = tuple({command.split()[0] for command in COMMANDS if " " in command})
 BIN = Path(sys.executable).parent
