@@ -418,19 +418,28 @@ class StageRuntime:
                 f"rows {rows.start} to {rows.stop} for slot {slot}, which ends at {self._lengths[slot]} of "
                 f"{self._options.ctx_size}"
             )
-        whole = self.kv_rows(slot).cut(0, rows.start).followed_by(rows) if rows.start else rows
-        saved = np.frombuffer(whole.to_bytes(), np.uint8)
-        if state is not None:
-            saved = np.concatenate([saved, without_head(state)])
-        pointer = saved.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        if not llama_cpp.llama_state_seq_set_data(self._context, pointer, saved.size, slot):
+        rows = rows.in_streams(*((1, 0) if self._numerics.has_shared_cache else (self.num_slots, slot)))
+        if rows.start:
+            held = self.kv_rows(slot).cut(0, rows.start)
+            ways = [held.followed_by(rows.laid_out_as(held))]
+        else:
+            # Whether values are transposed here shows only in rows.
+            ways = [rows, rows.transposed()]
+        if not any(self._set_state(slot, way, state) for way in ways):
             self._forget(slot, 0)
             self._lengths[slot] = 0
             raise StageFailed(f"llama.cpp rejects the KV rows of another stage: {last_complaint()}")
-        self._lengths[slot] = whole.stop
+        self._lengths[slot] = rows.stop
         self._checkpoints.trim(slot, -1)
         if state is not None:
-            self._checkpoints.put(slot, whole.stop, state)
+            self._checkpoints.put(slot, rows.stop, state)
+
+    def _set_state(self, slot: int, rows: KvRows, state: NDArray[np.uint8] | None) -> bool:
+        saved = np.frombuffer(rows.to_bytes(), np.uint8)
+        if state is not None:
+            saved = np.concatenate([saved, without_head(state)])
+        pointer = saved.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        return bool(llama_cpp.llama_state_seq_set_data(self._context, pointer, saved.size, slot))
 
     def checkpoint(self, slot: int, most_positions: int) -> tuple[int, NDArray[np.uint8]] | None:
         """The slot's latest checkpoint of at most so many positions: their number, and the state, uint8."""
