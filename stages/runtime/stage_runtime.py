@@ -599,10 +599,11 @@ class StageRuntime:
             params.cb_eval_user_data = self._tap.user_data
         context = llama_cpp.llama_init_from_model(self._model, params)
         if context is None:
+            plain = ", or --kv-type f16" if KV_TYPES[options.kv_type].is_quantised else ""
             raise ModelDoesNotFit(
                 f"llama.cpp cannot make a context of {options.num_slots} × {options.ctx_size} positions in "
                 f"{options.kv_type} for layers {self.info.layers}: {last_complaint()}; try a smaller "
-                "--ctx-size or --parallel"
+                f"--ctx-size or --parallel{plain}"
             )
         return context
 
