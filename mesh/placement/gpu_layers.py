@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from spanmesh_proto.errors import ClusterError
 from stages.layers import LayerRange
+from stages.runtime.device_exactness import exact_reasons, verdict_on
 from stages.runtime.process_memory import GpuShare
 
 if TYPE_CHECKING:
@@ -80,13 +81,15 @@ def check_gpu_layers(wanted: int | None, gpus: Sequence[Gpu], *, is_exact: bool 
         is_exact: Whether the exact mode is requested.
 
     Raises:
-        ClusterError: If layers are to go to a GPU and there is none, or the exact mode is requested as well.
+        ClusterError: If layers are to go to a GPU and there is none, or none that may compute in exact mode
+            where that is requested.
     """
     if not wanted:
         return
-    if is_exact:
+    if is_exact and not any(verdict_on(gpu.name).is_exact for gpu in gpus):
+        reasons = exact_reasons(gpu.name for gpu in gpus)
         raise ClusterError(
-            f"--exact computes on CPUs only, where it is measured; --gpu-layers "
+            f"--exact computes on CPUs only here{f' ({reasons})' if reasons else ''}; --gpu-layers "
             f"{format_gpu_layers(wanted)} asks for a GPU: leave one of the two out",
             param="--gpu-layers",
         )
@@ -121,7 +124,9 @@ def memory_on(sizes: StageSizes, layers: LayerRange, host: HostCapacity) -> Stag
         layers: The layers.
         host: With the capacity left.
     """
-    if not host.uses_gpus or sizes.workload.is_exact:
+    if sizes.workload.is_exact:
+        host = host.in_exact_mode
+    if not host.uses_gpus:
         memory = sizes.memory(layers)
         return memory if memory.total_bytes <= host.memory_bytes else None
     asked = layers, host.kind

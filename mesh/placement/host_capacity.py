@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from stages.runtime.device_exactness import verdict_on
 from stages.units import format_size
 
 if TYPE_CHECKING:
@@ -49,6 +50,13 @@ class HostCapacity:
     def uses_gpus(self) -> bool:
         """Whether layers go to GPUs at all."""
         return bool(self.gpus) and self.gpu_layers != 0
+
+    @cached_property
+    def in_exact_mode(self) -> HostCapacity:
+        """The same with those GPUs only that may compute in exact mode."""
+        if not self.gpus:
+            return self
+        return replace(self, gpus=tuple(gpu for gpu in self.gpus if verdict_on(gpu.name).is_exact))
 
     @property
     def fastest_gb_per_s(self) -> float:

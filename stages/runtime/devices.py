@@ -21,6 +21,7 @@ import llama_cpp
 
 from spanmesh_proto.errors import ClusterError
 from stages.layers import EXPERTS
+from stages.runtime.device_exactness import verdict_on
 from stages.runtime.llama import ggml_base, init_backend, llama_library
 
 if TYPE_CHECKING:
@@ -176,15 +177,19 @@ class GpuPlacing:
     counts: tuple[int, ...] | None
 
     @classmethod
-    def find(cls, wanted: Sequence[tuple[str, int]] | None) -> Self:
+    def find(cls, wanted: Sequence[tuple[str, int]] | None, *, exact: bool = False) -> Self:
         """Look up devices.
 
         Args:
             wanted: Names and numbers of layers, in the order of layers; None for all devices.
+            exact: Numeric mode: in exact mode, only devices count that may compute in it.
 
         Raises:
             ClusterError: If one of them does not exist.
         """
+        if exact:
+            # Without numbers, the processor: it is not worth while to initialise GPUs.
+            wanted = [each for each in wanted or () if verdict_on(each[0]).is_exact]
         if wanted is not None and not wanted:
             return cls((), ())
         # Listing them initialises GPUs.

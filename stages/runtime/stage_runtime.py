@@ -46,7 +46,7 @@ class RuntimeOptions:
         observe_layers: Layers whose outputs `observed` returns after a decode; for certification.
         gpu_layers: Devices, by llama.cpp's names, each with its number of layers, in the order of layers:
             those before are the processor's, and the head goes with the last. None for llama.cpp's default,
-            which puts all on the devices. In exact mode the processor computes alone in any case.
+            which puts all on the devices. In exact mode only devices count that may compute in it.
         observe_as: Boundary of layers in a file that was never cut; for certification.
         num_checkpoints: Most checkpoints of each slot, in models with recurrent layers.
         repacks: Whether weights may be repacked for faster kernels.
@@ -142,7 +142,7 @@ class StageRuntime:
     def __init__(
         self, path: Path, options: RuntimeOptions, *, progress: Callable[[float], None] | None = None
     ) -> None:
-        self._placing = GpuPlacing.find(() if options.exact else options.gpu_layers)
+        self._placing = GpuPlacing.find(options.gpu_layers, exact=options.exact)
         self._numerics: Numerics = numerics_for(
             exact=options.exact,
             num_threads=options.num_threads,
