@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pytest
-
 from mesh.qualification.device_exactness import SETTINGS, Exactness, RowsResult, measure_rows
 from stages.runtime.device_exactness import VERDICTS
 from stages.runtime.devices import list_devices
@@ -13,6 +11,8 @@ from tests.support.tiny_models import TinyModel
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
 
 def test_rows_on_the_processor_do_not_depend_on_their_batch(
