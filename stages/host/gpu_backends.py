@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 class BuildHost(Protocol):
     """What a build finds on a host."""
 
-    platform: str
+    @property
+    def platform(self) -> str:
+        """As `sys.platform`."""
 
     def has_program(self, name: str) -> bool:
         """Whether a program is there."""
