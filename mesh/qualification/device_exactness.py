@@ -198,16 +198,18 @@ def _measure_and_send(
         sender.send(Exactness(setting, device or "", (), error.message))
 
 
-def measure_settings(path: Path, device: str | None) -> list[Exactness]:
+def measure_settings(path: Path, device: str | None, *, most_settings: int | None = None) -> list[Exactness]:
     """Measure each setting of a device's backend in a process of its own.
 
     Args:
         path: A whole model, a GGUF file.
         device: llama.cpp's name of the device, or None for the first one.
+        most_settings: Measure no more than so many of them; None for all.
     """
     name = device or first_device().name
     found = []
-    for setting, environment in SETTINGS.get(backend_of(name), _PLAIN).items():
+    settings = list(SETTINGS.get(backend_of(name), _PLAIN).items())[:most_settings]
+    for setting, environment in settings:
         with messages_of(_measure_and_send, path, name, setting, dict(environment)) as messages:
             try:
                 answer: Any = next(messages)

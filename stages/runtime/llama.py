@@ -93,9 +93,9 @@ def heard_log(on_line: Callable[[str], None]) -> Iterator[None]:
     Args:
         on_line: Called in the thread that logs; must not raise.
     """
-    init_backend()
     _listeners.append(on_line)
     try:
+        init_backend()
         yield
     finally:
         _listeners.remove(on_line)
