@@ -34,7 +34,7 @@ def markdown(scale: Scale, results: Mapping[str, PhaseResult]) -> str:
     title = f"# Stages on {card.get('description', 'a card')}, scale {scale.name}"
     return markdown_page(
         [
-            (title, _card(card)),
+            (title, _card(card) or "The card is unknown."),
             ("## Goals", lines_table(goals(scale, figures))),
             *(
                 (f"## {model}: tokens per second by sessions", _throughput(scale, model, figures))

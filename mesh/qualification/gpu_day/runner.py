@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -69,6 +70,10 @@ class ResultStore:
         part = path.with_suffix(".part")
         part.write_text(json.dumps(vars(result), indent=1), encoding="utf-8")
         part.replace(path)
+
+    def forget(self, phase: Phase) -> None:
+        """Remove the result of a phase, if it has one."""
+        self._path(phase).unlink(missing_ok=True)
 
     def is_done(self, phase: Phase) -> bool:
         """Whether a phase has figures; one that failed is tried again."""
@@ -151,6 +156,8 @@ def _run_apart(phase: Phase, bench: Bench, limit_s: float) -> PhaseResult:
     command += ["--phase", phase.name, "--scale", bench.scale.name, "--threads", str(bench.num_threads)]
     if bench.device is not None:
         command += ["--device", bench.device]
+    store = ResultStore(bench.folder)
+    store.forget(phase)
     start_s = time.monotonic()
     output = bench.folder / "output.txt"
     with output.open("wb") as file:
@@ -158,18 +165,17 @@ def _run_apart(phase: Phase, bench: Bench, limit_s: float) -> PhaseResult:
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
         )
     try:
-        code = process.wait(limit_s)
-        failure = "" if code == 0 else f"exit code {code}"
+        failure = f"exit code {process.wait(limit_s)}"
     except subprocess.TimeoutExpired:
         failure = f"it took longer than {limit_s:.0f} s"
     finally:
         with suppress(ProcessLookupError):
             # With processes of its own that a phase may have started.
-            os.killpg(process.pid, 9)
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    result = ResultStore(bench.folder).of(phase)
-    if not failure and result is not None:
+    # A driver may fail after all was measured.
+    result = store.of(phase)
+    if result is not None:
         return result
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:]
-    said = result.failure if result is not None and result.failure else "\n".join(lines)
-    return PhaseResult(phase.name, time.monotonic() - start_s, {}, "; ".join(filter(None, [failure, said])))
+    return PhaseResult(phase.name, time.monotonic() - start_s, {}, "\n".join([failure, *lines]))
