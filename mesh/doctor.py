@@ -11,7 +11,6 @@ import sys
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, requires, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
@@ -28,10 +27,12 @@ from mesh.cluster.port_plan import plan_ports
 from mesh.util.child_environment import inherited_environment
 from spanmesh_proto.addresses import PortRange
 from spanmesh_proto.errors import MeshError
+from stages.host.gpu_backends import CARDS
 from stages.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
 
 class Outcome(StrEnum):
@@ -95,6 +96,7 @@ _GIB: Final = 2**30
 # Less leaves no room for a useful stage.
 _LITTLE_MEMORY_BYTES: Final = _GIB
 _LITTLE_DISK_BYTES: Final = 2 * _GIB
+_GPU_KINDS: Final = frozenset({"gpu", "integrated gpu"})
 # Versions that must agree, and the effect if they do not.
 _MUST_AGREE: Final = {
     "spanmesh": "install the same spanmesh on both",
@@ -104,17 +106,16 @@ _MUST_AGREE: Final = {
 }
 
 
-def host_checks(where: str, report: Mapping[str, Any], *, has_gpu_hardware: bool = False) -> Iterator[Check]:
+def host_checks(where: str, report: Mapping[str, Any]) -> Iterator[Check]:
     """Versions, devices, memory, disk, processors, stage files.
 
     Args:
         where: Name of the host.
         report: Report of `stages.host.host_report.HostSelfReport`, from JSON.
-        has_gpu_hardware: Whether there is a GPU, by other sources than llama.cpp.
     """
     versions = report["versions"]
     yield ok(where, "versions", ", ".join(f"{name} {version}" for name, version in versions.items()))
-    yield _devices(where, report, has_gpu_hardware=has_gpu_hardware)
+    yield _devices(where, report)
     yield _room(
         where,
         "memory",
@@ -175,19 +176,44 @@ def _shortened(name: str, version: str) -> str:
     return ".".join(version.split(".")[:2]) if name == "python" else version
 
 
-def _devices(where: str, report: Mapping[str, Any], *, has_gpu_hardware: bool) -> Check:
-    shown = ", ".join(f"{each['name']} ({each['description'].strip()})" for each in report["devices"])
-    if not report["devices"]:
+def _devices(where: str, report: Mapping[str, Any]) -> Check:
+    """Devices that llama.cpp has, and GPUs that it cannot use."""
+    devices, backends = report["devices"], report["backends"]
+    if not devices:
         return fail(where, "device", "llama.cpp finds no device", "install llama-cpp-python again")
-    if has_gpu_hardware and not report["can_offload"]:
+    found = (
+        f"llama.cpp computes on {', '.join(map(_shown_device, devices))}; its backends: "
+        f"{', '.join(('cpu', *backends))}"
+    )
+    cards = [CARDS[vendor] for vendor in report["cards"] if vendor in CARDS]
+    if not cards or any(device["kind"] in _GPU_KINDS for device in devices):
+        return ok(where, "device", found)
+    vendors = " and ".join(card.vendor for card in cards)
+    wanted = [name for card in cards for name in card.backends]
+    usable = [name for name in wanted if name in backends]
+    if usable:
         return warn(
             where,
             "device",
-            f"llama.cpp computes on {shown}, though there is a GPU",
-            'build it for the GPU, such as CMAKE_ARGS="-DGGML_CUDA=on" pip install --force-reinstall '
-            "--no-binary llama-cpp-python llama-cpp-python",
+            f"{found}; {usable[0]} finds no device, though there is a GPU of {vendors}",
+            f"install {cards[0].driver}, and let this user open the GPU's device files",
         )
-    return ok(where, "device", f"llama.cpp computes on {shown}")
+    beside = [folder for name, folder in report["builds_beside"].items() if name in wanted]
+    fix = (
+        f"have processes load the build that is there: export LLAMA_CPP_LIB_PATH={beside[0]}"
+        if beside
+        else f"make environment BACKEND={' or BACKEND='.join(cards[0].backends)}, which says what is missing"
+    )
+    return warn(where, "device", f"{found}; none for the GPU of {vendors}", fix)
+
+
+def _shown_device(device: Mapping[str, Any]) -> str:
+    memory = (
+        f", {format_size(device['free_bytes'])} of {format_size(device['total_bytes'])} free"
+        if device["kind"] in _GPU_KINDS and device["total_bytes"]
+        else ""
+    )
+    return f"{device['name']} ({device['description'].strip()}{memory})"
 
 
 def _room(where: str, what: str, free_bytes: int, little_bytes: int, fix: str) -> Check:
@@ -343,7 +369,6 @@ def _order(links: Mapping[str, Any]) -> Iterator[Check]:
 
 _REPORT_TIMEOUT_S: Final = 120.0
 _CONNECT_TIMEOUT_S: Final = 2.0
-_GPU_DEVICES: Final = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 # Of Linux; of IPv6 as well.
 _OUTGOING_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -374,8 +399,7 @@ def this_host_checks(
         remedy = "install llama-cpp-python again: make environment" if fault is None else fault.remedy
         yield fail(name, "llama.cpp", report, remedy)
     else:
-        has_gpu = any(device.exists() for device in _GPU_DEVICES)
-        yield from host_checks(name, report, has_gpu_hardware=has_gpu)
+        yield from host_checks(name, report)
     yield _api_port(name, port, url)
     yield _address(name, advertise)
     if port_range is not None:

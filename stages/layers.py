@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Final
+
+EXPERTS: Final = r"\.ffn_(gate|up|gate_up|down)_(ch)?exps\."
+"""Pattern within the names of tensors of a layer's experts: matrices, biases and scales."""
 
 
 @dataclass(frozen=True, order=True)

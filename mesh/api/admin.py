@@ -233,6 +233,7 @@ def _wait_s(request: Request) -> float:
 
 _MOST_HOSTS: Final = 64
 _MOST_PARTS: Final = 8
+_MOST_DEVICES: Final = 64
 # A blank stage is a sparse file, but it is loaded all the same.
 _MOST_BLANK_BYTES: Final = 8 * 2**30
 
@@ -258,6 +259,8 @@ class OrderBody(BaseModel):
     position: int = Field(128, ge=0, le=2**20)
     num_rounds: int = Field(20, ge=1, le=1000)
     pause_ms: float = Field(5.0, ge=0, le=1000)
+    gpu_layers: list[tuple[str, int]] = Field([], max_length=_MOST_DEVICES)
+    cpu_moe_layers: int = Field(0, ge=0)
 
 
 class HostOrdersBody(BaseModel):

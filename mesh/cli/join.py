@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mesh.cli.option_types import MemorySize, int_option
-from mesh.cli.shared_options import gpu_layers_option, port_range_option, storage_from, storage_options
+from mesh.cli.shared_options import gpu_options, port_range_option, storage_from, storage_options
 
 if TYPE_CHECKING:
     from spanmesh_proto.addresses import PortRange
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     "--memory", "memory_bytes", type=MemorySize(), metavar="SIZE", help="Memory for the mesh, such as 8G."
 )
 @int_option("--threads", help="Threads for computing; one per core unless given.")
-@gpu_layers_option
+@gpu_options
 @click.option("--name", help="Name of this host in the mesh; its host name unless given.")
 @storage_options
 @click.option(
@@ -55,6 +55,8 @@ def join(
     memory_bytes: int | None,
     threads: int | None,
     gpu_layers: int | None,
+    cpu_moe: bool,
+    n_cpu_moe: int | None,
     name: str | None,
     give_up_after: float,
     models_dir: Path | None,
@@ -78,6 +80,7 @@ def join(
     decode(text)
     from mesh.cluster.addresses import advertised  # noqa: PLC0415
     from mesh.cluster.join import JoinOptions, join_mesh  # noqa: PLC0415
+    from mesh.placement.gpu_layers import parse_cpu_moe  # noqa: PLC0415
     from mesh.util.tasks import run_interruptible  # noqa: PLC0415 - brings grpc, which a refusal needs not
 
     storage_from(models_dir=models_dir, cache_bytes=cache_bytes)
@@ -90,6 +93,7 @@ def join(
         give_up_after_s=give_up_after,
         gpu_layers=gpu_layers,
         port_range=port_range,
+        cpu_moe_layers=parse_cpu_moe(n_cpu_moe, is_all=cpu_moe),
     )
     return run_interruptible(lambda interruption: join_mesh(options, interruption))
 

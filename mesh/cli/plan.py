@@ -13,7 +13,7 @@ from rich.table import Table
 
 from mesh.cli.head_client import ask_head
 from mesh.cli.option_types import MemorySize, choice_option, int_option
-from mesh.cli.shared_options import key_of, split_option
+from mesh.cli.shared_options import gpu_options, key_of, split_option
 from mesh.util import session_defaults
 from mesh.util.child_environment import API_KEY
 from stages.runtime.kv_types import KV_TYPES
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from mesh.forecast.cost_model import Forecast
     from mesh.forecast.dry_run import DryRun, PlanningContext
+    from stages.runtime.process_memory import StageMemory
     from stages.slicing.model_facts import ModelFacts
 
 
@@ -71,6 +72,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option(
     "--memory", type=MemorySize(), metavar="SIZE", help="Memory for stages on this host, such as 8G."
 )
+@gpu_options
 @int_option(
     "--prompt-tokens",
     most=4096,
@@ -98,6 +100,9 @@ def plan(
     exact: bool,
     threads: int | None,
     memory: int | None,
+    gpu_layers: int | None,
+    cpu_moe: bool,
+    n_cpu_moe: int | None,
     prompt_tokens: int,
     no_timing: bool,
     is_json: bool,
@@ -116,6 +121,7 @@ def plan(
             "--url, --host-spec and --hosts-file each give the hosts: leave out all but one"
         )
     from mesh.forecast.dry_run import DryRunOptions, dry_run  # noqa: PLC0415 - keeps --help quick
+    from mesh.placement.gpu_layers import parse_cpu_moe  # noqa: PLC0415
     from mesh.placement.memory_estimate import Workload  # noqa: PLC0415
     from mesh.placement.topology import read_topology  # noqa: PLC0415
     from mesh.serve.options import ctx_size_for  # noqa: PLC0415
@@ -142,7 +148,13 @@ def plan(
     if url is not None:
         context = _running(url, key_of(api_key_file))
     else:
-        context = _without_a_mesh(host_specs, hosts_file, rtt_ms, memory, threads)
+        this_host = {
+            "memory_bytes": memory,
+            "num_threads": threads,
+            "gpu_layers": 0 if exact else gpu_layers,
+            "cpu_moe_layers": parse_cpu_moe(n_cpu_moe, is_all=cpu_moe),
+        }
+        context = _without_a_mesh(host_specs, hosts_file, rtt_ms, this_host)
     found = dry_run(read_source(model), facts, context, options)
     if is_json:
         click.echo(json.dumps(found.as_dict(), indent=2))
@@ -171,9 +183,16 @@ def _without_a_mesh(
     host_specs: tuple[str, ...],
     hosts_file: Path | None,
     rtt_ms: float,
-    memory: int | None,
-    threads: int | None,
+    wanted: Mapping[str, int | None],
 ) -> PlanningContext:
+    """Hosts that the command names, or this one.
+
+    Args:
+        host_specs: Values of --host-spec.
+        hosts_file: Value of --hosts-file.
+        rtt_ms: Round trip between them.
+        wanted: Arguments of `read_host_facts` for this host, where stages are timed.
+    """
     from mesh.cluster.host_facts import read_host_facts  # noqa: PLC0415 - keeps --help quick
     from mesh.forecast.hypothetical_hosts import (  # noqa: PLC0415
         equal_links,
@@ -183,7 +202,7 @@ def _without_a_mesh(
         this_host,
     )
 
-    facts = read_host_facts(memory_bytes=memory, num_threads=threads)
+    facts = read_host_facts(**wanted)
     if hosts_file is not None:
         hosts = read_hosts_file(
             hosts_file, speed_gb_per_s=facts.speed_gb_per_s, num_threads=facts.num_threads
@@ -210,6 +229,9 @@ def print_plan(found: DryRun) -> None:
     )
     console.print(f"plan: {found.plan.reason}", highlight=False, soft_wrap=True)
     console.print(_stages(found))
+    for index, stage in enumerate(found.plan.stages):
+        if stage.memory.gpus:
+            console.print(f"stage {index}: {_on_gpus(stage.memory)}", highlight=False, soft_wrap=True)
     for host, reason in found.left_out.items():
         console.print(f"{host} is left out: {reason}", highlight=False, soft_wrap=True)
     if found.forecast is not None:
@@ -231,6 +253,16 @@ def _stages(found: DryRun) -> Table:
             "-" if found.timings is None else f"{found.timings[index].row_ms:.2f}",
         )
     return table
+
+
+def _on_gpus(memory: StageMemory) -> str:
+    """What of a stage is on GPUs, and what of those layers is not."""
+    shares = ", ".join(
+        f"{share.num_layers} layers and {format_size(share.total_bytes)} on {share.device}"
+        for share in memory.gpus
+    )
+    experts = f"; the processor keeps the experts of its first {memory.cpu_moe_layers} layers"
+    return shares + (experts if memory.cpu_moe_layers else "")
 
 
 def _print_forecast(console: Console, expected: Forecast) -> None:

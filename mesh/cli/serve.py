@@ -16,7 +16,7 @@ from mesh.cli.shared_options import (
     SESSION_FLAGS,
     SPECULATION_FLAGS,
     check_stage_options,
-    gpu_layers_option,
+    gpu_options,
     local_model,
     one_model_options,
     port_range_option,
@@ -37,7 +37,7 @@ _SECTIONS: Final = {
     "API": ("--host", "--port", "--api-key-file", "--insecure", "--cors-origin", "--max-waiting"),
     "Placement": (
         *("--wait-for", "--head-only", "--stages", "--split", "--topology", "--threads", "--memory"),
-        *("--gpu-layers", "--no-repack"),
+        *("--gpu-layers", "--cpu-moe", "--n-cpu-moe", "--no-repack"),
     ),
     "Sessions": (*SESSION_FLAGS, "--groups"),
     "Models on demand": LIBRARY_FLAGS,
@@ -100,7 +100,7 @@ _SECTIONS: Final = {
     metavar="SIZE",
     help="Memory for stages and draft model on this host, such as 8G.  [default: all that is free]",
 )
-@gpu_layers_option
+@gpu_options
 @click.option(
     "--no-repack",
     "repacks",
@@ -166,6 +166,8 @@ def serve(
     threads: int | None,
     memory: int | None,
     gpu_layers: int | None,
+    cpu_moe: bool,
+    n_cpu_moe: int | None,
     repacks: bool,
     num_groups: int | None,
     exact: bool,
@@ -200,6 +202,7 @@ def serve(
         )
     from mesh.cluster.addresses import advertised, primary_address  # noqa: PLC0415 - keeps --help quick
     from mesh.cluster.host_facts import check_llama_cpp  # noqa: PLC0415
+    from mesh.placement.gpu_layers import parse_cpu_moe  # noqa: PLC0415
 
     # The imports below load it.
     check_llama_cpp()
@@ -247,6 +250,7 @@ def serve(
         is_discoverable=discoverable,
         wire=None if wire == "auto" else HiddenType(wire),
         gpu_layers=gpu_layers,
+        cpu_moe_layers=parse_cpu_moe(n_cpu_moe, is_all=cpu_moe),
         repacks=repacks,
         num_groups=num_groups,
         port_range=port_range,

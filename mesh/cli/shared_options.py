@@ -163,6 +163,23 @@ port_range_option: Final = click.option(
     help="TCP ports for everything that this host opens to other hosts, Ray included, such as 20000-20099.  "
     "[default: any free ports]",
 )
+# Of every host.
+gpu_options: Final = option_group(
+    gpu_layers_option,
+    click.option(
+        "--cpu-moe",
+        "cpu_moe",
+        is_flag=True,
+        help="Keep the experts of all layers with this host's processor, the rest of a layer on its GPUs.",
+    ),
+    int_option(
+        "--n-cpu-moe",
+        "n_cpu_moe",
+        least=0,
+        metavar="N",
+        help="The same for the model's first N layers only.  [default: as few as give the others room]",
+    ),
+)
 one_model_options: Final = option_group(
     _speculation_options,
     int_option("--stages", metavar="N", help="Cut the model into N stages.  [default: the planner's choice]"),

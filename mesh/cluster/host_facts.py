@@ -156,6 +156,8 @@ class HostFacts:
         gpus: GPUs that llama.cpp finds, if layers may go there.
         gpu_layers: Layers of each stage on GPUs; None for as many as fit, see
             `mesh.placement.host_capacity`.
+        cpu_moe_layers: First layers of a model whose experts stay with the processor; None for as few as
+            give layers room on GPUs.
     """
 
     memory_bytes: int
@@ -164,6 +166,7 @@ class HostFacts:
     versions: Versions
     gpus: tuple[Gpu, ...] = ()
     gpu_layers: int | None = None
+    cpu_moe_layers: int | None = None
 
     def capacity(self, name: str, *, draft_bytes: int = 0) -> HostCapacity:
         """Capacity for the planner.
@@ -180,11 +183,16 @@ class HostFacts:
             draft_bytes=draft_bytes,
             gpus=gpus,
             gpu_layers=self.gpu_layers,
+            cpu_moe_layers=self.cpu_moe_layers,
         )
 
 
 def read_host_facts(
-    *, memory_bytes: int | None = None, num_threads: int | None = None, gpu_layers: int | None = None
+    *,
+    memory_bytes: int | None = None,
+    num_threads: int | None = None,
+    gpu_layers: int | None = None,
+    cpu_moe_layers: int | None = None,
 ) -> HostFacts:
     """Facts of this host; takes about half a second, and more with GPUs.
 
@@ -194,6 +202,8 @@ def read_host_facts(
         memory_bytes: Requested memory, instead of all that is free now less Ray's own.
         num_threads: Requested threads, instead of all physical cores that this process may run on.
         gpu_layers: Requested layers of each stage on GPUs; None for as many as fit.
+        cpu_moe_layers: Requested first layers of a model whose experts stay with the processor; None for as
+            few as give layers room on GPUs.
 
     Raises:
         ClusterError: If llama.cpp does not run here, if the speed cannot be measured, or if layers are
@@ -210,6 +220,7 @@ def read_host_facts(
         versions=read_versions(),
         gpus=gpus,
         gpu_layers=gpu_layers,
+        cpu_moe_layers=cpu_moe_layers,
     )
 
 

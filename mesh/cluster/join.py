@@ -91,6 +91,7 @@ class LocalHost:
                 memory_bytes=options.memory_bytes,
                 num_threads=options.num_threads,
                 gpu_layers=options.gpu_layers,
+                cpu_moe_layers=options.cpu_moe_layers,
             )
         return Member(
             name=options.name,
@@ -256,6 +257,8 @@ class JoinOptions:
         gpu_layers: Layers of each stage on this host's GPUs; None for as many as fit, see
             `mesh.placement.host_capacity`.
         port_range: Ports that this host may listen on; None for any free ones.
+        cpu_moe_layers: First layers of a model whose experts stay with this host's processor; None for as few
+            as give layers room on its GPUs.
     """
 
     token: str = field(repr=False)
@@ -266,6 +269,7 @@ class JoinOptions:
     give_up_after_s: float = 600.0
     gpu_layers: int | None = None
     port_range: PortRange | None = None
+    cpu_moe_layers: int | None = None
 
 
 async def join_mesh(

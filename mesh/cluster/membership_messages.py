@@ -67,6 +67,7 @@ def report_of(
         gpu_layers=facts.gpu_layers,
         port_range=ports_message(member.port_range),
         check_ports=check_ports if member.port_range is not None else (),
+        cpu_moe_layers=facts.cpu_moe_layers,
     )
 
 
@@ -98,6 +99,7 @@ def member_of(report: wire.HostReport) -> Member:
                 for gpu in report.gpus
             ),
             gpu_layers=report.gpu_layers if report.HasField("gpu_layers") else None,
+            cpu_moe_layers=report.cpu_moe_layers if report.HasField("cpu_moe_layers") else None,
         ),
         ray_node_name=report.ray_node_name,
         port_range=port_range_of(report),

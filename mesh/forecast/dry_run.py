@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -181,6 +181,8 @@ class DryRun:
                     "cache_bytes": stage.memory.cache_bytes,
                     "buffer_bytes": stage.memory.buffer_bytes,
                     "total_bytes": stage.memory.total_bytes,
+                    "gpus": [asdict(share) for share in stage.memory.gpus],
+                    "cpu_moe_layers": stage.memory.cpu_moe_layers,
                     "free_after_bytes": self.free_after_bytes(stage.host),
                     "row_ms": None if self.timings is None else round(self.timings[index].row_ms, 3),
                     "chunk_ms": None if self.timings is None else round(self.timings[index].chunk_ms, 3),
@@ -280,6 +282,8 @@ def _timed(
                 # A table of positions may end at the training length.
                 position=max(0, min(options.prompt_tokens, sizes.model.n_ctx_train - FAST_MAX_ROWS)),
                 pause_ms=pause_ms,
+                gpu_layers=_gpu_layers(stage, part.layers),
+                cpu_moe_layers=_share_of(stage.memory.cpu_moe_layers, stage.layers, part.layers),
             )
             for part in its_parts
         )
@@ -292,6 +296,23 @@ def _timed(
         stage_timing(its_parts, {part.layers: next(answers[stage.host]) for part in its_parts})
         for stage, its_parts in zip(placed.stages, parts, strict=True)
     )
+
+
+def _gpu_layers(stage: StagePlacement, part: LayerRange) -> tuple[tuple[str, int], ...]:
+    """Layers of a part on each device, in about the stage's proportions: its time stands for the stage's."""
+    shares, left = [], len(part)
+    # From the last layer down, as in the stage.
+    for device, count in reversed(stage.memory.gpu_layers):
+        share = min(left, _share_of(count, stage.layers, part))
+        if share:
+            shares.append((device, share))
+        left -= share
+    return tuple(reversed(shares))
+
+
+def _share_of(count: int, layers: LayerRange, part: LayerRange) -> int:
+    """A number of a stage's layers, in the proportion of a part of it."""
+    return round(count * len(part) / len(layers))
 
 
 def _pause_ms(stages: Sequence[StagePlacement], context: PlanningContext) -> float:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 from mesh.cluster.host_facts import parse_size
 from mesh.cluster.members import check_name
 from mesh.forecast.dry_run import HostProfile, KnownHost, PlanningContext
-from mesh.placement.host_capacity import HostCapacity
+from mesh.placement.gpu_layers import parse_gpu_layers
+from mesh.placement.host_capacity import Gpu, HostCapacity
 from mesh.placement.links import Link, Links
 from mesh.util.child_environment import inherited_environment
 from spanmesh_proto.errors import ClusterError, MeshError
@@ -115,9 +116,8 @@ _TIMEOUT_S: Final = 120.0
 
 def this_host(name: str, facts: HostFacts) -> PlanningContext:
     """This host alone."""
-    capacity = HostCapacity(name, facts.memory_bytes, facts.speed_gb_per_s)
     return PlanningContext(
-        hosts=(KnownHost(capacity, facts.num_threads),),
+        hosts=(KnownHost(facts.capacity(name), facts.num_threads),),
         head=name,
         links=Links(()),
         timer=_profile_here,
@@ -233,11 +233,15 @@ def running_mesh(ask: Ask) -> PlanningContext:
 
 def _running_host(fields: Mapping[str, Any]) -> KnownHost:
     absent = "it is leaving" if fields["leaving"] else "" if fields["ready"] else "it is still starting"
-    return KnownHost(
-        HostCapacity(fields["name"], fields["memory_bytes"], fields["speed_gb_per_s"]),
-        fields["threads"],
-        absent,
+    capacity = HostCapacity(
+        fields["name"],
+        fields["memory_bytes"],
+        fields["speed_gb_per_s"],
+        gpus=tuple(Gpu(**gpu) for gpu in fields["gpus"]),
+        gpu_layers=parse_gpu_layers(fields["gpu_layers"]),
+        cpu_moe_layers=parse_gpu_layers(fields["cpu_moe_layers"]),
     )
+    return KnownHost(capacity, fields["threads"], absent)
 
 
 def _link(fields: Mapping[str, Any]) -> Link:

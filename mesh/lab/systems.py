@@ -316,6 +316,7 @@ class MeshSystem:
         split: Layers of each stage, by default as `mesh serve` plans it.
         options: Further options of `mesh serve`.
         join_options: Further options of `mesh join`.
+        join_options_of: Further ones of single hosts.
         api_key: API key, or None for an open API.
         addresses: Addresses that the hosts advertise, by default those of the lab.
     """
@@ -337,6 +338,7 @@ class MeshSystem:
         split: Sequence[int] | None = None,
         options: Sequence[str] = (),
         join_options: Sequence[str] = (),
+        join_options_of: Mapping[int, Sequence[str]] | None = None,
         api_key: str | None = None,
         addresses: Sequence[str] | None = None,
     ) -> None:
@@ -350,6 +352,7 @@ class MeshSystem:
         self._split = split
         self._options = list(options)
         self._join_options = list(join_options)
+        self._join_options_of = join_options_of or {}
         if api_key is not None:
             key_path = logs / "api-keys"
             key_path.unlink(missing_ok=True)
@@ -396,7 +399,8 @@ class MeshSystem:
 
     def start_join(self, host: int) -> subprocess.Popen[bytes]:
         """Start `mesh join` on a host, possibly again."""
-        return self._launch(host, [*self.join_argv(host), "--threads", self._threads, *self._join_options])
+        options = (*self._join_options, *self._join_options_of.get(host, ()))
+        return self._launch(host, [*self.join_argv(host), "--threads", self._threads, *options])
 
     def wait_healthy(self, *, timeout_s: float = 300.0) -> None:
         """Wait until the head answers 200 to `/health`; raises MeshError if it does not."""

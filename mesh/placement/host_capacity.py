@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from stages.runtime.device_exactness import verdict_on
 from stages.units import format_size
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ class HostCapacity:
         gpu_layers: Layers of each stage on GPUs; None for as many as fit, see
             `mesh.placement.gpu_layers`.
         others_bytes: Memory held by other models besides, for messages.
+        cpu_moe_layers: First layers of the model whose experts stay with the processor; None for as few as
+            give layers room on GPUs.
     """
 
     name: str
@@ -36,6 +39,7 @@ class HostCapacity:
     gpus: tuple[Gpu, ...] = ()
     gpu_layers: int | None = None
     others_bytes: int = 0
+    cpu_moe_layers: int | None = None
 
     @cached_property
     def kind(self) -> HostCapacity:
@@ -46,6 +50,13 @@ class HostCapacity:
     def uses_gpus(self) -> bool:
         """Whether layers go to GPUs at all."""
         return bool(self.gpus) and self.gpu_layers != 0
+
+    @cached_property
+    def in_exact_mode(self) -> HostCapacity:
+        """The same with those GPUs only that may compute in exact mode."""
+        if not self.gpus:
+            return self
+        return replace(self, gpus=tuple(gpu for gpu in self.gpus if verdict_on(gpu.name).is_exact))
 
     @property
     def fastest_gb_per_s(self) -> float:

@@ -90,7 +90,9 @@ class StageTable:
 
     def _times_on(self, host: HostCapacity) -> Matrix:
         sizes = self.sizes
-        if not host.uses_gpus or sizes.workload.is_exact:
+        if sizes.workload.is_exact:
+            host = host.in_exact_mode
+        if not host.uses_gpus:
             times = self.read_bytes / max(host.speed_gb_per_s, SLOWEST_GB_PER_S)
             return np.where(self._taken_bytes <= host.memory_bytes, times, np.inf)
         rows, columns = self._places

@@ -219,6 +219,16 @@ class StageSizes:
             self._layers_bytes[start, stop] = self.read_bytes(layers) + self.cache_bytes(layers)
         return self._layers_bytes[start, stop]
 
+    def expert_bytes(self, start: int, stop: int) -> int:
+        """Bytes of the experts of layers `[start, stop)`; 0 for an empty range."""
+        sums = self._expert_sums
+        return sums[stop] - sums[start] if start < stop else 0
+
+    def idle_head_bytes(self, layers: LayerRange) -> int:
+        """Bytes of a head with which the stage computes nothing, where its last layer is."""
+        is_first_of_several = layers.start == 0 and layers.stop < self.model.n_layers
+        return self.model.idle_head_bytes if is_first_of_several else 0
+
     def compute_bytes(self, layers: LayerRange) -> int:
         """Upper bound of llama.cpp's compute buffers on any one device."""
         middle, first, tail = self._compute_bytes
@@ -281,6 +291,11 @@ class StageSizes:
     @cached_property
     def _layer_sums(self) -> list[int]:
         return list(itertools.accumulate(self.model.layer_bytes, initial=0))
+
+    @cached_property
+    def _expert_sums(self) -> list[int]:
+        widths = self.model.expert_bytes or (0,) * self.model.n_layers
+        return list(itertools.accumulate(widths, initial=0))
 
     @cached_property
     def _width_sums(self) -> list[int]:

@@ -9,13 +9,10 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 import click
-import gguf
-import numpy as np
 import structlog
-from gguf.constants import GGMLQuantizationType
 
 from mesh.bench.blocking_client import Ask, Batch, Client
 from mesh.bench.report_tools import markdown_table
@@ -24,173 +21,17 @@ from mesh.lab.memory_watch import MemoryWatch
 from mesh.lab.network import Lab, lab_supported
 from mesh.lab.systems import MeshSystem, get_json
 from mesh.placement.memory_estimate import StageSizes, Workload
+from mesh.qualification.random_model import SHAPES, write_random_gguf
 from mesh.util.completion_stream import COMPLETION_PATH
 from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import ClusterError, MeshError
 from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from numpy.typing import NDArray
+    from collections.abc import Sequence
 
     from mesh.bench.stress.memory import Footprint
-
-
-WeightType = Literal["Q4_0", "Q8_0"]
-
-# Elements that share a scale, which comes first, in float16.
-_BLOCK: Final = 32
-_SCALE_BYTES: Final = 2
-# Bytes of a block without its scale, and the spread of what random bytes there mean.
-_BODIES: Final[dict[WeightType, tuple[int, float]]] = {"Q4_0": (16, 4.61), "Q8_0": (32, 73.9)}
-_CONTEXT: Final = 4096
-# Tokens that are no words: <unk>, <s>, </s>, and one for each byte.
-_SPECIAL: Final = ("<unk>", "<s>", "</s>")
-
-
-def write_random_gguf(path: Path, shape: Shape, weight_type: WeightType, *, seed: int = 1) -> None:
-    """Write a model that computes like any other, and says nonsense.
-
-    Memory for one tensor at a time is taken.
-
-    Args:
-        path: Of the file.
-        shape: Of the model.
-        weight_type: Of its matrices; norms are float32.
-        seed: The same seed, the same bytes.
-    """
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name(f"Random {shape.num_parameters / 1e9:.1f}B")
-    writer.add_block_count(shape.n_layers)
-    writer.add_context_length(_CONTEXT)
-    writer.add_embedding_length(shape.n_embd)
-    writer.add_feed_forward_length(shape.n_ff)
-    writer.add_head_count(shape.n_heads)
-    writer.add_head_count_kv(shape.n_heads_kv)
-    writer.add_rope_dimension_count(shape.head_width)
-    writer.add_layer_norm_rms_eps(1e-5)
-    add_vocabulary(writer, shape.n_vocab)
-    raw = GGMLQuantizationType[weight_type]
-    for name, rows, columns in shape.matrices():
-        row_bytes = columns // _BLOCK * (_SCALE_BYTES + _BODIES[weight_type][0])
-        writer.add_tensor_info(name, (rows, row_bytes), np.dtype(np.uint8), rows * row_bytes, raw_dtype=raw)
-    for name, width in shape.vectors():
-        writer.add_tensor_info(name, (width,), np.dtype(np.float32), 4 * width)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    noise = np.random.default_rng(seed)
-    for _, rows, columns in shape.matrices():
-        writer.write_tensor_data(random_blocks(noise, rows, columns, weight_type))
-    for _, width in shape.vectors():
-        writer.write_tensor_data(noise.normal(1.0, 0.1, width).astype(np.float32))
-    writer.close()
-
-
-def random_blocks(
-    noise: np.random.Generator, rows: int, columns: int, weight_type: WeightType
-) -> NDArray[np.uint8]:
-    """Random blocks, uint8 (rows, bytes of a row), whose values spread by the inverse root of the width.
-
-    Args:
-        noise: Source of the values.
-        rows: Rows of the matrix.
-        columns: Its columns, a multiple of 32.
-        weight_type: Format of the blocks.
-    """
-    body_bytes, spread = _BODIES[weight_type]
-    num_blocks = rows * columns // _BLOCK
-    blocks = np.empty((num_blocks, _SCALE_BYTES + body_bytes), np.uint8)
-    blocks[:, _SCALE_BYTES:] = noise.integers(0, 256, (num_blocks, body_bytes), np.uint8)
-    scale = np.array([1.0 / (spread * np.sqrt(columns))], np.float16)
-    blocks[:, :_SCALE_BYTES] = scale.view(np.uint8)
-    return blocks.reshape(rows, -1)
-
-
-def add_vocabulary(writer: gguf.GGUFWriter, n_vocab: int) -> None:
-    """Add a SentencePiece vocabulary: special tokens, every byte, and made-up words."""
-    encoded_bytes = [f"<0x{number:02X}>" for number in range(256)]
-    words = [f"\u2581w{number}" for number in range(n_vocab - len(_SPECIAL) - len(encoded_bytes))]
-    kinds = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
-    kinds += [gguf.TokenType.BYTE] * len(encoded_bytes) + [gguf.TokenType.NORMAL] * len(words)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list([*_SPECIAL, *encoded_bytes, *words])
-    writer.add_token_scores([-float(number) for number in range(n_vocab)])
-    writer.add_token_types(kinds)
-    writer.add_unk_token_id(0)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Of a model of llama.cpp's architecture `llama`.
-
-    Attributes:
-        n_layers: Layers.
-        n_embd: Width of the hidden state.
-        n_ff: Width inside the feed-forward part.
-        n_heads: Heads of queries.
-        n_heads_kv: Heads of keys and values.
-        n_vocab: Tokens.
-        is_tied: Whether the embedding is the head as well.
-    """
-
-    n_layers: int
-    n_embd: int
-    n_ff: int
-    n_heads: int
-    n_heads_kv: int
-    n_vocab: int
-    is_tied: bool
-
-    @property
-    def head_width(self) -> int:
-        """Elements of one head."""
-        return self.n_embd // self.n_heads
-
-    @property
-    def num_parameters(self) -> int:
-        """Elements of all tensors."""
-        return sum(rows * columns for _, rows, columns in self.matrices()) + sum(
-            width for _, width in self.vectors()
-        )
-
-    def matrices(self) -> Iterator[tuple[str, int, int]]:
-        """Name, rows and columns of each matrix, in the order of the file."""
-        kv = self.n_heads_kv * self.head_width
-        yield "token_embd.weight", self.n_vocab, self.n_embd
-        if not self.is_tied:
-            yield "output.weight", self.n_vocab, self.n_embd
-        for layer in range(self.n_layers):
-            for name, rows, columns in (
-                ("attn_q", self.n_embd, self.n_embd),
-                ("attn_k", kv, self.n_embd),
-                ("attn_v", kv, self.n_embd),
-                ("attn_output", self.n_embd, self.n_embd),
-                ("ffn_gate", self.n_ff, self.n_embd),
-                ("ffn_up", self.n_ff, self.n_embd),
-                ("ffn_down", self.n_embd, self.n_ff),
-            ):
-                yield f"blk.{layer}.{name}.weight", rows, columns
-
-    def vectors(self) -> Iterator[tuple[str, int]]:
-        """Name and width of each norm."""
-        yield "output_norm.weight", self.n_embd
-        for layer in range(self.n_layers):
-            yield f"blk.{layer}.attn_norm.weight", self.n_embd
-            yield f"blk.{layer}.ffn_norm.weight", self.n_embd
-
-
-SHAPES: Final[Mapping[str, Shape]] = {
-    # That of TinyLlama-1.1B.
-    "1.1b": Shape(22, 2048, 5632, 32, 4, 32_000, is_tied=False),
-    # That of Llama-3.2-1B, with its large vocabulary.
-    "1.2b": Shape(16, 2048, 8192, 32, 8, 128_256, is_tied=True),
-    # Made in a moment, for a test of all the rest.
-    "tiny": Shape(6, 64, 128, 4, 2, 320, is_tied=False),
-}
+    from mesh.qualification.random_model import WeightType
 
 
 log = structlog.get_logger()

@@ -17,7 +17,7 @@ import gguf
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
-from mesh.qualification.memory_shares import add_vocabulary, random_blocks
+from mesh.qualification.random_model import add_vocabulary, random_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

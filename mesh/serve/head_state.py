@@ -389,5 +389,6 @@ def setup_of(options: ServeOptions, known: Preflight) -> str:
         is_exact=options.is_exact,
         topology=options.topology,
         gpu_layers=options.gpu_layers,
+        cpu_moe_layers=options.cpu_moe_layers,
         software=(SOFTWARE_VERSION, PROTOCOL_VERSION),
     )

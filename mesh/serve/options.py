@@ -213,6 +213,8 @@ class ServeOptions:
         topology: Locked placement of layers on hosts; None lets the plan decide.
         gpu_layers: Layers of each stage on this host's GPUs; None for as many as fit, see
             `mesh.placement.host_capacity`.
+        cpu_moe_layers: First layers of a model whose experts stay with this host's processor; None for as few
+            as give layers room on its GPUs.
         weights: Options of the transfer of weights.
         repacks: Whether weights may be repacked for faster kernels.
         num_groups: Fixed number of groups of decoding sessions, or None to find the best one.
@@ -250,6 +252,7 @@ class ServeOptions:
     topology: Topology | None = None
     is_discoverable: bool = False
     gpu_layers: int | None = None
+    cpu_moe_layers: int | None = None
     weights: WeightsOptions = PLAIN_WEIGHTS
     repacks: bool = True
     num_groups: int | None = None

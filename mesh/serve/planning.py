@@ -21,6 +21,7 @@ from mesh.placement.wire_types import HIDDEN_VALUE_BYTES, planned_wires
 from mesh.serve.preflight import placed
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts
 from stages.cancellable_work import CancellableWork
+from stages.runtime.device_exactness import exact_reasons
 from stages.transport.hidden_codec import HiddenType
 
 if TYPE_CHECKING:
@@ -156,9 +157,10 @@ class InitialPlacement:
             NotEnoughHosts: If there is no host.
         """
         hosts = self._hosts()
-        idle = [host.name for host in hosts if host.uses_gpus]
+        idle = [host for host in hosts if host.uses_gpus and not host.in_exact_mode.uses_gpus]
         if idle and self._options.is_exact:
-            log.warning("gpus_idle", hosts=idle, reason="--exact computes on CPUs only")
+            reasons = exact_reasons(gpu.name for host in idle for gpu in host.gpus)
+            log.warning("gpus_idle", hosts=[host.name for host in idle], reason=f"--exact: {reasons}")
         as_joined = await settled_plan(self._hosts, self._placed, _holds)
         survey = self._head.survey
         if self._options.topology is not None or not has_an_order(as_joined, survey.head):

@@ -11,7 +11,7 @@ import structlog
 from mesh.api.api_keys import ApiKeys
 from mesh.api.auth import check_origins, require_key_beyond_loopback
 from mesh.cluster.addresses import check_port_free
-from mesh.cluster.host_facts import HostFacts, read_host_facts
+from mesh.cluster.host_facts import HostFacts, find_gpus, read_host_facts
 from mesh.cluster.members import check_name
 from mesh.draft.drafter import Drafter, own_head, read_drafter
 from mesh.draft.memory import drafter_bytes
@@ -126,7 +126,8 @@ def check(options: ServeOptions) -> Preflight:
         lambda: read_host_facts(
             memory_bytes=options.memory_bytes,
             num_threads=options.num_threads,
-            gpu_layers=0 if options.is_exact else options.gpu_layers,
+            gpu_layers=options.gpu_layers if options.gpu_layers or not options.is_exact else 0,
+            cpu_moe_layers=options.cpu_moe_layers,
         ),
     )
     known = replace(known, api_keys=api_keys)
@@ -187,8 +188,8 @@ def check_numbers(options: ServeOptions) -> None:
             f"--wire {options.wire or 'auto'} does not: leave one out",
             param="--wire",
         )
-    if options.is_exact:
-        check_gpu_layers(options.gpu_layers, (), is_exact=True)
+    if options.is_exact and options.gpu_layers:
+        check_gpu_layers(options.gpu_layers, find_gpus(), is_exact=True)
 
 
 def placed(

@@ -139,6 +139,7 @@ class StageMaker:
                 gpu_layers=placement.memory.gpu_layers,
                 num_checkpoints=workload.num_checkpoints,
                 repacks=workload.repacks,
+                cpu_moe_layers=placement.memory.cpu_moe_layers,
             ),
             host=member.name,
             memory=placement.memory,

@@ -168,6 +168,7 @@ class StageHandle:
             host=self.member.name,
             layers=str(self.config.layers),
             gpu_layers=dict(self.config.memory.gpu_layers),
+            cpu_moe_layers=self.config.memory.cpu_moe_layers,
         )
 
     async def serve(self) -> None:

@@ -192,10 +192,13 @@ def _host_as_dict(member: Member, copies: list[str], transfer: Transfer, held_by
                 "free_bytes": gpu.free_bytes,
                 "total_bytes": gpu.total_bytes,
                 "speed_gb_per_s": round(gpu.speed_gb_per_s, 1),
+                "shares_host_memory": gpu.shares_host_memory,
             }
             for gpu in facts.gpus
         ],
         "gpu_layers": format_gpu_layers(facts.gpu_layers),
+        # Of a model's first layers, the experts stay with the processor.
+        "cpu_moe_layers": format_gpu_layers(facts.cpu_moe_layers),
         "llama_cpp": facts.versions.llama_cpp,
         "platform": facts.versions.platform,
         "port_range": None if member.port_range is None else str(member.port_range),

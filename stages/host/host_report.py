@@ -14,22 +14,23 @@ import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import llama_cpp
 import structlog
 
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from stages.host.cpu_latency import DEVICE
+from stages.host.gpu_backends import builds_beside, vendors_here
 from stages.runtime.devices import Device, list_devices
 from stages.runtime.llama import init_backend
+from stages.runtime.llama_libraries import gpu_backends
 from stages.runtime.process_memory import free_memory_bytes
 from stages.weights.assembly import wrong_pieces
 from stages.weights.disk_cache import StageStore, default_root
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
 
 _PACKAGES = {"llama_cpp": "llama-cpp-python", "ray": "ray", "grpc": "grpcio"}
 
@@ -42,7 +43,9 @@ class HostSelfReport:
         versions: Versions of spanmesh, its protocol, Python, and the relevant packages.
         platform: System and architecture.
         devices: Devices of llama.cpp; layers go to those that are no CPU first.
-        can_offload: Whether llama.cpp was built with support for other devices than the CPU.
+        backends: Backends of llama.cpp besides the processor's, as far as its files show them.
+        cards: Vendors of the GPUs of this host, whether llama.cpp can use them or not.
+        builds_beside: Folders with other builds of llama.cpp in this environment, by backend.
         free_memory_bytes: Memory for new processes.
         free_disk_bytes: Free space for stage files.
         cache_dir: Folder of the stage files.
@@ -56,7 +59,9 @@ class HostSelfReport:
     versions: dict[str, str]
     platform: str
     devices: tuple[Device, ...]
-    can_offload: bool
+    backends: tuple[str, ...]
+    cards: tuple[str, ...]
+    builds_beside: dict[str, str]
     free_memory_bytes: int
     free_disk_bytes: int
     cache_dir: str
@@ -81,7 +86,9 @@ def report_host(hashes: Iterable[str] = ()) -> HostSelfReport:
         versions=versions,
         platform=f"{platform.system()} {platform.machine()}",
         devices=list_devices(),
-        can_offload=bool(llama_cpp.llama_supports_gpu_offload()),
+        backends=gpu_backends() or (),
+        cards=vendors_here(),
+        builds_beside=builds_beside(Path(sys.prefix)),
         free_memory_bytes=free_memory_bytes(),
         free_disk_bytes=shutil.disk_usage(_nearest_folder(root)).free,
         cache_dir=str(root),

@@ -24,6 +24,8 @@ class ProfileRequest:
         position: Position of the timed rows: attention visits all before them.
         num_rounds: Number of measurements of a row, of which the median is taken.
         pause_ms: Pause before each, as between two windows in a pipeline.
+        gpu_layers: Devices with their numbers of layers, see `RuntimeOptions`; empty for the processor alone.
+        cpu_moe_layers: First layers whose experts stay with the processor.
     """
 
     blank: BlankStage
@@ -33,18 +35,25 @@ class ProfileRequest:
     position: int = 128
     num_rounds: int = 20
     pause_ms: float = 5.0
+    gpu_layers: tuple[tuple[str, int], ...] = ()
+    cpu_moe_layers: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-serialisable."""
         header = base64.b64encode(self.blank.header).decode()
-        return asdict(self) | {"blank": {"header": header, "num_bytes": self.blank.num_bytes}}
+        return asdict(self) | {
+            "blank": {"header": header, "num_bytes": self.blank.num_bytes},
+            "gpu_layers": [list(each) for each in self.gpu_layers],
+        }
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> ProfileRequest:
         """The request from `as_dict`'s result."""
         blank = fields["blank"]
         header = base64.b64decode(blank["header"], validate=True)
-        return cls(**{**fields, "blank": BlankStage(header, int(blank["num_bytes"]))})
+        gpu_layers = tuple((str(name), int(count)) for name, count in fields.get("gpu_layers", ()))
+        stage = BlankStage(header, int(blank["num_bytes"]))
+        return cls(**{**fields, "blank": stage, "gpu_layers": gpu_layers})
 
 
 @dataclass(frozen=True)

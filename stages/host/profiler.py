@@ -65,6 +65,8 @@ def _time(path: Path, request: ProfileRequest) -> StageTiming:
             num_threads=request.num_threads,
             exact=request.is_exact,
             kv_type=request.kv_type,
+            gpu_layers=request.gpu_layers,
+            cpu_moe_layers=request.cpu_moe_layers,
         )
         runtime = StageRuntime(path, options)
         cpu_latency.update(1)

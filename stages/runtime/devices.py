@@ -20,10 +20,14 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import llama_cpp
 
 from spanmesh_proto.errors import ClusterError
+from stages.layers import EXPERTS
+from stages.runtime.device_exactness import verdict_on
 from stages.runtime.llama import ggml_base, init_backend, llama_library
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from stages.runtime.file_layers import FileLayers
 
 
 # `enum ggml_backend_dev_type`.
@@ -173,15 +177,19 @@ class GpuPlacing:
     counts: tuple[int, ...] | None
 
     @classmethod
-    def find(cls, wanted: Sequence[tuple[str, int]] | None) -> Self:
+    def find(cls, wanted: Sequence[tuple[str, int]] | None, *, exact: bool = False) -> Self:
         """Look up devices.
 
         Args:
             wanted: Names and numbers of layers, in the order of layers; None for all devices.
+            exact: Numeric mode: in exact mode, only devices count that may compute in it.
 
         Raises:
             ClusterError: If one of them does not exist.
         """
+        if exact:
+            # Without numbers, the processor: it is not worth while to initialise GPUs.
+            wanted = [each for each in wanted or () if verdict_on(each[0]).is_exact]
         if wanted is not None and not wanted:
             return cls((), ())
         # Listing them initialises GPUs.
@@ -204,26 +212,53 @@ class GpuPlacing:
         """Whether any device holds layers."""
         return bool(self.devices)
 
-    def apply(self, params: Any) -> None:
+    def apply(self, params: Any, layers: FileLayers | None = None, *, num_cpu_moe: int = 0) -> None:
         """Write the choice into `llama_model_params`.
 
         llama.cpp counts the head as a layer after the last, and fills devices in the given proportions; whole
-        numbers of layers put layers exactly where they belong.
+        numbers of layers put layers exactly where they belong. What is behind the file's own layers goes with
+        the last of them.
 
         Args:
             params: Parameters; they keep the referenced arrays alive.
+            layers: Layers of the file; None if it has no others than the own ones.
+            num_cpu_moe: First own layers whose experts stay with the processor.
         """
         pointers = device_pointers(self.devices)
         params.devices = ctypes.cast(pointers, ctypes.c_void_p)
+        overrides = _kept_experts(num_cpu_moe, layers) if num_cpu_moe and self.devices else None
+        if overrides is not None:
+            params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
+        params.keep_alive = (pointers, overrides)
         if self.counts is None:
-            params.keep_alive = (pointers,)
             return
-        params.n_gpu_layers = sum(self.counts) + 1 if self.counts else 0
+        num_behind = 1 + (0 if layers is None else layers.after)
+        params.n_gpu_layers = sum(self.counts) + num_behind if self.counts else 0
         parts = (ctypes.c_float * llama_cpp.LLAMA_MAX_DEVICES)(*self.counts)
         if self.counts:
-            parts[len(self.counts) - 1] += 1
+            parts[len(self.counts) - 1] += num_behind
             params.tensor_split = ctypes.cast(parts, ctypes.POINTER(ctypes.c_float))
-        params.keep_alive = (pointers, parts)
+        params.keep_alive = (pointers, overrides, parts)
+
+
+class _Override(ctypes.Structure):
+    """`struct llama_model_tensor_buft_override`."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
+
+
+def _kept_experts(count: int, layers: FileLayers | None) -> Any:
+    """Array for `llama_model_params.tensor_buft_overrides`, which ends with an empty pattern.
+
+    llama.cpp computes with a weight where it is: a layer's attention on its device, its experts here.
+    """
+    first = 0 if layers is None else layers.before
+    numbers = "|".join(str(first + layer) for layer in range(count))
+    pattern = rf"^blk\.({numbers}){EXPERTS}".encode()
+    base = ggml_base()
+    base.ggml_backend_cpu_buffer_type.argtypes = []
+    base.ggml_backend_cpu_buffer_type.restype = ctypes.c_void_p
+    return (_Override * 2)(_Override(pattern, base.ggml_backend_cpu_buffer_type()), _Override(None, None))
 
 
 # Larger than any cache on a device.

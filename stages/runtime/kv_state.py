@@ -17,6 +17,9 @@ u32 magic, i32 sequence, then for each cache of the model:
 The format is checked to the last byte: anything else, and positions that are not consecutive, is refused. So
 are sliding windows that have begun to slide, whose first positions are not saved. Recurrent state has no
 positions; it follows the caches, and is cut off before.
+
+Stages with the same layers need not have the same layout. Sequences on a GPU share one stream, whose cells
+come in any order, and have one each on a processor. Values are transposed where there is no flash attention.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ _ROWS_HEAD: Final = struct.Struct("<iQ")
 _TRANSPOSED_HEAD: Final = struct.Struct("<iII")
 # Without and with those 12 bytes.
 _CELL_BYTES: Final = (12, 24)
+# Bytes of an element of the types that values may be transposed in, by `enum ggml_type`: F32, F16, BF16.
+_ELEMENT_BYTES: Final = {0: 4, 1: 2, 30: 2}
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,24 @@ class _Part:
 
     def followed_by(self, other: _Part) -> _Part:
         return replace(self, values=np.concatenate([self.values, other.values], axis=self.cell_axis))
+
+    def reordered(self, order: NDArray[np.intp]) -> _Part:
+        return replace(self, values=np.take(self.values, order, axis=self.cell_axis))
+
+    @property
+    def can_be_transposed(self) -> bool:
+        return self.cell_axis == 1 or _ROWS_HEAD.unpack(self.head)[0] in _ELEMENT_BYTES
+
+    def transposed(self) -> _Part:
+        if self.cell_axis == 1:
+            kind, element_bytes, num_elements = _TRANSPOSED_HEAD.unpack(self.head)
+            rows = self.values.transpose(1, 0, 2).reshape(self.values.shape[1], -1)
+            return _Part(_ROWS_HEAD.pack(kind, element_bytes * num_elements), rows)
+        kind, row_bytes = _ROWS_HEAD.unpack(self.head)
+        element_bytes = _ELEMENT_BYTES[kind]
+        num_elements = row_bytes // element_bytes
+        elements = self.values.reshape(len(self.values), num_elements, element_bytes)
+        return _Part(_TRANSPOSED_HEAD.pack(kind, element_bytes, num_elements), elements.transpose(1, 0, 2))
 
 
 @dataclass(frozen=True)
@@ -100,6 +123,17 @@ class _Cache:
             raise _unknown("two ranges have different types or sizes")
         parts = tuple(one.followed_by(two) for one, two in zip(self.parts, other.parts, strict=True))
         return replace(self, cells=np.concatenate([self.cells, other.cells]), parts=parts)
+
+    def reordered(self, order: NDArray[np.intp]) -> _Cache:
+        parts = tuple(part.reordered(order) for part in self.parts)
+        return replace(self, cells=self.cells[order], parts=parts)
+
+    def transposed(self) -> _Cache:
+        keys, values = self.parts[: self.num_layers], self.parts[self.num_layers :]
+        if not all(part.can_be_transposed for part in values):
+            return self
+        parts = (*keys, *(part.transposed() for part in values))
+        return replace(self, is_transposed=not self.is_transposed, parts=parts)
 
     def to_bytes(self) -> list[bytes]:
         zero = _U32.pack(0)
@@ -161,12 +195,15 @@ class KvRows:
         caches = [reader.cache(cell_bytes, has_values=has_values)]
         while not reader.is_at_end:
             caches.append(reader.cache(cell_bytes, has_values=has_values))
-        start, count = caches[0].cells[0, :4].view("<i4")[0], len(caches[0].cells)
+        start, count = int(_positions(caches[0]).min()), len(caches[0].cells)
+        in_order = []
         for cache in caches:
-            positions = np.ascontiguousarray(cache.cells[:, :4]).view("<i4")[:, 0]
-            if not np.array_equal(positions, np.arange(start, start + count)):
+            positions = _positions(cache)
+            order = np.argsort(positions)
+            if not np.array_equal(positions[order], np.arange(start, start + count)):
                 raise ValueError("positions are not consecutive")
-        return cls(int(start), int(start) + count, head, tuple(caches))
+            in_order.append(cache if np.array_equal(positions, positions[order]) else cache.reordered(order))
+        return cls(start, start + count, head, tuple(in_order))
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -194,9 +231,28 @@ class KvRows:
         caches = tuple(one.followed_by(two) for one, two in pairs)
         return KvRows(self.start, other.stop, self._head, caches)
 
+    def in_streams(self, num_streams: int, stream: int) -> KvRows:
+        """The same in caches of so many streams, with the sequence in one of them."""
+        caches = (replace(cache, num_streams=num_streams, stream=stream) for cache in self._caches)
+        return replace(self, _caches=tuple(caches))
+
+    def transposed(self) -> KvRows:
+        """The same with values transposed, or as rows if they are; unchanged for types that never are."""
+        return replace(self, _caches=tuple(cache.transposed() for cache in self._caches))
+
+    def laid_out_as(self, other: KvRows) -> KvRows:
+        """The same with values transposed if those of the other rows are."""
+        of_both = zip(self._caches, other._caches, strict=False)
+        return self.transposed() if any(a.is_transposed != b.is_transposed for a, b in of_both) else self
+
     def to_bytes(self) -> bytes:
         """In llama.cpp's format."""
         return b"".join([self._head, *(piece for cache in self._caches for piece in cache.to_bytes())])
+
+
+def _positions(cache: _Cache) -> NDArray[np.int32]:
+    positions: NDArray[np.int32] = np.ascontiguousarray(cache.cells[:, :4]).view("<i4")[:, 0]
+    return positions
 
 
 def without_head(saved: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -8,7 +8,8 @@ import os
 import sys
 import threading
 from collections import deque
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import structlog
@@ -16,11 +17,15 @@ from llama_cpp import _ctypes_extensions
 
 from stages.runtime.llama_libraries import kernels_folder, library_folder
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
 log = structlog.get_logger()
 
 _LEVELS = {3: "warning", 4: "error"}
 _recent_complaints: deque[str] = deque(maxlen=20)
 _partial_line: dict[int, str] = {}
+_listeners: list[Callable[[str], None]] = []
 
 
 def llama_library(name: str) -> Any:
@@ -65,7 +70,11 @@ def _on_log(level: int, text: bytes, _user_data: Any) -> None:
         _partial_line[thread] = line[-4096:]
         return
     line = line.strip()
-    if not line or level not in _LEVELS:
+    if not line:
+        return
+    for listener in tuple(_listeners):
+        listener(line)
+    if level not in _LEVELS:
         return
     _recent_complaints.append(line)
     log.debug("llama_cpp", level=_LEVELS[level], text=line)
@@ -88,6 +97,21 @@ def load_kernels() -> None:
     load.argtypes = [ctypes.c_char_p]
     load.restype = None
     load(os.fsencode(folder))
+
+
+@contextmanager
+def heard_log(on_line: Callable[[str], None]) -> Iterator[None]:
+    """Give every line of llama.cpp's log to a function as well, for the block.
+
+    Args:
+        on_line: Called in the thread that logs; must not raise.
+    """
+    _listeners.append(on_line)
+    try:
+        init_backend()
+        yield
+    finally:
+        _listeners.remove(on_line)
 
 
 def last_complaint() -> str:

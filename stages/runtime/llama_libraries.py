@@ -31,14 +31,24 @@ def kernels_folder() -> Path | None:
     return folder if folder is not None and any(folder.glob("*ggml-cpu-*")) else None
 
 
-def may_have_layer_devices() -> bool:
-    """Whether llama.cpp was built with other backends than the processor's; True if its files do not show."""
+def gpu_backends() -> tuple[str, ...] | None:
+    """Backends that llama.cpp was built with besides the processor's, such as `vulkan`; None if unknown.
+
+    Its files show them, unless it is one library with everything in it.
+    """
     folder = library_folder()
     names = (
         set()
         if folder is None
         else {path.name.removeprefix("lib").partition(".")[0] for path in folder.glob("*ggml*.*")}
     )
+    if "ggml-base" not in names:
+        return None
     # There may be several for the processor, one for each of its generations.
     special = {name for name in names - _PLAIN if name != "ggml-cpu" and not name.startswith("ggml-cpu-")}
-    return "ggml-base" not in names or bool(special)
+    return tuple(sorted(name.removeprefix("ggml-") for name in special))
+
+
+def may_have_layer_devices() -> bool:
+    """Whether llama.cpp was built with other backends than the processor's; True if its files do not show."""
+    return gpu_backends() != ()

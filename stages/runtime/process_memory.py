@@ -105,6 +105,7 @@ class StageMemory:
         process_bytes: The rest of its process.
         gpus: Shares of weights and cache on GPUs, in the order of layers. Layers before those are on the
             processor.
+        cpu_moe_layers: First layers of the stage whose experts are no part of these shares.
     """
 
     weight_bytes: int
@@ -112,6 +113,7 @@ class StageMemory:
     buffer_bytes: int
     process_bytes: int
     gpus: tuple[GpuShare, ...] = ()
+    cpu_moe_layers: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -137,9 +139,10 @@ class StageMemory:
             f", of which {format_size(gpu.weight_bytes + gpu.cache_bytes)} on {gpu.device}"
             for gpu in self.gpus
         )
+        experts = f", experts of {self.cpu_moe_layers} layers on the processor" if self.cpu_moe_layers else ""
         return (
             f"{format_size(self.weight_bytes)} for weights, {format_size(self.cache_bytes)} for the KV "
-            f"cache, {format_size(self.buffer_bytes)} for buffers{on_gpus}"
+            f"cache, {format_size(self.buffer_bytes)} for buffers{on_gpus}{experts}"
         )
 
 
@@ -152,7 +155,8 @@ class GpuShare:
         num_layers: How many layers.
         weight_bytes: Their weights.
         cache_bytes: Their KV cache.
-        buffer_bytes: llama.cpp's compute buffers there, and the backend's own memory.
+        buffer_bytes: llama.cpp's compute buffers there, the backend's own memory, and in a first stage the
+            head that nothing is computed with.
         shares_host_memory: Whether all that is the host's own memory.
     """
 

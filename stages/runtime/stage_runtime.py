@@ -18,6 +18,7 @@ from stages.runtime.batch import Batch
 from stages.runtime.checkpoints import StateCheckpoints
 from stages.runtime.devices import GpuPlacing
 from stages.runtime.feature_taps import FeatureTaps
+from stages.runtime.file_layers import read_file_layers
 from stages.runtime.hidden_tap import LayerTap, StopTap, make_stop_tap
 from stages.runtime.kv_state import KvRows, without_head
 from stages.runtime.kv_types import KV_TYPES
@@ -45,10 +46,12 @@ class RuntimeOptions:
         observe_layers: Layers whose outputs `observed` returns after a decode; for certification.
         gpu_layers: Devices, by llama.cpp's names, each with its number of layers, in the order of layers:
             those before are the processor's, and the head goes with the last. None for llama.cpp's default,
-            which puts all on the devices. In exact mode the processor computes alone in any case.
+            which puts all on the devices. In exact mode only devices count that may compute in it.
         observe_as: Boundary of layers in a file that was never cut; for certification.
         num_checkpoints: Most checkpoints of each slot, in models with recurrent layers.
         repacks: Whether weights may be repacked for faster kernels.
+        cpu_moe_layers: First layers of the stage whose experts the processor keeps and computes, though the
+            rest of the layer is on a device.
     """
 
     num_slots: int = 1
@@ -61,6 +64,7 @@ class RuntimeOptions:
     observe_as: GraphBoundary | None = None
     num_checkpoints: int = 0
     repacks: bool = True
+    cpu_moe_layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,7 @@ class StageRuntime:
     def __init__(
         self, path: Path, options: RuntimeOptions, *, progress: Callable[[float], None] | None = None
     ) -> None:
-        self._placing = GpuPlacing.find(() if options.exact else options.gpu_layers)
+        self._placing = GpuPlacing.find(options.gpu_layers, exact=options.exact)
         self._numerics: Numerics = numerics_for(
             exact=options.exact,
             num_threads=options.num_threads,
@@ -414,19 +418,28 @@ class StageRuntime:
                 f"rows {rows.start} to {rows.stop} for slot {slot}, which ends at {self._lengths[slot]} of "
                 f"{self._options.ctx_size}"
             )
-        whole = self.kv_rows(slot).cut(0, rows.start).followed_by(rows) if rows.start else rows
-        saved = np.frombuffer(whole.to_bytes(), np.uint8)
-        if state is not None:
-            saved = np.concatenate([saved, without_head(state)])
-        pointer = saved.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        if not llama_cpp.llama_state_seq_set_data(self._context, pointer, saved.size, slot):
+        rows = rows.in_streams(*((1, 0) if self._numerics.has_shared_cache else (self.num_slots, slot)))
+        if rows.start:
+            held = self.kv_rows(slot).cut(0, rows.start)
+            ways = [held.followed_by(rows.laid_out_as(held))]
+        else:
+            # Whether values are transposed here shows only in rows.
+            ways = [rows, rows.transposed()]
+        if not any(self._set_state(slot, way, state) for way in ways):
             self._forget(slot, 0)
             self._lengths[slot] = 0
             raise StageFailed(f"llama.cpp rejects the KV rows of another stage: {last_complaint()}")
-        self._lengths[slot] = whole.stop
+        self._lengths[slot] = rows.stop
         self._checkpoints.trim(slot, -1)
         if state is not None:
-            self._checkpoints.put(slot, whole.stop, state)
+            self._checkpoints.put(slot, rows.stop, state)
+
+    def _set_state(self, slot: int, rows: KvRows, state: NDArray[np.uint8] | None) -> bool:
+        saved = np.frombuffer(rows.to_bytes(), np.uint8)
+        if state is not None:
+            saved = np.concatenate([saved, without_head(state)])
+        pointer = saved.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        return bool(llama_cpp.llama_state_seq_set_data(self._context, pointer, saved.size, slot))
 
     def checkpoint(self, slot: int, most_positions: int) -> tuple[int, NDArray[np.uint8]] | None:
         """The slot's latest checkpoint of at most so many positions: their number, and the state, uint8."""
@@ -492,7 +505,10 @@ class StageRuntime:
     def _load_model(self, path: Path, progress: Callable[[float], None] | None) -> Any:
         params = llama_cpp.llama_model_default_params()
         params.use_extra_bufts = self._numerics.use_repacked_weights
-        self._placing.apply(params)
+        # llama.cpp counts all layers of the file.
+        is_placed = bool(self._placing.counts or self._options.cpu_moe_layers)
+        layers = read_file_layers(path) if is_placed else None
+        self._placing.apply(params, layers, num_cpu_moe=self._options.cpu_moe_layers)
         pages = CopiedPages(path, on_gpu=self._placing.has_gpu)
 
         # ctypes keeps no reference: the callback must exist until the end of the call.
@@ -583,10 +599,11 @@ class StageRuntime:
             params.cb_eval_user_data = self._tap.user_data
         context = llama_cpp.llama_init_from_model(self._model, params)
         if context is None:
+            plain = ", or --kv-type f16" if KV_TYPES[options.kv_type].is_quantised else ""
             raise ModelDoesNotFit(
                 f"llama.cpp cannot make a context of {options.num_slots} × {options.ctx_size} positions in "
                 f"{options.kv_type} for layers {self.info.layers}: {last_complaint()}; try a smaller "
-                "--ctx-size or --parallel"
+                f"--ctx-size or --parallel{plain}"
             )
         return context
 

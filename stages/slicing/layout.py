@@ -203,14 +203,14 @@ class _Vocabulary:
         embedding, output = self._embedding, self._output
         if output is None:  # tied: the tail computes its logits with the embedding
             needed = self._embeds or self._is_tail
-            return [_copied(embedding, EMBEDDING) if needed else self._filler(embedding, self.size)]
+            return [_copied(embedding, EMBEDDING) if needed else _filler(embedding, self.size)]
         if self._is_tail and not self._embeds and self._falls_back:
             return [_copied(output, EMBEDDING)]
-        kept = [_copied(embedding, EMBEDDING) if self._embeds else self._filler(embedding, self.size)]
+        kept = [_copied(embedding, EMBEDDING) if self._embeds else _filler(embedding, self.size)]
         if self._is_tail:
             kept.append(_copied(output, OUTPUT))
         elif not self._falls_back:
-            kept.append(self._filler(output, output.shape[-1] if self._head_rows else self.size))
+            kept.append(_filler(output, output.shape[-1] if self._head_rows else self.size))
         return kept
 
     def _output_bias(self) -> list[StageTensor]:
@@ -218,17 +218,30 @@ class _Vocabulary:
             return []
         if self._is_tail:
             return [_copied(self._bias, OUTPUT_BIAS)]
-        return [] if self._falls_back else [self._filler(self._bias, self.size)]
+        return [] if self._falls_back else [_filler(self._bias, self.size)]
 
-    @staticmethod
-    def _filler(tensor: TensorInfo, rows: int) -> StageTensor:
-        """Zeros in the shape of `tensor`, with another number of rows, in the smallest type that fits."""
-        shape = (*tensor.shape[:-1], rows)
-        kinds = _FILLER_TYPES if len(shape) > 1 and rows > FILLER_VOCAB else (GGMLQuantizationType.F32,)
-        kind = next(kind for kind in kinds if shape[0] % GGML_QUANT_SIZES[kind][0] == 0)
-        block_elements, block_bytes = GGML_QUANT_SIZES[kind]
-        n_elements = rows * (tensor.shape[0] if len(shape) > 1 else 1)
-        return StageTensor(tensor.name, shape, kind, n_elements // block_elements * block_bytes, None)
+
+def _filler(tensor: TensorInfo, rows: int) -> StageTensor:
+    """Zeros in the shape of `tensor`, with another number of rows, in the smallest type that fits."""
+    shape = (*tensor.shape[:-1], rows)
+    kinds = _FILLER_TYPES if len(shape) > 1 and rows > FILLER_VOCAB else (GGMLQuantizationType.F32,)
+    kind = next(kind for kind in kinds if shape[0] % GGML_QUANT_SIZES[kind][0] == 0)
+    block_elements, block_bytes = GGML_QUANT_SIZES[kind]
+    n_elements = rows * (tensor.shape[0] if len(shape) > 1 else 1)
+    return StageTensor(tensor.name, shape, kind, n_elements // block_elements * block_bytes, None)
+
+
+def idle_head_bytes(source: SourceModel) -> int:
+    """Size of the head in the file of the first of several stages, with which nothing is computed.
+
+    llama.cpp puts it where the last layer is: a second copy of the embedding if it takes that as the head,
+    otherwise zeros.
+    """
+    tensors = source.header.tensors
+    embedding, output = tensors[EMBEDDING], tensors.get(OUTPUT)
+    if output is None or source.family.head_falls_back_to_embedding:
+        return embedding.n_bytes
+    return _filler(output, embedding.shape[-1]).n_bytes
 
 
 def _copied(tensor: TensorInfo, name: str) -> StageTensor:

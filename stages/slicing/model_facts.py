@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
-from stages.layers import LayerRange
+from stages.layers import EXPERTS, LayerRange
 from stages.slicing.architectures.layer_patterns import RECURRENT_LAYERS, recurrent_flags
+from stages.slicing.layout import idle_head_bytes
 from stages.slicing.source_model import read_source
 from stages.slicing.tensor_names import EMBEDDING, OUTPUT, OUTPUT_BIAS, OUTPUT_NORM
 
@@ -147,6 +149,9 @@ class ModelFacts:
             `stages.slicing.architectures.rule_types.Blanks`.
         embeds_everywhere: Whether every stage holds the token embedding.
         n_prediction_layers: Layers for multi-token prediction at the end of the file, which no stage holds.
+        expert_bytes: Per layer, size of its experts, which are part of `layer_bytes`; empty for none.
+        idle_head_bytes: Size of the head that the first of several stages has without use; see
+            `stages.slicing.layout.idle_head_bytes`.
     """
 
     path: Path
@@ -177,6 +182,8 @@ class ModelFacts:
     num_blanks: int = 0
     embeds_everywhere: bool = False
     n_prediction_layers: int = 0
+    expert_bytes: tuple[int, ...] = ()
+    idle_head_bytes: int = 0
 
     @property
     def layer_count(self) -> str:
@@ -229,6 +236,7 @@ def read_model_facts(path: Path) -> ModelFacts:
     head = [tensors[name] for name in (OUTPUT_NORM, OUTPUT_BIAS) if name in tensors]
     head.append(tensors.get(OUTPUT, embedding))
     cuts, widths = source.allowed_cuts, state_widths(header, source.layers)
+    experts = tuple(map(_expert_bytes, source.layers))
     return ModelFacts(
         path=path,
         architecture=architecture,
@@ -258,7 +266,13 @@ def read_model_facts(path: Path) -> ModelFacts:
         num_blanks=min((source.blanks(LayerRange(cut, source.n_layers)).before for cut in cuts), default=0),
         embeds_everywhere=_embeds_everywhere(source),
         n_prediction_layers=source.n_prediction_layers,
+        expert_bytes=experts if any(experts) else (),
+        idle_head_bytes=idle_head_bytes(source),
     )
+
+
+def _expert_bytes(layer: Iterable[TensorInfo]) -> int:
+    return sum(tensor.n_bytes for tensor in layer if re.search(EXPERTS, tensor.name))
 
 
 def _layer_bytes(source: SourceModel) -> tuple[int, ...]:

@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 import structlog
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 from google.protobuf.message import DecodeError
 
 from spanmesh_proto.addresses import join_address
@@ -24,6 +21,8 @@ from spanmesh_proto.errors import MeshError, ProtocolError, wire_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
+
+    from cryptography.hazmat.primitives.asymmetric import ec
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,9 @@ class NewKey:
     """A new P-256 key that never leaves this process; only its certificate request does."""
 
     def __init__(self) -> None:
+        # Measurements within one process run where the package may be missing.
+        from cryptography.hazmat.primitives.asymmetric import ec  # noqa: PLC0415
+
         self._key = ec.generate_private_key(ec.SECP256R1())
 
     @property
@@ -54,11 +56,16 @@ class NewKey:
 
     def request_pem(self) -> bytes:
         """PKCS #10, without a name: the authority adds the host's."""
+        from cryptography import x509  # noqa: PLC0415
+        from cryptography.hazmat.primitives import hashes, serialization  # noqa: PLC0415
+
         request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
         return request.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
     def identity(self, certificate_pem: bytes, authority_pem: bytes) -> Identity:
         """The identity of the key with its certificate."""
+        from cryptography.hazmat.primitives import serialization  # noqa: PLC0415
+
         private_key_pem = self._key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )

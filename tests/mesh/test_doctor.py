@@ -25,6 +25,7 @@ from mesh.doctor import (
 from spanmesh_proto.addresses import PortRange
 from stages.host.host_report import report_host
 from stages.layers import LayerRange
+from stages.runtime.llama_libraries import gpu_backends
 from stages.weights.virtual_stages import StageCache
 from tests.support.port_ranges import free_range
 from tests.support.tiny_models import TinyModel
@@ -42,8 +43,18 @@ LOOK: dict[str, Any] = {
         "ray": "2.60.0",
     },
     "platform": "Linux x86_64",
-    "devices": [{"name": "CPU", "description": "A processor", "total_bytes": 8 * GIB}],
-    "can_offload": False,
+    "devices": [
+        {
+            "name": "CPU",
+            "description": "A processor",
+            "kind": "cpu",
+            "free_bytes": GIB,
+            "total_bytes": 8 * GIB,
+        }
+    ],
+    "backends": [],
+    "cards": [],
+    "builds_beside": {},
     "free_memory_bytes": 8 * GIB,
     "free_disk_bytes": 50 * GIB,
     "cache_dir": "/var/cache",
@@ -106,9 +117,45 @@ def test_what_only_linux_does_is_no_fault_elsewhere() -> None:
     assert "only Linux" in checks["processors"].detail
 
 
-def test_a_gpu_that_llama_cpp_cannot_use_is_noticed() -> None:
-    assert bad(host_checks("a", LOOK, has_gpu_hardware=True)) == {("a", "device"): Outcome.WARN}
-    assert bad(host_checks("a", LOOK | {"can_offload": True}, has_gpu_hardware=True)) == {}
+CARD: dict[str, Any] = {
+    "name": "CUDA0",
+    "description": "RTX ",
+    "kind": "gpu",
+    "free_bytes": 7 * GIB,
+    "total_bytes": 8 * GIB,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says", "fix"),
+    [
+        ({"cards": ["NVIDIA"]}, "none for the GPU of NVIDIA", "BACKEND=cuda or BACKEND=vulkan"),
+        ({"cards": ["AMD"]}, "none for the GPU of AMD", "make environment BACKEND=vulkan,"),
+        # The wrong backend is as good as none.
+        ({"cards": ["AMD"], "backends": ["cuda"]}, "none for the GPU of AMD", "BACKEND=vulkan,"),
+        (
+            {"cards": ["AMD", "NVIDIA"], "builds_beside": {"cuda": "/env/backends/cuda"}},
+            "none for the GPU of AMD and NVIDIA",
+            "export LLAMA_CPP_LIB_PATH=/env/backends/cuda",
+        ),
+        ({"cards": ["NVIDIA"], "backends": ["cuda"]}, "cuda finds no device", "install NVIDIA's driver"),
+        ({"cards": ["Intel"], "backends": ["vulkan"]}, "vulkan finds no device", "mesa-vulkan-drivers"),
+    ],
+)
+def test_a_gpu_that_llama_cpp_cannot_use_is_noticed(changes: dict[str, Any], says: str, fix: str) -> None:
+    checks = {check.what: check for check in host_checks("a", LOOK | changes)}
+    assert checks["device"].outcome is Outcome.WARN
+    assert says in checks["device"].detail
+    assert fix in checks["device"].fix
+
+
+def test_gpus_are_shown_with_their_memory_and_backends() -> None:
+    report = LOOK | {"cards": ["NVIDIA"], "backends": ["cuda"], "devices": [*LOOK["devices"], CARD]}
+    checks = {check.what: check for check in host_checks("a", report)}
+    assert checks["device"].outcome is Outcome.OK
+    assert checks["device"].detail == (
+        "llama.cpp computes on CPU (Fast), CUDA0 (RTX, 7.0 GiB of 8.0 GiB free); its backends: cpu, cuda"
+    )
 
 
 @pytest.mark.parametrize(
@@ -206,6 +253,7 @@ def test_a_host_looks_at_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     seen = report_host([wrong.sha256, right.sha256, "1" * 64])
     assert seen.files == {wrong.sha256: False, right.sha256: True, "1" * 64: None}
     assert "CPU" in [device.name for device in seen.devices]
+    assert seen.backends == (gpu_backends() or ())
     assert seen.free_disk_bytes > 0
 
 

@@ -21,7 +21,6 @@ FEW_LINES: Final = 40
 SMALL: Final = {
     "mesh.cluster.device_probe": "a child process",
     "mesh.lab.tcp_ping": "a child process",
-    "mesh.qualification.random_model": "a command",
 }
 
 

@@ -1,6 +1,6 @@
 """Lends this machine's processor to llama.cpp as a GPU, so that what needs one can run where there is none.
 
-A plugin for pytest: `pytest -p tests.support.lent_gpu tests/end_to_end/ring/test_gpu_parity.py`. llama.cpp's
+A plugin for pytest: `pytest -p tests.support.lent_gpu -m gpu tests/gpu/test_gpu_parity.py`. llama.cpp's
 RPC backend counts as a GPU with memory of its own; behind it, in another process, its server computes on the
 processor. Layers, caches and graphs are then really split between two devices. How a GPU rounds it does not
 tell.

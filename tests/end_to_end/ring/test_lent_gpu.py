@@ -18,7 +18,7 @@ from tests.support.lent_gpu import SOURCE
 @pytest.mark.sweep
 @pytest.mark.skipif(
     bool(layer_devices()),
-    reason="this machine has a GPU: tests/end_to_end/ring/test_gpu_parity.py runs there",
+    reason="this machine has a GPU: tests/gpu/test_gpu_parity.py runs there",
 )
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 def test_all_that_needs_a_gpu_works_with_a_lent_one() -> None:
@@ -29,7 +29,7 @@ def test_all_that_needs_a_gpu_works_with_a_lent_one() -> None:
         )
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.lent_gpu", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*argv, "tests/end_to_end/ring/test_gpu_parity.py"],
+        [*argv, "-m", "gpu", "tests/gpu/test_gpu_parity.py"],
         env={**os.environ, SOURCE: str(source)},
         cwd=Path(__file__).parents[3],
         capture_output=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -25,6 +26,7 @@ __all__ = ["tokenizer"]
 pytestmark = pytest.mark.model
 
 ORDER = ProfileRequest(BlankStage(b"GGUF", 64), num_threads=2, is_exact=True, position=7).as_dict()
+ON_GPU = ProfileRequest(BlankStage(b"GGUF", 64), gpu_layers=(("CUDA0", 3),), cpu_moe_layers=1)
 
 
 class Inspection:
@@ -44,13 +46,17 @@ class Inspection:
 async def test_orders_arrive_as_they_were_sent(tokenizer: Tokenizer) -> None:
     inspection = Inspection()
     async with running_api(ScriptedEngine([]), tokenizer, inspection=lambda: inspection) as api:
-        body = {"hosts": [{"host": "attic", "orders": [ORDER]}, {"host": "attic", "orders": [ORDER]}]}
+        orders = ([ORDER], [ORDER], [ON_GPU.as_dict()])
+        body = {"hosts": [{"host": "attic", "orders": each} for each in orders]}
         answer = await api.http.post("/mesh/rehearse", json=body)
         assert answer.json() == {"hosts": [{"host": "attic", "timings": [], "failure": "no"}]}
         found = await api.http.post("/mesh/examine")
         assert found.json()["hosts"][0]["host"] == "attic"
-    assert inspection.wanted == {"attic": [ORDER, ORDER]}
-    assert ProfileRequest.from_dict(inspection.wanted["attic"][0]).blank == BlankStage(b"GGUF", 64)
+    assert inspection.wanted.keys() == {"attic"}
+    first, second, third = inspection.wanted["attic"]
+    assert first == second == ORDER
+    assert ProfileRequest.from_dict(first).blank == BlankStage(b"GGUF", 64)
+    assert ProfileRequest.from_dict(third) == ON_GPU
 
 
 @pytest.mark.parametrize(
@@ -109,6 +115,7 @@ def test_a_blank_stage_is_the_header_of_the_real_one_and_a_hole(smollm2_path: Pa
     assert path.read_bytes()[: len(blank.header)] == blank.header
     # Next to nothing of it is on the disk.
     assert path.stat().st_blocks * 512 < 64 * 1024
-    fields = ProfileRequest(blank).as_dict()
+    wanted = ProfileRequest(blank, gpu_layers=(("CUDA0", 3), ("CUDA1", 7)), cpu_moe_layers=2)
+    fields = json.loads(json.dumps(wanted.as_dict()))
     assert base64.b64decode(fields["blank"]["header"]) == blank.header
-    assert ProfileRequest.from_dict(fields) == ProfileRequest(blank)
+    assert ProfileRequest.from_dict(fields) == wanted

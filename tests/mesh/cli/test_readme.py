@@ -48,8 +48,8 @@ WITHOUT_PATHS = ("CHANGELOG.md", "docs/architecture.md")
 # Every line of a shell block is of one of these kinds, and a test checks each kind: commands of mesh and
 # their flags, make targets, modules and theirs, tools of the environment, files of examples/.
 SHELL_LINE = re.compile(
-    r"mesh \w|make \w+$|curl |(\.venv/bin/)?python -m \w|\.venv/bin/\w|\. \.venv/bin/activate$"
-    r"|python examples/\w|export \w"
+    r"mesh \w|make [\w-]+( BACKEND=\w+)?$|curl |(\.venv/bin/)?python -m \w|\.venv/bin/\w"
+    r"|\. \.venv/bin/activate$|python examples/\w|export \w"
 )
 GROUPS = tuple({command.split()[0] for command in COMMANDS if " " in command})
 BIN = Path(sys.executable).parent
@@ -215,7 +215,7 @@ def test_every_tool_and_example_that_is_run_exists(document: str) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_make_target_exists(document: str) -> None:
     for line in [*shell_lines(document), *quoted(document)]:
-        if re.fullmatch(r"make \w+", line):
+        if re.fullmatch(r"make [\w-]+( BACKEND=\w+)?", line):
             done = subprocess.run(
                 ["make", "-n", *line.split()[1:]], cwd=ROOT, capture_output=True, text=True, check=False
             )

@@ -1,7 +1,9 @@
 """`--gpu-layers`, from what the user writes to what llama.cpp is told."""
 
 import ctypes
+import re
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import llama_cpp
@@ -14,16 +16,21 @@ from mesh.cluster.members import Member
 from mesh.cluster.membership_messages import member_of, report_of
 from mesh.placement.gpu_layers import ALL, check_gpu_layers, format_gpu_layers, parse_gpu_layers
 from mesh.placement.host_capacity import Gpu
-from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
+from spanmesh_proto.errors import ClusterError, InvalidModel, ModelDoesNotFit
+from stages.layers import LayerRange
 from stages.runtime.devices import GpuPlacing, layer_devices, list_devices
+from stages.runtime.file_layers import FileLayers, read_file_layers
+from stages.runtime.llama import heard_log
 from stages.runtime.process_memory import GpuShare, StageMemory
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.weights.virtual_stages import StageCache
 from tests.stages.runtime.test_stage_memory import MIB, actor_for
+from tests.support.tiny_families import TINY_FAMILIES
 from tests.support.tiny_models import TinyModel
 
 GPU = Gpu("CUDA0", "a GPU", 20 * 2**30, 24 * 2**30, 900.0)
 NO_GPU = pytest.mark.skipif(
-    bool(layer_devices()), reason="this machine has a GPU: tests/end_to_end/ring/test_gpu_parity.py"
+    bool(layer_devices()), reason="this machine has a GPU: tests/gpu/test_gpu_parity.py"
 )
 
 
@@ -68,8 +75,10 @@ def test_the_commands_refuse_layers_for_a_gpu_that_is_not_there(
 
 
 @pytest.mark.parametrize("wanted", [None, ALL, 0, 12])
-def test_a_host_s_gpus_and_the_user_s_word_reach_the_head(wanted: int | None) -> None:
-    facts = HostFacts(2**30, 4, 20.0, read_versions(), (GPU,), wanted)
+@pytest.mark.parametrize("cpu_moe", [None, ALL, 3])
+def test_a_host_s_gpus_and_the_user_s_word_reach_the_head(wanted: int | None, cpu_moe: int | None) -> None:
+    facts = HostFacts(2**30, 4, 20.0, read_versions(), (GPU,), wanted, cpu_moe)
+    assert facts.capacity("studio").cpu_moe_layers == cpu_moe
     member = Member("studio", "10.0.0.2", facts, "studio.1")
     report = report_of(member, secret="s", check_ports=(1,), check_nonce=b"n", certificate_request=b"")
     assert member_of(type(report).FromString(report.SerializeToString())) == member
@@ -98,6 +107,13 @@ def test_llama_cpp_is_told_where_each_layer_goes() -> None:
     GpuPlacing.find(()).apply(params)
     assert params.n_gpu_layers == 0
     assert ctypes.cast(params.devices, ctypes.POINTER(ctypes.c_void_p))[0] is None
+    assert params.tensor_buft_overrides is None
+
+    # What is behind the stage's own layers in its file goes with the last of them.
+    params = llama_cpp.llama_model_default_params()
+    GpuPlacing((processor, processor), (5, 7)).apply(params, FileLayers(before=1, own=12, after=2))
+    assert params.n_gpu_layers == 15
+    assert [params.tensor_split[index] for index in range(2)] == [5.0, 10.0]
     # Nothing is said about numbers unless somebody has said them.
     params = llama_cpp.llama_model_default_params()
     GpuPlacing((), None).apply(params)
@@ -122,6 +138,40 @@ def test_without_a_gpu_all_words_load_the_same_model(tmp_path: Path) -> None:
     assert np.array_equal(logits_of(path, RuntimeOptions(ctx_size=64, gpu_layers=())), as_found)
     with pytest.raises(ClusterError, match="CUDA0"):
         StageRuntime(path, RuntimeOptions(ctx_size=64, gpu_layers=(("CUDA0", 2),)))
+
+
+def test_experts_stay_where_they_are_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By llama.cpp's own log. Blank layers before the stage's own are not counted."""
+    (processor,) = (device for device in list_devices() if device.kind == "cpu")
+    monkeypatch.setattr("stages.runtime.devices.layer_devices", lambda: (processor,))
+    monkeypatch.setattr("llama_cpp.llama_supports_gpu_offload", lambda: True)
+    model = TINY_FAMILIES["llama4-short"].write(tmp_path / "model.gguf")
+    path = StageCache(tmp_path).cut(model, LayerRange(2, 4)).path
+    assert read_file_layers(path) == FileLayers(before=2, own=2, after=0)
+    log: list[str] = []
+    with heard_log(log.append):
+        options = RuntimeOptions(ctx_size=64, gpu_layers=((processor.name, 2),), cpu_moe_layers=2)
+        StageRuntime(path, options).close()
+    kept = {found[1] for line in log if (found := re.search(r"tensor (\S+) .* overridden to CPU", line))}
+    assert kept == {f"blk.3.ffn_{kind}_exps.weight" for kind in ("gate", "up", "down")}
+    log.clear()
+    with heard_log(log.append):
+        StageRuntime(path, replace(options, cpu_moe_layers=1)).close()
+    assert not any("overridden" in line for line in log)
+
+
+def test_a_file_tells_which_of_its_layers_are_a_stage_s_own(tmp_path: Path) -> None:
+    cache = StageCache(tmp_path)
+    # A stage of layers of one kind has one of the other behind or before them.
+    hybrid = TINY_FAMILIES["qwen3next"].write(tmp_path / "hybrid.gguf")
+    assert read_file_layers(hybrid) == FileLayers(0, 6, 0)
+    assert read_file_layers(cache.cut(hybrid, LayerRange(0, 1)).path) == FileLayers(0, 1, 2)
+    assert read_file_layers(cache.cut(hybrid, LayerRange(5, 6)).path) == FileLayers(1, 1, 0)
+    predicting = TINY_FAMILIES["qwen3next"].with_prediction_layer().write(tmp_path / "predicting.gguf")
+    assert read_file_layers(predicting) == FileLayers(0, 6, 1)
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    with pytest.raises(InvalidModel, match=r"broken\.gguf"):
+        read_file_layers(tmp_path / "broken.gguf")
 
 
 def test_layers_on_a_named_device_compute_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from mesh.cluster.host_facts import find_gpus
 from spanmesh_proto.errors import ClusterError
 from stages.runtime.devices import Device, device_speed_gb_per_s, layer_devices, list_devices
-from stages.runtime.llama_libraries import kernels_folder, may_have_layer_devices
+from stages.runtime.llama_libraries import gpu_backends, kernels_folder, may_have_layer_devices
 
 GPU = Device("CUDA0", "a GPU", "gpu", "CUDA", "0000:01:00.0", 8 * 2**30, 10 * 2**30, 1)
 OTHER = replace(GPU, name="CUDA1", id="0000:02:00.0", index=2)
@@ -68,25 +68,26 @@ def test_apple_s_gpus_and_integrated_ones_take_the_host_s_own_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "may"),
+    ("files", "backends"),
     [
-        (["libllama.so", "libggml.so", "libggml-base.so", "libggml-cpu.so"], False),
-        (["libggml.so.0", "libggml-base.so.0.25.3", "libggml-cpu-haswell.so", "libggml-blas.so"], False),
-        (["libggml.so", "libggml-base.so", "libggml-cpu.so", "libggml-cuda.so"], True),
-        (["libggml-base.dylib", "libggml-cpu.dylib", "libggml-metal.dylib"], True),
-        (["ggml-base.dll", "ggml-cpu-x64.dll", "ggml-vulkan.dll"], True),
+        (["libllama.so", "libggml.so", "libggml-base.so", "libggml-cpu.so"], ()),
+        (["libggml.so.0", "libggml-base.so.0.25.3", "libggml-cpu-haswell.so", "libggml-blas.so"], ()),
+        (["libggml.so", "libggml-base.so", "libggml-cpu.so", "libggml-cuda.so"], ("cuda",)),
+        (["libggml-base.dylib", "libggml-cpu.dylib", "libggml-metal.dylib"], ("metal",)),
+        (["ggml-base.dll", "ggml-cpu-x64.dll", "ggml-vulkan.dll", "ggml-cuda.dll"], ("cuda", "vulkan")),
         # One library with everything in it, or none at all: it has to be asked.
-        (["libllama.so"], True),
-        ([], True),
+        (["libllama.so"], None),
+        ([], None),
     ],
 )
 def test_what_llama_cpp_was_built_with_shows_in_its_files(
-    files: list[str], *, may: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: list[str], backends: tuple[str, ...] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in files:
         (tmp_path / name).touch()
     monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(tmp_path))
-    assert may_have_layer_devices() is may
+    assert gpu_backends() == backends
+    assert may_have_layer_devices() is (backends != ())
 
 
 @pytest.mark.parametrize(

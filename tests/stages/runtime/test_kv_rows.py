@@ -3,6 +3,7 @@
 import itertools
 import struct
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from spanmesh_proto.errors import InvalidWindow, StageFailed, UncuttableModel
 from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
+from stages.runtime.devices import list_devices
 from stages.runtime.kv_state import KvRows
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from tests.support.tiny_families import TINY_FAMILIES
@@ -85,6 +87,57 @@ def test_what_is_no_rows_is_refused(data: st.DataObject) -> None:
         KvRows.from_bytes(saved + data.draw(st.binary(min_size=1, max_size=40)))
 
 
+def test_cells_in_any_order_are_brought_into_that_of_positions() -> None:
+    saved = HEAD + saved_cache(range(4))
+    # Each cell's record is 12 bytes; its key and value in each layer tell its position.
+    mixed = KvRows.from_bytes(saved)
+    shuffled = replace(
+        mixed, _caches=tuple(cache.reordered(np.array([2, 0, 3, 1])) for cache in mixed._caches)
+    )
+    assert shuffled.to_bytes() != saved
+    assert KvRows.from_bytes(shuffled.to_bytes()).to_bytes() == saved
+
+
+def test_a_sequence_may_be_put_into_another_stream() -> None:
+    rows = KvRows.from_bytes(HEAD + saved_cache(range(4), num_streams=3))
+    assert rows.in_streams(5, 1).to_bytes() == HEAD + saved_cache(range(4), num_streams=5)
+    alone = rows.in_streams(1, 0)
+    assert struct.unpack_from("<III", alone.to_bytes(), len(HEAD))[:2] == (1, 4)
+    assert KvRows.from_bytes(alone.to_bytes()).in_streams(3, 1).to_bytes() == rows.to_bytes()
+
+
+def plain_cache(positions: range, num_elements: int, *, is_transposed: bool) -> bytes:
+    """One layer in F16; an element of a value tells its position and its index."""
+    pieces = [struct.pack("<II", 1, len(positions))]
+    pieces += [struct.pack("<iIi", position, 1, 1) for position in positions]
+    pieces += [struct.pack("<II", is_transposed, 1), struct.pack("<iQ", 1, 2)]
+    pieces += [bytes([position, 99]) for position in positions]
+    if is_transposed:
+        pieces.append(struct.pack("<iII", 1, 2, num_elements))
+        pieces += [bytes([position, index]) for index in range(num_elements) for position in positions]
+    else:
+        pieces.append(struct.pack("<iQ", 1, 2 * num_elements))
+        pieces += [bytes([position, index]) for position in positions for index in range(num_elements)]
+    return b"".join(pieces)
+
+
+@given(count=st.integers(1, 9), num_elements=st.integers(1, 7))
+def test_values_are_transposed_and_back(count: int, num_elements: int) -> None:
+    plain, other = (
+        HEAD + plain_cache(range(count), num_elements, is_transposed=is_transposed)
+        for is_transposed in (False, True)
+    )
+    assert KvRows.from_bytes(plain).transposed().to_bytes() == other
+    assert KvRows.from_bytes(other).transposed().to_bytes() == plain
+    for ours, theirs in itertools.product((plain, other), repeat=2):
+        assert KvRows.from_bytes(ours).laid_out_as(KvRows.from_bytes(theirs)).to_bytes() == theirs
+
+
+def test_quantised_values_are_never_transposed() -> None:
+    saved = (HEAD + saved_cache(range(4))).replace(struct.pack("<iQ", 1, 3), struct.pack("<iQ", 8, 3))
+    assert KvRows.from_bytes(saved).transposed().to_bytes() == saved
+
+
 def test_positions_out_of_order_are_refused() -> None:
     one, two = HEAD + saved_cache(range(4)), HEAD + saved_cache(range(1, 5))
     for saved in (one + two[len(HEAD) :], one.replace(struct.pack("<iI", 2, 1), struct.pack("<iI", 7, 1), 1)):
@@ -127,6 +180,38 @@ def test_a_stage_goes_on_from_another_s_rows(name: str, kv_type: str, tmp_path: 
             (expected,) = runtime.decode([Span(1, start, TEXT[start:stop])])
             (hidden,) = copy.decode([Span(2, start, TEXT[start:stop])])
             assert np.array_equal(hidden, expected), (start, stop)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek2"])
+def test_rows_pass_between_a_shared_cache_and_separate_ones(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As between a stage on a GPU, for which the processor stands in, and one without."""
+    (processor,) = (device for device in list_devices() if device.kind == "cpu")
+    monkeypatch.setattr("stages.runtime.devices.layer_devices", lambda: (processor,))
+    monkeypatch.setattr("llama_cpp.llama_supports_gpu_offload", lambda: True)
+    path = stage_of(name, tmp_path)
+    on_gpu = RuntimeOptions(num_slots=3, ctx_size=128, gpu_layers=((processor.name, 1),))
+    alone = replace(on_gpu, gpu_layers=())
+    with closing(StageRuntime(path, on_gpu)) as shared, closing(StageRuntime(path, alone)) as separate:
+        assert not shared.computes_runs
+        assert separate.computes_runs
+        # The later rows of slot 1 take cells before those of the first.
+        shared.decode([Span(0, 0, TEXT[:10])])
+        shared.decode([Span(1, 0, TEXT[:10])])
+        shared.trim(0, 0)
+        shared.decode([Span(1, 10, TEXT[10:14])])
+        for source, target, slot in ((shared, separate, 2), (separate, shared, 0)):
+            held = 1 if source is shared else 2
+            rows = source.kv_rows(held)
+            target.put_kv_rows(slot, KvRows.from_bytes(rows.cut(0, 9).to_bytes()))
+            target.put_kv_rows(slot, KvRows.from_bytes(rows.cut(9, 14).to_bytes()))
+            (expected,) = source.decode([Span(held, 14, TEXT[14:17])])
+            (hidden,) = target.decode([Span(slot, 14, TEXT[14:17])])
+            assert np.abs(hidden - expected).max() < 0.02 * np.abs(expected).max()
+            source.trim(held, 14)
+            target.trim(slot, 14)
 
 
 @pytest.mark.model

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.qualification.memory_shares import SHAPES, Shape, write_random_gguf
+from mesh.qualification.random_model import SHAPES, Shape, write_random_gguf
 from stages.runtime.process_memory import anonymous_bytes, give_back_mapped_pages
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -93,7 +93,9 @@ def test_a_loaded_stage_holds_its_weights_once(weight_type: str, tmp_path: Path)
 
 
 def test_random_models_are_of_the_size_that_they_are_called() -> None:
-    assert [round(SHAPES[name].num_parameters / 1e9, 2) for name in ("1.1b", "1.2b")] == [1.1, 1.24]
+    names = ("1.1b", "1.2b", "8b", "32b", "30b-a3b")
+    billions = [round(SHAPES[name].num_parameters / 1e9, 2) for name in names]
+    assert billions == [1.1, 1.24, 8.03, 32.76, 30.53]
 
 
 def test_the_same_seed_gives_the_same_model(tmp_path: Path) -> None:

@@ -1,0 +1,41 @@
+"""Models of every kind of attention, cut at every layer on a GPU, split with the processor, and beside it."""
+
+from pathlib import Path
+
+import pytest
+
+from mesh.qualification.device_parity import measure
+from stages.runtime.devices import Device
+from tests.support.tiny_families import TINY_FAMILIES
+from tests.support.tiny_models import TinyModel
+
+pytestmark = [pytest.mark.gpu, pytest.mark.model]
+NUM_TOKENS = 64
+# Plain, with windows, tied; the others: experts, sinks, latent attention, recurrent layers alone, beside
+# attention in a layer and between such layers, and stages whose files have blank layers.
+PLAIN = {
+    "llama": TinyModel("llama"),
+    "llama-tied": TinyModel("llama", is_tied=True),
+    "qwen3": TinyModel("qwen3"),
+    "gemma3": TinyModel("gemma3"),
+    "granite": TinyModel("granite"),
+}
+FAMILIES = (
+    *("qwen3moe", "gpt-oss", "phi3", "gemma4", "deepseek2", "glm4moe", "mamba2", "falcon-h1", "qwen3next"),
+    *("nemotron_h", "granitehybrid", "llama4-short", "smallthinker"),
+)
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *FAMILIES])
+def test_stages_of_one_layer_each_say_what_the_whole_model_says(
+    name: str, tmp_path: Path, gpu: Device
+) -> None:
+    model = tmp_path / f"{name}.gguf"
+    (PLAIN[name] if name in PLAIN else TINY_FAMILIES[name]).write(model)
+    found = measure(model, gpu, tmp_path, num_tokens=NUM_TOKENS)
+    print(
+        f"{name}, cut at {found.cuts}, on {gpu.description}: stages {found.stages}; half on the processor "
+        f"{found.split}; processor {found.processor}"
+    )
+    assert len(found.cuts) >= 2
+    assert found.is_within, found
