@@ -176,6 +176,7 @@ class ModelRegistry:
         return {
             "model": model.name,
             "plan": None if model.state.plan is None else model.state.plan.reason,
+            "context": None if model.state.context is None else str(model.state.context),
             "stages": [
                 {
                     "host": handle.member.name,
