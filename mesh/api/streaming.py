@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
@@ -13,6 +15,7 @@ from mesh.api.answer_stream import ChoiceGroup, metered
 from mesh.api.errors import error_body, error_response, json_bytes, json_response
 from mesh.api.middleware import CLIENT_GONE_STATUS, log_unexpected
 from mesh.api.openai_format import ANSWER_FIELD, PROMPT_FIELD, EndpointFormat, ResponseWriter, timings, usage
+from mesh.engine import PrefillProgress
 from mesh.text.message_parts import Content, joined
 from spanmesh_proto.errors import ClusterError, MeshError, wire_of
 
@@ -88,13 +91,69 @@ def _error_event(error: BaseException) -> bytes:
     return b"data: " + json_bytes(error_body(error)) + b"\n\n"
 
 
+class PromptReading:
+    """Progress of the prompts of one request, for its stream while that has no token to send.
+
+    Args:
+        jobs: Jobs of the request.
+
+    Attributes:
+        jobs: The same jobs, whose requests report to this object.
+    """
+
+    def __init__(self, jobs: Sequence[GenerationJob]) -> None:
+        self._reading: dict[int, PrefillProgress] = {}
+        self._done: set[int] = set()
+        self._begun_s: float | None = None
+        self.jobs = [
+            replace(job, request=replace(job.request, on_prefill=partial(self._note, index)))
+            for index, job in enumerate(jobs)
+        ]
+
+    @property
+    def progress(self) -> PrefillProgress | None:
+        """Sums over the prompts that are being read; None if there are none."""
+        reading = self._reading.values()
+        if not reading:
+            return None
+        return PrefillProgress(
+            sum(each.num_tokens for each in reading),
+            sum(each.num_cached for each in reading),
+            sum(each.num_read for each in reading),
+        )
+
+    @property
+    def elapsed_ms(self) -> float:
+        """Time since the first prompt was begun."""
+        begun_s = self._begun_s
+        return 0.0 if begun_s is None else (asyncio.get_running_loop().time() - begun_s) * 1000
+
+    def comment(self) -> bytes:
+        """Comment of a silent stream."""
+        progress = self.progress
+        if progress is None:
+            return PING
+        return b": prefill %d/%d tokens\n\n" % (progress.num_read, progress.num_tokens)
+
+    def _note(self, index: int, progress: PrefillProgress) -> None:
+        if self._begun_s is None:
+            self._begun_s = asyncio.get_running_loop().time()
+        # After a repair a prompt is read again, behind the answer's first tokens.
+        if progress.is_whole or index in self._done:
+            self._done.add(index)
+            self._reading.pop(index, None)
+        else:
+            self._reading[index] = progress
+
+
 class EventStream(Response):
-    """Runs a producer and sends its events; pings while it is silent; stops it when the client leaves.
+    """Runs a producer and sends its events; comments while it is silent; stops it when the client leaves.
 
     Args:
         produce: Emits whole events, then returns.
         closing: Set when the server shuts down.
         ping_interval_s: A stream that has been silent for this long sends a comment.
+        comment: Returns the comment, or other events in its place.
         is_whole: Whether the engine answers, or refuses, at once.
         done: End of a stream without error.
         format_error: Returns the events that end a stream with an error.
@@ -108,6 +167,7 @@ class EventStream(Response):
         closing: asyncio.Event,
         ping_interval_s: float,
         *,
+        comment: Callable[[], bytes] = lambda: PING,
         is_whole: Callable[[], bool] = lambda: True,
         done: bytes = DONE,
         format_error: Callable[[BaseException], bytes] = _error_event,
@@ -120,6 +180,7 @@ class EventStream(Response):
         self._produce = produce
         self._closing = closing
         self._ping_interval_s = ping_interval_s
+        self._comment = comment
         self._is_whole = is_whole
         self._done = done
         self._format_error = format_error
@@ -159,13 +220,13 @@ class EventStream(Response):
         while not (sink.started or self._is_whole() or sink.silent_s() > _LONGEST_GRACE_S):  # noqa: ASYNC110
             await asyncio.sleep(GRACE_S)
         if not sink.started:
-            await sink.write(PING)
+            await sink.write(self._comment())
         while True:
             wait_s = self._ping_interval_s - sink.silent_s()
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
             else:
-                await sink.write(PING)
+                await sink.write(self._comment())
 
 
 class _Sink:
@@ -228,9 +289,14 @@ async def respond(
         null_usage=body.includes_usage,
     )
     if body.stream:
-        stream = _Stream(backend, writer, jobs, num_at_once, includes_usage=body.includes_usage)
+        reading = PromptReading(jobs)
+        stream = _Stream(backend, writer, reading.jobs, num_at_once, includes_usage=body.includes_usage)
         return EventStream(
-            stream.produce, backend.api.closing, backend.api.ping_interval_s, is_whole=backend.is_whole
+            stream.produce,
+            backend.api.closing,
+            backend.api.ping_interval_s,
+            comment=partial(_progress, reading, writer) if body.return_progress else reading.comment,
+            is_whole=backend.is_whole,
         )
     choice_group = ChoiceGroup(backend, jobs)
     work = _run_all([_whole_answer(choice_group, index) for index in range(len(jobs))], num_at_once)
@@ -260,6 +326,12 @@ async def respond(
     if len(jobs) == 1:
         more["timings"] = timings(jobs[0], last_parts[0])
     return json_response(writer.whole(choices, **more))
+
+
+def _progress(reading: PromptReading, writer: ResponseWriter) -> bytes:
+    """Event with the progress of prompts, for clients that ask for it; a comment without one."""
+    progress = reading.progress
+    return PING if progress is None else writer.progress_event(progress, reading.elapsed_ms)
 
 
 async def _whole_answer(choice_group: ChoiceGroup, index: int) -> tuple[list[AnswerPart], AnswerPart]:
