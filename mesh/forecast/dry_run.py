@@ -221,10 +221,11 @@ def dry_run(
     """
     placed = _placed(model, context, options)
     sizes = StageSizes(model, options.workload)
-    chosen = None
+    chosen: ContextChoice | None = None
     if options.chooses_context:
-        placed, chosen = _with_context(sizes, placed, context, options)
-        sizes = replace(sizes, workload=replace(options.workload, ctx_size=chosen.ctx_size))
+        placed, choice = _with_context(sizes, placed, context, options)
+        sizes = replace(sizes, workload=replace(options.workload, ctx_size=choice.ctx_size))
+        chosen = choice
     timings: tuple[StageTiming, ...] | None = None
     basis = "no timing: --no-timing"
     if options.is_timed:

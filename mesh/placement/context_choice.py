@@ -171,8 +171,8 @@ class _Bounds:
             self._replicated = _replicated(sizes, stages, hosts)
         # Hosts whose layers can be placed elsewhere, and whether stages of others are given up for that.
         self._movable: dict[str, bool] = {}
-        for host in dict.fromkeys(stage.host for stage in stages) if may_move else ():
-            if is_time_up():
+        for host in dict.fromkeys(stage.host for stage in stages):
+            if not may_move or is_time_up():
                 break
             if self._can_lose(host, sizes, stages, may_start_over=False):
                 self._movable[host] = False
