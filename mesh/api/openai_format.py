@@ -240,15 +240,21 @@ class ResponseWriter:
             self.endpoint_format.closing(index, finish), ids_member(ANSWER_FIELD, token_ids), more
         )
 
-    def progress_event(self, progress: PrefillProgress, elapsed_ms: float) -> bytes:
-        """Event with the progress of reading the prompt, as llama.cpp's server names it; without text."""
+    def progress_event(self, index: int, progress: PrefillProgress, elapsed_ms: float) -> bytes:
+        """Event with the progress of reading a prompt, as llama.cpp's server names it; without text.
+
+        Args:
+            index: Index of the choice, which has neither begun nor ended.
+            progress: Progress of its prompt.
+            elapsed_ms: Time since the request's first prompt was begun.
+        """
         fields = {
             "total": progress.num_tokens,
             "cache": progress.num_cached,
             "processed": progress.num_read,
             "time_ms": round(elapsed_ms),
         }
-        choice = self.endpoint_format.delta(0, _NOTHING, "null")
+        choice = self.endpoint_format.delta(index, _NOTHING, "null")
         return self._event(choice, more=f',"prompt_progress":{json.dumps(fields)}')
 
     def usage_event(self, usage: dict[str, Any], timings: dict[str, Any] | None) -> bytes:

@@ -15,7 +15,6 @@ from mesh.api.answer_stream import ChoiceGroup, metered
 from mesh.api.errors import error_body, error_response, json_bytes, json_response
 from mesh.api.middleware import CLIENT_GONE_STATUS, log_unexpected
 from mesh.api.openai_format import ANSWER_FIELD, PROMPT_FIELD, EndpointFormat, ResponseWriter, timings, usage
-from mesh.engine import PrefillProgress
 from mesh.text.message_parts import Content, joined
 from spanmesh_proto.errors import ClusterError, MeshError, wire_of
 
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from mesh.api.backend import Backend
     from mesh.api.generation_job import GenerationJob
     from mesh.api.protocol import GenerationBody
+    from mesh.engine import PrefillProgress
 
 
 Result = TypeVar("Result")
@@ -99,10 +99,11 @@ class PromptReading:
 
     Attributes:
         jobs: The same jobs, whose requests report to this object.
+        by_job: Progress of the prompts that are being read, by the index of their job.
     """
 
     def __init__(self, jobs: Sequence[GenerationJob]) -> None:
-        self._reading: dict[int, PrefillProgress] = {}
+        self.by_job: dict[int, PrefillProgress] = {}
         self._done: set[int] = set()
         self._begun_s: float | None = None
         self.jobs = [
@@ -111,29 +112,18 @@ class PromptReading:
         ]
 
     @property
-    def progress(self) -> PrefillProgress | None:
-        """Sums over the prompts that are being read; None if there are none."""
-        reading = self._reading.values()
-        if not reading:
-            return None
-        return PrefillProgress(
-            sum(each.num_tokens for each in reading),
-            sum(each.num_cached for each in reading),
-            sum(each.num_read for each in reading),
-        )
-
-    @property
     def elapsed_ms(self) -> float:
         """Time since the first prompt was begun."""
         begun_s = self._begun_s
         return 0.0 if begun_s is None else (asyncio.get_running_loop().time() - begun_s) * 1000
 
     def comment(self) -> bytes:
-        """Comment of a silent stream."""
-        progress = self.progress
-        if progress is None:
+        """Comment of a silent stream: sums over the prompts that are being read."""
+        reading = self.by_job.values()
+        if not reading:
             return PING
-        return b": prefill %d/%d tokens\n\n" % (progress.num_read, progress.num_tokens)
+        num_read = sum(each.num_read for each in reading)
+        return b": prefill %d/%d tokens\n\n" % (num_read, sum(each.num_tokens for each in reading))
 
     def _note(self, index: int, progress: PrefillProgress) -> None:
         if self._begun_s is None:
@@ -141,9 +131,9 @@ class PromptReading:
         # After a repair a prompt is read again, behind the answer's first tokens.
         if progress.is_whole or index in self._done:
             self._done.add(index)
-            self._reading.pop(index, None)
+            self.by_job.pop(index, None)
         else:
-            self._reading[index] = progress
+            self.by_job[index] = progress
 
 
 class EventStream(Response):
@@ -153,7 +143,7 @@ class EventStream(Response):
         produce: Emits whole events, then returns.
         closing: Set when the server shuts down.
         ping_interval_s: A stream that has been silent for this long sends a comment.
-        comment: Returns the comment, or other events in its place.
+        comment: Returns the comment, or other events in its place; called when it is written.
         is_whole: Whether the engine answers, or refuses, at once.
         done: End of a stream without error.
         format_error: Returns the events that end a stream with an error.
@@ -220,13 +210,13 @@ class EventStream(Response):
         while not (sink.started or self._is_whole() or sink.silent_s() > _LONGEST_GRACE_S):  # noqa: ASYNC110
             await asyncio.sleep(GRACE_S)
         if not sink.started:
-            await sink.write(self._comment())
+            await sink.write_in_turn(self._comment)
         while True:
             wait_s = self._ping_interval_s - sink.silent_s()
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
             else:
-                await sink.write(self._comment())
+                await sink.write_in_turn(self._comment)
 
 
 class _Sink:
@@ -245,14 +235,22 @@ class _Sink:
 
     async def write(self, events: bytes) -> None:
         async with self._lock:
-            if not self.started:
-                self.started = True
-                await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
-            await self._send({"type": "http.response.body", "body": events, "more_body": True})
-            self._last_write_s = self._loop.time()
+            await self._write(events)
+
+    async def write_in_turn(self, make: Callable[[], bytes]) -> None:
+        """Write what `make` returns once no write is under way: until then it may become untrue."""
+        async with self._lock:
+            await self._write(make())
 
     async def end(self) -> None:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write(self, events: bytes) -> None:
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        self._last_write_s = self._loop.time()
 
 
 _MAX_JOBS_AT_ONCE: Final = 8
@@ -329,9 +327,12 @@ async def respond(
 
 
 def _progress(reading: PromptReading, writer: ResponseWriter) -> bytes:
-    """Event with the progress of prompts, for clients that ask for it; a comment without one."""
-    progress = reading.progress
-    return PING if progress is None else writer.progress_event(progress, reading.elapsed_ms)
+    """Events with the progress of each prompt, for clients that ask for them; a comment without any."""
+    events = [
+        writer.progress_event(index, progress, reading.elapsed_ms)
+        for index, progress in sorted(reading.by_job.items())
+    ]
+    return b"".join(events) or PING
 
 
 async def _whole_answer(choice_group: ChoiceGroup, index: int) -> tuple[list[AnswerPart], AnswerPart]:

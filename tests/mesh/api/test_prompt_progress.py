@@ -3,12 +3,15 @@
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 import pytest
 
+from mesh.api.streaming import EventStream
 from mesh.text.tokenizer import Tokenizer
+from stages.runtime.stage_runtime import Span
 from tests.mesh.api.test_client_disconnects import Gate
 from tests.support import api_harness
 from tests.support.ring_api import CHAT, RingApi, running_ring_api
@@ -112,3 +115,70 @@ async def test_what_a_cache_holds_counts_as_read(ring_api: RingApi) -> None:
                     gate.open()
     finally:
         gate.open()
+
+
+async def test_progress_is_told_of_the_choice_whose_prompt_is_read(ring_api: RingApi) -> None:
+    turns = threading.Semaphore(0)
+
+    def hold(spans: Sequence[Span]) -> None:
+        # Answers begin further behind.
+        if any(span.start == HELD for span in spans):
+            assert turns.acquire(timeout=60)
+
+    ring_api.runtimes[1].on_decode = hold
+    fields = {"prompt": [TEXT, "Bye " * 300], "max_tokens": 3, "stream": True, "return_progress": True}
+    told: list[tuple[int, bool]] = []
+    let_go: set[int] = set()
+    try:
+        async with (
+            asyncio.timeout(60),
+            ring_api.api.http.stream("POST", "/v1/completions", json=fields) as response,
+        ):
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                (choice,) = event["choices"]
+                index, progress = choice["index"], event.get("prompt_progress")
+                told.append((index, progress is not None))
+                if progress is not None and progress["processed"] == HELD and index not in let_go:
+                    let_go.add(index)
+                    turns.release()
+    finally:
+        turns.release(2)
+    for index in (0, 1):
+        is_progress = [is_it for each, is_it in told if each == index]
+        begun = is_progress.index(False)
+        assert begun > 0
+        assert not any(is_progress[begun:])
+
+
+async def test_a_comment_that_waits_for_its_turn_tells_what_is_so_then() -> None:
+    comment, sent = [b"too early"], list[bytes]()
+    goes_on = asyncio.Event()
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        if message.get("body") == b"first":
+            # A reader that takes its time.
+            await goes_on.wait()
+        sent.append(message.get("body", b""))
+
+    async def receive() -> MutableMapping[str, Any]:
+        await asyncio.Event().wait()
+        return {}
+
+    async def produce(emit: Callable[[bytes], Awaitable[None]]) -> None:
+        emitting = asyncio.create_task(emit(b"first"))
+        # By now the comment waits behind it.
+        await asyncio.sleep(0.2)
+        comment[0] = b"in time"
+        goes_on.set()
+        await emitting
+        async with asyncio.timeout(10):
+            while b"in time" not in sent:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+    stream = EventStream(produce, asyncio.Event(), 0.01, comment=lambda: comment[0])
+    await stream({"type": "http"}, receive, send)
+    assert b"too early" not in sent
+    assert sent[1] == b"first"
