@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from mesh.forecast.cost_model import Forecast, StageForecast, forecast, parts_to_profile, stage_timing
-from mesh.placement.context_choice import choose_context
+from mesh.placement.context_choice import EXAMINED_S, choose_context
 from mesh.placement.memory_estimate import StageSizes
 from mesh.placement.planner import plan
 from mesh.placement.stage_order import has_an_order, ordered_by_links
@@ -116,8 +116,6 @@ def _reason(host: KnownHost, plan: Plan, least_bytes: int) -> str:
 # processor becomes slower.
 _LEAST_PAUSE_MS: Final = 1.0
 _MOST_PAUSE_MS: Final = 25.0
-# Losses of hosts are tried for this long, and each again with a few contexts.
-_EXAMINED_S: Final = 0.3
 
 
 @dataclass(frozen=True)
@@ -263,7 +261,7 @@ def dry_run(
 def _with_context(
     sizes: StageSizes, placed: Plan, context: PlanningContext, options: DryRunOptions
 ) -> tuple[Plan, ContextChoice]:
-    until_s = time.monotonic() + _EXAMINED_S
+    until_s = time.monotonic() + EXAMINED_S
     return choose_context(
         sizes,
         placed,

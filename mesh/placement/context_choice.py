@@ -19,7 +19,7 @@ from mesh.placement.gpu_layers import resized
 from mesh.placement.host_assignment import never
 from mesh.placement.planner import Plan
 from mesh.placement.replanner import can_replan
-from mesh.placement.replica_placement import next_replica
+from mesh.placement.replica_placement import replicated_layers
 from stages.units import format_size
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from mesh.placement.host_capacity import HostCapacity
     from mesh.placement.memory_estimate import StageSizes
     from mesh.placement.planner import StagePlacement
-    from mesh.placement.replica_placement import Replica
     from stages.layers import LayerRange
     from stages.runtime.process_memory import StageMemory
 
@@ -38,6 +37,9 @@ LEAST_CTX_SIZE: Final = 4096
 
 MOST_CTX_SIZE: Final = 131_072
 """Most positions that are chosen."""
+
+EXAMINED_S: Final = 0.3
+"""Time after which no further loss of a host is tried; each that was is tried again with a few contexts."""
 
 _STEP: Final = 1024
 _TRAINED: Final = "the model was trained for no more"
@@ -165,10 +167,11 @@ class _Bounds:
         self._sizes = sizes
         self._stages = stages
         self._hosts = hosts
-        self._empty = tuple(self.stages_with(0))
+        # The exact mode adds positions for rows of padding.
+        self._empty = tuple(self.stages_with(1 - sizes.workload.numerics.min_rows))
         self._replicated: frozenset[LayerRange] = frozenset()
         if may_move:
-            self._replicated = _replicated(sizes, stages, hosts)
+            self._replicated = replicated_layers(sizes, stages, hosts)
         # Hosts whose layers can be placed elsewhere, and whether stages of others are given up for that.
         self._movable: dict[str, bool] = {}
         for host in dict.fromkeys(stage.host for stage in stages):
@@ -195,7 +198,7 @@ class _Bounds:
             ]
             if held and (refusal := _crowded(host, held)) is not None:
                 return refusal
-        if missing := self._replicated - _replicated(sizes, stages, self._hosts):
+        if missing := self._replicated - replicated_layers(sizes, stages, self._hosts):
             return f"a spare keeps room for a replica of layers {min(missing)}"
         for name, may_start_over in self._movable.items():
             if not self._can_lose(name, sizes, stages, may_start_over=may_start_over):
@@ -223,19 +226,6 @@ class _Bounds:
         lost = [index for index, stage in enumerate(stages) if stage.host == name]
         others = [host for host in self._hosts if host.name != name]
         return can_replan(sizes, stages, lost, others, may_start_over=may_start_over)
-
-
-def _replicated(
-    sizes: StageSizes, stages: Sequence[StagePlacement], hosts: Sequence[HostCapacity]
-) -> frozenset[LayerRange]:
-    """Layers of the stages of which spares hold a replica."""
-    found: list[Replica] = []
-    layers: set[LayerRange] = set()
-    # Of each stage the first: second ones come once all have one that can.
-    while (replica := next_replica(sizes, stages, hosts, found)) is not None and replica.layers not in layers:
-        found.append(replica)
-        layers.add(replica.layers)
-    return frozenset(layers)
 
 
 def _crowded(host: HostCapacity, held: Sequence[tuple[StageMemory, StageMemory]]) -> str | None:

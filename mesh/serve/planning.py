@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import structlog
 
-from mesh.placement.context_choice import choose_context
+from mesh.placement.context_choice import EXAMINED_S, choose_context
 from mesh.placement.links import LinkProbeOptions
 from mesh.placement.memory_estimate import StageSizes
 from mesh.placement.stage_order import has_an_order, hosts_of, ordered_by_links
@@ -123,8 +123,6 @@ def is_room_as_before(
 _NUM_PROBES: Final = 6
 # Sent over each link for its bandwidth: more than fits into the first round trips of a connection.
 _BULK_BYTES: Final = 256 * 1024
-# Losses of hosts are tried for this long, and each again with a few contexts.
-_EXAMINED_S: Final = 0.3
 
 
 @dataclass(frozen=True)
@@ -200,7 +198,7 @@ class InitialPlacement:
         """The plan with the context that its hosts have room for, unless the operator named one."""
         if self._options.ctx_size is not None:
             return InitialPlan(found, None)
-        until_s = time.monotonic() + _EXAMINED_S
+        until_s = time.monotonic() + EXAMINED_S
 
         def is_examined() -> bool:
             # Raises if nobody waits for the plan any more.

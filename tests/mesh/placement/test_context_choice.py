@@ -208,6 +208,38 @@ def test_recurrent_states_are_no_reason_for_a_short_context() -> None:
     assert choice.ctx_size == MOST_CTX_SIZE
 
 
+# Every second layer has a state of 10 MiB for each session, and no KV cache.
+HYBRID = replace(LONG, kv_widths=(512, 0) * 15, state_widths=(0, 10 * MIB // 4) * 15)
+
+
+@pytest.mark.parametrize(
+    ("facts", "workload", "state_bytes"),
+    [
+        (LONG, Workload(LEAST_CTX_SIZE, NUM_SLOTS, "q8_0"), 0),
+        (LONG, Workload(LEAST_CTX_SIZE, NUM_SLOTS, is_exact=True), 0),
+        (LONG, Workload(LEAST_CTX_SIZE, NUM_SLOTS, "q4_0", is_exact=True), 0),
+        (HYBRID, Workload(LEAST_CTX_SIZE, NUM_SLOTS), NUM_SLOTS * 15 * 10 * MIB),
+        (HYBRID, Workload(LEAST_CTX_SIZE, NUM_SLOTS, num_checkpoints=1), 2 * NUM_SLOTS * 15 * 10 * MIB),
+    ],
+)
+def test_half_of_what_is_left_is_meant_in_every_format(
+    facts: ModelFacts, workload: Workload, state_bytes: int
+) -> None:
+    capacity = host("a", 4000)
+    placed, choice = choose_context(
+        StageSizes(facts, workload), plan(facts, [capacity], workload), [capacity], may_move=False
+    )
+    assert choice.bound == "KV caches take at most half of what the weights leave on a"
+    (stage,) = placed.stages
+    now, more = (
+        StageSizes(facts, replace(workload, ctx_size=ctx_size)).memory(stage.layers)
+        for ctx_size in (choice.ctx_size, choice.ctx_size + 1024)
+    )
+    assert stage.memory == now
+    left_bytes = capacity.memory_bytes - now.weight_bytes - state_bytes
+    assert 2 * (now.cache_bytes - state_bytes) <= left_bytes < 2 * (more.cache_bytes - state_bytes)
+
+
 @given(models(), hosts_strategy, st.integers(64, 300_000), st.one_of(st.none(), st.integers(1, 4)))
 @settings(deadline=None)
 def test_every_choice_keeps_what_was_there(
