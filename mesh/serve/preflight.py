@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 # The last line is searched in this many bytes first: the file grows while a benchmark runs.
 _TAIL_BYTES: Final = 1 << 20
-# A draft model takes at most this part of its host's memory where its context is chosen.
+# With more than the fewest positions a draft model takes at most this part of its host's memory.
 _DRAFT_PART: Final = 8
 
 
@@ -178,7 +178,7 @@ def check_model(
     drafter = _drafter(options.speculation, model)
     facts = facts_of_host()
     free_bytes = facts.memory_bytes - taken_bytes
-    draft_ctx_size = _draft_ctx_size(options, drafter, model.n_ctx_train, ctx_size, free_bytes)
+    draft_ctx_size = _draft_ctx_size(options, drafter, StageSizes(model, workload), free_bytes)
     return Preflight(
         model,
         Tokenizer(options.model),
@@ -267,27 +267,37 @@ def _drafter(wanted: SpeculationOptions, model: ModelFacts) -> Drafter | None:
 
 
 def _draft_ctx_size(
-    options: ServeOptions, drafter: Drafter | None, n_ctx_train: int, least: int, free_bytes: int
+    options: ServeOptions, drafter: Drafter | None, sizes: StageSizes, free_bytes: int
 ) -> int:
     """Positions of one session of the draft model.
 
     It is loaded before the context of the stages is chosen. Where no context is requested, it has as large a
-    one as could be chosen, halved until it takes a small part of this host's memory.
+    one as could be chosen, halved until it takes a small part of this host's memory. If this host can hold
+    the whole model beside a draft model with a short context, it still can.
 
     Args:
         options: Options of the model.
         drafter: The drafter, if there is one.
-        n_ctx_train: Positions that the served model was trained for.
-        least: Positions that the placement is made for.
+        sizes: Sizes of the model's stages, with the context that the placement is made for.
         free_bytes: Memory of this host for stages and the draft model.
 
     Raises:
         ClusterError: If the KV cache cannot have the requested format with its head size.
     """
-    ctx_size = min(n_ctx_train, MOST_CTX_SIZE)
-    if drafter is None or options.ctx_size is not None or ctx_size <= least:
+    least = sizes.workload.ctx_size
+    if drafter is None or options.ctx_size is not None:
         return least
-    while ctx_size > least and _bytes_of(options, drafter, ctx_size) > free_bytes // _DRAFT_PART:
+    ctx_size = min(sizes.model.n_ctx_train, MOST_CTX_SIZE)
+    if not drafter.reads_features:
+        # Beyond its training it would draft nonsense. Others go by what the target has read.
+        ctx_size = min(
+            ctx_size, drafter.header.integer(f"{drafter.header.architecture}.context_length", ctx_size)
+        )
+    most_bytes = free_bytes // _DRAFT_PART
+    beside_bytes = free_bytes - sizes.memory(sizes.whole).total_bytes
+    if not options.is_head_only and _bytes_of(options, drafter, least) <= beside_bytes:
+        most_bytes = min(most_bytes, beside_bytes)
+    while ctx_size > least and _bytes_of(options, drafter, ctx_size) > most_bytes:
         ctx_size //= 2
     return max(ctx_size, least)
 
