@@ -214,12 +214,17 @@ def _speed(status: Mapping[str, Any], pace: MeshPace) -> str:
 
 
 def _prefill(status: Mapping[str, Any]) -> list[str]:
-    """Prompts that are being read, the longest first."""
-    reading = (status.get("sessions") or {}).get("prefill") or []
-    longest = sorted(reading, key=lambda each: -each["prompt"])
+    """Prompts that are being read, the longest first; with the model's name if there are several."""
+    models = status.get("models") or [status]
+    reading = [
+        (f"{model['name']} " if len(models) > 1 else "", prompt["read"], prompt["prompt"])
+        for model in models
+        for prompt in (model.get("sessions") or {}).get("prefill") or ()
+    ]
+    longest = sorted(reading, key=lambda each: -each[2])
     shown = [
-        f"{each['read']:,} of {each['prompt']:,} tokens ({each['read'] / each['prompt']:.0%})"
-        for each in longest[:_MOST_PROMPTS]
+        f"{name}{read:,} of {total:,} tokens ({read / total:.0%})"
+        for name, read, total in longest[:_MOST_PROMPTS]
     ]
     more = len(longest) - len(shown)
     return [f"reading prompts: {', '.join(shown)}{f' and {more} more' if more else ''}"] if shown else []
