@@ -353,7 +353,8 @@ def lines(found: Findings, num_tokens: int) -> list[Line]:
     ]
     alone, beside = found.alone_ms, found.beside_ms
     is_enough = min(len(alone), len(beside)) >= _FEWEST_GAPS
-    pace, note = None, f"{len(beside)} tokens while the prompt was read: too few"
+    pace: float | None = None
+    note = f"{len(beside)} tokens while the prompt was read: too few"
     if is_enough:
         pace = median(beside) / median(alone)
         note = (

@@ -168,7 +168,7 @@ async def test_a_comment_that_waits_for_its_turn_tells_what_is_so_then() -> None
         return {}
 
     async def produce(emit: Callable[[bytes], Awaitable[None]]) -> None:
-        emitting = asyncio.create_task(emit(b"first"))
+        emitting = asyncio.ensure_future(emit(b"first"))
         # By now the comment waits behind it.
         await asyncio.sleep(0.2)
         comment[0] = b"in time"
