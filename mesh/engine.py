@@ -33,6 +33,26 @@ class SpeculationLimits:
 
 
 @dataclass(frozen=True)
+class PrefillProgress:
+    """Progress of reading a prompt.
+
+    Attributes:
+        num_tokens: Tokens of the prompt.
+        num_cached: First tokens that the stages already held.
+        num_read: First tokens that every stage has computed by now, or held.
+    """
+
+    num_tokens: int
+    num_cached: int
+    num_read: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole prompt was read."""
+        return self.num_read >= self.num_tokens
+
+
+@dataclass(frozen=True)
 class GenerationRequest:
     """A sequence to continue.
 
@@ -51,6 +71,7 @@ class GenerationRequest:
         grammar: GBNF that the answer must match, from its first token on; None leaves it free.
         scores_prompt: Whether log probabilities of the prompt's tokens are reported, too: needs
             `num_top_logprobs`, and nothing of the prompt may be cached.
+        on_prefill: Called in the event loop whenever more of the prompt was read; None for no calls.
     """
 
     prompt: tuple[int, ...]
@@ -65,6 +86,7 @@ class GenerationRequest:
     num_top_logprobs: int | None = None
     grammar: str | None = None
     scores_prompt: bool = False
+    on_prefill: Callable[[PrefillProgress], None] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

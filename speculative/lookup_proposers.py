@@ -51,6 +51,8 @@ class NgramProposer:
 
     def __init__(self, options: NgramOptions | None = None) -> None:
         options = options or NgramOptions()
+        # With the first token beyond these a whole generation of the index would be dropped.
+        self._most_prompt = options.max_indexed_tokens - 1
         self._index = NgramIndex(options.max_indexed_tokens)
         self._cursor = IndexCursor(
             self._index, is_own_text=True, tokens_per_evidence=options.tokens_per_evidence
@@ -58,12 +60,12 @@ class NgramProposer:
         self._has_begun = False
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Index committed tokens: constant time each."""
+        """Index committed tokens: constant time each. Of a long prompt, only the end."""
         if self._has_begun:
             self._index.extend(tokens, self._cursor.advance(tokens))
         elif tokens:
             # Repeats within the prompt say nothing about the answer.
-            self._index.extend(tokens)
+            self._index.extend(tokens[-self._most_prompt :])
             self._cursor.start(tokens)
             self._has_begun = True
 
@@ -78,6 +80,8 @@ class NgramProposer:
         """No effect: it holds no resources."""
 
 
+# Of a longer prediction the rest is not used. Each token takes about 0.5 KB.
+_MOST_PREDICTED: Final = 32768
 # A prediction of the client is meant: some tokens at first, all of it once it proves right.
 _TRUST: Final = CursorPosition(source=0, evidence=8, anchor=0)
 
@@ -95,6 +99,7 @@ class PredictionProposer:
     name = "prediction"
 
     def __init__(self, prediction: Sequence[int], tokens_per_evidence: float = 4.0) -> None:
+        prediction = prediction[:_MOST_PREDICTED]
         index = NgramIndex(2 * len(prediction) + 2)
         index.extend(prediction)
         self._cursor = IndexCursor(index, is_own_text=False, tokens_per_evidence=tokens_per_evidence)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from mesh.api.answer_stream import AnswerPart, AnswerToken, FinishReason
     from mesh.api.generation_job import GenerationJob
+    from mesh.engine import PrefillProgress
     from mesh.text.message_parts import MessagePart
     from mesh.text.tokenizer import Tokenizer
 
@@ -238,6 +239,23 @@ class ResponseWriter:
         return self._event(
             self.endpoint_format.closing(index, finish), ids_member(ANSWER_FIELD, token_ids), more
         )
+
+    def progress_event(self, index: int, progress: PrefillProgress, elapsed_ms: float) -> bytes:
+        """Event with the progress of reading a prompt, as llama.cpp's server names it; without text.
+
+        Args:
+            index: Index of the choice, which has neither begun nor ended.
+            progress: Progress of its prompt.
+            elapsed_ms: Time since the request's first prompt was begun.
+        """
+        fields = {
+            "total": progress.num_tokens,
+            "cache": progress.num_cached,
+            "processed": progress.num_read,
+            "time_ms": round(elapsed_ms),
+        }
+        choice = self.endpoint_format.delta(index, _NOTHING, "null")
+        return self._event(choice, more=f',"prompt_progress":{json.dumps(fields)}')
 
     def usage_event(self, usage: dict[str, Any], timings: dict[str, Any] | None) -> bytes:
         """Event that ends a stream with usage. It has no choices."""

@@ -483,6 +483,7 @@ class GenerationBody(StrictBody):
     ] = None
     grammar: str | None = None
     return_token_ids: bool | None = None
+    return_progress: bool | None = None
     n: Annotated[int | None, between(1, MAX_CHOICES), _in_document(1, MAX_CHOICES)] = None
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from mesh.api.backend import Backend
     from mesh.api.generation_job import GenerationJob
     from mesh.api.protocol import GenerationBody
+    from mesh.engine import PrefillProgress
     from mesh.text.tokenizer import Tokenizer
 
 
@@ -91,13 +93,59 @@ def error_event(error: BaseException) -> bytes:
     return b"data: " + json_bytes(error_body(error)) + b"\n\n"
 
 
+class PromptReading:
+    """Progress of the prompts of one request, for its stream while that has no token to send.
+
+    Args:
+        jobs: Jobs of the request.
+
+    Attributes:
+        jobs: The same jobs, whose requests report to this object.
+        by_job: Progress of the prompts that are being read, by the index of their job.
+    """
+
+    def __init__(self, jobs: Sequence[GenerationJob]) -> None:
+        self.by_job: dict[int, PrefillProgress] = {}
+        self._done: set[int] = set()
+        self._begun_s: float | None = None
+        self.jobs = [
+            replace(job, request=replace(job.request, on_prefill=partial(self._note, index)))
+            for index, job in enumerate(jobs)
+        ]
+
+    @property
+    def elapsed_ms(self) -> float:
+        """Time since the first prompt was begun."""
+        begun_s = self._begun_s
+        return 0.0 if begun_s is None else (asyncio.get_running_loop().time() - begun_s) * 1000
+
+    def comment(self) -> bytes:
+        """Comment of a silent stream: sums over the prompts that are being read."""
+        reading = self.by_job.values()
+        if not reading:
+            return PING
+        num_read = sum(each.num_read for each in reading)
+        return b": prefill %d/%d tokens\n\n" % (num_read, sum(each.num_tokens for each in reading))
+
+    def _note(self, index: int, progress: PrefillProgress) -> None:
+        if self._begun_s is None:
+            self._begun_s = asyncio.get_running_loop().time()
+        # After a repair a prompt is read again, behind the answer's first tokens.
+        if progress.is_whole or index in self._done:
+            self._done.add(index)
+            self.by_job.pop(index, None)
+        else:
+            self.by_job[index] = progress
+
+
 class EventStream(Response):
-    """Runs a producer and sends its events; pings while it is silent; stops it when the client leaves.
+    """Runs a producer and sends its events; comments while it is silent; stops it when the client leaves.
 
     Args:
         produce: Emits whole events, then returns.
         closing: Set when the server shuts down.
         ping_interval_s: A stream that has been silent for this long sends a comment.
+        comment: Returns the comment, or other events in its place; called when it is written.
         is_whole: Whether the engine answers, or refuses, at once.
         done: End of a stream without error.
         format_error: Returns the events that end a stream with an error.
@@ -117,6 +165,7 @@ class EventStream(Response):
         closing: asyncio.Event,
         ping_interval_s: float,
         *,
+        comment: Callable[[], bytes] = lambda: PING,
         is_whole: Callable[[], bool] = lambda: True,
         done: bytes = DONE,
         format_error: Callable[[BaseException], bytes] = error_event,
@@ -132,6 +181,7 @@ class EventStream(Response):
         self.format_error = format_error
         self._closing = closing
         self._ping_interval_s = ping_interval_s
+        self._comment = comment
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream. A failure before its first byte becomes an ordinary error response."""
@@ -168,13 +218,13 @@ class EventStream(Response):
         while not (sink.started or self.is_whole() or sink.silent_s() > _LONGEST_GRACE_S):  # noqa: ASYNC110
             await asyncio.sleep(GRACE_S)
         if not sink.started:
-            await sink.write(PING)
+            await sink.write_in_turn(self._comment)
         while True:
             wait_s = self._ping_interval_s - sink.silent_s()
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
             else:
-                await sink.write(PING)
+                await sink.write_in_turn(self._comment)
 
 
 class DelayedStream(EventStream):
@@ -223,14 +273,22 @@ class _Sink:
 
     async def write(self, events: bytes) -> None:
         async with self._lock:
-            if not self.started:
-                self.started = True
-                await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
-            await self._send({"type": "http.response.body", "body": events, "more_body": True})
-            self._last_write_s = self._loop.time()
+            await self._write(events)
+
+    async def write_in_turn(self, make: Callable[[], bytes]) -> None:
+        """Write what `make` returns once no write is under way: until then it may become untrue."""
+        async with self._lock:
+            await self._write(make())
 
     async def end(self) -> None:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write(self, events: bytes) -> None:
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        self._last_write_s = self._loop.time()
 
 
 _MAX_JOBS_AT_ONCE: Final = 8
@@ -267,9 +325,14 @@ async def respond(
         null_usage=body.includes_usage,
     )
     if body.stream:
-        stream = _Stream(backend, writer, jobs, num_at_once, includes_usage=body.includes_usage)
+        reading = PromptReading(jobs)
+        stream = _Stream(backend, writer, reading.jobs, num_at_once, includes_usage=body.includes_usage)
         return EventStream(
-            stream.produce, backend.api.closing, backend.api.ping_interval_s, is_whole=backend.is_whole
+            stream.produce,
+            backend.api.closing,
+            backend.api.ping_interval_s,
+            comment=partial(_progress, reading, writer) if body.return_progress else reading.comment,
+            is_whole=backend.is_whole,
         )
     choice_group = ChoiceGroup(backend, jobs)
     work = _run_all([_whole_answer(choice_group, index) for index in range(len(jobs))], num_at_once)
@@ -300,6 +363,15 @@ async def respond(
     if len(jobs) == 1:
         more["timings"] = timings(jobs[0], last_parts[0])
     return json_response(writer.whole(choices, **more))
+
+
+def _progress(reading: PromptReading, writer: ResponseWriter) -> bytes:
+    """Events with the progress of each prompt, for clients that ask for them; a comment without any."""
+    events = [
+        writer.progress_event(index, progress, reading.elapsed_ms)
+        for index, progress in sorted(reading.by_job.items())
+    ]
+    return b"".join(events) or PING
 
 
 async def _whole_answer(choice_group: ChoiceGroup, index: int) -> tuple[list[AnswerPart], AnswerPart]:

@@ -22,6 +22,7 @@ import structlog
 from mesh.bench.blocking_client import Answer, Batch, chat
 from mesh.lab.llama_cpp_build import build_llama_rpc
 from mesh.lab.systems import MeshSystem, RpcSystem
+from mesh.placement.context_choice import least_context
 from spanmesh_proto.errors import MeshError
 from stages.slicing.model_facts import read_model_facts
 
@@ -252,14 +253,16 @@ class Contest:
     def mesh(self, kernels: Kernels) -> Iterator[MeshSystem]:
         """A mesh with these kernels, up and warm."""
         settings = self._settings
+        facts = read_model_facts(settings.model)
+        sizes = ["--parallel", "1", "--ctx-size", str(least_context(facts.n_ctx_train))]
         numerics = ["--exact"] if settings.exact else ["--no-repack"] * (kernels == PEERS)
         mesh = MeshSystem(
             self._lab,
             settings.model,
             self._logs,
             num_threads=settings.num_threads,
-            split=even_split(read_model_facts(settings.model).n_layers, self._lab.num_hosts - 1),
-            options=["--speculate", "off", "--parallel", "1", *numerics],
+            split=even_split(facts.n_layers, self._lab.num_hosts - 1),
+            options=["--speculate", "off", *sizes, *numerics],
         )
         log.info("starting", system=f"{mesh.name} {kernels}")
         self._lab.set_delay_ms(0)

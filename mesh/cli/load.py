@@ -87,6 +87,8 @@ def load(
         threads = "one thread" if stage["threads"] == 1 else f"{stage['threads']} threads"
         size = format_size(stage["bytes"])
         click.echo(f"  {stage['host']}: layers {stage['layers']}, {size}, {threads}")
+    if (context := answer.get("context")) is not None:
+        click.echo(f"  {context}")
     name = answer["model"]
     click.echo(f'{name} is served at {head}/v1 ({answer["plan"]}): send "model": "{name}".')
 

@@ -56,7 +56,12 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @int_option("--stages", metavar="N", help="Cut the model into N stages.")
 @split_option
 @click.option("--topology", type=_FILE, help="TOML file that fixes the placement, tables [[stage]].")
-@int_option("--ctx-size", least=16, metavar="N", help="Positions of one session.")
+@int_option(
+    "--ctx-size",
+    least=16,
+    metavar="N",
+    help="Positions of one session.  [default: as `mesh serve` chooses it]",
+)
 @int_option("--parallel", most=64, default=4, metavar="N", help="Concurrent sessions.")
 @choice_option("--kv-type", choices=KV_TYPES, default="f16", help="Format of the KV caches.")
 @int_option(
@@ -144,6 +149,7 @@ def plan(
         topology=None if topology is None else read_topology(topology),
         prompt_tokens=_prompt_tokens(prompt_tokens, facts, ctx_size),
         is_timed=not no_timing,
+        chooses_context=ctx_size is None,
     )
     if url is not None:
         context = _running(url, key_of(api_key_file))
@@ -228,6 +234,8 @@ def print_plan(found: DryRun) -> None:
         soft_wrap=True,
     )
     console.print(f"plan: {found.plan.reason}", highlight=False, soft_wrap=True)
+    if found.context is not None:
+        console.print(str(found.context), highlight=False, soft_wrap=True)
     console.print(_stages(found))
     for index, stage in enumerate(found.plan.stages):
         if stage.memory.gpus:

@@ -188,7 +188,8 @@ one_model_options: Final = option_group(
         "--ctx-size",
         least=16,
         metavar="N",
-        help="Positions of one session, prompt and answer together.  [default: the model's, at most 4096]",
+        help="Positions of one session, prompt and answer together.  [default: as memory allows, at most "
+        "the model's and 131072]",
     ),
     int_option(
         "--parallel", most=64, default=session_defaults.NUM_SLOTS, metavar="N", help="Concurrent sessions."

@@ -120,7 +120,13 @@ class Coordinator:
         self._clock_s = clock_s
         self._identity = identity
         self._term = term
-        self._slots = SlotPool(options.num_slots, options.max_waiting, clock_s, can_trim=options.can_trim)
+        self._slots = SlotPool(
+            options.num_slots,
+            options.max_waiting,
+            clock_s,
+            can_trim=options.can_trim,
+            context_length=options.context_length,
+        )
         self._sessions: dict[int, Session] = {}
         self._session_ids = session_ids(term)
         self._past = SpeculationReport()
@@ -275,6 +281,7 @@ class Coordinator:
                 "paused": len(self._sessions) - self._num_moving(),
                 "slots": self._options.num_slots,
                 "positions": sum(session.num_to_compute for session in self._sessions.values()),
+                "prefill": self._prefill(),
                 "context": self._options.context_length,
                 **self._active_ring.groups.status(),
             },
@@ -420,6 +427,11 @@ class Coordinator:
         if len(self._sessions) == 1:
             self._speculators.shared.add_plain(outcome)
 
+    def _prefill(self) -> list[dict[str, int]]:
+        """Prompts that are being read, JSON-serialisable: tokens read so far, and of the prompt."""
+        reading = [session.prefill_progress for session in self._sessions.values() if not session.is_over]
+        return [{"read": each.num_read, "prompt": each.num_tokens} for each in reading if not each.is_whole]
+
     def _num_moving(self) -> int:
         """Sessions that send windows: one that waits for its reader uses no stage."""
         return sum(not session.is_paused for session in self._sessions.values())
@@ -520,9 +532,11 @@ class PendingEngine:
     """Engine of a model from its start on: passes requests to the coordinator once the ring is connected.
 
     Args:
-        context_length: Positions of one session, prompt and answer together.
+        context_length: See the attribute.
 
     Attributes:
+        context_length: Positions of one session, prompt and answer together. Where it is chosen once hosts
+            have joined, the fewest that are chosen until then.
         coordinator: None until the ring is connected.
         ended: Error for all requests, once the model was unloaded.
     """

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from mesh.coordinator.checkpoint_plan import PLAIN_EVERY, CheckpointPlan
+from mesh.engine import PrefillProgress
 from spanmesh_proto.errors import ProtocolError
 from speculative.acceptance import Judgement, judge
 from speculative.proposer import EMPTY, Proposal
@@ -154,6 +155,12 @@ class Generation:
     def computed(self) -> tuple[int, ...]:
         """First tokens that every stage holds by a verdict since the latest `Open`."""
         return self.tokens[: self._num_computed]
+
+    @property
+    def prefill_progress(self) -> PrefillProgress:
+        """Progress of reading the prompt since the latest `Open`."""
+        num_tokens, num_read = len(self.request.prompt), max(self._num_computed, self.num_cached)
+        return PrefillProgress(num_tokens, min(self.num_cached, num_tokens), min(num_read, num_tokens))
 
     @property
     def return_points(self) -> tuple[int, ...]:

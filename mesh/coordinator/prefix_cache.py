@@ -12,8 +12,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-# Below this many, computing tokens is as quick as copying them.
+# Below this many, computing tokens is as quick as going on from them.
 _WORTHWHILE: Final = 8
+# Between separate caches llama.cpp copies all positions of a slot, used or not: about as long as one token is
+# computed, it copies this many. With fewer common tokens a session computes them anew.
+_COPIED_PER_TOKEN: Final = 512
 
 
 @dataclass(frozen=True)
@@ -54,13 +57,15 @@ class PrefixCache:
         num_slots: Number of slots.
         can_trim: Whether a slot can go back to fewer positions than it holds. If not, a session goes on from
             a free slot's latest return point within the common prefix.
+        context_length: Positions of a slot, all of which a copy takes; 0 if copies cost nothing.
     """
 
-    def __init__(self, num_slots: int, *, can_trim: bool = True) -> None:
+    def __init__(self, num_slots: int, *, can_trim: bool = True, context_length: int = 0) -> None:
         self._cached: dict[int, _CachedPrefix] = {}
         self._expected: dict[int, _CachedPrefix] = {}
         self._num_slots = num_slots
         self._can_trim = can_trim
+        self._least_copied = max(_WORTHWHILE, context_length // _COPIED_PER_TOKEN)
         self._num_uses = 0
 
     def match(self, prompt: Sequence[int], client: str | None, free: Collection[int]) -> PrefixMatch:
@@ -68,8 +73,8 @@ class PrefixCache:
 
         The last token of the prompt is always left to compute: its row gives the first token of the answer.
         A free slot that shares most of what it holds is reused. From any other slot, in use or free, the
-        common prefix is copied into the free slot that was used least recently. From now on the chosen slot
-        counts as empty.
+        common prefix is copied into the free slot that was used least recently, if it is long enough for a
+        copy of the whole slot. From now on the chosen slot counts as empty.
 
         Args:
             prompt: Token ids.
@@ -88,6 +93,11 @@ class PrefixCache:
                 for slot, num in common.items()
                 if slot in free and slot in self._cached
             }
+        common = {
+            slot: num
+            for slot, num in common.items()
+            if num >= self._least_copied or self._is_reused(slot, num, free)
+        }
         slot = min(free, key=lambda each: (self._used(each), each))
         source = max(common, key=lambda each: (common[each], each in free), default=slot)
         num_cached = common.get(source, 0)
@@ -95,7 +105,7 @@ class PrefixCache:
             self.forget(slot)
             return PrefixMatch(slot, slot, 0)
         points = self._cached[source].return_points if source in self._cached else ()
-        if source in free and 2 * num_cached >= len(self._cached[source].tokens):
+        if self._is_reused(source, num_cached, free):
             slot = source
         self.forget(slot)
         return PrefixMatch(slot, source, num_cached, tuple(each for each in points if each <= num_cached))
@@ -134,6 +144,11 @@ class PrefixCache:
         """Record that the content of every slot is unknown."""
         self._cached.clear()
         self._expected.clear()
+
+    def _is_reused(self, slot: int, num_shared: int, free: Collection[int]) -> bool:
+        """Whether a session goes on in a slot, of whose tokens it shares so many."""
+        cached = self._cached.get(slot)
+        return cached is not None and slot in free and 2 * num_shared >= len(cached.tokens)
 
     def _used_now(
         self, client: str | None, tokens: Sequence[int], return_points: tuple[int, ...] = ()

@@ -160,15 +160,22 @@ class SlotPool:
         max_waiting: Requests that may wait; see `FairQueue`.
         clock_s: Monotonic clock, seconds.
         can_trim: See `PrefixCache`.
+        context_length: Positions of a slot.
 
     Attributes:
         prefix_cache: Content of the slots.
     """
 
     def __init__(
-        self, num_slots: int, max_waiting: int, clock_s: Callable[[], float], *, can_trim: bool = True
+        self,
+        num_slots: int,
+        max_waiting: int,
+        clock_s: Callable[[], float],
+        *,
+        can_trim: bool = True,
+        context_length: int = 0,
     ) -> None:
-        self.prefix_cache = PrefixCache(num_slots, can_trim=can_trim)
+        self.prefix_cache = PrefixCache(num_slots, can_trim=can_trim, context_length=context_length)
         self._free = set(range(num_slots))
         self._queue: FairQueue[_WaitingRequest] = FairQueue(max_waiting)
         self._hold_times = HoldTimes(num_slots)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from mesh.coordinator.ring_stats import ActiveRing
     from mesh.coordinator.speculation import Speculator
     from mesh.coordinator.stage_streams import BatchTimes
-    from mesh.engine import GenerationRequest
+    from mesh.engine import GenerationRequest, PrefillProgress
     from speculative.acceptance import Judgement
     from stages.sampling.logprobs import TokenLogprobs
     from stages.sampling.session_spec import SessionSpec
@@ -227,6 +227,11 @@ class Session:
         """Whether it waits for its reader."""
         return self._output_queue.is_full
 
+    @property
+    def prefill_progress(self) -> PrefillProgress:
+        """See `Generation.prefill_progress`."""
+        return self._generation.prefill_progress
+
     def start(self, prompt: tuple[int, ...]) -> None:
         """Send the first chunks of the prompt; the others follow as these are computed."""
         self._open()
@@ -351,6 +356,8 @@ class Session:
             self._take(step, in_flight, verdict, times, arrived_ms)
             if self._is_suspect:
                 self._note_replayed()
+        if in_flight.window.is_prompt:
+            self._report_prefill()
 
     def on_features(self, features: ReceivedFeatures) -> None:
         """Take features of a window's rows, which may come before its verdict or after.
@@ -412,6 +419,11 @@ class Session:
     def _open(self) -> None:
         self._active_ring.ring.open_session(self._spec.to_wire())
         self._prefill()
+        self._report_prefill()
+
+    def _report_prefill(self) -> None:
+        if self.request.on_prefill is not None:
+            self.request.on_prefill(self.prefill_progress)
 
     def _count_decoding(self, *, is_decoding: bool) -> None:
         if is_decoding == self._is_decoding:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from mesh.draft.completion import loadable_bytes
-from mesh.placement.memory_estimate import StageSizes, Workload
+from mesh.placement.memory_estimate import CELL_BYTES, MASK_BYTES, StageSizes, Workload
 from spanmesh_proto.errors import ModelError
 from speculative.draft.context import MAX_ROWS
 from stages.runtime.kv_types import KV_TYPES, check_kv_type
@@ -58,7 +58,9 @@ def draft_memory_bytes(path: Path, options: DraftOptions) -> int:
     except (ModelError, OSError):
         return 0
     check_kv_type(options.kv_type, path.name, facts.head_widths, option="--draft-kv-type")
-    sizes = StageSizes(facts, Workload(options.ctx_size, options.num_sessions, options.kv_type))
+    # As on a GPU, all sessions share one cache: a batch's mask covers the positions of all of them.
+    workload = Workload(options.ctx_size, options.num_sessions, options.kv_type, on_gpu=True)
+    sizes = StageSizes(facts, workload)
     memory = sizes.memory(sizes.whole)
     # The file as it is: no tensor is stored twice, as in a first stage and a tail.
     return facts.file_bytes + memory.cache_bytes + memory.buffer_bytes
@@ -86,6 +88,8 @@ def feature_drafter_bytes(drafter: Drafter, target: Path, options: DraftOptions,
     check_kv_type(options.kv_type, drafter.path.name, (key, value), option="--draft-kv-type")
     kv_type = KV_TYPES[options.kv_type]
     position_bytes = kv_type.num_bytes(heads_kv * key) + kv_type.num_bytes(heads_kv * value)
+    # The cache that all sessions share, llama.cpp's record of each position, and the mask of a batch.
+    position_bytes += CELL_BYTES + MAX_ROWS * MASK_BYTES
     cache_bytes = position_bytes * options.ctx_size * options.num_sessions
     feature_bytes = 4 * len(drafter.layers) * drafter.n_embd * context * options.num_sessions
     # Logits and states of a batch, and as much again for what llama.cpp computes between them.

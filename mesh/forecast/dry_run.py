@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from mesh.forecast.cost_model import Forecast, StageForecast, forecast, parts_to_profile, stage_timing
+from mesh.placement.context_choice import EXAMINED_S, choose_context
 from mesh.placement.memory_estimate import StageSizes
 from mesh.placement.planner import plan
 from mesh.placement.stage_order import has_an_order, ordered_by_links
@@ -20,6 +22,7 @@ from stages.units import format_size
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from mesh.placement.context_choice import ContextChoice
     from mesh.placement.host_capacity import HostCapacity
     from mesh.placement.links import Links
     from mesh.placement.memory_estimate import Workload
@@ -126,6 +129,7 @@ class DryRunOptions:
         topology: Locked placement, or None for the planner's choice.
         prompt_tokens: Length of the prompt for the time to the first token.
         is_timed: Whether hosts may be asked to compute.
+        chooses_context: Whether the workload's context is the least of those that may be chosen.
     """
 
     workload: Workload
@@ -134,6 +138,7 @@ class DryRunOptions:
     topology: Topology | None = None
     prompt_tokens: int = 128
     is_timed: bool = True
+    chooses_context: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,7 @@ class DryRun:
         timings: Times of each stage, in order; None if they were not measured.
         forecast: Forecast for one session; None if there is none.
         basis: Basis of the forecast, or the reason why there is none.
+        context: Choice of the context; None if one was asked for.
     """
 
     model: ModelFacts
@@ -157,6 +163,7 @@ class DryRun:
     timings: tuple[StageTiming, ...] | None
     forecast: Forecast | None
     basis: str
+    context: ContextChoice | None = None
 
     def free_after_bytes(self, host: str) -> int:
         """Memory that a host would have left."""
@@ -173,6 +180,7 @@ class DryRun:
                 "file_bytes": self.model.file_bytes,
             },
             "reason": self.plan.reason,
+            "context": None if self.context is None else self.context.as_dict(),
             "stages": [
                 {
                     "host": stage.host,
@@ -213,6 +221,11 @@ def dry_run(
     """
     placed = _placed(model, context, options)
     sizes = StageSizes(model, options.workload)
+    chosen: ContextChoice | None = None
+    if options.chooses_context:
+        placed, choice = _with_context(sizes, placed, context, options)
+        sizes = replace(sizes, workload=replace(options.workload, ctx_size=choice.ctx_size))
+        chosen = choice
     timings: tuple[StageTiming, ...] | None = None
     basis = "no timing: --no-timing"
     if options.is_timed:
@@ -243,6 +256,20 @@ def dry_run(
         timings=timings,
         forecast=predicted,
         basis=basis,
+        context=chosen,
+    )
+
+
+def _with_context(
+    sizes: StageSizes, placed: Plan, context: PlanningContext, options: DryRunOptions
+) -> tuple[Plan, ContextChoice]:
+    until_s = time.monotonic() + EXAMINED_S
+    return choose_context(
+        sizes,
+        placed,
+        [host.capacity for host in context.hosts if not host.absent],
+        may_move=options.topology is None,
+        is_time_up=lambda: time.monotonic() >= until_s,
     )
 
 

@@ -152,6 +152,27 @@ def read_time(sizes: StageSizes, layers: LayerRange, memory: StageMemory, host: 
     )
 
 
+def resized(sizes: StageSizes, layers: LayerRange, memory: StageMemory) -> StageMemory:
+    """Memory of a stage under another workload, each layer on the device where it is.
+
+    Args:
+        sizes: Sizes of the model's stages under that workload.
+        layers: Layers of the stage.
+        memory: Its memory under the former workload.
+    """
+    if not memory.gpus:
+        return sizes.memory(layers)
+    on_gpu = sizes.on_gpu
+    buffer_bytes = on_gpu.compute_bytes(layers) + GPU_PROCESS_BYTES
+    shares: list[GpuShare] = []
+    stop = layers.stop
+    for share in reversed(memory.gpus):
+        part = LayerRange(stop - share.num_layers, stop)
+        shares.append(replace(share, cache_bytes=on_gpu.cache_bytes(part), buffer_bytes=buffer_bytes))
+        stop = part.start
+    return replace(on_gpu.memory(layers), weight_bytes=memory.weight_bytes, gpus=tuple(reversed(shares)))
+
+
 def _with_gpus(sizes: StageSizes, layers: LayerRange, host: HostCapacity) -> StageMemory | None:
     wanted = len(layers) if host.gpu_layers in {None, ALL} else min(host.gpu_layers or 0, len(layers))
     num_cpu_moe = _num_cpu_moe(sizes, layers, host, wanted)

@@ -35,9 +35,9 @@ Bytes: TypeAlias = "NDArray[np.int64]"
 # Python, Ray's worker, gRPC and llama.cpp's code, with some room.
 PROCESS_BYTES: Final = 192 * 2**20
 _F32_BYTES: Final = 4
-_MASK_BYTES: Final = 2
+MASK_BYTES: Final = 2
 # llama.cpp's record of each position in a cache: its number, its sequences, and the place of each sequence.
-_CELL_BYTES: Final = 100
+CELL_BYTES: Final = 100
 # llama.cpp lists the vocabulary, even one of ids without texts; bytes per token.
 _TOKEN_BYTES: Final = 64
 # Copies of a batch's logits: where they are computed, llama.cpp's output, and ours.
@@ -237,7 +237,7 @@ class StageSizes:
     @cached_property
     def _compute_bytes(self) -> tuple[int, int, int]:
         """Compute buffers of a middle stage, of the first, and of the tail (which may be the first)."""
-        middle = self._row_bytes + self._num_cells * self._num_masks * _CELL_BYTES
+        middle = self._row_bytes + self._num_cells * self._num_masks * CELL_BYTES
 
         def with_logits(copies: int) -> int:
             of_one_token = copies * self._numerics.max_rows * _F32_BYTES + _TOKEN_BYTES
@@ -263,7 +263,7 @@ class StageSizes:
     def _row_bytes(self) -> int:
         """Bytes of a batch's rows: their activations, and their masks over the cache."""
         seen = self._numerics.num_cells_seen(self.workload.ctx_size, self.workload.num_slots)
-        of_one = self.model.row_width * _F32_BYTES + seen * self._num_masks * _MASK_BYTES
+        of_one = self.model.row_width * _F32_BYTES + seen * self._num_masks * MASK_BYTES
         return self._numerics.max_rows * of_one
 
     @property

@@ -254,10 +254,9 @@ def _reason(sizes: StageSizes, stages: tuple[StagePlacement, ...], least: int) -
         return (
             f"{sizes.model.architecture} runs on one host, {stages[0].host}: {why_in_one_piece(sizes.model)}"
         )
-    if len(stages) == 1:
-        needed = format_size(stages[0].memory.total_bytes)
-        return f"host {stages[0].host} can hold the whole model ({needed}), and a split would only add hops"
     weights = format_size(sizes.weight_bytes(sizes.whole))
+    if len(stages) == 1:
+        return f"host {stages[0].host} can hold the whole model ({weights}), and a split would only add hops"
     if len(stages) > least:
         return f"{least} hosts can just hold its {weights}, and {len(stages)} are faster"
     return f"no fewer than {len(stages)} hosts can hold its {weights}"

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mesh.placement.gpu_layers import memory_on
-from mesh.placement.host_assignment import assign_all, never
+from mesh.placement.host_assignment import assign_all, find_assignment, never
 from mesh.placement.layer_balancing import StageTable
-from mesh.placement.planner import StagePlacement, plan
+from mesh.placement.planner import StagePlacement, even_out_noise, plan
 from mesh.placement.replica_placement import Replica
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts
 from stages.units import format_size
@@ -107,6 +107,34 @@ def replan(
     anew = plan(sizes.model, hosts, sizes.workload, is_time_up=is_time_up)
     alive = {(stage.host, stage.layers): index for index, stage in enumerate(stages) if index not in lost}
     return _start_over(sizes, anew, alive, _Room(hosts, (), replicas, had_stages=()))
+
+
+def can_replan(
+    sizes: StageSizes,
+    stages: Sequence[StagePlacement],
+    lost: Collection[int],
+    hosts: Sequence[HostCapacity],
+    *,
+    may_start_over: bool = True,
+) -> bool:
+    """Whether `replan` finds a place for lost stages; in less time, since any placement suffices.
+
+    Args:
+        sizes: Sizes of the model's stages.
+        stages: The old ring.
+        lost: Indices of the stages to be placed.
+        hosts: Capacities of hosts, each with all of its memory, including what its stages hold.
+        may_start_over: Whether surviving stages may be given up for a new plan.
+    """
+    if not hosts:
+        return False
+    survivors = [stage for index, stage in enumerate(stages) if index not in lost]
+    room = _Room(hosts, survivors, (), had_stages={stage.host for stage in stages})
+    if _placed_again(sizes, [(index, stages[index]) for index in sorted(lost)], room) is not None:
+        return True
+    if not may_start_over:
+        return False
+    return find_assignment(StageTable(sizes), even_out_noise(hosts), None, lambda: True) is not None
 
 
 class _Room:

@@ -71,6 +71,31 @@ def next_replica(
     return min(wanted, key=lambda item: item[:3])[3] if wanted else None
 
 
+def replicated_layers(
+    sizes: StageSizes, stages: Sequence[StagePlacement], hosts: Sequence[HostCapacity]
+) -> frozenset[LayerRange]:
+    """Layers of the stages that get a replica where none exists yet.
+
+    As `next_replica` would place them one after the other, in one pass: what finds no room finds none later.
+
+    Args:
+        sizes: Sizes of the model's stages.
+        stages: The ring.
+        hosts: All ready hosts, each with all of its memory.
+    """
+    busy = {stage.host for stage in stages}
+    spares = [host for host in hosts if host.name not in busy]
+    found = set()
+    for stage in sorted(stages, key=lambda stage: -stage.memory.weight_bytes):
+        for index, spare in enumerate(spares):
+            memory = memory_on(sizes, stage.layers, spare)
+            if memory is not None:
+                spares[index] = spare.without(memory)
+                found.add(stage.layers)
+                break
+    return frozenset(found)
+
+
 def left_beside_replicas(sizes: StageSizes, host: HostCapacity, held: Collection[Replica]) -> HostCapacity:
     """Capacity left on a host beside its replicas.
 

@@ -25,9 +25,11 @@ from mesh.cli.option_types import Numbers
 from mesh.forecast.cost_model import HANDLING_MS
 from mesh.lab.network import Lab, lab_supported
 from mesh.lab.systems import COMMAND, MeshSystem
+from mesh.placement.context_choice import least_context
 from mesh.serve.options import demo_model
 from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import MeshError
+from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,15 +107,17 @@ def main(
     reason = lab_supported()
     if reason is not None:
         raise click.ClickException(reason)
+    model = model or demo_model()
     try:
+        sizes = ["--ctx-size", str(least_context(read_model_facts(model).n_ctx_train))]
         with logs_folder(logs) as place:
             checks = _run(
-                model or demo_model(),
+                model,
                 delays_ms,
                 load_prompts(None, num_prompts),
                 num_tokens=num_tokens,
                 num_threads=num_threads,
-                options=["--exact"] if exact else [],
+                options=[*sizes, *["--exact"] * exact],
                 logs=place,
             )
     except MeshError as error:

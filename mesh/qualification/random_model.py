@@ -34,7 +34,9 @@ _CONTEXT: Final = 4096
 _SPECIAL: Final = ("<unk>", "<s>", "</s>")
 
 
-def write_random_gguf(path: Path, shape: Shape, weight_type: WeightType, *, seed: int = 1) -> None:
+def write_random_gguf(
+    path: Path, shape: Shape, weight_type: WeightType, *, seed: int = 1, n_ctx_train: int = _CONTEXT
+) -> None:
     """Write a model; memory for one tensor at a time is taken.
 
     Args:
@@ -42,11 +44,12 @@ def write_random_gguf(path: Path, shape: Shape, weight_type: WeightType, *, seed
         shape: Sizes of the model.
         weight_type: Format of its matrices; norms and routers are float32.
         seed: The same seed gives the same bytes.
+        n_ctx_train: Positions that it claims to be trained for.
     """
     writer = gguf.GGUFWriter(path, shape.architecture)
     writer.add_name(f"Random {shape.num_parameters / 1e9:.1f}B")
     writer.add_block_count(shape.n_layers)
-    writer.add_context_length(_CONTEXT)
+    writer.add_context_length(n_ctx_train)
     writer.add_embedding_length(shape.n_embd)
     writer.add_feed_forward_length(shape.n_ff)
     writer.add_head_count(shape.n_heads)

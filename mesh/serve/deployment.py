@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 import structlog
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from mesh.coordinator.ring import StageAddress
+    from mesh.placement.context_choice import ContextChoice
     from mesh.placement.planner import Plan, StagePlacement
     from mesh.placement.topology import Topology
     from mesh.serve.allocations import HostAllocations
@@ -118,8 +120,11 @@ class ModelDeployment:
         if not await self._take_over():
             await self._gather_hosts()
             await self._before_planning()
-            placed = await self._planning.make()
+            initial = await self._planning.make()
+            placed = initial.plan
             self._pipeline.intended = placed.stages
+            if initial.context is not None:
+                self._note_context(initial.context)
             self._note_plan(placed.stages, placed.reason)
             await first_of(self._load(placed), self._watch_hosts(placed))
         await self._serve(on_served)
@@ -129,6 +134,10 @@ class ModelDeployment:
         if former is None:
             return False
         self._announce("taking over")
+        planned = self._known.workload.ctx_size
+        if former.stages:
+            # Its sessions count on the context that the ring was started with.
+            self._set_context(former.stages[0].ctx_size or planned)
         takeover = Takeover(
             self._known,
             self._head,
@@ -138,6 +147,7 @@ class ModelDeployment:
             capacity_of=self._allocation.capacity_of,
         )
         if not await takeover.run(former):
+            self._set_context(planned)
             return False
         self._note_plan(self._pipeline.placements, "as before")
         return True
@@ -260,6 +270,26 @@ class ModelDeployment:
                         f"`{command}` again"
                     )
             await self._head.members.changed()
+
+    def _note_context(self, chosen: ContextChoice) -> None:
+        self._set_context(chosen.ctx_size)
+        self._state.context = chosen
+        larger = chosen.larger
+        log.info(
+            "context_chosen",
+            positions=chosen.ctx_size,
+            sessions=chosen.num_slots,
+            bound=chosen.bound,
+            larger=None if larger is None else str(larger),
+            **self._log_fields,
+        )
+
+    def _set_context(self, ctx_size: int) -> None:
+        """Set the positions of one session, before any stage is made."""
+        workload = replace(self._known.workload, ctx_size=ctx_size)
+        self._known = replace(self._known, workload=workload)
+        self._maker.workload = workload
+        self._state.engine.context_length = ctx_size
 
     def _note_plan(self, stages: Sequence[StagePlacement], reason: str) -> None:
         self._state.note_plan(stages, reason)

@@ -211,6 +211,7 @@ def _saved_stage(handle: StageHandle) -> SavedStage:
         num_threads=config.options.num_threads,
         wire=str(config.hidden_type),
         address=handle.serves_at,
+        ctx_size=config.options.ctx_size,
     )
 
 

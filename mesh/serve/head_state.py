@@ -54,6 +54,7 @@ class SavedStage:
         num_threads: Threads that it computes with.
         wire: Format of its hidden states on the wire, as in `HiddenType`.
         address: `host:port` of its server; None before it serves.
+        ctx_size: Positions of one session; 0 where an earlier version recorded the stage.
     """
 
     actor: str
@@ -64,6 +65,7 @@ class SavedStage:
     num_threads: int
     wire: str
     address: str | None
+    ctx_size: int = 0
 
 
 class SavedRing(Protocol):
@@ -386,6 +388,8 @@ def setup_of(options: ServeOptions, known: Preflight) -> str:
         model=str(options.model.resolve()),
         files=[(stamp.size_bytes, stamp.mtime_ns) for stamp in stamps_of(part_paths(options.model))],
         workload=known.workload,
+        # The workload has another context if one is chosen once hosts have joined.
+        is_context_chosen=options.ctx_size is None,
         is_exact=options.is_exact,
         topology=options.topology,
         gpu_layers=options.gpu_layers,

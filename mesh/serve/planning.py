@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import structlog
 
+from mesh.placement.context_choice import EXAMINED_S, choose_context
 from mesh.placement.links import LinkProbeOptions
 from mesh.placement.memory_estimate import StageSizes
 from mesh.placement.stage_order import has_an_order, hosts_of, ordered_by_links
@@ -27,6 +29,7 @@ from stages.transport.hidden_codec import HiddenType
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from mesh.placement.context_choice import ContextChoice
     from mesh.placement.host_capacity import HostCapacity
     from mesh.placement.links import Links
     from mesh.placement.planner import Plan
@@ -123,6 +126,19 @@ _NUM_PROBES: Final = 6
 _BULK_BYTES: Final = 256 * 1024
 
 
+@dataclass(frozen=True)
+class InitialPlan:
+    """The first plan of a model.
+
+    Attributes:
+        plan: The plan.
+        context: Choice of the context; None if the operator named one.
+    """
+
+    plan: Plan
+    context: ContextChoice | None
+
+
 class InitialPlacement:
     """Made of what the user says, what hosts bring, and what their links are like.
 
@@ -148,8 +164,8 @@ class InitialPlacement:
         self._allocation = allocation
         self._announce = announce
 
-    async def make(self) -> Plan:
-        """Place the model on the hosts that are ready, as they are when this returns.
+    async def make(self) -> InitialPlan:
+        """Place the model on the hosts that are ready, as they are when this returns, and choose its context.
 
         Raises:
             ModelDoesNotFit: With what is needed and what each host has.
@@ -163,7 +179,7 @@ class InitialPlacement:
             log.warning("gpus_idle", hosts=[host.name for host in idle], reason=f"--exact: {reasons}")
         as_joined = await settled_plan(self._hosts, self._placed, _holds)
         survey = self._head.survey
-        if self._options.topology is not None or not has_an_order(as_joined, survey.head):
+        if self._options.topology is not None or not has_an_order(as_joined.plan, survey.head):
             return as_joined
         self._announce("measuring links")
         hidden_bytes = self._known.model.hidden_width * HIDDEN_VALUE_BYTES
@@ -174,29 +190,47 @@ class InitialPlacement:
     def _hosts(self) -> tuple[HostCapacity, ...]:
         return tuple(self._allocation.capacity_of(member) for member in self._head.members.ready)
 
-    def _placed(self, hosts: Sequence[HostCapacity], is_time_up: Callable[[], bool]) -> Plan:
-        return placed(self._options, self._known, hosts, is_time_up=is_time_up)
+    def _placed(self, hosts: Sequence[HostCapacity], is_time_up: Callable[[], bool]) -> InitialPlan:
+        found = placed(self._options, self._known, hosts, is_time_up=is_time_up)
+        return self._with_context(found, hosts, is_time_up)
+
+    def _with_context(
+        self, found: Plan, hosts: Sequence[HostCapacity], is_time_up: Callable[[], bool]
+    ) -> InitialPlan:
+        """The plan with the context that its hosts have room for, unless the operator named one."""
+        if self._options.ctx_size is not None:
+            return InitialPlan(found, None)
+        until_s = time.monotonic() + EXAMINED_S
+
+        def is_examined() -> bool:
+            # Raises if nobody waits for the plan any more.
+            is_time_up()
+            return time.monotonic() >= until_s
+
+        sizes = StageSizes(self._known.model, self._known.workload)
+        may_move = self._options.topology is None
+        return InitialPlan(*choose_context(sizes, found, hosts, may_move=may_move, is_time_up=is_examined))
 
     def _ordered_by_links(
         self, links: Links, hosts: Sequence[HostCapacity], is_time_up: Callable[[], bool]
-    ) -> Plan:
+    ) -> InitialPlan:
         """The plan again with its hosts in the order that makes a token's round shortest."""
 
         def place(ordered: Sequence[HostCapacity]) -> Plan:
-            return self._placed(ordered, is_time_up)
+            return placed(self._options, self._known, ordered, is_time_up=is_time_up)
 
         as_joined = place(hosts)
         ordered = ordered_by_links(hosts, as_joined, place, self._head.survey.head, links)
         if ordered is None:
             log.warning("links_unknown", consequence="stages keep the order of joining")
-            return as_joined
+            return self._with_context(as_joined, hosts, is_time_up)
         log.info(
             "ordered_by_links",
             hosts=hosts_of(ordered.plan),
             round_ms=round(ordered.round_ms, 2),
             as_joined_ms=round(ordered.as_joined_ms, 2),
         )
-        return ordered.plan
+        return self._with_context(ordered.plan, hosts, is_time_up)
 
     async def wires(self, chosen: Plan) -> tuple[HiddenType, ...]:
         """How each stage's hidden states travel; `--wire auto` measures the links for it."""
@@ -220,5 +254,5 @@ class InitialPlacement:
         return tuple(HiddenType.F32 if choice is None else choice.proposed for choice in choices)
 
 
-def _holds(before: Sequence[HostCapacity], now: Sequence[HostCapacity], found: Plan) -> bool:
-    return is_room_as_before(before, now, hosts_of(found))
+def _holds(before: Sequence[HostCapacity], now: Sequence[HostCapacity], found: InitialPlan) -> bool:
+    return is_room_as_before(before, now, hosts_of(found.plan))

@@ -15,6 +15,7 @@ from mesh.cluster.host_facts import HostFacts, find_gpus, read_host_facts
 from mesh.cluster.members import check_name
 from mesh.draft.drafter import Drafter, own_head, read_drafter
 from mesh.draft.memory import drafter_bytes
+from mesh.placement.context_choice import MOST_CTX_SIZE
 from mesh.placement.gpu_layers import check_gpu_layers
 from mesh.placement.host_assignment import never
 from mesh.placement.memory_estimate import StageSizes, Workload
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 # The last line is searched in this many bytes first: the file grows while a benchmark runs.
 _TAIL_BYTES: Final = 1 << 20
+# With more than the fewest positions a draft model takes at most this part of its host's memory.
+_DRAFT_PART: Final = 8
 
 
 def latest_answer(path: Path) -> tuple[int, ...]:
@@ -74,9 +77,11 @@ class Preflight:
         model: Facts of the model.
         tokenizer: Tokenizer of the model.
         api_keys: Keys that open the API; None opens it without a key.
-        workload: What stages must hold besides weights.
+        workload: What stages must hold besides weights. Unless the operator names a context, it has the
+            fewest positions that are chosen; more are chosen once hosts have joined.
         facts: Facts of this host.
         draft_bytes: Memory of the draft model on this host.
+        draft_ctx_size: Positions of one session of the draft model; beyond them nothing is drafted.
         drafter: The draft model, or the model's own head; None if nothing drafts.
     """
 
@@ -86,6 +91,7 @@ class Preflight:
     workload: Workload
     facts: HostFacts
     draft_bytes: int = 0
+    draft_ctx_size: int = 0
     drafter: Drafter | None = None
 
 
@@ -172,8 +178,18 @@ def check_model(
         options.topology.check(model)
     drafter = _drafter(options.speculation, model)
     facts = facts_of_host()
-    draft_bytes = _draft_bytes(options, drafter, workload, facts.memory_bytes - taken_bytes)
-    return Preflight(model, Tokenizer(options.model), None, workload, facts, draft_bytes, drafter)
+    free_bytes = facts.memory_bytes - taken_bytes
+    draft_ctx_size = _draft_ctx_size(options, drafter, StageSizes(model, workload), free_bytes)
+    return Preflight(
+        model,
+        Tokenizer(options.model),
+        None,
+        workload,
+        facts,
+        _draft_bytes(options, drafter, draft_ctx_size, free_bytes),
+        draft_ctx_size,
+        drafter,
+    )
 
 
 def check_numbers(options: ServeOptions) -> None:
@@ -251,7 +267,48 @@ def _drafter(wanted: SpeculationOptions, model: ModelFacts) -> Drafter | None:
     return drafter
 
 
-def _draft_bytes(options: ServeOptions, drafter: Drafter | None, workload: Workload, free_bytes: int) -> int:
+def _draft_ctx_size(
+    options: ServeOptions, drafter: Drafter | None, sizes: StageSizes, free_bytes: int
+) -> int:
+    """Positions of one session of the draft model.
+
+    It is loaded before the context of the stages is chosen. Where no context is requested, it has as large a
+    one as could be chosen, halved until it takes a small part of this host's memory. If this host can hold
+    the whole model beside a draft model with a short context, it still can.
+
+    Args:
+        options: Options of the model.
+        drafter: The drafter, if there is one.
+        sizes: Sizes of the model's stages, with the context that the placement is made for.
+        free_bytes: Memory of this host for stages and the draft model.
+
+    Raises:
+        ClusterError: If the KV cache cannot have the requested format with its head size.
+    """
+    least = sizes.workload.ctx_size
+    if drafter is None or options.ctx_size is not None:
+        return least
+    ctx_size = min(sizes.model.n_ctx_train, MOST_CTX_SIZE)
+    if not drafter.reads_features:
+        # Beyond its training it would draft nonsense. Others go by what the target has read.
+        ctx_size = min(
+            ctx_size, drafter.header.integer(f"{drafter.header.architecture}.context_length", ctx_size)
+        )
+    most_bytes = free_bytes // _DRAFT_PART
+    beside_bytes = free_bytes - sizes.memory(sizes.whole).total_bytes
+    if not options.is_head_only and _bytes_of(options, drafter, least) <= beside_bytes:
+        most_bytes = min(most_bytes, beside_bytes)
+    while ctx_size > least and _bytes_of(options, drafter, ctx_size) > most_bytes:
+        ctx_size //= 2
+    return max(ctx_size, least)
+
+
+def _bytes_of(options: ServeOptions, drafter: Drafter, ctx_size: int) -> int:
+    limits = options.speculation.draft_options(ctx_size=ctx_size, num_slots=options.num_slots)
+    return drafter_bytes(drafter, options.model, limits, options.speculation.draft_context)
+
+
+def _draft_bytes(options: ServeOptions, drafter: Drafter | None, ctx_size: int, free_bytes: int) -> int:
     """Memory of the draft model on this host, if there is one.
 
     Raises:
@@ -261,12 +318,11 @@ def _draft_bytes(options: ServeOptions, drafter: Drafter | None, workload: Workl
     wanted = options.speculation
     if drafter is None:
         return 0
-    limits = wanted.draft_options(ctx_size=workload.ctx_size, num_slots=workload.num_slots)
-    needed = drafter_bytes(drafter, options.model, limits, wanted.draft_context)
+    needed = _bytes_of(options, drafter, ctx_size)
     if needed > free_bytes:
         raise ModelDoesNotFit(
             f"the draft model {drafter.path.name} needs {format_size(needed)} of this host with "
-            f"{workload.num_slots} x {workload.ctx_size} positions in {limits.kv_type}; free are "
+            f"{options.num_slots} x {ctx_size} positions in {wanted.draft_kv_type}; free are "
             f"{format_size(max(0, free_bytes))}; lower --ctx-size or --parallel, or "
             + ("leave out --draft" if wanted.draft_path is not None else "add --no-draft-head"),
             param="--draft",

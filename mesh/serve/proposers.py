@@ -194,7 +194,7 @@ def _loaded(
     wanted, drafter = options.speculation, known.drafter
     if drafter is None:
         return None, None
-    limits = wanted.draft_options(ctx_size=known.workload.ctx_size, num_slots=known.workload.num_slots)
+    limits = wanted.draft_options(ctx_size=known.draft_ctx_size, num_slots=known.workload.num_slots)
     if not drafter.reads_features:
         return load_draft(drafter.path, known.tokenizer, limits, clock_s=time.monotonic), None
     try:

@@ -67,6 +67,9 @@ class StageMaker:
         head: The open head.
         cache: Stage files of this host, from which other hosts fetch.
         transfers: Record of weights sent to hosts.
+
+    Attributes:
+        workload: What each stage holds besides weights.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class StageMaker:
         transfers: Transfers,
     ) -> None:
         self._options = options
+        self.workload = known.workload
         self._known = known
         self._head = head
         self._cache = cache
@@ -120,7 +124,7 @@ class StageMaker:
             num_threads: Threads of the host for this stage.
             beside: Memory of other stages that are to be loaded there at the same time.
         """
-        layers, workload = placement.layers, self._known.workload
+        layers, workload = placement.layers, self.workload
         recipe = None if self._is_model_itself(member.name, layers) else self._recipes[layers]
         # Random credentials until it joins a ring.
         credentials = new_ring_credentials()

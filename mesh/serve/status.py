@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from mesh.cluster.members import Member, Members
     from mesh.coordinator.coordinator import PendingEngine
     from mesh.engine import SpeculationMode
+    from mesh.placement.context_choice import ContextChoice
     from mesh.placement.links import Links
     from mesh.placement.planner import StagePlacement
     from mesh.placement.wire_types import WireChoice
@@ -92,6 +93,8 @@ class MeshState:
         incidents: Recent failures.
         phase: Current step, in a few words.
         plan: Stage placement, once it is known.
+        context: Choice of the context, once it is made; None if the operator named one, or a former head's
+            ring keeps its own.
         head: Parts of the head, once it is open; None for all models but the first.
     """
 
@@ -106,6 +109,7 @@ class MeshState:
     incidents: Incidents = field(default_factory=lambda: Incidents(time.time))
     phase: str = "starting"
     plan: Plan | None = None
+    context: ContextChoice | None = None
     head: HeadParts | None = None
 
     @property
@@ -333,6 +337,8 @@ def print_served(options: ServeOptions, state: MeshState, url: str, head: Head) 
     num_stages = _num_stages(state)
     reason = state.plan.reason if state.plan is not None else ""
     auth = ' -H "Authorization: Bearer $MESH_API_KEY"' if options.api_key_path is not None else ""
+    if state.context is not None:
+        _say(f"\n{state.context}.")
     _say(f"\n{model_name(options.model)} is served at {url}/v1 in {_stages(num_stages)} ({reason}). Try:\n")
     _say(
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{auth} \\\n"

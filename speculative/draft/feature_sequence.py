@@ -237,7 +237,8 @@ class FeatureSequence(DraftSequence):
 
     def _plan(self, max_rows: int) -> FeatureSpan | None:
         """Rows that are worth computing first."""
-        if not self.tokens or max_rows < 1:
+        # Behind the last position of the context nothing will be drafted.
+        if not self.tokens or max_rows < 1 or self._num_committed > self._options.ctx_size:
             return None
         last = len(self.tokens) - 1
         real = self._real_rows()

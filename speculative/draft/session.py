@@ -224,6 +224,9 @@ class DraftSequence:
         if self._is_drafting:
             # The last row of a fully cached text is computed again, for its output.
             return min(self.num_cached, len(self.tokens) - 1), len(self.tokens)
+        if self._num_committed > self._options.ctx_size:
+            # Nothing will be drafted behind it.
+            return self.num_cached, self.num_cached
         return self.num_cached, min(len(self.tokens), self._follow_until, self._options.ctx_size)
 
     def _is_worth_telling(self) -> bool:

@@ -188,6 +188,15 @@ def test_a_long_text_is_followed_beyond_what_is_remembered() -> None:
     assert list(proposer.propose(20).tokens) == page[:20]
 
 
+def test_of_a_long_prompt_only_the_end_is_indexed() -> None:
+    prompt = [1, 2, 3, 4, *range(100, 5100), 6, 7, 8, 9, *range(6000, 6500), 6, 7, 8]
+    proposer = proposer_of(prompt, max_indexed_tokens=1000)
+    assert proposer._index.stop == proposer._index.first + 999 == 999
+    assert list(proposer.propose(2).tokens) == [9, 6000]
+    # What would be dropped again is never entered.
+    assert proposer_of([*prompt[:-3], 1, 2, 3], max_indexed_tokens=1000).propose(2) == EMPTY
+
+
 def test_a_token_takes_little_memory() -> None:
     index = proposer_of(range(8000))._index
     grams = (*index._young, *index._old)

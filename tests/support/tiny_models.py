@@ -36,6 +36,7 @@ class TinyModel:
     n_heads_kv: int = 2
     head_size: int = 16
     seed: int = 1
+    n_ctx_train: int = 1024
 
     def write(
         self,
@@ -78,7 +79,7 @@ class TinyModel:
     def _add_metadata(self, writer: gguf.GGUFWriter) -> None:
         writer.add_name(f"Tiny {self.architecture}")
         writer.add_block_count(self.n_layers)
-        writer.add_context_length(1024)
+        writer.add_context_length(self.n_ctx_train)
         writer.add_embedding_length(self.n_embd)
         writer.add_feed_forward_length(self.n_ff)
         writer.add_head_count(self.n_heads)

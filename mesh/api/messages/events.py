@@ -14,7 +14,7 @@ from mesh.api.errors import error_body, json_bytes, json_response
 from mesh.api.messages.errors import messages_error
 from mesh.api.middleware import CLIENT_GONE_STATUS
 from mesh.api.openai_format import CallIds, timings
-from mesh.api.streaming import ClientGoneError, EventStream, cancel_on_disconnect
+from mesh.api.streaming import ClientGoneError, EventStream, PromptReading, cancel_on_disconnect
 from mesh.text.message_parts import Content, Reasoning, ToolCallArguments, ToolCallStart
 
 if TYPE_CHECKING:
@@ -139,12 +139,14 @@ async def respond(request: Request, backend: Backend, body: MessagesBody, job: G
         MeshError: Any error of the engine before the response begins.
     """
     backend, _ = metered(request.scope, backend, [job])
-    message = _Message(backend, body, job)
+    reading = PromptReading([job])
+    message = _Message(backend, body, reading.jobs[0])
     if body.stream:
         return EventStream(
             message.produce,
             backend.api.closing,
             backend.api.ping_interval_s,
+            comment=reading.comment,
             is_whole=backend.is_whole,
             done=b"",
             format_error=error_events,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -16,7 +16,7 @@ from mesh.api.openai_format import CallIds, chat_logprobs, timings, usage
 from mesh.api.protocol import AllowedTools
 from mesh.api.response_store import StoredResponse
 from mesh.api.responses.protocol import messages_of
-from mesh.api.streaming import ClientGoneError, EventStream, cancel_on_disconnect
+from mesh.api.streaming import ClientGoneError, EventStream, PromptReading, cancel_on_disconnect
 from mesh.text.message_parts import Content, Reasoning, ToolCallArguments, ToolCallStart
 
 if TYPE_CHECKING:
@@ -228,12 +228,14 @@ async def respond(request: Request, backend: Backend, body: ResponsesBody, turn:
         MeshError: Any error of the engine before the response begins.
     """
     backend, _num_at_once = metered(request.scope, backend, [turn.job])
-    builder = _ResponseBuilder(backend, body, turn)
+    reading = PromptReading([turn.job])
+    builder = _ResponseBuilder(backend, body, replace(turn, job=reading.jobs[0]))
     if body.stream:
         return EventStream(
             builder.produce,
             backend.api.closing,
             backend.api.ping_interval_s,
+            comment=reading.comment,
             is_whole=backend.is_whole,
             done=b"",
             format_error=builder.failed,

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -71,6 +71,42 @@ async def test_a_session_is_gone_while_a_stage_still_computes(
         gate.open()
     assert (await ring_api.api.http.post(CHAT, json=SHORT)).status_code == 200
     assert not ring_api.coordinator._sessions
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_of_a_long_prompt_no_stage_computes_more_than_the_chunk_that_it_is_at(
+    ring_api: RingApi, *, stream: bool, stage: int
+) -> None:
+    gate = Gate(32)
+    computed: tuple[list[int], list[int]] = ([], [])
+
+    def watched(index: int) -> Callable[[Sequence[Span]], None]:
+        def on_decode(spans: Sequence[Span]) -> None:
+            computed[index].extend(span.start for span in spans)
+            if index == stage:
+                gate(spans)
+
+        return on_decode
+
+    for index, runtime in enumerate(ring_api.runtimes):
+        runtime.on_decode = watched(index)
+    client = await RawClient.connect(ring_api.api)
+    long = {**LONG, "messages": [{"role": "user", "content": "Hello " * 300}], "stream": stream}
+    await client.send(request_bytes(long))
+    await gate.is_reached()
+    client.hang_up()
+    try:
+        await ring_api.is_idle()
+        before = [len(starts) for starts in computed]
+    finally:
+        gate.open()
+    for each in ring_api.stages:
+        await each.service._engine.drained()
+    # The one that was held has ended; chunks that waited behind it are dropped, there and at the other stage.
+    assert len(computed[stage]) == before[stage]
+    assert len(computed[1 - stage]) <= before[1 - stage] + 1
+    assert max(*computed[0], *computed[1]) < 100
 
 
 @pytest.mark.parametrize("stream", [True, False])

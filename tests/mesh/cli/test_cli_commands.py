@@ -78,6 +78,28 @@ class TestPlans:
         parts = sum(stage[f"{part}_bytes"] for part in ("weight", "cache", "buffer"))
         assert parts < stage["total_bytes"] == 8 * 2**30 - stage["free_after_bytes"]
 
+    def test_a_context_is_chosen_unless_one_is_asked_for(
+        self, smollm2_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        asked = [str(smollm2_path), "--no-timing", "--threads", "1"]
+        found = planned(capsys, *asked, "--memory", "8G")
+        assert found["context"] == {
+            "positions": 8192,
+            "bound": "the model was trained for no more",
+            "larger": None,
+        }
+        longest = found["stages"][0]["cache_bytes"]
+        # 95 MiB of weights leave room for some more than the least.
+        found = planned(capsys, *asked, "--memory", "1100M")
+        assert 4096 <= found["context"]["positions"] < 8192
+        assert found["context"]["larger"]["positions"] == 8192
+        assert found["stages"][0]["cache_bytes"] < longest
+        assert run(["plan", *asked, "--memory", "1100M"]) == 0
+        printed = capsys.readouterr().out
+        assert "at most half of what the weights leave on " in printed
+        assert "; --ctx-size 8192 would take " in printed
+        assert planned(capsys, *asked, "--memory", "8G", "--ctx-size", "4096")["context"] is None
+
     def test_hosts_on_paper_get_shares_and_reasons(
         self, smollm2_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -103,6 +103,39 @@ def test_the_picture_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert "by position: 0.75 0.50" in shown
 
 
+def test_prompts_that_are_being_read_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    now = status(150, 3.0)
+    pace = pace_between(None, now, 1.0)
+    for prefill, line in (
+        ([], ""),
+        (
+            [{"read": 16, "prompt": 64}, {"read": 8192, "prompt": 32768}],
+            "reading prompts: 8,192 of 32,768 tokens (25%), 16 of 64 tokens (25%)\n",
+        ),
+        ([{"read": 0, "prompt": 9}] * 6, "0 of 9 tokens (0%) and 2 more\n"),
+    ):
+        now["sessions"]["prefill"] = prefill
+        Console(width=160).print(view(now, pace, {}, "head"))
+        shown = capsys.readouterr().out
+        assert line in "".join(f"{each.rstrip()}\n" for each in shown.splitlines())
+        assert ("reading prompts" in shown) is bool(prefill)
+
+
+def test_prompts_of_every_model_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    now = status(150, 3.0)
+    sessions = {"running": 1, "waiting": 0, "slots": 4}
+    now["models"] = [
+        {"name": "big", "sessions": {**sessions, "prefill": [{"read": 8, "prompt": 64}]}},
+        {"name": "small", "sessions": {**sessions, "prefill": [{"read": 50, "prompt": 100}]}},
+        {"name": "new", "sessions": None},
+    ]
+    Console(width=160).print(view(now, pace_between(None, now, 1.0), {}, "head"))
+    shown = capsys.readouterr().out
+    assert "reading prompts: small 50 of 100 tokens (50%), big 8 of 64 tokens (12%)\n" in "".join(
+        f"{each.rstrip()}\n" for each in shown.splitlines()
+    )
+
+
 def test_a_mesh_that_still_starts_can_be_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
     starting = {
         "model": {"name": "m", "numeric_mode": "fast"},

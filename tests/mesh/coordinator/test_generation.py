@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.coordinator.generation import Generation, WindowPlan
-from mesh.engine import GenerationRequest
+from mesh.engine import GenerationRequest, PrefillProgress
 from spanmesh_proto.errors import ProtocolError
 from speculative.acceptance import SpanClass
 from speculative.proposer import Proposal
@@ -248,3 +248,22 @@ def test_scores_of_other_tokens_are_refused() -> None:
         assert generation.prefill(8).scored_next == 3
         with pytest.raises(ProtocolError, match="chunk at 0"):
             generation.commit(sampled)
+
+
+def test_what_was_read_of_a_prompt_is_what_verdicts_confirm() -> None:
+    request = GenerationRequest(tuple(range(10)), max_tokens=4)
+    generation = Generation(request, context_length=64, max_rows=4, num_cached=3)
+    assert generation.prefill_progress == PrefillProgress(num_tokens=10, num_cached=3, num_read=3)
+    generation.prefill(4)
+    generation.prefill(4)
+    assert generation.prefill_progress.num_read == 3
+    assert generation.commit(()) is None
+    assert generation.prefill_progress == PrefillProgress(10, 3, 7)
+    assert not generation.prefill_progress.is_whole
+    generation.commit((5,))
+    assert generation.prefill_progress == PrefillProgress(10, 3, 10)
+    assert generation.prefill_progress.is_whole
+    # In another ring all is read again, the answer so far as well.
+    generation.rewind()
+    generation.skip(2)
+    assert generation.prefill_progress == PrefillProgress(10, 2, 2)

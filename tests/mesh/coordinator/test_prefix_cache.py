@@ -41,6 +41,21 @@ def test_a_common_beginning_is_copied_where_most_would_be_lost() -> None:
     assert prefix_cache.match((*LONG, 1), None, {1, 2}) == PrefixMatch(1, 1, 40)
 
 
+def test_a_copy_of_a_long_slot_takes_more_than_a_few_tokens() -> None:
+    prefix_cache = PrefixCache(2, context_length=20 * 512)
+    prefix_cache.keep(0, None, LONG)
+    # Ten tokens are computed in less time than 10,240 positions are copied.
+    assert prefix_cache.match((*LONG[:10], 1, 2), None, {1}) == PrefixMatch(1, 1, 0)
+    assert prefix_cache.match((*LONG[:19], 1, 2), None, {0, 1}) == PrefixMatch(1, 1, 0)
+    assert prefix_cache.match((*LONG[:20], 1, 2), None, {1}) == PrefixMatch(1, 0, 20)
+    # What stays in its slot is not copied.
+    prefix_cache.keep(1, None, LONG[:16])
+    assert prefix_cache.match((*LONG[:16], 1, 2), None, {1}) == PrefixMatch(1, 1, 16)
+    # A shorter beginning there is better than a longer one that is not worth its copy.
+    prefix_cache.keep(1, None, LONG[:9])
+    assert prefix_cache.match((*LONG[:15], 1, 2), None, {1}) == PrefixMatch(1, 1, 9)
+
+
 def test_a_slot_in_use_can_be_copied_from() -> None:
     prefix_cache = PrefixCache(2)
     prefix_cache.keep(0, None, LONG)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mesh.placement.memory_estimate import StageSizes
 from mesh.placement.planner import StagePlacement, plan
-from mesh.placement.replanner import Replan, replan
+from mesh.placement.replanner import Replan, can_replan, replan
 from mesh.placement.replica_placement import Replica
 from spanmesh_proto.errors import MeshError, ModelDoesNotFit, NotEnoughHosts
 from stages.layers import LayerRange
@@ -134,6 +134,22 @@ def broken_rings(
                 left_bytes -= stage.memory.total_bytes
                 replicas.append(Replica(each.name, stage.layers))
     return facts, stages, lost, usable, replicas
+
+
+@given(broken=broken_rings(), may_start_over=st.booleans())
+def test_whether_lost_stages_find_a_place_is_known_without_a_plan(
+    broken: tuple[ModelFacts, list[StagePlacement], set[int], list[HostCapacity], list[Replica]],
+    *,
+    may_start_over: bool,
+) -> None:
+    facts, stages, lost, hosts, _ = broken
+    sizes = StageSizes(facts, WORKLOAD)
+    try:
+        replan(sizes, stages, lost, hosts, may_start_over=may_start_over)
+        is_possible = True
+    except (ModelDoesNotFit, NotEnoughHosts):
+        is_possible = False
+    assert can_replan(sizes, stages, lost, hosts, may_start_over=may_start_over) is is_possible
 
 
 @given(broken=broken_rings(), may_start_over=st.booleans())

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mesh.placement.memory_estimate import StageSizes
 from mesh.placement.planner import StagePlacement
-from mesh.placement.replica_placement import Replica, next_replica
+from mesh.placement.replica_placement import Replica, next_replica, replicated_layers
 from stages.layers import LayerRange
 from tests.mesh.placement.test_planner import WORKLOAD, host, model
 
@@ -59,3 +59,15 @@ def test_copies_never_exceed_memory_and_are_never_the_same_twice(memory_mib: lis
     for name, size in hosts:
         taken = sum(SIZES.memory(replica.layers).total_bytes for replica in replicas if replica.host == name)
         assert taken <= host(name, size).memory_bytes
+
+
+@given(st.lists(st.integers(0, 6000), max_size=4), st.permutations(RANGES))
+def test_what_gets_a_replica_is_known_without_placing_them_one_by_one(
+    memory_mib: list[int], layers: list[LayerRange]
+) -> None:
+    hosts = [*BUSY, *(host(f"h{index}", size) for index, size in enumerate(memory_mib))]
+    ring = [StagePlacement(name, each, SIZES.memory(each)) for name, each in zip("abc", layers, strict=True)]
+    replicas: list[Replica] = []
+    while (replica := next_replica(SIZES, ring, hosts, replicas)) is not None:
+        replicas.append(replica)
+    assert replicated_layers(SIZES, ring, hosts) == {replica.layers for replica in replicas}

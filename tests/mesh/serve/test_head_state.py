@@ -36,7 +36,7 @@ STATE = HeadState(
     private_key_pem="-----BEGIN…",
     setup=fingerprint(model="abc", slots=8),
     stages=(SavedStage("stage-1", "b", "b.2", 0, 10, 2, "f32", "10.0.0.2:4000"),),
-    copies=(SavedStage("stage-2", "c", "c.1", 0, 10, 1, "f32", None),),
+    copies=(SavedStage("stage-2", "c", "c.1", 0, 10, 1, "f32", None, ctx_size=32_768),),
     models=(
         SavedModel(
             LoadRequest.model_validate({"model": "/models/tiny.gguf", "ctx_size": 512}).model_dump(),
@@ -92,6 +92,16 @@ def test_what_was_written_before_there_were_several_models_is_read(tmp_path: Pat
         del fields["models"]
         (tmp_path / "head.json").write_text(json.dumps(fields))
         assert file.load() == dataclasses.replace(STATE, models=())
+
+
+def test_what_was_written_before_contexts_were_chosen_is_read(tmp_path: Path) -> None:
+    with HeadStateFile(tmp_path / "head.json") as file:
+        file.save(STATE)
+        fields = json.loads((tmp_path / "head.json").read_text())
+        del fields["copies"][0]["ctx_size"]
+        (tmp_path / "head.json").write_text(json.dumps(fields))
+        without = dataclasses.replace(STATE.copies[0], ctx_size=0)
+        assert file.load() == dataclasses.replace(STATE, copies=(without,))
 
 
 def test_what_nobody_wrote_down_is_ended() -> None:

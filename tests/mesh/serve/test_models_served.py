@@ -122,7 +122,7 @@ def mesh(tmp_path: Path, smollm2_path: Path, stage_cache_dir: Path) -> Iterator[
 
 
 def test_two_models_are_served_healed_taken_over_and_one_is_unloaded(mesh: Mesh, tmp_path: Path) -> None:
-    tiny = TinyModel("gemma3", head_size=32).write(tmp_path / "tiny.gguf")
+    tiny = TinyModel("gemma3", head_size=32, n_ctx_train=8192).write(tmp_path / "tiny.gguf")
     head = mesh.start_head()
     mesh.start_host()
     first = "SmolLM2-135M-Instruct.Q4_1"
@@ -140,13 +140,18 @@ def test_two_models_are_served_healed_taken_over_and_one_is_unloaded(mesh: Mesh,
     assert [model["name"] for model in mesh.status()["models"]] == [first]
     assert {host["name"]: host["held_bytes"] for host in mesh.status()["hosts"]} == held_before
 
-    loaded = mesh.load(tiny, split=[3, 3])
+    # As long a context as the model was trained for, since nobody names another.
+    loaded = mesh.load(tiny, split=[3, 3], ctx_size=None)
     assert (loaded.status_code, loaded.json()["model"]) == (200, "tiny"), loaded.text
+    assert loaded.json()["context"] == (
+        "context: 8,192 positions for each of 2 sessions: the model was trained for no more"
+    )
     assert [stage["threads"] for stage in loaded.json()["stages"]] == [1, 1]
     taken = mesh.load(tiny).json()["error"]
     assert (taken["param"], "a model is served as 'tiny' already" in taken["message"]) == ("name", True)
     status = mesh.status()
     assert [model["name"] for model in status["models"]] == [first, "tiny"]
+    assert [model["model"]["context"] for model in status["models"]] == [256, 8192]
     assert {stage["host"] for stage in status["models"][1]["stages"]} == {"alpha", "beta"}
     assert all("tiny [" in host["layers"] for host in status["hosts"])
     assert all(host["held_bytes"] > held_before[host["name"]] for host in status["hosts"])
@@ -166,6 +171,8 @@ def test_two_models_are_served_healed_taken_over_and_one_is_unloaded(mesh: Mesh,
     log = mesh.log(2)
     assert log.count('"stages_taken_over"') == 2, log
     assert '"stage_loaded"' not in log
+    # Sessions count on the context that the stages were loaded with.
+    assert [model["model"]["context"] for model in mesh.status()["models"]] == [256, 8192]
 
     # A stage of each is lost with the host: both heal on the one that is left.
     host = mesh._started[1]

@@ -354,21 +354,39 @@ async def test_two_models_never_count_on_the_same_room() -> None:
     assert [placement.host for context in contexts for placement in context.pipeline.intended] == ["spare"]
 
 
-async def test_the_first_plan_is_made_of_the_hosts_that_are_still_there() -> None:
-    mesh = Mesh(a=4000, b=4000)
-    options = SimpleNamespace(is_exact=False, topology=None, num_stages=None, split=None)
-    known = SimpleNamespace(model=model(), workload=WORKLOAD)
+def first_placement(mesh: Mesh, ctx_size: int | None, **facts: Any) -> InitialPlacement:
+    """Of a model that was trained for 100,000 positions."""
+    options = SimpleNamespace(is_exact=False, topology=None, num_stages=None, split=None, ctx_size=ctx_size)
+    workload = replace(WORKLOAD, ctx_size=ctx_size or 4096)
+    known = SimpleNamespace(model=replace(model(**facts), n_ctx_train=100_000), workload=workload)
     head = SimpleNamespace(members=mesh.members, survey=SimpleNamespace(head="a"))
-    allocation = mesh.allocations.open("model", Pipeline())
-    planning = InitialPlacement(
+    return InitialPlacement(
         cast("ServeOptions", options),
         cast("Preflight", known),
         cast("Head", head),
-        allocation,
+        mesh.allocations.open("model", Pipeline()),
         lambda _phase: None,
     )
+
+
+async def test_a_context_is_chosen_of_what_hosts_have_left_unless_one_is_asked_for() -> None:
+    planning = first_placement(Mesh(a=4000, b=4000), None, kv_width=512)
+    found = await planning.make()
+    assert found.context is not None
+    assert 4096 < found.context.ctx_size < 100_000
+    (stage,) = found.plan.stages
+    assert stage.memory.cache_bytes == found.context.ctx_size * 2 * 30 * 1024
+    asked = await first_placement(Mesh(a=4000, b=4000), 5000, kv_width=512).make()
+    assert asked.context is None
+    # In whole multiples of 256 positions.
+    assert asked.plan.stages[0].memory.cache_bytes == 5120 * 2 * 30 * 1024
+
+
+async def test_the_first_plan_is_made_of_the_hosts_that_are_still_there() -> None:
+    mesh = Mesh(a=4000, b=4000)
+    planning = first_placement(mesh, None)
     making = asyncio.create_task(planning.make())
     # It has begun; what comes of it is only heard of when this waits again.
     await asyncio.sleep(0)
     mesh.members.remove("a")
-    assert [stage.host for stage in (await making).stages] == ["b"]
+    assert [stage.host for stage in (await making).plan.stages] == ["b"]

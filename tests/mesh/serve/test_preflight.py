@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from mesh.cluster.addresses import free_port
+from mesh.cluster.host_facts import HostFacts, read_versions
 from mesh.placement.memory_estimate import StageSizes
+from mesh.serve.head_state import setup_of
 from mesh.serve.options import ServeOptions, SpeculationOptions
-from mesh.serve.preflight import check, own_capacity
+from mesh.serve.preflight import Preflight, _draft_ctx_size, check, check_model, own_capacity
 from spanmesh_proto.errors import ClusterError, MeshError, ModelDoesNotFit
 from stages.transport.hidden_codec import HiddenType
 from tests.support.ipv6 import needs_ipv6
@@ -115,3 +117,67 @@ def test_a_draft_leaves_less_for_stages(tiny: Path) -> None:
     with pytest.raises(ModelDoesNotFit, match=r"the draft model tiny.gguf needs .* of this host") as refused:
         check(replace(drafting, memory_bytes=MIB))
     assert refused.value.param == "--draft"
+
+
+def known_of(given: ServeOptions) -> Preflight:
+    """What is found out about the model and its options, with this much memory."""
+    memory_bytes = given.memory_bytes or 0
+    return check_model(given, lambda: HostFacts(memory_bytes, 1, 20.0, read_versions()))
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("preflight") / "long.gguf"
+    return TinyModel("llama", head_size=16, n_ctx_train=100_000).write(path)
+
+
+def test_a_context_that_nobody_names_is_chosen_later(long: Path) -> None:
+    unnamed, named = replace(options(long), ctx_size=None), replace(options(long), ctx_size=4096)
+    # The placement is made for a short one.
+    assert known_of(unnamed).workload == known_of(named).workload
+    assert known_of(unnamed).workload.ctx_size == 4096
+    # But a ring with a chosen context is not one of 4096 positions.
+    assert setup_of(unnamed, known_of(unnamed)) != setup_of(named, known_of(named))
+    assert setup_of(unnamed, known_of(unnamed)) == setup_of(unnamed, known_of(unnamed))
+
+
+def test_a_draft_is_loaded_before_the_context_is_chosen(long: Path) -> None:
+    drafting = replace(options(long), ctx_size=None, speculation=SpeculationOptions(draft_path=long))
+    roomy, tight, tighter = (
+        known_of(replace(drafting, memory_bytes=memory_mib * MIB)) for memory_mib in (64_000, 1600, 700)
+    )
+    assert roomy.draft_ctx_size == 100_000
+    assert 4096 < tight.draft_ctx_size < 100_000
+    assert tight.draft_bytes <= 200 * MIB
+    # One that takes more than a small part of the memory in any case is as short as can be.
+    assert tighter.draft_ctx_size == 4096
+    assert known_of(replace(drafting, ctx_size=9000)).draft_ctx_size == 9000
+
+
+def test_a_draft_drafts_no_further_than_it_was_trained_for(long: Path, tmp_path: Path) -> None:
+    roomy = replace(options(long), ctx_size=None, memory_bytes=64_000 * MIB)
+    for n_ctx_train, ctx_size in ((20_000, 20_000), (1024, 4096)):
+        draft = TinyModel("llama", head_size=16, n_ctx_train=n_ctx_train).write(tmp_path / "draft.gguf")
+        known = known_of(replace(roomy, speculation=SpeculationOptions(draft_path=draft)))
+        assert known.draft_ctx_size == ctx_size
+
+
+def test_a_model_that_fits_beside_a_draft_still_does(long: Path) -> None:
+    drafting = replace(options(long), ctx_size=None, speculation=SpeculationOptions(draft_path=long))
+    known = known_of(replace(drafting, memory_bytes=64_000 * MIB))
+    facts = replace(known.model, layer_bytes=(1000 * MIB,) * known.model.n_layers)
+    sizes = StageSizes(facts, known.workload)
+    short_bytes = known_of(replace(drafting, ctx_size=4096)).draft_bytes
+    enough_bytes = sizes.memory(sizes.whole).total_bytes + short_bytes
+    assert known.drafter is not None
+    assert known.draft_bytes < enough_bytes // 8
+    for free_bytes, is_short in (
+        (enough_bytes, True),
+        (enough_bytes - 1, False),
+        (enough_bytes + known.draft_bytes - short_bytes, False),
+    ):
+        ctx_size = _draft_ctx_size(drafting, known.drafter, sizes, free_bytes)
+        assert ctx_size == (4096 if is_short else known.draft_ctx_size)
+    # A head without layers has no model beside it.
+    on_head = replace(drafting, is_head_only=True)
+    assert _draft_ctx_size(on_head, known.drafter, sizes, enough_bytes) == known.draft_ctx_size

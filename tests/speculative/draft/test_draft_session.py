@@ -244,6 +244,15 @@ def test_the_context_ends() -> None:
     assert len(machine.cache) <= 5
 
 
+def test_a_prompt_beyond_the_context_is_not_computed_for_nothing() -> None:
+    machine = Machine(replace(OPTIONS, ctx_size=5))
+    machine.sequence.extend([1, 2, 3, 4, 5, 6])
+    assert machine.sequence.num_wanted_rows == 0
+    machine.sequence.propose(4, ())
+    machine.run()
+    assert machine.num_computed == 0
+
+
 def test_rows_of_another_session_are_taken_over() -> None:
     machine = Machine(cache=[1, 2])
     machine.sequence.extend([1, 2, 3])

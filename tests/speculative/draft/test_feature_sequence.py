@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -263,6 +265,14 @@ def test_the_next_session_with_the_same_beginning_reuses_rows_and_features(num_s
     run(following)
     assert following.sequence.first_row == 1
     assert following.sequence.propose(4, ()).tokens == TEXT[14:18]
+
+
+@pytest.mark.parametrize(("ctx_size", "has_rows"), [(64, True), (39, False)])
+def test_a_text_beyond_the_context_has_no_rows(ctx_size: int, *, has_rows: bool) -> None:
+    sequence = FeatureSequence("eagle3", replace(OPTIONS, ctx_size=ctx_size), lambda _token: False)
+    sequence.extend(TEXT[:40])
+    sequence.take_features(0, np.stack([feature(position) for position in range(40)]))
+    assert (sequence.num_wanted_rows > 0) is has_rows
 
 
 def test_features_are_bounded() -> None:
