@@ -14,7 +14,7 @@ import numpy as np
 from spanmesh_proto.errors import InvalidModel, InvalidWindow, ModelDoesNotFit, StageFailed, UncuttableModel
 from stages.graph_boundary import GraphBoundary
 from stages.layers import LayerRange
-from stages.runtime.batch import Batch
+from stages.runtime.batch import Batch, runs_of_equals
 from stages.runtime.checkpoints import StateCheckpoints
 from stages.runtime.devices import GpuPlacing
 from stages.runtime.feature_taps import FeatureTaps
@@ -22,11 +22,11 @@ from stages.runtime.hidden_tap import LayerTap, StopTap, make_stop_tap
 from stages.runtime.kv_state import KvRows, without_head
 from stages.runtime.kv_types import KV_TYPES
 from stages.runtime.llama import init_backend, last_complaint
-from stages.runtime.numerics import Numerics, numerics_for, prepare_process
+from stages.runtime.numerics import CELLS_AT_ONCE, Numerics, numerics_for, prepare_process
 from stages.runtime.process_memory import CopiedPages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -200,8 +200,7 @@ class StageRuntime:
             InvalidWindow: Naming the invalid slot, position, size or token id.
         """
         rows = len(span.tokens)
-        if not 0 <= span.slot < self._options.num_slots:
-            raise InvalidWindow(f"slot {span.slot} of {self._options.num_slots} does not exist")
+        self._check_slot(span.slot)
         if not 1 <= rows <= self.max_rows:
             raise InvalidWindow(f"a window has {rows} rows; this stage takes 1 to {self.max_rows}")
         if span.start > self._lengths[span.slot]:
@@ -276,7 +275,9 @@ class StageRuntime:
         if not self.computes_runs:
             return self._decode_batch(spans, has_features=has_features)
         outputs: dict[int, NDArray[np.float32]] = {}
-        for batch in self._batches_of_equals(spans):
+        sizes = [(span.slot, len(span.tokens) + self._padding(span)) for span in spans]
+        for run in runs_of_equals(sizes, self.max_rows):
+            batch = [spans[index] for index in run]
             computed = self._decode_batch(batch, has_features=has_features)
             outputs.update(zip((span.slot for span in batch), computed, strict=True))
         return [outputs[span.slot] for span in spans]
@@ -348,8 +349,7 @@ class StageRuntime:
             InvalidWindow: If a slot does not exist, or the source holds fewer positions.
         """
         for one in (source, slot):
-            if not 0 <= one < self._options.num_slots:
-                raise InvalidWindow(f"slot {one} of {self._options.num_slots} does not exist")
+            self._check_slot(one)
         if num_positions > self._lengths[source]:
             raise InvalidWindow(
                 f"slot {source} holds {self._lengths[source]} positions: {num_positions} cannot be copied"
@@ -368,8 +368,7 @@ class StageRuntime:
         Raises:
             UncuttableModel: If llama.cpp's state has no rows, or a copy is pending.
         """
-        if self._has_copies_to_come:
-            raise UncuttableModel("llama.cpp has yet to copy rows from slot to slot")
+        self._require_no_copies()
         saved = np.empty(self.num_kv_bytes(slot), np.uint8)
         pointer = saved.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         num_bytes = llama_cpp.llama_state_seq_get_data(self._context, pointer, saved.size, slot)
@@ -407,32 +406,74 @@ class StageRuntime:
             UncuttableModel: If they are of another model.
             StageFailed: If llama.cpp rejects them; the slot is empty then.
         """
-        if not 0 <= slot < self._options.num_slots:
-            raise InvalidWindow(f"slot {slot} of {self._options.num_slots} does not exist")
+        self._check_slot(slot)
         if not rows.start <= self._lengths[slot] or rows.stop > self._options.ctx_size:
             raise InvalidWindow(
                 f"rows {rows.start} to {rows.stop} for slot {slot}, which ends at {self._lengths[slot]} of "
                 f"{self._options.ctx_size}"
             )
         whole = self.kv_rows(slot).cut(0, rows.start).followed_by(rows) if rows.start else rows
-        saved = np.frombuffer(whole.to_bytes(), np.uint8)
+        self.put_saved(slot, np.frombuffer(whole.to_bytes(), np.uint8), whole.stop, state)
+
+    def put_saved(
+        self, slot: int, saved: NDArray[np.uint8], num_positions: int, state: NDArray[np.uint8] | None = None
+    ) -> None:
+        """Replace the content of a slot by saved rows of its first positions.
+
+        Args:
+            slot: The slot.
+            saved: The rows, uint8, in llama.cpp's format, see `KvRows`.
+            num_positions: Number of their positions.
+            state: See `put_kv_rows`.
+
+        Raises:
+            InvalidWindow: If the slot does not exist, or they exceed the context.
+            UncuttableModel: If a copy is pending, which would overwrite them.
+            StageFailed: If llama.cpp rejects them; the slot is empty then.
+        """
+        self._check_slot(slot)
+        if num_positions > self._options.ctx_size:
+            raise InvalidWindow(f"{num_positions} saved positions exceed the context of {self.ctx_size}")
+        self._require_no_copies()
         if state is not None:
             saved = np.concatenate([saved, without_head(state)])
+        self._checkpoints.trim(slot, -1)
         pointer = saved.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         if not llama_cpp.llama_state_seq_set_data(self._context, pointer, saved.size, slot):
             self._forget(slot, 0)
             self._lengths[slot] = 0
             raise StageFailed(f"llama.cpp rejects the KV rows of another stage: {last_complaint()}")
-        self._lengths[slot] = whole.stop
-        self._checkpoints.trim(slot, -1)
+        self._lengths[slot] = num_positions
         if state is not None:
-            self._checkpoints.put(slot, whole.stop, state)
+            self._checkpoints.put(slot, num_positions, state)
+
+    def _check_slot(self, slot: int) -> None:
+        if not 0 <= slot < self._options.num_slots:
+            raise InvalidWindow(f"slot {slot} of {self._options.num_slots} does not exist")
+
+    def _require_no_copies(self) -> None:
+        if self._has_copies_to_come:
+            raise UncuttableModel("llama.cpp has yet to copy rows from slot to slot")
 
     def checkpoint(self, slot: int, most_positions: int) -> tuple[int, NDArray[np.uint8]] | None:
         """The slot's latest checkpoint of at most so many positions: their number, and the state, uint8."""
         positions = [each for each in self._checkpoints.positions(slot) if each <= most_positions]
         state = self._checkpoints.at(slot, positions[-1]) if positions else None
         return None if state is None else (positions[-1], state)
+
+    def state_at(self, slot: int, num_positions: int) -> NDArray[np.uint8] | None:
+        """Copy of a slot's recurrent state behind its first positions, uint8; None if it is not kept."""
+        state = self._checkpoints.at(slot, num_positions)
+        if state is None and num_positions == self._lengths[slot]:
+            state = self._checkpoints.read(slot)
+        return None if state is None else state.copy()
+
+    @property
+    def has_rope_scaling(self) -> bool:
+        """Whether the model's rotations may depend on the size of the context."""
+        architecture = self._metadata("general.architecture")
+        original = self._metadata(f"{architecture}.rope.scaling.original_context_length")
+        return original is not None or self._options.ctx_size + CELLS_AT_ONCE > self.info.n_ctx_train
 
     def close(self) -> None:
         """Free all memory. The runtime is unusable afterwards."""
@@ -442,23 +483,6 @@ class StageRuntime:
         if self._model is not None:
             llama_cpp.llama_model_free(self._model)
             self._model = None
-
-    def _batches_of_equals(self, spans: Sequence[Span]) -> Iterator[list[Span]]:
-        """The spans in batches that llama.cpp computes in one pass.
-
-        Those are consecutive slots with equally many rows each, padding included.
-        """
-        batch: list[Span] = []
-        rows = 0
-        for span in sorted(spans, key=lambda span: (len(span.tokens) + self._padding(span), span.slot)):
-            needed = len(span.tokens) + self._padding(span)
-            follows = batch and needed == rows and span.slot == batch[-1].slot + 1
-            if batch and not (follows and (len(batch) + 1) * rows <= self.max_rows):
-                yield batch
-                batch = []
-            batch.append(span)
-            rows = needed
-        yield batch
 
     def _decode_batch(self, spans: Sequence[Span], *, has_features: bool) -> list[NDArray[np.float32]]:
         """`decode` of checked spans, in one batch of llama.cpp."""
