@@ -147,7 +147,7 @@ class KvRows:
         raise _unknown("the saved state of a sequence has another format")
 
     @classmethod
-    def without_caches(cls, start: int, stop: int, saved: bytes) -> KvRows | None:
+    def without_caches(cls, start: int, stop: int, saved: bytes | NDArray[np.uint8]) -> KvRows | None:
         """Positions of a model without attention, of which nothing but a head is saved.
 
         Args:
@@ -155,7 +155,7 @@ class KvRows:
             stop: Last position plus one.
             saved: All bytes; None is returned if there are more.
         """
-        return cls(start, stop, saved, ()) if len(saved) == _HEAD_BYTES else None
+        return cls(start, stop, bytes(saved), ()) if len(saved) == _HEAD_BYTES else None
 
     @classmethod
     def _read(cls, data: NDArray[np.uint8], cell_bytes: int, *, has_values: bool) -> KvRows:
@@ -173,6 +173,11 @@ class KvRows:
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of keys and values."""
+        return sum(part.values.size for cache in self._caches for part in cache.parts)
 
     def cut(self, start: int, stop: int) -> KvRows:
         """The positions from `start` to before `stop`.
