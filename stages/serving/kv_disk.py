@@ -42,7 +42,7 @@ _MOST_WAITING: Final = 8
 # An `Open` follows a fetch at once.
 _FETCHED_KEPT_S: Final = 15.0
 # When a stage ends, it waits for writes for so long.
-_CLOSE_S: Final = 2.0
+_CLOSE_S: Final = 1.5
 _NAMES_A_MESSAGE: Final = 4096
 
 
