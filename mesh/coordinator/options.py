@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mesh.coordinator.disk_prefixes import BLOCK_POSITIONS
 from speculative.controller import ControllerOptions
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class CoordinatorOptions:
         token_texts: Returns the vocabulary, which a tail needs for grammars; None refuses grammars.
         feature_needs: Hidden states that a drafter reads; None if there is no such drafter.
         num_groups: Fixed number of groups of decoding sessions; None to find the best one.
+        block_positions: Positions of a block of KV rows, where stages keep such on disk.
     """
 
     context_length: int
@@ -56,3 +58,4 @@ class CoordinatorOptions:
     token_texts: Callable[[], TokenTexts] | None = None
     feature_needs: FeatureNeeds | None = None
     num_groups: int | None = None
+    block_positions: int = BLOCK_POSITIONS

@@ -25,12 +25,14 @@ class PrefixMatch:
         source_slot: Slot that holds the first tokens of its prompt.
         num_cached: Number of those tokens.
         checkpoints: Positions of the checkpoints among them, in models with recurrent layers.
+        fetch: Id of the fetch that has read them from disk, if no slot holds them; else 0.
     """
 
     slot: int
     source_slot: int
     num_cached: int
     checkpoints: tuple[int, ...] = ()
+    fetch: int = 0
 
 
 @dataclass(frozen=True)
