@@ -192,6 +192,8 @@ class ServeOptions:
         weights: Options of the transfer of weights.
         repacks: Whether weights may be repacked for faster kernels.
         num_groups: Fixed number of groups of decoding sessions, or None to find the best one.
+        kv_disk_bytes: Limit of blocks of KV rows on the disk of each host without one of its own; 0 keeps
+            none.
     """
 
     model: Path
@@ -227,6 +229,7 @@ class ServeOptions:
     weights: WeightsOptions = PLAIN_WEIGHTS
     repacks: bool = True
     num_groups: int | None = None
+    kv_disk_bytes: int = 0
 
 
 def demo_model() -> Path:

@@ -39,8 +39,8 @@ _MOST_PREFIX_BYTES: Final = 2**30
 _SHARE_OF_FREE_MEMORY: Final = 1 / 4
 _MOST_WAITING_BYTES: Final = 2**28
 _MOST_WAITING: Final = 8
-# An `Open` follows a fetch at once.
-_FETCHED_KEPT_S: Final = 15.0
+# An `Open` follows a fetch at once, behind the windows that are under way.
+_FETCHED_KEPT_S: Final = 30.0
 # When a stage ends, it waits for writes for so long.
 _CLOSE_S: Final = 1.5
 _NAMES_A_MESSAGE: Final = 4096
