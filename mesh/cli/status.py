@@ -170,7 +170,7 @@ def kv_disk_text(kv_disk: Mapping[str, Any]) -> str:
     """
     stages = [stage for stage in kv_disk["stages"] if stage is not None]
     files, size, damaged = (sum(stage[name] for stage in stages) for name in ("files", "bytes", "damaged"))
-    off = "" if kv_disk["on"] else "; not used: not every stage keeps any"
+    off = "" if kv_disk["on"] else "; not used"
     used = f"{kv_disk['fetched_tokens']} tokens of {kv_disk['fetched']} requests restored"
     wrong = f"{kv_disk['failed']} fetches failed, {damaged} files damaged"
     return f"{files} files, {format_size(size)}; {used}, {wrong}{off}"

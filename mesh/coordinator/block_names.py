@@ -72,5 +72,5 @@ class BlockNames:
         return self._name(b"state", parent, start, stop)
 
     def _name(self, kind: bytes, parent: bytes, start: int, stop: int) -> bytes:
-        tokens = np.asarray(self._tokens[start:stop], "<u4").tobytes()
+        tokens = np.asarray(self._tokens[start:stop], "<i8").tobytes()
         return hashlib.sha256(kind + parent + tokens).digest()

@@ -137,7 +137,7 @@ class Coordinator:
         self._num_reconnects = 0
         self._num_prefix_mismatches = 0
         self._is_whole = False
-        self._active_ring = self._open_ring(stages, mesh_id, mesh_key)
+        self._active_ring = self._open_ring(stages, mesh_id, mesh_key, is_first=True)
 
     @property
     def context_length(self) -> int:
@@ -301,7 +301,9 @@ class Coordinator:
     def _ring(self) -> Ring:
         return self._active_ring.ring
 
-    def _open_ring(self, stages: Sequence[StageAddress], mesh_id: str, mesh_key: str) -> ActiveRing:
+    def _open_ring(
+        self, stages: Sequence[StageAddress], mesh_id: str, mesh_key: str, *, is_first: bool = False
+    ) -> ActiveRing:
         options = self._options
         terms = RingTerms(mesh_id, mesh_key, self._term, options.ping_interval_s, options.ping_timeout_s)
         disk = DiskPrefixes(
@@ -311,6 +313,7 @@ class Coordinator:
             clock_ms=self._clock_ms,
             can_trim=options.can_trim,
             block_positions=options.block_positions,
+            is_first_ring=is_first,
         )
         ring = Ring(
             stages,
@@ -433,6 +436,9 @@ class Coordinator:
         """What the stages are to keep on disk of a session that has ended."""
         request = session.request
         if session.is_slot_unknown or not self._is_whole or not request.uses_cache:
+            return None
+        if session.telemetry.stats().num_replays:
+            # Some of its rows may have been computed on other hosts, and replicated.
             return None
         return self._active_ring.disk.keep(
             session.computed,

@@ -22,6 +22,7 @@ log = structlog.get_logger()
 BLOCK_POSITIONS: Final = 256
 """Positions of a block: few, so that little of a prompt is left over; many, so that files have some size."""
 
+_EXACT_WIRE: Final = "f32"
 # Of shorter texts nothing is kept.
 _LEAST_BLOCKS: Final = 2
 _FETCH_TIMEOUT_S: Final = 10.0
@@ -139,6 +140,7 @@ class DiskHistory:
         num_fetched: Sessions that began with positions from disk.
         num_fetched_positions: Those positions.
         num_failed: Fetches that brought nothing, although the stages had told the blocks.
+        wires: Formats of hidden states between stages of all rings.
     """
 
     fetch_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -146,6 +148,7 @@ class DiskHistory:
     num_fetched: int = 0
     num_fetched_positions: int = 0
     num_failed: int = 0
+    wires: set[str] = field(default_factory=set)
 
     def computed(self, num_positions: int, elapsed_ms: float) -> None:
         """Record how long the computation of a prompt's positions took, if they are many."""
@@ -166,6 +169,9 @@ class DiskPrefixes:
         clock_ms: Monotonic clock, milliseconds.
         can_trim: Whether slots can go back to any position; if not, prefixes end where a recurrent state is.
         block_positions: Positions of a block.
+        is_first_ring: Whether the stages' slots hold nothing of another ring. Sessions take rows along into
+            the next ring. If hidden states are rounded on its way, or were, these rows may be others than the
+            ones that its stages would compute: then nothing is kept or used.
     """
 
     def __init__(
@@ -177,8 +183,11 @@ class DiskPrefixes:
         clock_ms: Callable[[], float],
         can_trim: bool = True,
         block_positions: int = BLOCK_POSITIONS,
+        is_first_ring: bool = True,
     ) -> None:
         self._wires = tuple(wires)
+        self._is_allowed = is_first_ring or all(each == _EXACT_WIRE for each in (*wires, *history.wires))
+        history.wires.update(wires)
         self._history = history
         self._send = send
         self._clock_ms = clock_ms
@@ -191,8 +200,8 @@ class DiskPrefixes:
 
     @property
     def is_on(self) -> bool:
-        """Whether every stage keeps blocks."""
-        return all(stage.identity for stage in self._stages)
+        """Whether every stage keeps blocks, and they are used."""
+        return self._is_allowed and all(stage.identity for stage in self._stages)
 
     def on_reply(self, stage: int, reply: wire.ControlReply) -> None:
         """Take what a stage tells of its blocks, or its answer to a fetch."""

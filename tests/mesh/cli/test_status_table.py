@@ -78,7 +78,7 @@ def test_what_is_on_the_disks_is_told(
     disk = {"files": 3, "bytes": 2**20, "damaged": 1}
     counts = {"fetched": 2, "fetched_tokens": 768, "failed": 1}
     said = shown(capsys, monkeypatch, kv_disk={"on": is_on, **counts, "stages": [disk, None, disk]})
-    off = "" if is_on else "; not used: not every stage keeps any"
+    off = "" if is_on else "; not used"
     expected = "6 files, 2.0 MiB; 768 tokens of 2 requests restored, 1 fetches failed, 2 files damaged"
     assert f"kv disk: {expected}{off}\n" in said
     assert "kv disk" not in shown(capsys, monkeypatch, kv_disk=None)

@@ -192,6 +192,36 @@ def test_a_prefix_ends_where_a_recurrent_state_is() -> None:
     assert stages.disk.find(TEXT, "ann", 0) is None
 
 
+@pytest.mark.parametrize(
+    ("rings", "is_on"),
+    [
+        (["q8"], True),
+        (["f32", "f32"], True),
+        (["f32", "f16"], False),
+        (["f16", "f32"], False),
+        (["f16", "f16"], False),
+    ],
+)
+def test_rows_that_a_session_took_along_over_rounded_links_are_not_kept(
+    rings: list[str],
+    is_on: bool,  # noqa: FBT001
+) -> None:
+    history = DiskHistory()
+    for number, wire_type in enumerate(rings):
+        disk = DiskPrefixes(
+            [wire_type],
+            history,
+            send=lambda _fetch: None,
+            clock_ms=lambda: 0.0,
+            block_positions=SIZE,
+            is_first_ring=not number,
+        )
+    for stage, identity in enumerate(IDENTITIES):
+        disk.on_reply(stage, wire.ControlReply(block_news=wire.BlockNews(rows_identity=identity)))
+    assert disk.is_on is is_on
+    assert (disk.keep(TEXT, None, return_points=(), num_prompt=9) is not None) is is_on
+
+
 async def fetched(stages: Stages, *answers: tuple[int, int]) -> tuple[int, int]:
     match = stages.disk.find(TEXT, "ann", 0)
     assert match is not None
