@@ -240,17 +240,17 @@ class Coordinator:
             self._sessions[session.id] = session
             self._note_sessions()
             prefix_cache, slot, client = self._slots.prefix_cache, prefix_match.slot, request.client
+            floor = prefix_match.floor
             try:
                 session.start(request.prompt)
-                prefix_cache.expect(slot, client, request.prompt[: prefix_match.num_cached])
+                prefix_cache.expect(slot, client, request.prompt[: prefix_match.num_cached], floor=floor)
                 part = await session.next_part()
                 stats = part.stats
                 if not stats.num_replays:
                     self._disk_history.computed(len(request.prompt) - stats.num_cached, stats.prefill_ms)
                 # Other sessions may begin with the same prompt while this one runs.
-                prefix_cache.keep(
-                    slot, client, session.computed[: len(request.prompt)], session.return_points
-                )
+                computed = session.computed[: len(request.prompt)]
+                prefix_cache.keep(slot, client, computed, session.return_points, floor=floor)
                 yield part
                 while part.finish is None:
                     part = await session.next_part()
@@ -259,7 +259,7 @@ class Coordinator:
                 if session.is_slot_unknown:
                     prefix_cache.forget(slot)
                 else:
-                    prefix_cache.keep(slot, client, session.computed, session.return_points)
+                    prefix_cache.keep(slot, client, session.computed, session.return_points, floor=floor)
                 del self._sessions[session.id]
                 self._note_sessions()
                 session.close(self._to_keep(session))
@@ -311,7 +311,7 @@ class Coordinator:
             self._disk_history,
             send=lambda fetch: ring.fetch(fetch),  # noqa: PLW0108 - the ring is made with it
             clock_ms=self._clock_ms,
-            can_trim=options.can_trim,
+            can_trim=options.can_trim and not options.has_windows,
             block_positions=options.block_positions,
             is_first_ring=is_first,
         )
@@ -423,8 +423,10 @@ class Coordinator:
             return PrefixMatch(slot, slot, 0)
         if num_positions > prefix_match.num_cached:
             active_ring.disk.used(num_positions)
-            checkpoints = () if self._options.can_trim else (num_positions,)
-            return PrefixMatch(slot, slot, num_positions, checkpoints, fetch)
+            options = self._options
+            checkpoints = () if options.can_trim else (num_positions,)
+            floor = num_positions if options.has_windows and options.can_trim else 0
+            return PrefixMatch(slot, slot, num_positions, checkpoints, fetch, floor)
         if fetch:
             active_ring.disk.drop(fetch)
         if prefix_match.source_slot == slot:
@@ -440,10 +442,12 @@ class Coordinator:
         if session.telemetry.stats().num_replays:
             # Some of its rows may have been computed on other hosts, and replicated.
             return None
+        computed = session.computed
         return self._active_ring.disk.keep(
-            session.computed,
+            computed,
             request.client,
-            return_points=session.return_points,
+            # Slots that can be trimmed can be cut off there.
+            return_points=(len(computed),) if self._options.can_trim else session.return_points,
             num_prompt=len(request.prompt),
         )
 

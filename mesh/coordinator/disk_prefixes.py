@@ -167,7 +167,8 @@ class DiskPrefixes:
         history: What earlier rings have taught.
         send: Sends a fetch to every stage.
         clock_ms: Monotonic clock, milliseconds.
-        can_trim: Whether slots can go back to any position; if not, prefixes end where a recurrent state is.
+        can_trim: Whether slots can begin with any of a prefix's positions; if not, prefixes end where a state
+            is: of recurrent layers, or rows in sliding windows.
         block_positions: Positions of a block.
         is_first_ring: Whether the stages' slots hold nothing of another ring. Sessions take rows along into
             the next ring. If hidden states are rounded on its way, or were, these rows may be others than the
@@ -248,7 +249,7 @@ class DiskPrefixes:
         return DiskMatch(blocks, num_blocks * self._block_positions)
 
     def _to_state(self, names: BlockNames, num_blocks: int, most_positions: int) -> DiskMatch | None:
-        """The longest prefix that ends in a recurrent state."""
+        """The longest prefix that ends with a state."""
         for stop in sorted(set(self._stages[0].states.values()), reverse=True):
             num_before = names.start_of_state(stop) // self._block_positions
             if stop > most_positions or num_before > num_blocks:

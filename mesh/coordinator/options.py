@@ -27,6 +27,8 @@ class CoordinatorOptions:
         max_waiting: Requests that may wait for a slot; at least 1.
         controller: Limits of speculation, and fixed widths and depths.
         can_trim: Whether sessions can go back to any earlier position.
+        has_windows: Whether some layers attend to a sliding window only. A prefix from disk lacks rows before
+            the windows at its end, so its slot cannot go back further.
         num_checkpoints: Where they cannot: checkpoints of each slot to which they can go back; with 0 nothing
             is proposed.
         cancels: Whether stages are told at once of windows that a rejection voided; otherwise the next window
@@ -49,6 +51,7 @@ class CoordinatorOptions:
     max_waiting: int = 64
     controller: ControllerOptions = field(default_factory=ControllerOptions)
     can_trim: bool = True
+    has_windows: bool = False
     num_checkpoints: int = 0
     cancels: bool = True
     repair_wait_s: float = 2.5

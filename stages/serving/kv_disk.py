@@ -41,6 +41,10 @@ _MOST_WAITING_BYTES: Final = 2**28
 _MOST_WAITING: Final = 8
 # An `Open` follows a fetch at once, behind the windows that are under way.
 _FETCHED_KEPT_S: Final = 30.0
+# llama.cpp returns the rows of some models in no form that is known, which shows only after a copy. Another
+# reason passes: that it has yet to copy rows from slot to slot.
+_SHORTEST_REST_S: Final = 1.0
+_LONGEST_REST_S: Final = 64.0
 # When a stage ends, it waits for writes for so long.
 _CLOSE_S: Final = 1.5
 _NAMES_A_MESSAGE: Final = 4096
@@ -114,6 +118,8 @@ class KvDisk:
         # Names that are about to be written.
         self._coming: set[bytes] = set()
         self._num_waiting_bytes = 0
+        self._rest_s = _SHORTEST_REST_S
+        self._rests_until_s = -1.0
         self._writes: set[asyncio.Task[None]] = set()
         self._reads: set[asyncio.Task[None]] = set()
         self._fetches: dict[int, _Fetch] = {}
@@ -160,7 +166,8 @@ class KvDisk:
         ]
         if not places:
             return
-        if len(self._writes) >= _MOST_WAITING or self._num_waiting_bytes > _MOST_WAITING_BYTES:
+        is_behind = len(self._writes) >= _MOST_WAITING or self._num_waiting_bytes > _MOST_WAITING_BYTES
+        if is_behind or self._loop.time() < self._rests_until_s:
             self._stats.num_left_out += len(places)
             return
         copying = self._copy_slot(
@@ -244,6 +251,7 @@ class KvDisk:
             copied = await copying
             if copied is None:
                 return
+            self._rest_s = _SHORTEST_REST_S
             num_bytes = copied.num_bytes
             self._num_waiting_bytes += num_bytes
             blocks, used_ns = copied.blocks(places), self._clock_ns()
@@ -255,6 +263,8 @@ class KvDisk:
                     added.append(name)
         except MeshError as error:
             log.warning("rows_not_copied", reason=error.message)
+            self._rests_until_s = self._loop.time() + self._rest_s
+            self._rest_s = min(2 * self._rest_s, _LONGEST_REST_S)
         except Exception:
             # Whatever fails here, no session does.
             log.exception("blocks_not_written")

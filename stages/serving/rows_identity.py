@@ -67,7 +67,7 @@ class RowsSetting:
             options.repacks,
             options.num_threads if options.exact else 0,
             options.num_slots,
-            options.ctx_size if runtime.has_rope_scaling else 0,
+            options.ctx_size if runtime.may_scale_rotations else 0,
         )
 
 

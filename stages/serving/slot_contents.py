@@ -326,34 +326,39 @@ class KvSlots:
     ) -> SlotCopy | None:
         """Copy of a slot's first positions, for the disk.
 
+        Of a model with sliding windows llama.cpp saves the rows in the windows at the slot's end only. If
+        they are wanted, the slot drops all positions beyond, which were rejected.
+
         Args:
             slot: The slot.
             num_positions: Number of the positions.
             tokens_sha256: SHA-256 of their token ids.
-            state_positions: Numbers of positions behind which recurrent states are wanted.
+            state_positions: Numbers of positions behind which states are wanted: recurrent states, or rows in
+                sliding windows.
             most_bytes: Most bytes of the slot's rows.
 
         Returns:
-            The copy, without states that are not kept; None if the slot holds other tokens, or llama.cpp
-            does not return its rows, or too many.
+            The copy, without states that are not kept; None if the slot holds other tokens, or too many rows.
 
         Raises:
-            MeshError: If llama.cpp fails.
+            MeshError: If llama.cpp does not return the rows.
         """
         is_same = 0 < num_positions <= self._tokens.length(slot)
         if not is_same or self._tokens.digest(slot, num_positions) != tokens_sha256:
             return None
         if self._runtime.num_kv_bytes(slot) > most_bytes:
             return None
-        try:
-            rows = self._runtime.kv_rows(slot)
-        except UncuttableModel:
-            return None
+        tokens = self._tokens.tokens(slot)[:num_positions].copy()
+        info = self._runtime.info
+        if info.has_windows and info.can_trim:
+            if num_positions in state_positions:
+                self.trim(slot, num_positions)
+            rows, window = self._runtime.kv_rows_and_window(slot)
+            return SlotCopy(tokens, rows, {rows.stop: window})
+        rows = self._runtime.kv_rows(slot)
         states = {position: self._runtime.state_at(slot, position) for position in state_positions}
         return SlotCopy(
-            self._tokens.tokens(slot)[:num_positions].copy(),
-            rows,
-            {position: state for position, state in states.items() if state is not None},
+            tokens, rows, {position: state for position, state in states.items() if state is not None}
         )
 
     def _return_point(self, slot: int, num_cached: int, num_resumed: int, sent_row_bytes: int) -> int:

@@ -144,3 +144,42 @@ async def test_a_model_with_recurrent_layers_goes_on_from_a_checkpoint(name: str
             # And further, from the checkpoint in its slot.
             again = GenerationRequest((*turn.prompt, *found[0], 3), 2)
             assert (await ask(coordinator, again))[1] == len(turn.prompt) + NUM_TOKENS - 1
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma4"])
+async def test_a_model_with_sliding_windows_goes_on_behind_an_answer(name: str, tmp_path: Path) -> None:
+    """Its slot then holds nothing before the windows: what begins with less is computed from the start."""
+    model = TINY_FAMILIES[name].write(tmp_path / f"{name}.gguf")
+    whole = WholeModelEngine(model, context_length=CTX_SIZE, num_slots=1)
+    options = RuntimeOptions(num_slots=NUM_SLOTS, ctx_size=CTX_SIZE, exact=True)
+    prompt = tuple(number * 7 % 300 + 10 for number in range(90))
+    first = GenerationRequest(prompt, NUM_TOKENS)
+    answer = await whole_text(whole, first)
+    goes_on = GenerationRequest((*prompt, *answer, 9, 9), NUM_TOKENS, sampling=SamplingParams(1.0, seed=3))
+    branches = GenerationRequest((*prompt[:-3], 5, 5), NUM_TOKENS)
+    texts = {turn: await whole_text(whole, turn) for turn in (goes_on, branches)}
+    whole.close()
+    num_kept = len(prompt) + NUM_TOKENS - 1
+
+    def serving() -> contextlib.AbstractAsyncContextManager[Coordinator]:
+        return mesh(
+            model,
+            TINY_FAMILIES[name].cuts[:1],
+            tmp_path / "cache",
+            tmp_path / "kv",
+            options,
+            n_vocab=320,
+            has_windows=True,
+            make_proposer=NgramProposer,
+            controller=ControllerOptions(fixed_width=3, fixed_depth=3),
+        )
+
+    async with serving() as coordinator:
+        assert await ask(coordinator, first) == (answer, 0)
+        # Whole blocks, and one behind the last position.
+        await known(coordinator, (num_kept - 1) // SIZE + 1)
+        assert await ask(coordinator, branches) == (texts[branches], len(prompt) - 3), "from its slot"
+    async with serving() as coordinator:
+        assert await ask(coordinator, goes_on) == (texts[goes_on], num_kept)
+        assert await ask(coordinator, branches) == (texts[branches], 0)
+        assert coordinator.status()["prefix_mismatches"] == 0

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from spanmesh_proto import windows_pb2 as wire
-from spanmesh_proto.errors import PrefixMismatch, StageFailed
+from spanmesh_proto.errors import InvalidWindow, PrefixMismatch, StageFailed, UncuttableModel
 from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
@@ -199,7 +199,26 @@ async def test_many_blocks_are_told_in_several_messages(
     assert [news.rows_identity for news in told] == [IDENTITY, b"", b""]
 
 
+async def test_a_stage_whose_rows_cannot_be_copied_is_left_alone_for_a_while(bench: Bench) -> None:
+    bench.fill(1, TEXT[:40])
+    bench.error = StageFailed("llama.cpp saves them otherwise")
+    rests_s = []
+    for _ in range(9):
+        await bench.keep(1, keep_of(40))
+        await bench.keep(1, keep_of(40))
+        rests_s.append(round(bench.disk._rests_until_s - asyncio.get_running_loop().time()))
+        bench.disk._rests_until_s = -1.0
+    assert bench.num_copies == 9
+    assert rests_s == [1, 2, 4, 8, 16, 32, 64, 64, 64]
+    assert bench.disk.stats().num_left_out == 2 * 9 * 5
+    bench.error = None
+    await bench.keep(1, keep_of(40))
+    assert bench.disk.stats().num_written == 5
+    assert bench.disk._rest_s == 1
+
+
 async def test_only_what_the_slot_holds_is_kept(bench: Bench, tmp_path: Path) -> None:
+    bench.disk._rest_s = 0.0
     bench.fill(1, TEXT[:40])
     for slot, order in (
         (1, keep_of(48)),
@@ -362,9 +381,12 @@ def test_a_model_s_files_are_known_by_their_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek2", "falcon-h1", "mamba2", "qwen3next"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "qwen3", "deepseek2", "gpt-oss", "gemma4", "falcon-h1", "mamba2", "qwen3next"],
+)
 def test_real_rows_come_back_to_the_bit(name: str, tmp_path: Path) -> None:
-    """From one process's slot over the disk into another's, in exact mode; with its state if it has one."""
+    """From one process's slot over the disk into another's, in exact mode; with a state if it has one."""
     path = stage_of(name, tmp_path)
     options = RuntimeOptions(num_slots=3, ctx_size=128, exact=True, num_checkpoints=2)
     text, stop, end = LONG_TEXT, 48, 50
@@ -374,9 +396,10 @@ def test_real_rows_come_back_to_the_bit(name: str, tmp_path: Path) -> None:
         slots, other = slots_of(runtime), slots_of(copy)
         compute(slots, 1, 0, text[:end])
         compute(slots, 1, end, text[:60], checkpoints=(end,))
-        can_trim = runtime.info.can_trim
+        has_state = runtime.info.has_windows or not runtime.info.can_trim
+        assert has_state == (name in {"gpt-oss", "gemma4", "falcon-h1", "mamba2", "qwen3next"})
         places = [BlockPlace(name_of(each, text), each - 16, each) for each in (16, 32, 48)]
-        if not can_trim:
+        if has_state:
             places.append(BlockPlace(name_of(end, text), 48, end, has_state=True))
             stop = end
         copied = slots.copy_of(1, stop, keep_of(stop, text).tokens_sha256, (end,), 2**30)
@@ -398,11 +421,24 @@ def test_real_rows_come_back_to_the_bit(name: str, tmp_path: Path) -> None:
             (expected,) = _after(path, options, text, first, last)
             (hidden,) = copy.decode([Span(2, first, text[first:last])])
             assert np.array_equal(hidden, expected)
-        if not can_trim:
+        if runtime.info.has_windows:
+            with pytest.raises(UncuttableModel, match="cannot go back to position 49: before 50 it lacks"):
+                other.trim(2, 49)
+            with pytest.raises(InvalidWindow, match="a window starts at position 49"):
+                copy.decode([Span(2, 49, text[49:52])])
+            copy.copy(2, 1, stop)
+            with pytest.raises(UncuttableModel):
+                copy.trim(1, 20)
+        if has_state:
             other.trim(2, stop)
             (expected,) = _after(path, options, text, stop, stop + 3)
             (hidden,) = copy.decode([Span(2, stop, text[stop : stop + 3])])
             assert np.array_equal(hidden, expected), "it can go back to where it began"
+        if runtime.info.has_windows:
+            copy.trim(2, 0)
+            copy.decode([Span(2, 0, text[:20])])
+            copy.trim(2, 10)
+            assert copy.length(2) == 10, "of what was computed since, nothing is missing"
 
 
 def _after(path: Path, options: RuntimeOptions, text: Sequence[int], first: int, last: int) -> Any:
