@@ -333,6 +333,8 @@ class DiskPrefixes:
         missing = [block for block in blocks if not self._is_held(block.name)]
         if not missing:
             return None
+        # The stages' copies always end where the last state is.
+        missing += [block for block in blocks if block.has_state and block not in missing]
         num_positions = max(block.stop for block in missing)
         ids = np.asarray(tokens[:num_positions], np.int64)
         return wire.Keep(

@@ -272,6 +272,11 @@ def _joined_cache(caches: Sequence[_Cache]) -> Iterator[_Joined]:
         yield _Joined.of_bytes(rest)
 
 
+def no_state() -> NDArray[np.uint8]:
+    """A state of a sequence whose rows are all that it has, uint8 (bytes): a head alone."""
+    return np.zeros(_HEAD_BYTES, np.uint8)
+
+
 def without_head(saved: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """What llama.cpp saves of a sequence, without what it begins with."""
     return saved[_HEAD_BYTES:]

@@ -160,9 +160,9 @@ class KvDisk:
             slot: The slot.
             order: Its tokens, and the blocks.
         """
-        places = [place for block in order.blocks if (place := BlockPlace.from_wire(block)) is not None]
+        named = [place for block in order.blocks if (place := BlockPlace.from_wire(block)) is not None]
         places = [
-            place for place in places if place.name not in self._blocks and place.name not in self._coming
+            place for place in named if place.name not in self._blocks and place.name not in self._coming
         ]
         if not places:
             return
@@ -174,7 +174,8 @@ class KvDisk:
             slot,
             order.num_positions,
             order.tokens_sha256,
-            [place.stop for place in places if place.has_state],
+            # Of those that are there, too: it depends on them how rows are saved.
+            [place.stop for place in named if place.has_state],
             self._most_prefix_bytes(),
         )
         self._coming.update(place.name for place in places)

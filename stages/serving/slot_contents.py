@@ -14,7 +14,7 @@ import numpy as np
 
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError, PrefixMismatch, ProtocolError, UncuttableModel
-from stages.runtime.kv_state import KvRows
+from stages.runtime.kv_state import KvRows, no_state
 from stages.sampling.verifier import TokenRecord
 from stages.serving.prefix_blocks import SlotCopy
 from stages.serving.state_arrivals import ArrivedRows, StateArrivals, state_messages
@@ -326,8 +326,8 @@ class KvSlots:
     ) -> SlotCopy | None:
         """Copy of a slot's first positions, for the disk.
 
-        Of a model with sliding windows llama.cpp saves the rows in the windows at the slot's end only. If
-        they are wanted, the slot drops all positions beyond, which were rejected.
+        Of a model with sliding windows llama.cpp saves the rows in the windows at the slot's end only. If a
+        state is wanted, the slot drops all positions beyond, which were rejected.
 
         Args:
             slot: The slot.
@@ -349,17 +349,16 @@ class KvSlots:
         if self._runtime.num_kv_bytes(slot) > most_bytes:
             return None
         tokens = self._tokens.tokens(slot)[:num_positions].copy()
-        info = self._runtime.info
-        if info.has_windows and info.can_trim:
-            if num_positions in state_positions:
-                self.trim(slot, num_positions)
-            rows, window = self._runtime.kv_rows_and_window(slot)
-            return SlotCopy(tokens, rows, {rows.stop: window})
-        rows = self._runtime.kv_rows(slot)
-        states = {position: self._runtime.state_at(slot, position) for position in state_positions}
-        return SlotCopy(
-            tokens, rows, {position: state for position, state in states.items() if state is not None}
-        )
+        runtime = self._runtime
+        if not runtime.info.can_trim:
+            states = {position: runtime.state_at(slot, position) for position in state_positions}
+            found = {position: state for position, state in states.items() if state is not None}
+            return SlotCopy(tokens, runtime.kv_rows(slot), found)
+        if runtime.info.has_windows and state_positions:
+            self.trim(slot, num_positions)
+            rows, window = runtime.kv_rows_and_window(slot)
+            return SlotCopy(tokens, rows, {num_positions: window})
+        return SlotCopy(tokens, runtime.kv_rows(slot), dict.fromkeys(state_positions, no_state()))
 
     def _return_point(self, slot: int, num_cached: int, num_resumed: int, sent_row_bytes: int) -> int:
         """How many positions of a slot a session goes on from: as many as may be the session's.
