@@ -37,7 +37,7 @@ from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 log = structlog.get_logger()
 
@@ -153,8 +153,7 @@ class _Chat:
 
     def disk(self) -> dict[str, Any]:
         """`kv_disk` of the status."""
-        found: dict[str, Any] = ask_head(self._url + "/mesh/status", self._key)["kv_disk"] or {}
-        return found
+        return ask_head(self._url + "/mesh/status", self._key).get("kv_disk") or {}
 
     def is_on(self) -> bool:
         return bool(self.disk().get("on"))
@@ -163,7 +162,7 @@ class _Chat:
         return sum(stage["damaged"] for stage in self.disk()["stages"] if stage is not None)
 
 
-def _wait_until(is_so: Any, what: str) -> None:
+def _wait_until(is_so: Callable[[], object], what: str) -> None:
     deadline_s = time.monotonic() + _PATIENCE_S
     while not is_so():
         if time.monotonic() > deadline_s:
