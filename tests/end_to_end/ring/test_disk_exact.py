@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mesh.coordinator.coordinator import Coordinator
 
 pytestmark = pytest.mark.model
+SWEEP: Final = pytest.mark.sweep
 
 CTX_SIZE: Final = 256
 NUM_SLOTS: Final = 2
@@ -73,7 +74,9 @@ async def ask(coordinator: Coordinator, request: GenerationRequest) -> tuple[lis
     return tokens, last.stats.num_cached
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(), HOT], ids=["greedy", "hot"])
+@pytest.mark.parametrize(
+    "sampling", [pytest.param(SamplingParams(), marks=SWEEP), HOT], ids=["greedy", "hot"]
+)
 async def test_a_chat_goes_on_with_the_very_text(
     sampling: SamplingParams,
     short_smollm2_path: Path,  # noqa: F811
@@ -115,7 +118,9 @@ async def test_a_chat_goes_on_with_the_very_text(
         assert await ask(coordinator, second) == (expected, 0)
 
 
-@pytest.mark.parametrize("name", ["mamba2", "falcon-h1", "qwen3next"])
+@pytest.mark.parametrize(
+    "name", ["falcon-h1", *(pytest.param(each, marks=SWEEP) for each in ("mamba2", "qwen3next"))]
+)
 async def test_a_model_with_recurrent_layers_goes_on_from_a_checkpoint(name: str, tmp_path: Path) -> None:
     """Behind the answer, or where the next turn is written otherwise, before the end of the prompt."""
     model = TINY_FAMILIES[name].write(tmp_path / f"{name}.gguf")
@@ -146,7 +151,7 @@ async def test_a_model_with_recurrent_layers_goes_on_from_a_checkpoint(name: str
             assert (await ask(coordinator, again))[1] == len(turn.prompt) + NUM_TOKENS - 1
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "gemma4"])
+@pytest.mark.parametrize("name", ["gemma4", pytest.param("gpt-oss", marks=SWEEP)])
 async def test_a_model_with_sliding_windows_goes_on_behind_an_answer(name: str, tmp_path: Path) -> None:
     """Its slot then holds nothing before the windows: what begins with less is computed from the start."""
     model = TINY_FAMILIES[name].write(tmp_path / f"{name}.gguf")
