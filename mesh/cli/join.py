@@ -61,6 +61,7 @@ def join(
     give_up_after: float,
     models_dir: Path | None,
     cache_bytes: int | None,
+    kv_disk_bytes: int | None,
 ) -> int:
     """Join the mesh that printed TOKEN with this host.
 
@@ -83,7 +84,7 @@ def join(
     from mesh.placement.gpu_layers import parse_cpu_moe  # noqa: PLC0415
     from mesh.util.tasks import run_interruptible  # noqa: PLC0415 - brings grpc, which a refusal needs not
 
-    storage_from(models_dir=models_dir, cache_bytes=cache_bytes)
+    storage_from(models_dir=models_dir, cache_bytes=cache_bytes, kv_disk_bytes=kv_disk_bytes)
     options = JoinOptions(
         token=_with_found_addresses(text) if discover else text,
         name=name or socket.gethostname(),

@@ -67,6 +67,14 @@ class MemorySize(ParsedText[int]):
         return parse_size(text)
 
 
+class DiskSize(MemorySize):
+    """`20G`, `512M` and the like, or `none`."""
+
+    def parse(self, text: str) -> int:
+        """To bytes; 0 for none."""
+        return 0 if text.strip().lower() == "none" else super().parse(text)
+
+
 class Ports(ParsedText["PortRange"]):
     """`20000-20099`."""
 

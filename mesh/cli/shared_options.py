@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from mesh.cli.option_types import (
+    DiskSize,
     GpuLayers,
     LayerCounts,
     MemorySize,
@@ -259,6 +260,14 @@ storage_options: Final = option_group(
         metavar="SIZE",
         help="Limit of stage files on this host's disk; the least recently used are removed first.",
     ),
+    click.option(
+        "--kv-disk",
+        "kv_disk_bytes",
+        type=DiskSize(),
+        metavar="SIZE|none",
+        help="Keep the KV cache of prompts and answers on disk, up to SIZE on each host, so that it outlives "
+        "the processes; a host's own option wins.  [default: none]",
+    ),
 )
 # Of the head.
 weights_options: Final = option_group(
@@ -277,11 +286,14 @@ weights_options: Final = option_group(
 )
 
 
-def storage_from(*, models_dir: Path | None, cache_bytes: int | None) -> StorageOptions:
+def storage_from(
+    *, models_dir: Path | None, cache_bytes: int | None, kv_disk_bytes: int | None
+) -> StorageOptions:
     """What the user says; processes that are started from now on know it."""
     from stages.weights.disk_cache import StorageOptions  # noqa: PLC0415 - keeps --help quick
 
-    storage = StorageOptions(models_dir.resolve() if models_dir is not None else None, cache_bytes)
+    models = models_dir.resolve() if models_dir is not None else None
+    storage = StorageOptions(models, cache_bytes, kv_disk_bytes)
     storage.to_environment()
     return storage
 
@@ -291,13 +303,14 @@ def weights_from(
     *,
     models_dir: Path | None,
     cache_bytes: int | None,
+    kv_disk_bytes: int | None,
     transfer_rate: int | None,
     hub_first: bool,
 ) -> WeightsOptions:
     """What the user of `mesh serve` says."""
     from mesh.serve.options import WeightsOptions  # noqa: PLC0415 - keeps --help quick
 
-    storage_from(models_dir=models_dir, cache_bytes=cache_bytes)
+    storage_from(models_dir=models_dir, cache_bytes=cache_bytes, kv_disk_bytes=kv_disk_bytes)
     return WeightsOptions(transfer_rate, pulled.hub, hub_first)
 
 

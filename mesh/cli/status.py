@@ -158,6 +158,22 @@ def _print_counts(console: Console, status: Mapping[str, Any]) -> None:
         )
     if speculation:
         _print_speculation(console, speculation)
+    if kv_disk := status.get("kv_disk"):
+        console.print(f"kv disk: {kv_disk_text(kv_disk)}", highlight=False, soft_wrap=True)
+
+
+def kv_disk_text(kv_disk: Mapping[str, Any]) -> str:
+    """Blocks on the stages' disks: what is there, what it was used for, and what went wrong.
+
+    Args:
+        kv_disk: `kv_disk` of the status.
+    """
+    stages = [stage for stage in kv_disk["stages"] if stage is not None]
+    files, size, damaged = (sum(stage[name] for stage in stages) for name in ("files", "bytes", "damaged"))
+    off = "" if kv_disk["on"] else "; not used"
+    used = f"{kv_disk['fetched_tokens']} tokens of {kv_disk['fetched']} requests restored"
+    wrong = f"{kv_disk['failed']} fetches failed, {damaged} files damaged"
+    return f"{files} files, {format_size(size)}; {used}, {wrong}{off}"
 
 
 def _groups(sessions: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from mesh.coordinator.checkpoint_plan import CheckpointPlan
+from mesh.coordinator.disk_prefixes import DiskHistory, DiskPrefixes
 from mesh.coordinator.feature_streams import FeatureStreams
 from mesh.coordinator.generation import Generation
 from mesh.coordinator.prefix_cache import PrefixMatch
@@ -134,6 +135,7 @@ class Coordinator:
             make_proposers, options, num_sessions=self._num_moving, clock_ms=self._clock_ms
         )
         self._cpu_latency = CpuLatencyRequest()
+        self._disk_history = DiskHistory()
         self._request_gate = RequestGate(options.repair_wait_s)
         self._broken = asyncio.Event()
         self._reconnecting = asyncio.Lock()
@@ -141,7 +143,7 @@ class Coordinator:
         self._num_reconnects = 0
         self._num_prefix_mismatches = 0
         self._is_whole = False
-        self._active_ring = self._open_ring(stages, mesh_id, mesh_key)
+        self._active_ring = self._open_ring(stages, mesh_id, mesh_key, is_first=True)
 
     @property
     def context_length(self) -> int:
@@ -244,14 +246,17 @@ class Coordinator:
             self._sessions[session.id] = session
             self._note_sessions()
             prefix_cache, slot, client = self._slots.prefix_cache, prefix_match.slot, request.client
+            floor = prefix_match.floor
             try:
                 session.start(request.prompt)
-                prefix_cache.expect(slot, client, request.prompt[: prefix_match.num_cached])
+                prefix_cache.expect(slot, client, request.prompt[: prefix_match.num_cached], floor=floor)
                 part = await session.next_part()
+                stats = part.stats
+                if not stats.num_replays:
+                    self._disk_history.computed(len(request.prompt) - stats.num_cached, stats.prefill_ms)
                 # Other sessions may begin with the same prompt while this one runs.
-                prefix_cache.keep(
-                    slot, client, session.computed[: len(request.prompt)], session.return_points
-                )
+                computed = session.computed[: len(request.prompt)]
+                prefix_cache.keep(slot, client, computed, session.return_points, floor=floor)
                 yield part
                 while part.finish is None:
                     part = await session.next_part()
@@ -260,10 +265,10 @@ class Coordinator:
                 if session.is_slot_unknown:
                     prefix_cache.forget(slot)
                 else:
-                    prefix_cache.keep(slot, client, session.computed, session.return_points)
+                    prefix_cache.keep(slot, client, session.computed, session.return_points, floor=floor)
                 del self._sessions[session.id]
                 self._note_sessions()
-                session.close()
+                session.close(self._to_keep(session))
                 self._past = self._past.merge(session.telemetry.report())
 
     def status(self) -> dict[str, Any]:
@@ -288,6 +293,7 @@ class Coordinator:
             "speculation": self._speculation(),
             "stages": self._active_ring.status(),
             "round_trips": self._active_ring.round_trips(),
+            "kv_disk": self._active_ring.disk.status(self._ring.latest_stats),
         }
 
     async def stage_stats(self) -> list[wire.StageStats]:
@@ -302,9 +308,20 @@ class Coordinator:
     def _ring(self) -> Ring:
         return self._active_ring.ring
 
-    def _open_ring(self, stages: Sequence[StageAddress], mesh_id: str, mesh_key: str) -> ActiveRing:
+    def _open_ring(
+        self, stages: Sequence[StageAddress], mesh_id: str, mesh_key: str, *, is_first: bool = False
+    ) -> ActiveRing:
         options = self._options
         terms = RingTerms(mesh_id, mesh_key, self._term, options.ping_interval_s, options.ping_timeout_s)
+        disk = DiskPrefixes(
+            [stage.wire for stage in stages[:-1]],
+            self._disk_history,
+            send=lambda fetch: ring.fetch(fetch),  # noqa: PLW0108 - the ring is made with it
+            clock_ms=self._clock_ms,
+            can_trim=options.can_trim and not options.has_windows,
+            block_positions=options.block_positions,
+            is_first_ring=is_first,
+        )
         ring = Ring(
             stages,
             terms,
@@ -315,6 +332,7 @@ class Coordinator:
             clock_s=self._clock_s,
             identity=self._identity,
             token_texts=options.token_texts,
+            on_blocks=disk.on_reply,
         )
         features = None
         if options.feature_needs is not None:
@@ -331,6 +349,7 @@ class Coordinator:
             ring,
             options.max_rows,
             clock_ms=self._clock_ms,
+            disk=disk,
             features=features,
             num_groups=options.num_groups,
         )
@@ -338,6 +357,7 @@ class Coordinator:
     def _suspend(self) -> None:
         self._is_whole = False
         self._request_gate.hold()
+        self._active_ring.disk.close()
         if self._replayer is not None:
             self._replayer.drop()
         for session in self._sessions.values():
@@ -393,7 +413,50 @@ class Coordinator:
                 # The ring broke while the session waited for the slot: what the slot held is lost.
                 await self._request_gate.opened()
                 prefix_match = PrefixMatch(prefix_match.slot, prefix_match.slot, 0)
+            if request.uses_cache:
+                prefix_match = await self._fetched(prefix_match, request)
         return prefix_match
+
+    async def _fetched(self, prefix_match: PrefixMatch, request: GenerationRequest) -> PrefixMatch:
+        """The cached prefix, or a longer one that the stages have read from their disks into memory."""
+        active_ring, slot = self._active_ring, prefix_match.slot
+        found = active_ring.disk.find(request.prompt, request.client, prefix_match.num_cached)
+        if found is None:
+            return prefix_match
+        fetch, num_positions = await active_ring.disk.fetch(found)
+        if active_ring is not self._active_ring or not self._request_gate.is_open:
+            # The ring broke meanwhile: what was in memory is lost.
+            await self._request_gate.opened()
+            return PrefixMatch(slot, slot, 0)
+        if num_positions > prefix_match.num_cached:
+            active_ring.disk.used(num_positions)
+            options = self._options
+            checkpoints = () if options.can_trim else (num_positions,)
+            floor = num_positions if options.has_windows and options.can_trim else 0
+            return PrefixMatch(slot, slot, num_positions, checkpoints, fetch, floor)
+        if fetch:
+            active_ring.disk.drop(fetch)
+        if prefix_match.source_slot == slot:
+            return prefix_match
+        # Another slot may have changed meanwhile.
+        return self._slots.prefix_cache.match(request.prompt, request.client, {slot})
+
+    def _to_keep(self, session: Session) -> wire.Keep | None:
+        """What the stages are to keep on disk of a session that has ended."""
+        request = session.request
+        if session.is_slot_unknown or not self._is_whole or not request.uses_cache:
+            return None
+        if session.telemetry.stats().num_replays:
+            # Some of its rows may have been computed on other hosts, and replicated.
+            return None
+        computed = session.computed
+        return self._active_ring.disk.keep(
+            computed,
+            request.client,
+            # Slots that can be trimmed can be cut off there.
+            return_points=(len(computed),) if self._options.can_trim else session.return_points,
+            num_prompt=len(request.prompt),
+        )
 
     def _note_sessions(self) -> None:
         self._cpu_latency.update(len(self._sessions))
@@ -525,6 +588,7 @@ def _session_spec(session: int, prefix_match: PrefixMatch, request: GenerationRe
         request.prompt[: prefix_match.num_cached],
         prefix_match.source_slot,
         grammar=request.grammar,
+        fetch=prefix_match.fetch,
     )
 
 

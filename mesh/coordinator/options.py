@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mesh.coordinator.disk_prefixes import BLOCK_POSITIONS
 from speculative.controller import ControllerOptions
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ class CoordinatorOptions:
         max_waiting: Requests that may wait for a slot; at least 1.
         controller: Limits of speculation, and fixed widths and depths.
         can_trim: Whether sessions can go back to any earlier position.
+        has_windows: Whether some layers attend to a sliding window only. A prefix from disk lacks rows before
+            the windows at its end, so its slot cannot go back further.
         num_checkpoints: Where they cannot: checkpoints of each slot to which they can go back; with 0 nothing
             is proposed.
         cancels: Whether stages are told at once of windows that a rejection voided; otherwise the next window
@@ -38,6 +41,7 @@ class CoordinatorOptions:
         token_texts: Returns the vocabulary, which a tail needs for grammars; None refuses grammars.
         feature_needs: Hidden states that a drafter reads; None if there is no such drafter.
         num_groups: Fixed number of groups of decoding sessions; None to find the best one.
+        block_positions: Positions of a block of KV rows, where stages keep such on disk.
     """
 
     context_length: int
@@ -47,6 +51,7 @@ class CoordinatorOptions:
     max_waiting: int = 64
     controller: ControllerOptions = field(default_factory=ControllerOptions)
     can_trim: bool = True
+    has_windows: bool = False
     num_checkpoints: int = 0
     cancels: bool = True
     repair_wait_s: float = 2.5
@@ -56,3 +61,4 @@ class CoordinatorOptions:
     token_texts: Callable[[], TokenTexts] | None = None
     feature_needs: FeatureNeeds | None = None
     num_groups: int | None = None
+    block_positions: int = BLOCK_POSITIONS

@@ -28,12 +28,16 @@ class PrefixMatch:
         source_slot: Slot that holds the first tokens of its prompt.
         num_cached: Number of those tokens.
         checkpoints: Positions of the checkpoints among them, in models with recurrent layers.
+        fetch: Id of the fetch that has read them from disk, if no slot holds them; else 0.
+        floor: Fewest positions to which a slot with this prefix can go back, besides 0.
     """
 
     slot: int
     source_slot: int
     num_cached: int
     checkpoints: tuple[int, ...] = ()
+    fetch: int = 0
+    floor: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class _CachedPrefix:
     tokens: NDArray[np.int64]
     used: int
     return_points: tuple[int, ...] = ()
+    floor: int = 0
 
 
 class PrefixCache:
@@ -82,11 +87,13 @@ class PrefixCache:
             free: Slots without a session, at least one.
         """
         wanted = np.asarray(prompt[:-1], np.int64)
+        prefixes = self._cached | self._expected
         common = {
             slot: num_common(wanted, cached.tokens)
-            for slot, cached in (self._cached | self._expected).items()
+            for slot, cached in prefixes.items()
             if cached.client == client
         }
+        common = {slot: num for slot, num in common.items() if num >= prefixes[slot].floor}
         if not self._can_trim:
             common = {
                 slot: max((point for point in self._cached[slot].return_points if point <= num), default=0)
@@ -108,20 +115,33 @@ class PrefixCache:
         if self._is_reused(source, num_cached, free):
             slot = source
         self.forget(slot)
-        return PrefixMatch(slot, source, num_cached, tuple(each for each in points if each <= num_cached))
+        return PrefixMatch(
+            slot,
+            source,
+            num_cached,
+            tuple(each for each in points if each <= num_cached),
+            floor=prefixes[source].floor,
+        )
 
-    def expect(self, slot: int, client: str | None, tokens: Sequence[int]) -> None:
+    def expect(self, slot: int, client: str | None, tokens: Sequence[int], *, floor: int = 0) -> None:
         """Record what a running session's slot will hold when anything sent from now on arrives.
 
         Args:
             slot: Slot of the session; valid until the next `keep` or `forget`.
             client: Client of the session.
             tokens: Token ids from position 0 on, all of them sent.
+            floor: See `PrefixMatch`.
         """
-        self._expected[slot] = self._used_now(client, tokens)
+        self._expected[slot] = self._used_now(client, tokens, floor=floor)
 
     def keep(
-        self, slot: int, client: str | None, tokens: Sequence[int], return_points: Sequence[int] = ()
+        self,
+        slot: int,
+        client: str | None,
+        tokens: Sequence[int],
+        return_points: Sequence[int] = (),
+        *,
+        floor: int = 0,
     ) -> None:
         """Record what verdicts have confirmed since the slot's latest `Open`.
 
@@ -130,10 +150,11 @@ class PrefixCache:
             client: Client of the session.
             tokens: Token ids from position 0 on, computed by every stage.
             return_points: Numbers of those tokens to which a slot that cannot be trimmed can go back.
+            floor: See `PrefixMatch`.
         """
         self.forget(slot)
         if tokens:
-            self._cached[slot] = self._used_now(client, tokens, tuple(return_points))
+            self._cached[slot] = self._used_now(client, tokens, tuple(return_points), floor=floor)
 
     def forget(self, slot: int) -> None:
         """Record that the content of the slot is unknown."""
@@ -151,10 +172,15 @@ class PrefixCache:
         return cached is not None and slot in free and 2 * num_shared >= len(cached.tokens)
 
     def _used_now(
-        self, client: str | None, tokens: Sequence[int], return_points: tuple[int, ...] = ()
+        self,
+        client: str | None,
+        tokens: Sequence[int],
+        return_points: tuple[int, ...] = (),
+        *,
+        floor: int = 0,
     ) -> _CachedPrefix:
         self._num_uses += 1
-        return _CachedPrefix(client, np.asarray(tokens, np.int64), self._num_uses, return_points)
+        return _CachedPrefix(client, np.asarray(tokens, np.int64), self._num_uses, return_points, floor)
 
     def _used(self, slot: int) -> int:
         cached = self._cached.get(slot)

@@ -110,6 +110,7 @@ class Ring:
         clock_s: Monotonic clock, seconds.
         identity: TLS identity of the coordinator; None if all stages are in its process.
         token_texts: Returns the vocabulary, sent when a session first has a grammar.
+        on_blocks: Called with (stage index, reply about blocks on its disk).
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class Ring:
         clock_s: Callable[[], float],
         identity: Identity | None = None,
         token_texts: Callable[[], TokenTexts] | None = None,
+        on_blocks: Callable[[int, wire.ControlReply], None] = lambda _index, _reply: None,
     ) -> None:
         hello = terms.hello()
         self._stages = tuple(stages)
@@ -170,6 +172,7 @@ class Ring:
                 clock_us=lambda: int(clock_s() * 1e6),
                 host=stage.host,
                 identity=identity,
+                on_blocks=lambda reply, index=index: on_blocks(index, reply),  # type: ignore[misc]
             )
             for index, stage in enumerate(stages)
         ]
@@ -226,10 +229,20 @@ class Ring:
         for control in self._controls:
             control.cancel(session, epoch)
 
-    def close_session(self, session: int) -> None:
-        """End a session, at all stages at once."""
+    def close_session(self, session: int, keep: wire.Keep | None = None) -> None:
+        """End a session, at all stages at once; see `ControlStream.close_session`."""
         for control in self._controls:
-            control.close_session(session)
+            control.close_session(session, keep)
+
+    def fetch(self, fetch: wire.Fetch) -> None:
+        """Have all stages read blocks from their disks."""
+        for control in self._controls:
+            control.fetch(fetch)
+
+    @property
+    def latest_stats(self) -> list[wire.StageStats | None]:
+        """Latest counters of every stage, in pipeline order, as far as they have come."""
+        return [control.stats for control in self._controls]
 
     async def stats(self) -> list[wire.StageStats]:
         """Counters of every stage, in pipeline order.

@@ -11,6 +11,7 @@ from mesh.coordinator.prefill_pace import PrefillPace
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from mesh.coordinator.disk_prefixes import DiskPrefixes
     from mesh.coordinator.feature_streams import FeatureStreams
     from mesh.coordinator.ring import Ring, StageAddress
     from spanmesh_proto import windows_pb2 as wire
@@ -101,10 +102,12 @@ class ActiveRing:
         max_rows: Most rows of one window.
         clock_ms: Monotonic clock, milliseconds.
         features: Streams of features; None if no drafter reads any.
+        disk: Blocks on the stages' disks.
         num_groups: Fixed number of groups of decoding sessions; None to find the best one.
 
     Attributes:
         ring: As given.
+        disk: As given.
         features: As given.
         prefill_pace: Sizes of prefill chunks.
         groups: Groups of decoding sessions, whose windows leave together.
@@ -117,10 +120,12 @@ class ActiveRing:
         max_rows: int,
         *,
         clock_ms: Callable[[], float],
+        disk: DiskPrefixes,
         features: FeatureStreams | None = None,
         num_groups: int | None = None,
     ) -> None:
         self.ring = ring
+        self.disk = disk
         self.features = features
         self.prefill_pace = PrefillPace(len(stages), max_rows)
         self.groups = WindowGroups(len(stages), ring.send, clock_ms=clock_ms, num_groups=num_groups)
@@ -145,6 +150,7 @@ class ActiveRing:
     async def close(self) -> None:
         """Close all streams."""
         self.groups.close()
+        self.disk.close()
         if self.features is not None:
             await self.features.close()
         await self.ring.close()

@@ -288,6 +288,7 @@ class Session:
             session=id,
             cached=self.tokens[: prefix_match.num_cached],
             source_slot=prefix_match.source_slot,
+            fetch=0,
             # In the same ring it begins anew because a stage does not hold what was expected.
             resumed=Resumed(self.id, self._generation.num_resumable) if is_elsewhere else NOTHING_RESUMED,
         )
@@ -399,10 +400,14 @@ class Session:
             self._loop.call_soon(self._output_queue.put, error)
             self._note_replayed()
 
-    def close(self) -> None:
-        """Send nothing more, free the slot at every stage, and close the proposer."""
+    def close(self, keep: wire.Keep | None = None) -> None:
+        """Send nothing more, free the slot at every stage, and close the proposer.
+
+        Args:
+            keep: Blocks of the slot that the stages are to keep on disk, if there are any.
+        """
         self._is_over = True
-        self._active_ring.ring.close_session(self.id)
+        self._active_ring.ring.close_session(self.id, keep)
         self._count_decoding(is_decoding=False)
         self._note_replayed()
         if self._speculator is not None:

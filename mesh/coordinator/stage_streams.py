@@ -31,6 +31,7 @@ log = structlog.get_logger()
 # least, so its two directions are the most alike, and half of its round trip bounds the error. At four
 # queries a second these are 4 s: two clocks drift apart by less than half a millisecond.
 _NUM_SAMPLES = 16
+_ABOUT_BLOCKS = frozenset({"block_news", "fetched"})
 
 
 class _Sample(NamedTuple):
@@ -82,9 +83,11 @@ class ControlStream:
         clock_us: Monotonic, microseconds.
         host: Name of the host that must answer at the address.
         identity: TLS identity of this process; None if both ends are in one process.
+        on_blocks: Called with each reply that is about blocks on the stage's disk.
 
     Attributes:
         clock: Clock offset and round trip of the stage.
+        stats: The stage's latest counters; None before the first.
     """
 
     def __init__(
@@ -99,8 +102,11 @@ class ControlStream:
         clock_us: Callable[[], int],
         host: str = "",
         identity: Identity | None = None,
+        on_blocks: Callable[[wire.ControlReply], None] = lambda _reply: None,
     ) -> None:
         self.clock = ClockOffset()
+        self.stats: wire.StageStats | None = None
+        self._on_blocks = on_blocks
         self._clock_us = clock_us
         self._address = address
         self._hello = hello
@@ -135,9 +141,18 @@ class ControlStream:
         """Void the session's windows below `epoch`."""
         self._requests.put_nowait(wire.ControlRequest(cancel=wire.Cancel(session=session, epoch=epoch)))
 
-    def close_session(self, session: int) -> None:
-        """End the session and free its slot."""
-        self._requests.put_nowait(wire.ControlRequest(close=wire.Close(session=session)))
+    def close_session(self, session: int, keep: wire.Keep | None = None) -> None:
+        """End the session and free its slot.
+
+        Args:
+            session: Its id.
+            keep: Blocks of the slot that the stage is to keep on disk, if there are any.
+        """
+        self._requests.put_nowait(wire.ControlRequest(close=wire.Close(session=session, keep=keep)))
+
+    def fetch(self, fetch: wire.Fetch) -> None:
+        """Have the stage read blocks from its disk."""
+        self._requests.put_nowait(wire.ControlRequest(fetch=fetch))
 
     def ask(self) -> None:
         """Send a ping; `on_reply` is called with its reply."""
@@ -187,9 +202,12 @@ class ControlStream:
                     self._on_failure(reply.failure)
                 elif reply.WhichOneof("kind") == "pong":
                     self._on_reply()
+                    self.stats = reply.pong.stats
                     self.clock.add(reply.pong.sent_us, reply.pong.stage_us, self._clock_us())
                     if (pong := self._pongs.get(reply.pong.sent_us)) is not None and not pong.done():
                         pong.set_result(reply.pong)
+                elif reply.WhichOneof("kind") in _ABOUT_BLOCKS:
+                    self._on_blocks(reply)
         except grpc.aio.AioRpcError as error:
             reason = explain(error, self._address)
         except Exception as error:

@@ -245,6 +245,38 @@ def _add_links(sheet: Sheet, stages: Sequence[Mapping[str, Any]], round_trips: M
             sheet.counter("mesh_link_sent_bytes", "Sent over the link.", num_bytes, **labels)
 
 
+def add_kv_disk(sheet: Sheet, kv_disk: Mapping[str, Any] | None) -> None:
+    """Add samples of the blocks on the stages' disks. A new ring counts its stages from 0.
+
+    Args:
+        sheet: Samples of the scrape.
+        kv_disk: `kv_disk` of the status; None where none are kept.
+    """
+    if kv_disk is None:
+        return
+    sheet.counter("mesh_kv_disk_hits", "Requests that began with tokens from disk.", kv_disk["fetched"])
+    sheet.counter("mesh_kv_disk_restored_tokens", "Those tokens.", kv_disk["fetched_tokens"])
+    sheet.counter(
+        "mesh_kv_disk_failed_fetches",
+        "Fetches that brought nothing, after which prompts were computed.",
+        kv_disk["failed"],
+    )
+    for index, stage in enumerate(kv_disk["stages"]):
+        if stage is not None:
+            _add_blocks(sheet, stage, {"stage": str(index)})
+
+
+def _add_blocks(sheet: Sheet, stage: Mapping[str, Any], labels: dict[str, str]) -> None:
+    sheet.gauge("mesh_kv_disk_files", "Block files of the stage.", stage["files"], **labels)
+    sheet.gauge("mesh_kv_disk_bytes", "Their size.", stage["bytes"], **labels)
+    for name, help_ in (
+        ("written", "Blocks written."),
+        ("left_out", "Blocks left out: the disk was behind, full or failing."),
+        ("damaged", "Damaged or foreign files, which were removed."),
+    ):
+        sheet.counter(f"mesh_kv_disk_{name}", help_, stage[name], **labels)
+
+
 _STEM = "mesh_spec_decode_num"
 
 
@@ -360,6 +392,7 @@ def exposition(models: Sequence[ModelFigures], accept: str = "") -> tuple[bytes,
         add_requests(sheet, model.statistics, status.get("sessions"))
         add_speculation(sheet, status.get("speculation"))
         add_ring(sheet, status.get("stages", ()), status.get("round_trips"))
+        add_kv_disk(sheet, status.get("kv_disk"))
         add_model(sheet, status)
     sheet.of(models[0].name)
     add_mesh(sheet, models[0].status)

@@ -240,6 +240,7 @@ class ModelDeployment:
                 max_waiting=self._options.max_waiting,
                 controller=self._options.speculation.controller_options(),
                 can_trim=self._known.model.can_trim,
+                has_windows=self._known.model.has_windows,
                 num_checkpoints=self._known.workload.num_checkpoints,
                 cancels=self._options.speculation.cancels,
                 feature_needs=None if self._proposers is None else self._proposers.feature_needs,

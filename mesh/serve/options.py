@@ -221,6 +221,8 @@ class ServeOptions:
         num_groups: Fixed number of groups of decoding sessions, or None to find the best one.
         port_range: Ports that this host may listen on, besides `port` and `join_port`; None for any free.
         library: Options of models that requests load.
+        kv_disk_bytes: Limit of blocks of KV rows on the disk of each host without one of its own; 0 keeps
+            none.
     """
 
     model: Path
@@ -259,6 +261,7 @@ class ServeOptions:
     num_groups: int | None = None
     port_range: PortRange | None = None
     library: LibraryOptions = NO_LIBRARY
+    kv_disk_bytes: int = 0
 
 
 def demo_model() -> Path:

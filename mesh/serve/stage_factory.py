@@ -152,6 +152,7 @@ class StageMaker:
             mesh_id=credentials.mesh_id,
             mesh_key=credentials.mesh_key,
             hidden_type=wire,
+            kv_disk_bytes=self._options.kv_disk_bytes,
         )
         return StageHandle(
             self._head.driver, self._head.authority, config, member, on_transfer=self._transfers.note

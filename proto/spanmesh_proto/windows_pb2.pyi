@@ -167,7 +167,7 @@ class VerdictBundle(_message.Message):
     def __init__(self, verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., times: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., features: _Optional[_Iterable[_Union[Features, _Mapping]]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "slot", "sampling", "num_prompt_tokens", "num_top_logprobs", "cached_tokens", "source_slot", "resumed_session", "num_resumed", "grammar")
+    __slots__ = ("session", "slot", "sampling", "num_prompt_tokens", "num_top_logprobs", "cached_tokens", "source_slot", "resumed_session", "num_resumed", "grammar", "fetch")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -178,6 +178,7 @@ class Open(_message.Message):
     RESUMED_SESSION_FIELD_NUMBER: _ClassVar[int]
     NUM_RESUMED_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
     session: int
     slot: int
     sampling: Sampling
@@ -188,7 +189,8 @@ class Open(_message.Message):
     resumed_session: int
     num_resumed: int
     grammar: str
-    def __init__(self, session: _Optional[int] = ..., slot: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., num_prompt_tokens: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., source_slot: _Optional[int] = ..., resumed_session: _Optional[int] = ..., num_resumed: _Optional[int] = ..., grammar: _Optional[str] = ...) -> None: ...
+    fetch: int
+    def __init__(self, session: _Optional[int] = ..., slot: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., num_prompt_tokens: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., source_slot: _Optional[int] = ..., resumed_session: _Optional[int] = ..., num_resumed: _Optional[int] = ..., grammar: _Optional[str] = ..., fetch: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty", "repetition_window", "bias_tokens", "biases")
@@ -285,16 +287,18 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_tokens: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ControlRequest(_message.Message):
-    __slots__ = ("hello", "cancel", "close", "ping")
+    __slots__ = ("hello", "cancel", "close", "ping", "fetch")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     cancel: Cancel
     close: Close
     ping: Ping
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
+    fetch: Fetch
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("session", "epoch")
@@ -305,10 +309,62 @@ class Cancel(_message.Message):
     def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Close(_message.Message):
-    __slots__ = ("session",)
+    __slots__ = ("session", "keep")
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
     session: int
-    def __init__(self, session: _Optional[int] = ...) -> None: ...
+    keep: Keep
+    def __init__(self, session: _Optional[int] = ..., keep: _Optional[_Union[Keep, _Mapping]] = ...) -> None: ...
+
+class Keep(_message.Message):
+    __slots__ = ("num_positions", "tokens_sha256", "blocks")
+    NUM_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_SHA256_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_positions: int
+    tokens_sha256: bytes
+    blocks: _containers.RepeatedCompositeFieldContainer[Block]
+    def __init__(self, num_positions: _Optional[int] = ..., tokens_sha256: _Optional[bytes] = ..., blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ...) -> None: ...
+
+class Block(_message.Message):
+    __slots__ = ("name", "start", "stop", "has_state")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    HAS_STATE_FIELD_NUMBER: _ClassVar[int]
+    name: bytes
+    start: int
+    stop: int
+    has_state: bool
+    def __init__(self, name: _Optional[bytes] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., has_state: _Optional[bool] = ...) -> None: ...
+
+class Fetch(_message.Message):
+    __slots__ = ("id", "names")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    names: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, id: _Optional[int] = ..., names: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class Fetched(_message.Message):
+    __slots__ = ("id", "num_positions")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    num_positions: int
+    def __init__(self, id: _Optional[int] = ..., num_positions: _Optional[int] = ...) -> None: ...
+
+class BlockNews(_message.Message):
+    __slots__ = ("rows_identity", "added", "state_positions", "removed")
+    ROWS_IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    STATE_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    rows_identity: bytes
+    added: _containers.RepeatedScalarFieldContainer[bytes]
+    state_positions: _containers.RepeatedScalarFieldContainer[int]
+    removed: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, rows_identity: _Optional[bytes] = ..., added: _Optional[_Iterable[bytes]] = ..., state_positions: _Optional[_Iterable[int]] = ..., removed: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ("sent_us",)
@@ -317,14 +373,18 @@ class Ping(_message.Message):
     def __init__(self, sent_us: _Optional[int] = ...) -> None: ...
 
 class ControlReply(_message.Message):
-    __slots__ = ("welcome", "failure", "pong")
+    __slots__ = ("welcome", "failure", "pong", "block_news", "fetched")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     PONG_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_NEWS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     failure: Failure
     pong: Pong
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ...) -> None: ...
+    block_news: BlockNews
+    fetched: Fetched
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., block_news: _Optional[_Union[BlockNews, _Mapping]] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ...) -> None: ...
 
 class Pong(_message.Message):
     __slots__ = ("sent_us", "stats", "stage_us")
@@ -337,7 +397,7 @@ class Pong(_message.Message):
     def __init__(self, sent_us: _Optional[int] = ..., stats: _Optional[_Union[StageStats, _Mapping]] = ..., stage_us: _Optional[int] = ...) -> None: ...
 
 class StageStats(_message.Message):
-    __slots__ = ("num_windows", "num_rows", "num_dropped_windows", "num_decodes", "compute_us", "num_queued_windows", "num_open_sessions", "num_sent_bytes", "resident_bytes", "decode_cpu_us")
+    __slots__ = ("num_windows", "num_rows", "num_dropped_windows", "num_decodes", "compute_us", "num_queued_windows", "num_open_sessions", "num_sent_bytes", "resident_bytes", "decode_cpu_us", "blocks")
     NUM_WINDOWS_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_DROPPED_WINDOWS_FIELD_NUMBER: _ClassVar[int]
@@ -348,6 +408,7 @@ class StageStats(_message.Message):
     NUM_SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     DECODE_CPU_US_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     num_windows: int
     num_rows: int
     num_dropped_windows: int
@@ -358,7 +419,28 @@ class StageStats(_message.Message):
     num_sent_bytes: int
     resident_bytes: int
     decode_cpu_us: int
-    def __init__(self, num_windows: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_dropped_windows: _Optional[int] = ..., num_decodes: _Optional[int] = ..., compute_us: _Optional[int] = ..., num_queued_windows: _Optional[int] = ..., num_open_sessions: _Optional[int] = ..., num_sent_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., decode_cpu_us: _Optional[int] = ...) -> None: ...
+    blocks: BlockStats
+    def __init__(self, num_windows: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_dropped_windows: _Optional[int] = ..., num_decodes: _Optional[int] = ..., compute_us: _Optional[int] = ..., num_queued_windows: _Optional[int] = ..., num_open_sessions: _Optional[int] = ..., num_sent_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., decode_cpu_us: _Optional[int] = ..., blocks: _Optional[_Union[BlockStats, _Mapping]] = ...) -> None: ...
+
+class BlockStats(_message.Message):
+    __slots__ = ("num_files", "num_bytes", "most_bytes", "num_written", "num_left_out", "num_damaged", "num_restored", "num_restored_positions")
+    NUM_FILES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    NUM_DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESTORED_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESTORED_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    num_files: int
+    num_bytes: int
+    most_bytes: int
+    num_written: int
+    num_left_out: int
+    num_damaged: int
+    num_restored: int
+    num_restored_positions: int
+    def __init__(self, num_files: _Optional[int] = ..., num_bytes: _Optional[int] = ..., most_bytes: _Optional[int] = ..., num_written: _Optional[int] = ..., num_left_out: _Optional[int] = ..., num_damaged: _Optional[int] = ..., num_restored: _Optional[int] = ..., num_restored_positions: _Optional[int] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("session", "epoch", "window_id", "code", "message")

@@ -1,4 +1,4 @@
-"""Checkpoints of recurrent state: copies to which a slot can go back.
+"""Checkpoints of recurrent state, copies to which a slot can go back; and what llama.cpp saves of a sequence.
 
 An attention cache keeps a row for each position, and rejected rows are dropped. A recurrent state has no
 positions: it is the sum of all that was read. To go back to before a rejected token it has to be copied
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 import llama_cpp
 import numpy as np
 
-from spanmesh_proto.errors import StageFailed
+from spanmesh_proto.errors import StageFailed, UncuttableModel
+from stages.runtime.kv_state import without_head
 from stages.runtime.llama import last_complaint
 
 if TYPE_CHECKING:
@@ -126,6 +127,36 @@ class StateCheckpoints:
         is_shared = any(copy is other for copies in self._copies for other in copies.values())
         if not is_shared and copy.flags.writeable:
             self._spare.append(copy)
+
+
+def read_sequence(context: Any, slot: int) -> NDArray[np.uint8]:
+    """All that llama.cpp saves of a sequence, uint8 (bytes).
+
+    Args:
+        context: The `llama_context`.
+        slot: Its slot.
+    """
+    saved = np.empty(int(llama_cpp.llama_state_seq_get_size(context, slot)), np.uint8)
+    num_bytes = llama_cpp.llama_state_seq_get_data(context, _bytes_of(saved), saved.size, slot)
+    return saved[:num_bytes]
+
+
+def write_sequence(context: Any, slot: int, saved: NDArray[np.uint8]) -> bool:
+    """Replace a sequence by a saved one; False if llama.cpp rejects it."""
+    return bool(llama_cpp.llama_state_seq_set_data(context, _bytes_of(saved), saved.size, slot))
+
+
+def without_part(saved: NDArray[np.uint8], part: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """What was saved of a sequence, without the part that `StateCheckpoints.read` returns.
+
+    Raises:
+        UncuttableModel: If that is not at its end.
+    """
+    state = without_head(part)
+    num_bytes = saved.size - state.size
+    if num_bytes < 0 or not np.array_equal(saved[num_bytes:], state):
+        raise UncuttableModel("llama.cpp saves recurrent state elsewhere than at the end")
+    return saved[:num_bytes]
 
 
 def _bytes_of(copy: NDArray[np.uint8]) -> Any:

@@ -24,6 +24,7 @@ come in any order, and have one each on a processor. Values are transposed where
 
 from __future__ import annotations
 
+import itertools
 import struct
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
@@ -33,6 +34,8 @@ import numpy as np
 from spanmesh_proto.errors import UncuttableModel
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from numpy.typing import NDArray
 
 _U32: Final = struct.Struct("<I")
@@ -178,7 +181,7 @@ class KvRows:
         raise _unknown("the saved state of a sequence has another format")
 
     @classmethod
-    def without_caches(cls, start: int, stop: int, saved: bytes) -> KvRows | None:
+    def without_caches(cls, start: int, stop: int, saved: bytes | NDArray[np.uint8]) -> KvRows | None:
         """Positions of a model without attention, of which nothing but a head is saved.
 
         Args:
@@ -186,7 +189,7 @@ class KvRows:
             stop: Last position plus one.
             saved: All bytes; None is returned if there are more.
         """
-        return cls(start, stop, saved, ()) if len(saved) == _HEAD_BYTES else None
+        return cls(start, stop, bytes(saved), ()) if len(saved) == _HEAD_BYTES else None
 
     @classmethod
     def _read(cls, data: NDArray[np.uint8], cell_bytes: int, *, has_values: bool) -> KvRows:
@@ -208,6 +211,11 @@ class KvRows:
     def __len__(self) -> int:
         return self.stop - self.start
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of keys and values."""
+        return sum(part.values.size for cache in self._caches for part in cache.parts)
+
     def cut(self, start: int, stop: int) -> KvRows:
         """The positions from `start` to before `stop`.
 
@@ -225,8 +233,7 @@ class KvRows:
         Raises:
             UncuttableModel: If the other ones are not adjacent, or not of this model.
         """
-        if other.start != self.stop or len(other._caches) != len(self._caches):
-            raise _unknown(f"positions from {other.start} do not follow those before {self.stop}")
+        _check_adjacent(self, other)
         pairs = zip(self._caches, other._caches, strict=True)
         caches = tuple(one.followed_by(two) for one, two in pairs)
         return KvRows(self.start, other.stop, self._head, caches)
@@ -248,6 +255,77 @@ class KvRows:
     def to_bytes(self) -> bytes:
         """In llama.cpp's format."""
         return b"".join([self._head, *(piece for cache in self._caches for piece in cache.to_bytes())])
+
+    def joined(self, others: Sequence[KvRows]) -> NDArray[np.uint8]:
+        """These positions and those of adjacent ranges in llama.cpp's format, uint8 (bytes).
+
+        Every row is copied once.
+
+        Args:
+            others: Ranges that follow, in order.
+
+        Raises:
+            UncuttableModel: If they are not adjacent, or not of this model.
+        """
+        ranges = [self, *others]
+        for one, two in itertools.pairwise(ranges):
+            _check_adjacent(one, two)
+        pieces = [_Joined.of_bytes(self._head)]
+        for index in range(len(self._caches)):
+            pieces += _joined_cache([each._caches[index] for each in ranges])  # noqa: SLF001 - of this class
+        joined = np.empty(sum(piece.num_bytes for piece in pieces), np.uint8)
+        at = 0
+        for piece in pieces:
+            piece.write(joined[at : at + piece.num_bytes])
+            at += piece.num_bytes
+        return joined
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """Part of joined ranges: arrays that follow one another along an axis."""
+
+    arrays: tuple[NDArray[np.uint8], ...]
+    axis: int = 0
+
+    @classmethod
+    def of_bytes(cls, piece: bytes) -> _Joined:
+        return cls((np.frombuffer(piece, np.uint8),))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.size for array in self.arrays)
+
+    def write(self, target: NDArray[np.uint8]) -> None:
+        shape = list(self.arrays[0].shape)
+        shape[self.axis] = sum(array.shape[self.axis] for array in self.arrays)
+        np.concatenate(self.arrays, axis=self.axis, out=target.reshape(shape))
+
+
+def _check_adjacent(one: KvRows, other: KvRows) -> None:
+    if other.start != one.stop or len(other._caches) != len(one._caches):  # noqa: SLF001 - of this module
+        raise _unknown(f"positions from {other.start} do not follow those before {one.stop}")
+
+
+def _joined_cache(caches: Sequence[_Cache]) -> Iterator[_Joined]:
+    first = caches[0]
+    if any(cache.layout != first.layout for cache in caches):
+        raise _unknown("two ranges have different types or sizes")
+    zero = _U32.pack(0)
+    num_cells = sum(len(cache.cells) for cache in caches)
+    yield _Joined.of_bytes(_U32.pack(first.num_streams) + zero * first.stream + _U32.pack(num_cells))
+    yield _Joined(tuple(cache.cells for cache in caches))
+    yield _Joined.of_bytes(_U32.pack(first.is_transposed) + _U32.pack(first.num_layers))
+    for index, part in enumerate(first.parts):
+        yield _Joined.of_bytes(part.head)
+        yield _Joined(tuple(cache.parts[index].values for cache in caches), part.cell_axis)
+    if rest := zero * (first.num_streams - first.stream - 1):
+        yield _Joined.of_bytes(rest)
+
+
+def no_state() -> NDArray[np.uint8]:
+    """A state of a sequence whose rows are all that it has, uint8 (bytes): a head alone."""
+    return np.zeros(_HEAD_BYTES, np.uint8)
 
 
 def _positions(cache: _Cache) -> NDArray[np.int32]:

@@ -28,7 +28,7 @@ EXACT_MAX_ROWS: Final = 63
 FAST_MAX_ROWS: Final = 128
 
 # llama.cpp rounds sizes of caches up to multiples of this.
-_CELLS_AT_ONCE: Final = 256
+CELLS_AT_ONCE: Final = 256
 _TILED_MM: Final = "GGML_CPU_TILED_MM"
 
 
@@ -90,7 +90,7 @@ def numerics_for(*, exact: bool, num_threads: int, has_gpu: bool = False, repack
 
 
 def _whole_multiple(cells: int) -> int:
-    return -(-cells // _CELLS_AT_ONCE) * _CELLS_AT_ONCE
+    return -(-cells // CELLS_AT_ONCE) * CELLS_AT_ONCE
 
 
 class _Process:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import itertools
 import time
 from dataclasses import dataclass
@@ -11,23 +11,22 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 import numpy as np
 
-from spanmesh_proto.errors import InvalidModel, InvalidWindow, ModelDoesNotFit, StageFailed, UncuttableModel
+from spanmesh_proto.errors import InvalidWindow, ModelDoesNotFit, StageFailed, UncuttableModel
 from stages.graph_boundary import GraphBoundary
 from stages.layers import LayerRange
-from stages.runtime.batch import Batch
-from stages.runtime.checkpoints import StateCheckpoints
+from stages.runtime.batch import Batch, runs_of_equals
+from stages.runtime.checkpoints import StateCheckpoints, read_sequence, without_part, write_sequence
 from stages.runtime.devices import GpuPlacing
 from stages.runtime.feature_taps import FeatureTaps
-from stages.runtime.file_layers import read_file_layers
 from stages.runtime.hidden_tap import LayerTap, StopTap, make_stop_tap
 from stages.runtime.kv_state import KvRows, without_head
 from stages.runtime.kv_types import KV_TYPES
 from stages.runtime.llama import init_backend, last_complaint
+from stages.runtime.loaded_model import load_model, may_scale_rotations, read_metadata
 from stages.runtime.numerics import Numerics, numerics_for, prepare_process
-from stages.runtime.process_memory import CopiedPages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -80,6 +79,7 @@ class StageInfo:
         num_bytes: Size of the weights.
         can_trim: Whether a slot can go back to any earlier position. One with recurrent state can only go
             back to a checkpoint, or be emptied.
+        has_windows: Whether some layers attend to a sliding window only.
     """
 
     layers: LayerRange
@@ -89,6 +89,7 @@ class StageInfo:
     n_ctx_train: int
     num_bytes: int
     can_trim: bool = True
+    has_windows: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -155,11 +156,19 @@ class StageRuntime:
         self._model: Any = None
         prepare_process(self._numerics)
         init_backend()
-        self._model = self._load_model(path, progress)
+        self._model = load_model(
+            path,
+            self._placing,
+            progress,
+            use_repacked_weights=self._numerics.use_repacked_weights,
+            num_cpu_moe=options.cpu_moe_layers,
+        )
         self._boundary = self._read_boundary()
         self.info = self._read_info()
         self._tap = self._make_tap()
         self._lengths = [0] * options.num_slots
+        # Fewest positions to which a slot can go back: before, rows in sliding windows are missing.
+        self._floors = [0] * options.num_slots
         # llama.cpp copies the rows of a slot at the next decode, not at the call.
         self._has_copies_to_come = False
         try:
@@ -204,8 +213,7 @@ class StageRuntime:
             InvalidWindow: Naming the invalid slot, position, size or token id.
         """
         rows = len(span.tokens)
-        if not 0 <= span.slot < self._options.num_slots:
-            raise InvalidWindow(f"slot {span.slot} of {self._options.num_slots} does not exist")
+        self._check_slot(span.slot)
         if not 1 <= rows <= self.max_rows:
             raise InvalidWindow(f"a window has {rows} rows; this stage takes 1 to {self.max_rows}")
         if span.start > self._lengths[span.slot]:
@@ -280,7 +288,9 @@ class StageRuntime:
         if not self.computes_runs:
             return self._decode_batch(spans, has_features=has_features)
         outputs: dict[int, NDArray[np.float32]] = {}
-        for batch in self._batches_of_equals(spans):
+        sizes = [(span.slot, len(span.tokens) + self._padding(span)) for span in spans]
+        for run in runs_of_equals(sizes, self.max_rows):
+            batch = [spans[index] for index in run]
             computed = self._decode_batch(batch, has_features=has_features)
             outputs.update(zip((span.slot for span in batch), computed, strict=True))
         return [outputs[span.slot] for span in spans]
@@ -310,7 +320,9 @@ class StageRuntime:
 
     def can_go_back(self, slot: int, num_positions: int) -> bool:
         """Whether `trim` to as many positions as the slot holds, or fewer, is possible."""
-        is_free = self.info.can_trim or num_positions in {0, self._lengths[slot]}
+        if self.info.can_trim:
+            return not 0 < num_positions < self._floors[slot]
+        is_free = num_positions in {0, self._lengths[slot]}
         return is_free or num_positions in self._checkpoints.positions(slot)
 
     def return_points(self, slot: int) -> tuple[int, ...]:
@@ -329,14 +341,22 @@ class StageRuntime:
             UncuttableModel: If its memory cannot go back to this position.
         """
         if self._lengths[slot] > num_positions:
-            if num_positions and not self.info.can_trim:
-                self._restore(slot, num_positions)
+            if num_positions:
+                self._go_back(slot, num_positions)
+            else:
+                self._floors[slot] = 0
             self._forget(slot, num_positions)
             self._checkpoints.trim(slot, num_positions)
             self._lengths[slot] = num_positions
 
-    def _restore(self, slot: int, num_positions: int) -> None:
-        if not self._checkpoints.restore(slot, num_positions):
+    def _go_back(self, slot: int, num_positions: int) -> None:
+        if self.info.can_trim:
+            if num_positions < self._floors[slot]:
+                raise UncuttableModel(
+                    f"slot {slot} cannot go back to position {num_positions}: before {self._floors[slot]} it "
+                    "lacks rows in sliding windows"
+                )
+        elif not self._checkpoints.restore(slot, num_positions):
             raise UncuttableModel(
                 f"slot {slot} cannot go back to position {num_positions}: its recurrent state has "
                 f"checkpoints at {list(self._checkpoints.positions(slot))} only"
@@ -352,8 +372,7 @@ class StageRuntime:
             InvalidWindow: If a slot does not exist, or the source holds fewer positions.
         """
         for one in (source, slot):
-            if not 0 <= one < self._options.num_slots:
-                raise InvalidWindow(f"slot {one} of {self._options.num_slots} does not exist")
+            self._check_slot(one)
         if num_positions > self._lengths[source]:
             raise InvalidWindow(
                 f"slot {source} holds {self._lengths[source]} positions: {num_positions} cannot be copied"
@@ -363,7 +382,7 @@ class StageRuntime:
         llama_cpp.llama_memory_seq_cp(self._memory, source, slot, -1, -1)
         self._has_copies_to_come = True
         self._checkpoints.copy(source, slot)
-        self._lengths[slot] = self._lengths[source]
+        self._lengths[slot], self._floors[slot] = self._lengths[source], self._floors[source]
         self.trim(slot, num_positions)
 
     def kv_rows(self, slot: int) -> KvRows:
@@ -372,21 +391,29 @@ class StageRuntime:
         Raises:
             UncuttableModel: If llama.cpp's state has no rows, or a copy is pending.
         """
-        if self._has_copies_to_come:
-            raise UncuttableModel("llama.cpp has yet to copy rows from slot to slot")
-        saved = np.empty(self.num_kv_bytes(slot), np.uint8)
-        pointer = saved.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        num_bytes = llama_cpp.llama_state_seq_get_data(self._context, pointer, saved.size, slot)
-        if not self.info.can_trim:
-            state = without_head(self._checkpoints.read(slot))
-            attention, found = saved[: num_bytes - state.size], saved[num_bytes - state.size : num_bytes]
-            if not np.array_equal(found, state):
-                raise UncuttableModel("llama.cpp saves recurrent state elsewhere than at the end")
-            rows = KvRows.without_caches(0, self._lengths[slot], attention.tobytes())
-            if rows is not None:
-                return rows
-            saved, num_bytes = attention, attention.size
-        rows = KvRows.from_bytes(saved[:num_bytes])
+        self._require_no_copies()
+        saved = read_sequence(self._context, slot)
+        if self.info.can_trim:
+            return self._whole_rows(slot, KvRows.from_bytes(saved))
+        saved = without_part(saved, self._checkpoints.read(slot))
+        length = self._lengths[slot]
+        return KvRows.without_caches(0, length, saved) or self._whole_rows(slot, KvRows.from_bytes(saved))
+
+    def kv_rows_and_window(self, slot: int) -> tuple[KvRows, NDArray[np.uint8]]:
+        """KV rows of a model with sliding windows: of the other layers, and apart those in the windows.
+
+        Returns:
+            The rows, and what `put_saved` takes as a state, uint8 (bytes): with it, a slot can only go on.
+
+        Raises:
+            UncuttableModel: If llama.cpp saves them otherwise, or a copy is pending.
+        """
+        self._require_no_copies()
+        window = self._checkpoints.read(slot).copy()
+        rows = KvRows.from_bytes(without_part(read_sequence(self._context, slot), window))
+        return self._whole_rows(slot, rows), window
+
+    def _whole_rows(self, slot: int, rows: KvRows) -> KvRows:
         if (rows.start, rows.stop) != (0, self._lengths[slot]):
             raise UncuttableModel(
                 f"the KV cache has positions {rows.start} to {rows.stop} of {self._lengths[slot]}"
@@ -411,8 +438,7 @@ class StageRuntime:
             UncuttableModel: If they are of another model.
             StageFailed: If llama.cpp rejects them; the slot is empty then.
         """
-        if not 0 <= slot < self._options.num_slots:
-            raise InvalidWindow(f"slot {slot} of {self._options.num_slots} does not exist")
+        self._check_slot(slot)
         if not rows.start <= self._lengths[slot] or rows.stop > self._options.ctx_size:
             raise InvalidWindow(
                 f"rows {rows.start} to {rows.stop} for slot {slot}, which ends at {self._lengths[slot]} of "
@@ -425,27 +451,75 @@ class StageRuntime:
         else:
             # Whether values are transposed here shows only in rows.
             ways = [rows, rows.transposed()]
-        if not any(self._set_state(slot, way, state) for way in ways):
-            self._forget(slot, 0)
-            self._lengths[slot] = 0
-            raise StageFailed(f"llama.cpp rejects the KV rows of another stage: {last_complaint()}")
-        self._lengths[slot] = rows.stop
-        self._checkpoints.trim(slot, -1)
-        if state is not None:
-            self._checkpoints.put(slot, rows.stop, state)
+        failure: StageFailed | None = None
+        for way in ways:
+            try:
+                self.put_saved(slot, np.frombuffer(way.to_bytes(), np.uint8), way.stop, state)
+            except StageFailed as error:
+                failure = error
+            else:
+                return
+        assert failure is not None  # noqa: S101 - there is at least one way
+        raise failure
 
-    def _set_state(self, slot: int, rows: KvRows, state: NDArray[np.uint8] | None) -> bool:
-        saved = np.frombuffer(rows.to_bytes(), np.uint8)
+    def put_saved(
+        self, slot: int, saved: NDArray[np.uint8], num_positions: int, state: NDArray[np.uint8] | None = None
+    ) -> None:
+        """Replace the content of a slot by saved rows of its first positions.
+
+        Args:
+            slot: The slot.
+            saved: The rows, uint8, in llama.cpp's format, see `KvRows`.
+            num_positions: Number of their positions.
+            state: See `put_kv_rows`; or rows in sliding windows, see `kv_rows_and_window`.
+
+        Raises:
+            InvalidWindow: If the slot does not exist, or they exceed the context.
+            UncuttableModel: If a copy is pending, which would overwrite them.
+            StageFailed: If llama.cpp rejects them; the slot is empty then.
+        """
+        self._check_slot(slot)
+        if num_positions > self._options.ctx_size:
+            raise InvalidWindow(f"{num_positions} saved positions exceed the context of {self.ctx_size}")
+        self._require_no_copies()
         if state is not None:
             saved = np.concatenate([saved, without_head(state)])
-        pointer = saved.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        return bool(llama_cpp.llama_state_seq_set_data(self._context, pointer, saved.size, slot))
+        self._checkpoints.trim(slot, -1)
+        self._lengths[slot] = self._floors[slot] = 0
+        if not write_sequence(self._context, slot, saved):
+            self._forget(slot, 0)
+            raise StageFailed(f"llama.cpp rejects the KV rows of another stage: {last_complaint()}")
+        self._lengths[slot] = num_positions
+        if state is not None and self.info.can_trim:
+            self._floors[slot] = num_positions
+        elif state is not None:
+            self._checkpoints.put(slot, num_positions, state)
+
+    def _check_slot(self, slot: int) -> None:
+        if not 0 <= slot < self._options.num_slots:
+            raise InvalidWindow(f"slot {slot} of {self._options.num_slots} does not exist")
+
+    def _require_no_copies(self) -> None:
+        if self._has_copies_to_come:
+            raise UncuttableModel("llama.cpp has yet to copy rows from slot to slot")
 
     def checkpoint(self, slot: int, most_positions: int) -> tuple[int, NDArray[np.uint8]] | None:
         """The slot's latest checkpoint of at most so many positions: their number, and the state, uint8."""
         positions = [each for each in self._checkpoints.positions(slot) if each <= most_positions]
         state = self._checkpoints.at(slot, positions[-1]) if positions else None
         return None if state is None else (positions[-1], state)
+
+    def state_at(self, slot: int, num_positions: int) -> NDArray[np.uint8] | None:
+        """Copy of a slot's recurrent state behind its first positions, uint8; None if it is not kept."""
+        state = self._checkpoints.at(slot, num_positions)
+        if state is None and num_positions == self._lengths[slot]:
+            state = self._checkpoints.read(slot)
+        return None if state is None else state.copy()
+
+    @property
+    def may_scale_rotations(self) -> bool:
+        """Whether its rotations may depend on the size of the context."""
+        return may_scale_rotations(self._model, self._options.ctx_size)
 
     def close(self) -> None:
         """Free all memory. The runtime is unusable afterwards."""
@@ -455,23 +529,6 @@ class StageRuntime:
         if self._model is not None:
             llama_cpp.llama_model_free(self._model)
             self._model = None
-
-    def _batches_of_equals(self, spans: Sequence[Span]) -> Iterator[list[Span]]:
-        """The spans in batches that llama.cpp computes in one pass.
-
-        Those are consecutive slots with equally many rows each, padding included.
-        """
-        batch: list[Span] = []
-        rows = 0
-        for span in sorted(spans, key=lambda span: (len(span.tokens) + self._padding(span), span.slot)):
-            needed = len(span.tokens) + self._padding(span)
-            follows = batch and needed == rows and span.slot == batch[-1].slot + 1
-            if batch and not (follows and (len(batch) + 1) * rows <= self.max_rows):
-                yield batch
-                batch = []
-            batch.append(span)
-            rows = needed
-        yield batch
 
     def _decode_batch(self, spans: Sequence[Span], *, has_features: bool) -> list[NDArray[np.float32]]:
         """`decode` of checked spans, in one batch of llama.cpp."""
@@ -502,35 +559,11 @@ class StageRuntime:
                 self._forget(span.slot, stop)
         return self._logits(spans) if self.info.is_tail else self._hidden_by_span(spans, paddings)
 
-    def _load_model(self, path: Path, progress: Callable[[float], None] | None) -> Any:
-        params = llama_cpp.llama_model_default_params()
-        params.use_extra_bufts = self._numerics.use_repacked_weights
-        # llama.cpp counts all layers of the file.
-        is_placed = bool(self._placing.counts or self._options.cpu_moe_layers)
-        layers = read_file_layers(path) if is_placed else None
-        self._placing.apply(params, layers, num_cpu_moe=self._options.cpu_moe_layers)
-        pages = CopiedPages(path, on_gpu=self._placing.has_gpu)
-
-        # ctypes keeps no reference: the callback must exist until the end of the call.
-        @llama_cpp.llama_progress_callback  # type: ignore[untyped-decorator]
-        def on_progress(share: float, _data: Any) -> bool:
-            pages.loaded(share)
-            if progress is not None:
-                progress(share)
-            return True
-
-        params.progress_callback = on_progress
-        model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
-        if model is None:
-            raise InvalidModel(f"llama.cpp does not load {path.name}: {last_complaint()}")
-        pages.loaded(1.0)
-        return model
-
     def _read_info(self) -> StageInfo:
         n_layers_here = llama_cpp.llama_model_n_layer(self._model)
-        start = self._metadata("spanmesh.layer_start")
-        stop = self._metadata("spanmesh.layer_stop")
-        count = self._metadata("spanmesh.layer_count")
+        start, stop, count = (
+            read_metadata(self._model, f"spanmesh.layer_{each}") for each in ("start", "stop", "count")
+        )
         return StageInfo(
             layers=LayerRange(int(start or 0), int(stop or n_layers_here)),
             n_layers=int(count or n_layers_here),
@@ -542,12 +575,14 @@ class StageRuntime:
                 llama_cpp.llama_model_is_recurrent(self._model)
                 or llama_cpp.llama_model_is_hybrid(self._model)
             ),
+            has_windows=llama_cpp.llama_model_n_swa(self._model) > 0,
         )
 
     def _read_boundary(self) -> GraphBoundary:
         if self._options.observe_as is not None:
             return self._options.observe_as
-        return GraphBoundary.from_metadata(self._metadata, llama_cpp.llama_model_n_embd(self._model))
+        read = functools.partial(read_metadata, self._model)
+        return GraphBoundary.from_metadata(read, llama_cpp.llama_model_n_embd(self._model))
 
     @property
     def _has_inlet(self) -> bool:
@@ -556,11 +591,6 @@ class StageRuntime:
     @property
     def _takes_embeddings(self) -> bool:
         return not self.info.is_first and self._boundary.inlet is None
-
-    def _metadata(self, key: str) -> str | None:
-        buffer = ctypes.create_string_buffer(128)
-        length = llama_cpp.llama_model_meta_val_str(self._model, key.encode(), buffer, len(buffer))
-        return buffer.value.decode() if length >= 0 else None
 
     def _make_tap(self) -> StopTap | LayerTap | None:
         if not self.info.is_tail:

@@ -44,6 +44,7 @@ class SessionSpec:
         source_slot: The slot with the cached prefix.
         resumed: Former id and positions, after a recovery.
         grammar: GBNF that the answer must match; None for none.
+        fetch: Id of the fetch that has read the cached prefix from disk at every stage; 0 for none.
 
     Raises:
         InvalidRequest: If more log probabilities are requested than a verdict may carry, or the grammar is
@@ -59,6 +60,7 @@ class SessionSpec:
     source_slot: int = 0
     resumed: Resumed = NOTHING_RESUMED
     grammar: str | None = None
+    fetch: int = 0
 
     def __post_init__(self) -> None:
         if self.num_top_logprobs is not None and not 0 <= self.num_top_logprobs <= MAX_TOP_LOGPROBS:
@@ -106,6 +108,7 @@ class SessionSpec:
             resumed_session=self.resumed.session,
             num_resumed=self.resumed.num_positions,
             grammar=self.grammar or "",
+            fetch=self.fetch,
         )
 
     @classmethod
@@ -142,4 +145,5 @@ class SessionSpec:
             message.source_slot,
             Resumed(message.resumed_session, message.num_resumed),
             message.grammar or None,
+            message.fetch,
         )

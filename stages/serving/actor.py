@@ -6,6 +6,7 @@ Ray places, starts and monitors it; tokens never pass through Ray.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import time
 from dataclasses import dataclass, field, replace
@@ -17,17 +18,20 @@ import structlog
 
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import ClusterError, MeshError, ModelDoesNotFit
+from stages.gguf.reader import part_paths
 from stages.runtime.devices import layer_devices
 from stages.runtime.kv_types import KV_TYPES
 from stages.runtime.process_memory import free_memory_bytes
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
+from stages.serving.block_store import BlockStore
+from stages.serving.rows_identity import RowsSetting, content_sha256, rows_identity
 from stages.serving.server import StageService
 from stages.serving.slot_contents import max_sent_bytes
 from stages.transport.channels import SERVER_OPTIONS, Identity, NewKey, add_port, listen_within
 from stages.transport.hidden_codec import HiddenType
 from stages.units import format_size
 from stages.weights.assembly import Transfer
-from stages.weights.disk_cache import hold, read_storage_options, stage_store
+from stages.weights.disk_cache import default_root, hold, read_storage_options, stage_store
 from stages.weights.fetch import FetchedStage, FetchSource, fetch_stage
 
 if TYPE_CHECKING:
@@ -73,6 +77,8 @@ class StageConfig:
         hidden_type: Format of its hidden states on the wire to the next stage.
         term: Term of its coordinator.
         orphan_s: Time without a coordinator after which it ends its process, in seconds.
+        kv_disk_bytes: Limit of blocks of KV rows on its host's disk, unless the host has one of its own; 0
+            keeps none.
     """
 
     stage_index: int
@@ -91,6 +97,12 @@ class StageConfig:
     term: int = 0
     orphan_s: float = 600.0
     beside_gpu_bytes: Mapping[str, int] = field(default_factory=dict)
+    kv_disk_bytes: int = 0
+
+    @property
+    def cache_root(self) -> Path:
+        """Folder of the host's cache."""
+        return Path(self.cache_dir) if self.cache_dir else default_root()
 
 
 @dataclass(frozen=True)
@@ -138,6 +150,7 @@ class StageActor:
         self._identity: Identity | None = None
         self._held: int | None = None
         self._settling: asyncio.Task[None] | None = None
+        self._opening_disk: asyncio.Task[None] | None = None
 
     async def check_memory(self) -> None:
         """Check that everything to be loaded on this host fits. Before any stage loads.
@@ -160,7 +173,7 @@ class StageActor:
             HostUnreachable: If the head does not answer.
         """
         config = self._config
-        cache = stage_store(Path(config.cache_dir) if config.cache_dir else None)
+        cache = stage_store(config.cache_root)
         fetched = await self._bring(cache)
         self._held = hold(fetched.path)
         self._require_free(0)
@@ -216,6 +229,7 @@ class StageActor:
         config = self._config
         if self._runtime is None or self._identity is None:
             raise ClusterError(f"stage {config.stage_index} was started before it was loaded and certified")
+        setting = RowsSetting.of(self._runtime, config.options)
         self._service = StageService(
             self._runtime,
             stage_index=config.stage_index,
@@ -243,6 +257,9 @@ class StageActor:
         await self._server.start()
         self._last_call_s = time.monotonic()
         self._orphan_watch = asyncio.create_task(self._end_if_orphaned(self._service))
+        own_bytes = read_storage_options().kv_disk_bytes
+        if most_bytes := config.kv_disk_bytes if own_bytes is None else own_bytes:
+            self._opening_disk = asyncio.create_task(_open_disk(self._service, config, setting, most_bytes))
         return port
 
     async def rejoin(
@@ -302,6 +319,10 @@ class StageActor:
         if self._server is not None:
             await self._server.stop(grace=0)
             self._server = None
+        if self._opening_disk is not None:
+            self._opening_disk.cancel()
+            await asyncio.wait([self._opening_disk])
+            self._opening_disk = None
         if self._service is not None:
             await self._service.close()
             self._service = None
@@ -369,6 +390,24 @@ class StageActor:
 
     def _on_loaded(self, share: float) -> None:
         self._progress = StageProgress("loading", share)
+
+
+async def _open_disk(
+    service: StageService, config: StageConfig, setting: RowsSetting, most_bytes: int
+) -> None:
+    """Keep blocks on disk once it is known what rows depend on: the first time a model is read for that."""
+    root = config.cache_root
+    try:
+        sha256 = config.sha256
+        if config.whole is not None:
+            key = hashlib.sha256(os.fsencode(config.whole)).hexdigest()
+            index = root / "sources" / f"{key}-files.json"
+            sha256 = await asyncio.to_thread(content_sha256, part_paths(Path(config.whole)), index)
+        identity = await asyncio.to_thread(rows_identity, setting, sha256)
+        await service.keep_blocks(BlockStore(root / "kv", identity, most_bytes))
+    except (MeshError, OSError) as error:
+        # Without it prompts are computed.
+        log.warning("disk_not_opened", stage=config.stage_index, reason=str(error))
 
 
 async def _settle(store: StageStore, sha256: str) -> None:

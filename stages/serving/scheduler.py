@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from spanmesh_proto import windows_pb2 as wire
     from stages.runtime.stage_runtime import Span
     from stages.sampling.verifier import WindowVerifier
+    from stages.serving.prefix_blocks import FetchedPrefix
     from stages.transport.hidden_codec import EncodedHidden
 
 
@@ -123,6 +124,7 @@ class SlotAssigned:
         slot: Slot of the session.
         cached: Token ids of the prefix, which `source` holds once earlier windows are computed.
         num_resumed: Number of positions that `slot` may hold from before a recovery.
+        fetched: Rows from disk for the prefix, if no slot holds it.
     """
 
     session: int
@@ -130,6 +132,7 @@ class SlotAssigned:
     slot: int
     cached: tuple[int, ...]
     num_resumed: int = 0
+    fetched: FetchedPrefix | None = None
 
     def follows(self, window: QueuedWindow) -> bool:
         """Whether an earlier window computes part of the prefix, here or at a later stage."""

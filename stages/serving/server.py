@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,7 +15,9 @@ from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError, ProtocolError, ProtocolVersionMismatch, StageFailed
+from stages.runtime.process_memory import free_memory_bytes
 from stages.serving.feature_stream import FeatureStream
+from stages.serving.kv_disk import KvDisk
 from stages.serving.kv_replication import ReplicationSink, ReplicationSource, pause_s
 from stages.serving.slot_contents import LEAST_SENT_BYTES
 from stages.serving.stage_engine import StageEngine, monotonic_us
@@ -24,10 +27,12 @@ from stages.transport.stage_link import MOST_BUNDLED_WINDOWS, StageLink
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+    from concurrent.futures import Executor
 
     import grpc
 
     from stages.runtime.stage_runtime import StageRuntime
+    from stages.serving.block_store import BlockStore
     from stages.transport.channels import Identity
 
 
@@ -303,6 +308,44 @@ class StageService(rpc.StageServicer):
         await self._stop_replication()
         await self._engine.stop()
 
+    async def keep_blocks(
+        self, store: BlockStore, *, writer: Executor | None = None, reader: Executor | None = None
+    ) -> None:
+        """Keep blocks of KV rows on disk from now on, until `close`.
+
+        Args:
+            store: The block files.
+            writer: Executor with one thread, for writing; a new one unless given.
+            reader: Executor with one thread, for reading; likewise.
+
+        Raises:
+            OSError: If the folders cannot be made or read.
+        """
+        disk = KvDisk(
+            store,
+            self._engine.copy_slot,
+            writer=writer or ThreadPoolExecutor(1, "kv-writer"),
+            reader=reader or ThreadPoolExecutor(1, "kv-reader"),
+            clock_ns=time.time_ns,
+            free_memory_bytes=free_memory_bytes,
+            on_news=self._tell_blocks,
+        )
+        try:
+            await disk.open()
+        except BaseException:
+            await disk.close()
+            raise
+        if self._is_closed:
+            await disk.close()
+            return
+        self._engine.disk = disk
+        for news in disk.news():
+            self._tell_blocks(news)
+
+    def _tell_blocks(self, news: wire.BlockNews) -> None:
+        for replies in self._controls:
+            replies.put_nowait(wire.ControlReply(block_news=news))
+
     def stats(self) -> wire.StageStats:
         """Counters since the start."""
         return self._engine.stats()
@@ -339,6 +382,9 @@ class StageService(rpc.StageServicer):
             return
         # Before the welcome: the coordinator's next messages may fail, and the failures must reach it.
         self._serve(hello.term)
+        if self._engine.disk is not None:
+            for news in self._engine.disk.news():
+                replies.put_nowait(wire.ControlReply(block_news=news))
         reader = asyncio.create_task(self._read_control(request_iterator, replies))
         reader.add_done_callback(lambda _reader: replies.put_nowait(None))
         self._controls[replies] = reader
@@ -505,12 +551,24 @@ class StageService(rpc.StageServicer):
                 case "cancel":
                     self._engine.cancel(request.cancel.session, request.cancel.epoch)
                 case "close":
-                    self._engine.close(request.close.session)
+                    close = request.close
+                    self._engine.close(close.session, close.keep if close.HasField("keep") else None)
+                case "fetch":
+                    self._fetch(request.fetch, replies)
                 case "ping":
                     pong = wire.Pong(
                         sent_us=request.ping.sent_us, stats=self.stats(), stage_us=monotonic_us()
                     )
                     replies.put_nowait(wire.ControlReply(pong=pong))
+
+    def _fetch(self, message: wire.Fetch, replies: asyncio.Queue[wire.ControlReply | None]) -> None:
+        def reply(fetched: wire.Fetched) -> None:
+            replies.put_nowait(wire.ControlReply(fetched=fetched))
+
+        if self._engine.disk is None:
+            reply(wire.Fetched(id=message.id))
+        else:
+            self._engine.disk.fetch(message, reply)
 
 
 def _hello(mesh_id: str, sender: str, term: int) -> wire.Hello:

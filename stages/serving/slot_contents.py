@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from spanmesh_proto import windows_pb2 as wire
-from spanmesh_proto.errors import PrefixMismatch, ProtocolError, UncuttableModel
-from stages.runtime.kv_state import KvRows
+from spanmesh_proto.errors import MeshError, PrefixMismatch, ProtocolError, UncuttableModel
+from stages.runtime.kv_state import KvRows, no_state
 from stages.sampling.verifier import TokenRecord
+from stages.serving.prefix_blocks import SlotCopy
 from stages.serving.state_arrivals import ArrivedRows, StateArrivals, state_messages
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from numpy.typing import NDArray
 
     from stages.runtime.stage_runtime import Span, StageRuntime
+    from stages.serving.prefix_blocks import FetchedPrefix
 
 
 # A replacement of a lost stage has to compute all its sessions anew, and for that it needs the hidden states
@@ -254,7 +256,14 @@ class KvSlots:
         self._tokens.trim(slot, num_positions)
 
     def begin(
-        self, slot: int, source: int, cached: Sequence[int], num_resumed: int, sent_row_bytes: int
+        self,
+        slot: int,
+        source: int,
+        cached: Sequence[int],
+        num_resumed: int,
+        sent_row_bytes: int,
+        *,
+        fetched: FetchedPrefix | None = None,
     ) -> None:
         """Prepare a slot with a session's cached prefix, and nothing else.
 
@@ -268,13 +277,19 @@ class KvSlots:
             num_resumed: Number of positions of `slot` that are kept although they are not in `cached`: they
                 may be the session's from before a recovery, which `num_same` checks.
             sent_row_bytes: Current size of a row of hidden states.
+            fetched: Rows from disk for a prefix that no slot holds, if there are any.
 
         Raises:
-            PrefixMismatch: If neither slot holds these tokens, or cannot go back to their end.
+            PrefixMismatch: If neither slot holds these tokens, or cannot go back to their end, or llama.cpp
+                does not take the rows from disk.
             UncuttableModel: If the source's memory cannot go back to a position.
         """
         self._num_committed[slot] = len(cached)
-        if self._tokens.num_same(slot, 0, cached) == len(cached):
+        is_held = self._tokens.num_same(slot, 0, cached) == len(cached)
+        # A recurrent state cannot go back, so the one from disk is surer.
+        if fetched is not None and fetched.serves(cached) and not (is_held and self._runtime.info.can_trim):
+            self._put_fetched(slot, fetched, len(cached))
+        elif is_held:
             num_kept = self._return_point(slot, len(cached), num_resumed, sent_row_bytes)
             self.trim(slot, num_kept)
             self._num_committed[slot] = num_kept
@@ -287,6 +302,63 @@ class KvSlots:
                 f"a session begins in slot {slot} with {len(cached)} cached tokens of slot {source}, which "
                 f"has only the first {self._tokens.num_same(source, 0, cached)} of them: compute them again"
             )
+
+    def _put_fetched(self, slot: int, fetched: FetchedPrefix, num_positions: int) -> None:
+        """Replace the content of a slot by the first positions of a prefix from disk."""
+        self.trim(slot, 0)
+        try:
+            self._runtime.put_saved(slot, fetched.saved, len(fetched.tokens), fetched.state)
+        except (MeshError, MemoryError) as error:
+            raise PrefixMismatch(
+                f"slot {slot} does not take {len(fetched.tokens)} positions from disk, so they are computed: "
+                f"{error}"
+            ) from error
+        self._tokens.write(slot, 0, fetched.tokens.tolist())
+        self.trim(slot, num_positions)
+
+    def copy_of(
+        self,
+        slot: int,
+        num_positions: int,
+        tokens_sha256: bytes,
+        state_positions: Collection[int],
+        most_bytes: int,
+    ) -> SlotCopy | None:
+        """Copy of a slot's first positions, for the disk.
+
+        Of a model with sliding windows llama.cpp saves the rows in the windows at the slot's end only. If a
+        state is wanted, the slot drops all positions beyond, which were rejected.
+
+        Args:
+            slot: The slot.
+            num_positions: Number of the positions.
+            tokens_sha256: SHA-256 of their token ids.
+            state_positions: Numbers of positions behind which states are wanted: recurrent states, or rows in
+                sliding windows.
+            most_bytes: Most bytes of the slot's rows.
+
+        Returns:
+            The copy, without states that are not kept; None if the slot holds other tokens, or too many rows.
+
+        Raises:
+            MeshError: If llama.cpp does not return the rows.
+        """
+        is_same = 0 < num_positions <= self._tokens.length(slot)
+        if not is_same or self._tokens.digest(slot, num_positions) != tokens_sha256:
+            return None
+        if self._runtime.num_kv_bytes(slot) > most_bytes:
+            return None
+        tokens = self._tokens.tokens(slot)[:num_positions].copy()
+        runtime = self._runtime
+        if not runtime.info.can_trim:
+            states = {position: runtime.state_at(slot, position) for position in state_positions}
+            found = {position: state for position, state in states.items() if state is not None}
+            return SlotCopy(tokens, runtime.kv_rows(slot), found)
+        if runtime.info.has_windows and state_positions:
+            self.trim(slot, num_positions)
+            rows, window = runtime.kv_rows_and_window(slot)
+            return SlotCopy(tokens, rows, {num_positions: window})
+        return SlotCopy(tokens, runtime.kv_rows(slot), dict.fromkeys(state_positions, no_state()))
 
     def _return_point(self, slot: int, num_cached: int, num_resumed: int, sent_row_bytes: int) -> int:
         """How many positions of a slot a session goes on from: as many as may be the session's.

@@ -25,8 +25,10 @@ from stages.serving.worker import MOST_CARRIED_BYTES, StageWorker, feature_bytes
 from stages.transport.hidden_codec import EncodedHidden
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
+    from stages.serving.kv_disk import KvDisk
+    from stages.serving.prefix_blocks import SlotCopy
     from stages.serving.sessions import StageSession
     from stages.serving.slot_contents import ReplicationCursor
     from stages.transport.hidden_codec import HiddenType
@@ -61,6 +63,7 @@ class StageEngine:
     Attributes:
         stage_index: As given; another one after `rejoin`.
         next: The link to the next stage, while there is one.
+        disk: Blocks of its rows on disk; None where none are kept.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class StageEngine:
     ) -> None:
         self.stage_index = stage_index
         self.next: StageLink | None = None
+        self.disk: KvDisk | None = None
         self._loop = asyncio.get_running_loop()
         self._info = runtime.info
         self._max_rows = runtime.max_rows
@@ -121,8 +125,11 @@ class StageEngine:
                 log.info(
                     "session_goes_on", stage=self.stage_index, session=session.id, num_resumed=num_resumed
                 )
+            fetched = None
+            if spec.fetch and self.disk is not None:
+                fetched = self.disk.take(spec.fetch, len(spec.cached))
             self._scheduler.change(
-                SlotAssigned(session.id, spec.source_slot, session.slot, spec.cached, num_resumed)
+                SlotAssigned(session.id, spec.source_slot, session.slot, spec.cached, num_resumed, fetched)
             )
             # After the windows that compute what a later stage is to copy.
             self._scheduler.change(
@@ -221,14 +228,24 @@ class StageEngine:
         """Void a session's windows below an epoch."""
         self._sessions.cancel(session, epoch)
 
-    def close(self, session: int) -> None:
-        """Close a session."""
-        self._sessions.close(session)
+    def close(self, session: int, keep: wire.Keep | None = None) -> None:
+        """Close a session.
+
+        Args:
+            session: Its id.
+            keep: Blocks of its slot to keep on disk, if there are any.
+        """
+        slot = self._sessions.close(session)
+        # A session that lost its slot to another before left it no more.
+        if slot is not None and keep is not None and self.disk is not None:
+            self.disk.keep(slot, keep)
         self._cpu_latency.update(len(self._sessions))
 
     def close_all(self) -> None:
         """Close all sessions."""
         self._sessions.close_all()
+        if self.disk is not None:
+            self.disk.drop_fetched()
         self._cpu_latency.update(0)
 
     def send_as(self, hidden_type: HiddenType) -> None:
@@ -283,6 +300,19 @@ class StageEngine:
         self._sessions.adopt(update.slot, update.session)
         await self._in_worker(lambda: self._slots.apply_update(update))
 
+    def copy_slot(
+        self,
+        slot: int,
+        num_positions: int,
+        tokens_sha256: bytes,
+        state_positions: Collection[int],
+        most_bytes: int,
+    ) -> asyncio.Future[SlotCopy | None]:
+        """Copy a slot's first positions, for the disk; see `KvSlots.copy_of`."""
+        return self._in_worker(
+            lambda: self._slots.copy_of(slot, num_positions, tokens_sha256, state_positions, most_bytes)
+        )
+
     def stats(self) -> wire.StageStats:
         """Counters since the start."""
         counts = self._worker.counts
@@ -297,18 +327,21 @@ class StageEngine:
             num_open_sessions=len(self._sessions),
             num_sent_bytes=0 if self.next is None else self.next.num_sent_bytes,
             resident_bytes=resident_bytes(),
+            blocks=None if self.disk is None else self.disk.stats(),
         )
 
     async def stop(self) -> None:
         """Stop computing and free the memory."""
         if self.next is not None:
             await self.next.close()
+        if self.disk is not None:
+            await self.disk.close()
         self._scheduler.close()
         self._cpu_latency.update(0)
         await asyncio.to_thread(self._worker.join)
 
-    async def _in_worker(self, work: Callable[[], Result]) -> Result:
-        """Run a function in the computing thread, between two batches."""
+    def _in_worker(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
+        """Run a function in the computing thread, between two batches, behind all that is queued."""
         done: asyncio.Future[Result] = self._loop.create_future()
 
         def settle(result: Result | None, error: BaseException | None) -> None:
@@ -327,7 +360,7 @@ class StageEngine:
             self._loop.call_soon_threadsafe(settle, result, error)
 
         self._scheduler.change(QueueBarrier(run))
-        return await done
+        return done
 
     def _pass_on(self, message: wire.Open) -> None:
         # Also for a session that has ended: later ones rely on the content of its slot at every stage.

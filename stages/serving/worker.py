@@ -189,7 +189,12 @@ class StageWorker(threading.Thread):
         self._has_new_slots = True
         try:
             self._slots.begin(
-                assigned.slot, assigned.source, assigned.cached, assigned.num_resumed, self.sent_row_bytes
+                assigned.slot,
+                assigned.source,
+                assigned.cached,
+                assigned.num_resumed,
+                self.sent_row_bytes,
+                fetched=assigned.fetched,
             )
         except MeshError as error:
             # The slot holds another session's rows: no window may use them.

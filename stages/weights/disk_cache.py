@@ -73,23 +73,31 @@ def make_room(
 # `mesh join` and `mesh serve` set the variables for the processes that they start.
 MODELS: Final = "SPANMESH_MODELS"
 CACHE_BYTES: Final = "SPANMESH_CACHE_BYTES"
+KV_DISK_BYTES: Final = "SPANMESH_KV_DISK_BYTES"
 
 
 @dataclass(frozen=True)
 class StorageOptions:
-    """Storage of weights.
+    """Storage of this host.
 
     Attributes:
         models: Folder with GGUF files of this host, if there is one.
         cache_bytes: Limit of all stage files on this disk together, if there is one.
+        kv_disk_bytes: Limit of all blocks of KV rows on this disk together; 0 keeps none, None leaves it to
+            the head.
     """
 
     models: Path | None = None
     cache_bytes: int | None = None
+    kv_disk_bytes: int | None = None
 
     def to_environment(self) -> None:
         """Pass the options to child processes."""
-        for name, value in ((MODELS, self.models), (CACHE_BYTES, self.cache_bytes)):
+        for name, value in (
+            (MODELS, self.models),
+            (CACHE_BYTES, self.cache_bytes),
+            (KV_DISK_BYTES, self.kv_disk_bytes),
+        ):
             if value is not None:
                 os.environ[name] = str(value)
 
@@ -99,8 +107,12 @@ DEFAULT_STORAGE: Final = StorageOptions()
 
 def read_storage_options() -> StorageOptions:
     """Options of the parent process."""
-    models, cache_bytes = os.environ.get(MODELS), os.environ.get(CACHE_BYTES)
-    return StorageOptions(Path(models) if models else None, int(cache_bytes) if cache_bytes else None)
+    models, cache_bytes, kv_disk_bytes = map(os.environ.get, (MODELS, CACHE_BYTES, KV_DISK_BYTES))
+    return StorageOptions(
+        Path(models) if models else None,
+        int(cache_bytes) if cache_bytes else None,
+        int(kv_disk_bytes) if kv_disk_bytes else None,
+    )
 
 
 @dataclass(frozen=True)

@@ -176,6 +176,16 @@ class FakeRuntime:
         self._cells[slot] += [Cell(*cell) for cell in zip(positions, values.tolist(), strict=True)]
         self._lengths[slot] = rows.stop
 
+    def put_saved(
+        self, slot: int, saved: NDArray[np.uint8], num_positions: int, state: object = None
+    ) -> None:
+        """As llama.cpp does it, all that the slot held goes first."""
+        assert state is None
+        self._cells[slot] = []
+        self._lengths[slot] = 0
+        self.put_kv_rows(slot, KvRows.from_bytes(saved))
+        assert self._lengths[slot] == num_positions
+
     def close(self) -> None:
         pass
 

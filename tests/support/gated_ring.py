@@ -40,6 +40,7 @@ from spanmesh_proto import windows_pb2_grpc as rpc
 from stages.serving.scheduler import WindowScheduler
 from stages.serving.server import StageService
 from stages.transport.channels import SERVER_OPTIONS, open_channel
+from tests.support.disks import give_disk
 from tests.support.fake_stage import FakeRuntime
 from tests.support.gated_streams import STREAM_HEADER, GatedChannel, GatedStage
 from tests.support.gates import (
@@ -57,6 +58,7 @@ from tests.support.ring_harness import RunningStage
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
+    from pathlib import Path
 
     import pytest
 
@@ -75,10 +77,11 @@ class GatedRing(RepairableRing):
     Args:
         num_slots: Of each stage.
         is_followed: Whether each stage has a copy that follows it, and takes its place when it is lost.
+        disk_root: If given, stages keep blocks there; reading and writing take no time.
     """
 
-    def __init__(self, *, num_slots: int, is_followed: bool = False) -> None:
-        super().__init__(news_s=_NEWS_S if is_followed else None)
+    def __init__(self, *, num_slots: int, is_followed: bool = False, disk_root: Path | None = None) -> None:
+        super().__init__(news_s=_NEWS_S if is_followed else None, disk_root=disk_root)
         self.num_slots = num_slots
         loop = asyncio.get_running_loop()
         assert isinstance(loop, StillLoop)
@@ -223,6 +226,8 @@ class GatedRing(RepairableRing):
             pause_s=lambda _took_s: _NEWS_S,
             computes_in_loop=False,  # gates hold it
         )
+        if self.disk_root is not None:
+            await give_disk(service, self.disk_root, index, is_inline=True)
         self.batches[name] = gate
         server = grpc.aio.server(interceptors=[service.key_check], options=SERVER_OPTIONS)
         rpc.add_StageServicer_to_server(GatedStage(self, service), server)

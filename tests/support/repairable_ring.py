@@ -16,11 +16,13 @@ from spanmesh_proto import windows_pb2_grpc as rpc
 from stages.serving.server import StageService
 from stages.serving.slot_contents import LEAST_SENT_BYTES
 from stages.transport.channels import SERVER_OPTIONS
+from tests.support.disks import give_disk
 from tests.support.fake_stage import FakeRuntime
 from tests.support.ring_harness import RunningStage
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
+    from pathlib import Path
 
     from mesh.coordinator.options import CoordinatorOptions
     from stages.runtime.stage_runtime import Span, StageRuntime
@@ -36,6 +38,7 @@ class RepairableRing:
         make_runtime: Loads a stage; None makes fake ones.
         most_sent_bytes: How much of what they sent on stages keep; a fake one's row takes 4.
         news_s: If given, every stage has a copy that takes its place, and is told news so often.
+        disk_root: If given, stages keep blocks there.
 
     Attributes:
         coordinator: Set by `serving`.
@@ -49,7 +52,9 @@ class RepairableRing:
         make_runtime: Callable[[int], StageRuntime] | None = None,
         most_sent_bytes: int = LEAST_SENT_BYTES,
         news_s: float | None = None,
+        disk_root: Path | None = None,
     ) -> None:
+        self.disk_root = disk_root
         self.copies: list[RunningStage | None] = [None] * NUM_STAGES
         self._news_s = news_s
         self.coordinator: Coordinator
@@ -142,6 +147,8 @@ class RepairableRing:
             # Fakes stand still where a test wants it, and all stages share this event loop.
             computes_in_loop=not isinstance(runtime, FakeRuntime),
         )
+        if self.disk_root is not None:
+            await give_disk(service, self.disk_root, index)
         server = grpc.aio.server(interceptors=[service.key_check], options=SERVER_OPTIONS)
         rpc.add_StageServicer_to_server(service, server)
         port = server.add_insecure_port("127.0.0.1:0")

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import grpc
 
 from mesh.coordinator.coordinator import Coordinator
+from mesh.coordinator.disk_prefixes import BLOCK_POSITIONS
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.coordinator.ring import StageAddress
 from spanmesh_proto import windows_pb2_grpc as rpc
@@ -24,6 +25,7 @@ from stages.slicing.model_facts import read_model_facts
 from stages.transport.channels import SERVER_OPTIONS
 from stages.transport.hidden_codec import HiddenType
 from stages.weights.virtual_stages import StageCache
+from tests.support.disks import give_disk
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -57,12 +59,13 @@ async def running_stages(
     cache_dir: Path,
     *,
     hidden_type: HiddenType = HiddenType.F32,
+    disk_root: Path | None = None,
 ) -> AsyncIterator[list[RunningStage]]:
-    """Stages of `model`, linked to each other, stopped at the end."""
+    """Stages of `model`, linked to each other, stopped at the end; they keep blocks in `disk_root`."""
     cache = StageCache(cache_dir)
     ranges = ranges_from_cuts(cuts, read_model_facts(model).n_layers)
     runtimes = (StageRuntime(cache.cut(model, layers).path if cuts else model, options) for layers in ranges)
-    async with running_services(runtimes, hidden_type=hidden_type) as stages:
+    async with running_services(runtimes, hidden_type=hidden_type, disk_root=disk_root) as stages:
         yield stages
 
 
@@ -72,8 +75,9 @@ async def running_services(
     *,
     hidden_type: HiddenType = HiddenType.F32,
     first_index: int = 0,
+    disk_root: Path | None = None,
 ) -> AsyncIterator[list[RunningStage]]:
-    """Stages around `runtimes`, linked to each other, stopped at the end."""
+    """Stages around `runtimes`, linked to each other, stopped at the end; they keep blocks in `disk_root`."""
     stages: list[RunningStage] = []
     async with contextlib.AsyncExitStack() as stack:
         for index, runtime in enumerate(runtimes, first_index):
@@ -87,6 +91,8 @@ async def running_services(
                 computes_in_loop=isinstance(runtime, StageRuntime),
             )
             stack.push_async_callback(service.close)
+            if disk_root is not None:
+                await give_disk(service, disk_root, index)
             server = grpc.aio.server(interceptors=[service.key_check], options=SERVER_OPTIONS)
             rpc.add_StageServicer_to_server(service, server)
             port = server.add_insecure_port("127.0.0.1:0")
@@ -121,6 +127,7 @@ async def running_coordinator(
     controller: ControllerOptions | None = None,
     cancels: bool = True,
     can_trim: bool = True,
+    has_windows: bool = False,
     num_checkpoints: int = 0,
     max_rows: int = 63,
     max_waiting: int = 64,
@@ -130,6 +137,7 @@ async def running_coordinator(
     clock_s: Callable[[], float] = time.monotonic,
     token_texts: TokenTexts | None = None,
     feature_needs: FeatureNeeds | None = None,
+    block_positions: int = BLOCK_POSITIONS,
 ) -> AsyncIterator[Coordinator]:
     """A coordinator connected to `stages`: the next one, if they had others before."""
     services = [stage.service for stage in stages if stage.service is not None]
@@ -143,6 +151,7 @@ async def running_coordinator(
         max_waiting=max_waiting,
         controller=controller or ControllerOptions(),
         can_trim=can_trim,
+        has_windows=has_windows,
         num_checkpoints=num_checkpoints,
         cancels=cancels,
         repair_wait_s=repair_wait_s,
@@ -150,6 +159,7 @@ async def running_coordinator(
         ping_timeout_s=30.0,
         token_texts=None if token_texts is None else lambda: token_texts,
         feature_needs=feature_needs,
+        block_positions=block_positions,
     )
     coordinator = Coordinator(
         [stage.address for stage in stages],

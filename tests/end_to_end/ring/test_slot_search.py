@@ -13,7 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import math
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import pytest
@@ -32,6 +35,7 @@ from mesh.coordinator.coordinator import Coordinator
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.engine import GenerationRequest
 from speculative.controller import ControllerOptions
+from tests.support.disks import block_files, damage
 from tests.support.fake_stage import FakeRuntime, plain_answer
 from tests.support.gated_ring import GatedRing, watched
 from tests.support.gates import StillLoop
@@ -48,6 +52,7 @@ N_VOCAB: Final = 64
 MOST_TOKENS: Final = 12
 MOST_ASKING: Final = 6
 STAGES: Final = st.integers(0, NUM_STAGES - 1)
+BLOCK_POSITIONS: Final = 8
 _NEWS_S: Final = 0.6
 # Texts that begin alike, for different lengths, and one that does not. Their beginnings are prompts.
 _COMMON: Final = tuple((7 * place) % 60 + 1 for place in range(24))
@@ -84,10 +89,15 @@ class Asking:
     Args:
         coordinator: Asked.
         request: What is asked.
+        earlier: Texts of the same client that were asked for before.
     """
 
-    def __init__(self, coordinator: Coordinator, request: GenerationRequest) -> None:
+    def __init__(
+        self, coordinator: Coordinator, request: GenerationRequest, earlier: Sequence[tuple[int, ...]]
+    ) -> None:
         self.request = request
+        self.most_cached = max((num_common(request.prompt, text) for text in earlier), default=0)
+        self.num_cached = 0
         self.tokens: list[int] = []
         self.has_hung_up = False
         self.task = asyncio.get_running_loop().create_task(self._read(coordinator))
@@ -96,14 +106,21 @@ class Asking:
         async with contextlib.aclosing(coordinator.generate(self.request)) as parts:
             async for part in parts:
                 self.tokens += part.tokens
+                self.num_cached = part.stats.num_cached
 
     def check(self) -> None:
         """Fail if what was read is not how the text goes on, or it ended otherwise than it should."""
         wanted = list(expected(self.request.prompt))[: self.request.max_tokens]
         assert self.tokens == wanted[: len(self.tokens)], "a wrong text"
+        assert self.num_cached <= self.most_cached, "it begins with what another key asked"
         if self.task.done() and not self.has_hung_up:
             self.task.result()
             assert self.tokens == wanted, "half a text"
+
+
+def num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def proposers(kind: str) -> Callable[[GenerationRequest], Sequence[Proposer]] | None:
@@ -136,6 +153,10 @@ class SlotMachine(RuleBasedStateMachine):
         # Whether a coordinator has ended whose follower does not serve yet.
         self.is_taken_over = False
         self.has_failed = False
+        self.disk_root: Path | None = None
+        self.folder = tempfile.TemporaryDirectory()
+        # By client: what was asked and how it goes on.
+        self.texts: dict[str | None, list[tuple[int, ...]]] = {}
         SlotMachine.num_runs += 1
 
     def do(self, what: Coroutine[Any, Any, Any]) -> None:
@@ -162,10 +183,20 @@ class SlotMachine(RuleBasedStateMachine):
         depth=st.integers(1, 4),
         is_followed=st.booleans(),
         is_calm=st.sampled_from([True, True, False]),
+        has_disks=st.booleans(),
     )
     def serve(
-        self, *, num_slots: int, proposer: str, width: int, depth: int, is_followed: bool, is_calm: bool
+        self,
+        *,
+        num_slots: int,
+        proposer: str,
+        width: int,
+        depth: int,
+        is_followed: bool,
+        is_calm: bool,
+        has_disks: bool,
     ) -> None:
+        self.disk_root = Path(self.folder.name) if has_disks else None
         # What slots hold becomes interesting where rings last.
         self.is_calm = is_calm
         self.options = CoordinatorOptions(
@@ -180,13 +211,19 @@ class SlotMachine(RuleBasedStateMachine):
             # What is lost is said by the end of its streams.
             ping_interval_s=1e9,
             ping_timeout_s=1e9,
+            block_positions=BLOCK_POSITIONS,
         )
         self.make_proposers = proposers(proposer)
 
         async def begin() -> None:
-            self.ring = SlotMachine.ring_now = GatedRing(num_slots=num_slots, is_followed=is_followed)
+            self.ring = SlotMachine.ring_now = GatedRing(
+                num_slots=num_slots, is_followed=is_followed, disk_root=self.disk_root
+            )
             await self.ring.fill()
             await self.coordinate()
+            if self.disk_root is not None:
+                # Disks are of use once all stages have told theirs.
+                await self._let_all()
 
         async def begun() -> None:
             await begin()
@@ -216,7 +253,9 @@ class SlotMachine(RuleBasedStateMachine):
         self.stepped(self._ask(request))
 
     async def _ask(self, request: GenerationRequest) -> None:
-        self.asking.append(Asking(self.coordinator, request))
+        texts = self.texts.setdefault(request.client, [])
+        self.asking.append(Asking(self.coordinator, request, texts))
+        texts.append((*request.prompt, *expected(request.prompt)))
 
     @precondition(lambda self: len(self.asking) < MOST_ASKING and not self.is_taken_over)
     @rule(request=REQUESTS, picks=st.lists(st.integers(0, 11), max_size=4))
@@ -269,6 +308,18 @@ class SlotMachine(RuleBasedStateMachine):
             note(f"    {choices[which].name()}")
             await choices[which].happen()
             await self.ring.quiet()
+
+    @precondition(lambda self: self.disk_root is not None and block_files([self.disk_root]))
+    @rule(
+        which=st.integers(0, 100),
+        how=st.sampled_from(["flip", "flip", "cut", "grow", "swap", "remove"]),
+        at=st.integers(0, 10_000),
+    )
+    def harm(self, which: int, how: str, at: int) -> None:
+        """A block on disk is damaged, or gone."""
+        assert self.disk_root is not None
+        files = block_files([self.disk_root])
+        damage(files[which % len(files)], how, at)
 
     # Time, misfortune and orders: one rule, as they are rarer than all else.
 
@@ -350,6 +401,10 @@ class SlotMachine(RuleBasedStateMachine):
                 assert held[: len(believed)] == believed, f"slot {slot} of stage {index}"
 
     def teardown(self) -> None:
+        with self.folder:
+            self._tear_down()
+
+    def _tear_down(self) -> None:
         if not hasattr(self, "ring"):
             return
         try:

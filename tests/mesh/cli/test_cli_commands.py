@@ -14,6 +14,7 @@ import click
 import pytest
 
 from mesh.cli.main import run
+from mesh.cli.option_types import DiskSize
 from mesh.cli.serve import serve
 
 MESH = str(Path(sys.executable).with_name("mesh"))
@@ -37,6 +38,13 @@ def test_every_option_of_serve_stands_in_one_group(capsys: pytest.CaptureFixture
         *("API:", "Placement:", "Sessions:", "Speculation:", "Joining hosts:", "Weights:"),
         *("After a crash:", "Others:"),
     ]
+
+
+@pytest.mark.parametrize(("text", "size_bytes"), [("20G", 20 * 2**30), ("512M", 2**29), ("None", 0)])
+def test_a_disk_has_a_size_or_none(text: str, size_bytes: int) -> None:
+    assert DiskSize().convert(text, None, None) == size_bytes
+    with pytest.raises(click.BadParameter, match="is not a memory size"):
+        DiskSize().convert("0", None, None)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

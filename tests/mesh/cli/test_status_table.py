@@ -69,6 +69,21 @@ def test_a_mesh_that_never_broke_says_nothing_of_it(
     assert "repairs" not in said
 
 
+@pytest.mark.parametrize("is_on", [True, False])
+def test_what_is_on_the_disks_is_told(
+    is_on: bool,  # noqa: FBT001
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    disk = {"files": 3, "bytes": 2**20, "damaged": 1}
+    counts = {"fetched": 2, "fetched_tokens": 768, "failed": 1}
+    said = shown(capsys, monkeypatch, kv_disk={"on": is_on, **counts, "stages": [disk, None, disk]})
+    off = "" if is_on else "; not used"
+    expected = "6 files, 2.0 MiB; 768 tokens of 2 requests restored, 1 fetches failed, 2 files damaged"
+    assert f"kv disk: {expected}{off}\n" in said
+    assert "kv disk" not in shown(capsys, monkeypatch, kv_disk=None)
+
+
 def test_gpus_are_shown_with_what_they_bring(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,17 @@ def test_a_slot_in_use_can_be_copied_from() -> None:
     assert prefix_cache.match((*LONG, 1), None, {1}) == PrefixMatch(1, 0, 40)
 
 
+def test_a_slot_that_came_from_disk_may_not_go_back_behind_that() -> None:
+    prefix_cache = PrefixCache(3)
+    prefix_cache.keep(0, None, LONG, floor=30)
+    assert prefix_cache.match((*LONG[:29], 1, 2), None, {1}) == PrefixMatch(1, 1, 0)
+    assert prefix_cache.match((*LONG[:30], 1, 2), None, {1}) == PrefixMatch(1, 0, 30, floor=30)
+    # A session that begins with it cannot either.
+    prefix_cache.expect(1, None, (*LONG, 7, 8), floor=30)
+    assert prefix_cache.match((*LONG[:29], 1, 2), None, {2}) == PrefixMatch(2, 2, 0)
+    assert prefix_cache.match((*LONG, 7, 8, 9), None, {2}) == PrefixMatch(2, 1, 42, floor=30)
+
+
 def test_what_cannot_be_trimmed_is_taken_up_to_a_return_point() -> None:
     prefix_cache = PrefixCache(2, can_trim=False)
     prefix_cache.keep(1, None, LONG, (12, 25, 40))

@@ -76,6 +76,7 @@ def test_ranges_put_together_are_what_was_saved(
     for part in parts[1:]:
         together = together.followed_by(part)
     assert together.to_bytes() == saved(range(stop))
+    assert parts[0].joined(parts[1:]).tobytes() == saved(range(stop))
 
 
 @given(data=st.data())
@@ -148,6 +149,10 @@ def test_positions_out_of_order_are_refused() -> None:
         rows.followed_by(KvRows.from_bytes(two))
     with pytest.raises(UncuttableModel, match="different types or sizes"):
         rows.followed_by(KvRows.from_bytes(HEAD + saved_cache(range(4, 5), num_streams=4)))
+    with pytest.raises(UncuttableModel, match="positions from 1 do not follow those before 4"):
+        rows.joined([KvRows.from_bytes(two)])
+    with pytest.raises(UncuttableModel, match="different types or sizes"):
+        rows.joined([KvRows.from_bytes(HEAD + saved_cache(range(4, 5), num_streams=4))])
     with pytest.raises(ValueError, match="positions 2 to 5 of 0 to 4"):
         rows.cut(2, 5)
 
@@ -231,6 +236,14 @@ def test_rows_that_do_not_belong_are_refused(tmp_path: Path) -> None:
         runtime.decode([Span(2, 0, TEXT[:1])])
         runtime.put_kv_rows(0, runtime.kv_rows(1))
         assert runtime.kv_rows(0).to_bytes() == saved.cut(0, 30).to_bytes()
+        runtime.copy(0, 1, 30)
+        with pytest.raises(UncuttableModel, match="has yet to copy rows"):
+            runtime.put_saved(1, np.frombuffer(saved.to_bytes(), np.uint8), NUM_ROWS)
+        runtime.decode([Span(2, 0, TEXT[:1])])
+        runtime.put_saved(0, np.frombuffer(saved.cut(0, 40).to_bytes(), np.uint8), 40)
+        assert runtime.kv_rows(0).to_bytes() == saved.cut(0, 40).to_bytes()
+        with pytest.raises(InvalidWindow, match="65 saved positions exceed the context of 64"):
+            runtime.put_saved(0, np.frombuffer(saved.to_bytes(), np.uint8), 65)
         with closing(StageRuntime(other, options)) as unlike:
             unlike.decode([Span(0, 0, TEXT[:9])])
             with pytest.raises(StageFailed, match="rejects the KV rows of another stage"):

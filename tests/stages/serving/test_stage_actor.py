@@ -22,6 +22,7 @@ from stages.runtime.stage_runtime import RuntimeOptions
 from stages.serving.actor import StageActor, StageConfig
 from stages.transport.channels import key_metadata, open_channel
 from stages.transport.stage_link import StageLink
+from stages.weights.disk_cache import KV_DISK_BYTES
 from stages.weights.fetch import FetchSource
 from stages.weights.virtual_stages import StageCache
 from tests.support.ipv6 import needs_ipv6
@@ -113,6 +114,39 @@ async def test_the_latest_certificate_counts_from_the_next_connection(configs: l
         assert await layers_at(address, COORDINATOR, "host-0") == (0, 1)
     finally:
         await actor.stop()
+
+
+@pytest.mark.parametrize(
+    ("head_says", "host_says", "most_bytes"),
+    [(0, None, None), (5_000, None, 5_000), (5_000, 7_000, 7_000), (0, 7_000, 7_000), (5_000, 0, None)],
+)
+async def test_a_host_s_own_disk_limit_wins(
+    head_says: int,
+    host_says: int | None,
+    most_bytes: int | None,
+    configs: list[StageConfig],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And the stage that is the model itself is known by the bytes of its file."""
+    monkeypatch.setenv(KV_DISK_BYTES, "" if host_says is None else str(host_says))
+    config = replace(configs[0], kv_disk_bytes=head_says)
+    whole = replace(config, sha256="", whole=str(config.cache_root.parent / "small.gguf"))
+    for actor in (StageActor(config), StageActor(whole)):
+        try:
+            await actor.load()
+            await certify(actor, "host-0")
+            await actor.start("127.0.0.1")
+            service, opening = actor._service, actor._opening_disk
+            assert service is not None
+            assert (opening is not None) == (most_bytes is not None)
+            if opening is not None:
+                await opening
+            disk = service._engine.disk
+            assert (None if disk is None else disk.stats().most_bytes) == most_bytes
+        finally:
+            await actor.stop()
+    folders = [path for path in (config.cache_root / "kv").glob("*") if path.is_dir()]
+    assert len(folders) == (0 if most_bytes is None else 2)
 
 
 async def test_a_stage_that_no_coordinator_wants_any_more_ends_its_process(

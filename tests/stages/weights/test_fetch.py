@@ -25,7 +25,14 @@ from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.weights import fetch
 from stages.weights.assembly import SentPieces, note_path
-from stages.weights.disk_cache import CACHE_BYTES, MODELS, StageStore, StorageOptions, read_storage_options
+from stages.weights.disk_cache import (
+    CACHE_BYTES,
+    KV_DISK_BYTES,
+    MODELS,
+    StageStore,
+    StorageOptions,
+    read_storage_options,
+)
 from stages.weights.fetch import FetchSource, RateLimit, fetch_stage
 from stages.weights.virtual_stages import StageCache
 from tests.mesh.cluster.test_membership import head
@@ -387,14 +394,14 @@ async def test_the_cache_keeps_to_its_limit(tmp_path: Path, model: Path, store: 
 
 
 def test_what_a_host_s_user_says_reaches_its_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (MODELS, CACHE_BYTES):
+    for name in (MODELS, CACHE_BYTES, KV_DISK_BYTES):
         monkeypatch.delenv(name, raising=False)
     assert read_storage_options() == StorageOptions()
-    said = StorageOptions(tmp_path, 5_000)
-    monkeypatch.setenv(MODELS, "")  # to be put back afterwards
-    monkeypatch.setenv(CACHE_BYTES, "")
-    said.to_environment()
-    assert read_storage_options() == said
-    # Who says nothing leaves it as it is.
-    StorageOptions().to_environment()
-    assert read_storage_options() == said
+    for said in (StorageOptions(tmp_path, 5_000, 7_000), StorageOptions(tmp_path, 5_000, 0)):
+        for name in (MODELS, CACHE_BYTES, KV_DISK_BYTES):
+            monkeypatch.setenv(name, "")  # to be put back afterwards
+        said.to_environment()
+        assert read_storage_options() == said
+        # Who says nothing leaves it as it is.
+        StorageOptions().to_environment()
+        assert read_storage_options() == said

@@ -1,0 +1,82 @@
+"""Model of llama.cpp: its loading, and its metadata."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp
+
+from spanmesh_proto.errors import InvalidModel
+from stages.runtime.file_layers import read_file_layers
+from stages.runtime.llama import last_complaint
+from stages.runtime.numerics import CELLS_AT_ONCE
+from stages.runtime.process_memory import CopiedPages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from stages.runtime.devices import GpuPlacing
+
+
+def load_model(
+    path: Path,
+    placing: GpuPlacing,
+    progress: Callable[[float], None] | None,
+    *,
+    use_repacked_weights: bool,
+    num_cpu_moe: int = 0,
+) -> Any:
+    """Load a file; returns the `llama_model`.
+
+    Args:
+        path: The file.
+        placing: Devices of its layers.
+        progress: Called with the loaded share, 0 to 1.
+        use_repacked_weights: See `Numerics`.
+        num_cpu_moe: First layers whose experts the processor keeps.
+
+    Raises:
+        InvalidModel: If llama.cpp cannot load it.
+    """
+    params = llama_cpp.llama_model_default_params()
+    params.use_extra_bufts = use_repacked_weights
+    # llama.cpp counts all layers of the file.
+    layers = read_file_layers(path) if placing.counts or num_cpu_moe else None
+    placing.apply(params, layers, num_cpu_moe=num_cpu_moe)
+    pages = CopiedPages(path, on_gpu=placing.has_gpu)
+
+    # ctypes keeps no reference: the callback must exist until the end of the call.
+    @llama_cpp.llama_progress_callback  # type: ignore[untyped-decorator]
+    def on_progress(share: float, _data: Any) -> bool:
+        pages.loaded(share)
+        if progress is not None:
+            progress(share)
+        return True
+
+    params.progress_callback = on_progress
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+    if model is None:
+        raise InvalidModel(f"llama.cpp does not load {path.name}: {last_complaint()}")
+    pages.loaded(1.0)
+    return model
+
+
+def read_metadata(model: Any, key: str) -> str | None:
+    """A value of the model's metadata, as text; None if it has none of this name."""
+    buffer = ctypes.create_string_buffer(128)
+    length = llama_cpp.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
+    return buffer.value.decode() if length >= 0 else None
+
+
+def may_scale_rotations(model: Any, ctx_size: int) -> bool:
+    """Whether the model's rotations may depend on the size of the context.
+
+    Args:
+        model: The `llama_model`.
+        ctx_size: Positions of each sequence.
+    """
+    architecture = read_metadata(model, "general.architecture")
+    original = read_metadata(model, f"{architecture}.rope.scaling.original_context_length")
+    return original is not None or ctx_size + CELLS_AT_ONCE > llama_cpp.llama_model_n_ctx_train(model)

@@ -1,0 +1,305 @@
+"""Folder of block files: written whole, checked on reading, bounded in size, evicted by use.
+
+::
+
+    <root>/ledger                                lock, and the bytes of all files below
+    <root>/<identity>/<name>.rows                a block
+    <root>/<identity>/<name>.<positions>.state   a block with the recurrent state behind so many positions
+
+Stages of one host share a root, each with a folder of its own. The limit holds for all of them together: a
+file is written while the ledger is locked, and is entered there. Files are readable by this user only, since
+prompts can be reconstructed from them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Self
+
+import numpy as np
+import structlog
+
+from stages.serving.block_file import (
+    DIGEST_BYTES,
+    BlockLabel,
+    DamagedBlock,
+    RowsBlock,
+    decode_block,
+    encode_block,
+    file_bytes,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+log = structlog.get_logger()
+
+_FILE_NAME: Final = re.compile(rf"([0-9a-f]{{{2 * DIGEST_BYTES}}})(?:\.rows|\.([1-9][0-9]{{0,9}})\.state)")
+_IDENTITY: Final = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
+# Evicted down to this share of the limit, so that the folder is not read for every block.
+_KEPT_SHARE: Final = 7 / 8
+# Left free on the disk for others: so many bytes, or this share of a small disk.
+_LEAST_FREE_BYTES: Final = 2**30
+_LEAST_FREE_SHARE: Final = 1 / 20
+
+
+@dataclass(frozen=True)
+class StoredBlock:
+    """A block in the store.
+
+    Attributes:
+        num_bytes: Size of its file.
+        state_positions: Number of positions up to the recurrent state in it; 0 if it has none.
+    """
+
+    num_bytes: int
+    state_positions: int = 0
+
+
+class BlockStore:
+    """Block files of one stage. Its methods may be called from several threads and processes.
+
+    Args:
+        root: Folder shared by all stages of this host.
+        rows_identity: Digest of all that the stage's rows depend on besides tokens.
+        most_bytes: Limit of all files of the root together.
+    """
+
+    def __init__(self, root: Path, rows_identity: bytes, most_bytes: int) -> None:
+        self.rows_identity = rows_identity
+        self.most_bytes = most_bytes
+        self._root = root
+        self._folder = root / rows_identity.hex()
+
+    def open(self) -> dict[bytes, StoredBlock]:
+        """Make the folders, count what is there, and return the stage's blocks by name.
+
+        Raises:
+            OSError: If the folders cannot be made or read.
+        """
+        self._make_folders()
+        with _Ledger(self._root) as ledger:
+            self._count(ledger)
+            self._make_room(ledger, 0, lambda _name: None)
+        found = _files_in(self._folder)
+        return {each.name: StoredBlock(each.num_bytes, each.state_positions) for each in found}
+
+    def write(
+        self,
+        name: bytes,
+        block: RowsBlock,
+        used_ns: int,
+        *,
+        on_removed: Callable[[bytes], object] = lambda _name: None,
+    ) -> StoredBlock | None:
+        """Write a block; None if it does not fit, or the disk refuses it.
+
+        Blocks that were used least recently are removed for it.
+
+        Args:
+            name: The block's name.
+            block: The block.
+            used_ns: Time of its use, see `use`.
+            on_removed: Called with the names of this stage's blocks that were removed.
+        """
+        stored = StoredBlock(file_bytes(block), block.stop if block.state.size else 0)
+        path = self._path(name, stored)
+        try:
+            self._make_folders()
+            with _Ledger(self._root) as ledger:
+                if not self._make_room(ledger, stored.num_bytes, on_removed):
+                    return None
+                replaced_bytes = path.stat().st_size if path.exists() else 0
+                self._write(path, name, block, used_ns)
+                ledger.num_bytes += stored.num_bytes - replaced_bytes
+        except OSError as error:
+            log.warning("block_not_written", reason=error.strerror or str(error))
+            return None
+        return stored
+
+    def read(self, name: bytes, stored: StoredBlock) -> RowsBlock | None:
+        """A block, checked; None if it is gone.
+
+        Raises:
+            DamagedBlock: If it is damaged or another one; it is removed.
+        """
+        path = self._path(name, stored)
+        try:
+            return self._checked(name, stored, _read(path))
+        except FileNotFoundError:
+            return None
+        except (OSError, DamagedBlock) as error:
+            log.warning("block_damaged", path=str(path), reason=str(error))
+            self._remove(path)
+            raise DamagedBlock(str(error)) from error
+
+    def remove(self, name: bytes, stored: StoredBlock) -> None:
+        """Remove a block; no effect if it is gone."""
+        self._remove(self._path(name, stored))
+
+    def use(self, name: bytes, stored: StoredBlock, used_ns: int) -> None:
+        """Record a use.
+
+        Args:
+            name: The block's name.
+            stored: The block.
+            used_ns: Time of the use, nanoseconds since the epoch; those used longest ago are removed first.
+                Blocks at later positions should have earlier times than those that they depend on.
+        """
+        with contextlib.suppress(OSError):
+            os.utime(self._path(name, stored), ns=(used_ns, used_ns))
+
+    def _make_folders(self) -> None:
+        for folder in (self._root, self._folder):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def _checked(self, name: bytes, stored: StoredBlock, content: NDArray[np.uint8]) -> RowsBlock:
+        block = decode_block(BlockLabel(self.rows_identity, name), content)
+        if (block.stop if block.state.size else 0) != stored.state_positions:
+            raise DamagedBlock("it has another state than its name says")
+        return block
+
+    def _write(self, path: Path, name: bytes, block: RowsBlock, used_ns: int) -> None:
+        partial = path.with_name(f".{secrets.token_hex(8)}.part")
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            # Not made durable: after a power cut a file with holes is a damaged one.
+            with os.fdopen(descriptor, "wb") as file:
+                for piece in encode_block(BlockLabel(self.rows_identity, name), block):
+                    file.write(piece)
+            os.utime(partial, ns=(used_ns, used_ns))
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+    def _remove(self, path: Path) -> None:
+        with contextlib.suppress(OSError), _Ledger(self._root) as ledger:
+            num_bytes = path.stat(follow_symlinks=False).st_size
+            path.unlink()
+            ledger.num_bytes -= num_bytes
+
+    def _make_room(self, ledger: _Ledger, num_bytes: int, on_removed: Callable[[bytes], object]) -> bool:
+        """Remove blocks until another file fits; returns whether it does."""
+        free_bytes = _free_bytes(self._root)
+        if num_bytes > self.most_bytes:
+            return False
+        if ledger.num_bytes + num_bytes <= self.most_bytes and num_bytes <= free_bytes:
+            return True
+        # Files may have been removed by hand.
+        files = self._count(ledger)
+        kept_bytes = min(self.most_bytes - num_bytes, int(self.most_bytes * _KEPT_SHARE))
+        for found in sorted(files, key=lambda found: (found.used_ns, str(found.path))):
+            if ledger.num_bytes <= kept_bytes and num_bytes <= free_bytes:
+                break
+            found.path.unlink(missing_ok=True)
+            if found.path.parent == self._folder:
+                on_removed(found.name)
+            ledger.num_bytes -= found.num_bytes
+            free_bytes += found.num_bytes
+        return ledger.num_bytes + num_bytes <= self.most_bytes and num_bytes <= free_bytes
+
+    def _count(self, ledger: _Ledger) -> list[_BlockPath]:
+        """Blocks of all stages, entered in the ledger."""
+        files: list[_BlockPath] = []
+        for folder in self._root.iterdir():
+            if _IDENTITY.fullmatch(folder.name) and folder.is_dir():
+                # Nobody writes while the ledger is locked: these are of killed processes.
+                for partial in folder.glob(".*.part"):
+                    partial.unlink(missing_ok=True)
+                files += _files_in(folder)
+        ledger.num_bytes = sum(found.num_bytes for found in files)
+        return files
+
+    def _path(self, name: bytes, stored: StoredBlock) -> Path:
+        suffix = f".{stored.state_positions}.state" if stored.state_positions else ".rows"
+        return self._folder / f"{name.hex()}{suffix}"
+
+
+@dataclass(frozen=True)
+class _BlockPath:
+    """A block file, by its name alone.
+
+    Attributes:
+        path: The file.
+        name: Name of the block.
+        state_positions: See `StoredBlock`.
+        num_bytes: Its size.
+        used_ns: When it was used last, nanoseconds since the epoch.
+    """
+
+    path: Path
+    name: bytes
+    state_positions: int
+    num_bytes: int
+    used_ns: int
+
+
+def _files_in(folder: Path) -> Iterator[_BlockPath]:
+    for path in folder.iterdir():
+        match = _FILE_NAME.fullmatch(path.name)
+        if match is None:
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat(follow_symlinks=False)
+            yield _BlockPath(
+                path, bytes.fromhex(match[1]), int(match[2] or 0), status.st_size, status.st_mtime_ns
+            )
+
+
+def _free_bytes(folder: Path) -> int:
+    """Bytes of the disk that may be used."""
+    status = os.statvfs(folder)
+    left_bytes = min(_LEAST_FREE_BYTES, int(status.f_blocks * status.f_frsize * _LEAST_FREE_SHARE))
+    return status.f_bavail * status.f_frsize - left_bytes
+
+
+def _read(path: Path) -> NDArray[np.uint8]:
+    """All bytes of a file, uint8."""
+    # A link would lead elsewhere.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        content = np.empty(os.fstat(file.fileno()).st_size, np.uint8)
+        at = 0
+        while at < content.size and (count := file.readinto(memoryview(content)[at:])):
+            at += count
+        return content[:at]
+
+
+class _Ledger:
+    """Bytes of all block files of a root, locked for a `with` block.
+
+    Attributes:
+        num_bytes: The bytes; written at the end of the block.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._path = root / "ledger"
+        self._descriptor = -1
+        self.num_bytes = 0
+
+    def __enter__(self) -> Self:
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            entry = os.pread(self._descriptor, 32, 0).strip()
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self.num_bytes = int(entry) if entry.isdigit() else 0
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        try:
+            # Always as long, so that no digit of an earlier entry remains.
+            os.pwrite(self._descriptor, b"%020d\n" % max(0, self.num_bytes), 0)
+        finally:
+            os.close(self._descriptor)

@@ -1,0 +1,127 @@
+"""Identity of KV rows: a digest of everything besides tokens that makes a stage's rows what they are."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+import llama_cpp
+
+from spanmesh_proto import SOFTWARE_VERSION
+from stages.gguf.file_io import Region
+from stages.runtime.llama import init_backend
+from stages.runtime.llama_libraries import library_folder
+from stages.weights.hashing import ModelHashes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
+
+# Raised when rows mean something else, or are kept in another form.
+_VERSION: Final = 1
+
+
+@dataclass(frozen=True)
+class RowsSetting:
+    """Settings of a stage on which its rows depend.
+
+    Rows of a later stage depend on the earlier stages as well: the names of blocks, which the coordinator
+    gives, stand for the identities of all stages.
+
+    Attributes:
+        layers: First layer, last plus one, and layers of the whole model.
+        exact: Numeric mode.
+        kv_type: Format of the KV cache.
+        gpu_layers: See `RuntimeOptions`.
+        repacks: See `RuntimeOptions`.
+        num_threads: Threads in exact mode, whose promise is to the bit; 0 in fast mode.
+        num_slots: Number of slots: llama.cpp's saved state names it.
+        ctx_size: Positions of a slot if rotations may depend on it; else 0.
+    """
+
+    layers: tuple[int, int, int]
+    exact: bool
+    kv_type: str
+    gpu_layers: tuple[tuple[str, int], ...] | None
+    repacks: bool
+    num_threads: int
+    num_slots: int
+    ctx_size: int
+
+    @classmethod
+    def of(cls, runtime: StageRuntime, options: RuntimeOptions) -> RowsSetting:
+        """Settings of a loaded stage."""
+        info = runtime.info
+        return cls(
+            (info.layers.start, info.layers.stop, info.n_layers),
+            options.exact,
+            options.kv_type,
+            options.gpu_layers,
+            options.repacks,
+            options.num_threads if options.exact else 0,
+            options.num_slots,
+            options.ctx_size if runtime.may_scale_rotations else 0,
+        )
+
+
+def rows_identity(setting: RowsSetting, weights_sha256: str) -> bytes:
+    """Digest of settings, weights, programs and processor, 32 bytes.
+
+    Args:
+        setting: Settings of the stage.
+        weights_sha256: Hash that determines every byte of the stage's file, hex.
+    """
+    facts = {"version": _VERSION, "weights": weights_sha256, **asdict(setting), "build": _build()}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
+
+
+@cache
+def _build() -> dict[str, Any]:
+    """Programs and processor of this host, as far as results depend on them."""
+    init_backend()
+    folder = library_folder()
+    libraries = [] if folder is None else sorted(folder.glob("*"))
+    return {
+        "spanmesh": SOFTWARE_VERSION,
+        "llama_cpp": importlib.metadata.version("llama-cpp-python"),
+        # The same version may have been compiled otherwise.
+        "libraries": [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in libraries],
+        # The processor's instructions that the build uses.
+        "system": llama_cpp.llama_print_system_info().decode(errors="replace"),
+        "machine": platform.machine(),
+        "processor": platform.processor() or _processor(),
+    }
+
+
+def _processor() -> str:
+    """Model of the processor, from Linux; empty elsewhere."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:  # noqa: PTH123
+            names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+            return next(names, "")
+    except OSError:
+        return ""
+
+
+def content_sha256(paths: Sequence[Path], index: Path) -> str:
+    """Hash of a model's files, hex, for a stage that is the model as it is; each is read once.
+
+    Args:
+        paths: The files, in order.
+        index: File in which hashes are kept.
+
+    Raises:
+        InvalidModel: If one cannot be read, or changes meanwhile.
+        ModelError: If the index cannot be written.
+    """
+    regions = [Region(number, 0, path.stat().st_size) for number, path in enumerate(paths)]
+    hashes = ModelHashes(paths, index).of(regions, lambda _num_bytes: None)
+    pieces = [(region.num_bytes, hashes[region]) for region in regions]
+    return hashlib.sha256(json.dumps(pieces).encode()).hexdigest()

@@ -1,0 +1,467 @@
+"""The disk of a stage: what it keeps, reads and tells; and real rows that come back to the bit."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import pytest
+
+from spanmesh_proto import windows_pb2 as wire
+from spanmesh_proto.errors import InvalidWindow, PrefixMismatch, StageFailed, UncuttableModel
+from stages.certification.isolated import cut_stage
+from stages.layers import LayerRange
+from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.serving.block_store import BlockStore
+from stages.serving.kv_disk import KvDisk
+from stages.serving.prefix_blocks import BlockPlace, PrefixReader
+from stages.serving.rows_identity import RowsSetting, content_sha256, rows_identity
+from stages.serving.slot_contents import KvSlots, SentHiddenStates
+from tests.support.disks import InlineExecutor, block_files, damage
+from tests.support.fake_stage import FakeRuntime
+from tests.support.tiny_families import TINY_FAMILIES
+from tests.support.tiny_models import TinyModel
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+    from pathlib import Path
+
+    from stages.serving.prefix_blocks import SlotCopy
+
+IDENTITY: Final = bytes(range(32))
+SIZE: Final = 8
+TEXT: Final = [int(token) for token in np.random.default_rng(3).integers(3, 60, 100)]
+LONG_TEXT: Final = [int(token) for token in np.random.default_rng(3).integers(3, 300, 100)]
+
+
+def name_of(stop: int, text: Sequence[int] = TEXT) -> bytes:
+    return hashlib.sha256(f"{stop} {text[:stop]}".encode()).digest()
+
+
+def keep_of(num_positions: int, text: Sequence[int] = TEXT, first: int = 0) -> wire.Keep:
+    ids = np.asarray(text[:num_positions], np.int64)
+    return wire.Keep(
+        num_positions=num_positions,
+        tokens_sha256=hashlib.sha256(ids.tobytes()).digest(),
+        blocks=[
+            wire.Block(name=name_of(start + SIZE, text), start=start, stop=start + SIZE)
+            for start in range(first, num_positions, SIZE)
+        ],
+    )
+
+
+def fetch_of(fetch_id: int, num_positions: int, text: Sequence[int] = TEXT) -> wire.Fetch:
+    return wire.Fetch(
+        id=fetch_id, names=[name_of(stop, text) for stop in range(SIZE, num_positions + 1, SIZE)]
+    )
+
+
+class Bench:
+    """A disk beside a fake stage's slots; what it reads and writes is done at once.
+
+    Attributes:
+        slots: The slots.
+        disk: The disk.
+        news: All that it told.
+        free_bytes: Free memory.
+        error: Fails copies.
+    """
+
+    def __init__(self, root: Path, most_bytes: int = 2**20) -> None:
+        self.slots = slots_of(FakeRuntime(0, 3, is_poisoned=True))
+        self.news: list[wire.BlockNews] = []
+        self.answers: list[tuple[int, int]] = []
+        self.free_bytes = 2**30
+        self.error: Exception | None = None
+        self.num_copies = 0
+        self.disk = KvDisk(
+            BlockStore(root, IDENTITY, most_bytes),
+            self.copy,
+            writer=InlineExecutor(),
+            reader=InlineExecutor(),
+            clock_ns=lambda: 10**9,
+            free_memory_bytes=lambda: self.free_bytes,
+            on_news=self.news.append,
+        )
+
+    def copy(
+        self,
+        slot: int,
+        num_positions: int,
+        tokens_sha256: bytes,
+        state_positions: Collection[int],
+        most_bytes: int,
+    ) -> asyncio.Future[SlotCopy | None]:
+        self.num_copies += 1
+        copying: asyncio.Future[SlotCopy | None] = asyncio.get_running_loop().create_future()
+        if self.error is not None:
+            copying.set_exception(self.error)
+        else:
+            copying.set_result(
+                self.slots.copy_of(slot, num_positions, tokens_sha256, state_positions, most_bytes)
+            )
+        return copying
+
+    def fill(self, slot: int, text: Sequence[int]) -> None:
+        self.slots.begin(slot, slot, (), 0, 4)
+        compute(self.slots, slot, 0, text)
+
+    async def settled(self) -> None:
+        async with asyncio.timeout(10):
+            while self.disk._writes or self.disk._reads:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+    async def keep(self, slot: int, order: wire.Keep) -> None:
+        self.disk.keep(slot, order)
+        await self.settled()
+
+    async def fetch(self, message: wire.Fetch) -> int:
+        self.disk.fetch(message, lambda fetched: self.answers.append((fetched.id, fetched.num_positions)))
+        await self.settled()
+        fetch_id, num_positions = self.answers[-1]
+        assert fetch_id == message.id
+        return num_positions
+
+
+def slots_of(runtime: Any) -> KvSlots:
+    return KvSlots(runtime, SentHiddenStates(runtime.num_slots, 1000))
+
+
+def compute(slots: KvSlots, slot: int, start: int, text: Sequence[int], **more: Any) -> Any:
+    """Compute rows as a worker does; returns those of the last batch."""
+    runtime: Any = slots._runtime
+    output = None
+    for first in range(start, len(text), runtime.max_rows):
+        span = Span(slot, first, text[first : first + runtime.max_rows], **more)
+        (output,) = runtime.decode([span])
+        slots.computed(span, 0)
+    return output
+
+
+def file_of(root: Path, stop: int) -> Path:
+    (path,) = (path for path in block_files([root]) if path.stem == name_of(stop).hex())
+    return path
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> Bench:
+    bench = Bench(tmp_path)
+    await bench.disk.open()
+    return bench
+
+
+async def test_what_is_kept_is_told_and_can_be_fetched(bench: Bench) -> None:
+    bench.fill(1, TEXT[:40])
+    await bench.keep(1, keep_of(32))
+    assert [list(news.added) for news in bench.news] == [[name_of(stop) for stop in (8, 16, 24, 32)]]
+    assert not any(news.rows_identity or news.state_positions for news in bench.news)
+    assert await bench.fetch(fetch_of(5, 32)) == 32
+    prefix = bench.disk.take(5, 32)
+    assert prefix is not None
+    assert bench.disk.take(5, 32) is None, "once"
+    other = slots_of(FakeRuntime(0, 3, is_poisoned=True))
+    other.begin(2, 2, TEXT[:30], 0, 4, fetched=prefix)
+    assert other._tokens.tokens(2).tolist() == TEXT[:30]
+    assert np.array_equal(compute(other, 2, 30, TEXT[:40]), compute(bench.slots, 1, 30, TEXT[:40]))
+    stats = bench.disk.stats()
+    assert (stats.num_files, stats.num_written, stats.num_restored, stats.num_restored_positions) == (
+        4,
+        4,
+        1,
+        32,
+    )
+    assert stats.num_bytes == sum(path.stat().st_size for path in block_files([bench.disk._store._root]))
+    assert stats.most_bytes == 2**20
+
+
+async def test_a_new_process_tells_what_is_there(bench: Bench, tmp_path: Path) -> None:
+    bench.fill(1, TEXT[:40])
+    await bench.keep(1, keep_of(40))
+    again = Bench(tmp_path)
+    await again.disk.open()
+    (news,) = again.disk.news()
+    assert news.rows_identity == IDENTITY
+    assert set(news.added) == {name_of(stop) for stop in range(8, 41, 8)}
+    assert await again.fetch(fetch_of(1, 40)) == 40
+
+
+async def test_many_blocks_are_told_in_several_messages(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stages.serving.kv_disk._NAMES_A_MESSAGE", 2)
+    bench.fill(1, TEXT[:40])
+    await bench.keep(1, keep_of(40))
+    told = list(bench.disk.news())
+    assert [len(news.added) for news in told] == [2, 2, 1]
+    assert [news.rows_identity for news in told] == [IDENTITY, b"", b""]
+
+
+async def test_a_stage_whose_rows_cannot_be_copied_is_left_alone_for_a_while(bench: Bench) -> None:
+    bench.fill(1, TEXT[:40])
+    bench.error = StageFailed("llama.cpp saves them otherwise")
+    rests_s = []
+    for _ in range(9):
+        await bench.keep(1, keep_of(40))
+        await bench.keep(1, keep_of(40))
+        rests_s.append(round(bench.disk._rests_until_s - asyncio.get_running_loop().time()))
+        bench.disk._rests_until_s = -1.0
+    assert bench.num_copies == 9
+    assert rests_s == [1, 2, 4, 8, 16, 32, 64, 64, 64]
+    assert bench.disk.stats().num_left_out == 2 * 9 * 5
+    bench.error = None
+    await bench.keep(1, keep_of(40))
+    assert bench.disk.stats().num_written == 5
+    assert bench.disk._rest_s == 1
+
+
+async def test_only_what_the_slot_holds_is_kept(bench: Bench, tmp_path: Path) -> None:
+    bench.disk._rest_s = 0.0
+    bench.fill(1, TEXT[:40])
+    for slot, order in (
+        (1, keep_of(48)),
+        (1, keep_of(40, TEXT[::-1])),
+        (2, keep_of(8)),
+        (1, wire.Keep(num_positions=8, tokens_sha256=keep_of(8).tokens_sha256)),
+        (1, wire.Keep()),
+    ):
+        await bench.keep(slot, order)
+    bench.free_bytes = 4
+    await bench.keep(1, keep_of(40))
+    bench.free_bytes = 2**30
+    bench.error = StageFailed("llama.cpp fails")
+    await bench.keep(1, keep_of(40))
+    bench.error = MemoryError()
+    await bench.keep(1, keep_of(40))
+    assert block_files([tmp_path]) == []
+    assert not bench.news
+    assert not bench.disk._coming
+    assert bench.disk.stats().num_left_out == 6 + 5 + 1 + 5 + 5 + 5
+    bench.error = None
+    await bench.keep(1, keep_of(40))
+    assert len(block_files([tmp_path])) == 5
+
+
+async def test_what_is_there_is_not_copied_again(bench: Bench) -> None:
+    bench.fill(1, TEXT[:40])
+    bench.disk.keep(1, keep_of(32))
+    bench.disk.keep(1, keep_of(32))
+    await bench.settled()
+    await bench.keep(1, keep_of(32))
+    assert bench.num_copies == 1
+    await bench.keep(1, keep_of(40))
+    assert bench.num_copies == 2
+    assert bench.disk.stats().num_written == 5
+
+
+async def test_a_fetch_ends_where_a_block_is_missing_or_damaged(bench: Bench, tmp_path: Path) -> None:
+    bench.fill(1, TEXT[:40])
+    await bench.keep(1, keep_of(40))
+    assert await bench.fetch(wire.Fetch(id=1, names=[bytes(32), name_of(8)])) == 0
+    assert await bench.fetch(wire.Fetch(id=2, names=[name_of(8), name_of(24)])) == 8, "one is left out"
+    assert list(bench.news[-1].removed) == [name_of(24)], "it does not follow the one before"
+    await bench.keep(1, keep_of(40))
+    path = file_of(tmp_path, 32)
+    damage(path, "flip", 222)
+    assert await bench.fetch(fetch_of(3, 40)) == 24
+    assert list(bench.news[-1].removed) == [name_of(32)]
+    assert not path.exists()
+    file_of(tmp_path, 8).unlink()
+    assert await bench.fetch(fetch_of(4, 40)) == 0
+    assert bench.disk.stats().num_damaged == 2
+
+
+async def test_memory_of_fetches_is_bounded_and_given_back(bench: Bench) -> None:
+    bench.fill(1, TEXT[:40])
+    await bench.keep(1, keep_of(40))
+    size = next(iter(bench.disk._blocks.values())).num_bytes
+    bench.free_bytes = 4 * 3 * size
+    assert await bench.fetch(fetch_of(1, 40)) == 24
+    assert await bench.fetch(fetch_of(2, 40)) == 0
+    bench.disk.fetch(wire.Fetch(id=1), lambda _fetched: None)
+    assert await bench.fetch(fetch_of(2, 40)) == 24
+    assert await bench.fetch(fetch_of(2, 40)) == 0, "its id is taken"
+    bench.disk.drop_fetched()
+    assert bench.disk.take(2, 24) is None
+    assert await bench.fetch(fetch_of(3, 40)) == 24
+    await bench.disk.close()
+    assert not bench.disk._fetches
+
+
+async def test_a_fetch_that_no_session_uses_is_dropped(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stages.serving.kv_disk._FETCHED_KEPT_S", 0.0)
+    bench.fill(1, TEXT[:40])
+    await bench.keep(1, keep_of(40))
+    assert await bench.fetch(fetch_of(1, 40)) == 40
+    async with asyncio.timeout(10):
+        while bench.disk._fetches:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert bench.disk.take(1, 40) is None
+
+
+async def test_evicted_blocks_are_told(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, most_bytes=1500)
+    await bench.disk.open()
+    bench.fill(1, TEXT[:40])
+    await bench.keep(1, keep_of(24))
+    bench.fill(1, TEXT[50:90])
+    await bench.keep(1, keep_of(16, TEXT[50:90]))
+    held = {name for news in bench.news for name in news.added}
+    held -= {name for news in bench.news for name in news.removed}
+    assert held == {bytes.fromhex(path.stem) for path in block_files([tmp_path])}
+    assert any(news.removed for news in bench.news)
+    assert bench.disk.stats().num_bytes <= 1500
+
+
+def test_rows_that_llama_cpp_refuses_leave_an_empty_slot() -> None:
+    slots = slots_of(FakeRuntime(0, 3))
+    compute(slots, 1, 0, TEXT[:20])
+    runtime: Any = slots._runtime
+
+    def refuse(*_arguments: object) -> None:
+        raise StageFailed("they are of another model")
+
+    runtime.put_saved = refuse
+    prefix = PrefixReader()
+    copied = slots.copy_of(1, 16, keep_of(16).tokens_sha256, (), 2**20)
+    assert copied is not None
+    for _place, block in copied.blocks([BlockPlace(bytes(32), 0, 16)]):
+        prefix.add(block)
+    with pytest.raises(PrefixMismatch, match=r"does not take 16 positions from disk.*of another model"):
+        slots.begin(2, 2, TEXT[:16], 0, 4, fetched=prefix.prefix())
+    assert slots._tokens.length(2) == 0
+    assert runtime.length(2) == 0
+
+
+SETTING: Final = RowsSetting((0, 2, 4), True, "f16", None, True, 2, 4, 0)  # noqa: FBT003 - a record
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layers": (0, 3, 4)},
+        {"layers": (0, 2, 5)},
+        {"exact": False},
+        {"kv_type": "q8_0"},
+        {"gpu_layers": (("CUDA0", 1),)},
+        {"repacks": False},
+        {"num_threads": 1},
+        {"num_slots": 5},
+        {"ctx_size": 4096},
+    ],
+)
+def test_whatever_rows_depend_on_is_in_their_identity(change: dict[str, Any]) -> None:
+    identity = rows_identity(SETTING, "ab")
+    assert len(identity) == 32
+    assert rows_identity(SETTING, "ab") == identity
+    assert rows_identity(SETTING, "ac") != identity
+    fields = {name: getattr(SETTING, name) for name in SETTING.__dataclass_fields__}
+    assert rows_identity(RowsSetting(**{**fields, **change}), "ab") != identity
+
+
+def test_the_build_is_in_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    identity = rows_identity(SETTING, "ab")
+    monkeypatch.setattr("stages.serving.rows_identity._build", lambda: {"llama_cpp": "another"})
+    assert rows_identity(SETTING, "ab") != identity
+
+
+def test_a_model_s_files_are_known_by_their_bytes(tmp_path: Path) -> None:
+    one, other, index = tmp_path / "one", tmp_path / "other", tmp_path / "index" / "x.json"
+    one.write_bytes(b"first")
+    other.write_bytes(b"second")
+    both = content_sha256((one, other), index)
+    assert content_sha256((one, other), index) == both
+    other.write_bytes(b"seconds")
+    changed = content_sha256((one, other), index)
+    assert changed != both
+    other.write_bytes(b"second")
+    assert content_sha256((one, other), tmp_path / "another.json") == both
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "gemma4", "falcon-h1", "mamba2"),
+        *(
+            pytest.param(name, marks=pytest.mark.sweep)
+            for name in ("qwen3", "deepseek2", "gpt-oss", "qwen3next")
+        ),
+    ],
+)
+def test_real_rows_come_back_to_the_bit(name: str, tmp_path: Path) -> None:
+    """From one process's slot over the disk into another's, in exact mode; with a state if it has one."""
+    path = stage_of(name, tmp_path)
+    options = RuntimeOptions(num_slots=3, ctx_size=128, exact=True, num_checkpoints=2)
+    text, stop, end = LONG_TEXT, 48, 50
+    with closing(StageRuntime(path, options)) as runtime, closing(StageRuntime(path, options)) as copy:
+        identity = rows_identity(RowsSetting.of(runtime, options), "ab")
+        assert rows_identity(RowsSetting.of(copy, options), "ab") == identity
+        slots, other = slots_of(runtime), slots_of(copy)
+        compute(slots, 1, 0, text[:end])
+        compute(slots, 1, end, text[:60], checkpoints=(end,))
+        has_state = runtime.info.has_windows or not runtime.info.can_trim
+        assert has_state == (name in {"gpt-oss", "gemma4", "falcon-h1", "mamba2", "qwen3next"})
+        places = [BlockPlace(name_of(each, text), each - 16, each) for each in (16, 32, 48)]
+        if has_state:
+            places.append(BlockPlace(name_of(end, text), 48, end, has_state=True))
+            stop = end
+        copied = slots.copy_of(1, stop, keep_of(stop, text).tokens_sha256, (end,), 2**30)
+        assert copied is not None
+        store = BlockStore(tmp_path / "kv", identity, 2**30)
+        store.open()
+        for place, block in copied.blocks(places):
+            assert store.write(place.name, block, 1) is not None
+        held, reader = BlockStore(tmp_path / "kv", identity, 2**30).open(), PrefixReader()
+        for place in places:
+            found = store.read(place.name, held[place.name])
+            assert found is not None
+            reader.add(found)
+        # Another text lies in the slot, and others beside it.
+        compute(other, 0, 0, text[40:70])
+        compute(other, 2, 0, text[30:90])
+        other.begin(2, 2, text[:stop], 0, 4, fetched=reader.prefix())
+        for first, last in ((stop, stop + 1), (stop + 1, stop + 8)):
+            (expected,) = _after(path, options, text, first, last)
+            (hidden,) = copy.decode([Span(2, first, text[first:last])])
+            assert np.array_equal(hidden, expected)
+        if runtime.info.has_windows:
+            with pytest.raises(UncuttableModel, match="cannot go back to position 49: before 50 it lacks"):
+                other.trim(2, 49)
+            with pytest.raises(InvalidWindow, match="a window starts at position 49"):
+                copy.decode([Span(2, 49, text[49:52])])
+            copy.copy(2, 1, stop)
+            with pytest.raises(UncuttableModel):
+                copy.trim(1, 20)
+        if has_state:
+            other.trim(2, stop)
+            (expected,) = _after(path, options, text, stop, stop + 3)
+            (hidden,) = copy.decode([Span(2, stop, text[stop : stop + 3])])
+            assert np.array_equal(hidden, expected), "it can go back to where it began"
+        if runtime.info.has_windows:
+            copy.trim(2, 0)
+            copy.decode([Span(2, 0, text[:20])])
+            copy.trim(2, 10)
+            assert copy.length(2) == 10, "of what was computed since, nothing is missing"
+
+
+def _after(path: Path, options: RuntimeOptions, text: Sequence[int], first: int, last: int) -> Any:
+    """Rows of a stage that has computed all before them."""
+    with closing(StageRuntime(path, options)) as runtime:
+        runtime.decode([Span(0, 0, text[:first])])
+        return runtime.decode([Span(0, first, text[first:last])])
+
+
+def stage_of(name: str, folder: Path) -> Path:
+    """The first layers of a tiny model, cut off."""
+    path, stage = folder / f"{name}.gguf", folder / f"{name}-stage.gguf"
+    if name in TINY_FAMILIES:
+        TINY_FAMILIES[name].write(path)
+        cut = TINY_FAMILIES[name].cuts[0]
+    else:
+        TinyModel(name, head_size=32, n_layers=3 + len(name) % 2).write(path)
+        cut = len(name) % 3 + 1
+    cut_stage(path, LayerRange(0, cut), stage)
+    return stage
