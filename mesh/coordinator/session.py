@@ -18,7 +18,7 @@ import contextlib
 import functools
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
@@ -26,17 +26,17 @@ from mesh.coordinator.crash_suspects import CrashHistory
 from mesh.coordinator.feature_store import FeatureStore
 from mesh.coordinator.output_queue import OutputQueue
 from mesh.coordinator.telemetry import SessionTelemetry
+from mesh.coordinator.window_outcomes import InFlightWindow, outcomes_of
 from mesh.engine import Committed, FeatureCounts
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError, ProtocolError
 from speculative.acceptance import judge_unread
-from speculative.outcome import StageMeasure, WindowOutcome
 from speculative.proposer import EMPTY
 from stages.sampling.logprobs import from_wire
 from stages.sampling.session_spec import NOTHING_RESUMED, Resumed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
 
     from mesh.coordinator.feature_store import FeatureRows
     from mesh.coordinator.feature_streams import FeatureNeeds, ReceivedFeatures
@@ -46,53 +46,13 @@ if TYPE_CHECKING:
     from mesh.coordinator.speculation import Speculator
     from mesh.coordinator.stage_streams import BatchTimes
     from mesh.engine import GenerationRequest, PrefillProgress
-    from speculative.acceptance import Judgement
+    from speculative.outcome import WindowOutcome
     from stages.sampling.logprobs import TokenLogprobs
     from stages.sampling.session_spec import SessionSpec
 
 
 # Latest positions of a replay that stages compute though they hold them, if their features are missing.
 _MOST_COMPUTED_AGAIN: Final = 64
-
-
-class InFlightWindow(NamedTuple):
-    """A window in flight.
-
-    Attributes:
-        id: Id of the window within its session.
-        window: The window as sent.
-        sent_ms: When it left.
-        num_ahead: Windows of its session that were in flight then.
-    """
-
-    id: int
-    window: WindowPlan
-    sent_ms: float
-    num_ahead: int
-
-
-def outcome(
-    judgement: Judgement,
-    in_flight: InFlightWindow,
-    arrived_ms: float,
-    *,
-    stages: tuple[StageMeasure, ...],
-    voided: Collection[InFlightWindow],
-    behind: Collection[InFlightWindow],
-) -> WindowOutcome:
-    """Outcome of a judged window, for the controller."""
-    return WindowOutcome(
-        judgement=judgement,
-        proposal=in_flight.window.proposal,
-        position=in_flight.window.start,
-        sent_ms=in_flight.sent_ms,
-        arrived_ms=arrived_ms,
-        num_in_flight=in_flight.num_ahead,
-        stages=stages,
-        num_stale=len(voided),
-        num_behind=len(behind),
-        num_recomputed=in_flight.window.num_recomputed,
-    )
 
 
 log = structlog.get_logger()
@@ -471,12 +431,26 @@ class Session:
         if self._speculator is None:
             self._send_on(step)
             if self._on_plain is not None:
-                for outcome in self._outcomes(step, in_flight, voided, times, arrived_ms):
+                for outcome in outcomes_of(
+                    step,
+                    in_flight,
+                    voided=voided,
+                    behind=self._in_flight_windows,
+                    stages=times.measures,
+                    arrived_ms=arrived_ms,
+                ):
                     self._on_plain(outcome)
         else:
             if voided or not in_flight.window.is_prompt:
                 self._speculator.landed(is_void=bool(voided))
-            outcomes = self._outcomes(step, in_flight, voided, times, arrived_ms)
+            outcomes = outcomes_of(
+                step,
+                in_flight,
+                voided=voided,
+                behind=self._in_flight_windows,
+                stages=times.measures,
+                arrived_ms=arrived_ms,
+            )
             self._speculator.committed(step.judgement.committed)
             # What a plain window taught is learned after the next one has left.
             if not is_plain:
@@ -546,34 +520,6 @@ class Session:
     @property
     def _features_may_wait(self) -> bool:
         return self._speculator is not None and self._speculator.features_may_wait
-
-    def _outcomes(
-        self,
-        step: Step,
-        in_flight: InFlightWindow,
-        voided: tuple[InFlightWindow, ...],
-        times: BatchTimes,
-        arrived_ms: float,
-    ) -> list[WindowOutcome]:
-        """Outcomes for the controller: of the window, and of one that its free prediction voided unread."""
-        outcomes = []
-        if not in_flight.window.is_prompt:
-            stages = times.measures
-            outcomes.append(
-                outcome(
-                    step.judgement,
-                    in_flight,
-                    arrived_ms,
-                    stages=stages,
-                    voided=voided,
-                    behind=self._in_flight_windows,
-                )
-            )
-        if step.is_unread_next:
-            judgement = judge_unread(len(voided[0].window.tokens))
-            # It is stale itself: its rows are still computed at some stage.
-            outcomes.append(outcome(judgement, voided[0], arrived_ms, stages=(), voided=voided, behind=()))
-        return outcomes
 
     def _report(
         self,
