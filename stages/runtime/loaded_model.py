@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 
 from spanmesh_proto.errors import InvalidModel
+from stages.layers import LayerRange
 from stages.runtime.file_layers import read_file_layers
 from stages.runtime.llama import last_complaint
 from stages.runtime.numerics import CELLS_AT_ONCE
@@ -18,6 +20,67 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from stages.runtime.devices import GpuPlacing
+
+
+@dataclass(frozen=True)
+class StageInfo:
+    """Facts of the loaded file.
+
+    Attributes:
+        layers: Its layers of the whole model.
+        n_layers: Layers of the whole model.
+        n_embd: Values of a row of hidden states: the model's width, or a multiple with several streams.
+        n_vocab: Rows of the head; valid at the tail.
+        n_ctx_train: Positions that the model was trained for.
+        num_bytes: Size of the weights.
+        can_trim: Whether a slot can go back to any earlier position. One with recurrent state can only go
+            back to a checkpoint, or be emptied.
+        has_windows: Whether some layers attend to a sliding window only.
+    """
+
+    layers: LayerRange
+    n_layers: int
+    n_embd: int
+    n_vocab: int
+    n_ctx_train: int
+    num_bytes: int
+    can_trim: bool = True
+    has_windows: bool = False
+
+    @classmethod
+    def of_model(cls, model: Any, row_width: int) -> StageInfo:
+        """Facts of a loaded `llama_model`.
+
+        Args:
+            model: The model.
+            row_width: Values of a row of hidden states.
+        """
+        n_layers_here = llama_cpp.llama_model_n_layer(model)
+        start, stop, count = (
+            read_metadata(model, f"spanmesh.layer_{each}") for each in ("start", "stop", "count")
+        )
+        return cls(
+            layers=LayerRange(int(start or 0), int(stop or n_layers_here)),
+            n_layers=int(count or n_layers_here),
+            n_embd=row_width,
+            n_vocab=llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model)),
+            n_ctx_train=llama_cpp.llama_model_n_ctx_train(model),
+            num_bytes=llama_cpp.llama_model_size(model),
+            can_trim=not (
+                llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model)
+            ),
+            has_windows=llama_cpp.llama_model_n_swa(model) > 0,
+        )
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it takes token ids as input."""
+        return self.layers.start == 0
+
+    @property
+    def is_tail(self) -> bool:
+        """Whether it returns logits."""
+        return self.layers.stop == self.n_layers
 
 
 def load_model(

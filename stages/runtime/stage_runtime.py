@@ -13,7 +13,6 @@ import numpy as np
 
 from spanmesh_proto.errors import InvalidWindow, ModelDoesNotFit, StageFailed, UncuttableModel
 from stages.graph_boundary import GraphBoundary
-from stages.layers import LayerRange
 from stages.runtime.batch import Batch, runs_of_equals
 from stages.runtime.checkpoints import StateCheckpoints, read_sequence, without_part, write_sequence
 from stages.runtime.devices import GpuPlacing
@@ -22,7 +21,7 @@ from stages.runtime.hidden_tap import LayerTap, StopTap, make_stop_tap
 from stages.runtime.kv_state import KvRows, without_head
 from stages.runtime.kv_types import KV_TYPES
 from stages.runtime.llama import init_backend, last_complaint
-from stages.runtime.loaded_model import load_model, may_scale_rotations, read_metadata
+from stages.runtime.loaded_model import StageInfo, load_model, may_scale_rotations, read_metadata
 from stages.runtime.numerics import Numerics, numerics_for, prepare_process
 
 if TYPE_CHECKING:
@@ -64,42 +63,6 @@ class RuntimeOptions:
     num_checkpoints: int = 0
     repacks: bool = True
     cpu_moe_layers: int = 0
-
-
-@dataclass(frozen=True)
-class StageInfo:
-    """Facts of the loaded file.
-
-    Attributes:
-        layers: Its layers of the whole model.
-        n_layers: Layers of the whole model.
-        n_embd: Values of a row of hidden states: the model's width, or a multiple with several streams.
-        n_vocab: Rows of the head; valid at the tail.
-        n_ctx_train: Positions that the model was trained for.
-        num_bytes: Size of the weights.
-        can_trim: Whether a slot can go back to any earlier position. One with recurrent state can only go
-            back to a checkpoint, or be emptied.
-        has_windows: Whether some layers attend to a sliding window only.
-    """
-
-    layers: LayerRange
-    n_layers: int
-    n_embd: int
-    n_vocab: int
-    n_ctx_train: int
-    num_bytes: int
-    can_trim: bool = True
-    has_windows: bool = False
-
-    @property
-    def is_first(self) -> bool:
-        """Whether it takes token ids as input."""
-        return self.layers.start == 0
-
-    @property
-    def is_tail(self) -> bool:
-        """Whether it returns logits."""
-        return self.layers.stop == self.n_layers
 
 
 @dataclass(frozen=True)
@@ -164,7 +127,7 @@ class StageRuntime:
             num_cpu_moe=options.cpu_moe_layers,
         )
         self._boundary = self._read_boundary()
-        self.info = self._read_info()
+        self.info = StageInfo.of_model(self._model, self._boundary.row_width)
         self._tap = self._make_tap()
         self._lengths = [0] * options.num_slots
         # Fewest positions to which a slot can go back: before, rows in sliding windows are missing.
@@ -558,25 +521,6 @@ class StageRuntime:
             if padding:
                 self._forget(span.slot, stop)
         return self._logits(spans) if self.info.is_tail else self._hidden_by_span(spans, paddings)
-
-    def _read_info(self) -> StageInfo:
-        n_layers_here = llama_cpp.llama_model_n_layer(self._model)
-        start, stop, count = (
-            read_metadata(self._model, f"spanmesh.layer_{each}") for each in ("start", "stop", "count")
-        )
-        return StageInfo(
-            layers=LayerRange(int(start or 0), int(stop or n_layers_here)),
-            n_layers=int(count or n_layers_here),
-            n_embd=self._boundary.row_width,
-            n_vocab=llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model)),
-            n_ctx_train=llama_cpp.llama_model_n_ctx_train(self._model),
-            num_bytes=llama_cpp.llama_model_size(self._model),
-            can_trim=not (
-                llama_cpp.llama_model_is_recurrent(self._model)
-                or llama_cpp.llama_model_is_hybrid(self._model)
-            ),
-            has_windows=llama_cpp.llama_model_n_swa(self._model) > 0,
-        )
 
     def _read_boundary(self) -> GraphBoundary:
         if self._options.observe_as is not None:
