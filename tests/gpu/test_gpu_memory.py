@@ -11,7 +11,7 @@ from mesh.cluster.host_facts import find_gpus
 from mesh.placement.gpu_layers import GPU_PROCESS_BYTES, memory_on
 from mesh.placement.host_capacity import Gpu, HostCapacity
 from mesh.placement.memory_estimate import StageSizes, Workload
-from mesh.qualification.device_buffers import DeviceBuffers, heard_buffers
+from mesh.qualification.gpu_day.device_buffers import DeviceBuffers, heard_buffers
 from mesh.qualification.random_model import SHAPES, write_random_gguf
 from stages.layers import LayerRange
 from stages.runtime.devices import list_devices

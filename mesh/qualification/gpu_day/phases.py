@@ -20,8 +20,8 @@ from mesh.placement.gpu_layers import GPU_PROCESS_BYTES, memory_on
 from mesh.placement.host_capacity import Gpu, HostCapacity
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.qualification import device_exactness, device_parity, device_stops
-from mesh.qualification.device_buffers import heard_buffers
 from mesh.qualification.gpu_day import card_ring, whole_model
+from mesh.qualification.gpu_day.device_buffers import heard_buffers
 from mesh.qualification.gpu_day.scale import even_cuts
 from mesh.qualification.random_model import SHAPES, write_random_gguf
 from spanmesh_proto import SOFTWARE_VERSION
@@ -37,7 +37,7 @@ from stages.slicing.model_facts import read_model_facts
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from mesh.qualification.device_buffers import DeviceBuffers
+    from mesh.qualification.gpu_day.device_buffers import DeviceBuffers
     from mesh.qualification.gpu_day.scale import Kind, Phase, Scale
     from stages.layers import LayerRange
     from stages.runtime.devices import Device

@@ -11,14 +11,15 @@ from click.testing import CliRunner
 
 from mesh.bench.request_record import Record
 from mesh.bench.stress.answers import AnswerRecord
-from mesh.qualification import drafter_costs, drafter_losses
 from mesh.qualification.chaos.clients import MeshSnapshot, Stream
 from mesh.qualification.chaos.results import Tally
-from mesh.qualification.drafter_cost_figures import DecodeRound, Figures, FirstTokenRound, SentFeatures
-from mesh.qualification.drafter_loss_results import Counts, Sample, WatchedAnswer, result_lines
-from mesh.qualification.drafter_losses import loss_tokens, questions
-from mesh.qualification.drafter_timing import DrafterTimes
-from mesh.qualification.feature_listener import FeatureListener
+from mesh.qualification.drafter_costs import __main__ as drafter_costs
+from mesh.qualification.drafter_costs.feature_listener import FeatureListener
+from mesh.qualification.drafter_costs.figures import DecodeRound, Figures, FirstTokenRound, SentFeatures
+from mesh.qualification.drafter_costs.timing import DrafterTimes
+from mesh.qualification.drafter_losses import __main__ as drafter_losses
+from mesh.qualification.drafter_losses.__main__ import loss_tokens, questions
+from mesh.qualification.drafter_losses.results import Counts, Sample, WatchedAnswer, result_lines
 from spanmesh_proto.errors import MeshError
 from speculative.draft.feature_sequence import MOST_FEATURES
 from speculative.proposer import EMPTY, FeatureReader

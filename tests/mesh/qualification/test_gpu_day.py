@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mesh.qualification.device_buffers import DeviceBuffers
 from mesh.qualification.gpu_day.carry import carry
+from mesh.qualification.gpu_day.device_buffers import DeviceBuffers
 from mesh.qualification.gpu_day.phases import Bench
 from mesh.qualification.gpu_day.report import goals, markdown
 from mesh.qualification.gpu_day.runner import PhaseResult, ResultStore, run_all

@@ -5,7 +5,7 @@ one request at a time. All ratios come from one run of one mesh, whose settings 
 turn:
 
 - *features*: they are tapped, sent and received, but nothing is drafted, over plain decoding; no option of
-  `mesh serve` does that, so `mesh.qualification.feature_listener` is the head of this mesh;
+  `mesh serve` does that, so `mesh.qualification.drafter_costs.feature_listener` is the head of this mesh;
 - *first token* of a long prompt that no cache holds, with the drafter over plain decoding;
 - *absorbing*: rows that the drafter computes for its cache only, over rows with outputs, in one process;
 - *bytes* of features that arrived, over the values in them.
@@ -35,15 +35,15 @@ from mesh.cli.option_types import Numbers, int_option
 from mesh.draft.drafter import read_drafter
 from mesh.lab.network import Lab, lab_supported
 from mesh.lab.systems import MeshSystem, start_logged
-from mesh.qualification.drafter_cost_figures import (
+from mesh.qualification.drafter_costs.feature_listener import LISTENING
+from mesh.qualification.drafter_costs.figures import (
     LONG_DELAY_MS,
     DecodeRound,
     Figures,
     FirstTokenRound,
     SentFeatures,
 )
-from mesh.qualification.drafter_timing import time_drafter
-from mesh.qualification.feature_listener import LISTENING
+from mesh.qualification.drafter_costs.timing import time_drafter
 from mesh.serve.options import demo_model
 from mesh.text.tokenizer import Tokenizer
 from mesh.util.completion_stream import COMPLETION_PATH
@@ -76,12 +76,12 @@ _WARM_UP: Final = "Describe a house by the sea."
 
 
 class ListeningMesh(MeshSystem):
-    """A mesh whose head is that of `mesh.qualification.feature_listener`."""
+    """A mesh whose head is that of `mesh.qualification.drafter_costs.feature_listener`."""
 
     def _launch(self, host: int, arguments: list[str]) -> subprocess.Popen[bytes]:
         if host != 0:
             return super()._launch(host, arguments)
-        argv = [sys.executable, "-m", "mesh.qualification.feature_listener", *arguments]
+        argv = [sys.executable, "-m", "mesh.qualification.drafter_costs.feature_listener", *arguments]
         self._processes[host] = process = start_logged(self._lab, host, argv, self.log(host))
         return process
 

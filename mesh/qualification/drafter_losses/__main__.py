@@ -38,7 +38,7 @@ from mesh.qualification.chaos.clients import ClientFleet, Question
 from mesh.qualification.chaos.faults import Fault, FaultInjector
 from mesh.qualification.chaos.harness import FaultTestBed
 from mesh.qualification.chaos.options import ChaosOptions
-from mesh.qualification.drafter_loss_results import Sample, WatchedAnswer, result_lines
+from mesh.qualification.drafter_losses.results import Sample, WatchedAnswer, result_lines
 from mesh.serve.options import demo_model
 from mesh.util.logs import set_up_logs
 from mesh.util.processors import num_usable

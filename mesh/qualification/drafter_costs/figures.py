@@ -12,7 +12,7 @@ from spanmesh_proto.errors import MeshError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from mesh.qualification.drafter_timing import DrafterTimes
+    from mesh.qualification.drafter_costs.timing import DrafterTimes
 
 _BYTES_PER_VALUE: Final = 2
 # Of long prompts, one way.

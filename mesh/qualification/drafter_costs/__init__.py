@@ -1,0 +1,1 @@
+"""Costs of drafters that read hidden states, measured in the lab."""

@@ -1,0 +1,1 @@
+"""Effects of losses of stages on drafters that read hidden states, measured in the lab."""
