@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 import numpy as np
 
-from spanmesh_proto.errors import InvalidModel, InvalidWindow, ModelDoesNotFit, StageFailed, UncuttableModel
+from spanmesh_proto.errors import InvalidWindow, ModelDoesNotFit, StageFailed, UncuttableModel
 from stages.graph_boundary import GraphBoundary
 from stages.layers import LayerRange
 from stages.runtime.batch import Batch
@@ -22,8 +22,8 @@ from stages.runtime.hidden_tap import LayerTap, StopTap, make_stop_tap
 from stages.runtime.kv_state import KvRows, without_head
 from stages.runtime.kv_types import KV_TYPES
 from stages.runtime.llama import init_backend, last_complaint
+from stages.runtime.model_loading import load_model
 from stages.runtime.numerics import Numerics, numerics_for, prepare_process
-from stages.runtime.process_memory import CopiedPages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -151,7 +151,12 @@ class StageRuntime:
         self._model: Any = None
         prepare_process(self._numerics)
         init_backend()
-        self._model = self._load_model(path, progress)
+        self._model = load_model(
+            path,
+            self._placing,
+            use_repacked_weights=self._numerics.use_repacked_weights,
+            progress=progress,
+        )
         self._boundary = self._read_boundary()
         self.info = self._read_info()
         self._tap = self._make_tap()
@@ -488,27 +493,6 @@ class StageRuntime:
             if padding:
                 self._forget(span.slot, stop)
         return self._logits(spans) if self.info.is_tail else self._hidden_by_span(spans, paddings)
-
-    def _load_model(self, path: Path, progress: Callable[[float], None] | None) -> Any:
-        params = llama_cpp.llama_model_default_params()
-        params.use_extra_bufts = self._numerics.use_repacked_weights
-        self._placing.apply(params)
-        pages = CopiedPages(path, on_gpu=self._placing.has_gpu)
-
-        # ctypes keeps no reference: the callback must exist until the end of the call.
-        @llama_cpp.llama_progress_callback  # type: ignore[untyped-decorator]
-        def on_progress(share: float, _data: Any) -> bool:
-            pages.loaded(share)
-            if progress is not None:
-                progress(share)
-            return True
-
-        params.progress_callback = on_progress
-        model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
-        if model is None:
-            raise InvalidModel(f"llama.cpp does not load {path.name}: {last_complaint()}")
-        pages.loaded(1.0)
-        return model
 
     def _read_info(self) -> StageInfo:
         n_layers_here = llama_cpp.llama_model_n_layer(self._model)
