@@ -41,8 +41,8 @@ class EmbeddingRuntime:
 
     Args:
         path: The GGUF file, the first one if there are several.
-        options: `ctx_size` is the longest text, in tokens, and `num_slots` the most texts of a batch. There is
-            no exact mode; a KV cache, where there is one, is of f16.
+        options: `ctx_size` is the longest text, in tokens, and `num_slots` the most texts of a batch. There
+            is no exact mode; a KV cache, where there is one, is of f16.
         progress: Called with the loaded share, 0 to 1.
 
     Raises:
