@@ -10,6 +10,7 @@ import numpy as np
 
 from spanmesh_proto.errors import InvalidModel, ModelDoesNotFit, ProtocolError, StageFailed
 from stages.embedding.model_file import POOLINGS, BatchLimits
+from stages.embedding.vectors import normalised
 from stages.runtime.batch import Batch
 from stages.runtime.devices import GpuPlacing
 from stages.runtime.llama import init_backend, last_complaint
@@ -23,17 +24,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from stages.runtime.stage_runtime import RuntimeOptions
-
-
-def normalised(rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Rows of Euclidean length 1, float32; zeros stay zeros.
-
-    Args:
-        rows: float32 (texts, width).
-    """
-    lengths = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
-    scaled: NDArray[np.float32] = (rows / np.where(lengths > 0, lengths, 1.0)).astype(np.float32)
-    return scaled
 
 
 class EmbeddingRuntime:

@@ -12,6 +12,7 @@ import structlog
 from spanmesh_proto import embedding_pb2 as wire
 from spanmesh_proto import embedding_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError, Overloaded, ProtocolError
+from stages.embedding.vectors import to_bytes
 from stages.transport.channels import HandshakeMonitor, KeyCheck, abort
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class EmbeddingService(rpc.EmbeddingServicer):
     def _embedded(self, texts: list[list[int]]) -> wire.Vectors:
         rows = self._runtime.embed(texts)
         return wire.Vectors(
-            rows=rows.astype("<f4", copy=False).tobytes(),
+            rows=to_bytes(rows),
             width=rows.shape[1],
             compute_us=self._runtime.compute_us,
         )
