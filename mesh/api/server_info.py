@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
@@ -21,16 +21,16 @@ from mesh.api.openapi import (
     answers,
     answers_text,
     answers_with,
-    refuses,
 )
-from mesh.metrics.prometheus import ModelFigures, exposition, targets
+from mesh.metrics.prometheus import EmbeddingFigures, ModelFigures, exposition, targets
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
-from spanmesh_proto.errors import NotSupported
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from mesh.api.backend import Backend
+    from mesh.embedding.registry import EmbeddingBackend
+    from mesh.text.tokenizer import Tokenizer
 
 
 router = APIRouter()
@@ -39,7 +39,8 @@ router = APIRouter()
 @router.get("/v1/models", response_model=None, responses=answers(ModelList))
 async def list_models(request: Request) -> Response:
     """Every model that is served, the first one first, with the fields of OpenAI's and Anthropic's lists."""
-    models = [_model(backend) for backend in backends_of(request)]
+    backends = backends_of(request)
+    models = [*map(_model, backends), *map(_embedding_model, backends.embeddings)]
     ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"], "has_more": False}
     return json_response({"object": "list", "data": models, **ends})
 
@@ -47,20 +48,35 @@ async def list_models(request: Request) -> Response:
 @router.get("/v1/models/{model_id:path}", response_model=None, responses=answers(ModelCard, 404))
 async def get_model(request: Request, model_id: str) -> Response:
     """A model by its id, which may hold slashes, or the first by `default`."""
-    return json_response(_model(backends_of(request).named(model_id)))
+    backends = backends_of(request)
+    embedding = backends.embeddings.find(model_id)
+    found = _model(backends.named(model_id)) if embedding is None else _embedding_model(embedding)
+    return json_response(found)
 
 
 def _model(backend: Backend) -> dict[str, Any]:
+    return _card(backend.model_id, "chat", backend.created, backend.engine.context_length, backend.tokenizer)
+
+
+def _embedding_model(backend: EmbeddingBackend) -> dict[str, Any]:
+    card = _card(backend.model_id, "embeddings", backend.created, backend.longest, backend.tokenizer)
+    return card | {"meta": card["meta"] | {"n_embd": backend.width}}
+
+
+def _card(
+    name: str, kind: Literal["chat", "embeddings"], created: int, most_tokens: int, tokenizer: Tokenizer
+) -> dict[str, Any]:
     return {
-        "id": backend.model_id,
+        "id": name,
         "object": "model",
         "type": "model",
-        "display_name": backend.model_id,
-        "created_at": datetime.fromtimestamp(backend.created, UTC).isoformat().replace("+00:00", "Z"),
-        "created": backend.created,
+        "kind": kind,
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
+        "created": created,
         "owned_by": "spanmesh",
-        "max_model_len": backend.engine.context_length,
-        "meta": {"n_vocab": backend.tokenizer.n_vocab, "n_ctx_train": backend.tokenizer.n_ctx_train},
+        "max_model_len": most_tokens,
+        "meta": {"n_vocab": tokenizer.n_vocab, "n_ctx_train": tokenizer.n_ctx_train},
     }
 
 
@@ -74,18 +90,6 @@ async def versions() -> Response:
             "llama_cpp_python": version("llama-cpp-python"),
         }
     )
-
-
-_EMBEDDINGS: Final = (
-    "embeddings are not supported: the last stage samples tokens and sends nothing else, and"
-    " hidden states of a chat model make poor embeddings: use a server with an embedding model"
-)
-
-
-@router.post("/v1/embeddings", response_model=None, responses=refuses(501))
-async def embeddings() -> Response:
-    """501, with the reason."""
-    raise NotSupported(_EMBEDDINGS)
 
 
 # Fields of a model's status; the others concern the mesh, or are in `/metrics`.
@@ -105,9 +109,15 @@ async def health(request: Request) -> Response:
 @router.get("/mesh/status", response_model=None, responses=answers(Anything))
 async def mesh_status(request: Request) -> Response:
     """Hosts, stages and counts, as `mesh status` shows them: of the first model, and `models` of each."""
+    backends = backends_of(request)
     # Models may be unloaded during the loop.
-    found = [(backend.model_id, await whole_status(backend)) for backend in backends_of(request)]
-    return json_response({**found[0][1], "models": [_of_model(name, status) for name, status in found]})
+    found = [(backend.model_id, await whole_status(backend)) for backend in backends]
+    models = [_of_model(name, status) for name, status in found]
+    models += [
+        {"name": backend.model_id, "kind": "embeddings", **backend.status()}
+        for backend in backends.embeddings
+    ]
+    return json_response({**found[0][1], "models": models})
 
 
 async def whole_status(backend: Backend) -> dict[str, Any]:
@@ -125,17 +135,22 @@ async def whole_status(backend: Backend) -> dict[str, Any]:
 
 
 def _of_model(name: str, status: Mapping[str, Any]) -> dict[str, Any]:
-    return {"name": name, **{field: status[field] for field in _OF_MODEL if field in status}}
+    return {"name": name, "kind": "chat", **{field: status[field] for field in _OF_MODEL if field in status}}
 
 
 @router.get("/metrics", response_model=None, responses=answers_text("Metrics in the Prometheus text format."))
 async def metrics(request: Request) -> Response:
     """Counts and times since the server started."""
+    backends = backends_of(request)
     models = [
         ModelFigures(backend.model_id, backend.statistics, await whole_status(backend))
-        for backend in backends_of(request)
+        for backend in backends
     ]
-    body, content_type = exposition(models, request.headers.get("accept", ""))
+    embedding_models = [
+        EmbeddingFigures(backend.model_id, backend.embedder.statistics, backend.status())
+        for backend in backends.embeddings
+    ]
+    body, content_type = exposition(models, request.headers.get("accept", ""), embedding_models)
     return Response(body, headers={"Content-Type": content_type})
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mesh.api.backend import Backend
+    from mesh.text.tokenizer import Tokenizer
 router = APIRouter()
 
 
@@ -84,17 +85,17 @@ async def detokenize(request: Request) -> Response:
     backends = backends_of(request)
     body = await body_of(request, DetokenizeBody)
     backend = backends.named(body.model)
-    require_ids(backend, body.tokens, param="tokens")
+    require_ids(backend.tokenizer, body.tokens, param="tokens")
     return json_response({"prompt": text_of(backend, body.tokens)})
 
 
-def require_ids(backend: Backend, tokens: Sequence[int], *, param: str) -> None:
+def require_ids(tokenizer: Tokenizer, tokens: Sequence[int], *, param: str) -> None:
     """Check that the vocabulary has these token ids.
 
     Raises:
         InvalidRequest: Naming the first missing one.
     """
-    n_vocab = backend.tokenizer.n_vocab
+    n_vocab = tokenizer.n_vocab
     wrong = next((token for token in tokens if not 0 <= token < n_vocab), None)
     if wrong is not None:
         raise InvalidRequest(

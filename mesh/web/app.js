@@ -34,7 +34,8 @@ function onStatus(status, nowMs) {
   const canSend = condition.kind === "good" || (condition.kind === "heal" && condition.word === "Healing");
   chat.setReady(canSend, condition.sentence ?? `The mesh is still busy: ${status.phase ?? "starting"}.`);
   chat.setContext(status.model?.context ?? null);
-  chat.setModels(status.models ?? []);
+  // Embedding models do not chat.
+  chat.setModels((status.models ?? []).filter(({ kind }) => kind !== "embeddings"));
   showPanel(status, recent, condition);
 }
 
