@@ -145,8 +145,7 @@ async def load(request: Request) -> Response:
     for param, path in paths.items():
         if path is not None and not PurePath(path).is_absolute():
             raise InvalidRequest(f"{param} is {path!r}: give the whole path of the file", param=param)
-    if body.stages is not None and body.split is not None:
-        raise InvalidRequest("split gives the number of stages: leave out stages", param="stages")
+    body.require_consistent()
     return json_response(dict(await model_admin.load(body)))
 
 

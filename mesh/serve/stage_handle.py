@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mesh.cluster.ray_driver import RayDriver
     from mesh.util.progress import ProgressTask
     from stages.layers import LayerRange
-    from stages.serving.actor import StageConfig
+    from stages.serving.actor import ModelActor, StageConfig
     from stages.transport.hidden_codec import HiddenType
     from stages.weights.assembly import Transfer
 
@@ -63,6 +63,7 @@ class StageHandle:
         config: Its layers and settings.
         member: Its host.
         on_transfer: Called with host, layers and origin of the weights, once they are there.
+        kind: Class of its actor.
     """
 
     def __init__(
@@ -73,8 +74,10 @@ class StageHandle:
         member: Member,
         *,
         on_transfer: Callable[[str, LayerRange, Transfer], None],
+        kind: type[ModelActor] = StageActor,
     ) -> None:
         self._driver = driver
+        self._kind = kind
         self._authority = authority
         self._on_transfer = on_transfer
         self.config = config
@@ -116,7 +119,7 @@ class StageHandle:
             ClusterError: If its host's Ray node is gone.
         """
         self._actor = await self._driver.create(
-            StageActor, self.config, ray_node_name=self.member.ray_node_name, name=self.actor_name
+            self._kind, self.config, ray_node_name=self.member.ray_node_name, name=self.actor_name
         )
         log.info("stage_placed", host=self.member.name, layers=str(self.config.layers))
 
