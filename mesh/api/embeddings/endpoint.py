@@ -1,22 +1,23 @@
-"""Endpoint /v1/embeddings."""
+"""Endpoint /v1/embeddings, and its body."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import structlog
 from fastapi import APIRouter
+from pydantic import Field, PlainValidator
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
 from starlette.responses import Response
 
 from mesh.api.auth import client_of
 from mesh.api.backend import DEFAULT_MODEL, backends_of
-from mesh.api.embeddings.protocol import EmbeddingsBody
 from mesh.api.errors import json_bytes
 from mesh.api.middleware import CLIENT_GONE_STATUS
 from mesh.api.openapi import EmbeddingList, answers, takes
+from mesh.api.protocol import Prompt, StrictBody, parse_several
 from mesh.api.rate_limit import reservation_of
 from mesh.api.request_parsing import read_body
 from mesh.api.streaming import ClientGoneError, cancel_on_disconnect
@@ -32,16 +33,34 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from mesh.api.backend import Backends
-    from mesh.api.protocol import Prompt
     from mesh.embedding.registry import EmbeddingBackend
 
 router = APIRouter()
 log = structlog.get_logger()
 
+MAX_TEXTS: Final = 2048
 # A body may hold as much as that of a chat with a context of so many positions: many texts.
 _POSITIONS: Final = 65_536
 # Texts with more characters per token than this are counted by the longest token of the vocabulary first.
 _SUSPICIOUS: Final = 16
+_Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+_Several = Field(min_length=1, max_length=MAX_TEXTS)
+_Input = str | _Ids | Annotated[list[str], _Several] | Annotated[list[_Ids], _Several]
+
+
+def parse_input(value: Any) -> tuple[Prompt, ...]:
+    """The four shapes of the input; see `parse_several`."""
+    return parse_several(value, MAX_TEXTS, "input")
+
+
+class EmbeddingsBody(StrictBody):
+    """`POST /v1/embeddings`. `user` is not used."""
+
+    model: str | None = None
+    input: Annotated[tuple[Prompt, ...], PlainValidator(parse_input, json_schema_input_type=_Input)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    user: str | None = None
 
 
 @router.post(

@@ -14,6 +14,8 @@ from tests.support.embedders import ScriptedLink, running_engine, vector_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from numpy.typing import NDArray
+
     from mesh.embedding.engine import EmbeddingEngine
 
 ONE, TWO, THREE = (1, 2, 3), (4, 5), (6,)
@@ -27,13 +29,13 @@ async def until(is_so: Callable[[], object]) -> None:
 
 def asked(
     engine: EmbeddingEngine, *texts: tuple[int, ...], client: str | None = None
-) -> asyncio.Task[object]:
+) -> asyncio.Task[NDArray[np.float32]]:
     return asyncio.create_task(engine.embed(texts, client))
 
 
 async def under_way(
     engine: EmbeddingEngine, link: ScriptedLink, *texts: tuple[int, ...]
-) -> asyncio.Task[object]:
+) -> asyncio.Task[NDArray[np.float32]]:
     """A request whose batch waits at the host."""
     num_batches = len(link.batches)
     task = asked(engine, *texts)

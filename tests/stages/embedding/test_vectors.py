@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import struct
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -14,20 +15,25 @@ from hypothesis.extra.numpy import arrays
 from spanmesh_proto.errors import ProtocolError
 from stages.embedding.vectors import from_bytes, normalised, shortened, to_base64, to_bytes
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 ROWS = arrays(
     np.float32, st.tuples(st.integers(1, 5), st.integers(1, 9)), elements=st.floats(-1e3, 1e3, width=32)
 )
 
 
 @given(ROWS)
-def test_each_row_has_length_one_or_is_zero(rows: np.ndarray) -> None:
+def test_each_row_has_length_one_or_is_zero(rows: NDArray[np.float32]) -> None:
     lengths = np.linalg.norm(normalised(rows).astype(np.float64), axis=1)
     for row, length in zip(rows, lengths, strict=True):
         assert length == pytest.approx(1.0 if np.linalg.norm(row.astype(np.float64)) else 0.0, abs=1e-6)
 
 
 @given(ROWS, st.integers(1, 9))
-def test_shorter_ones_are_the_first_numbers_in_the_same_direction(rows: np.ndarray, dimensions: int) -> None:
+def test_shorter_ones_are_the_first_numbers_in_the_same_direction(
+    rows: NDArray[np.float32], dimensions: int
+) -> None:
     rows = normalised(rows)
     dimensions = min(dimensions, rows.shape[1])
     short = shortened(rows, dimensions)
@@ -44,7 +50,7 @@ def test_all_numbers_are_left_as_they_are() -> None:
 
 
 @given(ROWS)
-def test_bytes_come_back_bit_for_bit(rows: np.ndarray) -> None:
+def test_bytes_come_back_bit_for_bit(rows: NDArray[np.float32]) -> None:
     back = from_bytes(to_bytes(rows), *rows.shape)
     assert back.dtype == np.float32
     assert back.tobytes() == rows.tobytes()
