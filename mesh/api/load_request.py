@@ -83,11 +83,7 @@ class LoadRequest(BaseModel):
         for name, field in type(self).model_fields.items():
             default = field.get_default(call_default_factory=True)
             if name not in _OF_EMBEDDINGS and getattr(self, name) != default:
-                raise InvalidRequest(
-                    f"{name} is an option of models that answer in stages, and an embedding model does "
-                    f"neither: leave out {name}",
-                    param=name,
-                )
+                raise InvalidRequest(f"{name} does not apply to an embedding model: leave it out", param=name)
 
     @property
     def served_name(self) -> str:
