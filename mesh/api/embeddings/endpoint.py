@@ -146,7 +146,8 @@ def _tokenised(backend: EmbeddingBackend, inputs: Sequence[Prompt]) -> list[tupl
     """Token ids of each text.
 
     Raises:
-        InvalidRequest: Naming the first text without a token, or with one that does not exist.
+        InvalidRequest: Naming the first text without a token, with one that does not exist, or that is no
+            valid Unicode.
         ContextLengthExceeded: Naming the first text that is too long.
     """
     tokenizer = backend.tokenizer
@@ -154,9 +155,12 @@ def _tokenised(backend: EmbeddingBackend, inputs: Sequence[Prompt]) -> list[tupl
     for index, given in enumerate(inputs):
         param = f"input[{index}]" if len(inputs) > 1 else "input"
         if isinstance(given, str):
-            if len(given) > _SUSPICIOUS * backend.longest:
+            if tokenizer.is_lossless and len(given) > _SUSPICIOUS * backend.longest:
                 _refuse_long(backend, -(-len(given) // tokenizer.longest_piece_bytes), param, "at least ")
-            tokens = tuple(tokenizer.encode(given, add_special=True, parse_special=True))
+            try:
+                tokens = tuple(tokenizer.encode(given, add_special=True, parse_special=True))
+            except InvalidRequest as error:
+                raise InvalidRequest(f"{param}: {error.message}", param=param) from None
         else:
             tokens = given
             require_ids(tokenizer, tokens, param=param)
