@@ -169,8 +169,7 @@ async def load(request: Request) -> Response:
             if param == "model" and on_demand is not None:
                 what += ", or the name of a model of the library, as `/v1/models` lists it"
             raise InvalidRequest(f"{param} is {path!r}: give {what}", param=param)
-    if body.stages is not None and body.split is not None:
-        raise InvalidRequest("split gives the number of stages: leave out stages", param="stages")
+    body.require_consistent()
     return json_response(dict(await model_admin.load(body)))
 
 

@@ -10,6 +10,7 @@ from starlette.middleware import Middleware
 
 from mesh.api import admin, chat_completions, completions, server_info, tokenization, web_ui
 from mesh.api.auth import KeyGate
+from mesh.api.embeddings import endpoint as embeddings
 from mesh.api.errors import on_http_exception, on_mesh_error
 from mesh.api.messages import endpoint as messages
 from mesh.api.messages.errors import MessagesErrors
@@ -71,7 +72,7 @@ def create_app(
         api_keys.on_removed(api.responses.forget)
     app.state.backends = backends
     app.state.needs_key = api_keys is not None
-    inference = (chat_completions, completions, responses, messages, tokenization)
+    inference = (chat_completions, completions, responses, messages, embeddings, tokenization)
     for endpoints in (*inference, server_info, admin, web_ui):
         app.include_router(endpoints.router)
     return app

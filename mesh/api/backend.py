@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from mesh.api.request_parsing import UnknownFields, read_body
 from mesh.api.response_store import ResponseStore
+from mesh.embedding.registry import EmbeddingBackends
 from mesh.metrics.request_metrics import ObservedEngine, RequestStatistics
 from mesh.metrics.tracing import current_span
 from mesh.text.chat_template import chat_template_of
@@ -274,10 +275,14 @@ class Backends:
 
     Args:
         first: What requests mean that name no model.
+
+    Attributes:
+        embeddings: Embedding models, which answer at `/v1/embeddings` only.
     """
 
     def __init__(self, first: Backend) -> None:
         self.first = first
+        self.embeddings = EmbeddingBackends()
         self._others: dict[str, Backend] = {}
 
     def __iter__(self) -> Iterator[Backend]:
@@ -306,8 +311,9 @@ class Backends:
         self._others[name] = backend
 
     def remove(self, name: str) -> None:
-        """Answer for one no more; does nothing if it is not there, or the first."""
+        """Answer for one no more, of any kind; does nothing if it is not there, or the first."""
         self._others.pop(name, None)
+        self.embeddings.remove(name)
 
     def find(self, name: str | None) -> Backend | None:
         """The model that a request means, one that names none the first; None if it is not served."""
@@ -319,11 +325,17 @@ class Backends:
         """The model that a request means: one that names none means the first.
 
         Raises:
+            InvalidRequest: If it is an embedding model.
             ModelNotFound: Naming those that are served.
         """
         found = self.find(name)
         if found is None:
-            served = ", ".join(f"`{backend.model_id}`" for backend in self)
+            if self.embeddings.find(name or "") is not None:
+                raise InvalidRequest(
+                    f"`{name}` is an embedding model: it makes vectors at /v1/embeddings, and no texts",
+                    param="model",
+                )
+            served = ", ".join(f"`{backend.model_id}`" for backend in (*self, *self.embeddings))
             raise ModelNotFound(
                 f"the model `{name}` is not served here: use {served} or `{DEFAULT_MODEL}`", param="model"
             )

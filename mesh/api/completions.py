@@ -65,7 +65,7 @@ def _job(backend: Backend, body: CompletionBody, prompt: Prompt, client: str | N
         echo = prompt
     else:
         tokens = list(prompt)
-        require_ids(backend, tokens, param="prompt")
+        require_ids(tokenizer, tokens, param="prompt")
         echo = text_of(backend, tokens) if body.echo else ""
     return make_job(
         backend,

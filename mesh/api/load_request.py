@@ -17,6 +17,8 @@ from stages.runtime.kv_types import KV_TYPES
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 _DEFAULT: Final = "default"
 _MOST_CHARS: Final = 4096
+# Options of embedding models; the others are of models that generate text.
+_OF_EMBEDDINGS: Final = frozenset({"model", "name", "embeddings", "ctx_size", "threads", "max_waiting"})
 _MOST_LAYERS: Final = 4096
 
 
@@ -71,6 +73,22 @@ class LoadRequest(BaseModel):
     )
     replay_path: _Path | None = None
     replay_rates: list[Annotated[float, Field(ge=0, le=1)]] = Field(default_factory=list, max_length=64)
+    embeddings: bool = Field(default=False, description="Serve an embedding model, on one host.")
+
+    def require_consistent(self) -> None:
+        """Check that no options contradict one another.
+
+        Raises:
+            InvalidRequest: Naming the one to leave out.
+        """
+        if self.stages is not None and self.split is not None:
+            raise InvalidRequest("split gives the number of stages: leave out stages", param="stages")
+        if not self.embeddings:
+            return
+        for name, field in type(self).model_fields.items():
+            default = field.get_default(call_default_factory=True)
+            if name not in _OF_EMBEDDINGS and getattr(self, name) != default:
+                raise InvalidRequest(f"{name} does not apply to an embedding model: leave it out", param=name)
 
     @property
     def served_name(self) -> str:

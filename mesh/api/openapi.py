@@ -103,11 +103,29 @@ class TextCompletion(_Whole):
     choices: list[TextChoice]
 
 
+class EmbeddingItem(_Answer):
+    """The vector of one text: numbers, or base64 of little-endian float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(_Answer):
+    """`POST /v1/embeddings`."""
+
+    object: Literal["list"]
+    data: list[EmbeddingItem]
+    model: str
+    usage: dict[str, int]
+
+
 class ModelCard(_Answer):
     """A model that is served, or that a request would have loaded."""
 
     id: str
     object: Literal["model"]
+    kind: Literal["chat", "embeddings"]
     created: int
     owned_by: str
     max_model_len: int

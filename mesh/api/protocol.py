@@ -338,20 +338,34 @@ def _part_text(part: Any, index: int) -> str:
 
 
 def parse_prompts(value: Any) -> tuple[Prompt, ...]:
-    """The four shapes of a completion's prompt: text, texts, token ids, lists of token ids."""
+    """The four shapes of a completion's prompt; see `parse_several`."""
+    return parse_several(value, MAX_PROMPTS, "prompt")
+
+
+def parse_several(value: Any, most: int, kind: str) -> tuple[Prompt, ...]:
+    """One or several of what a model reads: text, texts, token ids, lists of token ids.
+
+    Args:
+        value: The field, as it came.
+        most: How many there may be.
+        kind: Type of the error.
+
+    Raises:
+        PydanticCustomError: If it has none of these shapes, or there are more.
+    """
     if isinstance(value, str):
         return (value,)
     if _are_ids(value):
         return (tuple(value),)
-    if isinstance(value, list) and 0 < len(value) <= MAX_PROMPTS:
+    if isinstance(value, list) and 0 < len(value) <= most:
         if all(isinstance(prompt, str) for prompt in value):
             return tuple(value)
         if all(_are_ids(prompt) for prompt in value):
             return tuple(tuple(prompt) for prompt in value)
     raise PydanticCustomError(
-        "prompt",
+        kind,
         "must be a string, a list of token ids, or a list of 1 to {most} of either",
-        {"most": MAX_PROMPTS},
+        {"most": most},
     )
 
 

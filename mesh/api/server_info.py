@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
@@ -22,16 +22,15 @@ from mesh.api.openapi import (
     answers,
     answers_text,
     answers_with,
-    refuses,
 )
-from mesh.metrics.prometheus import ModelFigures, exposition, targets
+from mesh.metrics.prometheus import EmbeddingFigures, ModelFigures, exposition, targets
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
-from spanmesh_proto.errors import NotSupported
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from mesh.api.backend import Backend, LibraryModel, OnDemandModels
+    from mesh.embedding.registry import EmbeddingBackend
 
 
 router = APIRouter()
@@ -43,9 +42,11 @@ async def list_models(request: Request) -> Response:
 
     With the fields of OpenAI's and Anthropic's lists.
     """
-    on_demand = backend_of(request).api.on_demand()
+    backends = backends_of(request)
+    on_demand = backends.first.api.on_demand()
     library = [] if on_demand is None else await on_demand.models()
-    served = {backend.model_id: _model(backend) for backend in backends_of(request)}
+    served = {backend.model_id: _model(backend) for backend in backends}
+    served |= {backend.model_id: _embedding_model(backend) for backend in backends.embeddings}
     others = [_library_model(model) for model in library if model.name not in served]
     models = [*served.values(), *others]
     ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"], "has_more": False}
@@ -56,6 +57,9 @@ async def list_models(request: Request) -> Response:
 async def get_model(request: Request, model_id: str) -> Response:
     """A model by its id, which may hold slashes, or the first by `default`; one of the library, too."""
     backends = backends_of(request)
+    embedding = backends.embeddings.find(model_id)
+    if embedding is not None:
+        return json_response(_embedding_model(embedding))
     backend, on_demand = backends.find(model_id), backends.first.api.on_demand()
     known = None if backend is not None or on_demand is None else await on_demand.find(model_id)
     if known is not None:
@@ -75,18 +79,37 @@ def _model(backend: Backend) -> dict[str, Any]:
     )
 
 
+def _embedding_model(backend: EmbeddingBackend) -> dict[str, Any]:
+    tokenizer = backend.tokenizer
+    return _card(
+        backend.model_id,
+        backend.created,
+        backend.longest,
+        {"n_vocab": tokenizer.n_vocab, "n_ctx_train": tokenizer.n_ctx_train, "n_embd": backend.width},
+        kind="embeddings",
+        phase="loaded",
+    )
+
+
 def _library_model(model: LibraryModel) -> dict[str, Any]:
     meta = {"n_vocab": model.n_vocab, "n_ctx_train": model.n_ctx_train, "size": model.size_bytes}
     return _card(model.name, model.created, model.context_length, meta, phase=model.phase)
 
 
 def _card(
-    name: str, created: int, context_length: int, meta: dict[str, int], *, phase: str
+    name: str,
+    created: int,
+    context_length: int,
+    meta: dict[str, int],
+    *,
+    kind: Literal["chat", "embeddings"] = "chat",
+    phase: str,
 ) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
         "type": "model",
+        "kind": kind,
         "display_name": name,
         "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
         "created": created,
@@ -111,18 +134,6 @@ async def versions() -> Response:
     )
 
 
-_EMBEDDINGS: Final = (
-    "embeddings are not supported: the last stage samples tokens and sends nothing else, and"
-    " hidden states of a chat model make poor embeddings: use a server with an embedding model"
-)
-
-
-@router.post("/v1/embeddings", response_model=None, responses=refuses(501))
-async def embeddings() -> Response:
-    """501, with the reason."""
-    raise NotSupported(_EMBEDDINGS)
-
-
 # Fields of a model's status; the others concern the mesh, or are in `/metrics`.
 _OF_MODEL: Final = (
     *("model", "phase", "ready", "lost", "plan", "loading", "stages", "sessions", "tokens", "repairs"),
@@ -141,11 +152,16 @@ async def health(request: Request) -> Response:
 @router.get("/mesh/status", response_model=None, responses=answers(Anything))
 async def mesh_status(request: Request) -> Response:
     """Hosts, stages and counts, as `mesh status` shows them: of the first model, and `models` of each."""
+    backends = backends_of(request)
     # Models may be unloaded during the loop.
-    found = [(backend.model_id, await whole_status(backend)) for backend in backends_of(request)]
+    found = [(backend.model_id, await whole_status(backend)) for backend in backends]
     rights = {"load": may_load(request) or is_own_machine(request), "unload": is_own_machine(request)}
     models = [_of_model(name, status) for name, status in found]
-    on_demand = backend_of(request).api.on_demand()
+    models += [
+        {"name": backend.model_id, "kind": "embeddings", **backend.status()}
+        for backend in backends.embeddings
+    ]
+    on_demand = backends.first.api.on_demand()
     library = {} if on_demand is None else {"library": await _library(on_demand)}
     return json_response({**found[0][1], "models": models, **library, "rights": rights})
 
@@ -177,17 +193,22 @@ async def whole_status(backend: Backend) -> dict[str, Any]:
 
 
 def _of_model(name: str, status: Mapping[str, Any]) -> dict[str, Any]:
-    return {"name": name, **{field: status[field] for field in _OF_MODEL if field in status}}
+    return {"name": name, "kind": "chat", **{field: status[field] for field in _OF_MODEL if field in status}}
 
 
 @router.get("/metrics", response_model=None, responses=answers_text("Metrics in the Prometheus text format."))
 async def metrics(request: Request) -> Response:
     """Counts and times since the server started."""
+    backends = backends_of(request)
     models = [
         ModelFigures(backend.model_id, backend.statistics, await whole_status(backend))
-        for backend in backends_of(request)
+        for backend in backends
     ]
-    body, content_type = exposition(models, request.headers.get("accept", ""))
+    embedding_models = [
+        EmbeddingFigures(backend.model_id, backend.embedder.statistics, backend.status())
+        for backend in backends.embeddings
+    ]
+    body, content_type = exposition(models, request.headers.get("accept", ""), embedding_models)
     return Response(body, headers={"Content-Type": content_type})
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mesh.api.backend import Backend
+    from mesh.text.tokenizer import Tokenizer
 router = APIRouter()
 
 
@@ -87,7 +88,7 @@ async def detokenize(request: Request) -> Response:
     body = await body_of(request, DetokenizeBody)
 
     async def answer(backend: Backend) -> Response:
-        require_ids(backend, body.tokens, param="tokens")
+        require_ids(backend.tokenizer, body.tokens, param="tokens")
         return json_response({"prompt": text_of(backend, body.tokens)})
 
     return await answered(request, body.model, answer, needs_engine=False)
@@ -110,13 +111,13 @@ async def tokenizer_info(request: Request) -> Response:
     )
 
 
-def require_ids(backend: Backend, tokens: Sequence[int], *, param: str) -> None:
+def require_ids(tokenizer: Tokenizer, tokens: Sequence[int], *, param: str) -> None:
     """Check that the vocabulary has these token ids.
 
     Raises:
         InvalidRequest: Naming the first missing one.
     """
-    n_vocab = backend.tokenizer.n_vocab
+    n_vocab = tokenizer.n_vocab
     wrong = next((token for token in tokens if not 0 <= token < n_vocab), None)
     if wrong is not None:
         raise InvalidRequest(

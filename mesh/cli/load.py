@@ -33,7 +33,7 @@ _LOAD_TIMEOUT_S: Final = 86400.0
 _POLL_S: Final = 1.0
 _SECTIONS: Final = {
     "Head": ("--url", "--api-key-file"),
-    "API": ("--name", "--max-waiting"),
+    "API": ("--name", "--embeddings", "--max-waiting"),
     "Placement": ("--stages", "--split", "--threads", "--evictable"),
     "Sessions": SESSION_FLAGS,
     "Speculation": SPECULATION_FLAGS,
@@ -44,6 +44,12 @@ _SECTIONS: Final = {
 @click.argument("model", type=click.Path(path_type=Path))
 @head_options
 @click.option("--name", help="Name of the model in the API.  [default: the name of its file]")
+@click.option(
+    "--embeddings",
+    is_flag=True,
+    help="Load an embedding model, whole on one host, and serve it at /v1/embeddings. Of the other options "
+    "only --name, --ctx-size, --threads and --max-waiting apply.",
+)
 @int_option(
     "--threads",
     metavar="N",
@@ -90,7 +96,8 @@ def load(
     if (context := answer.get("context")) is not None:
         click.echo(f"  {context}")
     name = answer["model"]
-    click.echo(f'{name} is served at {head}/v1 ({answer["plan"]}): send "model": "{name}".')
+    where = f"{head}/v1/embeddings" if order["embeddings"] else f"{head}/v1"
+    click.echo(f'{name} is served at {where} ({answer["plan"]}): send "model": "{name}".')
 
 
 def _watched(head: str, key: str | None, order: Mapping[str, Any]) -> dict[str, Any]:

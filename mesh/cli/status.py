@@ -127,7 +127,9 @@ def _models(models: Sequence[Mapping[str, Any]]) -> Table:
     table = Table("model", "state", "stages", "sessions", "context", "numbers", "repairs")
     for model in models:
         facts, sessions, running = model.get("model", {}), model.get("sessions"), "-"
-        if sessions:
+        if model.get("kind") == "embeddings":
+            running = f"embeddings, {model['embeddings']['waiting']} waiting"
+        elif sessions:
             running = f"{sessions['running']} of {sessions['slots']}, {sessions['waiting']} waiting"
         table.add_row(
             model["name"],

@@ -254,9 +254,13 @@ def _models(models: Sequence[Mapping[str, Any]]) -> Table:
     table = Table("model", "state", "sessions", "tokens", box=None)
     for model in models:
         sessions, tokens = model.get("sessions"), model.get("tokens") or {}
+        embeddings = model.get("embeddings") or {}
         state = "ready" if model.get("ready") else model.get("lost") or model.get("phase", "")
         running = f"{sessions['running']} of {sessions['slots']}" if sessions else "-"
-        table.add_row(escape(model["name"]), escape(state), running, str(tokens.get("generated", 0)))
+        if embeddings:
+            running = f"{embeddings['waiting']} waiting"
+        num_tokens = embeddings.get("tokens", tokens.get("generated", 0))
+        table.add_row(escape(model["name"]), escape(state), running, str(num_tokens))
     return table
 
 

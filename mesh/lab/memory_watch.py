@@ -23,7 +23,7 @@ Role = Literal["stage", "coordinator", "join", "ray", "other"]
 ROLES: Final[tuple[Role, ...]] = ("stage", "coordinator", "join", "ray")
 
 # Ray renames a worker after its actor.
-_STAGE_TITLE: Final = "ray::StageActor"
+_STAGE_TITLES: Final = ("ray::StageActor", "ray::EmbeddingActor")
 _RAY_MARKS: Final = ("ray::", "raylet", "gcs_server", "ray/_private", "ray_child", "/ray/")
 
 
@@ -31,11 +31,11 @@ def role_of(argv: Sequence[str]) -> Role:
     """Role of a process in the mesh.
 
     Returns:
-        `stage` for an actor with one, `coordinator` for `mesh serve`, `join` for `mesh join`, `ray` for Ray's
-        own processes, `other` for the rest.
+        `stage` for an actor with one, or with an embedding model; `coordinator` for `mesh serve`, `join` for
+        `mesh join`, `ray` for Ray's own processes, `other` for the rest.
     """
     line = " ".join(argv)
-    if line.startswith(_STAGE_TITLE):
+    if line.startswith(_STAGE_TITLES):
         return "stage"
     if any(mark in line for mark in _RAY_MARKS):
         return "ray"

@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from mesh.metrics.embedding_metrics import EMBEDDING_OUTCOMES
 from mesh.metrics.request_metrics import FINISH_REASONS
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
+    from mesh.metrics.embedding_metrics import EmbeddingStatistics
     from mesh.metrics.request_metrics import Histogram, RequestStatistics
 
 
@@ -357,6 +359,36 @@ def _add_features(sheet: Sheet, features: Mapping[str, Any] | None) -> None:
     )
 
 
+def add_embeddings(sheet: Sheet, statistics: EmbeddingStatistics, num_waiting: int) -> None:
+    """Add samples of one embedding model.
+
+    Args:
+        sheet: Samples of the scrape.
+        statistics: Counts since it was loaded.
+        num_waiting: Requests with texts that wait.
+    """
+    sheet.histogram(
+        "mesh_embedding_request_seconds",
+        "Time from a request for vectors to its last one.",
+        statistics.whole_s,
+    )
+    for outcome in EMBEDDING_OUTCOMES:
+        sheet.counter(
+            "mesh_embedding_requests",
+            "Requests for vectors that ended.",
+            statistics.finished[outcome],
+            finished_reason=outcome,
+        )
+    sheet.gauge("mesh_embedding_requests_waiting", "Requests with texts that wait.", num_waiting)
+    for what, help_, value in (
+        ("texts", "Texts whose vectors were computed.", statistics.num_texts),
+        ("tokens", "Tokens of these texts.", statistics.num_tokens),
+        ("batches", "Batches of texts.", statistics.num_batches),
+        ("compute_seconds", "Computing batches.", statistics.compute_s),
+    ):
+        sheet.counter(f"mesh_embedding_{what}", help_, value)
+
+
 PREFIX: Final = "mesh_"
 
 
@@ -375,12 +407,30 @@ class ModelFigures:
     status: Mapping[str, Any]
 
 
-def exposition(models: Sequence[ModelFigures], accept: str = "") -> tuple[bytes, str]:
+@dataclass(frozen=True)
+class EmbeddingFigures:
+    """Figures of one embedding model.
+
+    Attributes:
+        name: Model name for clients.
+        statistics: Counts since it was loaded.
+        status: Its entry in `/mesh/status`. Missing parts are left out.
+    """
+
+    name: str
+    statistics: EmbeddingStatistics
+    status: Mapping[str, Any]
+
+
+def exposition(
+    models: Sequence[ModelFigures], accept: str = "", embedding_models: Sequence[EmbeddingFigures] = ()
+) -> tuple[bytes, str]:
     """Body of one scrape.
 
     Args:
         models: At least one. Samples of the mesh as a whole have the first one's name.
         accept: `Accept` header of the request; OpenMetrics if it asks for that.
+        embedding_models: Embedding models.
 
     Returns:
         Body and content type.
@@ -394,6 +444,11 @@ def exposition(models: Sequence[ModelFigures], accept: str = "") -> tuple[bytes,
         add_ring(sheet, status.get("stages", ()), status.get("round_trips"))
         add_kv_disk(sheet, status.get("kv_disk"))
         add_model(sheet, status)
+    for embedding in embedding_models:
+        sheet.of(embedding.name)
+        counts = embedding.status.get("embeddings", {})
+        add_embeddings(sheet, embedding.statistics, counts.get("waiting", 0))
+        add_model(sheet, embedding.status)
     sheet.of(models[0].name)
     add_mesh(sheet, models[0].status)
     registry = CollectorRegistry(auto_describe=False)

@@ -46,6 +46,15 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 
+def announce_layers(head: Head, allocations: HostAllocations) -> None:
+    """Announce to every host the layers that it holds, of all models."""
+    for member in head.members:
+        held = allocations.layers_on(member.name)
+        if held != member.layers:
+            head.members.update(member.name, layers=held)
+            head.service.announce(member.name, f"layers {held}" if held else "no layers")
+
+
 class ModelDeployment:
     """Deployment of a model: places and loads its stages, connects the ring, then supervises it.
 
@@ -113,7 +122,7 @@ class ModelDeployment:
             await self._pipeline.stop()
             self._allocations.close(self._allocation)
             if self._model.load_request is not None:
-                self._announce_layers()
+                announce_layers(self._head, self._allocations)
         raise StageFailed("the mesh ended unexpectedly")
 
     async def _run(self, on_served: Callable[[], None]) -> None:
@@ -295,19 +304,11 @@ class ModelDeployment:
     def _note_plan(self, stages: Sequence[StagePlacement], reason: str) -> None:
         self._state.note_plan(stages, reason)
         self._allocation.noted = tuple(stages)
-        self._announce_layers()
+        announce_layers(self._head, self._allocations)
         layers: dict[str, list[str]] = {member.name: [] for member in self._head.members}
         for stage in stages:
             layers.setdefault(stage.host, []).append(str(stage.layers))
         log.info("planned", stages=len(stages), reason=reason, hosts=layers, **self._log_fields)
-
-    def _announce_layers(self) -> None:
-        """Announce to every host the layers that it holds, of all models."""
-        for member in self._head.members:
-            held = self._allocations.layers_on(member.name)
-            if held != member.layers:
-                self._head.members.update(member.name, layers=held)
-                self._head.service.announce(member.name, f"layers {held}" if held else "no layers")
 
     @property
     def _log_fields(self) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
 
@@ -20,6 +20,7 @@ from stages.transport.hidden_codec import HiddenType
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from mesh.api.load_request import LoadRequest
     from mesh.cluster.members import Member
     from mesh.cluster.ray_driver import RayDriver
     from mesh.placement.host_capacity import HostCapacity
@@ -158,7 +159,23 @@ class Takeover:
         return StagePlacement(stage.host, layers, memory or self._sizes.memory(layers))
 
 
-def head_state(head: Head, first: ServedModel, others: Iterable[ServedModel], term: int) -> HeadState:
+class RestorableModel(Protocol):
+    """A model of any kind that a next head is to load again."""
+
+    @property
+    def load_request(self) -> LoadRequest | None:
+        """Request that it was loaded by; None for the model of `mesh serve`."""
+
+    @property
+    def setup(self) -> str:
+        """Fingerprint of all settings that its stages are loaded with."""
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """Its stages and replicas."""
+
+
+def head_state(head: Head, first: ServedModel, others: Iterable[RestorableModel], term: int) -> HeadState:
     """State for the next head.
 
     Args:

@@ -189,7 +189,9 @@ class _Mesh:
         )
 
     def _pipelines(self) -> Iterator[tuple[Pipeline, Incidents]]:
-        return ((model.pipeline, model.state.incidents) for model in (self._first, *self.models))
+        yield self._first.pipeline, self._first.state.incidents
+        for model in self.models:
+            yield model.pipeline, model.state.incidents
 
     def _announce_token(self) -> None:
         print_join_line(self._head)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar
 
 import structlog
 
 from mesh.serve.deployment import ModelDeployment
+from mesh.serve.embeddings.deployment import EmbeddingDeployment
+from mesh.serve.embeddings.model import EmbeddingModel, check_embedding_model, new_embedding_model
 from mesh.serve.options import fitted_to, options_of_load
 from mesh.serve.preflight import check_model
 from mesh.serve.proposers import open_proposers
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
     from mesh.api.backend import Backends
     from mesh.api.load_request import LoadRequest
+    from mesh.embedding.registry import EmbeddingBackend
     from mesh.serve.allocations import HostAllocations
     from mesh.serve.head import Head
     from mesh.serve.head_state import SavedModel
@@ -40,6 +44,8 @@ if TYPE_CHECKING:
 
 
 log = structlog.get_logger()
+
+Checked = TypeVar("Checked")
 
 _RETRY_AFTER_S: Final = 2
 # A restored model that finds no room is tried again when hosts change, or after this time.
@@ -81,7 +87,7 @@ class _Slot:
     load_request: LoadRequest
     is_restored: bool = False
     former: SavedModel | None = None
-    model: ServedModel | None = None
+    model: ServedModel | EmbeddingModel | None = None
     task: asyncio.Task[None] | None = None
     settled: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     has_decided: asyncio.Event = field(default_factory=asyncio.Event)
@@ -141,12 +147,12 @@ class ModelRegistry:
         self._first_serves = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
 
-    def __iter__(self) -> Iterator[ServedModel]:
+    def __iter__(self) -> Iterator[ServedModel | EmbeddingModel]:
         """Models whose file was checked, in the order of loading."""
         return iter([slot.model for slot in self._slots.values() if slot.model is not None])
 
     @property
-    def noted(self) -> list[ServedModel]:
+    def noted(self) -> list[ServedModel | EmbeddingModel]:
         """Models that a next head is to load again."""
         return [slot.model for slot in self._slots.values() if slot.model is not None and slot.is_noted]
 
@@ -255,7 +261,7 @@ class ModelRegistry:
         slot.is_ending = True
         self._api_models.remove(name)
         self._changed()
-        num_ended = 0 if slot.model is None else await drained(slot.model, wait_s)
+        num_ended = 0 if slot.model is None else await _drained(slot.model, wait_s)
         slot.task.cancel()
         await asyncio.gather(slot.task, return_exceptions=True)
         await self._until_written()
@@ -317,6 +323,9 @@ class ModelRegistry:
     async def _serve_once(self, name: str, slot: _Slot) -> None:
         """Deploy and supervise it until that fails."""
         load_request = slot.load_request
+        if load_request.embeddings:
+            await self._serve_embeddings(name, slot)
+            return
         options = options_of_load(load_request, self._first.options)
         known = await self._known(slot)
         options = fitted_to(options, known.model)
@@ -343,15 +352,40 @@ class ModelRegistry:
                 self._api_models.remove(name)
                 self._changed()
 
+    async def _serve_embeddings(self, name: str, slot: _Slot) -> None:
+        """Deploy and supervise an embedding model until that fails."""
+        load_request = slot.load_request
+        known = await self._checked(slot, lambda: check_embedding_model(load_request))
+        slot.model = model = new_embedding_model(name, load_request, known, self._first.state.transfers)
+        deployment = EmbeddingDeployment(
+            model,
+            self._head,
+            self._cache,
+            self._allocations,
+            self._host_draining,
+            former=slot.former,
+            term=self._term,
+            before_planning=lambda: self._turn(slot),
+        )
+        try:
+            self._api_models.add_embeddings(model.backend(time.time()))
+            await deployment.run(lambda: self._on_served(slot))
+        finally:
+            self._api_models.remove(name)
+
     async def _known(self, slot: _Slot) -> Preflight:
         """Checks of the model before any work; in a thread, since other models answer meanwhile."""
         options, first = options_of_load(slot.load_request, self._first.options), self._first.known
         own = self._head.own
         taken_bytes = self._allocations.held_bytes(own)
+        return await self._checked(
+            slot, lambda: check_model(options, lambda: first.facts, taken_bytes=taken_bytes)
+        )
+
+    async def _checked(self, slot: _Slot, check: Callable[[], Checked]) -> Checked:
+        """Result of a check in a thread; former stages of a model that fails it are ended."""
         try:
-            return await CancellableWork().run(
-                lambda: check_model(options, lambda: first.facts, taken_bytes=taken_bytes)
-            )
+            return await CancellableWork().run(check)
         except MeshError:
             if slot.former is not None:
                 self._end(slot.former)
@@ -403,6 +437,13 @@ def _description(model: ServedModel) -> dict[str, Any]:
     }
 
 
+async def _drained(model: ServedModel | EmbeddingModel, wait_s: float) -> int:
+    """Wait for running requests of a model to end, then refuse all others; returns how many were ended."""
+    if isinstance(model, EmbeddingModel):
+        return await model.drained(wait_s)
+    return await drained(model, wait_s)
+
+
 def _fail(slot: _Slot, error: MeshError) -> None:
     if not slot.settled.done():
         slot.settled.set_exception(error)
@@ -425,6 +466,10 @@ class ApiModelRegistry:
         backend = backend_of(model, self._backends.first.api)
         await asyncio.to_thread(backend.chat_template.try_out)
         self._backends.add(backend)
+
+    def add_embeddings(self, backend: EmbeddingBackend) -> None:
+        """Route requests for vectors that name the model to it; while it loads they get 503."""
+        self._backends.embeddings.add(backend)
 
     def remove(self, name: str) -> None:
         """Stop routing requests to the model. Later calls have no effect."""

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import structlog
 
@@ -34,14 +34,33 @@ if TYPE_CHECKING:
     from mesh.serve.head import Head
     from mesh.serve.pipeline import Pipeline
     from mesh.serve.preflight import Preflight
-    from mesh.serve.stage_factory import StageMaker
     from mesh.serve.stage_group import OnStageError
     from mesh.serve.stage_handle import StageHandle, StageLoss
     from spanmesh_proto.errors import MeshError
+    from stages.layers import LayerRange
+    from stages.runtime.process_memory import StageMemory
     from stages.transport.hidden_codec import HiddenType
 
 
 log = structlog.get_logger()
+
+
+class Maker(Protocol):
+    """What makes the stages of a model; see `mesh.serve.stage_factory.StageMaker`."""
+
+    async def describe(self, stages: Iterable[tuple[str, LayerRange]]) -> None:
+        """Prepare what hosts fetch for stages, by host name and layers."""
+
+    def make(
+        self,
+        placement: StagePlacement,
+        member: Member,
+        *,
+        wire: HiddenType,
+        num_threads: int,
+        beside: Sequence[StageMemory] = (),
+    ) -> StageHandle:
+        """A stage that was prepared; its process is not started."""
 
 
 class PlacementExecutor:
@@ -53,7 +72,7 @@ class PlacementExecutor:
         members: Hosts.
     """
 
-    def __init__(self, maker: StageMaker, allocation: ModelAllocation, members: Members) -> None:
+    def __init__(self, maker: Maker, allocation: ModelAllocation, members: Members) -> None:
         self._maker = maker
         self._allocation = allocation
         self._pipeline = allocation.pipeline

@@ -44,11 +44,17 @@ async def describe_stages(cache: StageCache, model: Path, parts: Sequence[LayerR
     with progress_bars() as bars:
         for layers in parts:
             bar = bars.add(f"hashing layers {layers}")
-            recipes.append(await _described(partial(cache.describe, model, layers), bar))
+            recipes.append(await described(partial(cache.describe, model, layers), bar))
     return tuple(recipes)
 
 
-async def _described(work: Callable[..., Recipe], bar: ProgressTask) -> Recipe:
+async def described(work: Callable[..., Recipe], bar: ProgressTask) -> Recipe:
+    """Result of work that hashes, with progress; in a thread.
+
+    Args:
+        work: Takes `progress`, which it calls with bytes hashed and bytes in all.
+        bar: Progress bar.
+    """
     hashing = CancellableWork()
 
     def on_bytes(done_bytes: int, total_bytes: int) -> None:

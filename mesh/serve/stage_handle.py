@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mesh.cluster.ray_driver import RayDriver
     from mesh.util.progress import ProgressTask
     from stages.layers import LayerRange
-    from stages.serving.actor import StageConfig, StageProgress
+    from stages.serving.actor import ModelActor, StageConfig, StageProgress
     from stages.transport.hidden_codec import HiddenType
     from stages.weights.assembly import Transfer
 
@@ -64,6 +64,7 @@ class StageHandle:
         config: Its layers and settings.
         member: Its host.
         on_transfer: Called with host, layers and origin of the weights, once they are there.
+        kind: Class of its actor.
 
     Attributes:
         config: Its layers and settings.
@@ -80,8 +81,10 @@ class StageHandle:
         member: Member,
         *,
         on_transfer: Callable[[str, LayerRange, Transfer], None],
+        kind: type[ModelActor] = StageActor,
     ) -> None:
         self._driver = driver
+        self._kind = kind
         self._authority = authority
         self._on_transfer = on_transfer
         self.config = config
@@ -123,7 +126,7 @@ class StageHandle:
             ClusterError: If its host's Ray node is gone.
         """
         self._actor = await self._driver.create(
-            StageActor, self.config, ray_node_name=self.member.ray_node_name, name=self.actor_name
+            self._kind, self.config, ray_node_name=self.member.ray_node_name, name=self.actor_name
         )
         log.info("stage_placed", host=self.member.name, layers=str(self.config.layers))
 

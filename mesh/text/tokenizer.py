@@ -75,6 +75,8 @@ def _spelled(vocabulary: Vocabulary, token: int) -> str:
 _MAX_PIECE_BYTES: Final = 1024
 _NO_TOKEN: Final = -1
 _UNUSED: Final = llama_cpp.LLAMA_TOKEN_ATTR_UNUSED
+# They drop spaces, and one token may stand for an unknown word of any length.
+_LOSSY: Final = frozenset({llama_cpp.LLAMA_VOCAB_TYPE_WPM, llama_cpp.LLAMA_VOCAB_TYPE_UGM})
 
 
 class Tokenizer:
@@ -92,6 +94,7 @@ class Tokenizer:
     Attributes:
         n_vocab: Number of token ids.
         n_ctx_train: Positions that the model was trained for.
+        is_lossless: Whether the tokens of a text hold all of it, as no WordPiece or Unigram vocabulary does.
         end_tokens: Every id that ends an answer.
         bos: Text of the token that begins a sequence, empty if there is none.
         eos: Text of the token that ends a sequence, empty if there is none.
@@ -104,10 +107,12 @@ class Tokenizer:
         self._model = _load_vocabulary(path)
         weakref.finalize(self, llama_cpp.llama_model_free, self._model)
         vocab = llama_cpp.llama_model_get_vocab(self._model)
-        if llama_cpp.llama_vocab_type(vocab) == llama_cpp.LLAMA_VOCAB_TYPE_NONE:
+        kind = llama_cpp.llama_vocab_type(vocab)
+        if kind == llama_cpp.LLAMA_VOCAB_TYPE_NONE:
             raise InvalidModel(
                 f"{path} has no vocabulary, as it is one stage of a model; give the whole model"
             )
+        self.is_lossless = kind not in _LOSSY
         self._vocab = vocab
         self._pieces: dict[int, bytes] = {}
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(vocab)

@@ -38,7 +38,8 @@ function onStatus(status, nowMs) {
   chat.setReady(canSend, condition.sentence ?? `The mesh is still busy: ${status.phase ?? "starting"}.`);
   chat.setContext(status.model?.context ?? null);
   const models = catalogOf(status);
-  chat.setModels(models);
+  // Embedding models do not chat.
+  chat.setModels(models.filter(({ kind }) => kind !== "embeddings"));
   modelList.show(models, status.rights);
   showPanel(status, recent, condition);
 }

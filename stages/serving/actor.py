@@ -1,6 +1,6 @@
-"""Stage actor of Ray: fetches, loads and serves one stage, and ends when its head is gone.
+"""Actors of Ray that fetch, load and serve a model file, or one stage, and end when their head is gone.
 
-Ray places, starts and monitors it; tokens never pass through Ray.
+Ray places, starts and monitors them; tokens never pass through Ray.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import os
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import grpc
 import structlog
 
-from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import ClusterError, MeshError, ModelDoesNotFit
 from stages.gguf.reader import part_paths
 from stages.runtime.devices import layer_devices
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 
     from stages.layers import LayerRange
     from stages.runtime.process_memory import StageMemory
+    from stages.transport.channels import HandshakeMonitor, KeyCheck
     from stages.weights.disk_cache import StageStore
 
 
@@ -129,11 +129,42 @@ class StageProgress:
         return f"{self.phase} {format_size(self.done_bytes)} of {format_size(self.total_bytes)}"
 
 
-class StageActor:
-    """One stage on this host. Every method may be called at any time; `stop` undoes all.
+class LoadedModel(Protocol):
+    """What llama.cpp loaded."""
+
+    def close(self) -> None:
+        """Free its memory."""
+
+
+class ModelService(Protocol):
+    """What serves a loaded model over gRPC, and frees it."""
+
+    @property
+    def key_check(self) -> KeyCheck:
+        """Interceptor for its server."""
+
+    @property
+    def handshakes(self) -> HandshakeMonitor:
+        """Monitor for its server's connections."""
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds without the head; 0 with it."""
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Add the service to a server."""
+
+    async def close(self) -> None:
+        """Stop computing and free the memory."""
+
+
+class ModelActor:
+    """Base of actors that hold one file on this host.
+
+    Any method may be called at any time; `stop` undoes all.
 
     Args:
-        config: Configuration of the stage.
+        config: Configuration of the stage, or of the whole model.
         end_process: Ends this process at once.
     """
 
@@ -143,14 +174,13 @@ class StageActor:
         self._orphan_watch: asyncio.Task[None] | None = None
         self._last_call_s = time.monotonic()
         self._progress = StageProgress("waiting", 0.0)
-        self._runtime: StageRuntime | None = None
-        self._service: StageService | None = None
+        self._runtime: LoadedModel | None = None
+        self._service: ModelService | None = None
         self._server: grpc.aio.Server | None = None
         self._key: NewKey | None = None
         self._identity: Identity | None = None
         self._held: int | None = None
         self._settling: asyncio.Task[None] | None = None
-        self._opening_disk: asyncio.Task[None] | None = None
 
     async def check_memory(self) -> None:
         """Check that everything to be loaded on this host fits. Before any stage loads.
@@ -178,13 +208,25 @@ class StageActor:
         self._held = hold(fetched.path)
         self._require_free(0)
         await asyncio.to_thread(self._require_free_on_gpus, {})
-        self._runtime = await asyncio.to_thread(
-            StageRuntime, fetched.path, config.options, progress=self._on_loaded
-        )
+        self._runtime = await asyncio.to_thread(self._load_file, fetched.path)
         self._progress = StageProgress("ready", 1.0)
         if fetched.transfer != Transfer():
             self._settling = asyncio.create_task(_settle(cache, config.sha256))
         return fetched.transfer
+
+    def _load_file(self, path: Path) -> LoadedModel:
+        """Load the file with llama.cpp; in a thread."""
+        raise NotImplementedError
+
+    def _make_service(self, loaded: LoadedModel) -> ModelService:
+        """Service of what `_load_file` returned, which it owns from now on."""
+        raise NotImplementedError
+
+    def _on_started(self) -> None:
+        """Begin what is done beside serving; ended by `_stop_starting`."""
+
+    async def _stop_starting(self) -> None:
+        """End what `_on_started` began."""
 
     async def _bring(self, cache: StageStore) -> FetchedStage:
         config = self._config
@@ -229,20 +271,10 @@ class StageActor:
         config = self._config
         if self._runtime is None or self._identity is None:
             raise ClusterError(f"stage {config.stage_index} was started before it was loaded and certified")
-        setting = RowsSetting.of(self._runtime, config.options)
-        self._service = StageService(
-            self._runtime,
-            stage_index=config.stage_index,
-            mesh_id=config.mesh_id,
-            mesh_key=config.mesh_key,
-            hidden_type=config.hidden_type,
-            identity=self._shown,
-            term=config.term,
-            most_sent_bytes=max_sent_bytes(config.memory.cache_bytes),
-        )
-        self._runtime = None  # the service's worker owns and frees it now
+        self._service = self._make_service(self._runtime)
+        self._runtime = None  # the service owns and frees it now
         self._server = grpc.aio.server(interceptors=[self._service.key_check], options=SERVER_OPTIONS)
-        rpc.add_StageServicer_to_server(self._service, self._server)
+        self._service.add_to(self._server)
         server, on_connection = self._server, self._service.handshakes.connected
         try:
             port = listen_within(
@@ -257,60 +289,8 @@ class StageActor:
         await self._server.start()
         self._last_call_s = time.monotonic()
         self._orphan_watch = asyncio.create_task(self._end_if_orphaned(self._service))
-        own_bytes = read_storage_options().kv_disk_bytes
-        if most_bytes := config.kv_disk_bytes if own_bytes is None else own_bytes:
-            self._opening_disk = asyncio.create_task(_open_disk(self._service, config, setting, most_bytes))
+        self._on_started()
         return port
-
-    async def rejoin(
-        self,
-        stage_index: int,
-        mesh_id: str,
-        mesh_key: str,
-        term: int,
-        hidden_type: HiddenType | None = None,
-    ) -> None:
-        """Take a place in another ring, with the same layers; see `StageService.rejoin`.
-
-        Returns when the current batch is done.
-
-        Raises:
-            ClusterError: If it is not serving.
-            ProtocolError: If a coordinator of a higher term took over meanwhile.
-        """
-        self._last_call_s = time.monotonic()
-        if self._service is None:
-            raise ClusterError(f"stage {self._config.stage_index} was moved before it was started")
-        await self._service.rejoin(stage_index, mesh_id, mesh_key, term, hidden_type=hidden_type)
-        self._config = replace(
-            self._config, stage_index=stage_index, mesh_id=mesh_id, mesh_key=mesh_key, term=term
-        )
-
-    async def connect(self, next_address: str, next_host: str) -> None:
-        """Link this stage to the next one.
-
-        Args:
-            next_address: Its `host:port`.
-            next_host: Name of the host that must answer there.
-
-        Raises:
-            HostUnreachable: Naming the address that does not answer.
-        """
-        if self._service is None:
-            raise ClusterError(f"stage {self._config.stage_index} was connected before it was started")
-        await self._service.connect(next_address, next_host)
-
-    async def follow(self, address: str, host: str, mesh_id: str, mesh_key: str, term: int) -> None:
-        """Follow a stage as its replica; see `StageService.follow`.
-
-        Raises:
-            ClusterError: If it is not serving.
-        """
-        if self._service is None:
-            raise ClusterError(
-                f"the replica of {self._config.layers} was asked to follow before it was started"
-            )
-        await self._service.follow(address, host, mesh_id, mesh_key, term)
 
     async def stop(self) -> None:
         """Stop serving and free all memory."""
@@ -319,10 +299,7 @@ class StageActor:
         if self._server is not None:
             await self._server.stop(grace=0)
             self._server = None
-        if self._opening_disk is not None:
-            self._opening_disk.cancel()
-            await asyncio.wait([self._opening_disk])
-            self._opening_disk = None
+        await self._stop_starting()
         if self._service is not None:
             await self._service.close()
             self._service = None
@@ -336,7 +313,7 @@ class StageActor:
             os.close(self._held)
             self._held = None
 
-    async def _end_if_orphaned(self, service: StageService) -> None:
+    async def _end_if_orphaned(self, service: ModelService) -> None:
         """End the process after the loss of its head: a killed head cannot release its stages."""
         orphan_s = self._config.orphan_s
         await orphaned(lambda: min(service.idle_s, time.monotonic() - self._last_call_s), orphan_s)
@@ -361,12 +338,16 @@ class StageActor:
         if needed_bytes <= free_bytes:
             return
         beside = f", {format_size(beside_bytes)} for other stages there" if beside_bytes else ""
-        smaller = "" if KV_TYPES[config.options.kv_type].is_quantised else ", use --kv-type q8_0"
         raise ModelDoesNotFit(
             f"stage {config.stage_index} ({config.layers}) does not fit on {config.host} now: it needs "
             f"{format_size(needed_bytes)} ({config.memory}{beside}), {format_size(free_bytes)} are free; "
-            f"lower --ctx-size or --parallel{smaller}, stop other programs there, or join more hosts"
+            f"{self._less}, stop other programs there, or join more hosts"
         )
+
+    @property
+    def _less(self) -> str:
+        """Options with which less memory is needed."""
+        return "lower --ctx-size"
 
     def _require_free_on_gpus(self, beside_bytes: Mapping[str, int]) -> None:
         """Check the free memory of each GPU, where the device reports it."""
@@ -380,8 +361,8 @@ class StageActor:
                 raise ModelDoesNotFit(
                     f"stage {config.stage_index} ({config.layers}) does not fit on {config.host}'s "
                     f"{share.device} now: {share.num_layers} layers there need {format_size(needed_bytes)}, "
-                    f"{format_size(free[share.device])} are free; stop other programs that use it, lower "
-                    "--ctx-size or --parallel, or put fewer layers there with --gpu-layers"
+                    f"{format_size(free[share.device])} are free; stop other programs that use it, "
+                    f"{self._less}, or put fewer layers there with --gpu-layers"
                 )
 
     def _on_fetched(self, done_bytes: int, total_bytes: int) -> None:
@@ -408,6 +389,106 @@ async def _open_disk(
     except (MeshError, OSError) as error:
         # Without it prompts are computed.
         log.warning("disk_not_opened", stage=config.stage_index, reason=str(error))
+
+
+class StageActor(ModelActor):
+    """One stage on this host; see `ModelActor`."""
+
+    _opening_disk: asyncio.Task[None] | None = None
+    _rows_setting: RowsSetting | None = None
+
+    async def rejoin(
+        self,
+        stage_index: int,
+        mesh_id: str,
+        mesh_key: str,
+        term: int,
+        hidden_type: HiddenType | None = None,
+    ) -> None:
+        """Take a place in another ring, with the same layers; see `StageService.rejoin`.
+
+        Returns when the current batch is done.
+
+        Raises:
+            ClusterError: If it is not serving.
+            ProtocolError: If a coordinator of a higher term took over meanwhile.
+        """
+        self._last_call_s = time.monotonic()
+        stage = self._stage
+        if stage is None:
+            raise ClusterError(f"stage {self._config.stage_index} was moved before it was started")
+        await stage.rejoin(stage_index, mesh_id, mesh_key, term, hidden_type=hidden_type)
+        self._config = replace(
+            self._config, stage_index=stage_index, mesh_id=mesh_id, mesh_key=mesh_key, term=term
+        )
+
+    async def connect(self, next_address: str, next_host: str) -> None:
+        """Link this stage to the next one.
+
+        Args:
+            next_address: Its `host:port`.
+            next_host: Name of the host that must answer there.
+
+        Raises:
+            HostUnreachable: Naming the address that does not answer.
+        """
+        stage = self._stage
+        if stage is None:
+            raise ClusterError(f"stage {self._config.stage_index} was connected before it was started")
+        await stage.connect(next_address, next_host)
+
+    async def follow(self, address: str, host: str, mesh_id: str, mesh_key: str, term: int) -> None:
+        """Follow a stage as its replica; see `StageService.follow`.
+
+        Raises:
+            ClusterError: If it is not serving.
+        """
+        stage = self._stage
+        if stage is None:
+            raise ClusterError(
+                f"the replica of {self._config.layers} was asked to follow before it was started"
+            )
+        await stage.follow(address, host, mesh_id, mesh_key, term)
+
+    @property
+    def _stage(self) -> StageService | None:
+        return self._service if isinstance(self._service, StageService) else None
+
+    def _load_file(self, path: Path) -> StageRuntime:
+        return StageRuntime(path, self._config.options, progress=self._on_loaded)
+
+    def _make_service(self, loaded: LoadedModel) -> StageService:
+        assert isinstance(loaded, StageRuntime)  # noqa: S101 - of `_load_file`
+        config = self._config
+        self._rows_setting = RowsSetting.of(loaded, config.options)
+        return StageService(
+            loaded,
+            stage_index=config.stage_index,
+            mesh_id=config.mesh_id,
+            mesh_key=config.mesh_key,
+            hidden_type=config.hidden_type,
+            identity=self._shown,
+            term=config.term,
+            most_sent_bytes=max_sent_bytes(config.memory.cache_bytes),
+        )
+
+    def _on_started(self) -> None:
+        config, stage, setting = self._config, self._stage, self._rows_setting
+        own_bytes = read_storage_options().kv_disk_bytes
+        most_bytes = config.kv_disk_bytes if own_bytes is None else own_bytes
+        if most_bytes and stage is not None and setting is not None:
+            self._opening_disk = asyncio.create_task(_open_disk(stage, config, setting, most_bytes))
+
+    async def _stop_starting(self) -> None:
+        if self._opening_disk is not None:
+            self._opening_disk.cancel()
+            await asyncio.wait([self._opening_disk])
+            self._opening_disk = None
+
+    @property
+    def _less(self) -> str:
+        is_quantised = KV_TYPES[self._config.options.kv_type].is_quantised
+        return "lower --ctx-size or --parallel" + ("" if is_quantised else ", use --kv-type q8_0")
 
 
 async def _settle(store: StageStore, sha256: str) -> None:

@@ -297,6 +297,10 @@ class StageService(rpc.StageServicer):
         if term < place.term:
             raise place.stale(f"the coordinator that moves stage {place.stage_index}", term)
 
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Add the service to a server."""
+        rpc.add_StageServicer_to_server(self, server)
+
     @property
     def idle_s(self) -> float:
         """Seconds since the last coordinator disconnected; 0 while one is connected."""

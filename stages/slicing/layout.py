@@ -30,7 +30,7 @@ from stages.slicing.tensor_names import EMBEDDING, OUTPUT, OUTPUT_BIAS, is_per_l
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from stages.gguf.header import TensorInfo
+    from stages.gguf.header import GgufHeader, TensorInfo
     from stages.graph_boundary import GraphBoundary
     from stages.slicing.source_model import SourceModel
 
@@ -105,6 +105,17 @@ def lay_out(source: SourceModel, layers: LayerRange) -> StageLayout:
     n_embd = header.integer(f"{header.architecture}.embedding_length")
     metadata |= {key: _encoded(value) for key, value in boundary.to_metadata(n_embd).items()}
     return StageLayout(header.alignment, metadata, tuple(tensors))
+
+
+def lay_out_whole(header: GgufHeader) -> StageLayout:
+    """Layout of one file with all of a model, of any kind: metadata and vocabulary included.
+
+    Args:
+        header: Header of all files of the model.
+    """
+    metadata = {key: value for key, value in header.metadata.items() if not key.startswith("split.")}
+    tensors = tuple(_copied(tensor, tensor.name) for tensor in header.tensors.values())
+    return StageLayout(header.alignment, metadata, tensors)
 
 
 def _stage_metadata(source: SourceModel, held: LayerRange, n_vocab: int) -> dict[str, Value]:

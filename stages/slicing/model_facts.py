@@ -250,9 +250,9 @@ def read_model_facts(path: Path) -> ModelFacts:
         embedding_bytes=embedding.n_bytes,
         head_bytes=sum(tensor.n_bytes for tensor in head),
         is_tied=OUTPUT not in tensors,
-        kv_widths=_kv_widths(source),
+        kv_widths=kv_widths(source),
         head_widths=_head_widths(source),
-        row_width=_row_width(source),
+        row_width=row_width(source),
         has_windows=header.integer(f"{architecture}.attention.sliding_window", 0) > 0,
         allowed_cuts=cuts,
         state_widths=widths if any(widths) else (),
@@ -288,7 +288,7 @@ def _embeds_everywhere(source: SourceModel) -> bool:
     return entry.needs_embedding and entry.takes_tokens(source.header, layers)
 
 
-def _kv_widths(source: SourceModel) -> tuple[int, ...]:
+def kv_widths(source: SourceModel) -> tuple[int, ...]:
     """A key and a value per KV head and layer. Layers without attention have 0 heads, or a flag."""
     header, n_layers = source.header, source.n_layers
     heads = _head_counts(source)
@@ -315,7 +315,7 @@ def _head_counts(source: SourceModel) -> tuple[int, ...]:
     return header.per_layer(f"{header.architecture}.attention.head_count", source.n_layers, 0)
 
 
-def _row_width(source: SourceModel) -> int:
+def row_width(source: SourceModel) -> int:
     """Elements of one row in llama.cpp at a time: hidden states, queries, and the inside of the FFN.
 
     Measured: 12 x 576 for SmolLM2-135M and 14 x 640 for Gemma-3-270m; this gives half as much again.

@@ -232,7 +232,10 @@ def _require_decoder(header: GgufHeader) -> None:
     if any(name.startswith(("enc.", "dec.")) for name in header.tensors):
         reason = "an encoder-decoder model reads all of its input before it answers"
     elif reason is None and causal is not None and causal.decode() is False:
-        reason = "its attention is not causal, as in models for embeddings or diffusion"
+        reason = (
+            "its attention is not causal, as in models for diffusion or for embeddings, which `mesh load "
+            "--embeddings` serves"
+        )
     if reason is not None:
         raise UncuttableModel(f"{header.path.name} ({header.architecture}) cannot be served: {reason}")
 

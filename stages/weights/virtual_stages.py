@@ -12,9 +12,10 @@ import structlog
 
 from spanmesh_proto.errors import InvalidModel, ModelError
 from stages.gguf.file_io import ModelFile, require_disk, write_atomically
-from stages.layers import cuts_of
-from stages.slicing.layout import FORMAT_VERSION, lay_out
-from stages.slicing.source_model import read_source
+from stages.gguf.reader import read_header
+from stages.layers import LayerRange, cuts_of
+from stages.slicing.layout import FORMAT_VERSION, lay_out, lay_out_whole
+from stages.slicing.source_model import count_layers, read_source
 from stages.slicing.stage_writer import (
     ByteCounter,
     encode_header,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from stages.gguf.file_io import Region
-    from stages.layers import LayerRange
+    from stages.gguf.header import GgufHeader
     from stages.slicing.layout import StageLayout
     from stages.slicing.source_model import SourceModel
     from stages.weights.hashing import FileStamp
@@ -149,7 +150,7 @@ class StageCache:
         self._root = root if root is not None else default_root()
         self.store = stage_store(self._root)
         self._known: dict[Path, _Known] = {}
-        self._described: dict[str, tuple[Recipe, _Known]] = {}
+        self._described: dict[str, tuple[Recipe, tuple[Path, ...], tuple[FileStamp, ...]]] = {}
 
     def find(self, sha256: str) -> Path | None:
         """The stage file of this name, or None; see `StageStore.find`."""
@@ -178,6 +179,34 @@ class StageCache:
         counter = ByteCounter(known.hashes.missing_bytes(regions), progress)
         return self._described_now(known, layers, layout, known.hashes.of(regions, counter.add))
 
+    def describe_whole(self, source: Path, *, progress: Callable[[int, int], None] | None = None) -> Recipe:
+        """Recipe of one file with all of a model, of any kind, vocabulary included. Only hashes are written.
+
+        Args:
+            source: The model, a GGUF file, the first if it has several.
+            progress: Called with bytes hashed and bytes in all.
+
+        Raises:
+            InvalidModel: If the source is no GGUF, truncated, or changes meanwhile.
+            ModelError: If the cache cannot be written.
+        """
+        header = read_header(source)
+        stamps, hashes = stamps_of(header.paths), ModelHashes(header.paths, self._index_of(source.resolve()))
+        layout = with_shared_blocks(lay_out_whole(header))
+        regions = _regions(layout)
+        counter = ByteCounter(hashes.missing_bytes(regions), progress)
+        n_layers = count_layers(header)
+        recipe = Recipe(
+            header.text("general.name", header.path.stem),
+            LayerRange(0, n_layers),
+            n_layers,
+            layout.alignment,
+            encode_header(layout),
+            tuple(_recipe_tensors(layout, _names_by_place(header), hashes.of(regions, counter.add))),
+        )
+        self._described[recipe.sha256] = recipe, header.paths, stamps
+        return recipe
+
     def recipe(self, sha256: str) -> Recipe | None:
         """A recipe that was made or received here; None if there is none."""
         described = self._described.get(sha256)
@@ -192,8 +221,7 @@ class StageCache:
         described = self._described.get(sha256)
         if described is None:
             return None
-        recipe, known = described
-        return VirtualStage(recipe, known.model.header.paths, known.stamps)
+        return VirtualStage(*described)
 
     def known_files(self, source: Path) -> tuple[KnownFile, ...]:
         """Files of a model on this host, with their stamps when they were hashed.
@@ -256,16 +284,15 @@ class StageCache:
         hashes: dict[Region, tuple[str, ...]],
     ) -> Recipe:
         header = known.model.header
-        names = {(tensor.file, tensor.offset_bytes): tensor.name for tensor in header.tensors.values()}
         recipe = Recipe(
             header.text("general.name", header.path.stem),
             layers,
             known.model.n_layers,
             layout.alignment,
             encode_header(layout),
-            tuple(_recipe_tensors(layout, names, hashes)),
+            tuple(_recipe_tensors(layout, _names_by_place(header), hashes)),
         )
-        self._described[recipe.sha256] = recipe, known
+        self._described[recipe.sha256] = recipe, header.paths, known.stamps
         return recipe
 
     def _read(self, source: Path) -> _Known:
@@ -273,11 +300,14 @@ class StageCache:
         known = self._known.get(key)
         if known is None or stamps_of(known.model.header.paths) != known.stamps:
             model = read_source(source)
-            index = self._root / "sources" / f"{hashlib.sha256(os.fsencode(key)).hexdigest()}.json"
             paths = model.header.paths
-            known = _Known(model, stamps_of(paths), ModelHashes(paths, index))
+            known = _Known(model, stamps_of(paths), ModelHashes(paths, self._index_of(key)))
             self._known[key] = known
         return known
+
+    def _index_of(self, source: Path) -> Path:
+        """File with the hashes of a model, which is named by its whole path."""
+        return self._root / "sources" / f"{hashlib.sha256(os.fsencode(source)).hexdigest()}.json"
 
     def _find(self, sha256: str) -> Path | None:
         try:
@@ -309,6 +339,11 @@ def _structure_sha256(model: SourceModel) -> str:
     for tensor in model.header.tensors.values():
         digest.update(f"{tensor.name} {tensor.shape} {tensor.type} {tensor.n_bytes};".encode())
     return digest.hexdigest()
+
+
+def _names_by_place(header: GgufHeader) -> dict[tuple[int, int], str]:
+    """Names of a model's tensors, by their file and their first byte in it."""
+    return {(tensor.file, tensor.offset_bytes): tensor.name for tensor in header.tensors.values()}
 
 
 def _regions(layout: StageLayout) -> Sequence[Region]:

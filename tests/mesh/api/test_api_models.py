@@ -118,6 +118,8 @@ async def test_models_are_listed_and_the_unknown_are_refused_by_name(tokenizer: 
     async with two_models(tokenizer) as (api, backends):
         listed = [model.id async for model in api.openai.models.list()]
         assert listed == [MODEL, OTHER]
+        cards = (await api.http.get("/v1/models")).json()["data"]
+        assert [card["kind"] for card in cards] == ["chat", "chat"]
         assert (await api.http.get(f"/v1/models/{OTHER}")).json()["max_model_len"] == 128
         refused = await api.http.post("/v1/chat/completions", json={"model": "else", "messages": HELLO})
         assert refused.status_code == 404
@@ -213,6 +215,10 @@ async def test_the_commands_load_and_unload(
         assert (
             f'tiny is served at {api.url}/v1 (host a can hold the whole model): send "model": "tiny".' in said
         )
+        assert orders.asked[-1]["embeddings"] is False
+        code, said = await mesh("load", "tiny.gguf", "--embeddings", "--ctx-size", "128")
+        assert (code, orders.asked[-1]["embeddings"], orders.asked[-1]["ctx_size"]) == (0, True, 128)
+        assert f"tiny is served at {api.url}/v1/embeddings (" in said
         code, said = await mesh("load", "huge.gguf")
         assert (code, "error: huge does not fit: it needs 9.0 GiB" in said) == (1, True)
         assert (await mesh("load", "x.gguf", "--split", "2,4", "--stages", "2"))[0] == 2
@@ -237,6 +243,9 @@ async def test_wrong_orders_are_refused_with_the_field(tokenizer: Tokenizer) -> 
             ({"model": "/t.gguf", "stages": 2, "split": [2, 2]}, "stages"),
             ({"model": "/t.gguf", "draft_path": "d.gguf"}, "draft_path"),
             ({"model": "/t.gguf", "temperature": 1}, "temperature"),
+            ({"model": "/t.gguf", "embeddings": True, "exact": True}, "exact"),
+            ({"model": "/t.gguf", "embeddings": True, "split": [2, 2]}, "split"),
+            ({"model": "/t.gguf", "embeddings": 1}, "embeddings"),
         ):
             refused = await api.http.post("/mesh/load", json=fields)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), refused.text

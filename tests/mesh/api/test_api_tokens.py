@@ -80,7 +80,8 @@ async def test_versions(api: Api) -> None:
 
 
 async def test_embeddings_say_why_not(api: Api) -> None:
-    with pytest.raises(openai.InternalServerError) as caught:
+    with pytest.raises(openai.BadRequestError) as caught:
         await api.openai.embeddings.create(model="default", input="x")
-    assert (caught.value.status_code, caught.value.code) == (501, "not_supported")
-    assert "embeddings are not supported" in caught.value.message
+    assert caught.value.param == "model"
+    assert "is a chat model" in caught.value.message
+    assert "`mesh load MODEL --embeddings`" in caught.value.message

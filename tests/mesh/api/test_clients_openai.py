@@ -112,7 +112,7 @@ def test_errors_come_as_the_clients_own(client: openai.OpenAI, mesh_url: str) ->
         client.responses.retrieve("resp_none")
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{mesh_url}/v1", api_key="wrong").responses.create(model="default", input="x")
-    with pytest.raises(openai.InternalServerError, match="embeddings are not supported"):
+    with pytest.raises(openai.BadRequestError, match="vectors come from an embedding model"):
         client.embeddings.create(model="default", input="x")
 
 

@@ -67,6 +67,7 @@ async def test_every_route_says_what_a_missing_key_and_a_busy_server_get(documen
         ("post", "/v1/chat/completions", {"messages": []}, 400),
         ("post", "/v1/chat/completions", {"messages": HELLO, "model": "other"}, 404),
         ("post", "/v1/completions", {"prompt": ["a", "b"], "logprobs": 1, "max_tokens": 3}, 200),
+        ("post", "/v1/embeddings", {"input": "x"}, 400),
         ("get", "/v1/models", None, 200),
         ("get", "/v1/models/{model_id}", None, 404),
         ("get", "/health", None, 200),

@@ -16,6 +16,7 @@ from mesh.qualification.fuzz.mutations import SchemaValues
 from mesh.text.tokenizer import Tokenizer
 from tests.mesh.api.test_openapi import validator_of
 from tests.support.api_harness import Api, ScriptedEngine, running_api
+from tests.support.embedders import ScriptedLink, embedding_backend, running_engine
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
 
@@ -29,6 +30,7 @@ LEAST: dict[str, dict[str, Any]] = {
     "/v1/responses/input_tokens": {"input": "Hello"},
     "/v1/messages": {"messages": HELLO, "max_tokens": 8},
     "/v1/messages/count_tokens": {"messages": HELLO},
+    "/v1/embeddings": {"input": "Hello"},
     "/tokenize": {"prompt": "Hello"},
     "/detokenize": {"tokens": [1]},
 }
@@ -59,6 +61,8 @@ BEYOND_SCHEMAS = (
     "more than",
     "holds no token",
     "must be a string or a list of text parts",
+    "makes vectors of",
+    "is a chat model",
 )
 # What these hold is in a language of its own.
 LANGUAGES = frozenset({"grammar", "json_schema", "response_format", "text"})
@@ -67,8 +71,11 @@ WRONG: tuple[Any, ...] = (True, -5, 10**6, 1.5, "x", "", [], {}, [[]], [None], {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(smollm2_path: Path) -> AsyncIterator[Api]:
-    engine = ScriptedEngine([(300,), (301, 302)], context_length=8192)
-    async with running_api(engine, Tokenizer(smollm2_path)) as api:
+    engine, tokenizer = ScriptedEngine([(300,), (301, 302)], context_length=8192), Tokenizer(smollm2_path)
+    async with running_api(engine, tokenizer) as api, running_engine() as embedder:
+        assert api.backends is not None
+        api.backends.embeddings.add(embedding_backend(embedder, tokenizer))
+        embedder.resume(ScriptedLink())
         yield api
 
 

@@ -450,6 +450,7 @@ def test_a_ramp_is_saturated_where_more_users_bring_no_more(
     [
         (["ray::StageActor"], "stage"),
         (["ray::StageActor.load"], "stage"),
+        (["ray::EmbeddingActor"], "stage"),
         (["ray::IDLE"], "ray"),
         (["/env/lib/ray/core/src/ray/raylet/raylet", "--x"], "ray"),
         (["/env/bin/python", "-m", "mesh.cluster.ray_child", "start"], "ray"),

@@ -53,6 +53,37 @@ def test_hosts_that_hold_nothing_are_spares_and_their_copies_are_told(
     assert said.count("3.0 MiB sent") == len(hosts)
 
 
+def test_embedding_models_are_told_apart(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = {"index": 0, "host": "attic", "address": "10.0.0.2:1", "layers": [0, 2]}
+    models = [
+        {
+            "name": "llama",
+            "kind": "chat",
+            "ready": True,
+            "sessions": {"running": 1, "slots": 4, "waiting": 2},
+        },
+        {
+            "name": "bert",
+            "kind": "embeddings",
+            "ready": True,
+            "stages": [stage],
+            "model": {"context": 512, "numeric_mode": "fast"},
+            "embeddings": {"waiting": 3},
+        },
+    ]
+    said = shown(capsys, monkeypatch, models=models)
+    (row,) = (line for line in said.splitlines() if "bert" in line)
+    assert [cell.strip() for cell in row.split("│")[1:6]] == [
+        "bert",
+        "ready",
+        "attic[0, 2)",
+        "embeddings, 3 waiting",
+        "512",
+    ]
+
+
 def test_failures_and_repairs_are_told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

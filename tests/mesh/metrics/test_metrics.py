@@ -27,6 +27,7 @@ from stages.slicing.model_facts import read_model_facts
 from tests.support import api_harness
 from tests.support.api_harness import KEY, ScriptedEngine, running_api
 from tests.support.eagle3 import DRAFTER
+from tests.support.embedders import ScriptedLink, embedding_backend, running_engine
 from tests.support.page_mesh import page_mesh
 from tests.support.serve_harness import WORKLOAD, host
 
@@ -204,11 +205,21 @@ async def test_every_metric_named_in_the_documents_and_the_dashboard_exists_and_
         hosts = ("attic", "cellar", "desk", "shed")
         served = await stack.enter_async_context(page_mesh(smollm2_path, hosts=hosts, proposers=proposers))
         http, mesh = served.api.http, served.mesh
+        embedder = await stack.enter_async_context(running_engine())
+        assert served.api.backends is not None
+        served.api.backends.embeddings.add(embedding_backend(embedder, Tokenizer(smollm2_path)))
+        link = ScriptedLink()
+        embedder.resume(link)
         seen = [await scrape(http)]
         for _ in range(2):
             await ask(http, max_tokens=60)
         await ask(http, max_tokens=60, speculation={"mode": "draft"})
+        link.gate.clear()
+        texts = [asyncio.create_task(http.post("/v1/embeddings", json={"input": "Hello"})) for _ in range(3)]
+        await mesh.until(lambda: embedder.num_waiting == 1)
         seen.append(await scrape(http))
+        link.gate.set()
+        assert [each.status_code for each in await asyncio.gather(*texts)] == [200] * 3
         # A slot loses what the coordinator believes that it holds.
         handle = mesh.pipeline.stages[1].handle
         assert handle is not None

@@ -26,7 +26,7 @@ tokenizer = api_harness.tokenizer
 ERROR = json.dumps({"error": {"message": "no", "type": "t", "param": None, "code": "c"}}).encode()
 
 
-BODIES = ("ChatBody", "CompletionBody", "ResponsesBody", "TokenizeBody", "DetokenizeBody")
+BODIES = ("ChatBody", "CompletionBody", "ResponsesBody", "TokenizeBody", "DetokenizeBody", "EmbeddingsBody")
 
 
 class Document(dict[str, Any]):

@@ -12,6 +12,7 @@ from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import InvalidModel, InvalidRequest
 from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
+from tests.support.tiny_embedders import TinyEmbedder
 
 pytestmark = pytest.mark.model
 
@@ -110,3 +111,17 @@ def test_a_stage_without_vocabulary_is_refused(smollm2_path: Path, tmp_path: Pat
     cut_stage(smollm2_path, LayerRange(10, 11), path)
     with pytest.raises(InvalidModel, match="has no vocabulary"):
         Tokenizer(path)
+
+
+def test_vocabularies_that_drop_text_are_told_apart(
+    smollm2: Tokenizer, gemma3: Tokenizer, tmp_path: Path
+) -> None:
+    assert smollm2.is_lossless
+    assert gemma3.is_lossless
+    words = Tokenizer(TinyEmbedder("bert").write(tmp_path / "tiny.gguf"))
+    assert not words.is_lossless
+    assert words.encode("word1" + " " * 5000 + "word1", add_special=False, parse_special=False) == 2 * (
+        words.encode("word1", add_special=False, parse_special=False)
+    )
+    # One token for a word that is not there.
+    assert len(words.encode("1" * 3000, add_special=False, parse_special=False)) == 1

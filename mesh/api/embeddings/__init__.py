@@ -1,0 +1,1 @@
+"""Embeddings API: /v1/embeddings."""

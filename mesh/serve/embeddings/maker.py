@@ -1,0 +1,116 @@
+"""Maker of an embedding model's process: its configuration, and the file that its host fetches."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from mesh.serve.stage_factory import described
+from mesh.serve.stage_handle import StageHandle, new_ring_credentials
+from mesh.util.progress import progress_bars
+from spanmesh_proto.errors import StageFailed
+from stages.embedding.actor import EmbeddingActor
+from stages.runtime.stage_runtime import RuntimeOptions
+from stages.serving.actor import StageConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from mesh.cluster.members import Member
+    from mesh.placement.planner import StagePlacement
+    from mesh.serve.embeddings.model import EmbeddingModel
+    from mesh.serve.head import Head
+    from stages.layers import LayerRange
+    from stages.runtime.process_memory import StageMemory
+    from stages.transport.hidden_codec import HiddenType
+    from stages.weights.recipe import Recipe
+    from stages.weights.virtual_stages import StageCache
+
+
+class EmbeddingMaker:
+    """Makes the process of one embedding model; see `mesh.serve.reconfiguration.Maker`.
+
+    Args:
+        model: The model.
+        head: The open head.
+        cache: Files of this host, from which other hosts fetch.
+    """
+
+    def __init__(self, model: EmbeddingModel, head: Head, cache: StageCache) -> None:
+        self._model = model
+        self._head = head
+        self._cache = cache
+        self._recipe: Recipe | None = None
+
+    async def describe(self, stages: Iterable[tuple[str, LayerRange]]) -> None:
+        """Hash the model's file once, unless it stays on this host.
+
+        Args:
+            stages: Name of the host, and all layers.
+
+        Raises:
+            ModelError: See `StageCache.describe_whole`.
+        """
+        if self._recipe is not None or all(self._is_here(host) for host, _ in stages):
+            return
+        path = self._model.sizes.model.path
+        with progress_bars() as bars:
+            self._recipe = await described(
+                partial(self._cache.describe_whole, path), bars.add(f"hashing {path.name}")
+            )
+
+    def make(
+        self,
+        placement: StagePlacement,
+        member: Member,
+        *,
+        wire: HiddenType,
+        num_threads: int,
+        beside: Sequence[StageMemory] = (),
+    ) -> StageHandle:
+        """The process, which is not started.
+
+        Args:
+            placement: Memory of the model on its host.
+            member: Its host.
+            wire: Not used: it sends no hidden states.
+            num_threads: Threads of the host for the model.
+            beside: Memory of what is loaded there at the same time.
+        """
+        is_own, recipe = self._head.is_own(member), self._recipe
+        if not is_own and recipe is None:
+            raise StageFailed(f"the file of {self._model.name} was not hashed before it was sent")
+        limits = self._model.sizes.limits
+        # Random credentials until it serves.
+        credentials = new_ring_credentials()
+        config = StageConfig(
+            stage_index=0,
+            layers=placement.layers,
+            sha256="" if is_own or recipe is None else recipe.sha256,
+            whole=str(self._model.sizes.model.path.resolve()) if is_own else None,
+            source=self._head.source,
+            options=RuntimeOptions(
+                num_slots=limits.most_texts,
+                ctx_size=limits.longest,
+                num_threads=num_threads,
+                gpu_layers=placement.memory.gpu_layers,
+            ),
+            host=member.name,
+            memory=placement.memory,
+            beside_bytes=sum(other.loading_bytes for other in beside),
+            mesh_id=credentials.mesh_id,
+            mesh_key=credentials.mesh_key,
+            hidden_type=wire,
+        )
+        return StageHandle(
+            self._head.driver,
+            self._head.authority,
+            config,
+            member,
+            on_transfer=self._model.transfers.note,
+            kind=EmbeddingActor,
+        )
+
+    def _is_here(self, host: str) -> bool:
+        member = self._head.members.find(host)
+        return member is not None and self._head.is_own(member)

@@ -1,0 +1,200 @@
+"""Embedding model that is served: the checks of its file, its engine, state and host."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from mesh.embedding.engine import EmbeddingEngine
+from mesh.embedding.registry import EmbeddingBackend
+from mesh.placement.embedding_host import EmbeddingSizes
+from mesh.serve.failures import Incidents
+from mesh.serve.head_state import fingerprint
+from mesh.serve.pipeline import Pipeline
+from mesh.text.tokenizer import Tokenizer
+from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
+from spanmesh_proto.errors import ModelNotFound
+from stages.embedding.model_file import limits_of, read_embedding_facts
+from stages.gguf.reader import part_paths
+from stages.weights.hashing import stamps_of
+
+if TYPE_CHECKING:
+    from mesh.api.load_request import LoadRequest
+    from mesh.placement.planner import Plan
+    from mesh.serve.stage_factory import Transfers
+
+log = structlog.get_logger()
+
+_POLL_S: Final = 0.1
+
+
+@dataclass(frozen=True)
+class EmbeddingPreflight:
+    """Results of the checks before any work begins.
+
+    Attributes:
+        sizes: Sizes of the model, and limits of its batches.
+        tokenizer: Tokenizer of the model.
+        setup: Fingerprint of all settings that it is loaded with.
+    """
+
+    sizes: EmbeddingSizes
+    tokenizer: Tokenizer
+    setup: str
+
+
+def check_embedding_model(load_request: LoadRequest) -> EmbeddingPreflight:
+    """Check a model and its options; blocks for a moment.
+
+    Raises:
+        InvalidModel: If the file is no GGUF or truncated, has no vocabulary, or makes no vectors of texts.
+        ClusterError: If the model was not trained for texts of the requested length.
+    """
+    path = Path(load_request.model)
+    facts = read_embedding_facts(path)
+    sizes = EmbeddingSizes(facts, limits_of(facts, load_request.ctx_size))
+    setup = fingerprint(
+        kind="embeddings",
+        model=str(path.resolve()),
+        files=[(stamp.size_bytes, stamp.mtime_ns) for stamp in stamps_of(part_paths(path))],
+        limits=sizes.limits,
+        software=(SOFTWARE_VERSION, PROTOCOL_VERSION),
+    )
+    return EmbeddingPreflight(sizes, Tokenizer(path), setup)
+
+
+@dataclass
+class EmbeddingState:
+    """State of one embedding model, for `/mesh/status`.
+
+    Attributes:
+        phase: Current step, in a few words.
+        plan: Placement, once it is known.
+        incidents: Recent failures.
+    """
+
+    phase: str = "starting"
+    plan: Plan | None = None
+    incidents: Incidents = field(default_factory=lambda: Incidents(time.time))
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddingModel:
+    """One embedding model, from the check of its file to the end of its process.
+
+    Attributes:
+        name: Model name for clients.
+        load_request: Request of `mesh load`.
+        known: Results of the checks.
+        engine: Engine of the API; answers once the model is loaded.
+        state: State for `/mesh/status`.
+        pipeline: All layers as one stage.
+        transfers: Record of weights sent to hosts.
+    """
+
+    name: str
+    load_request: LoadRequest
+    known: EmbeddingPreflight
+    engine: EmbeddingEngine
+    state: EmbeddingState
+    pipeline: Pipeline
+    transfers: Transfers
+
+    @property
+    def setup(self) -> str:
+        """Fingerprint of all settings that it is loaded with."""
+        return self.known.setup
+
+    @property
+    def sizes(self) -> EmbeddingSizes:
+        """Sizes of the model."""
+        return self.known.sizes
+
+    def backend(self, created_s: float) -> EmbeddingBackend:
+        """Backend of the API.
+
+        Args:
+            created_s: When the model was loaded, Unix seconds.
+        """
+        return EmbeddingBackend(
+            model_id=self.name,
+            created=int(created_s),
+            tokenizer=self.known.tokenizer,
+            embedder=self.engine,
+            width=self.sizes.model.width,
+            longest=self.sizes.limits.longest,
+            status=self.as_dict,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Its entry in `/mesh/status`; JSON-serialisable."""
+        facts, limits = self.sizes.model, self.sizes.limits
+        return {
+            "model": {
+                "name": facts.name,
+                "architecture": facts.architecture,
+                "layers": facts.n_layers,
+                "file_bytes": facts.file_bytes,
+                "context": limits.longest,
+                "numeric_mode": "fast",
+                "dimensions": facts.width,
+                "pooling": facts.pooling,
+            },
+            "phase": self.state.phase,
+            "ready": self.engine.is_ready,
+            "plan": None if self.state.plan is None else self.state.plan.reason,
+            "stages": [
+                {
+                    "index": 0,
+                    "host": handle.member.name,
+                    "address": handle.serves_at,
+                    "layers": [handle.config.layers.start, handle.config.layers.stop],
+                    "threads": handle.config.options.num_threads,
+                }
+                for handle in self.pipeline.handles
+            ],
+            "embeddings": {"waiting": self.engine.num_waiting, **self.engine.statistics.as_dict()},
+            **self.state.incidents.as_dict(),
+        }
+
+    async def drained(self, wait_s: float) -> int:
+        """Wait for requests to end, then refuse all others.
+
+        Args:
+            wait_s: Longest wait, in seconds.
+
+        Returns:
+            Number of requests that were ended.
+        """
+        deadline_s = time.monotonic() + wait_s
+        while (num_left := self.engine.num_requests) and time.monotonic() < deadline_s:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
+        if num_left:
+            log.warning("requests_ended", model=self.name, requests=num_left, after_s=wait_s)
+        self.engine.give_up(ModelNotFound(f"the model `{self.name}` was unloaded", param="model"))
+        return num_left
+
+
+def new_embedding_model(
+    name: str, load_request: LoadRequest, known: EmbeddingPreflight, transfers: Transfers
+) -> EmbeddingModel:
+    """A model before it has a host.
+
+    Args:
+        name: Model name for clients.
+        load_request: Request of `mesh load`.
+        known: Results of the checks.
+        transfers: Record of weights sent to hosts.
+    """
+    engine = EmbeddingEngine(
+        known.sizes.limits,
+        known.sizes.model.width,
+        max_waiting=load_request.max_waiting,
+        clock_s=time.monotonic,
+    )
+    return EmbeddingModel(name, load_request, known, engine, EmbeddingState(), Pipeline(), transfers)

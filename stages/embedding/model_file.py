@@ -1,0 +1,202 @@
+"""Embedding model file: pooling and sizes of a GGUF that makes a vector of a text, and limits of its batches.
+
+llama.cpp pools the hidden states of a text into one vector; the file's metadata say how (`pooling_type`). All
+of a text must be in one pass: pooling sees one pass only, and attention that is not causal needs the whole
+text. So a batch has room for the longest text. Short texts share a batch up to a few hundred tokens; larger
+batches would gain little and delay the answers to all texts in them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from spanmesh_proto.errors import ClusterError, InvalidModel
+from stages.gguf.reader import read_header
+from stages.slicing.architectures.cutting_rules import family_of
+from stages.slicing.model_facts import kv_widths, packing_bytes, row_width, state_widths
+from stages.slicing.source_model import SourceModel, count_layers, require_tensors, tensors_by_layer
+from stages.slicing.tensor_names import EMBEDDING
+from stages.slicing.trunk import trunk_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from stages.gguf.header import GgufHeader
+
+POOLINGS: Final = {1: "mean", 2: "cls", 3: "last"}
+"""llama.cpp's `pooling_type`, where it makes one vector of a text."""
+
+_RANK: Final = 4
+_UNSPECIFIED: Final = -1
+# llama.cpp makes no cache for these, and no logits (`llama_model::create_memory`): they read a text at once.
+_WITHOUT_CACHE: Final = frozenset(
+    {
+        "bert",
+        "eurobert",
+        "gemma-embedding",
+        "jina-bert-v2",
+        "jina-bert-v3",
+        "modern-bert",
+        "neo-bert",
+        "nomic-bert",
+        "nomic-bert-moe",
+    }
+)
+_DEFAULT_LONGEST: Final = 2048
+# llama.cpp rounds caches up to multiples of this, and graphs of some models want rows in multiples of texts.
+_ROWS_AT_ONCE: Final = 256
+_SHARED_ROWS: Final = 512
+_MOST_TEXTS: Final = 64
+
+
+@dataclass(frozen=True)
+class EmbeddingFacts:
+    """Sizes and shapes of an embedding model.
+
+    Attributes:
+        path: The GGUF file, the first one if there are several.
+        architecture: `general.architecture`.
+        name: `general.name`, or the file's name.
+        n_layers: Number of layers.
+        n_vocab: Rows of the token embedding.
+        n_ctx_train: Positions that the model was trained for.
+        width: Numbers of a vector.
+        pooling: How a text becomes one vector: `mean`, `cls` or `last`.
+        file_bytes: Size of all files.
+        weight_bytes: Size of all tensors.
+        lookup_bytes: Size of the token embedding.
+        packing_bytes: Most bytes that weights take more in the layout of fast kernels.
+        cache_width: Elements of the KV cache for each position, all layers together; 0 without a cache.
+        state_width: Float32 elements of the recurrent state of one text; 0 without one.
+        row_width: Float32 elements of one row in llama.cpp at a time.
+        num_masks: Attention masks of a batch: two where some layers have a window.
+        has_logits: Whether llama.cpp computes logits, which nobody reads, as well.
+    """
+
+    path: Path
+    architecture: str
+    name: str
+    n_layers: int
+    n_vocab: int
+    n_ctx_train: int
+    width: int
+    pooling: str
+    file_bytes: int
+    weight_bytes: int
+    lookup_bytes: int
+    packing_bytes: int
+    cache_width: int
+    state_width: int
+    row_width: int
+    num_masks: int
+    has_logits: bool
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """Limits of texts and batches.
+
+    Attributes:
+        longest: Most tokens of one text.
+        most_texts: Most texts of one batch.
+    """
+
+    longest: int
+    most_texts: int
+
+    @property
+    def most_rows(self) -> int:
+        """Most tokens of one batch: room for the longest text, a multiple of what llama.cpp rounds to."""
+        return -(-max(self.longest, _SHARED_ROWS) // _ROWS_AT_ONCE) * _ROWS_AT_ONCE
+
+    @property
+    def shared_rows(self) -> int:
+        """Tokens up to which texts share a batch; a longer one has a batch of its own."""
+        return _SHARED_ROWS
+
+
+def limits_of(model: EmbeddingFacts, ctx_size: int | None) -> BatchLimits:
+    """Limits of a model's batches.
+
+    Args:
+        model: The model.
+        ctx_size: Most tokens of a text; None for what it was trained for, at most 2048.
+
+    Raises:
+        ClusterError: If it was not trained for so many.
+    """
+    if ctx_size is not None and ctx_size > model.n_ctx_train:
+        raise ClusterError(
+            f"--ctx-size is {ctx_size}, and {model.name} was trained for texts of at most "
+            f"{model.n_ctx_train} tokens: give less, or leave it out",
+            param="--ctx-size",
+        )
+    longest = ctx_size or min(model.n_ctx_train, _DEFAULT_LONGEST)
+    # A recurrent state is computed text by text in any case, and each text of a batch would need one.
+    return BatchLimits(longest, 1 if model.state_width else _MOST_TEXTS)
+
+
+def read_embedding_facts(path: Path) -> EmbeddingFacts:
+    """Read an embedding model's facts from its header, in milliseconds.
+
+    Raises:
+        InvalidModel: If the file is no GGUF, truncated, lacks a tensor, or makes no vectors of texts.
+    """
+    header = read_header(path)
+    pooling = _pooling(header)
+    trunk = trunk_of(header)
+    n_layers = count_layers(trunk)
+    layers = tensors_by_layer(trunk, n_layers)
+    require_tensors(header, (EMBEDDING,))
+    architecture, tensors = header.architecture, header.tensors
+    source = SourceModel(trunk, family_of(architecture), layers)
+    has_cache = architecture not in _WITHOUT_CACHE
+    n_embd = header.integer(f"{architecture}.embedding_length")
+    return EmbeddingFacts(
+        path=path,
+        architecture=architecture,
+        name=header.text("general.name", path.stem),
+        n_layers=n_layers,
+        n_vocab=tensors[EMBEDDING].shape[-1],
+        n_ctx_train=header.integer(f"{architecture}.context_length"),
+        width=header.integer(f"{architecture}.embedding_length_out", 0) or n_embd,
+        pooling=pooling,
+        file_bytes=header.file_bytes,
+        weight_bytes=sum(tensor.n_bytes for tensor in tensors.values()),
+        lookup_bytes=tensors[EMBEDDING].n_bytes,
+        packing_bytes=packing_bytes(tensors.values()),
+        cache_width=sum(kv_widths(source)) if has_cache else 0,
+        state_width=sum(state_widths(trunk, layers)),
+        row_width=row_width(source),
+        num_masks=2 if header.integer(f"{architecture}.attention.sliding_window", 0) > 0 else 1,
+        has_logits=has_cache,
+    )
+
+
+def _pooling(header: GgufHeader) -> str:
+    """How the model makes one vector of a text.
+
+    Raises:
+        InvalidModel: If it does not, with what it is for.
+    """
+    name, key = header.path.name, f"{header.architecture}.pooling_type"
+    if "spanmesh.layer_count" in header.metadata:
+        raise InvalidModel(f"{header.path} is a stage of a model: name the whole model's file")
+    if any(tensor.startswith(("enc.", "dec.")) for tensor in header.tensors):
+        raise InvalidModel(
+            f"{name} has an encoder of its own, which llama.cpp does not pool: take another model"
+        )
+    number = header.integer(key, _UNSPECIFIED)
+    if number == _RANK:
+        raise InvalidModel(
+            f"{name} ranks texts ({key} is {_RANK}) and makes no vectors of them: take an embedding model"
+        )
+    if number not in POOLINGS:
+        # A writer may have put -1 into an unsigned number.
+        state = f"has no {key}" if number == _UNSPECIFIED else f"has {key} {number}, which is none"
+        raise InvalidModel(
+            f"{name} {state}, so nothing says how a text becomes one vector: take a GGUF of an embedding "
+            "model, or leave out --embeddings to serve it for chats"
+        )
+    return POOLINGS[number]
