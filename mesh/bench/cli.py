@@ -204,6 +204,7 @@ bench.add_command(net)
 @click.pass_context
 def spec(
     context: click.Context,
+    /,
     *,
     model: Path | None,
     server: Server | None,

@@ -117,7 +117,7 @@ class AddressTranslation:
 
     def _free_port(self, protocol: int, wanted: int, now_ns: int) -> int:
         """The wanted port, or the next one that no living mapping has."""
-        candidates = (wanted, *range(_FIRST_PORT, _LAST_PORT + 1))
+        candidates: tuple[int, ...] = (wanted, *range(_FIRST_PORT, _LAST_PORT + 1))
         for port in candidates:
             mapping = self._by_port.get((protocol, port))
             if mapping is None:

@@ -203,10 +203,10 @@ def _datagram(source: bytes, destination: bytes, protocol: int, content: bytes) 
     if len(source) != 4:
         header = struct.pack("!IHBB", 6 << 28, len(content), protocol, _TTL)
         return header + source + destination + content
-    header = bytearray(
+    ipv4_header = bytearray(
         struct.pack("!BBHHHBBH", 0x45, 0, 20 + len(content), 0, _DO_NOT_FRAGMENT, _TTL, protocol, 0)
         + source
         + destination
     )
-    header[10:12] = checksum(bytes(header)).to_bytes(2)
-    return bytes(header) + content
+    ipv4_header[10:12] = checksum(bytes(ipv4_header)).to_bytes(2)
+    return bytes(ipv4_header) + content

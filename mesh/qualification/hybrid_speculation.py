@@ -41,7 +41,7 @@ from mesh.bench.speculation_results import (
     Setting,
     pairs_with_off,
 )
-from mesh.bench.speculation_runner import ReplayFile, Runner, RunnerOptions
+from mesh.bench.speculation_runner import ReplayFile, Runner, RunnerOptions, TrialRunner
 from mesh.bench.speculation_workloads import Workload, all_workloads, choose
 from mesh.cli.option_types import Numbers, int_option
 from mesh.lab.network import Lab, lab_supported
@@ -179,7 +179,8 @@ def measure_model(settings: Settings, model: Path, logs: Path, *, is_hybrid: boo
     folder.mkdir(exist_ok=True)
     with Lab(1 + _NUM_STAGES, shared=[logs, model.resolve().parent]) as lab, Client(lab) as client:
         replay = ReplayFile(folder / "replay.jsonl")
-        runner = Runner(lab, client, options, folder, results, replay=replay)
+        trials = TrialRunner(client, settings.num_tokens, results, lab=lab, replay=replay)
+        runner = Runner(lab, trials, options, folder, results, replay=replay)
         for phase in phases(settings, workload, is_hybrid=is_hybrid):
             runner.run(phase)
     if results.failures:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import structlog
 
-from mesh.bench.report_tools import Line, conditions_text, json_text, lines_text, processor_name, text_page
+from mesh.bench.report_tools import Line, conditions_text, json_text, lines_text, text_page
 from mesh.bench.shared_options import FILE, end_on_sigterm
 from mesh.cli.head_client import ask_head
 from mesh.cli.option_types import int_option
@@ -34,6 +34,7 @@ from mesh.lab.local_mesh import ServedMesh, served_mesh
 from mesh.serve.options import demo_model
 from mesh.util.completion_stream import COMPLETION_PATH, stream_completion
 from mesh.util.logs import set_up_logs
+from mesh.util.processors import processor_name
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:

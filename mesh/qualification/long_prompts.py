@@ -34,7 +34,6 @@ from mesh.bench.report_tools import (
     json_text,
     lines_text,
     markdown_table,
-    processor_name,
     text_page,
 )
 from mesh.bench.shared_options import FILE, end_on_sigterm, logs_folder, logs_option
@@ -48,6 +47,7 @@ from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.qualification.random_model import Shape, write_random_gguf
 from mesh.util.completion_stream import COMPLETION_PATH
 from mesh.util.logs import set_up_logs
+from mesh.util.processors import processor_name
 from spanmesh_proto.errors import MeshError
 from stages.layers import LayerRange
 from stages.slicing.model_facts import read_model_facts
@@ -204,14 +204,14 @@ def measure(settings: Settings, folder: Path) -> Findings:
             stages = get_json(lab, 0, mesh.port, "/mesh/status")["stages"]
             answer = Ask(COMPLETION_PATH, _fields(short, settings.answer_tokens, return_token_ids=True))
             # Nothing measured is a first time.
-            client.ask(Batch(mesh.port, (answer,)))
-            (alone,) = client.ask(Batch(mesh.port, (answer,))).answers
+            client.ask(Batch(f"http://127.0.0.1:{mesh.port}", (answer,)))
+            (alone,) = client.ask(Batch(f"http://127.0.0.1:{mesh.port}", (answer,))).answers
             log.info("reading", tokens=settings.num_tokens)
             with MemoryWatch(lab, _LOOK_S) as watch:
                 time.sleep(2 * _LOOK_S)
                 begun_s = time.perf_counter()
                 asks = (Ask(COMPLETION_PATH, _fields(prompt, 1)), answer)
-                long, beside = client.ask(Batch(mesh.port, asks, num_at_once=2)).answers
+                long, beside = client.ask(Batch(f"http://127.0.0.1:{mesh.port}", asks, num_at_once=2)).answers
                 time.sleep(2 * _LOOK_S)
             log.info("hanging_up", behind=settings.num_tokens // _HANG_UP_PART)
             hang_up = _hung_up(leaver, mesh.port, prompt, settings.num_tokens // _HANG_UP_PART)

@@ -19,7 +19,7 @@ import click
 import structlog
 
 from mesh.bench.paired_systems import even_split
-from mesh.bench.report_tools import Line, lines_text, markdown_table, processor_name
+from mesh.bench.report_tools import Line, lines_text, markdown_table
 from mesh.bench.shared_options import FILE, logs_folder, logs_option
 from mesh.bench.stress.client_process import LoadClient
 from mesh.bench.stress.harness import LoadTestBed
@@ -33,6 +33,7 @@ from mesh.lab.systems import COMMAND, MeshSystem
 from mesh.serve.options import demo_model
 from mesh.text.tokenizer import Tokenizer
 from mesh.util.logs import set_up_logs
+from mesh.util.processors import processor_name
 from spanmesh_proto.errors import MeshError
 from stages.slicing.model_facts import read_model_facts
 

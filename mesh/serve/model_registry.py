@@ -419,12 +419,12 @@ class ModelRegistry:
                 log.debug("stage_had_ended", reason=error.message)
 
 
-def _description(model: ServedModel) -> dict[str, Any]:
+def _description(model: ServedModel | EmbeddingModel) -> dict[str, Any]:
     """Stages of a model that answers, JSON-serialisable."""
     return {
         "model": model.name,
         "plan": None if model.state.plan is None else model.state.plan.reason,
-        "context": None if model.state.context is None else str(model.state.context),
+        "context": _context_text(model),
         "stages": [
             {
                 "host": handle.member.name,
@@ -442,6 +442,12 @@ async def _drained(model: ServedModel | EmbeddingModel, wait_s: float) -> int:
     if isinstance(model, EmbeddingModel):
         return await model.drained(wait_s)
     return await drained(model, wait_s)
+
+
+def _context_text(model: ServedModel | EmbeddingModel) -> str | None:
+    """How the context was chosen; None where it was given, or there is none."""
+    context = None if isinstance(model, EmbeddingModel) else model.state.context
+    return None if context is None else str(context)
 
 
 def _fail(slot: _Slot, error: MeshError) -> None:

@@ -97,7 +97,7 @@ def encode_block(label: BlockLabel, block: RowsBlock) -> list[memoryview]:
     )
     tokens = block.tokens.astype("<u4").tobytes()
     pieces = [memoryview(piece) for piece in (head, tokens)]
-    pieces += [memoryview(np.ascontiguousarray(part)) for part in (block.rows, block.state) if part.size]
+    pieces += [np.ascontiguousarray(part).data for part in (block.rows, block.state) if part.size]
     return [*pieces, memoryview(_checksum(pieces))]
 
 
@@ -123,7 +123,7 @@ def decode_block(label: BlockLabel, content: NDArray[np.uint8]) -> RowsBlock:
     if start >= stop or content.size != expected_bytes:
         raise DamagedBlock(f"it has {content.size} bytes, not {expected_bytes}")
     body = content[:-DIGEST_BYTES]
-    if _checksum([memoryview(np.ascontiguousarray(body))]) != content[-DIGEST_BYTES:].tobytes():
+    if _checksum([np.ascontiguousarray(body).data]) != content[-DIGEST_BYTES:].tobytes():
         raise DamagedBlock("its checksum is wrong")
     if (identity, name) != (label.rows_identity, label.name):
         raise DamagedBlock("it is another block, or another stage's")

@@ -269,7 +269,7 @@ def _read(path: Path) -> NDArray[np.uint8]:
     with os.fdopen(descriptor, "rb", buffering=0) as file:
         content = np.empty(os.fstat(file.fileno()).st_size, np.uint8)
         at = 0
-        while at < content.size and (count := file.readinto(memoryview(content)[at:])):
+        while at < content.size and (count := file.readinto(content.data[at:])):
             at += count
         return content[:at]
 

@@ -82,7 +82,7 @@ def divergence_nats(ours: Mapping[str, float], theirs: Mapping[str, float]) -> f
     both = ours.keys() & theirs.keys()
     pairs = [(math.exp(ours[text]), math.exp(theirs[text])) for text in both]
     rest = [max(1e-9, 1.0 - sum(column)) for column in zip(*pairs, strict=True)]
-    return sum(p * math.log(p / q) for p, q in (*pairs, (rest[0], rest[1])))
+    return math.fsum(p * math.log(p / q) for p, q in (*pairs, (rest[0], rest[1])))
 
 
 def require_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:

@@ -31,7 +31,8 @@ EMBEDDER = "tiny-embedder"
 def vector_of(tokens: Sequence[int], width: int = WIDTH) -> NDArray[np.float32]:
     """A vector that depends on nothing but the text."""
     noise = np.random.default_rng(list(tokens))
-    return normalised(noise.normal(size=(1, width)).astype(np.float32))[0]
+    (vector,) = normalised(noise.normal(size=(1, width)).astype(np.float32))
+    return np.asarray(vector)
 
 
 class ScriptedLink:

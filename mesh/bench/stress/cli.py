@@ -131,6 +131,7 @@ _LAB_ONLY: Final = (
 @click.pass_context
 def stress(
     context: click.Context,
+    /,
     *,
     model: Path | None,
     server: Server | None,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mesh.bench.report_tools import processor_name, write_files
+from mesh.bench.report_tools import write_files
 from mesh.bench.shared_options import FOLDER, end_command, end_on_sigterm, json_option, output_option
 from mesh.cli.option_types import float_option, int_option
 from mesh.lab.network import lab_supported
@@ -28,6 +28,7 @@ from mesh.qualification.coding_agents.npm_install import (
 )
 from mesh.qualification.coding_agents.report import as_json, as_markdown, as_text, is_good
 from mesh.qualification.coding_agents.turns import TurnKind, TurnOptions, take_turns
+from mesh.util.processors import processor_name
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import MeshError
 

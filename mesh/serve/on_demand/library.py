@@ -143,7 +143,7 @@ def _read(path: Path) -> LibraryEntry | None:
     """The model of a file; None if none can be served from it."""
     try:
         facts = read_model_facts(path)
-        name = LoadRequest(model=str(path)).served_name
+        name = LoadRequest.model_validate({"model": str(path)}).served_name
         created_s = int(path.stat().st_mtime)
     except (ModelError, InvalidRequest, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) else error.message

@@ -223,7 +223,7 @@ async def test_rows_that_are_gone_when_the_session_begins_cost_time_only(stage: 
     async with mesh(tmp_path) as (coordinator, stages):
         disk = stages[stage].service._engine.disk
         assert disk is not None
-        disk.take = lambda _id, _num_positions: None  # type: ignore[method-assign]
+        disk.take = lambda id, num_positions: None  # type: ignore[method-assign]  # noqa: A006
         tokens, last = await collect(coordinator, next_turn(ANN))
         assert tokens == alone(next_turn(ANN))
         assert last.stats.num_replays == 1
@@ -233,7 +233,7 @@ async def test_rows_that_are_gone_when_the_session_begins_cost_time_only(stage: 
 async def test_a_client_that_hangs_up_while_disks_read_leaves_nothing_behind(tmp_path: Path) -> None:
     await remember(tmp_path)
     async with mesh(tmp_path) as (coordinator, stages):
-        stages[2].service._fetch = lambda _message, _replies: None  # type: ignore[method-assign]
+        stages[2].service._fetch = lambda message, replies: None  # type: ignore[method-assign]
         asking = asyncio.create_task(collect(coordinator, next_turn(ANN)))
         disks = [stage.service._engine.disk for stage in stages[:2]]
         await until(lambda: all(disk is not None and disk._fetches for disk in disks))
@@ -250,7 +250,7 @@ async def test_a_ring_that_breaks_while_disks_read_is_no_error(tmp_path: Path) -
     ring = RepairableRing(disk_root=tmp_path)
     async with repaired(ring, options) as coordinator, asyncio.timeout(60):
         await until(lambda: disk_of(coordinator).is_on)
-        ring.running[1].service._fetch = lambda _message, _replies: None  # type: ignore[method-assign]
+        ring.running[1].service._fetch = lambda message, replies: None  # type: ignore[method-assign]
         asking = asyncio.create_task(collect(coordinator, next_turn(ANN)))
         await until(lambda: disk_of(coordinator)._pending)
         await ring.kill(1)
@@ -259,12 +259,19 @@ async def test_a_ring_that_breaks_while_disks_read_is_no_error(tmp_path: Path) -
         assert last.stats.num_cached == 0
 
 
+def recording(sent: list[Any], put: Callable[[Any], None]) -> Callable[[Any], None]:
+    def put_and_record(message: Any) -> None:
+        sent.append(message)
+        put(message)
+
+    return put_and_record
+
+
 async def test_without_disks_nothing_is_said_of_them() -> None:
     async with mesh(None) as (coordinator, stages):
         sent: list[Any] = []
         for control in coordinator._ring._controls:
-            put = control._requests.put_nowait
-            control._requests.put_nowait = lambda message, put=put: (sent.append(message), put(message))  # type: ignore[method-assign,misc]
+            control._requests.put_nowait = recording(sent, control._requests.put_nowait)  # type: ignore[assignment,method-assign]
         await ask(coordinator, ANN)
         await ask(coordinator, next_turn(ANN))
         kinds = {message.WhichOneof("kind") for message in sent}

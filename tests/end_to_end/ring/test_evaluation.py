@@ -52,11 +52,11 @@ def test_questions_are_scored(mesh_url: str, tmp_path: Path) -> None:
         "--tasks",
         "capitals",
         "--include_path",
-        EVALUATION,
+        str(EVALUATION),
     ]
     # Two requests at once, each of several prompts.
     argv += ["--model_args", f"model=default,base_url={url},num_concurrent=2,auth_token={KEY}"]
-    argv += ["--batch_size", "3", "--log_samples", "--output_path", tmp_path]
+    argv += ["--batch_size", "3", "--log_samples", "--output_path", str(tmp_path)]
     environment = {
         **os.environ,
         "OPENAI_API_KEY": KEY,

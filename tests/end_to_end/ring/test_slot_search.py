@@ -309,7 +309,7 @@ class SlotMachine(RuleBasedStateMachine):
             await choices[which].happen()
             await self.ring.quiet()
 
-    @precondition(lambda self: self.disk_root is not None and block_files([self.disk_root]))
+    @precondition(lambda self: self.disk_root is not None and bool(block_files([self.disk_root])))
     @rule(
         which=st.integers(0, 100),
         how=st.sampled_from(["flip", "flip", "cut", "grow", "swap", "remove"]),

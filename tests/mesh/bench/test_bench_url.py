@@ -18,6 +18,7 @@ from mesh.bench.under_test.links import KnownLinks, hop_ms, known_links, links_s
 from mesh.bench.under_test.mesh import ServedModel, reach_mesh, status_of_model, tokenizer_of
 from mesh.bench.under_test.options import RemoteTarget
 from mesh.bench.under_test.status_figures import RingLink, ring_links_between, stages_between
+from mesh.engine import SpeculationMode
 from mesh.placement.links import Link
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import ClusterError, InvalidModel, InvalidRequest, ModelNotFound
@@ -121,7 +122,7 @@ NEAR = Link("head", "attic", small_ms=(2.0,), hidden_ms=(3.0,), bytes_per_s=12.5
 GONE = Link("attic", "head", failure="host attic left the mesh")
 
 
-async def measured(num_probes: int, bulk_bytes: int) -> Mapping[str, Any]:
+async def measured(num_probes: int, bulk_bytes: int, *, checks_ports: bool = False) -> Mapping[str, Any]:
     return {
         "head": "head",
         "hidden_bytes": 2304,
@@ -230,13 +231,16 @@ def test_a_running_mesh_is_asked_what_needs_no_other_server() -> None:
     assert (phase.options, phase.replays, phase.concurrent_trials) == ((), False, ())
 
 
+AUTO: tuple[SpeculationMode, ...] = ("auto",)
+
+
 @pytest.mark.parametrize(("num_places", "at_once"), [(8, [4]), (3, [3]), (1, [])])
 def test_a_quick_look_asks_no_more_at_once_than_the_mesh_answers(num_places: int, at_once: list[int]) -> None:
     workloads = all_workloads(None, spec_bench=None, per_workload=2, seed=1)
     phase = remote_plan(
         workloads,
         ("warm-repeat", "built-in"),
-        modes=("auto",),
+        modes=AUTO,
         widths=(2,),
         delay_ms=0.0,
         num_places=num_places,

@@ -47,7 +47,7 @@ async def test_a_model_fits_where_another_was(tmp_path: Path) -> None:
     options = options_with_library(LibraryOptions((tmp_path,)))
     first = SimpleNamespace(options=options, known=SimpleNamespace(facts=host_facts))
     room = RoomCheck(cast("ServedModel", first), head, allocations)
-    asked = LoadRequest(model=str(path), ctx_size=256, parallel=2)
+    asked = LoadRequest.model_validate({"model": str(path), "ctx_size": 256, "parallel": 2})
 
     assert await room.shortage(asked, ()) is None
     before = room.layout()

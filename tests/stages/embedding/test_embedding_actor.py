@@ -96,7 +96,8 @@ async def until(is_so: Callable[[], bool]) -> None:
 async def test_texts_go_in_and_vectors_come_out_in_their_order(config: StageConfig) -> None:
     async with serving(EmbeddingActor(config)) as address, linked(address) as link:
         together = await link.embed(TEXTS)
-        assert (together.rows.shape, together.rows.dtype) == ((3, 64), np.float32)
+        assert together.rows.shape == (3, 64)
+        assert together.rows.dtype == np.float32
         assert together.compute_s > 0
         # Many calls at once are computed one after the other.
         alone = await asyncio.gather(*(link.embed([tokens]) for tokens in TEXTS))
@@ -126,9 +127,9 @@ async def test_only_the_head_with_the_key_gets_in(config: StageConfig) -> None:
             with pytest.raises(HostUnreachable, match="the embedding model on desk does not answer"):
                 await link.embed([[5]])
         async with open_channel(address, "attic", HEAD) as channel:
-            call = channel.unary_stream("/spanmesh.embedding.Embedding/Embed")(
-                b"\xff\xff", metadata=key_metadata("key")
-            )
+            call = channel.unary_stream(
+                "/spanmesh.embedding.Embedding/Embed", bytes, wire.Vectors.FromString
+            )(b"\xff\xff", metadata=key_metadata("key"))
             with pytest.raises(Exception, match="not a message of this protocol"):
                 [answer async for answer in call]
             stub = rpc.EmbeddingStub(channel)

@@ -66,7 +66,8 @@ def test_they_are_those_of_llama_cpp(path: Path) -> None:
     with closing(reference), closing(EmbeddingRuntime(path, OPTIONS)) as runtime:
         expected = np.array([reference.embed(text, normalize=True) for text in TEXTS], np.float32)
         rows = runtime.embed(tokens_of(path))
-        assert (rows.shape, rows.dtype) == (expected.shape, np.float32)
+        assert rows.shape == expected.shape
+        assert rows.dtype == np.float32
         assert runtime.width == rows.shape[1]
         assert cosines(rows, expected).min() >= 0.9999
         assert np.linalg.norm(rows, axis=1) == pytest.approx(np.ones(len(rows)), abs=1e-5)

@@ -16,6 +16,7 @@ from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposer
 from stages.sampling.logprobs import TokenLogprobs, token_logprobs
 from stages.sampling.sampler import Sampler, SamplingParams
+from stages.serving.prefix_blocks import FetchedPrefix
 from tests.support.fake_stage import FakeRuntime, plain_answer
 from tests.support.proposers import Oracle, Parrot, SlowOracle
 from tests.support.repairable_ring import NUM_STAGES, Deaths, RepairableRing, serving
@@ -146,12 +147,18 @@ async def test_sessions_behind_one_that_begins_anew_in_its_replay_have_their_tur
         begin = engine._slots.begin
 
         def fail_once(
-            slot: int, source: int, cached: Sequence[int], num_resumed: int, sent_row_bytes: int
+            slot: int,
+            source: int,
+            cached: Sequence[int],
+            num_resumed: int,
+            sent_row_bytes: int,
+            *,
+            fetched: FetchedPrefix | None = None,
         ) -> None:
             if cached and not failed:
                 failed.append(slot)
                 raise PrefixMismatch("it is not there")
-            begin(slot, source, cached, num_resumed, sent_row_bytes)
+            begin(slot, source, cached, num_resumed, sent_row_bytes, fetched=fetched)
 
         engine._slots.begin = fail_once  # type: ignore[method-assign]
         async with asyncio.timeout(20):

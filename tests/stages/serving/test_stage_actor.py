@@ -20,6 +20,7 @@ from stages.layers import LayerRange
 from stages.runtime.process_memory import StageMemory
 from stages.runtime.stage_runtime import RuntimeOptions
 from stages.serving.actor import StageActor, StageConfig
+from stages.serving.server import StageService
 from stages.transport.channels import key_metadata, open_channel
 from stages.transport.stage_link import StageLink
 from stages.weights.disk_cache import KV_DISK_BYTES
@@ -137,7 +138,7 @@ async def test_a_host_s_own_disk_limit_wins(
             await certify(actor, "host-0")
             await actor.start("127.0.0.1")
             service, opening = actor._service, actor._opening_disk
-            assert service is not None
+            assert isinstance(service, StageService)
             assert (opening is not None) == (most_bytes is not None)
             if opening is not None:
                 await opening
