@@ -372,7 +372,7 @@ class Generation:
             given = () if window.scored_next is None else (*window.tokens[1:], window.scored_next)
             if tuple(sampled) != given:
                 raise ProtocolError(
-                    f"the tail answered a chunk at {window.start} with {len(sampled)} ids that are not its"
+                    f"the tail sampled {len(sampled)} rows of a chunk at {window.start} otherwise than asked"
                 )
             self._in_flight.popleft()
             self._num_computed = window.stop

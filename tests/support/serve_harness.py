@@ -218,7 +218,7 @@ async def serving(
         own=SimpleNamespace(name="none of them"),
         is_own=lambda _member: True,
     )
-    options = SimpleNamespace(model=model, is_exact=True, weights=WeightsOptions())
+    options = SimpleNamespace(model=model, is_exact=True, weights=WeightsOptions(), kv_disk_bytes=0)
     known = SimpleNamespace(model=facts, workload=WORKLOAD)
     maker = StageMaker(
         cast("ServeOptions", options), cast("Preflight", known), cast("Head", head), cache, Transfers()

@@ -229,7 +229,8 @@ async def test_models_are_loaded_where_they_fit_and_unloaded(
     async with serving(hosts, tokenizer) as mesh:
         loaded = await mesh.registry.load(order(path))
         stage = {"host": "attic", "layers": "[0, 2)", "threads": 1, "bytes": needed}
-        assert loaded == {"model": "tiny", "plan": "attic holds the whole model", "stages": [stage]}
+        plan = {"plan": "attic holds the whole model", "context": None}
+        assert loaded == {"model": "tiny", **plan, "stages": [stage]}
         assert mesh.held_bytes() == {"attic": needed, "desk": 0}
         assert (await mesh.embed()).shape == (3, 64)
         with pytest.raises(InvalidRequest, match="a model is served as 'tiny' already"):
