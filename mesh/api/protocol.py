@@ -421,7 +421,8 @@ class TextPart(StrictBody):
 
 
 _StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-_StopInput = _StopString | Annotated[list[_StopString], Field(max_length=MAX_STOPS)] | None
+StopList = Annotated[list[_StopString], Field(max_length=MAX_STOPS)]
+_StopInput = _StopString | StopList | None
 _BiasInput = (
     Annotated[
         dict[

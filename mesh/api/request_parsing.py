@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
@@ -51,6 +52,10 @@ def _count(data: bytes) -> int:
 
 log = structlog.get_logger()
 
+# How pydantic names the types of a value that may have several.
+_TYPE_NAME: Final = re.compile(
+    r"str|int|float|bool|none|[A-Z]\w*|(list|dict|tuple|literal|constrained|function)[-[].*"
+)
 _MAX_NAMES: Final = 256
 _MAX_NAME_CHARS: Final = 64
 
@@ -202,18 +207,34 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 def as_invalid_request(error: ValidationError, within: str = "") -> InvalidRequest:
-    """The first error, naming the field.
+    """The first error, naming the field; of a value that may have several types, the error that lies deepest.
 
     Args:
         error: Error of a body, or of part of one.
         within: Path of that part in the body.
     """
     # Without the input, which may be part of a prompt.
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    errors = error.errors(include_url=False, include_input=False, include_context=False)
+    first = errors[0]
+    message = first["msg"]
+    whole = next((place for place, step in enumerate(first["loc"]) if _is_type_name(step)), None)
+    if whole is not None:
+        # Where several types are allowed there is an error for each: that of the type that was meant lies
+        # furthest within.
+        value = first["loc"][:whole]
+        errors = [each for each in errors if each["loc"][:whole] == value]
+        first = max(errors, key=lambda each: len(each["loc"]))
+        same = [each["msg"] for each in errors if len(each["loc"]) == len(first["loc"])]
+        message = " or ".join([same[0], *(each.removeprefix("Input should be ") for each in same[1:])])
     param = within
     for step in first["loc"]:
+        if _is_type_name(step):
+            continue
         param += f"[{step}]" if isinstance(step, int) else f".{step}" if param else str(step)
-    message = first["msg"]
     if first["type"] == "string_unicode":
         message = "Text has half a surrogate pair: send valid Unicode"
     return InvalidRequest(f"{param}: {message[:1].lower()}{message[1:]}", param=param or None)
+
+
+def _is_type_name(step: int | str) -> bool:
+    return isinstance(step, str) and _TYPE_NAME.fullmatch(step) is not None

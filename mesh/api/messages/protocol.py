@@ -15,6 +15,7 @@ from mesh.api.protocol import (
     Effort,
     FunctionBody,
     GenerationBody,
+    StopList,
     StrictBody,
     between,
     parse_stop,
@@ -91,14 +92,14 @@ class SystemTurn(StrictBody):
     """Instructions within the conversation."""
 
     role: Literal["system"]
-    content: str | list[TextBlock]
+    content: str | Annotated[list[TextBlock], Field(min_length=1)]
 
 
 class UserTurn(StrictBody):
     """What the user says, and results of calls."""
 
     role: Literal["user"]
-    content: str | list[TextBlock | ToolResultBlock]
+    content: str | Annotated[list[TextBlock | ToolResultBlock], Field(min_length=1)]
 
 
 class AssistantTurn(StrictBody):
@@ -299,7 +300,7 @@ class MessagesBody(GenerationBody, ConversationParams):
 
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: Annotated[
-        tuple[str, ...], PlainValidator(parse_stops, json_schema_input_type=list[str] | None)
+        tuple[str, ...], PlainValidator(parse_stops, json_schema_input_type=StopList | None)
     ] = ()
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None

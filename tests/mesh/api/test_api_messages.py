@@ -356,6 +356,15 @@ async def test_models_are_listed(api: Api) -> None:
             {"max_tokens": 9, "messages": HELLO, "tools": [WEATHER], "tool_choice": {"type": "tool"}},
             "of type tool must have the name",
         ),
+        # Of a value that may have several types, the fault of the one that was meant.
+        (
+            {"max_tokens": 9, "messages": HELLO, "system": [{"type": "text"}]},
+            r"system\[0\].text: field required",
+        ),
+        (
+            {"max_tokens": 9, "messages": HELLO, "system": 3},
+            "system: input should be a valid string or a valid list",
+        ),
     ],
 )
 async def test_what_is_wrong_is_told_in_its_shape(api: Api, fields: Any, message: str) -> None:

@@ -63,6 +63,8 @@ BEYOND_SCHEMAS = (
     "must be a string or a list of text parts",
     "makes vectors of",
     "is a chat model",
+    "they are the same setting",
+    "so there would be no answer",
 )
 # What these hold is in a language of its own.
 LANGUAGES = frozenset({"grammar", "json_schema", "response_format", "text"})
