@@ -81,7 +81,7 @@ async def test_status_comes_from_whoever_knows(engine: ScriptedEngine, tokenizer
         assert (await api.http.get("/mesh/status")).json() == {
             "hosts": 3,
             "tokens": {"prompt": 0, "generated": 0},
-            "models": [{"name": MODEL, "tokens": {"prompt": 0, "generated": 0}}],
+            "models": [{"name": MODEL, "kind": "chat", "tokens": {"prompt": 0, "generated": 0}}],
             "rights": {"load": True, "unload": True},
         }
 

@@ -126,7 +126,7 @@ async def test_progress_is_told_of_the_choice_whose_prompt_is_read(ring_api: Rin
             assert turns.acquire(timeout=60)
 
     ring_api.runtimes[1].on_decode = hold
-    fields = {"prompt": [TEXT, "Bye " * 300], "max_tokens": 3, "stream": True, "return_progress": True}
+    fields = {"prompt": [TEXT, "Other " * 300], "max_tokens": 3, "stream": True, "return_progress": True}
     told: list[tuple[int, bool]] = []
     let_go: set[int] = set()
     try:

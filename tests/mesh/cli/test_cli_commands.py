@@ -35,8 +35,8 @@ def test_every_option_of_serve_stands_in_one_group(capsys: pytest.CaptureFixture
             flag = max(param.opts, key=len)
             assert len(re.findall(rf"^  (?:-\w, )?{flag}(?![\w-])", printed, re.MULTILINE)) == 1, flag
     assert [line for line in printed.splitlines() if line.endswith(":") and not line.startswith(" ")] == [
-        *("API:", "Placement:", "Sessions:", "Speculation:", "Joining hosts:", "Weights:"),
-        *("After a crash:", "Others:"),
+        *("API:", "Placement:", "Sessions:", "Models on demand:", "Speculation:", "Joining hosts:"),
+        *("Weights:", "After a crash:", "Others:"),
     ]
 
 

@@ -121,6 +121,8 @@ def test_every_mesh_command_and_its_flags_exist(document: str, capsys: pytest.Ca
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_flag_in_the_text_exists(document: str, capsys: pytest.CaptureFixture[str]) -> None:
     known = "".join(help_of(command, capsys) for command in ("", *COMMANDS))
+    modules = {module for module, _ in modules_run(document) if module.startswith("mesh.")}
+    known += " ".join(opt for module in sorted(modules) for opt in options_of_module(module))
     flags = [word for text in quoted(document) for word in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)]
     assert [flag for flag in flags if flag != "--help" and flag not in known] == []
 
