@@ -161,7 +161,8 @@ class Thinking(StrictBody):
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    # Clients send values that are newer than this server, such as `updates`: only `omitted` hides anything.
+    display: str | None = None
 
 
 class OutputFormat(StrictBody):
