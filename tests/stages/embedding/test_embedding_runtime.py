@@ -138,7 +138,7 @@ def test_they_are_those_of_llama_cpp(family: str, pooling: int | None, tmp_path:
 
 def test_they_do_not_depend_on_what_shares_the_batch(family: str, tmp_path: Path) -> None:
     # Quantised weights would hide much, see below. With float32 ones flash attention's sums in float16 are
-    # left, in another order from 64 rows on: 1e-5 at most in all families and poolings.
+    # left, in another order from 64 rows on: 1e-5 at most with these texts, all families and poolings.
     path = written(tmp_path, family, is_float=True)
     texts = tokens_of(path)
     with closing(EmbeddingRuntime(path, OPTIONS)) as runtime:
