@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 from mesh.placement.gpu_layers import ALL, GPU_PROCESS_BYTES
-from mesh.placement.memory_estimate import PROCESS_BYTES
+from mesh.placement.memory_estimate import MASK_BYTES, PROCESS_BYTES
 from mesh.placement.planner import SPEED_NOISE, Plan, StagePlacement
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts
 from stages.layers import LayerRange
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 _KV_TYPE: Final = "f16"
 _F32_BYTES: Final = 4
-# Of each pair of rows: the mask in float32, and as flash attention reads it.
-_MASK_BYTES: Final = 4 + 2
 # llama.cpp's record of each position in a cache.
 _CELL_BYTES: Final = 100
 # llama.cpp's list of the vocabulary, with texts and their index; bytes per token.
@@ -100,7 +98,7 @@ class EmbeddingSizes:
         logits = 2 if model.has_logits else 1
         of_row = model.row_width + logits * model.n_vocab + model.width
         cells = rows * _CELL_BYTES if model.cache_width else 0
-        masks = rows * rows * model.num_masks * _MASK_BYTES
+        masks = rows * rows * model.num_masks * MASK_BYTES
         return rows * of_row * _F32_BYTES + masks + cells + model.n_vocab * _TOKEN_BYTES
 
 

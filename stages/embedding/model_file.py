@@ -43,6 +43,9 @@ _WITHOUT_CACHE: Final = frozenset(
         "nomic-bert-moe",
     }
 )
+# Of those without a cache, these have layers with a window: every so many layers one has none, the first or
+# the last of them (`load_swa_pattern`), unless the file says otherwise.
+_WINDOW_PERIODS: Final = {"gemma-embedding": (6, False), "modern-bert": (3, True)}
 _DEFAULT_LONGEST: Final = 2048
 # llama.cpp rounds caches up to multiples of this, and graphs of some models want rows in multiples of texts.
 _ROWS_AT_ONCE: Final = 256
@@ -141,7 +144,8 @@ def read_embedding_facts(path: Path) -> EmbeddingFacts:
     """Read an embedding model's facts from its header, in milliseconds.
 
     Raises:
-        InvalidModel: If the file is no GGUF, truncated, lacks a tensor, or makes no vectors of texts.
+        InvalidModel: If the file is no GGUF, truncated, lacks a tensor, makes no vectors of texts, or is one
+            that llama.cpp loads and then fails to compute.
     """
     header = read_header(path)
     pooling = _pooling(header)
@@ -149,6 +153,7 @@ def read_embedding_facts(path: Path) -> EmbeddingFacts:
     n_layers = count_layers(trunk)
     layers = tensors_by_layer(trunk, n_layers)
     require_tensors(header, (EMBEDDING,))
+    _require_both_masks(header, n_layers)
     architecture, tensors = header.architecture, header.tensors
     source = SourceModel(trunk, family_of(architecture), layers)
     has_cache = architecture not in _WITHOUT_CACHE
@@ -174,6 +179,37 @@ def read_embedding_facts(path: Path) -> EmbeddingFacts:
     )
 
 
+def _require_both_masks(header: GgufHeader, n_layers: int) -> None:
+    """Check that attention uses all masks that llama.cpp fills.
+
+    Without a cache it fills the mask of layers with a window and that of the others, and aborts the process
+    if no layer reads one of them: that mask has no memory then.
+
+    Raises:
+        InvalidModel: If all layers of such a model have a window, or none has.
+    """
+    architecture = header.architecture
+    if architecture not in _WINDOW_PERIODS:
+        return
+    if architecture == "modern-bert" and not header.integer(f"{architecture}.attention.sliding_window", 0):
+        return
+    period, is_dense_first = _WINDOW_PERIODS[architecture]
+    key = f"{architecture}.attention.sliding_window_pattern"
+    value = header.metadata.get(key)
+    if value is not None and value.count is not None:
+        windows = {bool(flag) for flag in header.per_layer(key, n_layers, 0)}
+    else:
+        period = header.integer(key, period)
+        without = 0 if is_dense_first else period - 1
+        windows = {not period or layer % period != without for layer in range(n_layers)}
+    if windows != {True, False}:
+        have = "all layers have" if True in windows else "no layer has"
+        raise InvalidModel(
+            f"{header.path.name}: {have} a sliding window, and llama.cpp computes {architecture} only with "
+            f"layers of both kinds: take a whole model, or correct {key}"
+        )
+
+
 def _pooling(header: GgufHeader) -> str:
     """How the model makes one vector of a text.
 
@@ -183,7 +219,8 @@ def _pooling(header: GgufHeader) -> str:
     name, key = header.path.name, f"{header.architecture}.pooling_type"
     if "spanmesh.layer_count" in header.metadata:
         raise InvalidModel(f"{header.path} is a stage of a model: name the whole model's file")
-    if any(tensor.startswith(("enc.", "dec.")) for tensor in header.tensors):
+    # neo-bert's last norm is called enc.output_norm.
+    if any(tensor.startswith(("enc.blk.", "dec.")) for tensor in header.tensors):
         raise InvalidModel(
             f"{name} has an encoder of its own, which llama.cpp does not pool: take another model"
         )

@@ -39,6 +39,7 @@ class EmbeddingRuntime:
         InvalidModel: If llama.cpp cannot load the file, or it makes no vectors of texts.
         ModelDoesNotFit: If there is not enough memory for its buffers.
         ClusterError: If a device does not exist.
+        StageFailed: If llama.cpp cannot compute a text.
 
     Attributes:
         limits: Limits of a batch.
@@ -75,6 +76,12 @@ class EmbeddingRuntime:
         # None for models that read a text at once, without a cache.
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._batch = Batch(self.limits.most_rows, None)
+        try:
+            # llama.cpp aborts where it cannot compute a model: better now, while it loads, than in a request.
+            self._computed([[0]])
+        except BaseException:
+            self.close()
+            raise
 
     def check(self, texts: Sequence[Sequence[int]]) -> None:
         """Check that `embed` accepts these texts.
@@ -108,6 +115,21 @@ class EmbeddingRuntime:
             StageFailed: If llama.cpp fails.
         """
         self.check(texts)
+        rows = self._computed(texts)
+        if not np.isfinite(rows).all():
+            raise StageFailed("llama.cpp computed a vector that holds no numbers: the model file is damaged")
+        return normalised(rows)
+
+    def close(self) -> None:
+        """Free all memory. The runtime is unusable afterwards."""
+        if self._context is not None:
+            llama_cpp.llama_free(self._context)
+            self._context = None
+        if self._model is not None:
+            llama_cpp.llama_model_free(self._model)
+            self._model = None
+
+    def _computed(self, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
         if self._memory is not None:
             # Marks all cells as free, without writing to them.
             llama_cpp.llama_memory_clear(self._memory, False)  # noqa: FBT003 - a C function
@@ -121,18 +143,7 @@ class EmbeddingRuntime:
             raise StageFailed(f"llama_decode failed with status {status}: {last_complaint()}")
         rows = np.stack([self._row(number) for number in range(len(texts))])
         self.compute_us = (time.perf_counter_ns() - started_ns) // 1000
-        if not np.isfinite(rows).all():
-            raise StageFailed("llama.cpp computed a vector that holds no numbers: the model file is damaged")
-        return normalised(rows)
-
-    def close(self) -> None:
-        """Free all memory. The runtime is unusable afterwards."""
-        if self._context is not None:
-            llama_cpp.llama_free(self._context)
-            self._context = None
-        if self._model is not None:
-            llama_cpp.llama_model_free(self._model)
-            self._model = None
+        return rows
 
     def _row(self, number: int) -> NDArray[np.float32]:
         pointer = llama_cpp.llama_get_embeddings_seq(self._context, number)

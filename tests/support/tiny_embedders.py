@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import gguf
 import numpy as np
@@ -17,14 +18,73 @@ _UNQUANTISED = ("token_types.weight", "position_embd.weight")
 
 
 @dataclass(frozen=True)
+class Family:
+    """What tells an architecture of embedding models from others.
+
+    Attributes:
+        norms_first: Norms before attention and FFN; otherwise after each, with biases.
+        has_rms: RMS norms, without biases.
+        has_biases: Biases of matrices.
+        has_positions: A table of positions; the others have rope or ALiBi.
+        gate: None, a matrix of its own, or the first half of the one that goes up.
+        joins_qkv: Queries, keys and values out of one matrix.
+        output_norm: The last norm; None without.
+        has_window: Layers with a sliding window.
+        has_head_norms: Norms of queries and keys, and of what attention and FFN return.
+        has_experts: Every second layer has experts.
+        has_types: A table of token types.
+    """
+
+    norms_first: bool = False
+    has_rms: bool = False
+    has_biases: bool = False
+    has_positions: bool = False
+    gate: Literal["none", "own", "half"] = "none"
+    joins_qkv: bool = False
+    output_norm: str | None = None
+    has_window: bool = False
+    has_head_norms: bool = False
+    has_experts: bool = False
+    has_types: bool = False
+
+
+FAMILIES = {
+    "bert": Family(has_biases=True, has_positions=True, has_types=True),
+    "nomic-bert": Family(gate="own", has_types=True),
+    "nomic-bert-moe": Family(has_biases=True, has_experts=True, has_types=True),
+    "jina-bert-v2": Family(has_biases=True, gate="own", has_types=True),
+    "jina-bert-v3": Family(has_biases=True, has_types=True),
+    "modern-bert": Family(
+        norms_first=True, gate="half", joins_qkv=True, output_norm="output_norm", has_window=True
+    ),
+    "neo-bert": Family(
+        norms_first=True, has_rms=True, gate="half", joins_qkv=True, output_norm="enc.output_norm"
+    ),
+    "eurobert": Family(norms_first=True, has_rms=True, gate="own", output_norm="output_norm"),
+    "gemma-embedding": Family(
+        norms_first=True,
+        has_rms=True,
+        gate="own",
+        output_norm="output_norm",
+        has_window=True,
+        has_head_norms=True,
+    ),
+}
+_N_EXPERTS = 4
+
+
+@dataclass(frozen=True)
 class TinyEmbedder:
     """The shape of a tiny embedding model whose attention is not causal.
 
     Attributes:
-        architecture: bert, nomic-bert, jina-bert-v2 or gemma-embedding.
+        architecture: One of `FAMILIES`.
         pooling: `pooling_type`; None leaves it out.
         n_ctx: Positions that it was trained for.
         n_vocab: Token ids.
+        window: Sliding window in positions, where the family has one.
+        window_pattern: Every so many layers one has no window, or whether each has one; None leaves it out.
+        is_float: float32 weights: llama.cpp rounds what it multiplies with quantised ones.
         seed: Of the weights.
     """
 
@@ -37,13 +97,20 @@ class TinyEmbedder:
     n_ctx: int = 512
     n_vocab: int = N_VOCAB
     window: int = 16
+    window_pattern: int | tuple[bool, ...] | None = 2
+    is_float: bool = False
     seed: int = 1
 
     @property
     def head_size(self) -> int:
         return self.n_embd // self.n_heads
 
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.architecture]
+
     def write(self, path: Path) -> Path:
+        family = self.family
         writer = gguf.GGUFWriter(path, self.architecture)
         writer.add_name(f"Tiny {self.architecture}")
         writer.add_block_count(self.n_layers)
@@ -51,25 +118,30 @@ class TinyEmbedder:
         writer.add_embedding_length(self.n_embd)
         writer.add_feed_forward_length(self.n_ff)
         writer.add_head_count(self.n_heads)
+        writer.add_head_count_kv(self.n_heads)
         writer.add_token_type_count(2)
+        writer.add_rope_freq_base(10_000.0)
+        writer.add_causal_attention(value=False)
         if self.pooling is not None:
             writer.add_uint32(f"{self.architecture}.pooling_type", self.pooling)
-        if self.architecture == "gemma-embedding":
-            writer.add_head_count_kv(self.n_heads)
-            writer.add_key_length(self.head_size)
-            writer.add_value_length(self.head_size)
+        if family.has_rms:
             writer.add_layer_norm_rms_eps(1e-6)
-            writer.add_sliding_window(self.window)
-            writer.add_rope_freq_base(10_000.0)
-            add_vocabulary(writer)
         else:
             writer.add_layer_norm_eps(1e-6)
-            writer.add_causal_attention(value=False)
-            if self.architecture == "nomic-bert":
-                writer.add_rope_freq_base(10_000.0)
+        if family.has_window:
+            writer.add_sliding_window(self.window)
+            if self.window_pattern is not None:
+                writer.add_sliding_window_pattern(self.window_pattern)
+        if family.has_experts:
+            writer.add_moe_every_n_layers(2)
+            writer.add_expert_count(_N_EXPERTS)
+            writer.add_expert_used_count(2)
+        if self.architecture == "gemma-embedding":
+            add_vocabulary(writer)
+        else:
             _add_wordpieces(writer, self.n_vocab)
         for name, weights in self._weights().items():
-            if weights.ndim == 1 or name in _UNQUANTISED:
+            if weights.ndim == 1 or name in _UNQUANTISED or self.is_float:
                 writer.add_tensor(name, weights)
             else:
                 packed = gguf.quants.quantize(weights, GGMLQuantizationType.Q8_0)
@@ -81,51 +153,65 @@ class TinyEmbedder:
         return path
 
     def _weights(self) -> Tensors:
-        noise = np.random.default_rng(self.seed)
+        noise, family = np.random.default_rng(self.seed), self.family
 
-        def matrix(rows: int, columns: int) -> NDArray[np.float32]:
-            return noise.normal(0.0, 2.0 / np.sqrt(columns), (rows, columns)).astype(np.float32)
+        def matrix(*shape: int) -> NDArray[np.float32]:
+            return noise.normal(0.0, 2.0 / np.sqrt(shape[-1]), shape).astype(np.float32)
 
         def vector(size: int, mean: float = 1.0) -> NDArray[np.float32]:
             return noise.normal(mean, 0.1, size).astype(np.float32)
 
-        def norm(name: str) -> Tensors:
-            return {f"{name}.weight": vector(self.n_embd), f"{name}.bias": vector(self.n_embd, 0.0)}
+        def norm(name: str, *, has_bias: bool = not family.norms_first) -> Tensors:
+            bias = {f"{name}.bias": vector(self.n_embd, 0.0)} if has_bias else {}
+            return {f"{name}.weight": vector(self.n_embd)} | bias
+
+        def linear(name: str, n_out: int, n_in: int) -> Tensors:
+            bias = {f"{name}.bias": vector(n_out, 0.0)} if family.has_biases else {}
+            return {f"{name}.weight": matrix(n_out, n_in)} | bias
 
         n_embd, n_ff = self.n_embd, self.n_ff
         weights = {"token_embd.weight": matrix(self.n_vocab, n_embd)}
-        if self.architecture == "gemma-embedding":
-            weights["output_norm.weight"] = vector(n_embd)
-        else:
-            weights["token_types.weight"] = matrix(2, n_embd)
+        if family.output_norm is not None:
+            weights |= norm(family.output_norm)
+        if not family.has_rms:
             weights |= norm("token_embd_norm")
-        if self.architecture == "bert":
+        if family.has_types:
+            weights["token_types.weight"] = matrix(2, n_embd)
+        if family.has_positions:
             weights["position_embd.weight"] = matrix(self.n_ctx, n_embd)
-        has_biases, has_gate = self.architecture in ("bert", "jina-bert-v2"), self.architecture != "bert"
         for layer in range(self.n_layers):
-            kinds: Tensors = {f"attn_{part}.weight": matrix(n_embd, n_embd) for part in "qkv"}
-            kinds["attn_output.weight"] = matrix(n_embd, n_embd)
-            kinds |= {"ffn_up.weight": matrix(n_ff, n_embd), "ffn_down.weight": matrix(n_embd, n_ff)}
-            if has_gate:
-                kinds["ffn_gate.weight"] = matrix(n_ff, n_embd)
-            if self.architecture == "gemma-embedding":
-                names = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
-                kinds |= {f"{name}.weight": vector(n_embd) for name in names}
-                kinds |= {f"attn_{part}_norm.weight": vector(self.head_size) for part in "qk"}
+            kinds = linear("attn_output", n_embd, n_embd)
+            if family.joins_qkv:
+                kinds |= linear("attn_qkv", 3 * n_embd, n_embd)
             else:
-                kinds |= norm("attn_output_norm") | norm("layer_output_norm")
-            if has_biases:
-                kinds |= {f"attn_{part}.bias": vector(n_embd, 0.0) for part in ("q", "k", "v", "output")}
-                kinds["ffn_down.bias"] = vector(n_embd, 0.0)
-            if self.architecture == "bert":
-                kinds["ffn_up.bias"] = vector(n_ff, 0.0)
+                for part in "qkv":
+                    kinds |= linear(f"attn_{part}", n_embd, n_embd)
+            if family.has_experts and layer % 2:
+                kinds["ffn_gate_inp.weight"] = matrix(_N_EXPERTS, n_embd)
+                kinds["ffn_up_exps.weight"] = matrix(_N_EXPERTS, n_ff, n_embd)
+                kinds["ffn_down_exps.weight"] = matrix(_N_EXPERTS, n_embd, n_ff)
+            else:
+                kinds |= linear("ffn_up", 2 * n_ff if family.gate == "half" else n_ff, n_embd)
+                kinds |= linear("ffn_down", n_embd, n_ff)
+                if family.gate == "own":
+                    kinds["ffn_gate.weight"] = matrix(n_ff, n_embd)
+            first, last = (
+                ("attn_norm", "ffn_norm") if family.norms_first else ("attn_output_norm", "layer_output_norm")
+            )
+            kinds |= norm(first) | norm(last)
+            if family.has_head_norms:
+                kinds |= norm("post_attention_norm") | norm("post_ffw_norm")
+                kinds |= {f"attn_{part}_norm.weight": vector(self.head_size) for part in "qk"}
             weights |= {f"blk.{layer}.{kind}": tensor for kind, tensor in kinds.items()}
         return weights
 
 
-def tiny_chat_model_with_pooling(path: Path, architecture: str = "qwen3", pooling: int = LAST) -> Path:
+def tiny_chat_model_with_pooling(
+    path: Path, architecture: str = "qwen3", pooling: int = LAST, *, is_float: bool = False
+) -> Path:
     """A causal model, with a KV cache and logits, that makes vectors as well."""
-    return TinyModel(architecture).write(path, integers={f"{architecture}.pooling_type": pooling})
+    model = TinyModel(architecture, is_float=is_float)
+    return model.write(path, integers={f"{architecture}.pooling_type": pooling})
 
 
 def _add_wordpieces(writer: gguf.GGUFWriter, n_vocab: int) -> None:

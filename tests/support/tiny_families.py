@@ -335,8 +335,8 @@ class TinyFamily:
             metadata={**self.metadata, **lists, "nextn_predict_layers": 1},
         )
 
-    def write(self, path: Path, more: Mapping[str, int] | None = None) -> Path:
-        """Write the model, if wanted with more metadata."""
+    def write(self, path: Path, more: Mapping[str, int] | None = None, *, is_float: bool = False) -> Path:
+        """Write the model, if wanted with more metadata, or with float32 weights."""
         writer = gguf.GGUFWriter(path, self.architecture)
         common: Metadata = {
             "block_count": self.n_layers,
@@ -349,7 +349,8 @@ class TinyFamily:
             _add(writer, f"{self.architecture}.{key}", value)
         add_vocabulary(writer)
         for name, weights in self._weights().items():
-            if weights.ndim == 1 or weights.shape[-1] % 32 or any(part in name for part in _UNQUANTISED):
+            is_kept = weights.shape[-1] % 32 or any(part in name for part in _UNQUANTISED)
+            if is_float or weights.ndim == 1 or is_kept:
                 writer.add_tensor(name, weights)
             else:
                 packed = gguf.quants.quantize(weights, GGMLQuantizationType.Q8_0)

@@ -23,6 +23,7 @@ class TinyModel:
         window: Sliding window in positions, gemma3 only.
         n_embd: Width.
         seed: Of the weights.
+        is_float: float32 weights: llama.cpp rounds what it multiplies with quantised ones.
     """
 
     architecture: str
@@ -37,6 +38,7 @@ class TinyModel:
     head_size: int = 16
     seed: int = 1
     n_ctx_train: int = 1024
+    is_float: bool = False
 
     def write(
         self,
@@ -65,7 +67,7 @@ class TinyModel:
         for name, weights in self._weights().items():
             if name in without:
                 continue
-            if weights.ndim == 1:
+            if weights.ndim == 1 or self.is_float:
                 writer.add_tensor(name, weights)
             else:
                 packed = gguf.quants.quantize(weights, GGMLQuantizationType.Q8_0)

@@ -26,6 +26,12 @@ UNSPECIFIED = 2**32 - 1
     [
         (TinyEmbedder("bert", CLS), "cls", 1),
         (TinyEmbedder("nomic-bert", MEAN), "mean", 1),
+        (TinyEmbedder("nomic-bert-moe", MEAN), "mean", 1),
+        (TinyEmbedder("jina-bert-v2", MEAN), "mean", 1),
+        (TinyEmbedder("jina-bert-v3", MEAN), "mean", 1),
+        (TinyEmbedder("neo-bert", CLS), "cls", 1),
+        (TinyEmbedder("eurobert", LAST), "last", 1),
+        (TinyEmbedder("modern-bert", CLS), "cls", 2),
         (TinyEmbedder("gemma-embedding", LAST), "last", 2),
     ],
     ids=lambda value: getattr(value, "architecture", None),
