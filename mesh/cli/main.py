@@ -80,6 +80,13 @@ def command_named(name: str) -> click.Command:
 class _LazyGroup(click.Group):
     """Imports a command when it is called."""
 
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            # Click would first print an empty line, between the lines of a log in JSON.
+            raise click.exceptions.Exit(EXIT_INTERRUPTED) from None
+
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         return list(_COMMANDS)
 
