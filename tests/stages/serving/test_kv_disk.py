@@ -79,7 +79,7 @@ class Bench:
         self.free_bytes = 2**30
         self.error: Exception | None = None
         self.num_copies = 0
-        self.on_copy = lambda: None
+        self.on_copy: Callable[[], None] = lambda: None
         self.disk = KvDisk(
             BlockStore(root, IDENTITY, most_bytes),
             self.copy,
