@@ -165,6 +165,11 @@ class StageRuntime:
         return self._options.num_threads
 
     @property
+    def devices(self) -> tuple[str, ...]:
+        """Descriptions of the devices with layers, the processor left out."""
+        return tuple(device.description for device in self._placing.devices)
+
+    @property
     def ctx_size(self) -> int:
         """Positions of each sequence."""
         return self._options.ctx_size

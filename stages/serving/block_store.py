@@ -2,7 +2,7 @@
 
 ::
 
-    <root>/ledger                                lock, and the bytes of all files below
+    <root>/ledger                                lock, and the bytes of all files below, with a checksum
     <root>/<identity>/<name>.rows                a block
     <root>/<identity>/<name>.<positions>.state   a block with the recurrent state behind so many positions
 
@@ -18,6 +18,8 @@ import fcntl
 import os
 import re
 import secrets
+import stat
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
@@ -49,6 +51,7 @@ _KEPT_SHARE: Final = 7 / 8
 # Left free on the disk for others: so many bytes, or this share of a small disk.
 _LEAST_FREE_BYTES: Final = 2**30
 _LEAST_FREE_SHARE: Final = 1 / 20
+_ENTRY_DIGITS: Final = 20
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ class BlockStore:
         """
         path = self._path(name, stored)
         try:
-            return self._checked(name, stored, _read(path))
+            return self._checked(name, stored, _read(path, stored.num_bytes))
         except FileNotFoundError:
             return None
         except (OSError, DamagedBlock) as error:
@@ -192,6 +195,8 @@ class BlockStore:
         free_bytes = _free_bytes(self._root)
         if num_bytes > self.most_bytes:
             return False
+        if not ledger.is_known:
+            self._count(ledger)
         if ledger.num_bytes + num_bytes <= self.most_bytes and num_bytes <= free_bytes:
             return True
         # Files may have been removed by hand.
@@ -200,7 +205,12 @@ class BlockStore:
         for found in sorted(files, key=lambda found: (found.used_ns, str(found.path))):
             if ledger.num_bytes <= kept_bytes and num_bytes <= free_bytes:
                 break
-            found.path.unlink(missing_ok=True)
+            try:
+                found.path.unlink(missing_ok=True)
+            except OSError as error:
+                # One that has to stay must not keep all others.
+                log.warning("block_not_removed", path=str(found.path), reason=error.strerror)
+                continue
             if found.path.parent == self._folder:
                 on_removed(found.name)
             ledger.num_bytes -= found.num_bytes
@@ -217,6 +227,7 @@ class BlockStore:
                     partial.unlink(missing_ok=True)
                 files += _files_in(folder)
         ledger.num_bytes = sum(found.num_bytes for found in files)
+        ledger.is_known = True
         return files
 
     def _path(self, name: bytes, stored: StoredBlock) -> Path:
@@ -250,6 +261,8 @@ def _files_in(folder: Path) -> Iterator[_BlockPath]:
             continue
         with contextlib.suppress(FileNotFoundError):
             status = path.stat(follow_symlinks=False)
+            if stat.S_ISDIR(status.st_mode):
+                continue
             yield _BlockPath(
                 path, bytes.fromhex(match[1]), int(match[2] or 0), status.st_size, status.st_mtime_ns
             )
@@ -262,12 +275,21 @@ def _free_bytes(folder: Path) -> int:
     return status.f_bavail * status.f_frsize - left_bytes
 
 
-def _read(path: Path) -> NDArray[np.uint8]:
-    """All bytes of a file, uint8."""
-    # A link would lead elsewhere.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+def _read(path: Path, num_bytes: int) -> NDArray[np.uint8]:
+    """All bytes of a file that should have so many, uint8.
+
+    Raises:
+        DamagedBlock: If it has another size, or is no file.
+    """
+    # A link would lead elsewhere, and a pipe would be waited for.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != num_bytes:
+        os.close(descriptor)
+        # Before it is read: it may be larger than the memory.
+        raise DamagedBlock(f"it is no file of {num_bytes} bytes")
     with os.fdopen(descriptor, "rb", buffering=0) as file:
-        content = np.empty(os.fstat(file.fileno()).st_size, np.uint8)
+        content = np.empty(num_bytes, np.uint8)
         at = 0
         while at < content.size and (count := file.readinto(content.data[at:])):
             at += count
@@ -279,27 +301,38 @@ class _Ledger:
 
     Attributes:
         num_bytes: The bytes; written at the end of the block.
+        is_known: Whether they are known: not if the ledger was lost or damaged, until files are counted.
     """
 
     def __init__(self, root: Path) -> None:
         self._path = root / "ledger"
         self._descriptor = -1
         self.num_bytes = 0
+        self.is_known = False
 
     def __enter__(self) -> Self:
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-            entry = os.pread(self._descriptor, 32, 0).strip()
+            entry = os.pread(self._descriptor, len(_entry(0)) + 1, 0)
         except BaseException:
             os.close(self._descriptor)
             raise
-        self.num_bytes = int(entry) if entry.isdigit() else 0
+        number = entry[:_ENTRY_DIGITS]
+        self.num_bytes = int(number) if number.isdigit() else 0
+        self.is_known = entry == _entry(self.num_bytes)
         return self
 
     def __exit__(self, *_exception: object) -> None:
         try:
-            # Always as long, so that no digit of an earlier entry remains.
-            os.pwrite(self._descriptor, b"%020d\n" % max(0, self.num_bytes), 0)
+            if self.is_known:
+                entry = _entry(max(0, self.num_bytes))
+                os.pwrite(self._descriptor, entry, 0)
+                os.ftruncate(self._descriptor, len(entry))
         finally:
             os.close(self._descriptor)
+
+
+def _entry(num_bytes: int) -> bytes:
+    number = b"%0*d" % (_ENTRY_DIGITS, num_bytes)
+    return b"%s %08x\n" % (number, zlib.crc32(number))

@@ -59,7 +59,7 @@ class CopySlot(Protocol):
         num_positions: int,
         tokens_sha256: bytes,
         state_positions: Collection[int],
-        most_bytes: int,
+        most_bytes: Callable[[], int],
     ) -> asyncio.Future[SlotCopy | None]:
         """Queue the copy behind all that was queued before."""
 
@@ -176,7 +176,8 @@ class KvDisk:
             order.tokens_sha256,
             # Of those that are there, too: it depends on them how rows are saved.
             [place.stop for place in named if place.has_state],
-            self._most_prefix_bytes(),
+            # Asked when the copy is made: copies before it may have taken the memory.
+            self._most_prefix_bytes,
         )
         self._coming.update(place.name for place in places)
         _track(self._writes, self._write_behind(copying, places))
@@ -301,7 +302,9 @@ class KvDisk:
             log.exception("blocks_not_read")
         self._tell(())
         if fetch.prefix is None or fetch.is_dropped:
-            self._drop(id)
+            # The next coordinator may have given the id to another one.
+            if self._fetches.get(id) is fetch:
+                self._drop(id)
             on_fetched(wire.Fetched(id=id))
             return
         fetch.expiry = self._loop.call_later(_FETCHED_KEPT_S, self._drop, id)

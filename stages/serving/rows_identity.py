@@ -44,6 +44,8 @@ class RowsSetting:
         num_threads: Threads in exact mode, whose promise is to the bit; 0 in fast mode.
         num_slots: Number of slots: llama.cpp's saved state names it.
         ctx_size: Positions of a slot if rotations may depend on it; else 0.
+        cpu_moe_layers: See `RuntimeOptions`.
+        devices: Descriptions of the devices with layers: their names stay when a card is exchanged.
     """
 
     layers: tuple[int, int, int]
@@ -54,6 +56,8 @@ class RowsSetting:
     num_threads: int
     num_slots: int
     ctx_size: int
+    cpu_moe_layers: int
+    devices: tuple[str, ...]
 
     @classmethod
     def of(cls, runtime: StageRuntime, options: RuntimeOptions) -> RowsSetting:
@@ -68,6 +72,8 @@ class RowsSetting:
             options.num_threads if options.exact else 0,
             options.num_slots,
             options.ctx_size if runtime.may_scale_rotations else 0,
+            options.cpu_moe_layers,
+            runtime.devices,
         )
 
 

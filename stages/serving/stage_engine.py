@@ -306,11 +306,19 @@ class StageEngine:
         num_positions: int,
         tokens_sha256: bytes,
         state_positions: Collection[int],
-        most_bytes: int,
+        most_bytes: Callable[[], int],
     ) -> asyncio.Future[SlotCopy | None]:
-        """Copy a slot's first positions, for the disk; see `KvSlots.copy_of`."""
+        """Copy a slot's first positions, for the disk; see `KvSlots.copy_of`.
+
+        Args:
+            slot: The slot.
+            num_positions: Number of the positions.
+            tokens_sha256: SHA-256 of their token ids.
+            state_positions: Numbers of positions behind which states are wanted.
+            most_bytes: Returns the most bytes of the slot's rows, in the thread that copies them.
+        """
         return self._in_worker(
-            lambda: self._slots.copy_of(slot, num_positions, tokens_sha256, state_positions, most_bytes)
+            lambda: self._slots.copy_of(slot, num_positions, tokens_sha256, state_positions, most_bytes())
         )
 
     def stats(self) -> wire.StageStats:

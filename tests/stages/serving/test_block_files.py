@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Final
@@ -110,7 +111,9 @@ def test_files_are_this_user_s_and_are_there_for_the_next_process(tmp_path: Path
     assert BlockStore(root, OTHER, 10_000).open() == {}, "another stage's"
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "foreign", "link", "renamed"])
+@pytest.mark.parametrize(
+    "damage", ["flipped", "cut", "empty", "foreign", "link", "renamed", "endless", "pipe"]
+)
 def test_a_damaged_file_is_refused_and_removed(damage: str, tmp_path: Path) -> None:
     root = tmp_path / "kv"
     store = BlockStore(root, IDENTITY, 100_000)
@@ -139,6 +142,11 @@ def test_a_damaged_file_is_refused_and_removed(damage: str, tmp_path: Path) -> N
             path.symlink_to(tmp_path / "elsewhere")
         case "renamed":
             path.write_bytes(file_of(root, NAMES[1]).read_bytes())
+        case "endless":
+            os.truncate(path, 2**42)
+        case "pipe":
+            path.unlink()
+            os.mkfifo(path)
     with pytest.raises(DamagedBlock):
         store.read(NAMES[0], stored)
     assert not path.is_symlink()
@@ -172,6 +180,38 @@ def test_a_disk_that_refuses_is_no_error(tmp_path: Path) -> None:
     (root / "ledger").unlink()
     (root / "ledger").mkdir()
     assert store.write(NAMES[0], block_of(), 1) is None
+
+
+@pytest.mark.parametrize("damage", ["lost", "garbage", "lower", "longer"])
+def test_the_limit_holds_with_a_damaged_ledger(damage: str, tmp_path: Path) -> None:
+    store = BlockStore(tmp_path, IDENTITY, 2_000)
+    store.open()
+    for number, name in enumerate(NAMES[:4]):
+        assert store.write(name, block_of(num_rows_bytes=200), number) is not None
+    ledger = tmp_path / "ledger"
+    match damage:
+        case "lost":
+            ledger.unlink()
+        case "garbage":
+            ledger.write_bytes(b"\xff" * 30)
+        case "lower":
+            ledger.write_bytes(b"0" * 20 + ledger.read_bytes()[20:])
+        case "longer":
+            ledger.write_bytes(b"0" + ledger.read_bytes())
+    stored = store.write(NAMES[7], block_of(num_rows_bytes=200), 7)
+    assert stored is not None
+    store.remove(NAMES[7], stored)
+    for number, name in enumerate(NAMES[4:]):
+        assert store.write(name, block_of(num_rows_bytes=200), 10 + number) is not None
+    assert sum(path.stat().st_size for path in tmp_path.glob("*/*")) <= 2_000
+
+
+def test_what_cannot_be_removed_does_not_end_the_writing(tmp_path: Path) -> None:
+    store = BlockStore(tmp_path, IDENTITY, 2_000)
+    store.open()
+    (tmp_path / IDENTITY.hex() / f"{bytes(32).hex()}.rows").mkdir()
+    for number, name in enumerate(NAMES):
+        assert store.write(name, block_of(num_rows_bytes=200), number) is not None
 
 
 class StoreMachine(RuleBasedStateMachine):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from concurrent.futures import Executor, Future
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,7 +27,7 @@ from tests.support.tiny_families import TINY_FAMILIES
 from tests.support.tiny_models import TinyModel
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from pathlib import Path
 
     from stages.serving.prefix_blocks import SlotCopy
@@ -68,6 +69,7 @@ class Bench:
         news: All that it told.
         free_bytes: Free memory.
         error: Fails copies.
+        on_copy: Called before a copy is made.
     """
 
     def __init__(self, root: Path, most_bytes: int = 2**20) -> None:
@@ -77,6 +79,7 @@ class Bench:
         self.free_bytes = 2**30
         self.error: Exception | None = None
         self.num_copies = 0
+        self.on_copy: Callable[[], None] = lambda: None
         self.disk = KvDisk(
             BlockStore(root, IDENTITY, most_bytes),
             self.copy,
@@ -93,15 +96,16 @@ class Bench:
         num_positions: int,
         tokens_sha256: bytes,
         state_positions: Collection[int],
-        most_bytes: int,
+        most_bytes: Callable[[], int],
     ) -> asyncio.Future[SlotCopy | None]:
         self.num_copies += 1
+        self.on_copy()
         copying: asyncio.Future[SlotCopy | None] = asyncio.get_running_loop().create_future()
         if self.error is not None:
             copying.set_exception(self.error)
         else:
             copying.set_result(
-                self.slots.copy_of(slot, num_positions, tokens_sha256, state_positions, most_bytes)
+                self.slots.copy_of(slot, num_positions, tokens_sha256, state_positions, most_bytes())
             )
         return copying
 
@@ -290,6 +294,56 @@ async def test_memory_of_fetches_is_bounded_and_given_back(bench: Bench) -> None
     assert not bench.disk._fetches
 
 
+async def test_a_copy_is_bounded_by_the_memory_that_is_free_when_it_is_made(bench: Bench) -> None:
+    """Sessions that end together queue their copies together: the first must not count as free memory."""
+
+    def taken() -> None:
+        bench.free_bytes = 4
+
+    bench.on_copy = taken
+    bench.fill(1, TEXT[:40])
+    await bench.keep(1, keep_of(40))
+    assert (bench.num_copies, bench.disk.stats().num_written) == (1, 0)
+
+
+class HeldExecutor(Executor):
+    """Does what is submitted when it is told to.
+
+    Attributes:
+        held: What was submitted.
+    """
+
+    def __init__(self) -> None:
+        self.held: list[Callable[[], None]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.held.append(lambda: future.set_result(fn(*args, **kwargs)))
+        return future
+
+
+async def test_the_next_coordinator_may_use_the_ids_of_the_one_before(bench: Bench) -> None:
+    bench.fill(1, TEXT[:40])
+    await bench.keep(1, keep_of(40))
+    bench.disk._reader = reader = HeldExecutor()
+    answers: list[int] = []
+    for number in range(2):
+        bench.disk.fetch(fetch_of(1, 40), lambda fetched: answers.append(fetched.num_positions))
+        async with asyncio.timeout(10):
+            while len(reader.held) == number:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        if not number:
+            bench.disk.drop_fetched()
+    for read in reader.held:
+        read()
+        async with asyncio.timeout(10):
+            num_answers = len(answers)
+            while len(answers) == num_answers:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+    assert answers == [0, 40]
+    assert bench.disk.take(1, 40) is not None
+
+
 async def test_a_fetch_that_no_session_uses_is_dropped(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stages.serving.kv_disk._FETCHED_KEPT_S", 0.0)
     bench.fill(1, TEXT[:40])
@@ -335,7 +389,7 @@ def test_rows_that_llama_cpp_refuses_leave_an_empty_slot() -> None:
     assert runtime.length(2) == 0
 
 
-SETTING: Final = RowsSetting((0, 2, 4), True, "f16", None, True, 2, 4, 0)  # noqa: FBT003 - a record
+SETTING: Final = RowsSetting((0, 2, 4), True, "f16", None, True, 2, 4, 0, 0, ())  # noqa: FBT003 - a record
 
 
 @pytest.mark.parametrize(
@@ -350,6 +404,8 @@ SETTING: Final = RowsSetting((0, 2, 4), True, "f16", None, True, 2, 4, 0)  # noq
         {"num_threads": 1},
         {"num_slots": 5},
         {"ctx_size": 4096},
+        {"cpu_moe_layers": 1},
+        {"devices": ("a card",)},
     ],
 )
 def test_whatever_rows_depend_on_is_in_their_identity(change: dict[str, Any]) -> None:
