@@ -91,14 +91,14 @@ class SystemTurn(StrictBody):
     """Instructions within the conversation."""
 
     role: Literal["system"]
-    content: str | list[TextBlock]
+    content: str | Annotated[list[TextBlock], Field(min_length=1)]
 
 
 class UserTurn(StrictBody):
     """What the user says, and results of calls."""
 
     role: Literal["user"]
-    content: str | list[TextBlock | ToolResultBlock]
+    content: str | Annotated[list[TextBlock | ToolResultBlock], Field(min_length=1)]
 
 
 class AssistantTurn(StrictBody):
