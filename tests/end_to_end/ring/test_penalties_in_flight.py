@@ -205,7 +205,11 @@ async def test_a_tail_that_does_not_know_a_biased_token_says_so() -> None:
 
 async def test_a_tail_that_leaves_out_logprobs_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     verifier = WindowVerifier.verify
-    monkeypatch.setattr(WindowVerifier, "verify", lambda *window: SampledTokens(verifier(*window).tokens))
+    monkeypatch.setattr(
+        WindowVerifier,
+        "verify",
+        lambda *window, **scored: SampledTokens(verifier(*window, **scored).tokens),
+    )
     request = GenerationRequest(PROMPT, 5, num_top_logprobs=2)
     async with running_services(fake_ring()) as stages:
         with pytest.raises(ProtocolError, match="sent 0 logprobs for 1 ids, not 1"):
