@@ -110,9 +110,21 @@ define COMPILE
   { tail -n 40 $(1) >&2; echo "error: llama.cpp could not be built; all of its output: $(1)" >&2; exit 1; }
 endef
 
-$(VENV)/.llama-cpp: $(VENV)/.made constraints.txt $(MENDS) stages/llama_build.cmake
+# What llama.cpp is built from; written anew only if it differs, so that other versions in constraints.txt cost no build.
+# A build from before this file was kept counts as made from it if all but constraints.txt is older, and of that version.
+$(VENV)/.llama-inputs: $(VENV)/.made constraints.txt $(MENDS) stages/llama_build.cmake
+	@{ grep '^llama' constraints.txt; cat $(MENDS) stages/llama_build.cmake; } >$@.new
+	@if test ! -e $@ && test -e $(VENV)/.llama-cpp && \
+	    ls -d $(VENV)/lib/python*/site-packages/"$$(sed -n 's/^\(llama_cpp_python\)==/\1-/p' constraints.txt)".dist-info \
+	      >/dev/null 2>&1 && \
+	    test -z "$$(find $(filter-out constraints.txt,$(wordlist 2,9,$^)) -newer $(VENV)/.llama-cpp)"; then \
+	  mv $@.new $@ && touch -r $(VENV)/.llama-cpp $@; \
+	elif cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+
+# Without --force-reinstall pip would keep a build of the same version.
+$(VENV)/.llama-cpp: $(VENV)/.llama-inputs
 	@echo "step 2 of 3: compiling llama.cpp, about 2 minutes on 2 processors"
-	$(call COMPILE,$(VENV)/llama-cpp.log,install,)
+	$(call COMPILE,$(VENV)/llama-cpp.log,install --force-reinstall,)
 	@touch $@
 
 # What a build for a GPU has besides: a setting of CMake, and headers ahead of C++ sources.
@@ -160,7 +172,7 @@ wheels: $(VENV)/.made
 	$(if $(SETTINGS_$(CPU)),,$(error CPU=$(CPU) is none of all, baseline and native))
 	@echo "step 1 of 3: the wheel of spanmesh"
 	@mkdir -p $(WHEELS)
-	@rm -rf build $(WHEELS)/*.whl
+	@rm -rf build $(WHEELS)/*.whl $(WHEELS)/README.txt
 	@$(PIP) wheel --no-deps --wheel-dir $(WHEELS) .
 	@echo "step 2 of 3: compiling llama.cpp for CPU=$(CPU): minutes, several times as long for all"
 	$(call COMPILE,$(VENV)/llama-cpp-wheel.log,wheel --no-deps --wheel-dir $(WHEELS) $(SETTINGS),)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 import click
 
 from mesh.bench.shared_options import FOLDER, Url, goodput_option, json_option, seed_option
-from mesh.cli.option_types import Numbers, ParsedText, choice_option, float_option, int_option, read_first_key
+from mesh.cli.option_types import Numbers, ParsedText, choice_option, float_option, int_option
+from mesh.cli.shared_options import key_of
 
 
 class _Positive(ParsedText[float]):
@@ -153,7 +153,7 @@ def serve(
 
     if temperature is not None and math.isnan(temperature):
         raise click.BadParameter("nan is not a number", param_hint="--temperature")
-    key = os.environ.get("MESH_API_KEY") if api_key_file is None else read_first_key(api_key_file)
+    key = key_of(api_key_file)
     report, code = run_load(LoadOptions(api_key=key or None, temperature=temperature, output=output, **given))
     if report is not None:
         click.echo(as_json(report) if is_json else as_text(report))

@@ -193,9 +193,13 @@ def agent(
     program = shutil.which(agent)
     if program is None and not is_shown:
         raise ClusterError(f"{chosen.title} is not installed: {chosen.install}")
-    url, key = url.rstrip("/"), key_of(api_key_file)
+    # Clients of OpenAI's API are given addresses with /v1.
+    url, key = url.rstrip("/").removesuffix("/v1"), key_of(api_key_file)
     card = ask_head(f"{url}/v1/models/{urllib.parse.quote(model, safe='/')}", key)
-    endpoint = MeshEndpoint(url, key, str(card["id"]), int(card["max_model_len"]))
+    name, context_length = card.get("id"), card.get("max_model_len")
+    if not isinstance(name, str) or not isinstance(context_length, int):
+        raise ClusterError(f"{url} does not describe its model {model!r} as a mesh does: another server?")
+    endpoint = MeshEndpoint(url, key, name, context_length)
     if endpoint.context_length < _SHORT_CONTEXT:
         click.echo(
             f"{endpoint.model} is served with a context of {endpoint.context_length} positions, and agents "

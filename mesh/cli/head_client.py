@@ -60,6 +60,16 @@ def head_text(url: str, key: str | None, *, timeout_s: float = _TIMEOUT_S) -> st
     return _exchange(url, key, lambda response: str(response.read(), "utf-8"), timeout_s=timeout_s)
 
 
+_REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
+
+
+class _NoRedirects(request.HTTPRedirectHandler):
+    """Makes a redirection an error: a mesh sends nobody elsewhere, and the key is the named server's."""
+
+    def redirect_request(self, *_arguments: object) -> None:
+        """Nothing is asked in its place."""
+
+
 def _exchange(
     url: str,
     key: str | None,
@@ -74,7 +84,7 @@ def _exchange(
         raise click.BadParameter(f"{url!r} does not start with http:// or https://", param_hint="--url")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     # No proxy: a mesh is on this machine or next to it.
-    opener = request.build_opener(request.ProxyHandler({}))
+    opener = request.build_opener(request.ProxyHandler({}), _NoRedirects)
     data = None
     if body is not None:
         data = json.dumps(body).encode()
@@ -91,6 +101,9 @@ def _exchange(
                 is_of_key = said is None or "API key" in said
                 wish = f"{url} needs another API key; give it with --api-key-file or MESH_API_KEY"
                 raise Unauthorized(wish if is_of_key else str(said)) from None
+            if failure.code in _REDIRECTS:
+                there = failure.headers.get("Location", "")
+                raise ClusterError(f"{url} is not a mesh: it sends elsewhere, to {there!r}") from None
             raise ClusterError(said or f"{url} answered {failure.code}: it may not be a mesh") from None
     except (OSError, ValueError, HTTPException) as failure:
         # For a server that is not HTTP, urllib does not catch http.client's own errors.

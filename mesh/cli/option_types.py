@@ -235,6 +235,25 @@ def read_first_key(path: Path) -> str:
     )
 
 
+def sendable_key(key: str, source: str) -> str:
+    """An API key that a header of HTTP can hold; HTTP clients print any other in their errors.
+
+    Args:
+        key: The key.
+        source: Where it is from, for the message.
+
+    Raises:
+        ClusterError: If it holds anything but visible ASCII; without the key.
+    """
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ClusterError(
+            f"the API key of {source} holds a space, a line break or another character that no key has: "
+            "give the one that `mesh keys add` printed",
+            param="--api-key-file",
+        )
+    return key
+
+
 def command_line(context: click.Context, *, without: Collection[str] = ()) -> str:
     """Command line of the same run: all parameters that differ from their defaults.
 

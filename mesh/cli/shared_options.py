@@ -20,6 +20,7 @@ from mesh.cli.option_types import (
     int_option,
     option_group,
     read_first_key,
+    sendable_key,
 )
 from mesh.util import session_defaults
 from mesh.util.child_environment import API_KEY
@@ -328,9 +329,13 @@ def key_of(api_key_file: Path | None) -> str | None:
     """The key that the user means.
 
     Raises:
-        ClusterError: If the file holds none.
+        ClusterError: If the file holds none, or the key cannot be sent.
     """
-    return os.environ.get(API_KEY) if api_key_file is None else read_first_key(api_key_file)
+    if api_key_file is not None:
+        return sendable_key(read_first_key(api_key_file), str(api_key_file))
+    key = os.environ.get(API_KEY)
+    # Files of variables that were written on Windows leave the end of the line in it.
+    return None if key is None else sendable_key(key.strip(), API_KEY)
 
 
 def local_model(model: Path) -> PulledModel:

@@ -224,7 +224,10 @@ def reach_mesh(target: RemoteTarget, fields: Mapping[str, Any] = {}) -> tuple[Re
         found = ask_head(f"{url}/mesh/status", key, timeout_s=_TIMEOUT_S)
     except ClusterError as error:
         raise ClusterError(f"{error.message}; {_OTHERS}") from None
-    names = [str(each["name"]) for each in found.get("models") or ()]
+    listed = found.get("models")
+    models = listed if isinstance(listed, list) else []
+    is_named = all(isinstance(each, dict) and "name" in each for each in models)
+    names = [str(each["name"]) for each in models] if is_named else []
     if not names or "ready" not in found:
         raise ClusterError(f"{url} does not tell its state as a mesh does; {_OTHERS}")
     model = target.model or names[0]

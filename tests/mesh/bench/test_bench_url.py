@@ -22,6 +22,7 @@ from mesh.engine import SpeculationMode
 from mesh.placement.links import Link
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import ClusterError, InvalidModel, InvalidRequest, ModelNotFound
+from tests.mesh.cli.test_ask_head import answering
 from tests.support.api_harness import KEY, MODEL, ScriptedEngine, running_api, tokenizer
 
 __all__ = ["tokenizer"]
@@ -250,3 +251,13 @@ def test_a_quick_look_asks_no_more_at_once_than_the_mesh_answers(num_places: int
     assert [[setting.name for setting in trial.settings] for trial in phase.trials] == [["auto"]] * 2
     assert [len(trial.workload.questions) for trial in phase.trials] == [1, 1]
     assert [trial.num_at_once for trial in phase.concurrent_trials] == at_once
+
+
+@pytest.mark.parametrize("models", [["x"], [{"name": "a"}, "x"], "x", {"x": 1}, [{"id": "x"}], 1])
+def test_a_server_whose_state_has_another_shape_is_refused(models: Any) -> None:
+    body = json.dumps({"ready": True, "models": models})
+    with (
+        answering(f"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n{body}".encode()) as url,
+        pytest.raises(ClusterError, match="does not tell its state as a mesh does"),
+    ):
+        reach_mesh(RemoteTarget(parse_url(url), None))

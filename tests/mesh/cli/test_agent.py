@@ -16,6 +16,7 @@ import pytest_asyncio
 from mesh.api.api_keys import ApiKeys, KeyRecord, digest_of
 from mesh.cli.agent import MeshEndpoint, claude_setup, codex_setup, opencode_setup
 from mesh.text.tokenizer import Tokenizer
+from tests.mesh.cli.test_ask_head import answering
 from tests.support.api_harness import KEY, MODEL, Api, ScriptedEngine, running_api
 
 pytestmark = pytest.mark.model
@@ -124,6 +125,23 @@ async def test_what_is_missing_is_told(api: Api, tmp_path: Path) -> None:
     assert "is not served here" in unknown.stderr
     nobody = await mesh("agent", "--url", "http://127.0.0.1:9", "claude", path=tmp_path)
     assert "no mesh answers" in nobody.stderr
+
+
+async def test_an_address_may_end_as_other_clients_want_it(api: Api, tmp_path: Path) -> None:
+    shown = await mesh("agent", "--url", f"{api.url}/v1/", "--show", "claude", path=tmp_path)
+    assert f"ANTHROPIC_BASE_URL={api.url} " in shown.stdout, shown.stderr
+
+
+def test_a_server_that_is_no_mesh_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ollama's and others' description of a model has no length."""
+    card = json.dumps({"id": "x", "object": "model"})
+    monkeypatch.delenv("MESH_API_KEY", raising=False)
+    with answering(f"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n{card}".encode()) as url:
+        command = [str(Path(sys.executable).with_name("mesh")), "agent", "--show", "--url", url, "codex"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {url} does not describe its model 'default' as a mesh does")
+    assert done.stderr.count("\n") == 1
 
 
 async def test_a_command_is_shown_without_its_key(api: Api, tmp_path: Path) -> None:

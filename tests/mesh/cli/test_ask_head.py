@@ -15,6 +15,7 @@ import pytest
 from mesh.cli.chat import ChatSession
 from mesh.cli.head_client import ask_head
 from mesh.cli.option_types import read_first_key
+from mesh.cli.shared_options import key_of
 from spanmesh_proto.errors import ClusterError, Unauthorized
 
 if TYPE_CHECKING:
@@ -87,6 +88,40 @@ def test_a_key_file_that_is_no_text_is_said_in_one_line(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ClusterError, match="not text"):
         read_first_key(path)
+
+
+@pytest.mark.parametrize("key", ["sk-secret\rb", "sk-secret\nb", "sk-secret b", "sk-sécret", "sk-secret\x1b"])
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESH_API_KEY", key)
+    with pytest.raises(ClusterError, match="API key of MESH_API_KEY holds a space") as raised:
+        key_of(None)
+    assert "cret" not in raised.value.message
+    path = tmp_path / "key"
+    path.write_text("sk-sécret")
+    with pytest.raises(ClusterError, match=re.escape(str(path))) as raised:
+        key_of(path)
+    assert "cret" not in raised.value.message.replace(str(path), "")
+
+
+def test_the_end_of_the_line_is_no_part_of_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESH_API_KEY", "sk-secret\r\n")
+    assert key_of(None) == "sk-secret"
+    monkeypatch.delenv("MESH_API_KEY")
+    assert key_of(None) is None
+
+
+@pytest.mark.parametrize("status", ["301 Moved", "302 Found", "307 Temporary", "308 Permanent"])
+def test_a_key_is_not_sent_to_where_a_server_points(status: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as elsewhere:
+        there = f"http://localhost:{elsewhere.getsockname()[1]}/mesh/status"
+        said = f"HTTP/1.1 {status}\r\nLocation: {there}\r\nContent-Length: 0\r\n\r\n".encode()
+        with answering(said) as url, pytest.raises(ClusterError, match=re.escape(there)):
+            ask_head(f"{url}/mesh/status", "a-key", timeout_s=1.0)
+        elsewhere.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            elsewhere.accept()
 
 
 def test_a_retry_that_fails_loses_nothing() -> None:

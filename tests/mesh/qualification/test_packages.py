@@ -244,3 +244,69 @@ def test_a_clean_environment_has_tools_and_no_compiler(tmp_path: Path) -> None:
     (tools / "cc").symlink_to(programs / "tool")
     with pytest.raises(ClusterError, match="compilers are within reach"):
         clean_environment(tmp_path, tools, variables)
+
+
+class Checkout:
+    """What the Makefile builds llama.cpp from, with an environment whose pip only counts builds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "stages").mkdir()
+        for path in (ROOT / "Makefile", ROOT / "constraints.txt", *(ROOT / "stages").glob("*.h")):
+            shutil.copy(path, folder / path.relative_to(ROOT))
+        shutil.copy(ROOT / "stages/llama_build.cmake", folder / "stages")
+        python = folder / ".venv/bin/python"
+        python.parent.mkdir(parents=True)
+        python.write_text(f"#!/bin/sh\necho \"$*\" >>'{folder}/built'\n")
+        python.chmod(0o755)
+        (folder / ".venv/.made").touch()
+
+    def edit(self, name: str, old: str, new: str) -> None:
+        """Replace text in a file, which makes it newer than all that was made."""
+        path = self.folder / name
+        path.write_text(re.sub(old, new, path.read_text(), count=1, flags=re.MULTILINE))
+
+    def builds(self) -> list[str]:
+        """Builds that `make` asks pip for."""
+        (self.folder / "built").write_text("")
+        done = subprocess.run(
+            ["make", ".venv/.llama-cpp"], cwd=self.folder, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return (self.folder / "built").read_text().splitlines()
+
+
+def test_llama_cpp_is_built_again_when_what_it_is_built_from_changes_and_only_then(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    assert len(checkout.builds()) == 1
+    assert checkout.builds() == []
+    checkout.edit("constraints.txt", "^numpy==.*", "numpy==1.0")
+    assert checkout.builds() == []
+    for name, old in (("stages/f16_vectors.h", "$"), ("constraints.txt", "^(llama_cpp_python==.*)")):
+        checkout.edit(name, old, r"\g<0>0\n")
+        (command,) = checkout.builds()
+        # pip would keep a build of the same version.
+        assert "--force-reinstall" in command
+        assert checkout.builds() == []
+
+
+def test_a_build_from_before_its_inputs_were_kept_is_not_made_again(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    checkout.builds()
+    (version,) = re.findall("^llama_cpp_python==(.*)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    inputs = tmp_path / ".venv/.llama-inputs"
+    (tmp_path / f".venv/lib/python3.11/site-packages/llama_cpp_python-{version}.dist-info").mkdir(
+        parents=True
+    )
+    inputs.unlink()
+    checkout.edit("constraints.txt", "^numpy==.*", "numpy==1.0")
+    assert checkout.builds() == []
+    inputs.unlink()
+    checkout.edit("constraints.txt", "^llama_cpp_python==.*", "llama_cpp_python==9")
+    assert len(checkout.builds()) == 1
+
+
+def test_an_interrupted_folder_of_wheels_has_no_note() -> None:
+    before, _, after = steps("WHEELS=elsewhere").stdout.partition("wheel --no-deps")
+    assert "elsewhere/README.txt" in before
+    assert "rm -rf" not in after
