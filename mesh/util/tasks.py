@@ -102,7 +102,7 @@ async def first_of(*works: Coroutine[Any, Any, None]) -> None:
 
 
 async def run_to_end(cleanup: Coroutine[Any, Any, None]) -> None:
-    """Run a cleanup to its end; the awaiting task is cancelled only afterwards, if it is cancelled meanwhile."""
+    """Run a cleanup to its end; the awaiting task, if it is cancelled meanwhile, ends only afterwards."""
     task = asyncio.create_task(cleanup)
     cancellation: asyncio.CancelledError | None = None
     while not task.done():
