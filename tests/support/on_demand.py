@@ -201,6 +201,14 @@ class Memory:
 
 
 @dataclass
+class Hook:
+    """What the API finds once the server runs."""
+
+    loader: OnDemandLoader | None = None
+    models: LoadedModels | None = None
+
+
+@dataclass
 class OnDemandApi:
     """A running server with a library.
 
@@ -211,6 +219,7 @@ class OnDemandApi:
         clock: The loader's clock.
         loader: The loader.
         library: What it may load.
+        hook: What the API finds.
     """
 
     api: Api
@@ -219,6 +228,11 @@ class OnDemandApi:
     clock: Clock
     loader: OnDemandLoader
     library: FixedLibrary
+    hook: Hook
+
+    def hide_library(self, *, is_hidden: bool) -> None:
+        """Have the API find no library, as before the first model of a new head answers."""
+        self.hook.loader = None if is_hidden else self.loader
 
     def later(self, seconds: float) -> None:
         """Let time pass, for the loader."""
@@ -256,14 +270,6 @@ def options_with_library(library: LibraryOptions, **changes: Any) -> ServeOption
     return ServeOptions(**{**given, **changes})
 
 
-@dataclass
-class _Hook:
-    """What the API finds once the server runs."""
-
-    loader: OnDemandLoader | None = None
-    models: LoadedModels | None = None
-
-
 @asynccontextmanager
 async def on_demand_api(
     tokenizer: Tokenizer,
@@ -277,7 +283,7 @@ async def on_demand_api(
     **hosts: Any,
 ) -> AsyncIterator[OnDemandApi]:
     """Serve the first model, and the library of `SIZES` on demand; `hosts` are arguments of `running_api`."""
-    hook, clock = _Hook(), Clock()
+    hook, clock = Hook(), Clock()
     async with running_api(
         first or ScriptedEngine([(300,)]),
         tokenizer,
@@ -303,7 +309,7 @@ async def on_demand_api(
         )
         running = asyncio.create_task(loader.run())
         try:
-            yield OnDemandApi(api, models, memory, clock, loader, library)
+            yield OnDemandApi(api, models, memory, clock, loader, library, hook)
             assert not running.done(), running.exception()
         finally:
             running.cancel()
