@@ -152,6 +152,7 @@ class EventStream(Response):
 
     Attributes:
         produce: As given, and so are the others.
+        comment: See above.
         is_whole: See above.
         done: See above.
         format_error: See above.
@@ -181,7 +182,7 @@ class EventStream(Response):
         self.format_error = format_error
         self._closing = closing
         self._ping_interval_s = ping_interval_s
-        self._comment = comment
+        self.comment = comment
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream. A failure before its first byte becomes an ordinary error response."""
@@ -218,13 +219,13 @@ class EventStream(Response):
         while not (sink.started or self.is_whole() or sink.silent_s() > _LONGEST_GRACE_S):  # noqa: ASYNC110
             await asyncio.sleep(GRACE_S)
         if not sink.started:
-            await sink.write_in_turn(self._comment)
+            await sink.write_in_turn(self.comment)
         while True:
             wait_s = self._ping_interval_s - sink.silent_s()
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
             else:
-                await sink.write_in_turn(self._comment)
+                await sink.write_in_turn(self.comment)
 
 
 class DelayedStream(EventStream):
@@ -254,6 +255,7 @@ class DelayedStream(EventStream):
         made = await self._make()
         assert isinstance(made, EventStream)  # noqa: S101 - the request asked for a stream
         self.is_whole, self.done, self.format_error = made.is_whole, made.done, made.format_error
+        self.comment = made.comment
         await made.produce(emit)
 
 

@@ -103,7 +103,8 @@ def _conditions(results: Results) -> str:
     hops = ", ".join(f"{hop:.2f} for {asked:g}" for asked, hop in sorted(results.hops_ms.items()))
     return (
         f"```sh\n{found.command}\n```\n\n"
-        f"{_mesh(found)}, {found.num_tokens} tokens per answer, {found.numeric_mode} mode, seed {found.seed}. "
+        f"{_mesh(found)}, {found.num_tokens} tokens per answer, {found.numeric_mode} mode, "
+        f"seed {found.seed}. "
         f"{found.processor}, {found.num_cores} cores for "
         f"{'all hosts together' if found.url is None else 'the client'}. {found.software}. "
         f"One-way delay measured, in ms: {hops or 'none'}. "

@@ -23,7 +23,7 @@ from mesh.serve.stage_group import log_stage_error, wire_up
 from mesh.serve.stage_handle import new_ring_credentials
 from mesh.serve.status import print_join_line
 from mesh.serve.supervisor import Supervisor
-from mesh.util.tasks import first_of
+from mesh.util.tasks import first_of, run_to_end
 from spanmesh_proto.errors import StageFailed
 from stages.runtime.numerics import numerics_for
 
@@ -119,11 +119,15 @@ class ModelDeployment:
         try:
             await self._run(on_served)
         finally:
-            await self._pipeline.stop()
-            self._allocations.close(self._allocation)
-            if self._model.load_request is not None:
-                announce_layers(self._head, self._allocations)
+            # A model whose loading failed may be unloaded at this moment, too.
+            await run_to_end(self._clean_up())
         raise StageFailed("the mesh ended unexpectedly")
+
+    async def _clean_up(self) -> None:
+        await self._pipeline.stop()
+        self._allocations.close(self._allocation)
+        if self._model.load_request is not None:
+            announce_layers(self._head, self._allocations)
 
     async def _run(self, on_served: Callable[[], None]) -> None:
         if not await self._take_over():

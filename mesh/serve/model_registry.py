@@ -82,6 +82,7 @@ class _Slot:
         is_noted: Whether the next head is to load it again.
         is_serving: Whether it answers.
         is_ending: Whether it is being unloaded.
+        is_cancelled: Whether the task was told to end.
     """
 
     load_request: LoadRequest
@@ -94,6 +95,19 @@ class _Slot:
     is_noted: bool = False
     is_serving: bool = False
     is_ending: bool = False
+    is_cancelled: bool = False
+
+    async def end(self) -> None:
+        """Cancel its task, and return when nothing of the model is left.
+
+        Only the first call cancels: another would cut short the cleanup that the first one began.
+        """
+        if self.task is None:
+            return
+        if not self.is_cancelled:
+            self.is_cancelled = True
+            self.task.cancel()
+        await asyncio.wait([self.task])
 
     @property
     def registered(self) -> RegisteredModel:
@@ -176,10 +190,7 @@ class ModelRegistry:
                 self._restore(saved)
             await asyncio.Event().wait()
         finally:
-            tasks = [slot.task for slot in self._slots.values() if slot.task is not None]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*(slot.end() for slot in self._slots.values()))
         raise StageFailed("the models ended unexpectedly")
 
     async def settled(self) -> None:
@@ -262,8 +273,7 @@ class ModelRegistry:
         self._api_models.remove(name)
         self._changed()
         num_ended = 0 if slot.model is None else await _drained(slot.model, wait_s)
-        slot.task.cancel()
-        await asyncio.gather(slot.task, return_exceptions=True)
+        await slot.end()
         await self._until_written()
         return {"model": name, "unloaded": True, "ended": num_ended}
 
@@ -371,7 +381,9 @@ class ModelRegistry:
             self._api_models.add_embeddings(model.backend(time.time()))
             await deployment.run(lambda: self._on_served(slot))
         finally:
+            slot.is_serving = False
             self._api_models.remove(name)
+            self._changed()
 
     async def _known(self, slot: _Slot) -> Preflight:
         """Checks of the model before any work; in a thread, since other models answer meanwhile."""

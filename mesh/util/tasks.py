@@ -101,6 +101,22 @@ async def first_of(*works: Coroutine[Any, Any, None]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def run_to_end(cleanup: Coroutine[Any, Any, None]) -> None:
+    """Run a cleanup to its end; the awaiting task, if it is cancelled meanwhile, ends only afterwards."""
+    task = asyncio.create_task(cleanup)
+    cancellation: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancellation = error
+    if cancellation is not None:
+        if not task.cancelled():
+            task.exception()  # retrieved: the cancellation is raised instead
+        raise cancellation
+    task.result()
+
+
 Value = TypeVar("Value")
 
 

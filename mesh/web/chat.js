@@ -21,6 +21,10 @@ export class Chat {
   // Of chats that are kept, with their titles.
   #kept = keptChats();
   #deleted = null;
+  // One that the browser did not keep: it is too large, or nothing may be kept.
+  #unkept = null;
+  // The model that was chosen, also while it is not listed.
+  #wanted = null;
   #running = null;
   #isReady = false;
   #why = "";
@@ -56,6 +60,7 @@ export class Chat {
       onUndo: () => this.#undo(),
     });
     onKeptElsewhere(() => this.#listAgain());
+    byId("model-choice").addEventListener("change", () => (this.#wanted = byId("model-choice").value));
     addEventListener("hashchange", () => this.#openNamed());
     this.#openNamed();
     this.#show();
@@ -79,9 +84,8 @@ export class Chat {
     this.#noteLoading();
     this.#showTokens();
     if (isSame) return;
-    const chosen = choice.options.length ? choice.value : this.#chat.model;
     choice.replaceChildren(...options.map(({ value, text }) => el("option", { value }, text)));
-    this.#chooseModel(chosen);
+    this.#chooseModel(this.#wanted);
     byId("models").hidden = models.length < 2;
   }
 
@@ -110,6 +114,8 @@ export class Chat {
     const turn = new AnswerTurn();
     byId("log").append(userTurn(question), turn.element);
     byId("log").scrollTop = byId("log").scrollHeight;
+    // What answers is what was chosen from now on.
+    this.#wanted = this.#chosen();
     const running = (this.#running = { controller: new AbortController(), turn, model: this.#chosen() });
     this.#deleted = null;
     this.#keep(chat);
@@ -179,6 +185,7 @@ export class Chat {
 
   #chooseModel(value) {
     const choice = byId("model-choice");
+    this.#wanted = value;
     choice.value = value ?? FIRST;
     if (choice.selectedIndex < 0) choice.value = FIRST;
   }
@@ -202,8 +209,8 @@ export class Chat {
     if (chat.isDeleted) return;
     chat.model = this.#chat === chat ? this.#chosen() : chat.model;
     chat.settings = this.#chat === chat ? readSettings() : chat.settings;
-    if (chat.messages.length) keepChat(chat, Date.now());
-    else dropChat(chat.id);
+    this.#unkept = chat.messages.length && !keepChat(chat, Date.now()) ? chat : null;
+    if (!chat.messages.length) dropChat(chat.id);
     this.#kept = keptChats();
     if (this.#chat === chat) this.#nameOpen();
   }
@@ -299,8 +306,9 @@ export class Chat {
   #showTokens() {
     const { tokens } = this.#chat;
     const context = this.#contextOf(this.#chosen());
-    const text = typeof tokens !== "number" ? "" : `This chat holds ${tokens}${context === null ? "" : ` of ${context}`} tokens.`;
-    setText(byId("tokens"), text);
+    const held = typeof tokens !== "number" ? "" : `This chat holds ${tokens}${context === null ? "" : ` of ${context}`} tokens.`;
+    const lost = this.#unkept === this.#chat ? "This browser has no room to keep it: it is lost with this page." : "";
+    setText(byId("tokens"), [held, lost].filter(Boolean).join(" "));
   }
 
   #fit() {

@@ -27,22 +27,24 @@ export function keptChats() {
 /** One that is kept, or null. */
 export const keptChat = (id) => parsed(read(PREFIX + id));
 
-/** Keeps a chat; the oldest others go if there is no room. Returns whether it is kept. */
+/** Keeps a chat; the oldest others go if that makes room for it. Returns whether it is kept. */
 export function keepChat(chat, nowMs) {
   chat.changedMs = nowMs;
   const text = JSON.stringify(chat);
   const others = keptChats().filter(({ id }) => id !== chat.id);
   while (others.length >= MOST_CHATS) dropChat(others.pop().id);
-  for (;;) {
-    try {
-      localStorage.setItem(PREFIX + chat.id, text);
-      return true;
-    } catch {
-      // Full, or not allowed to keep anything.
-      if (!others.length) return false;
-      dropChat(others.pop().id);
+  const dropped = [];
+  while (!write(chat.id, text)) {
+    // Full, or not allowed to keep anything.
+    if (!others.length) {
+      for (const [id, before] of dropped) if (before !== null) write(id, before);
+      return false;
     }
+    const { id } = others.pop();
+    dropped.push([id, read(PREFIX + id)]);
+    dropChat(id);
   }
+  return true;
 }
 
 export function dropChat(id) {
@@ -58,6 +60,15 @@ export function onKeptElsewhere(listener) {
   addEventListener("storage", ({ key }) => {
     if (key === null || key.startsWith(PREFIX)) listener();
   });
+}
+
+function write(id, text) {
+  try {
+    localStorage.setItem(PREFIX + id, text);
+    return true;
+  } catch {
+    return false;
+  }
 }
 
 function keys() {
@@ -89,6 +100,6 @@ function parsed(text) {
     typeof chat.title === "string" &&
     Number.isFinite(chat.changedMs) &&
     Array.isArray(chat.messages) &&
-    chat.messages.every(({ role, content }) => ["user", "assistant"].includes(role) && typeof content === "string");
+    chat.messages.every((message) => ["user", "assistant"].includes(message?.role) && typeof message.content === "string");
   return isWhole ? chat : null;
 }

@@ -13,7 +13,7 @@ from mesh.serve.on_demand.library import Library, LibraryEntry
 from mesh.serve.on_demand.loader import OnDemandLoader
 from mesh.serve.on_demand.policy import DemandRules
 from mesh.serve.options import LibraryOptions, ServeOptions, SpeculationOptions
-from spanmesh_proto.errors import InvalidRequest, ModelDoesNotFit, ModelNotFound
+from spanmesh_proto.errors import ClusterError, InvalidRequest, ModelDoesNotFit, ModelNotFound
 from tests.support.api_harness import MODEL, ScriptedEngine, backend_of, running_api
 
 if TYPE_CHECKING:
@@ -46,13 +46,19 @@ class FixedLibrary(Library):
 
     def __init__(self, names: Collection[str], clock: Clock) -> None:
         super().__init__((), clock)
+        self._replaced: dict[str, LibraryEntry] = {}
         self.entries = {
             name: LibraryEntry(name, Path(f"/library/{name}.gguf"), 1_700_000_000, 10**9, 49152, 8192)
             for name in sorted(names)
         }
 
     async def refresh(self, *, max_age_s: float = 0.0) -> None:
-        """There is nothing to search."""
+        """Take note of files that were replaced: there is nothing to search."""
+        self.entries = {**self.entries, **self._replaced}
+
+    def replace(self, name: str) -> None:
+        """Replace a file, which the next search finds."""
+        self._replaced[name] = replace(self.entries[name], created_s=self.entries[name].created_s + 1)
 
 
 class LoadedModels:
@@ -76,6 +82,7 @@ class LoadedModels:
         self._tokenizer = tokenizer
         self._listeners: list[Callable[[], None]] = []
         self._models: dict[str, RegisteredModel] = {}
+        self._stopped: dict[str, asyncio.Event] = {}
 
     @property
     def registered(self) -> list[RegisteredModel]:
@@ -101,7 +108,13 @@ class LoadedModels:
         self._models[name] = RegisteredModel(name, "loading", load_request.evictable)
         self.backends.add(self._backend(name))
         self.poke()
-        await self.may_finish.wait()
+        stopped = self._stopped[name] = asyncio.Event()
+        finished = [asyncio.ensure_future(each.wait()) for each in (self.may_finish, stopped)]
+        await asyncio.wait(finished, return_when=asyncio.FIRST_COMPLETED)
+        for each in finished:
+            each.cancel()
+        if stopped.is_set():
+            raise ClusterError(f"{name} was unloaded before it was ready")
         error = self.errors.get(name)
         if error is not None:
             self.backends.remove(name)
@@ -122,6 +135,7 @@ class LoadedModels:
         self.poke()
         await asyncio.sleep(wait_s if num_ended else 0)
         del self._models[name]
+        self._stopped[name].set()
         self.poke()
         return {"model": name, "unloaded": True, "ended": num_ended}
 
@@ -187,6 +201,14 @@ class Memory:
 
 
 @dataclass
+class Hook:
+    """What the API finds once the server runs."""
+
+    loader: OnDemandLoader | None = None
+    models: LoadedModels | None = None
+
+
+@dataclass
 class OnDemandApi:
     """A running server with a library.
 
@@ -196,6 +218,8 @@ class OnDemandApi:
         memory: What fits.
         clock: The loader's clock.
         loader: The loader.
+        library: What it may load.
+        hook: What the API finds.
     """
 
     api: Api
@@ -203,6 +227,12 @@ class OnDemandApi:
     memory: Memory
     clock: Clock
     loader: OnDemandLoader
+    library: FixedLibrary
+    hook: Hook
+
+    def hide_library(self, *, is_hidden: bool) -> None:
+        """Have the API find no library, as before the first model of a new head answers."""
+        self.hook.loader = None if is_hidden else self.loader
 
     def later(self, seconds: float) -> None:
         """Let time pass, for the loader."""
@@ -240,14 +270,6 @@ def options_with_library(library: LibraryOptions, **changes: Any) -> ServeOption
     return ServeOptions(**{**given, **changes})
 
 
-@dataclass
-class _Hook:
-    """What the API finds once the server runs."""
-
-    loader: OnDemandLoader | None = None
-    models: LoadedModels | None = None
-
-
 @asynccontextmanager
 async def on_demand_api(
     tokenizer: Tokenizer,
@@ -261,7 +283,7 @@ async def on_demand_api(
     **hosts: Any,
 ) -> AsyncIterator[OnDemandApi]:
     """Serve the first model, and the library of `SIZES` on demand; `hosts` are arguments of `running_api`."""
-    hook, clock = _Hook(), Clock()
+    hook, clock = Hook(), Clock()
     async with running_api(
         first or ScriptedEngine([(300,)]),
         tokenizer,
@@ -273,10 +295,10 @@ async def on_demand_api(
     ) as api:
         assert api.backends is not None
         models = hook.models = LoadedModels(api.backends, tokenizer)
-        memory = Memory(models)
+        memory, library = Memory(models), FixedLibrary(SIZES, clock)
         loader = hook.loader = OnDemandLoader(
             models,
-            FixedLibrary(SIZES, clock),
+            library,
             memory,
             options_with_library(
                 LibraryOptions((Path("/library"),), load_wait_s=load_wait_s), max_waiting=max_waiting
@@ -287,7 +309,7 @@ async def on_demand_api(
         )
         running = asyncio.create_task(loader.run())
         try:
-            yield OnDemandApi(api, models, memory, clock, loader)
+            yield OnDemandApi(api, models, memory, clock, loader, library, hook)
             assert not running.done(), running.exception()
         finally:
             running.cancel()

@@ -21,7 +21,7 @@ from mesh.serve.pipeline import PipelineStage
 from mesh.serve.reconfiguration import PlacementExecutor
 from mesh.serve.stage_group import log_stage_error, wire_up
 from mesh.serve.stage_handle import StageLoss, new_ring_credentials
-from mesh.util.tasks import first_of
+from mesh.util.tasks import first_of, run_to_end
 from spanmesh_proto.errors import ClusterError, MeshError, ModelDoesNotFit, NotEnoughHosts, StageFailed
 from stages.transport.hidden_codec import HiddenType
 
@@ -121,12 +121,16 @@ class EmbeddingDeployment:
                 await first_of(self._engine.run(), self._supervise(crash_logs))
         finally:
             self._engine.give_up(ClusterError(f"the model {self._model.name} is not served any more"))
-            await self._close_link()
-            await asyncio.gather(*self._ending, return_exceptions=True)
-            await self._pipeline.stop()
-            self._allocations.close(self._allocation)
-            announce_layers(self._head, self._allocations)
+            # A model whose loading failed may be unloaded at this moment, too.
+            await run_to_end(self._clean_up())
         raise StageFailed("the embedding model ended unexpectedly")
+
+    async def _clean_up(self) -> None:
+        await self._close_link()
+        await asyncio.gather(*self._ending, return_exceptions=True)
+        await self._pipeline.stop()
+        self._allocations.close(self._allocation)
+        announce_layers(self._head, self._allocations)
 
     async def _load(self) -> tuple[PipelineStage, ...]:
         """Load the model on the best host; the pipeline keeps what it has.

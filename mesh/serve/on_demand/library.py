@@ -132,11 +132,22 @@ def files_of(folders: Sequence[Path]) -> Iterator[Path]:
                 path = Path(place, name)
                 if path.suffix != _SUFFIX or name.startswith(".") or is_further_part(path):
                     continue
+                if not _is_file(path):
+                    continue
                 num_files += 1
                 if num_files > _MOST_FILES:
                     log.warning("library_too_large", folder=str(folder), most_files=_MOST_FILES)
                     return
                 yield path
+
+
+def _is_file(path: Path) -> bool:
+    """Whether it is a file, or a link to one: to open a pipe would wait for ever."""
+    try:
+        return path.is_file()
+    except OSError:
+        # A link into a folder that may not be read.
+        return False
 
 
 def _read(path: Path) -> LibraryEntry | None:

@@ -110,10 +110,12 @@ class _Failure:
     Attributes:
         error: What its requests are told.
         until_s: When it may be tried again.
+        entry: The file; another one in its place is tried at once. None if there was none.
     """
 
     error: MeshError
     until_s: float
+    entry: LibraryEntry | None
 
 
 class OnDemandLoader:
@@ -150,6 +152,8 @@ class OnDemandLoader:
         self._uses: dict[str, _Use] = {}
         self._failures: dict[str, _Failure] = {}
         self._leaving: frozenset[str] = frozenset()
+        # Models that were unloaded while they were loaded here.
+        self._stopped: set[str] = set()
         self._answers: dict[tuple[str, frozenset[str]], MeshError | None] = {}
         self._layout: object = None
         self._changed = asyncio.Event()
@@ -170,8 +174,8 @@ class OnDemandLoader:
         return [self._described(entry) for entry in self._library.entries.values() if self._is_offered(entry)]
 
     async def find(self, name: str) -> LibraryModel | None:
-        """The model of the library that has this name; a new file is found."""
-        if name not in self._library.entries:
+        """The model of the library that has this name; a new file is found, and one instead of a bad one."""
+        if name not in self._library.entries or name in self._failures:
             await self._library.refresh()
         entry = self._library.entries.get(name)
         return None if entry is None or not self._is_offered(entry) else self._described(entry)
@@ -297,11 +301,15 @@ class OnDemandLoader:
             self._fail(name, _lost(name))
             return
         log.info("model_loads_on_demand", model=name)
+        self._stopped.discard(name)
         try:
             await self._registry.load(load_request_of(entry, self._options))
         except MeshError as error:
-            # It may answer all the same, if only the head state could not be written.
-            if self._phase(name) != "loaded":
+            if name in self._stopped:
+                # By an order, which the next one may take back.
+                self._settle(name, ClusterError(error.message, retry_after_s=_RETRY_S))
+            elif self._phase(name) != "loaded":
+                # Otherwise it answers, and only the head state could not be written.
                 self._fail(name, _for_clients(error, entry))
 
     async def _unload(self, step: Unload) -> None:
@@ -355,7 +363,9 @@ class OnDemandLoader:
 
     def _note_registry(self) -> None:
         """Begin the stay of models that answer now, and let their requests go on at once."""
-        loaded = {model.name for model in self._registry.registered if model.phase == "loaded"}
+        registered = self._registry.registered
+        loaded = {model.name for model in registered if model.phase == "loaded"}
+        self._stopped |= {model.name for model in registered if model.phase == "unloading"}
         now_s = self._clock_s()
         for name in loaded:
             use = self._use(name)
@@ -387,14 +397,15 @@ class OnDemandLoader:
 
     def _fail(self, name: str, error: MeshError) -> None:
         log.warning("model_not_loaded_on_demand", model=name, reason=error.message)
-        self._failures[name] = _Failure(error, self._clock_s() + _RETRY_S)
+        entry = self._library.entries.get(name)
+        self._failures[name] = _Failure(error, self._clock_s() + _RETRY_S, entry)
         self._settle(name, error)
 
     def _refuse_known_failure(self, name: str) -> None:
         failure = self._failures.get(name)
         if failure is None:
             return
-        if self._clock_s() < failure.until_s:
+        if self._clock_s() < failure.until_s and self._library.entries.get(name) == failure.entry:
             raise failure.error
         del self._failures[name]
 

@@ -174,6 +174,29 @@ async def test_a_model_that_could_not_be_loaded_is_not_tried_at_once_again(token
         assert (await ask(mesh, "small")).status_code == 200
 
 
+async def test_a_file_that_was_replaced_is_tried_at_once(tokenizer: Tokenizer) -> None:
+    async with on_demand_api(tokenizer) as mesh:
+        mesh.models.errors["small"] = InvalidModel("/library/small.gguf is truncated; fetch it again")
+        assert (await ask(mesh, "small")).status_code == 500
+        del mesh.models.errors["small"]
+        assert (await ask(mesh, "small")).status_code == 500
+        mesh.library.replace("small")
+        assert (await ask(mesh, "small")).status_code == 200
+        assert mesh.models.orders == ["load small", "load small"]
+
+
+async def test_what_an_operator_stopped_may_be_loaded_again(tokenizer: Tokenizer) -> None:
+    async with on_demand_api(tokenizer) as mesh:
+        mesh.models.may_finish.clear()
+        waiting = asyncio.create_task(ask(mesh, "small"))
+        await until(lambda: "load small" in mesh.models.orders)
+        assert (await mesh.api.http.post("/mesh/unload?model=small")).status_code == 200
+        stopped = await waiting
+        assert (stopped.status_code, "unloaded before it was ready" in stopped.text) == (503, True)
+        mesh.models.may_finish.set()
+        assert (await mesh.api.http.post("/mesh/load", json={"model": "small"})).status_code == 200
+
+
 async def test_two_that_do_not_fit_together_answer_in_turn(tokenizer: Tokenizer) -> None:
     async with on_demand_api(tokenizer) as mesh:
         assert (await ask(mesh, "large")).json()["model"] == "large"

@@ -205,6 +205,7 @@ async def test_what_is_kept_is_text_and_what_is_damaged_is_left_out(
         "messages": [{"role": "user", "content": bad}, {"role": "assistant", "content": bad, "foot": bad}],
     }
     kept = {"0a": json.dumps(chat), "1": "{", "2": json.dumps({**chat, "messages": [{"role": "system"}]})}
+    kept |= {"3": "null", "4": json.dumps({**chat, "messages": [None]})}
     async with on_demand_api(tokenizer, status=lambda: STATUS) as mesh:
         await open_page(browser, mesh)
         for name, text in kept.items():
@@ -219,6 +220,54 @@ async def test_what_is_kept_is_text_and_what_is_damaged_is_left_out(
         # A model that is gone is the first.
         await browser.until("document.querySelector('#model-choice').value === 'default'")
         assert "7 of 256 tokens" in await browser.text("#tokens")
+        assert browser.problems == []
+
+
+async def test_a_chat_that_is_too_large_to_keep_does_not_cost_the_others(
+    browser: Page, tokenizer: Tokenizer
+) -> None:
+    async with on_demand_api(tokenizer, status=lambda: STATUS) as mesh:
+        await open_page(browser, mesh)
+        await browser.js("import('/page/chats.js').then((module) => (window.chats = module)) && true")
+        await browser.until("window.chats !== undefined")
+        kept = await browser.js("""(() => {
+            const chat = (id, length) => ({
+                ...chats.newChat(), id, title: id, messages: [{ role: "user", content: "x".repeat(length) }],
+            });
+            const found = [];
+            const note = (isKept) => found.push([isKept, chats.keptChats().map(({ id }) => id)]);
+            note(chats.keepChat(chat("old", 1_000_000), 1));
+            note(chats.keepChat(chat("new", 1_000_000), 2));
+            // Never.
+            note(chats.keepChat(chat("whale", 20_000_000), 3));
+            // In the place of the oldest.
+            note(chats.keepChat(chat("large", 4_000_000), 4));
+            return found;
+        })()""")
+        assert kept == [
+            [True, ["old"]],
+            [True, ["new", "old"]],
+            [False, ["new", "old"]],
+            [True, ["large", "new"]],
+        ]
+        assert browser.problems == []
+
+
+async def test_a_chat_keeps_its_model_while_the_library_is_not_listed(
+    browser: Page, tokenizer: Tokenizer
+) -> None:
+    # As of a head that was started again.
+    status = {**STATUS}
+    async with on_demand_api(tokenizer, status=lambda: status) as mesh:
+        await open_page(browser, mesh)
+        await browser.until("document.querySelector('#model-choice').options.length > 1")
+        await browser.js("document.querySelector('#model-choice').value = 'small'")
+        await browser.js("document.querySelector('#model-choice').dispatchEvent(new Event('change'))")
+        mesh.hide_library(is_hidden=True)
+        await browser.until("document.querySelector('#model-choice').options.length === 1")
+        mesh.hide_library(is_hidden=False)
+        await browser.until("document.querySelector('#model-choice').options.length > 1")
+        assert await browser.js("document.querySelector('#model-choice').value") == "small"
         assert browser.problems == []
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mesh.api.streaming import EventStream
+from mesh.api.streaming import DelayedStream, EventStream
 from mesh.text.tokenizer import Tokenizer
 from stages.runtime.stage_runtime import Span
 from tests.mesh.api.test_client_disconnects import Gate
@@ -182,3 +182,29 @@ async def test_a_comment_that_waits_for_its_turn_tells_what_is_so_then() -> None
     await stream({"type": "http"}, receive, send)
     assert b"too early" not in sent
     assert sent[1] == b"first"
+
+
+async def test_comments_of_a_stream_whose_model_was_loaded_first_are_its_own() -> None:
+    sent: list[bytes] = []
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message.get("body", b""))
+
+    async def receive() -> MutableMapping[str, Any]:
+        await asyncio.Event().wait()
+        return {}
+
+    async def until_sent(body: bytes) -> None:
+        async with asyncio.timeout(10):
+            while body not in sent:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+    async def produce(emit: Callable[[bytes], Awaitable[None]]) -> None:
+        await until_sent(b": prefill 3/9 tokens\n\n")
+        await emit(b"data: 1\n\n")
+
+    async def make() -> EventStream:
+        return EventStream(produce, asyncio.Event(), 0.01, comment=lambda: b": prefill 3/9 tokens\n\n")
+
+    await DelayedStream(make, asyncio.Event(), 0.01)({"type": "http"}, receive, send)
+    assert b"data: 1\n\n" in sent

@@ -24,6 +24,7 @@ from mesh.serve.host_draining import HostDraining
 from mesh.serve.model_registry import ApiModelRegistry, ModelRegistry
 from mesh.serve.pipeline import Pipeline
 from mesh.serve.stage_factory import Transfers
+from mesh.serve.stage_handle import StageHandle
 from spanmesh_proto.errors import ClusterError, InvalidModel, InvalidRequest, ModelDoesNotFit, StageFailed
 from stages.weights.fetch import FetchSource
 from stages.weights.virtual_stages import StageCache
@@ -65,6 +66,11 @@ class NamedDriver(InProcessDriver):
         actor = await super().create(kind, *arguments, ray_node_name=ray_node_name, **more)
         self._actors[name] = actor
         return actor
+
+    @property
+    def actors(self) -> list[InProcessActor]:
+        """All that were created."""
+        return list(self._actors.values())
 
     def find(self, name: str) -> InProcessActor:
         actor = self._actors.get(name)
@@ -255,6 +261,43 @@ async def test_models_are_loaded_where_they_fit_and_unloaded(
     # With the head all of them end.
     assert mesh.held_bytes() == {"attic": 0, "desk": 0}
     assert list(mesh.backends.embeddings) == []
+
+
+@pytest.mark.parametrize("is_loading", [False, True])
+async def test_a_second_order_to_unload_does_not_cut_the_first_one_short(
+    hosts: Hosts, tokenizer: Tokenizer, path: Path, monkeypatch: pytest.MonkeyPatch, *, is_loading: bool
+) -> None:
+    hosts.join("attic", needed_bytes(path))
+    stopping, may_stop = asyncio.Event(), asyncio.Event()
+    stop = StageHandle.stop
+
+    async def slowly(handle: StageHandle) -> None:
+        stopping.set()
+        await may_stop.wait()
+        await stop(handle)
+
+    monkeypatch.setattr(StageHandle, "stop", slowly)
+    async with serving(hosts, tokenizer) as mesh:
+        loading = asyncio.create_task(mesh.registry.load(order(path)))
+        if is_loading:
+            # Loaded, and its keys are not yet those of a ring.
+            await until(lambda: hosts.driver.num_created)
+        else:
+            await loading
+        actors = hosts.driver.actors
+        orders = [asyncio.create_task(mesh.registry.unload("tiny", 0.0))]
+        if not is_loading:
+            await stopping.wait()
+        orders.append(asyncio.create_task(mesh.registry.unload("tiny", 0.0)))
+        await asyncio.sleep(0.05)
+        may_stop.set()
+        done = {"model": "tiny", "unloaded": True, "ended": 0}
+        assert await asyncio.gather(*orders) == [done, done]
+        await asyncio.gather(loading, return_exceptions=True)
+        # Nothing is left of it: neither its process nor its memory's account.
+        assert [actor.is_dead for actor in actors] == [True]
+        assert list(mesh.allocations) == []
+        await mesh.registry.load(order(path))
 
 
 async def test_what_makes_no_vectors_is_refused_with_the_key(

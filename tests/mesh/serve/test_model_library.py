@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,20 @@ def test_folders_are_not_searched_without_end(tmp_path: Path) -> None:
     (deep / "five.gguf").touch()
     (tmp_path / "a" / "again").symlink_to(tmp_path)
     assert [path.name for path in files_of([tmp_path])] == ["four.gguf"]
+
+
+async def test_what_is_no_file_does_not_hold_up_the_search(folder: Path) -> None:
+    # To open a pipe waits for somebody who writes.
+    os.mkfifo(folder / "pipe.gguf")
+    (folder / "folder.gguf").mkdir()
+    (folder / "link.gguf").symlink_to(folder / "tiny.gguf")
+    (folder / "gone.gguf").symlink_to(folder / "nothing")
+    library = Library([folder], Clock())
+    searching = threading.Thread(target=library.search, daemon=True)
+    searching.start()
+    await asyncio.to_thread(searching.join, 10)
+    assert not searching.is_alive()
+    assert list(found(library)) == ["large", "link", "tiny"]
 
 
 async def test_new_files_are_found_and_unchanged_ones_are_not_read_again(

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from mesh.util.tasks import Interruption, first_of, run_interruptible
+from mesh.util.tasks import Interruption, first_of, run_interruptible, run_to_end
 from spanmesh_proto.errors import ClusterError
 
 
@@ -106,3 +106,28 @@ async def test_the_first_to_fail_is_heard() -> None:
 
     with pytest.raises(ClusterError, match="broken"):
         await first_of(long(), fails())
+
+
+@pytest.mark.parametrize("error", [None, ClusterError("no")])
+async def test_a_cleanup_goes_on_however_often_it_is_cancelled(error: ClusterError | None) -> None:
+    steps: list[str] = []
+
+    async def cleanup() -> None:
+        await asyncio.sleep(0.02)
+        steps.append("cleaned up")
+        if error is not None:
+            raise error
+
+    task = asyncio.create_task(run_to_end(cleanup()))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert steps == ["cleaned up"]
+    if error is None:
+        await run_to_end(cleanup())
+    else:
+        with pytest.raises(ClusterError, match="no"):
+            await run_to_end(cleanup())
+    assert steps == ["cleaned up"] * 2
