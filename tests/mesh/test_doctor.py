@@ -154,7 +154,8 @@ def test_gpus_are_shown_with_their_memory_and_backends() -> None:
     checks = {check.what: check for check in host_checks("a", report)}
     assert checks["device"].outcome is Outcome.OK
     assert checks["device"].detail == (
-        "llama.cpp computes on CPU (Fast), CUDA0 (RTX, 7.0 GiB of 8.0 GiB free); its backends: cpu, cuda"
+        "llama.cpp computes on CPU (A processor), CUDA0 (RTX, 7.0 GiB of 8.0 GiB free);"
+        " its backends: cpu, cuda"
     )
 
 

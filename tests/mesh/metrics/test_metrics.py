@@ -215,8 +215,11 @@ async def test_every_metric_named_in_the_documents_and_the_dashboard_exists_and_
             await ask(http, max_tokens=60)
         await ask(http, max_tokens=60, speculation={"mode": "draft"})
         link.gate.clear()
-        texts = [asyncio.create_task(http.post("/v1/embeddings", json={"input": "Hello"})) for _ in range(3)]
-        await mesh.until(lambda: embedder.num_waiting == 1)
+        texts = []
+        # One after the other, so that each of the first two is a batch of its own and the third one waits.
+        for state in ((1, 0), (2, 0), (3, 1)):
+            texts.append(asyncio.create_task(http.post("/v1/embeddings", json={"input": "Hello"})))
+            await mesh.until(lambda state=state: (embedder.num_requests, embedder.num_waiting) == state)  # type: ignore[misc]
         seen.append(await scrape(http))
         link.gate.set()
         assert [each.status_code for each in await asyncio.gather(*texts)] == [200] * 3
