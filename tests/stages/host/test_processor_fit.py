@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import subprocess
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from stages.host.processor_fit import extensions_of, lacking, processor_flags
-from stages.runtime.llama_libraries import kernels_folder, library_folder
+from stages.runtime.llama import llama_library
+from stages.runtime.llama_libraries import kernels_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,10 +62,8 @@ def test_the_installed_build_fits_the_processor_that_it_was_compiled_on() -> Non
 
 @pytest.mark.skipif(kernels_folder() is not None, reason="this llama.cpp has kernels for several processors")
 def test_extensions_are_those_that_the_kernels_tell() -> None:
-    folder = library_folder()
-    assert folder is not None
-    (path,) = (*folder.glob("libggml-cpu.so"), *folder.glob("libggml-cpu.dylib"))
-    kernels = ctypes.CDLL(str(path))
+    # The library that this process has: a second copy would stay beside it.
+    kernels = llama_library("ggml-cpu")
     told = extensions_of(kernels)
     assert json.loads(fit().stdout) == list(told)
     assert ("avx2" in told) == bool(kernels.ggml_cpu_has_avx2())
