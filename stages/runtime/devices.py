@@ -263,6 +263,8 @@ def _kept_experts(count: int, layers: FileLayers | None) -> Any:
 
 # Larger than any cache on a device.
 _PROBE_BYTES: Final = 512 * 2**20
+_FIRST_PROBE_BYTES: Final = 8 * 2**20
+_SLOW_PROBE_S: Final = 0.02
 _ROUNDS: Final = 5
 _WIDTH: Final = 4096
 _F32, _F16 = 0, 1
@@ -284,7 +286,7 @@ def device_speed_gb_per_s(device: Device, *, probe_bytes: int = _PROBE_BYTES) ->
 
     Args:
         device: The device.
-        probe_bytes: Size of the matrix; smaller unless four times as much is free.
+        probe_bytes: Size of the matrix; smaller unless four times as much is free, and on slow devices.
 
     Raises:
         ClusterError: If the device cannot compute it.
@@ -292,6 +294,16 @@ def device_speed_gb_per_s(device: Device, *, probe_bytes: int = _PROBE_BYTES) ->
     init_backend()
     if device.free_bytes:
         probe_bytes = min(probe_bytes, device.free_bytes // 4)
+    first_bytes = min(probe_bytes, _FIRST_PROBE_BYTES)
+    speed_gb_per_s = _read_speed_gb_per_s(device, first_bytes)
+    # Cards need the large matrix: caches hold a small one, and to start takes as long as to read it. Where the
+    # small one takes long, as on a software device, the large one would take minutes.
+    if first_bytes / (speed_gb_per_s * 1e9) > _SLOW_PROBE_S or first_bytes == probe_bytes:
+        return speed_gb_per_s
+    return _read_speed_gb_per_s(device, probe_bytes)
+
+
+def _read_speed_gb_per_s(device: Device, probe_bytes: int) -> float:
     rows = max(1, probe_bytes // (_WIDTH * _F16_BYTES))
     ggml = _ggml()
     with ExitStack() as stack:
