@@ -296,7 +296,7 @@ def device_speed_gb_per_s(device: Device, *, probe_bytes: int = _PROBE_BYTES) ->
         probe_bytes = min(probe_bytes, device.free_bytes // 4)
     first_bytes = min(probe_bytes, _FIRST_PROBE_BYTES)
     speed_gb_per_s = _read_speed_gb_per_s(device, first_bytes)
-    # Cards need the large matrix: caches hold a small one, and to start takes as long as to read it. Where the
+    # Cards need the large matrix: caches hold a small one, and a start takes as long as reading it. Where the
     # small one takes long, as on a software device, the large one would take minutes.
     if first_bytes / (speed_gb_per_s * 1e9) > _SLOW_PROBE_S or first_bytes == probe_bytes:
         return speed_gb_per_s
