@@ -188,7 +188,8 @@ class _Setting:
             exchanges=read_recording(recording),
             code_word=word,
             copied=_text_of(copy) if copy.exists() else None,
-            last_words="\n".join(errors.splitlines()[-_LAST_LINES:]),
+            # Without the name of a folder that is gone when the report is read.
+            last_words="\n".join(errors.splitlines()[-_LAST_LINES:]).replace(str(self._scratch), "SCRATCH"),
         )
 
     @contextmanager
