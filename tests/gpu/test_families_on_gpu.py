@@ -6,21 +6,13 @@ import pytest
 
 from mesh.qualification.device_parity import measure
 from stages.runtime.devices import Device
-from tests.support.tiny_families import TINY_FAMILIES
-from tests.support.tiny_models import TinyModel
+from tests.support.float_models import write_float
 
 pytestmark = [pytest.mark.gpu, pytest.mark.model]
 NUM_TOKENS = 64
 # Plain, with windows, tied; the others: experts, sinks, latent attention, recurrent layers alone, beside
-# attention in a layer and between such layers, and stages whose files have blank layers. Weights are float32:
-# of quantised products the processor rounds both factors, the device one, which random weights amplify.
-PLAIN = {
-    "llama": TinyModel("llama", is_float=True),
-    "llama-tied": TinyModel("llama", is_tied=True, is_float=True),
-    "qwen3": TinyModel("qwen3", is_float=True),
-    "gemma3": TinyModel("gemma3", is_float=True),
-    "granite": TinyModel("granite", is_float=True),
-}
+# attention in a layer and between such layers, and stages whose files have blank layers.
+PLAIN = ("llama", "qwen3", "gemma3", "granite")
 FAMILIES = (
     *("qwen3moe", "gpt-oss", "phi3", "gemma4", "deepseek2", "glm4moe", "mamba2", "falcon-h1", "qwen3next"),
     *("nemotron_h", "granitehybrid", "llama4-short", "smallthinker"),
@@ -32,10 +24,7 @@ def test_stages_of_one_layer_each_say_what_the_whole_model_says(
     name: str, tmp_path: Path, gpu: Device
 ) -> None:
     model = tmp_path / f"{name}.gguf"
-    if name in PLAIN:
-        PLAIN[name].write(model)
-    else:
-        TINY_FAMILIES[name].write(model, is_float=True)
+    write_float(name, model)
     found = measure(model, gpu, tmp_path, num_tokens=NUM_TOKENS)
     print(
         f"{name}, cut at {found.cuts}, on {gpu.description}: stages {found.stages}; half on the processor "

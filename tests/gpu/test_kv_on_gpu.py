@@ -16,7 +16,7 @@ from stages.runtime.kv_state import KvRows
 from stages.runtime.kv_types import KV_TYPES
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from stages.weights.virtual_stages import StageCache
-from tests.support.tiny_families import TINY_FAMILIES
+from tests.support.float_models import write_float
 from tests.support.tiny_models import TinyModel
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def loaded(model: Path, options: RuntimeOptions) -> StageRuntime | str:
 
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 def test_every_format_says_what_it_says_on_the_processor(kv_type: str, tmp_path: Path, gpu: Device) -> None:
-    model = TinyModel("llama", n_layers=3, head_size=32).write(tmp_path / "tiny.gguf")
+    model = TinyModel("llama", n_layers=3, head_size=32, is_float=True).write(tmp_path / "tiny.gguf")
     alone = RuntimeOptions(ctx_size=128, kv_type=kv_type, gpu_layers=())
     prompt = random_prompt(320)
     with closing(StageRuntime(model, alone)) as runtime:
@@ -65,7 +65,7 @@ def test_every_format_says_what_it_says_on_the_processor(kv_type: str, tmp_path:
 
 
 def test_a_slot_goes_on_from_the_first_rows_of_another(tmp_path: Path, gpu: Device) -> None:
-    model = TinyModel("llama").write(tmp_path / "tiny.gguf")
+    model = write_float("llama", tmp_path / "tiny.gguf")
     options = RuntimeOptions(num_slots=3, ctx_size=64, gpu_layers=((gpu.name, 6),))
     with closing(StageRuntime(model, options)) as runtime:
         runtime.decode([Span(0, 0, TEXT[:20])])
@@ -92,7 +92,7 @@ STAGES = {
 def test_rows_pass_to_a_processor_and_back(name: str, tmp_path: Path, gpu: Device) -> None:
     """In pieces, into whatever slot, between caches of other layouts."""
     model = tmp_path / f"{name}.gguf"
-    (TINY_FAMILIES[name] if name in TINY_FAMILIES else TinyModel(name)).write(model)
+    write_float(name, model)
     path = StageCache(tmp_path / "stages").cut(model, STAGES[name]).path
     on_gpu = RuntimeOptions(num_slots=3, ctx_size=64, gpu_layers=((gpu.name, len(STAGES[name])),))
     with (
@@ -117,7 +117,7 @@ def test_rows_pass_to_a_processor_and_back(name: str, tmp_path: Path, gpu: Devic
 def test_recurrent_states_pass_to_a_processor_and_go_back_to_checkpoints(
     name: str, tmp_path: Path, gpu: Device
 ) -> None:
-    model = TINY_FAMILIES[name].write(tmp_path / f"{name}.gguf")
+    model = write_float(name, tmp_path / f"{name}.gguf")
     path = StageCache(tmp_path / "stages").cut(model, LayerRange(0, 2)).path
     on_gpu = RuntimeOptions(num_slots=2, ctx_size=64, num_checkpoints=2, gpu_layers=((gpu.name, 2),))
     with (

@@ -17,10 +17,10 @@ from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.model_facts import read_model_facts
 from stages.weights.virtual_stages import StageCache
 from tests.stages.serving.test_kv_replication import until_sent
+from tests.support.float_models import write_float
 from tests.support.repairable_ring import RepairableRing, serving
 from tests.support.ring_harness import collect
-from tests.support.tiny_families import TINY_FAMILIES
-from tests.support.tiny_models import N_VOCAB, TinyModel
+from tests.support.tiny_models import N_VOCAB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,8 +35,7 @@ MODELS = {"llama": (2, 4), "gemma3": (2, 4), "qwen3moe": (1, 2), "falcon-h1": (1
 
 
 def write(name: str, folder: Path) -> Path:
-    path = folder / f"{name}.gguf"
-    return (TINY_FAMILIES[name] if name in TINY_FAMILIES else TinyModel(name)).write(path)
+    return write_float(name, folder / f"{name}.gguf")
 
 
 def maker(

@@ -14,8 +14,7 @@ from stages.runtime import stage_runtime as runtime_module
 from stages.runtime.hidden_tap import LayerTap, StopTap
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from stages.weights.virtual_stages import StageCache
-from tests.support.tiny_families import TINY_FAMILIES
-from tests.support.tiny_models import TinyModel
+from tests.support.float_models import write_float
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +45,7 @@ MIDDLES = {
 
 def middle_of(name: str, folder: Path) -> Path:
     model = folder / f"{name}.gguf"
-    (TINY_FAMILIES[name] if name in TINY_FAMILIES else TinyModel(name)).write(model)
+    write_float(name, model)
     return StageCache(folder / "stages").cut(model, MIDDLES[name]).path
 
 
@@ -120,7 +119,7 @@ def test_a_graph_ends_behind_the_last_layer(
     layers: LayerRange, count: int, tmp_path: Path, gpu: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither norm nor head are computed, whether all layers are on the GPU or only the last one."""
-    model = TinyModel("llama").write(tmp_path / "llama.gguf")
+    model = write_float("llama", tmp_path / "llama.gguf")
     path = StageCache(tmp_path / "stages").cut(model, layers).path
     taps: list[CountingTap] = []
 
@@ -138,7 +137,7 @@ def test_a_graph_ends_behind_the_last_layer(
 
 
 def test_features_of_layers_on_a_gpu_are_those_of_the_processor(tmp_path: Path, gpu: Device) -> None:
-    model = TINY_FAMILIES["glm4moe"].write(tmp_path / "model.gguf")
+    model = write_float("glm4moe", tmp_path / "model.gguf")
 
     def features(count: int) -> list[NDArray[np.float32]]:
         with closing(StageRuntime(model, options_of(gpu, count))) as runtime:
