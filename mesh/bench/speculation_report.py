@@ -103,7 +103,7 @@ def _conditions(results: Results) -> str:
     hops = ", ".join(f"{hop:.2f} for {asked:g}" for asked, hop in sorted(results.hops_ms.items()))
     return (
         f"```sh\n{found.command}\n```\n\n"
-        f"{_mesh(found)}, {found.num_tokens} tokens per answer, {found.numeric_mode} mode, "
+        f"{_mesh(found)} {found.num_tokens} tokens per answer, {found.numeric_mode} mode, "
         f"seed {found.seed}. "
         f"{found.processor}, {found.num_cores} cores for "
         f"{'all hosts together' if found.url is None else 'the client'}. {found.software}. "
@@ -121,10 +121,10 @@ def _conditions(results: Results) -> str:
 def _mesh(found: RunConditions) -> str:
     if found.url is not None:
         stages = "; ".join(found.placement)
-        return f"{found.model} as served at {found.url}, {found.num_stages} stages ({stages})"
+        return f"{found.model} as served at {found.url}, {found.num_stages} stages: {stages}."
     return (
         f"{found.model}, draft model {found.draft_model or 'none'}, {found.num_stages} stage hosts and a "
-        f"head without layers, {found.num_threads} thread(s) per stage"
+        f"head without layers, {found.num_threads} thread(s) per stage,"
     )
 
 
