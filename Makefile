@@ -123,7 +123,7 @@ $(VENV)/.llama-inputs: $(VENV)/.made constraints.txt $(MENDS) stages/llama_build
 	@if test ! -e $@ && test -e $(VENV)/.llama-cpp && \
 	    ls -d $(VENV)/lib/python*/site-packages/"$$(sed -n 's/^\(llama_cpp_python\)==/\1-/p' constraints.txt)".dist-info \
 	      >/dev/null 2>&1 && \
-	    test -z "$$(find $(filter-out constraints.txt,$(wordlist 2,9,$^)) -newer $(VENV)/.llama-cpp)"; then \
+	    test -z "$$(find $(filter-out $(VENV)/.made constraints.txt,$^) -newer $(VENV)/.llama-cpp)"; then \
 	  mv $@.new $@ && touch -r $(VENV)/.llama-cpp $@; \
 	elif cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 
