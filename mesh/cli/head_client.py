@@ -64,10 +64,10 @@ _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 
 
 class _NoRedirects(request.HTTPRedirectHandler):
-    """Makes a redirection an error: a mesh sends nobody elsewhere, and the key is the named server's."""
+    """Makes a redirection an error: the API key is for the named server only."""
 
     def redirect_request(self, *_arguments: object) -> None:
-        """Nothing is asked in its place."""
+        """Returns None: no request follows, and the answer counts as an error."""
 
 
 def _exchange(
