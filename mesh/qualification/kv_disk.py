@@ -4,9 +4,10 @@
 
 First a mesh of two stages in exact mode keeps a prompt on disk. Again and again one of its files is damaged,
 the prompt's slot is given to another one, and the prompt is asked again: every damage must be noticed, and
-every text must be the one that is computed without any cache. Then a chat grows to thousands of tokens; the
-first token of a turn is timed with the cache in memory, without any, and after `mesh serve` and all stages
-were stopped and started.
+every text must be the one that is computed without any cache. The model is a random one of four layers, since
+each damage costs a prompt. Then a chat with the demo's model, or a given one, grows to thousands of tokens;
+the first token of a turn is timed with the cache in memory, without any, and after `mesh serve` and all
+stages were stopped and started.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from mesh.cli.head_client import ask_head
 from mesh.cli.option_types import int_option
 from mesh.coordinator.disk_prefixes import BLOCK_POSITIONS
 from mesh.lab.local_mesh import ServedMesh, served_mesh
+from mesh.qualification.random_model import Shape, write_random_gguf
 from mesh.serve.options import demo_model
 from mesh.util.completion_stream import COMPLETION_PATH, stream_completion
 from mesh.util.logs import set_up_logs
@@ -45,6 +47,7 @@ log = structlog.get_logger()
 _NUM_STAGES: Final = 2
 _NUM_BLOCKS: Final = 3
 _LIMIT_MIB: Final = 256
+_SMALL: Final = Shape(4, 128, 256, 4, 2, 32_000, is_tied=False)
 _ANSWER_TOKENS: Final = 16
 # Of a turn that adds little: new text, as a share of the prompt.
 _NEW_SHARE: Final = 0.04
@@ -239,12 +242,14 @@ def damage(path: Path, other: Path, random: Random) -> str:
     return kind
 
 
-def try_damages(model: Path, folder: Path, num_damages: int, random: Random) -> Damages:
+def try_damages(folder: Path, num_damages: int, random: Random) -> Damages:
     """Damage files one at a time, and ask again after each.
 
     Raises:
-        MeshError: If the mesh ends, or does not mend its files.
+        MeshError: If the mesh ends or does not mend its files, or if texts do not depend on all blocks.
     """
+    model = folder / "random.gguf"
+    write_random_gguf(model, _SMALL, "Q8_0", seed=random.randrange(2**32))
     prompt = [random.randrange(*_IDS) for _ in range(_NUM_BLOCKS * BLOCK_POSITIONS + 20)]
     others = [random.randrange(*_IDS) for _ in range(BLOCK_POSITIONS // 2)]
     key = secrets.token_urlsafe(32)
@@ -254,6 +259,14 @@ def try_damages(model: Path, folder: Path, num_damages: int, random: Random) -> 
         _mesh(model, folder, key, "--exact", "--ctx-size", "2048", "--kv-disk", f"{_LIMIT_MIB}M") as chat,
     ):
         expected = chat.ask(prompt, caches=False).token_ids
+        # Else rows of another prefix would not be seen in the text.
+        for block in range(_NUM_BLOCKS):
+            changed = [*prompt]
+            changed[block * BLOCK_POSITIONS] += 1
+            if chat.ask(changed, caches=False).token_ids == expected:
+                raise MeshError(
+                    f"the text does not depend on block {block} of the prompt: try another --seed"
+                )
         chat.ask(prompt)
         num_files = _NUM_STAGES * _NUM_BLOCKS
         _wait_until(lambda: len(_files(root)) == num_files, f"{num_files} files")
@@ -331,7 +344,7 @@ def turn_lines(in_memory: Turn, from_disk: Turn) -> list[Line]:
 
 
 @click.command()
-@click.option("--model", type=FILE, help="The demo's model unless given.")
+@click.option("--model", type=FILE, help="Of the chat: the demo's model unless given.")
 @int_option("--damages", "num_damages", least=0, default=1000, help="Damages; 0 leaves them out.")
 @int_option("--tokens", "num_tokens", least=0, default=8000, help="Length of the chat; 0 leaves it out.")
 @int_option("--seed", least=0, default=21, help="Of everything that is random.")
@@ -348,13 +361,21 @@ def main(*, model: Path | None, num_damages: int, num_tokens: int, seed: int, is
     try:
         if num_damages:
             with tempfile.TemporaryDirectory(prefix="mesh-kv-disk-") as folder:
-                lines += damage_lines(try_damages(model, Path(folder), num_damages, random))
+                lines += damage_lines(try_damages(Path(folder), num_damages, random))
         if num_tokens:
             with tempfile.TemporaryDirectory(prefix="mesh-kv-disk-") as folder:
                 lines += turn_lines(*grow(model, Path(folder), num_tokens, random))
     except MeshError as error:
         raise click.ClickException(error.message) from error
-    about = {"model": model.name, "stages": _NUM_STAGES, "processor": processor_name(), "seed": seed}
+    models = ["random of four layers (damages)"] * bool(num_damages) + [f"{model.name} (chat)"] * bool(
+        num_tokens
+    )
+    about = {
+        "model": ", ".join(models),
+        "stages": _NUM_STAGES,
+        "processor": processor_name(),
+        "seed": seed,
+    }
     if is_json:
         sys.stdout.write(json_text({"conditions": about, "lines": [line.as_dict() for line in lines]}))
     else:
