@@ -362,6 +362,7 @@ async def test_a_schema_that_is_invalid_is_refused_even_if_it_is_not_strict(
         {"type": "object"},
         {"type": "object", "properties": {}},
         {"type": "object", "properties": {}, "additionalProperties": False},
+        {"type": ["object"], "properties": {}, "required": [], "title": "clock_arguments"},
     ],
 )
 async def test_a_function_without_parameters_is_called_once_and_without_any(
@@ -376,6 +377,7 @@ async def test_a_function_without_parameters_is_called_once_and_without_any(
     call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
     assert matches(automaton, call)
     assert not matches(automaton, call.replace("{}", '{"a": 1}'))
+    assert not matches(automaton, call.replace("{}", "{ }"))
     # Small models never stop calling by themselves.
     assert not matches(automaton, f"{call}\n{call}")
 
