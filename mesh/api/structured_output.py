@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 # Bound for a model that never stops calling.
 MAX_CALLS: Final = 16
 _CALL: Final = Ref("call")
-_NOTHING: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 # Keywords of a schema that constrain nothing.
 _NOTES: Final = frozenset({"$schema", "$id", "title", "description", "$defs", "definitions"})
 _MOST_LEFT_OUT: Final = 16
@@ -84,15 +83,13 @@ def call_grammar(
     for index, function in enumerate(tools.functions):
         what = f"the parameters of the function {function['name']}"
         is_strict = function["name"] in tools.strict_names
-        arguments, converter = _value(
-            _NOTHING if _takes_nothing(function["parameters"]) else function["parameters"],
-            f"f{index}-",
-            what,
-            "tools",
-            is_lenient=not is_strict,
-        )
-        rules |= converter.rules
-        left_out += [f"{what}, {each}" for each in converter.left_out]
+        arguments: Expression | str = "{}"
+        if not _takes_nothing(function["parameters"]):
+            arguments, converter = _value(
+                function["parameters"], f"f{index}-", what, "tools", is_lenient=not is_strict
+            )
+            rules |= converter.rules
+            left_out += [f"{what}, {each}" for each in converter.left_out]
         key = "parameters" if call_format is CallFormat.LLAMA else "arguments"
         calls.append(seq(f'{{"name": {quoted(function["name"])}, "{key}": ', arguments, "}"))
     most_calls = 1 if has_one_call else MAX_CALLS
@@ -122,7 +119,7 @@ def call_grammar(
 
 def _takes_nothing(parameters: Mapping[str, Any]) -> bool:
     """Whether the schema of a function's parameters names none, and permits no others by name."""
-    is_object = parameters.get("type", "object") == "object"
+    is_object = parameters.get("type", "object") in ("object", ["object"])
     others = parameters.get("additionalProperties", False)
     beside = parameters.keys() - {"type", "properties", "required", "additionalProperties", *_NOTES}
     is_empty = parameters.get("properties", {}) == {} and parameters.get("required", []) == []

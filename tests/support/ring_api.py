@@ -1,6 +1,7 @@
 """The real API over the real coordinator and stages, around a fake model with a real vocabulary."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ async def running_ring_api(
     max_waiting: int = 64,
     keys: ApiKeys | None = None,
     make_proposer: Callable[[], Proposer] | None = None,
+    clock_s: Callable[[], float] = time.monotonic,
     **options: Any,
 ) -> AsyncIterator[RingApi]:
     """Two stages, a coordinator, and the API on a free port."""
@@ -62,6 +64,7 @@ async def running_ring_api(
             make_proposer=make_proposer,
             max_rows=FakeRuntime.max_rows,
             n_vocab=tokenizer.n_vocab,
+            clock_s=clock_s,
             token_texts=tokenizer.texts,
         ) as coordinator,
         running_api(coordinator, tokenizer, keys=keys, **options) as api,

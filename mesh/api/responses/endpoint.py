@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 # Tokens left for an answer without a limit of its own, when old turns are dropped.
 _ANSWER_ROOM: Final = 1024
-_FEWEST_TURNS: Final = 2
 _WORDS: Final = (("response_format.json_schema", "text.format"), ("response_format", "text.format"))
 
 
@@ -176,27 +175,49 @@ def _messages(backend: Backend, body: ResponsesBody, client: str | None) -> list
 
 
 def _prompt(backend: Backend, body: ResponsesBody, messages: Sequence[Mapping[str, Any]]) -> ChatPrompt:
-    """The prompt; without the conversation's oldest turns if they do not fit, and `truncation` is `auto`."""
-    num_system = _num_system(messages)
-    # Results of calls stay with their calls: a turn begins with what the user says.
-    starts = [index for index in range(num_system, len(messages)) if messages[index]["role"] == "user"]
-    if body.truncation != "auto" or len(starts) < _FEWEST_TURNS:
+    """The prompt; without the conversation's oldest parts if it does not fit, and `truncation` is `auto`."""
+    if body.truncation != "auto":
         return render_prompt(backend, _conversation(body, messages))
+    num_system = _num_system(messages)
+    system, rest = messages[:num_system], messages[num_system:]
+    cuts = _cuts(rest)
     context_length = backend.engine.context_length
     room = min(body.token_limit or _ANSWER_ROOM, context_length // 4)
 
-    def without(num_turns: int) -> ChatPrompt:
-        kept = messages[starts[num_turns] :] if num_turns else messages[num_system:]
-        return render_prompt(backend, _conversation(body, [*messages[:num_system], *kept]))
+    def cut(place: int) -> ChatPrompt:
+        first, resumed = cuts[place]
+        kept = [*rest[first : first + 1], *rest[resumed:]]
+        return render_prompt(backend, _conversation(body, [*system, *kept]))
 
-    def fits(num_turns: int) -> int:
+    def fits(place: int) -> int:
         try:
-            return int(len(without(num_turns).tokens) + room <= context_length)
+            return int(len(cut(place).tokens) + room <= context_length)
         except ContextLengthExceeded:
             return 0
 
-    # The last turn is sent whether it fits or not: the error then names its length.
-    return without(bisect.bisect_left(range(len(starts) - 1), 1, key=fits))
+    # The shortest is sent whether it fits or not: the error then names its length.
+    return cut(bisect.bisect_left(range(len(cuts) - 1), 1, key=fits))
+
+
+def _cuts(messages: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    """Ways to shorten a conversation, each shorter than the one before it; the first leaves out nothing.
+
+    Whole turns are left out first, each of which begins with what the user says; then of the last turn the
+    oldest calls, with their results.
+
+    Args:
+        messages: The conversation without instructions.
+
+    Returns:
+        Of each way the message that it begins with, and the one that it goes on with.
+    """
+    turns = [index for index, message in enumerate(messages) if message["role"] == "user"]
+    last = turns[-1] if turns else -1
+    rounds = [index for index in range(last + 1, len(messages)) if messages[index]["role"] == "assistant"]
+    whole_turns = [(index, index + 1) for index in turns if index]
+    if turns:
+        return [(0, 1), *whole_turns, *((last, index) for index in rounds[1:])]
+    return [(0, 1), *((index, index + 1) for index in rounds[1:])]
 
 
 def _conversation(body: ResponsesBody, messages: Sequence[Mapping[str, Any]]) -> Conversation:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+import openai
 import pytest
 
 from mesh.api.api_keys import ApiKeys, KeyRecord, add_key, digest_of
 from mesh.engine import Committed, GenerationStats
 from spanmesh_proto.errors import Overloaded, StageFailed
 from tests.support import api_harness
-from tests.support.api_harness import KEY, Api, ScriptedEngine, backend_of, running_api
+from tests.support.api_harness import KEY, MODEL, Api, ScriptedEngine, backend_of, running_api
 from tests.support.raw_client import RawClient, request_bytes
 from tests.support.ring_api import CHAT, running_ring_api
 
@@ -258,6 +260,54 @@ async def test_it_is_told_to_come_back_when_one_is_likely_to_be_over(tokenizer: 
         async with under_way(api, engine, 2):
             # Two that take 31 s each: one of them is over every 15.5 s.
             assert (await post(api)).headers["retry-after"] == "16"
+
+
+def _let(may_compute: threading.Event) -> None:
+    assert may_compute.wait(60)
+
+
+async def test_a_full_queue_tells_when_it_will_be_empty(tokenizer: Tokenizer) -> None:
+    """By the limits of the answers that wait: short ones behind a long one are over sooner than that was."""
+    now_s, may_compute = 100.0, threading.Event()
+
+    async def ask(max_tokens: int) -> Any:
+        return await ring_api.api.openai.completions.create(
+            model=MODEL, prompt="Hello", max_tokens=max_tokens
+        )
+
+    async def refused_for_s(max_tokens: int) -> int:
+        with pytest.raises(openai.RateLimitError, match=r"2 requests wait: try again in \d+ s") as refused:
+            await ask(max_tokens)
+        return int(refused.value.response.headers["retry-after"])
+
+    def sessions() -> tuple[int, int]:
+        counts = ring_api.coordinator.status()["sessions"]
+        return counts["running"], counts["waiting"]
+
+    async def until(running: int, waiting: int) -> None:
+        async with asyncio.timeout(20):
+            while sessions() != (running, waiting):  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+    async with running_ring_api(tokenizer, num_slots=1, max_waiting=2, clock_s=lambda: now_s) as ring_api:
+        ring_api.runtimes[0].on_decode = lambda _spans: _let(may_compute)
+        try:
+            for max_tokens, held_s in ((200, 8.0), (2, 1.0)):
+                may_compute.clear()
+                answer = asyncio.create_task(ask(max_tokens))
+                await until(1, 0)
+                now_s += held_s
+                may_compute.set()
+                await answer
+            may_compute.clear()
+            answers = [asyncio.create_task(ask(2)) for _ in range(3)]
+            await until(1, 2)
+            # A mean of all answers would say 22 s to both.
+            assert (await refused_for_s(2), await refused_for_s(200)) == (3, 10)
+        finally:
+            may_compute.set()
+        await asyncio.gather(*answers)
+        assert await ask(2)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

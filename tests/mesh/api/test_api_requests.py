@@ -226,6 +226,11 @@ async def test_endpoints_answer_without_their_prefix(
     assert short.json().keys() == whole.json().keys()
 
 
-async def test_health_is_told_to_those_that_only_look(api: Api) -> None:
-    response = await api.http.head("/health")
-    assert (response.status_code, response.content) == (200, b"")
+@pytest.mark.parametrize("is_ready", [True, False])
+async def test_health_is_told_to_those_that_only_look(tokenizer: Tokenizer, *, is_ready: bool) -> None:
+    async with running_api(ScriptedEngine([]), tokenizer, ready=lambda: is_ready) as api:
+        response = await api.http.head("/health")
+        whole = await api.http.get("/health")
+    assert (response.status_code, response.content) == (200 if is_ready else 503, b"")
+    assert response.headers["content-length"] == whole.headers["content-length"]
+    assert ("retry-after" in response.headers) is not is_ready

@@ -420,6 +420,61 @@ async def test_old_turns_are_dropped_where_that_is_asked_for(tokenizer: Tokenize
     assert too_long.json()["error"]["code"] == "context_length_exceeded"
 
 
+async def test_old_turns_of_kept_answers_are_dropped(tokenizer: Tokenizer) -> None:
+    engine = saying(tokenizer, "Yes.")
+    async with running_api(engine, tokenizer) as api:
+        asked: Any = {"model": MODEL, "truncation": "auto", "max_output_tokens": 100}
+        last: Any = {}
+        for number in range(6):
+            question = f"Question {number}, " + "word " * 500
+            answer = await api.openai.responses.create(input=question, **asked, **last)
+            assert answer.output_text == "Yes."
+            counted = await api.http.post(
+                f"{RESPONSES}/input_tokens", json={"input": question, **asked, **last}
+            )
+            assert answer.usage is not None
+            assert counted.json()["input_tokens"] == answer.usage.input_tokens
+            last = {"previous_response_id": answer.id}
+        text = shown(engine, tokenizer)
+        untold = await api.http.post(RESPONSES, json={"input": "More?", **last})
+    assert [f"Question {number}," in text for number in range(6)] == [False] * 3 + [True] * 3
+    assert untold.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("before", [[], [{"role": "user", "content": "Hello."}]])
+async def test_old_calls_of_the_last_turn_are_dropped_with_their_results(
+    tokenizer: Tokenizer, before: list[Any]
+) -> None:
+    """A coding agent's turn: one question, and many calls."""
+    engine = saying(tokenizer, "Yes.")
+    turns: Any = [*before, {"role": "user", "content": "The question?"}]
+    for number in range(8):
+        call = {"type": "function_call", "name": "weather", "arguments": "{}"}
+        result = {"type": "function_call_output", "output": f"result {number}, " + "word " * 200}
+        for each in (f"c{number}", f"d{number}"):
+            turns.append({**call, "call_id": each})
+        for each in (f"c{number}", f"d{number}"):
+            turns.append({**result, "call_id": each})
+    async with running_api(engine, tokenizer) as api:
+        answer = await api.openai.responses.create(
+            model=MODEL, input=turns, truncation="auto", max_output_tokens=100
+        )
+        text = shown(engine, tokenizer)
+        huge = {"type": "function_call_output", "call_id": "e", "output": "word " * 3000}
+        hopeless = await api.http.post(RESPONSES, json={"input": [*turns, huge], "truncation": "auto"})
+        calls_alone = turns[len(before) + 1 :]
+        unasked = await api.http.post(
+            RESPONSES, json={"input": calls_alone, "truncation": "auto", "max_output_tokens": 100}
+        )
+    assert answer.output_text == "Yes."
+    assert "Hello." not in text
+    assert text.count("The question?") == 1
+    assert [text.count(f"result {number},") for number in range(8)] == [0] * 5 + [2] * 3
+    assert text.count('{"name": "weather"') == 6
+    assert hopeless.json()["error"]["code"] == "context_length_exceeded"
+    assert unasked.status_code == 200, unasked.text
+
+
 async def test_the_items_of_the_input_are_kept_with_the_answer(tokenizer: Tokenizer) -> None:
     async with running_api(saying(tokenizer, "Yes."), tokenizer) as api:
         items: Any = [{"role": "user", "content": f"Question {number}"} for number in range(5)]

@@ -344,6 +344,37 @@ async def test_tools_that_are_not_strict_are_held_to_what_can_be_enforced(
     assert not matches(automaton, call("oslo", 10))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_endpoint_tells_what_is_not_enforced(
+    api: Api,
+    engine: ScriptedEngine,
+    stream: bool,  # noqa: FBT001
+) -> None:
+    engine.context_length = 2048
+    own: Any = {"name": "connect", "parameters": LOOSE}
+    anthropics: Any = {"name": "connect", "input_schema": LOOSE}
+    bodies: dict[str, Any] = {
+        "/v1/responses": {
+            "input": "Hello",
+            "tools": [{"type": "function", **own}],
+            "tool_choice": "required",
+        },
+        "/v1/messages": {
+            "messages": HELLO,
+            "max_tokens": 9,
+            "tools": [anthropics],
+            "tool_choice": {"type": "any"},
+        },
+    }
+    for path, body in bodies.items():
+        response = await api.http.post(path, json={**body, "stream": stream})
+        assert response.status_code == 200, response.text
+        assert '"warnings":["the parameters of the function connect, properties/host' in response.text
+        free = await api.http.post(path, json={**body, "tool_choice": None, "stream": stream})
+        assert free.status_code == 200, free.text
+        assert '"warnings"' not in free.text
+
+
 async def test_a_schema_that_is_invalid_is_refused_even_if_it_is_not_strict(
     api: Api, engine: ScriptedEngine
 ) -> None:
@@ -362,6 +393,7 @@ async def test_a_schema_that_is_invalid_is_refused_even_if_it_is_not_strict(
         {"type": "object"},
         {"type": "object", "properties": {}},
         {"type": "object", "properties": {}, "additionalProperties": False},
+        {"type": ["object"], "properties": {}, "required": [], "title": "clock_arguments"},
     ],
 )
 async def test_a_function_without_parameters_is_called_once_and_without_any(
@@ -376,6 +408,7 @@ async def test_a_function_without_parameters_is_called_once_and_without_any(
     call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
     assert matches(automaton, call)
     assert not matches(automaton, call.replace("{}", '{"a": 1}'))
+    assert not matches(automaton, call.replace("{}", "{ }"))
     # Small models never stop calling by themselves.
     assert not matches(automaton, f"{call}\n{call}")
 
