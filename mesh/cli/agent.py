@@ -201,11 +201,7 @@ def agent(
         raise ClusterError(f"{url} does not describe its model {model!r} as a mesh does: another server?")
     endpoint = MeshEndpoint(url, key, name, context_length)
     if endpoint.context_length < _SHORT_CONTEXT:
-        click.echo(
-            f"{endpoint.model} is served with a context of {endpoint.context_length} positions, and agents "
-            "send long prompts: serve it with a larger --ctx-size, such as 32768",
-            err=True,
-        )
+        click.echo(_short_context_hint(endpoint, (card.get("meta") or {}).get("n_ctx_train")), err=True)
     setup = chosen.setup(endpoint)
     if is_shown:
         click.echo(_shown(agent, setup, arguments, key))
@@ -214,6 +210,20 @@ def agent(
     sys.stderr.flush()
     os.execve(  # noqa: S606 - the user named the program
         str(program), [agent, *setup.arguments, *arguments], {**os.environ, **setup.environment}
+    )
+
+
+def _short_context_hint(endpoint: MeshEndpoint, n_ctx_train: int | None) -> str:
+    """What to do about a context that is too short for agents."""
+    is_short = n_ctx_train is not None and n_ctx_train < _SHORT_CONTEXT
+    remedy = (
+        f"it was trained for {n_ctx_train}, so serve a model that was trained for more"
+        if is_short
+        else f"serve it with a larger --ctx-size, such as {2 * _SHORT_CONTEXT}"
+    )
+    return (
+        f"{endpoint.model} is served with a context of {endpoint.context_length} positions, and agents begin "
+        f"with prompts of 10,000 tokens and more: {remedy}"
     )
 
 

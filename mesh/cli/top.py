@@ -46,7 +46,7 @@ _NUM_PROBES: Final = 5
     "--once", is_flag=True, help="Print one report over one interval and exit; for any terminal or file."
 )
 def top(url: str, api_key_file: Path | None, interval_s: float, *, no_links: bool, once: bool) -> None:
-    """Show the load of a running mesh: compute and queue time of each stage, links, acceptance, sessions.
+    """Show the load of a running mesh: times of each stage, links, acceptance, sessions, long prompts.
 
     Ctrl-C ends it, without effect on the mesh.
     """

@@ -144,6 +144,28 @@ def test_a_server_that_is_no_mesh_is_told_in_one_line(monkeypatch: pytest.Monkey
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("n_ctx_train", "remedy"),
+    [
+        (8192, "it was trained for 8192, so serve a model that was trained for more"),
+        (131_072, "serve it with a larger --ctx-size, such as 32768"),
+    ],
+)
+def test_a_context_that_is_too_short_for_agents_is_told_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch, n_ctx_train: int, remedy: str
+) -> None:
+    card = json.dumps({"id": "x", "max_model_len": 8192, "meta": {"n_ctx_train": n_ctx_train}})
+    monkeypatch.delenv("MESH_API_KEY", raising=False)
+    with answering(f"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n{card}".encode()) as url:
+        command = [str(Path(sys.executable).with_name("mesh")), "agent", "--show", "--url", url, "codex"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == (
+        "x is served with a context of 8192 positions, and agents begin with prompts of 10,000 tokens and "
+        f"more: {remedy}\n"
+    )
+
+
 async def test_a_command_is_shown_without_its_key(api: Api, tmp_path: Path) -> None:
     shown = await mesh("agent", "--url", api.url, "--show", "claude", "--resume", path=tmp_path)
     assert shown.stdout.rstrip().endswith(" claude --resume")
