@@ -6,6 +6,7 @@ import pytest
 
 from mesh.qualification.device_parity import measure
 from stages.runtime.devices import Device
+from tests.gpu.conftest import require_card_for
 from tests.support.float_models import write_float
 
 pytestmark = [pytest.mark.gpu, pytest.mark.model]
@@ -23,6 +24,7 @@ FAMILIES = (
 def test_stages_of_one_layer_each_say_what_the_whole_model_says(
     name: str, tmp_path: Path, gpu: Device
 ) -> None:
+    require_card_for(name, gpu)
     model = tmp_path / f"{name}.gguf"
     write_float(name, model)
     found = measure(model, gpu, tmp_path, num_tokens=NUM_TOKENS)
