@@ -33,7 +33,13 @@ UNKNOWN: Final = Verdict(
     reason="whether its rows depend on their batch was not measured: `python -m "
     "mesh.qualification.device_exactness` measures it",
 )
-VERDICTS: Final[dict[str, Verdict]] = {}
+VERDICTS: Final[dict[str, Verdict]] = {
+    "Vulkan": Verdict(
+        is_exact=False,
+        reason="on Mesa's software device its rows depend on their batch; `python -m "
+        "mesh.qualification.device_exactness` measures a card",
+    ),
+}
 """Verdicts by backend, as llama.cpp's names of devices begin: `CUDA`, `MTL`, `Vulkan`."""
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from mesh.qualification.device_parity import measure
 from stages.runtime.devices import Device
-from tests.gpu.conftest import require_card_for
+from tests.gpu.conftest import fewer_on_software, require_card_for
 from tests.support.float_models import write_float
 
 pytestmark = [pytest.mark.gpu, pytest.mark.model]
@@ -27,7 +27,7 @@ def test_stages_of_one_layer_each_say_what_the_whole_model_says(
     require_card_for(name, gpu)
     model = tmp_path / f"{name}.gguf"
     write_float(name, model)
-    found = measure(model, gpu, tmp_path, num_tokens=NUM_TOKENS)
+    found = measure(model, gpu, tmp_path, num_tokens=fewer_on_software(NUM_TOKENS, gpu))
     print(
         f"{name}, cut at {found.cuts}, on {gpu.description}: stages {found.stages}; half on the processor "
         f"{found.split}; processor {found.processor}"

@@ -45,6 +45,10 @@ def loaded(model: Path, options: RuntimeOptions) -> StageRuntime | str:
 
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 def test_every_format_says_what_it_says_on_the_processor(kv_type: str, tmp_path: Path, gpu: Device) -> None:
+    """Within the bounds for devices; where a format costs more than these, within what it costs.
+
+    A code of 4 or 5 bits that is rounded the other way is an error of a whole step.
+    """
     model = TinyModel("llama", n_layers=3, head_size=32, is_float=True).write(tmp_path / "tiny.gguf")
     alone = RuntimeOptions(ctx_size=128, kv_type=kv_type, gpu_layers=())
     prompt = random_prompt(320)
@@ -60,8 +64,15 @@ def test_every_format_says_what_it_says_on_the_processor(kv_type: str, tmp_path:
     with closing(on_gpu):
         _, logits = follow([on_gpu], prompt, NUM_TOKENS, tokens)
     found = compare(expected, logits)
-    print(f"{kv_type} on {gpu.description}: {found}")
-    assert found.is_within(PROCESSOR), found
+    with closing(StageRuntime(model, replace(alone, kv_type="f32"))) as runtime:
+        _, precise = follow([runtime], prompt, NUM_TOKENS, tokens)
+    cost = compare(precise, expected)
+    print(f"{kv_type} on {gpu.description}: {found}; what the format costs: {cost}")
+    assert found.is_within(PROCESSOR) or (
+        KV_TYPES[kv_type].is_quantised
+        and found.mean_kl_nats <= cost.mean_kl_nats
+        and found.num_agreed >= cost.num_agreed
+    ), found
 
 
 def test_a_slot_goes_on_from_the_first_rows_of_another(tmp_path: Path, gpu: Device) -> None:

@@ -394,7 +394,13 @@ def _stops(phase: Phase, bench: Bench) -> dict[str, Any]:
     path = _made(bench, phase.model)
     device = device_parity.first_device(bench.device)
     with tempfile.TemporaryDirectory(prefix="stages-", dir=bench.folder) as folder:
-        found = device_stops.measure(path, device.name, Path(folder))
+        found = device_stops.measure(
+            path,
+            device.name,
+            Path(folder),
+            num_rows=bench.scale.stop_rows,
+            num_rounds=bench.scale.stop_rounds,
+        )
     return {"timings": [asdict(each) for each in found], "table": device_stops.table(found)}
 
 

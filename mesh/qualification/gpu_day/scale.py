@@ -30,6 +30,8 @@ class Scale:
         speculation: Model that is timed with drawn acceptance.
         experts: Model whose experts are left to the processor.
         stops: Model for the ways to end a graph.
+        stop_rows: Rows of the windows that are timed for that.
+        stop_rounds: Measurements of each, of which the median is taken.
         exactness: Shape whose rows are computed in different company.
         most_settings: Most settings of the backend to try for that; None for all.
         goal: Model and number of stages at one session for which there is a goal; None for none.
@@ -48,6 +50,8 @@ class Scale:
     experts: str
     stops: str
     exactness: str
+    stop_rows: tuple[int, ...]
+    stop_rounds: int
     most_settings: int | None = None
     goal: str | None = None
 
@@ -66,6 +70,8 @@ DAY: Final = Scale(
     experts="30B-A3B",
     stops="8B",
     exactness="small",
+    stop_rows=(1, 8, 64),
+    stop_rounds=20,
     goal="8B",
 )
 TINY: Final = Scale(
@@ -82,6 +88,8 @@ TINY: Final = Scale(
     experts="experts",
     stops="dense",
     exactness="tiny",
+    stop_rows=(1, 8),
+    stop_rounds=3,
     most_settings=1,
 )
 SCALES: Final = {scale.name: scale for scale in (DAY, TINY)}
