@@ -6,7 +6,7 @@ import pytest
 
 from mesh.qualification.device_parity import measure
 from stages.runtime.devices import Device
-from tests.gpu.conftest import fewer_on_software, require_card_for
+from tests.gpu.conftest import fewer_on_software, require_card
 from tests.support.float_models import write_float
 
 pytestmark = [pytest.mark.gpu, pytest.mark.model]
@@ -18,13 +18,16 @@ FAMILIES = (
     *("qwen3moe", "gpt-oss", "phi3", "gemma4", "deepseek2", "glm4moe", "mamba2", "falcon-h1", "qwen3next"),
     *("nemotron_h", "granitehybrid", "llama4-short", "smallthinker"),
 )
+# It faults when it releases a buffer.
+CRASH_MESA = frozenset({"deepseek2", "llama4-short", "smallthinker"})
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_stages_of_one_layer_each_say_what_the_whole_model_says(
     name: str, tmp_path: Path, gpu: Device
 ) -> None:
-    require_card_for(name, gpu)
+    if name in CRASH_MESA:
+        require_card(name, gpu)
     model = tmp_path / f"{name}.gguf"
     write_float(name, model)
     found = measure(model, gpu, tmp_path, num_tokens=fewer_on_software(NUM_TOKENS, gpu))

@@ -35,8 +35,8 @@ def test_doctor_names_backend_device_and_memory(gpu: Device) -> None:
 
 
 def test_plan_shows_layers_and_experts_on_the_gpu_and_times_them(tmp_path: Path, gpu: Device) -> None:
-    model = tmp_path / "tiny-moe.gguf"
-    write_random_gguf(model, SHAPES["tiny-moe"], "Q8_0")
+    model = tmp_path / "small-moe.gguf"
+    write_random_gguf(model, SHAPES["small-moe"], "Q8_0")
     options = ["--ctx-size", "512", "--n-cpu-moe", "3", "--prompt-tokens", "32", "--json"]
     done = subprocess.run(
         [MESH, "plan", str(model), *options],
@@ -49,7 +49,7 @@ def test_plan_shows_layers_and_experts_on_the_gpu_and_times_them(tmp_path: Path,
     found = json.loads(done.stdout)
     (stage,) = found["stages"]
     assert [(share["device"], share["num_layers"]) for share in stage["gpus"]] == [
-        (gpu.name, SHAPES["tiny-moe"].n_layers)
+        (gpu.name, SHAPES["small-moe"].n_layers)
     ]
     assert stage["cpu_moe_layers"] == 3
     assert stage["row_ms"] > 0
