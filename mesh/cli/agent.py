@@ -215,15 +215,13 @@ def agent(
 
 def _short_context_hint(endpoint: MeshEndpoint, n_ctx_train: int | None) -> str:
     """What to do about a context that is too short for agents."""
-    is_short = n_ctx_train is not None and n_ctx_train < _SHORT_CONTEXT
-    remedy = (
-        f"it was trained for {n_ctx_train}, so serve a model that was trained for more"
-        if is_short
-        else f"serve it with a larger --ctx-size, such as {2 * _SHORT_CONTEXT}"
-    )
+    if n_ctx_train is not None and n_ctx_train < _SHORT_CONTEXT:
+        remedy = f"it was trained for {n_ctx_train}, so serve a model that was trained for more"
+    else:
+        remedy = f"serve it with a larger --ctx-size, such as {2 * _SHORT_CONTEXT}"
     return (
-        f"{endpoint.model} is served with a context of {endpoint.context_length} positions, and agents begin "
-        f"with prompts of 10,000 tokens and more: {remedy}"
+        f"{endpoint.model} is served with a context of {endpoint.context_length} positions, and agents send "
+        f"long prompts: {remedy}"
     )
 
 

@@ -367,11 +367,9 @@ def main(*, model: Path | None, num_damages: int, num_tokens: int, seed: int, is
                 lines += turn_lines(*grow(model, Path(folder), num_tokens, random))
     except MeshError as error:
         raise click.ClickException(error.message) from error
-    models = ["random of four layers (damages)"] * bool(num_damages) + [f"{model.name} (chat)"] * bool(
-        num_tokens
-    )
     about = {
-        "model": ", ".join(models),
+        "damages_with": "a random model of four layers" if num_damages else "none",
+        "chat_with": model.name if num_tokens else "none",
         "stages": _NUM_STAGES,
         "processor": processor_name(),
         "seed": seed,

@@ -16,7 +16,12 @@ def fewer_on_software(num_tokens: int, gpu: Device) -> int:
 
 
 def require_card(what: str, gpu: Device) -> None:
-    """Skip what ends the process on Mesa's software device, 22.3 at least, if there is no card."""
+    """Skip a test that ends its process on Mesa's software device, as seen with Mesa 22.3.
+
+    Args:
+        what: What the test computes, for the reason.
+        gpu: The device; on a card nothing is skipped.
+    """
     if is_software(gpu):
         pytest.skip(f"needs a real card: Mesa's software device ends the process with {what}")
 

@@ -18,7 +18,7 @@ FAMILIES = (
     *("qwen3moe", "gpt-oss", "phi3", "gemma4", "deepseek2", "glm4moe", "mamba2", "falcon-h1", "qwen3next"),
     *("nemotron_h", "granitehybrid", "llama4-short", "smallthinker"),
 )
-# It faults when it releases a buffer.
+# Mesa's software device faults during these, when it releases a buffer.
 CRASH_MESA = frozenset({"deepseek2", "llama4-short", "smallthinker"})
 
 
