@@ -69,6 +69,11 @@ class Page:
             raise BrowserError(f"{url}: {answer['errorText']}")
         await self.until("document.readyState === 'complete'")
 
+    async def leave(self) -> None:
+        """Leave the page and forget its problems: it may have asked a server that has ended since."""
+        await self.open("about:blank")
+        self.problems.clear()
+
     async def reload(self) -> None:
         """Returns when the page is the new one: what is asked before that, the old one may still answer."""
         await self.js("window.isOld = true")

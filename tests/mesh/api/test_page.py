@@ -55,7 +55,7 @@ async def served(smollm2_path: Path, _cache: None) -> AsyncIterator[PageMesh]:
 @pytest_asyncio.fixture(loop_scope="module")
 async def page(browser: Page, served: PageMesh) -> AsyncIterator[Page]:
     """The page, opened anew; whatever a test did, it asked nobody else and had no errors."""
-    browser.problems.clear()
+    await browser.leave()
     browser.urls.clear()
     await browser.show_as(1280, 820)
     await browser.open(f"{served.api.url}/")
@@ -374,7 +374,7 @@ async def test_a_key_with_few_requests_is_not_used_up_by_looking(browser: Page, 
 async def test_another_model_can_be_chosen_where_there_is_one(browser: Page, smollm2_path: Path) -> None:
     tokenizer, choice = Tokenizer(smollm2_path), "document.querySelector('#model-choice')"
     status = {"phase": "serving", "ready": True, "hosts": [], "model": {"name": "smollm2", "context": 64}}
-    browser.problems.clear()
+    await browser.leave()
     await browser.show_as(1280, 820)
     async with running_api(ScriptedEngine([(300,)]), tokenizer, status=lambda: status) as api:
         assert api.backends is not None

@@ -52,7 +52,7 @@ def tokenizer(smollm2_path: Path) -> Tokenizer:
 
 
 async def open_page(browser: Page, mesh: OnDemandApi) -> None:
-    browser.problems.clear()
+    await browser.leave()
     await browser.open(f"{mesh.api.url}/")
     await browser.until(READY)
 
