@@ -141,7 +141,9 @@ def fuzz_tokens(options: FuzzOptions) -> FuzzReport:
     random = Random(options.seed)  # noqa: S311
     process = psutil.Process()
     for number, word in enumerate(itertools.islice(hostile_tokens(_GOOD, random), options.num_cases)):
-        start_s = time.monotonic()
+        # Decoding waits for nothing, so what it takes is processor time: a host that stops for a second is no
+        # hang of ours.
+        start_s = time.thread_time()
         try:
             outcome = _outcome(word)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is what we look for
@@ -149,8 +151,8 @@ def fuzz_tokens(options: FuzzOptions) -> FuzzReport:
             tally.fail("crash", word.encode(errors="surrogatepass"), repr(error))
         else:
             tally.count(outcome)
-            if time.monotonic() - start_s > _SLOW_S:
-                tally.fail("hang", word.encode(), f"took more than {_SLOW_S:g} s")
+            if time.thread_time() - start_s > _SLOW_S:
+                tally.fail("hang", word.encode(), f"took more than {_SLOW_S:g} s of a processor")
         if number % max(options.num_cases // _NUM_SAMPLES, 1) == 0:
             tally.sample_memory(process.memory_info().rss)
     return tally.report()

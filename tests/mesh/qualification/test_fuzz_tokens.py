@@ -33,6 +33,15 @@ def test_an_unforeseen_exception_is_counted_and_its_token_kept(
     assert len(report.kept) == 3
 
 
+def test_a_token_that_keeps_the_processor_busy_is_a_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mesh.qualification.fuzz.token_fuzz._SLOW_S", 0.0)
+    report = fuzz_tokens(FuzzOptions(3, 7, tmp_path, tmp_path))
+    assert not report.is_good
+    assert report.num_hangs == 3
+
+
 def test_damage_is_what_the_seed_says_and_always_ends() -> None:
     data = bytes(range(200))
     first = [damaged(data, Random(seed)) for seed in range(300)]
