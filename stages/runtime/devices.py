@@ -61,6 +61,11 @@ class Device:
     index: int
 
     @property
+    def is_software(self) -> bool:
+        """Whether it is Mesa's software device, which computes on the processor."""
+        return "llvmpipe" in self.description
+
+    @property
     def shares_host_memory(self) -> bool:
         """Whether its memory is the host's own."""
         return self.kind == "integrated gpu" or self.backend == _METAL

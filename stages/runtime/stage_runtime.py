@@ -569,9 +569,7 @@ class StageRuntime:
         if options.exact and not self.info.can_trim:
             # A lone row, which cannot be padded, would split its attention by threads.
             params.n_threads = 1
-        params.flash_attn_type = (
-            llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED if options.exact else llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO
-        )
+        params.flash_attn_type = self._flash_attention
         params.no_perf = True
         if self._tap is not None:
             params.cb_eval = self._tap.callback
@@ -585,6 +583,17 @@ class StageRuntime:
                 f"--ctx-size or --parallel{plain}"
             )
         return context
+
+    @property
+    def _flash_attention(self) -> int:
+        if self._options.exact:
+            return int(llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED)
+        is_quantised = KV_TYPES[self._options.kv_type].is_quantised
+        if any(device.is_software for device in self._placing.devices) and not is_quantised:
+            # There its shader ends the process, most often in models with experts (seen with Mesa 22.3).
+            # Quantised values cannot do without it.
+            return int(llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED)
+        return int(llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO)
 
     @property
     def _most_rows_reserved(self) -> int:

@@ -16,7 +16,6 @@ from stages.layers import ranges_from_cuts
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.model_facts import read_model_facts
 from stages.weights.virtual_stages import StageCache
-from tests.gpu.conftest import require_card
 from tests.stages.serving.test_kv_replication import until_sent
 from tests.support.float_models import write_float
 from tests.support.repairable_ring import RepairableRing, serving
@@ -99,8 +98,6 @@ async def test_a_stage_moves_from_gpu_to_processor_and_back(name: str, tmp_path:
 async def test_a_copy_follows_from_gpu_to_processor_and_from_there(
     name: str, *, is_stage_on_gpu: bool, tmp_path: Path, gpu: Device
 ) -> None:
-    if name == "qwen3moe" and is_stage_on_gpu:
-        require_card("a stage of qwen3moe whose rows are copied", gpu)
     model = write(name, tmp_path)
     make = maker(model, tmp_path, gpu, lambda index, before: index == 1 and (before == 0) == is_stage_on_gpu)
     ring = RepairableRing(make_runtime=make, news_s=0.001)
