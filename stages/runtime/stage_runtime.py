@@ -585,13 +585,18 @@ class StageRuntime:
         return context
 
     @property
+    def _has_experts(self) -> bool:
+        architecture = read_metadata(self._model, "general.architecture")
+        return int(read_metadata(self._model, f"{architecture}.expert_count") or 0) > 0
+
+    @property
     def _flash_attention(self) -> int:
         if self._options.exact:
             return int(llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED)
-        is_quantised = KV_TYPES[self._options.kv_type].is_quantised
-        if any(device.is_software for device in self._placing.devices) and not is_quantised:
-            # There its shader ends the process, most often in models with experts (seen with Mesa 22.3).
-            # Quantised values cannot do without it.
+        is_on_software = any(device.is_software for device in self._placing.devices)
+        if is_on_software and self._has_experts and not KV_TYPES[self._options.kv_type].is_quantised:
+            # There its shader ends the process in models with experts (seen with Mesa 22.3). Quantised values
+            # cannot do without it.
             return int(llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED)
         return int(llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO)
 

@@ -15,7 +15,7 @@ import pytest
 from mesh.doctor import Outcome, host_checks
 from mesh.qualification.device_stops import WITH_OUTPUT, measure, table
 from mesh.qualification.gpu_day.scale import TINY, phases_of
-from mesh.qualification.random_model import SHAPES, write_random_gguf
+from mesh.qualification.random_model import SHAPES, Shape, write_random_gguf
 from stages.host.host_report import report_host
 from stages.runtime.llama_libraries import gpu_backends
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.gpu
 MESH = str(Path(sys.executable).with_name("mesh"))
+TINY_MOE = Shape(4, 256, 512, 4, 2, 512, is_tied=False, n_experts=8, n_experts_used=2, n_ff_expert=128)
 
 
 def test_doctor_names_backend_device_and_memory(gpu: Device) -> None:
@@ -35,9 +36,9 @@ def test_doctor_names_backend_device_and_memory(gpu: Device) -> None:
 
 
 def test_plan_shows_layers_and_experts_on_the_gpu_and_times_them(tmp_path: Path, gpu: Device) -> None:
-    model = tmp_path / "small-moe.gguf"
-    write_random_gguf(model, SHAPES["small-moe"], "Q8_0")
-    options = ["--ctx-size", "512", "--n-cpu-moe", "3", "--prompt-tokens", "32", "--json"]
+    model = tmp_path / "tiny-moe.gguf"
+    write_random_gguf(model, TINY_MOE, "Q8_0")
+    options = ["--ctx-size", "512", "--n-cpu-moe", "2", "--prompt-tokens", "32", "--json"]
     done = subprocess.run(
         [MESH, "plan", str(model), *options],
         capture_output=True,
@@ -49,9 +50,9 @@ def test_plan_shows_layers_and_experts_on_the_gpu_and_times_them(tmp_path: Path,
     found = json.loads(done.stdout)
     (stage,) = found["stages"]
     assert [(share["device"], share["num_layers"]) for share in stage["gpus"]] == [
-        (gpu.name, SHAPES["small-moe"].n_layers)
+        (gpu.name, TINY_MOE.n_layers)
     ]
-    assert stage["cpu_moe_layers"] == 3
+    assert stage["cpu_moe_layers"] == 2
     assert stage["row_ms"] > 0
     assert found["prediction"]["tokens_per_s"] > 0
 
