@@ -33,6 +33,7 @@ def status(url: str, api_key_file: Path | None, *, is_json: bool) -> None:
 
 
 _SHOWN_FAILURES: Final = 5
+_MOST_PROMPTS: Final = 4
 
 
 def print_status(status: Mapping[str, Any]) -> None:
@@ -158,10 +159,29 @@ def _print_counts(console: Console, status: Mapping[str, Any]) -> None:
             highlight=False,
             soft_wrap=True,
         )
+    for line in prompt_lines(status):
+        console.print(line, highlight=False, soft_wrap=True)
     if speculation:
         _print_speculation(console, speculation)
     if kv_disk := status.get("kv_disk"):
         console.print(f"kv disk: {kv_disk_text(kv_disk)}", highlight=False, soft_wrap=True)
+
+
+def prompt_lines(status: Mapping[str, Any]) -> list[str]:
+    """Prompts that are being read, the longest first; with the model's name if there are several."""
+    models = status.get("models") or [status]
+    reading = [
+        (f"{model['name']} " if len(models) > 1 else "", prompt["read"], prompt["prompt"])
+        for model in models
+        for prompt in (model.get("sessions") or {}).get("prefill") or ()
+    ]
+    longest = sorted(reading, key=lambda each: -each[2])
+    shown = [
+        f"{name}{read:,} of {total:,} tokens ({read / total:.0%})"
+        for name, read, total in longest[:_MOST_PROMPTS]
+    ]
+    more = len(longest) - len(shown)
+    return [f"reading prompts: {', '.join(shown)}{f' and {more} more' if more else ''}"] if shown else []
 
 
 def kv_disk_text(kv_disk: Mapping[str, Any]) -> str:

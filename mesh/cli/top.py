@@ -15,7 +15,7 @@ from rich.text import Text
 
 from mesh.cli.head_client import ask_head
 from mesh.cli.shared_options import head_options, key_of
-from mesh.cli.status import features_text
+from mesh.cli.status import features_text, prompt_lines
 from spanmesh_proto.errors import ClusterError
 from stages.units import format_size
 
@@ -132,7 +132,6 @@ class _Watch:
 
 
 _BAR_CHARS: Final = 10
-_MOST_PROMPTS: Final = 4
 
 
 def view(
@@ -149,7 +148,7 @@ def view(
     parts: list[RenderableType] = [Text(_title(status))]
     if status["stages"]:
         parts += [_stages(status, pace, hops_ms, head), Text(_speed(status, pace))]
-        parts += [Text(line) for line in _prefill(status)]
+        parts += [Text(line) for line in prompt_lines(status)]
         parts += [Text(line) for line in _speculation(status, pace)]
     if len(models := status.get("models", ())) > 1:
         parts.append(_models(models))
@@ -211,23 +210,6 @@ def _speed(status: Mapping[str, Any], pace: MeshPace) -> str:
         return f"{rate}no requests yet"
     when = "lately" if pace.is_recent else "so far"
     return f"{rate}a window, {when}: {pace.wire_ms:.1f} ms on the network"
-
-
-def _prefill(status: Mapping[str, Any]) -> list[str]:
-    """Prompts that are being read, the longest first; with the model's name if there are several."""
-    models = status.get("models") or [status]
-    reading = [
-        (f"{model['name']} " if len(models) > 1 else "", prompt["read"], prompt["prompt"])
-        for model in models
-        for prompt in (model.get("sessions") or {}).get("prefill") or ()
-    ]
-    longest = sorted(reading, key=lambda each: -each[2])
-    shown = [
-        f"{name}{read:,} of {total:,} tokens ({read / total:.0%})"
-        for name, read, total in longest[:_MOST_PROMPTS]
-    ]
-    more = len(longest) - len(shown)
-    return [f"reading prompts: {', '.join(shown)}{f' and {more} more' if more else ''}"] if shown else []
 
 
 def _speculation(status: Mapping[str, Any], pace: MeshPace) -> list[str]:

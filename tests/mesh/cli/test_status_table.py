@@ -84,6 +84,20 @@ def test_embedding_models_are_told_apart(
     ]
 
 
+def test_prompts_that_are_read_are_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions = {
+        "running": 1,
+        "slots": 4,
+        "paused": 0,
+        "waiting": 0,
+        "prefill": [{"read": 512, "prompt": 2048}],
+    }
+    said = shown(capsys, monkeypatch, sessions=sessions)
+    assert "reading prompts: 512 of 2,048 tokens (25%)" in said
+
+
 def test_failures_and_repairs_are_told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
