@@ -67,7 +67,7 @@ def divided(
     if not gpu.is_software:
         return on_gpu(smollm2_path, NUM_LAYERS, gpu, 2 * num_tokens)
     path = write_short(smollm2_path, 9, tmp_path_factory.mktemp("short") / "short.gguf")
-    return on_gpu(path, 9, gpu, 2 * num_tokens)
+    return on_gpu(path, 9, gpu, num_tokens)
 
 
 def test_a_gpu_says_what_the_processor_says(gpu: Device, whole: Computed) -> None:
