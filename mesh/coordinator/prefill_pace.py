@@ -20,14 +20,26 @@ _CHUNKS_PER_STAGE: Final = 4
 # From this many rows llama.cpp's attention on CPUs computes in tiles: half the time behind a long text.
 _FEWEST_ROWS_ALONE: Final = 64
 _ROWS_UNMEASURED: Final = 16
-# While others decode, chunks may multiply the time of their tokens by this, compared with no prefill.
+# While others decode, chunks may add this to the time of their tokens, as a multiple of it without prefill.
 _MOST_DELAY: Final = 1.5
 _MOST_IN_FLIGHT: Final = 16
 _WEIGHT: Final = 0.25
+# Behind the last chunk so many windows at least, and two of each session, may still have met one.
+_FEWEST_SINCE_CHUNK: Final = 8
+# A window that chunks delayed too long lowers the load, each other one raises it: so all but a few keep to
+# the bound, not their mean. Below a sixteenth a prompt would pay for what other processes do.
+_LOWERED: Final = 0.85
+_RAISED: Final = 1.01
+_LEAST_SHARE: Final = 1 / 16
 
 
 class PrefillPace:
     """Prefill chunk size: shared estimate of the times of all sessions of a coordinator.
+
+    Among other sessions, chunks are sized by the times that were measured of stages. What others then wait
+    may be longer, as where stages share processors. So their round trips beside chunks are held against those
+    without, and the load is lowered until they keep to the bound: first the number of chunks in flight, then
+    their size.
 
     Args:
         num_stages: Stages of the pipeline.
@@ -43,6 +55,11 @@ class PrefillPace:
         self._max_rows = max_rows
         self._row_ms: float | None = None
         self._window_ms: float | None = None
+        # Round trips of windows without a chunk beside them, by the size of the number of sessions.
+        self._alone_ms: dict[int, float] = {}
+        self._num_since_chunk = 0
+        # Load among others, as a share of what keeps every stage busy.
+        self._share = 1.0
         self._network_ms: float | None = None
 
     def rows(self, num_tokens: int, *, is_replay: bool = False) -> int:
@@ -61,12 +78,20 @@ class PrefillPace:
         num_chunks = max(1, fine, math.ceil(num_tokens / self._max_rows))
         return math.ceil(num_tokens / num_chunks)
 
-    def num_in_flight(self, rows: int) -> int:
-        """Number of chunks of this size that keep every stage busy."""
+    def num_in_flight(self, rows: int, *, is_replay: bool = False) -> int:
+        """Number of chunks to keep in flight: as many as keep every stage busy, or others can bear.
+
+        Args:
+            rows: Rows of each.
+            is_replay: See `rows`.
+        """
         fill = self._num_stages + 1
         if self._row_ms and self._network_ms:
             fill += math.ceil(self._network_ms / (self._row_ms * rows))
-        return min(fill, _MOST_IN_FLIGHT)
+        fill = min(fill, _MOST_IN_FLIGHT)
+        if self.num_decoding and not is_replay:
+            return max(1, round(fill * self._share))
+        return fill
 
     def learn_chunk(self, stages: Sequence[StageMeasure], elapsed_ms: float) -> None:
         """Record the times of a chunk.
@@ -75,6 +100,7 @@ class PrefillPace:
             stages: Time of each stage for it.
             elapsed_ms: Time from sending it to its verdict.
         """
+        self._num_since_chunk = 0
         if stages:
             self._learn_network(stages, elapsed_ms)
             self._row_ms = _mean(self._row_ms, max(stage.compute_ms / stage.num_rows for stage in stages))
@@ -85,6 +111,23 @@ class PrefillPace:
             network_ms = self._learn_network(stages, elapsed_ms)
             undisturbed_ms = network_ms + sum(stage.compute_ms for stage in stages)
             self._window_ms = _mean(self._window_ms, undisturbed_ms)
+            self._learn_delay(elapsed_ms)
+
+    @property
+    def _expected_ms(self) -> float | None:
+        return self._alone_ms.get(self.num_decoding.bit_length())
+
+    def _learn_delay(self, elapsed_ms: float) -> None:
+        self._num_since_chunk += 1
+        expected_ms = self._expected_ms
+        if self._num_since_chunk > max(_FEWEST_SINCE_CHUNK, 2 * self.num_decoding):
+            self._alone_ms[self.num_decoding.bit_length()] = _mean(expected_ms, elapsed_ms)
+        elif expected_ms is None:
+            self._share = 1.0
+        elif elapsed_ms > (1 + _MOST_DELAY) * expected_ms:
+            self._share = max(_LEAST_SHARE, self._share * _LOWERED)
+        else:
+            self._share = min(1.0, self._share * _RAISED)
 
     def _learn_network(self, stages: Sequence[StageMeasure], elapsed_ms: float) -> float:
         network_ms = max(0.0, elapsed_ms - sum(stage.queue_ms + stage.compute_ms for stage in stages))
@@ -94,7 +137,10 @@ class PrefillPace:
     def _rows_among_others(self) -> int:
         if not self._row_ms or not self._window_ms:
             return min(_ROWS_UNMEASURED, self._max_rows)
-        hold_ms = _MOST_DELAY * self._window_ms / self._num_stages
+        window_ms = min(self._window_ms, self._expected_ms or self._window_ms)
+        # Below one chunk in flight, the chunk shrinks.
+        size = min(1.0, (self._num_stages + 1) * self._share)
+        hold_ms = size * _MOST_DELAY * window_ms / self._num_stages
         return max(1, min(self._max_rows, int(hold_ms / self._row_ms)))
 
 

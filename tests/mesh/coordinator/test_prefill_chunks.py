@@ -68,3 +68,61 @@ def test_a_replay_is_not_held_up_by_those_whose_answers_go_on() -> None:
     pace.num_decoding = 5
     assert pace.rows(600) < alone
     assert pace.rows(600, is_replay=True) == alone
+
+
+def decoding(pace: PrefillPace, round_trip_ms: float, times: int) -> None:
+    """Windows that compute for 5 ms at each stage, are 10 ms on the network, and wait for the rest."""
+    for _ in range(times):
+        queue_ms = (round_trip_ms - 20.0) / 2
+        pace.learn_window([StageMeasure(1, queue_ms, 5.0)] * 2, elapsed_ms=round_trip_ms)
+
+
+def beside_chunks(pace: PrefillPace, round_trip_ms: float, times: int) -> None:
+    """Windows that take `round_trip_ms` while chunks of 16 rows take 16 ms at each stage."""
+    for _ in range(times):
+        pace.learn_chunk([StageMeasure(16, 0.0, 16.0)] * 2, elapsed_ms=42.0)
+        decoding(pace, round_trip_ms, 1)
+
+
+def test_chunks_are_fewer_then_smaller_where_others_wait_longer_than_foretold() -> None:
+    """As where stages share processors, and all that runs beside a chunk takes longer."""
+    pace = PrefillPace(2, max_rows=128)
+    pace.num_decoding = 1
+    decoding(pace, 20.0, 40)
+    beside_chunks(pace, 45.0, 10)
+    # Half of 1.5 times 20 ms at each of two stages.
+    assert (pace.rows(2048), pace.num_in_flight(15)) == (15, 4)
+    beside_chunks(pace, 60.0, 6)
+    assert (pace.rows(2048), pace.num_in_flight(15)) == (15, 2)
+    beside_chunks(pace, 60.0, 100)
+    rows = pace.rows(2048)
+    assert 0 < rows < 8
+    assert pace.num_in_flight(rows) == 1
+    # Of a replay, and of prompts that nothing decodes beside, it is no matter.
+    assert pace.rows(2048, is_replay=True) == 128
+    assert pace.num_in_flight(128, is_replay=True) == 4
+    beside_chunks(pace, 45.0, 400)
+    assert (pace.rows(2048), pace.num_in_flight(15)) == (15, 4)
+
+
+def test_one_window_in_many_may_be_late() -> None:
+    pace = PrefillPace(2, max_rows=128)
+    pace.num_decoding = 1
+    decoding(pace, 20.0, 40)
+    for _ in range(40):
+        beside_chunks(pace, 60.0, 1)
+        beside_chunks(pace, 45.0, 24)
+    assert pace.num_in_flight(15) == 4
+
+
+def test_the_time_without_chunks_is_that_of_as_many_sessions() -> None:
+    pace = PrefillPace(2, max_rows=128)
+    pace.num_decoding = 1
+    decoding(pace, 20.0, 40)
+    # With eight of them a window takes longer, chunks or not: nothing is held against that.
+    pace.num_decoding = 8
+    beside_chunks(pace, 80.0, 100)
+    assert pace.num_in_flight(15) == 4
+    decoding(pace, 80.0, 100)
+    beside_chunks(pace, 210.0, 100)
+    assert pace.num_in_flight(15) == 1
