@@ -45,8 +45,8 @@ test: check $(VENV)/.llama-source
 	$(BIN)/pytest -n 3 --dist loadgroup --no-loadscope-reorder --max-worker-restart 1 || { \
 	  test $$? -eq 1 && $(BIN)/pytest --second-try; }
 
-# What has to do with GPUs, on a card or on Mesa's software device, which llama.cpp uses only if it is named. In a
-# process beside: a driver that ends it costs one test.
+# What has to do with GPUs, on a card or on Mesa's software device, which llama.cpp uses only if it is named. In two
+# processes beside: a driver that ends one costs one test.
 test-gpu: export LLAMA_CPP_LIB_PATH := $(CURDIR)/$(GPU_BUILDS)/vulkan
 test-gpu: export GGML_VK_VISIBLE_DEVICES ?= 0
 test-gpu: export PYTHONDONTWRITEBYTECODE :=
@@ -56,7 +56,7 @@ ifeq ($(wildcard /dev/dri/renderD* /dev/nvidia0 /dev/dxg),)
 test-gpu: export GGML_VK_DISABLE_FUSION ?= 1
 endif
 test-gpu: $(VENV)/.testing $(GPU_BUILDS)/vulkan
-	$(BIN)/pytest -n 1 --max-worker-restart 4 -m gpu --durations 10
+	$(BIN)/pytest -n 2 --dist loadfile --max-worker-restart 4 -m gpu --durations 10
 
 # Every case of what `make test` takes a few of.
 sweep: export SPANMESH_LLAMA_CPP := $(CURDIR)/$(LLAMA)/vendor/llama.cpp
