@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from mesh.cli.head_client import ask_head
+from mesh.cli.option_types import int_option
 from mesh.cli.shared_options import head_options, key_of
 from mesh.util.child_environment import API_KEY
 from spanmesh_proto.errors import ClusterError
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 # Below this an agent's instructions alone may fill the context.
 _SHORT_CONTEXT: Final = 16_384
 _MOST_OUTPUT: Final = 32_000
+# Claude Code takes no smaller window for its summaries, and complains of one.
+_LEAST_COMPACT_WINDOW: Final = 100_000
 # An agent that has no key does not start.
 _NO_KEY: Final = "none"
 # The first token of a long prompt may take minutes.
@@ -53,23 +56,28 @@ class MeshEndpoint:
         key: API key; None if the mesh needs none.
         model: Name of the model.
         context_length: Positions of a session.
+        max_output: Most tokens of an answer, if the user sets it.
     """
 
     url: str
     key: str | None
     model: str
     context_length: int
+    max_output: int | None = None
 
     @property
     def most_output(self) -> int:
-        """Most tokens of an answer that leave room for its prompt."""
-        return min(self.context_length // 4, _MOST_OUTPUT)
+        """Most tokens of an answer; unless they are set, as many as leave room for its prompt."""
+        return self.max_output or min(self.context_length // 4, _MOST_OUTPUT)
 
 
 def claude_setup(endpoint: MeshEndpoint) -> AgentSetup:
     """Claude Code, by its environment."""
     models = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL")
     sizes = tuple(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU"))
+    windows = ["CLAUDE_CODE_MAX_CONTEXT_TOKENS"]
+    if endpoint.context_length >= _LEAST_COMPACT_WINDOW:
+        windows.append("CLAUDE_CODE_AUTO_COMPACT_WINDOW")
     return AgentSetup(
         environment={
             "ANTHROPIC_BASE_URL": endpoint.url,
@@ -77,8 +85,7 @@ def claude_setup(endpoint: MeshEndpoint) -> AgentSetup:
             **dict.fromkeys((*models, *sizes), endpoint.model),
             # A key of another server must not be sent to this one, nor another server be asked.
             **dict.fromkeys(("ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX"), ""),
-            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(endpoint.context_length),
-            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(endpoint.context_length),
+            **dict.fromkeys(windows, str(endpoint.context_length)),
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(endpoint.most_output),
             # Of the whole request, and of the wait for its next event and its next byte.
             **dict.fromkeys(
@@ -170,6 +177,11 @@ AGENTS: Final = {
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @head_options
 @click.option("--model", default="default", show_default=True, help="Name of the model.")
+@int_option(
+    "--max-output",
+    metavar="N",
+    help="Most tokens of an answer; not for codex.  [default: a quarter of the context, at most 32000]",
+)
 @click.option(
     "--show", "is_shown", is_flag=True, help="Print the command instead of starting it; keys are left out."
 )
@@ -180,16 +192,19 @@ def agent(
     url: str,
     api_key_file: Path | None,
     model: str,
+    max_output: int | None,
     is_shown: bool,
     agent: str,
     arguments: tuple[str, ...],
 ) -> None:
     """Start a coding agent that uses a running mesh.
 
-    AGENT is claude, codex or opencode; ARGUMENTS are the agent's own. Nothing is written: all settings are
-    those of this process.
+    AGENT is claude, codex or opencode; ARGUMENTS, all that follows, are the agent's own. Nothing is written:
+    all settings are those of this process.
     """
     chosen = AGENTS[agent]
+    if max_output is not None and agent == "codex":
+        raise ClusterError("Codex has no setting for --max-output: leave it out, or choose another agent")
     program = shutil.which(agent)
     if program is None and not is_shown:
         raise ClusterError(f"{chosen.title} is not installed: {chosen.install}")
@@ -199,7 +214,7 @@ def agent(
     name, context_length = card.get("id"), card.get("max_model_len")
     if not isinstance(name, str) or not isinstance(context_length, int):
         raise ClusterError(f"{url} does not describe its model {model!r} as a mesh does: another server?")
-    endpoint = MeshEndpoint(url, key, name, context_length)
+    endpoint = MeshEndpoint(url, key, name, context_length, max_output)
     if endpoint.context_length < _SHORT_CONTEXT:
         click.echo(_short_context_hint(endpoint, (card.get("meta") or {}).get("n_ctx_train")), err=True)
     setup = chosen.setup(endpoint)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,29 @@ def test_agents_wait_for_long_prompts() -> None:
 
 def test_answers_leave_room_for_their_prompts() -> None:
     assert claude_setup(ENDPOINT).environment["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "16384"
+
+
+async def test_answers_may_be_bounded(api: Api, tmp_path: Path) -> None:
+    for name in ("claude", "codex", "opencode"):
+        stand_in(tmp_path, name)
+    bound = ("agent", "--url", api.url, "--max-output", "48")
+    claude = await mesh(*bound, "claude", path=tmp_path)
+    assert json.loads(claude.stdout)[1]["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "48"
+    opencode = await mesh(*bound, "opencode", path=tmp_path)
+    config = json.loads(json.loads(opencode.stdout)[1]["OPENCODE_CONFIG_CONTENT"])
+    assert config["provider"]["mesh"]["models"][MODEL]["limit"]["output"] == 48
+    codex = await mesh(*bound, "codex", path=tmp_path)
+    assert codex.returncode == 1
+    assert "Codex has no setting for --max-output" in codex.stderr
+
+
+def test_claude_is_given_a_window_that_it_takes() -> None:
+    """It complains of less than 100,000 tokens, and has the context anyway."""
+    name = "CLAUDE_CODE_AUTO_COMPACT_WINDOW"
+    assert name not in claude_setup(ENDPOINT).environment
+    assert claude_setup(ENDPOINT).environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "65536"
+    long = replace(ENDPOINT, context_length=131_072)
+    assert claude_setup(long).environment[name] == "131072"
 
 
 async def test_what_is_missing_is_told(api: Api, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import itertools
 import os
 import re
 import shlex
@@ -20,6 +21,7 @@ import httpx
 import psutil
 import pytest
 
+from mesh.cli.agent import AGENTS
 from mesh.cli.main import run
 from mesh.cli.reference import leaf_commands, rewritten
 from mesh.cluster.addresses import free_port
@@ -48,7 +50,8 @@ WITHOUT_PATHS = ("CHANGELOG.md", "docs/architecture.md")
 # Every line of a shell block is of one of these kinds, and a test checks each kind: commands of mesh and
 # their flags, make targets, modules and theirs, tools of the environment, files of examples/.
 SHELL_LINE = re.compile(
-    r"mesh \w|make [\w-]+( BACKEND=\w+)?$|curl |(\.venv/bin/)?python -m \w|\.venv/bin/\w"
+    r'mesh \w|make [\w-]+( BACKEND=\w+| ARGS=".*")?$'
+    r"|curl |(\.venv/bin/)?python -m \w|\.venv/bin/\w"
     r"|\. \.venv/bin/activate$|python examples/\w|export \w"
 )
 GROUPS = tuple({command.split()[0] for command in COMMANDS if " " in command})
@@ -104,7 +107,9 @@ def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 def mesh_lines(document: str) -> list[list[str]]:
     lines = [*shell_lines(document), *quoted(document)]
-    return [shlex.split(line) for line in lines if line.startswith("mesh ") and "COMMAND" not in line]
+    # Made by `make`, which gives it these options.
+    served = [re.sub(r'^make serve ARGS="(.*)"$', r"mesh serve \1", line) for line in lines]
+    return [shlex.split(line) for line in served if line.startswith("mesh ") and "COMMAND" not in line]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -113,6 +118,9 @@ def test_every_mesh_command_and_its_flags_exist(document: str, capsys: pytest.Ca
         num_words = 2 if words[0] in GROUPS else 1
         command, arguments = " ".join(words[:num_words]), words[num_words:]
         assert command in COMMANDS
+        if command == "agent":
+            # What follows the agent's name is its own.
+            arguments = list(itertools.takewhile(lambda word: word not in AGENTS, arguments))
         known = help_of(command, capsys)
         for flag in (argument for argument in arguments if argument.startswith("-")):
             assert re.search(rf"(?<![\w-]){flag}(?![\w-])", known), f"mesh {command} has no {flag}"
