@@ -88,7 +88,7 @@ $(VENV)/.made:
 	  { echo "error: $(PYTHON) cannot make virtual environments; on Debian: apt-get install python3-venv" >&2; exit 1; }
 	@command -v c++ >/dev/null || command -v clang++ >/dev/null || \
 	  { echo "error: no C++ compiler found; on Debian: apt-get install g++" >&2; exit 1; }
-	@echo "making the environment in $(VENV), about 3 minutes on 2 processors; each step is made once"
+	@echo "making the environment in $(VENV), 3 to 5 minutes on 2 processors; each step is made once"
 	@echo "step 1 of 3: Python's virtual environment"
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
