@@ -24,6 +24,7 @@ import numpy as np
 from mesh.bench.report_tools import markdown_table
 from mesh.qualification.device_parity import first_device, random_prompt
 from mesh.qualification.random_model import SHAPES, write_random_gguf
+from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import MeshError
 from stages.runtime.device_exactness import VERDICTS, Verdict, backend_of
 from stages.runtime.numerics import EXACT_MAX_ROWS
@@ -190,6 +191,7 @@ def _measure_and_send(
     sender: Connection, path: Path, device: str | None, setting: str, environment: Mapping[str, str]
 ) -> None:
     """Entry point of a process: llama.cpp reads the environment when it first looks for devices."""
+    set_up_logs()
     os.environ.update(environment)
     try:
         found = first_device(device)

@@ -22,6 +22,7 @@ import click
 import numpy as np
 
 from mesh.bench.report_tools import markdown_table
+from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import ClusterError, MeshError, UncuttableModel
 from stages.certification.comparison import wire_loss
 from stages.certification.isolated import cut_stage
@@ -276,6 +277,7 @@ def first_device(name: str | None = None) -> Device:
 
 def _measure_and_send(sender: Connection, path: Path, device: str | None, num_tokens: int) -> None:
     """Entry point of a process."""
+    set_up_logs()
     try:
         with tempfile.TemporaryDirectory(prefix="mesh-parity-") as folder:
             sender.send(measure(path, first_device(device), Path(folder), num_tokens=num_tokens))
@@ -285,7 +287,7 @@ def _measure_and_send(sender: Connection, path: Path, device: str | None, num_to
 
 def table(found: Sequence[ModelParity]) -> str:
     """A line for each model, in Markdown."""
-    heads = ("model", "architecture", "stages", "stages and whole", "half on the processor", "processor", "")
+    heads = ("model", "architecture", "stages", "stages and whole", "half on the processor", "processor", "bounds")
     return markdown_table(
         heads,
         (

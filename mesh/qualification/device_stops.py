@@ -28,6 +28,7 @@ import numpy as np
 from mesh.bench.report_tools import markdown_table
 from mesh.qualification.device_parity import first_device
 from mesh.qualification.random_model import SHAPES, write_random_gguf
+from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import MeshError
 from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
@@ -233,6 +234,7 @@ def table(found: Sequence[StopTiming]) -> str:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def main(model: Path | None, shape: str, device: str | None, rounds: int, *, as_json: bool) -> None:
     """Time stages of MODEL, or of a random one, in each way of running a graph on a device."""
+    set_up_logs()
     try:
         chosen = first_device(device)
         with tempfile.TemporaryDirectory(prefix="mesh-stops-") as folder:

@@ -43,6 +43,7 @@ DOCUMENTS = (
     "examples/speculation_report/report.md",
     "examples/drafter_report/report.md",
     "examples/coding_agents/README.md",
+    "examples/device_parity.md",
 )
 COMMANDS = tuple(leaf_commands())
 # Named in the history only, or not moved yet: see tests/suite/test_architecture_page.py.
