@@ -287,7 +287,15 @@ def _measure_and_send(sender: Connection, path: Path, device: str | None, num_to
 
 def table(found: Sequence[ModelParity]) -> str:
     """A line for each model, in Markdown."""
-    heads = ("model", "architecture", "stages", "stages and whole", "half on the processor", "processor", "bounds")
+    heads = (
+        "model",
+        "architecture",
+        "stages",
+        "stages and whole",
+        "half on the processor",
+        "processor",
+        "bounds",
+    )
     return markdown_table(
         heads,
         (
