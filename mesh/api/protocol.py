@@ -324,6 +324,18 @@ def parse_prediction(value: Any) -> str:
     return "".join(_part_text(part, index) for index, part in enumerate(value))
 
 
+def note_of(part_type: object) -> str:
+    """What the model is shown in place of a tool's result that is no text, such as a screenshot.
+
+    A client cannot choose what its tools return: a refusal would end its conversation.
+
+    Args:
+        part_type: The type that the client gave the part.
+    """
+    name = part_type if isinstance(part_type, str) and part_type.isidentifier() else "part"
+    return f"[{name[:_SHOWN_CHARS]} left out: this model reads text only]"
+
+
 def _part_text(part: Any, index: int) -> str:
     if not isinstance(part, dict):
         raise PydanticCustomError("content", "part {index} must be an object", {"index": index})

@@ -233,7 +233,8 @@ def _short_context_hint(endpoint: MeshEndpoint, n_ctx_train: int | None) -> str:
     if n_ctx_train is not None and n_ctx_train < _SHORT_CONTEXT:
         remedy = f"it was trained for {n_ctx_train}, so serve a model that was trained for more"
     else:
-        remedy = f"serve it with a larger --ctx-size, such as {2 * _SHORT_CONTEXT}"
+        advised = min(2 * _SHORT_CONTEXT, n_ctx_train or 2 * _SHORT_CONTEXT)
+        remedy = f"serve it with a larger --ctx-size, such as {advised}"
     return (
         f"{endpoint.model} is served with a context of {endpoint.context_length} positions, and agents send "
         f"long prompts: {remedy}"

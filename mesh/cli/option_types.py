@@ -235,12 +235,13 @@ def read_first_key(path: Path) -> str:
     )
 
 
-def sendable_key(key: str, source: str) -> str:
+def sendable_key(key: str, source: str, *, param: str | None = None) -> str:
     """An API key that a header of HTTP can hold; HTTP clients print any other in their errors.
 
     Args:
         key: The key.
         source: Where it is from, for the message.
+        param: The option that names the source, if one does.
 
     Raises:
         ClusterError: If it holds anything but visible ASCII; without the key.
@@ -249,7 +250,7 @@ def sendable_key(key: str, source: str) -> str:
         raise ClusterError(
             f"the API key of {source} holds a space, a line break or another character that no key has: "
             "give the one that `mesh keys add` printed",
-            param="--api-key-file",
+            param=param,
         )
     return key
 

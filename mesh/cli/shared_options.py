@@ -332,7 +332,7 @@ def key_of(api_key_file: Path | None) -> str | None:
         ClusterError: If the file holds none, or the key cannot be sent.
     """
     if api_key_file is not None:
-        return sendable_key(read_first_key(api_key_file), str(api_key_file))
+        return sendable_key(read_first_key(api_key_file), str(api_key_file), param="--api-key-file")
     key = os.environ.get(API_KEY)
     # Files of variables that were written on Windows leave the end of the line in it.
     return None if key is None else sendable_key(key.strip(), API_KEY)

@@ -18,6 +18,7 @@ from mesh.api.protocol import (
     StopList,
     StrictBody,
     between,
+    note_of,
     parse_stop,
 )
 from mesh.api.request_parsing import as_invalid_request
@@ -376,12 +377,15 @@ def _block(raw: Any, role: str, where: str) -> Block:
             param=f"{where}.type",
         )
     if kind is ToolResultBlock and isinstance(parts := raw.get("content"), list):
-        for place, part in enumerate(parts):
-            if isinstance(part, dict) and part.get("type") != "text":
-                at = f"{where}.content[{place}].type"
-                raise InvalidRequest(f"{at}: this server reads text only: a result is text", param=at)
+        raw = {**raw, "content": [_as_text(part) for part in parts]}
     found: Block = _checked(kind, raw, where)
     return found
+
+
+def _as_text(part: Any) -> Any:
+    """A part of a tool's result; a note if it is no text."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return {"type": "text", "text": note_of(kind)} if isinstance(kind, str) and kind != "text" else part
 
 
 def _checked(kind: Any, raw: Any, where: str) -> Any:

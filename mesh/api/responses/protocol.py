@@ -19,6 +19,7 @@ from mesh.api.protocol import (
     StrictBody,
     ToolName,
     between,
+    note_of,
     parse_allowed_tools,
 )
 from mesh.api.request_parsing import as_invalid_request
@@ -56,7 +57,22 @@ def parse_parts(value: Any) -> str:
     return "\n".join(texts)
 
 
+def parse_result(value: Any) -> str:
+    """A tool's result: as `parse_parts`, with a note for each part that is no text."""
+    if isinstance(value, list):
+        value = [
+            {"type": "text", "text": note_of(part["type"])} if _is_other(part) else part for part in value
+        ]
+    return parse_parts(value)
+
+
+def _is_other(part: Any) -> bool:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return isinstance(kind, str) and kind not in _TEXT_TYPES
+
+
 Parts = Annotated[str, PlainValidator(parse_parts, json_schema_input_type=str | list[InputText])]
+ResultParts = Annotated[str, PlainValidator(parse_result, json_schema_input_type=str | list[InputText])]
 
 
 class MessageItem(StrictBody):
@@ -82,7 +98,7 @@ class FunctionCallOutputItem(StrictBody):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: Parts
+    output: ResultParts
 
 
 class ReasoningText(StrictBody):

@@ -14,7 +14,7 @@ from mesh.api.messages.protocol import messages_of
 from mesh.engine import GenerationStats
 from mesh.text.message_parts import ToolCallArguments, ToolCallStart
 from mesh.text.tokenizer import Tokenizer
-from spanmesh_proto.errors import StageFailed
+from spanmesh_proto.errors import InvalidRequest, StageFailed
 from tests.mesh.api.test_api_tools import PARAMETERS, saying, shown
 from tests.support import api_harness
 from tests.support.api_harness import KEY, MODEL, NO_AUTHORITIES, Api, ScriptedEngine, running_api
@@ -187,6 +187,25 @@ def test_turns_of_one_role_are_one_turn() -> None:
         ("system", "Later."),
         ("assistant", "Three.\nFour."),
     ]
+
+
+def test_a_picture_in_a_result_does_not_end_the_conversation() -> None:
+    """What tools return is not the client's choice; a picture of the user is refused."""
+    picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+    parts: list[Any] = [{"type": "text", "text": "2 by 2"}, picture, {"type": "x y\n" * 99}]
+    (result,) = messages_of(
+        [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": parts}]}], None
+    )
+    assert result["content"] == "\n".join(
+        ["2 by 2", *(f"[{each} left out: this model reads text only]" for each in ("image", "part"))]
+    )
+
+
+@pytest.mark.parametrize("part", [3, {"text": "x"}, {"type": 3}, {"type": "text"}])
+def test_a_part_of_a_result_without_a_type_is_named(part: Any) -> None:
+    turn = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [part]}]}
+    with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[0\].content\[?\.?0"):
+        messages_of([turn], None)
 
 
 def test_a_turn_of_many_blocks_is_read_in_one_pass() -> None:

@@ -191,6 +191,28 @@ async def test_earlier_turns_come_as_items(tokenizer: Tokenizer) -> None:
     )
 
 
+async def test_a_picture_in_a_result_does_not_end_the_conversation(tokenizer: Tokenizer) -> None:
+    engine = saying(tokenizer, "I see.")
+    picture = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
+    items: list[Any] = [
+        {"role": "user", "content": "Look."},
+        {"type": "function_call", "call_id": "c1", "name": "view", "arguments": "{}"},
+        {
+            "type": "function_call_output",
+            "call_id": "c1",
+            "output": [{"type": "input_text", "text": "2 by 2"}, picture],
+        },
+    ]
+    async with running_api(engine, tokenizer) as api:
+        response = await api.http.post(RESPONSES, json={"input": items})
+        assert response.status_code == 200, response.text
+        items[0]["content"] = [picture]
+        refused = await api.http.post(RESPONSES, json={"input": items})
+        assert refused.status_code == 400
+    note = "[input_image left out: this model reads text only]"
+    assert f"<tool_response>\n2 by 2\n{note}\n</tool_response>" in shown(engine, tokenizer)
+
+
 async def test_calls_of_functions_in_a_namespace_have_both_names(tokenizer: Tokenizer) -> None:
     text = '<tool_call>{"name": "crew__spawn", "arguments": {"city": "Oslo"}}</tool_call>'
     engine = saying(tokenizer, text)

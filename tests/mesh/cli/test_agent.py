@@ -173,6 +173,7 @@ def test_a_server_that_is_no_mesh_is_told_in_one_line(monkeypatch: pytest.Monkey
     [
         (8192, "it was trained for 8192, so serve a model that was trained for more"),
         (131_072, "serve it with a larger --ctx-size, such as 32768"),
+        (20_480, "serve it with a larger --ctx-size, such as 20480"),
     ],
 )
 def test_a_context_that_is_too_short_for_agents_is_told_with_a_remedy(

@@ -98,10 +98,12 @@ def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(
     with pytest.raises(ClusterError, match="API key of MESH_API_KEY holds a space") as raised:
         key_of(None)
     assert "cret" not in raised.value.message
+    assert raised.value.param is None
     path = tmp_path / "key"
     path.write_text("sk-sécret")
     with pytest.raises(ClusterError, match=re.escape(str(path))) as raised:
         key_of(path)
+    assert raised.value.param == "--api-key-file"
     assert "cret" not in raised.value.message.replace(str(path), "")
 
 
