@@ -44,6 +44,8 @@ class ClockOffset:
 
     def __init__(self) -> None:
         self._samples: deque[_Sample] = deque(maxlen=_NUM_SAMPLES)
+        # Asked for with every window, and found anew with every reply.
+        self._best: _Sample | None = None
 
     def add(self, sent_us: int, stage_us: int, received_us: int) -> None:
         """Record a reply.
@@ -54,20 +56,17 @@ class ClockOffset:
             received_us: When the reply arrived, by the coordinator's clock.
         """
         self._samples.append(_Sample(received_us - sent_us, stage_us - (sent_us + received_us) // 2))
+        self._best = min(self._samples)
 
     @property
     def rtt_us(self) -> int | None:
         """Shortest of the latest round trips; None before the first."""
-        return self._best.rtt_us if self._samples else None
+        return None if self._best is None else self._best.rtt_us
 
     @property
     def offset_us(self) -> int | None:
         """The stage's clock minus the coordinator's; None before the first reply."""
-        return self._best.offset_us if self._samples else None
-
-    @property
-    def _best(self) -> _Sample:
-        return min(self._samples)
+        return None if self._best is None else self._best.offset_us
 
 
 class ControlStream:
