@@ -39,14 +39,15 @@ class PrivateFolder:
     """Private folder: removed by `close`, or, if its owner was killed, when the next one is created.
 
     Its owner holds a lock in it, which the kernel releases with the owner; unlike a process id, that works
-    across containers.
+    across containers. The folder itself is locked too: programs that remove old files from temporary folders,
+    such as systemd-tmpfiles, leave alone what is below a locked folder.
 
     Args:
         prefix: Beginning of its name.
 
     Attributes:
         path: The folder.
-        lock: Descriptor of the lock; a child that inherits it owns the folder as well.
+        descriptors: Of the locks; a child that inherits them owns the folder as well. Empty once closed.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -58,15 +59,28 @@ class PrivateFolder:
             _remove_if_abandoned(left)
         # Created with mode 0700, or not at all if the name exists.
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
-        self.lock = _open_lock(self.path, os.O_CREAT | os.O_EXCL)
-        fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder = _open_folder(self.path)
+        fcntl.flock(folder, fcntl.LOCK_SH)
+        lock = _open_lock(self.path, folder, os.O_CREAT | os.O_EXCL)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.descriptors: tuple[int, ...] = (lock, folder)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this process owns it."""
+        return bool(self.descriptors)
 
     def close(self) -> None:
-        """Remove the folder and its content."""
-        if self.lock >= 0:
+        """Remove the folder and its content. Later calls have no effect."""
+        if self.is_open:
             shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self.lock)
-            self.lock = -1
+            self.release()
+
+    def release(self) -> None:
+        """Give up the locks, without removing anything."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        self.descriptors = ()
 
     @classmethod
     def of_another(cls, path: Path) -> PrivateFolder:
@@ -79,49 +93,74 @@ class PrivateFolder:
             OSError: If it is gone.
             ClusterError: If it is not private to this user.
         """
-        folder = cls.__new__(cls)
-        folder.path = path
-        folder.lock = _open_lock(path)
-        return folder
+        private = cls.__new__(cls)
+        private.path = path
+        folder = _open_folder(path)
+        try:
+            lock = _open_lock(path, folder)
+        except BaseException:
+            os.close(folder)
+            raise
+        # Shared: the process that locks it may end at any time.
+        fcntl.flock(folder, fcntl.LOCK_SH)
+        private.descriptors = (lock, folder)
+        return private
 
 
 def _remove_if_abandoned(path: Path) -> None:
     # Of another user, gone, or in use: left alone.
-    with contextlib.suppress(OSError, ClusterError):
-        lock = _open_lock(path)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-        finally:
-            os.close(lock)
+    with contextlib.suppress(OSError, ClusterError), contextlib.ExitStack() as opened:
+        folder = _open_folder(path)
+        opened.callback(os.close, folder)
+        # Its maker locks the folder before it makes the lock; earlier versions lock nothing but the latter.
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = _open_lock(path, folder)
+        opened.callback(os.close, lock)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def _open_lock(path: Path, flags: int = 0) -> int:
-    """Open the lock of a folder, without following links: `/tmp` is writable by all users.
+def _open_folder(path: Path) -> int:
+    """Open a private folder, without following links: `/tmp` is writable by all users.
 
     Args:
         path: Path of the folder.
+
+    Returns:
+        Its descriptor.
+
+    Raises:
+        OSError: If it is missing, or a link.
+        ClusterError: If another user owns it or may enter it.
+    """
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    found = os.fstat(folder)
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        os.close(folder)
+        raise ClusterError(
+            f"{path} is not private to this user (it is user {found.st_uid}'s, with mode "
+            f"{stat.S_IMODE(found.st_mode):o}): remove it"
+        )
+    return folder
+
+
+def _open_lock(path: Path, folder: int, flags: int = 0) -> int:
+    """Open the lock in a folder, without following links.
+
+    Args:
+        path: Path of the folder, for messages.
+        folder: Its descriptor.
         flags: Further flags for opening it.
 
     Returns:
         Descriptor for reading and writing.
 
     Raises:
-        OSError: If folder or lock is missing, or a link.
-        ClusterError: If another user owns the folder or may enter it, or the lock is not a file.
+        OSError: If the lock is missing, or a link.
+        ClusterError: If it is not a file.
     """
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        found = os.fstat(folder)
-        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-            raise ClusterError(
-                f"{path} is not private to this user (it is user {found.st_uid}'s, with mode "
-                f"{stat.S_IMODE(found.st_mode):o}): remove it"
-            )
-        # Opening a pipe would block until its other end is opened.
-        lock = os.open(_LOCK, flags | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
-    finally:
-        os.close(folder)
+    # Opening a pipe would block until its other end is opened.
+    lock = os.open(_LOCK, flags | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(lock).st_mode):
         os.close(lock)
         raise ClusterError(f"{path / _LOCK} is not a regular file: remove {path}")
@@ -192,21 +231,34 @@ class _NodeFolder:
 
     Args:
         folder: Folder of this process, or of the former owner.
+        is_new: Whether the node is to be started; otherwise it has had an owner.
 
     Raises:
         BlockingIOError: If another process owns the node.
+        FileNotFoundError: If it is not new, and the file by which it is owned is gone.
     """
 
-    def __init__(self, folder: PrivateFolder) -> None:
+    def __init__(self, folder: PrivateFolder, *, is_new: bool = True) -> None:
         self._folder = folder
         self.path = folder.path
-        self.lock = folder.lock
+        self.descriptors = folder.descriptors
         self.ray_dir = folder.path / "ray"
         self.token_path = folder.path / "token"
         self.log_path = folder.path / "ray.log"
         self.owner_path = folder.path / "owner"
-        self._owner_lock = os.open(self.owner_path, os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(self._owner_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The node watches the file that it was started with: another one would not make an owner.
+        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if is_new else 0)
+        with contextlib.ExitStack() as undone:
+            undone.callback(folder.release)
+            self._owner_lock = os.open(self.owner_path, flags, 0o600)
+            undone.callback(os.close, self._owner_lock)
+            fcntl.flock(self._owner_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            undone.pop_all()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this process owns the node."""
+        return self._folder.is_open
 
     def close(self) -> None:
         self._folder.close()
@@ -261,7 +313,7 @@ class RayNode:
                 # Ctrl-C in the terminal is handled here; Ray is ended afterwards.
                 start_new_session=True,
                 # The folder counts as in use as long as the node runs.
-                pass_fds=[folder.lock],
+                pass_fds=folder.descriptors,
             )
         return cls(config.address, config.name, folder, first)
 
@@ -275,10 +327,14 @@ class RayNode:
         try:
             first = psutil.Process(record.pid)
             if abs(first.create_time() - record.started_s) < 1 and _is_alive(first):
-                folder = _NodeFolder(PrivateFolder.of_another(Path(record.folder)))
+                folder = _NodeFolder(PrivateFolder.of_another(Path(record.folder)), is_new=False)
                 return cls(record.address, record.name, folder, first)
         except BlockingIOError:
             raise ClusterError(f"the Ray node {record.name} on {record.address} is in use") from None
+        except FileNotFoundError:
+            raise ClusterError(
+                f"the Ray node {record.name} on {record.address} has lost its files in {record.folder}"
+            ) from None
         except (psutil.NoSuchProcess, OSError):
             pass
         raise ClusterError(f"the Ray node {record.name} that ran on {record.address} has ended")
@@ -342,7 +398,7 @@ class RayNode:
     def stop(self) -> None:
         """End every process of the node and remove its files; takes a few seconds at the first call."""
         atexit.unregister(self.stop)
-        if self._folder.path.exists():
+        if self._folder.is_open:
             self._end_processes()
             self._folder.close()
 

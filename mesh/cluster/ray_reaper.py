@@ -33,12 +33,16 @@ class Ownership:
     """Whether the node has an owner, or had one recently.
 
     Args:
-        path: File that the owner locks.
+        path: File that the owner locks. It is opened once: a program that removes old files from temporary
+            folders takes its name away, and no lock.
         linger_s: Longest time without an owner, in seconds.
+
+    Raises:
+        OSError: If it cannot be opened.
     """
 
     def __init__(self, path: Path, linger_s: float) -> None:
-        self._path = path
+        self._descriptor = os.open(path, os.O_RDONLY)
         self._linger_s = linger_s
         self._ownerless_since_s: float | None = None
 
@@ -48,7 +52,7 @@ class Ownership:
         Args:
             now_s: Monotonic clock, seconds.
         """
-        if is_locked(self._path):
+        if is_locked(self._descriptor):
             self._ownerless_since_s = None
             return False
         if self._ownerless_since_s is None:
@@ -56,15 +60,13 @@ class Ownership:
         return now_s - self._ownerless_since_s >= self._linger_s
 
 
-def is_locked(path: Path) -> bool:
-    """Whether a process holds a lock on the file; False if the file is gone."""
+def is_locked(descriptor: int) -> bool:
+    """Whether another process holds a lock on an open file; also if the system does not tell."""
     try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
-        return False
+        return True
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
     return False
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import shutil
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,12 +56,80 @@ def test_it_is_private_and_goes_with_its_owner(prefix: str) -> None:
     assert (folder.path / "lock").stat().st_mode & 0o777 == 0o600
     other = PrivateFolder(prefix)
     assert folder.path.exists()
-    # As if it had been killed: the kernel gives up its lock.
-    os.close(folder.lock)
+    # As if it had been killed: the kernel gives up its locks.
+    folder.release()
     PrivateFolder(prefix).close()
     assert not folder.path.exists()
     other.close()
     assert not other.path.exists()
+
+
+HOLDING = """
+import sys
+from mesh.cluster.ray_node import PrivateFolder
+print(PrivateFolder(sys.argv[1]).path, flush=True)
+sys.stdin.read()
+"""
+# Leaves a child, which inherits the locks, and ends.
+LEAVING = """
+import subprocess, sys
+from mesh.cluster.ray_node import PrivateFolder
+folder = PrivateFolder(sys.argv[1])
+wait = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+child = subprocess.Popen(wait, stdout=subprocess.DEVNULL, pass_fds=folder.descriptors)
+print(folder.path, flush=True)
+"""
+
+
+@contextmanager
+def held(prefix: str, code: str) -> Iterator[Path]:
+    """A folder that another process has made, until the end of the block."""
+    arguments = [sys.executable, "-c", code, prefix]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        # All of it for a process that ends: then only its child is left.
+        text = process.stdout.read() if code is LEAVING else process.stdout.readline()
+        yield Path(text.strip())
+
+
+def may_be_cleaned(path: Path) -> bool:
+    """Whether systemd-tmpfiles would look for old files in a folder: only if it can lock it."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(folder)
+    return True
+
+
+@pytest.mark.parametrize("code", [HOLDING, LEAVING])
+def test_programs_that_clean_tmp_leave_it_alone_while_it_is_in_use(prefix: str, code: str) -> None:
+    with held(prefix, code) as path:
+        assert not may_be_cleaned(path)
+        # Neither does the next one take it away, nor whoever goes on with it.
+        PrivateFolder(prefix).close()
+        assert path.exists()
+        heir = PrivateFolder.of_another(path)
+        assert not may_be_cleaned(path)
+    assert not may_be_cleaned(path)
+    heir.release()
+    # Its process ends a moment after the block.
+    while not may_be_cleaned(path):
+        time.sleep(0.01)
+    PrivateFolder(prefix).close()
+    assert not path.exists()
+
+
+def test_a_folder_of_an_earlier_version_is_left_alone_while_it_is_in_use(prefix: str) -> None:
+    folder = planted(prefix)
+    with (folder / "lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        PrivateFolder(prefix).close()
+        assert folder.exists()
+    PrivateFolder(prefix).close()
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("takes", [opens, makes_another])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -246,7 +247,8 @@ def sleeper() -> Iterator[psutil.Process]:
 async def test_an_address_that_is_still_being_written_is_waited_for(
     tmp_path: Path, sleeper: psutil.Process
 ) -> None:
-    (tmp_path / "lock").touch()
+    for name in ("lock", "owner"):
+        (tmp_path / name).touch()
     record = RayNodeRecord("127.0.0.1", "head.1", str(tmp_path), sleeper.pid, sleeper.create_time())
     node = RayNode.adopt(record)
     try:
@@ -259,6 +261,15 @@ async def test_an_address_that_is_still_being_written_is_waited_for(
         assert await address == "127.0.0.1:6379"
     finally:
         node.stop()
+
+
+def test_a_node_whose_owner_file_is_gone_is_not_adopted(tmp_path: Path, sleeper: psutil.Process) -> None:
+    (tmp_path / "lock").touch()
+    record = RayNodeRecord("127.0.0.1", "head.1", str(tmp_path), sleeper.pid, sleeper.create_time())
+    # It watches the file that it was started with, and would end however long a new one is locked.
+    with pytest.raises(ClusterError, match="has lost its files in "):
+        RayNode.adopt(record)
+    assert not (tmp_path / "owner").exists()
 
 
 LINGERING = """
@@ -291,8 +302,12 @@ def killed_with_a_lingering_node(linger_s: float) -> tuple[RayNodeRecord, set[ps
 @pytest.mark.skipif(sys.platform != "linux", reason="nodes linger on Linux only")
 def test_a_node_that_lingers_is_adopted_and_stopped() -> None:
     record, processes = killed_with_a_lingering_node(60)
-    # Whoever comes by meanwhile leaves its folder alone.
+    # Whoever comes by meanwhile leaves its folder alone, also systemd-tmpfiles, which would have to lock it.
     PrivateFolder("mesh-ray-").close()
+    folder = os.open(record.folder, os.O_RDONLY | os.O_DIRECTORY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(folder)
     node = RayNode.adopt(record)
     assert node.is_running
     assert asyncio.run(node.wait_ready()) == (Path(record.folder) / "ray/ray_current_cluster").read_text()
