@@ -25,6 +25,8 @@ _EXIT_INTERRUPTED: Final = 130
 class Interruption:
     """Cancels a task at the first signal; later ones have no effect, since the shutdown takes only seconds.
 
+    SIGHUP stays ignored if this process was started so, as `nohup` does.
+
     Attributes:
         received: The first signal; None until one came.
     """
@@ -33,6 +35,10 @@ class Interruption:
         self._task: asyncio.Task[None] | None = None
         self._ask: Callable[[], None] | None = None
         self._is_cancelled = False
+        is_hup_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        self._signals = tuple(
+            number for number in _SIGNALS if not (number is signal.SIGHUP and is_hup_ignored)
+        )
         self.received: signal.Signals | None = None
 
     def arm(self, task: asyncio.Task[None] | None = None) -> None:
@@ -43,7 +49,7 @@ class Interruption:
         """
         self._task = task or self._task
         loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
+        for number in self._signals:
             loop.add_signal_handler(number, self._on_signal, number)
 
     def soften(self, ask: Callable[[], None] | None) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -67,6 +69,49 @@ def test_handlers_that_a_library_took_are_taken_back() -> None:
         await asyncio.sleep(30)
 
     assert run_interruptible(work) == 0
+
+
+# Goes on at each line. Nothing but a signal ends it.
+WAITING = """
+import asyncio, sys
+from mesh.util.tasks import run_interruptible
+async def work(interruption):
+    for said in ("ready", "armed again", "still there"):
+        print(said, flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
+        interruption.arm()
+    await asyncio.sleep(600)
+sys.exit(run_interruptible(work))
+"""
+
+
+def started(before: str) -> subprocess.Popen[str]:
+    """The program, in the place of a shell that did something before: what a shell ignores stays ignored."""
+    arguments = ["/bin/sh", "-c", f'{before}exec "$@"', "sh", sys.executable, "-c", WAITING]
+    return subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_closed_terminal_ends_a_command() -> None:
+    with started("") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGHUP)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(60) == 0
+
+
+def test_a_closed_terminal_does_not_end_a_command_that_was_started_with_nohup() -> None:
+    with started("trap '' HUP; ") as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for said in ("ready\n", "armed again\n", "still there\n"):
+            assert process.stdout.readline() == said
+            process.send_signal(signal.SIGHUP)
+            process.stdin.write("\n")
+            process.stdin.flush()
+        process.terminate()
+        assert process.wait(60) == 0
 
 
 def test_work_that_ends_or_fails_by_itself_is_not_an_interruption() -> None:
