@@ -61,6 +61,12 @@ def head_text(url: str, key: str | None, *, timeout_s: float = _TIMEOUT_S) -> st
 
 
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
+# Advice when a connected head does not answer, by method.
+_PATIENCE: Final = {
+    "GET": "it is busy or hangs; try again, or see what `mesh serve` printed",
+    "POST": "what was asked for may still be done; see `mesh status`, or what `mesh serve` printed, before "
+    "you try again",
+}
 
 
 class _NoRedirects(request.HTTPRedirectHandler):
@@ -105,7 +111,15 @@ def _exchange(
                 there = failure.headers.get("Location", "")
                 raise ClusterError(f"{url} is not a mesh: it sends elsewhere, to {there!r}") from None
             raise ClusterError(said or f"{url} answered {failure.code}: it may not be a mesh") from None
+    except TimeoutError:
+        raise ClusterError(f"{url} did not answer within {timeout_s:g} s: {_PATIENCE[method]}") from None
     except (OSError, ValueError, HTTPException) as failure:
+        if isinstance(getattr(failure, "reason", None), TimeoutError):
+            # It was not even connected to.
+            raise ClusterError(
+                f"{url} did not answer within {timeout_s:g} s: it hangs, the address is not the head's, or a "
+                "firewall is in the way"
+            ) from None
         # For a server that is not HTTP, urllib does not catch http.client's own errors.
         reason = str(getattr(failure, "reason", failure)).strip() or type(failure).__name__
         raise ClusterError(f"no mesh answers at {url} ({reason}); start one with `mesh serve`") from None

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 # Weights of the layers may have to be sent first.
-_TIMEOUT_S: Final = 1800.0
+_DRAIN_TIMEOUT_S: Final = 1800.0
+# The head waits for its disk before it answers, ten seconds at most.
+_EVICT_TIMEOUT_S: Final = 30.0
 
 
 @click.command()
@@ -30,7 +32,7 @@ def drain(name: str, url: str, api_key_file: Path | None) -> None:
         f"{url.rstrip('/')}/mesh/drain?host={quote(name)}",
         key_of(api_key_file),
         method="POST",
-        timeout_s=_TIMEOUT_S,
+        timeout_s=_DRAIN_TIMEOUT_S,
     )
     click.echo(f"{name} holds no layers now and has left the mesh.")
 
@@ -44,5 +46,10 @@ def evict(name: str, url: str, api_key_file: Path | None) -> None:
     To be run on the head. The host cannot join again, and the join token is replaced: `mesh serve` prints the
     new `mesh join` line. Other hosts stay joined.
     """
-    ask_head(f"{url.rstrip('/')}/mesh/evict?host={quote(name)}", key_of(api_key_file), method="POST")
+    ask_head(
+        f"{url.rstrip('/')}/mesh/evict?host={quote(name)}",
+        key_of(api_key_file),
+        method="POST",
+        timeout_s=_EVICT_TIMEOUT_S,
+    )
     click.echo(f"{name} was removed. The old join token is void; `mesh serve` printed a new one.")

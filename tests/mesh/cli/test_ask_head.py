@@ -7,15 +7,18 @@ import re
 import socket
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 import pytest
 
+from mesh.cli import hosts
 from mesh.cli.chat import ChatSession
-from mesh.cli.head_client import ask_head
+from mesh.cli.head_client import ask_head, head_text
+from mesh.cli.main import run
 from mesh.cli.option_types import read_first_key
 from mesh.cli.shared_options import key_of
+from mesh.serve import head_state
 from spanmesh_proto.errors import ClusterError, Unauthorized
 
 if TYPE_CHECKING:
@@ -61,6 +64,54 @@ def test_what_is_no_mesh_is_said_in_one_line(said: bytes) -> None:
         ask_head(f"{url}/mesh/status", None)
     assert "\n" not in raised.value.message
     assert "\r" not in raised.value.message
+
+
+@contextmanager
+def silent() -> Iterator[str]:
+    """Takes connections and says nothing; gives the URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_a_head_that_does_not_answer_in_time_is_not_said_to_be_missing() -> None:
+    with silent() as url:
+        advices: tuple[tuple[Literal["GET", "POST"], str], ...] = (
+            ("GET", "it is busy or hangs"),
+            ("POST", "may still be done; see `mesh status`"),
+        )
+        for method, advice in advices:
+            with pytest.raises(ClusterError, match=r"/mesh/status did not answer within 0\.2 s") as raised:
+                ask_head(f"{url}/mesh/status", None, method=method, timeout_s=0.2)
+            assert advice in raised.value.message
+            assert "start one" not in raised.value.message
+        with pytest.raises(ClusterError, match=r"/metrics did not answer within 0\.2 s: it is busy"):
+            head_text(f"{url}/metrics", None, timeout_s=0.2)
+
+
+def test_a_head_that_takes_no_connections_is_not_said_to_be_missing() -> None:
+    with socket.socket() as listener, socket.socket() as first, socket.socket() as second:
+        listener.bind(("127.0.0.1", 0))
+        # A queue for one, which is full.
+        listener.listen(0)
+        for waiting in (first, second):
+            waiting.settimeout(0)
+            waiting.connect_ex(listener.getsockname())
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(ClusterError, match=r"did not answer within 0\.2 s: it hangs") as raised:
+            ask_head(f"{url}/mesh/status", None, timeout_s=0.2)
+    assert "start one" not in raised.value.message
+
+
+def test_an_evicting_head_is_waited_for_until_its_disk_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert hosts._EVICT_TIMEOUT_S >= 2 * head_state._PATIENCE_S
+    monkeypatch.setattr(hosts, "_EVICT_TIMEOUT_S", 0.2)
+    with silent() as url:
+        assert run(["evict", "beta", "--url", url]) == 1
+    said = capsys.readouterr().err
+    assert f"{url}/mesh/evict?host=beta did not answer within 0.2 s" in said
+    assert "`mesh status`" in said
 
 
 def test_a_port_that_is_none_is_said_in_one_line() -> None:
