@@ -23,10 +23,12 @@ from mesh.placement.planner import Plan, check_stages, plan
 from mesh.serve.options import ctx_size_for, fitted_to
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
+from stages.gguf.reader import part_paths
 from stages.runtime.kv_types import check_kv_type
 from stages.slicing.model_facts import ModelFacts, read_model_facts
 from stages.transport.hidden_codec import HiddenType
 from stages.units import format_size
+from stages.weights.hashing import stamps_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
     from mesh.placement.host_capacity import HostCapacity
     from mesh.serve.options import ServeOptions, SpeculationOptions
+    from stages.weights.hashing import FileStamp
 
 
 # The last line is searched in this many bytes first: the file grows while a benchmark runs.
@@ -80,6 +83,7 @@ class Preflight:
         workload: What stages must hold besides weights. Unless the operator names a context, it has the
             fewest positions that are chosen; more are chosen once hosts have joined.
         facts: Facts of this host.
+        stamps: Stamps of the model's files when they were read.
         draft_bytes: Memory of the draft model on this host.
         draft_ctx_size: Positions of one session of the draft model; beyond them nothing is drafted.
         drafter: The draft model, or the model's own head; None if nothing drafts.
@@ -90,6 +94,7 @@ class Preflight:
     api_keys: ApiKeys | None
     workload: Workload
     facts: HostFacts
+    stamps: tuple[FileStamp, ...]
     draft_bytes: int = 0
     draft_ctx_size: int = 0
     drafter: Drafter | None = None
@@ -160,6 +165,7 @@ def check_model(
     """
     check_numbers(options)
     model = read_model_facts(options.model)
+    stamps = stamps_of(part_paths(options.model))
     options = fitted_to(options, model)
     ctx_size = ctx_size_for(options.ctx_size, model.n_ctx_train)
     if ctx_size > model.n_ctx_train:
@@ -186,6 +192,7 @@ def check_model(
         None,
         workload,
         facts,
+        stamps,
         _draft_bytes(options, drafter, draft_ctx_size, free_bytes),
         draft_ctx_size,
         drafter,

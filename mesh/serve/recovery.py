@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from mesh.coordinator.ring import RingLoss
-from spanmesh_proto.errors import MeshError, ModelDoesNotFit, NotEnoughHosts, StageFailed
+from spanmesh_proto.errors import InvalidModel, MeshError, ModelDoesNotFit, NotEnoughHosts, StageFailed
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -116,6 +116,7 @@ class RingRepair:
     def __init__(self, context: RecoveryContext) -> None:
         self._context = context
         self._strikes: Counter[str] = Counter()
+        self._refused: InvalidModel | None = None
         self._announced = ""
 
     async def run(self, loss: RingLoss) -> None:
@@ -134,15 +135,20 @@ class RingRepair:
             try:
                 decision = await self._decide(suspected)
             except (ModelDoesNotFit, NotEnoughHosts) as error:
-                await self._wait_for_hosts(error, hosts)
+                # Hosts that could not load the model may have been left out.
+                await self._wait_for_change(self._refused or error, hosts)
             else:
                 try:
                     await self._carry_out(decision)
                     break
                 except MeshError as error:
                     log.warning("repair_goes_on", reason=error.message)
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+                    if isinstance(error, InvalidModel) and error is not self._refused:
+                        # Not a host that cannot load it: it cannot be sent to any.
+                        await self._wait_for_change(error, hosts)
+                    else:
+                        await asyncio.sleep(pause_s)
+                        pause_s = min(2 * pause_s, _MOST_PAUSE_S)
             # From the second round on all stages are treated alike.
             suspected = RingLoss(loss.reason, ())
         took_s = context.clock_s() - started_s
@@ -184,20 +190,24 @@ class RingRepair:
     def _on_stage_error(self, handle: StageHandle, error: MeshError) -> None:
         host = handle.member.name
         self._strikes[host] += 1
+        if isinstance(error, InvalidModel):
+            self._refused = error
         log.warning("stage_in_trouble", host=host, layers=str(handle.config.layers), reason=error.message)
         if self._strikes[host] >= _MOST_STRIKES:
             for index, stage in enumerate(self._context.pipeline.stages):
                 if stage.handle is handle:
                     self._context.pipeline.mark_lost(index)
 
-    async def _wait_for_hosts(self, error: MeshError, hosts: frozenset[str]) -> None:
-        """Wait until the hosts differ from those that were found insufficient."""
+    async def _wait_for_change(self, error: MeshError, hosts: frozenset[str]) -> None:
+        """Wait until the hosts differ from those with which it failed, for a while; a file may change too."""
         context = self._context
         if error.message != self._announced:
             self._announced = error.message
             log.error("mesh_cannot_serve", reason=error.message)
-            context.announce(f"waiting for hosts: {error.message}")
+            awaited = "the model" if isinstance(error, InvalidModel) else "hosts"
+            context.announce(f"waiting for {awaited}: {error.message}")
             context.coordinator.give_up(StageFailed(error.message, retry_after_s=_RETRY_AFTER_S))
         self._strikes.clear()
+        self._refused = None
         if context.nodes_ready == hosts:
             await context.members.change_within(_RETRY_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -11,13 +12,16 @@ import structlog
 
 from mesh.serve.stage_handle import StageHandle, new_ring_credentials
 from mesh.util.progress import progress_bars
+from spanmesh_proto.errors import InvalidModel, UncuttableModel
 from stages.cancellable_work import CancellableWork
+from stages.gguf.reader import part_paths
 from stages.runtime.stage_runtime import RuntimeOptions
 from stages.serving.actor import StageConfig
 from stages.weights.assembly import Transfer
+from stages.weights.hashing import stamps_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
     from pathlib import Path
 
     from mesh.cluster.members import Member
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from stages.runtime.process_memory import StageMemory
     from stages.transport.hidden_codec import HiddenType
     from stages.weights.fetch import FetchSource
+    from stages.weights.hashing import FileStamp
     from stages.weights.recipe import Recipe
     from stages.weights.virtual_stages import StageCache
 
@@ -64,6 +69,66 @@ async def described(work: Callable[..., Recipe], bar: ProgressTask) -> Recipe:
     return await hashing.run(partial(work, progress=on_bytes))
 
 
+class ServedFiles:
+    """Files of a model that is served; they may be replaced meanwhile.
+
+    Args:
+        model: The model's first file.
+        stamps: Stamps of all its files when it was checked.
+    """
+
+    def __init__(self, model: Path, stamps: tuple[FileStamp, ...]) -> None:
+        self._paths = part_paths(model)
+        self._stamps = stamps
+        self._changed = model
+
+    async def are_touched(self) -> bool:
+        """Whether their stamps differ from those that were found last. Files that are gone have none."""
+        return self._differ(await self._found())
+
+    async def are_others(self, have_same_hashes: Callable[[], Awaitable[bool | None]]) -> bool:
+        """Whether there are files with other content in their place. Files that are gone are none.
+
+        Args:
+            have_same_hashes: Returns whether what was hashed before has the same hashes now, or None if not
+                all was. Awaited if only times differ: files may have been copied, or put back.
+        """
+        found = await self._found()
+        if not self._differ(found):
+            return False
+        if [stamp.size_bytes for stamp in found] != [stamp.size_bytes for stamp in self._stamps]:
+            return True
+        are_same = await have_same_hashes()
+        if are_same is None:
+            # A file keeps the time of its last modification when it is moved.
+            are_same = [each.mtime_ns for each in found] == [each.mtime_ns for each in self._stamps]
+        if are_same:
+            self._stamps = found
+        return not are_same
+
+    def error(self) -> InvalidModel:
+        """Error for a model that needs files that were replaced."""
+        return InvalidModel(
+            f"{self._changed} was changed since it was served: start `mesh serve` again, or put the old file "
+            "back"
+        )
+
+    async def _found(self) -> tuple[FileStamp, ...]:
+        """Stamps of the files; empty if one is gone."""
+        try:
+            return await asyncio.to_thread(stamps_of, self._paths)
+        except InvalidModel:
+            return ()
+
+    def _differ(self, found: tuple[FileStamp, ...]) -> bool:
+        """Whether stamps that were found, if any, are others; notes the first such file."""
+        for path, now, before in zip(self._paths, found, self._stamps, strict=bool(found)):
+            if now != before:
+                self._changed = path
+                return True
+        return False
+
+
 class StageMaker:
     """Makes the stages of one model.
 
@@ -92,6 +157,7 @@ class StageMaker:
         self._head = head
         self._cache = cache
         self._transfers = transfers
+        self._files = ServedFiles(options.model, known.stamps)
         self._recipes: dict[LayerRange, Recipe] = {}
 
     async def describe(self, stages: Iterable[tuple[str, LayerRange]]) -> None:
@@ -101,16 +167,37 @@ class StageMaker:
             stages: Host name and layers of each stage.
 
         Raises:
+            InvalidModel: If the model's file is needed, and was replaced since the model was checked.
             ModelError: See `StageCache.describe`.
         """
-        missing = dict.fromkeys(
-            layers
-            for host, layers in stages
-            if layers not in self._recipes and not self._is_model_itself(host, layers)
-        )
+        wanted = [(self._head.members.find(host), layers) for host, layers in stages]
+        cut = dict.fromkeys(layers for member, layers in wanted if not self._is_model_itself(member, layers))
+        missing = tuple(layers for layers in cut if layers not in self._recipes)
+        is_needed = bool(missing) or any(self._is_model_itself(*stage) for stage in wanted)
+        if wanted and await self._files.are_others(self._have_same_hashes):
+            error = self._files.error()
+            if is_needed:
+                raise error
+            # A host that lacks weights is refused them. Others have them in their caches, or the hub has.
+            log.error("model_changed", reason=error.message)
         if missing:
-            for recipe in await describe_stages(self._cache, self._options.model, tuple(missing)):
-                self._recipes[recipe.layers] = recipe
+            recipes = await describe_stages(self._cache, self._options.model, missing)
+            if await self._files.are_touched():
+                raise self._files.error()
+            self._recipes.update({recipe.layers: recipe for recipe in recipes})
+
+    async def _have_same_hashes(self) -> bool | None:
+        """Whether the model's files have the hashes of all recipes; None if these lack layers."""
+        recipes = tuple(self._recipes.values())
+        for recipe in recipes:
+            try:
+                (found,) = await describe_stages(self._cache, self._options.model, (recipe.layers,))
+            except (InvalidModel, UncuttableModel):
+                return False
+            if found.sha256 != recipe.sha256:
+                return False
+        hashed = {layer for recipe in recipes for layer in range(recipe.layers.start, recipe.layers.stop)}
+        return True if len(hashed) == self._known.model.n_layers else None
 
     def make(
         self,
@@ -131,7 +218,7 @@ class StageMaker:
             beside: Memory of other stages that are to be loaded there at the same time.
         """
         layers, workload = placement.layers, self.workload
-        recipe = None if self._is_model_itself(member.name, layers) else self._recipes[layers]
+        recipe = None if self._is_model_itself(member, layers) else self._recipes[layers]
         # Random credentials until it joins a ring.
         credentials = new_ring_credentials()
         config = StageConfig(
@@ -164,19 +251,22 @@ class StageMaker:
             self._head.driver, self._head.authority, config, member, on_transfer=self._transfers.note
         )
 
-    def _is_model_itself(self, host: str, layers: LayerRange) -> bool:
-        """Whether a stage is the whole model, on the host of the model's file: then nothing is cut."""
-        return len(layers) == self._known.model.n_layers and host == self._head.own.name
+    def _is_model_itself(self, member: Member | None, layers: LayerRange) -> bool:
+        """Whether a stage is the whole model, on the host of the model's file: then nothing is cut.
+
+        By the member, not by its name: where the head holds no layers, another host may have the head's name.
+        """
+        is_whole = len(layers) == self._known.model.n_layers
+        return is_whole and member is not None and self._head.is_own(member)
 
     def _source_for(self, member: Member, recipe: Recipe | None) -> FetchSource:
         """Source of the weights: this host reads the model's file; all others fetch by the recipe."""
         weights = self._options.weights
         source = replace(self._head.source, hub=weights.hub, is_hub_first=weights.is_hub_first)
-        if not self._head.is_own(member):
+        if recipe is None or not self._head.is_own(member):
             return source
-        if recipe is not None:
-            self._cache.store.keep(recipe)
-        return replace(source, model=self._cache.known_files(self._options.model))
+        self._cache.store.keep(recipe)
+        return replace(source, model=self._cache.known_files(recipe.sha256))
 
 
 def _on_gpus(stages: Sequence[StageMemory]) -> dict[str, int]:

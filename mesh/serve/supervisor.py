@@ -10,7 +10,7 @@ import structlog
 from mesh.coordinator.ring import RingLoss
 from mesh.serve.recovery import RingRepair
 from mesh.serve.stage_group import log_stage_error
-from spanmesh_proto.errors import MeshError, ModelDoesNotFit, NotEnoughHosts
+from spanmesh_proto.errors import InvalidModel, MeshError, ModelDoesNotFit, NotEnoughHosts
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable
@@ -118,7 +118,7 @@ class Supervisor:
             await context.cutover.cut_over(tuple(stages), decision.reason, log_stage_error)
         except MeshError as error:
             log.warning("move_failed", reason=error.message)
-            return RingLoss(error.message, ()) if stages else None
+            return RingLoss(error.message, ()) if stages else await self._on_not_loaded(to_move, error)
         context.incidents.moved()
         context.announce("serving")
         return None
@@ -136,6 +136,12 @@ class Supervisor:
         for name in {pipeline.stages[index].placement.host for index in to_move}:
             self._host_draining.report_stuck(name, error.message)
         await self._context.members.change_within(_POLL_S)
+
+    async def _on_not_loaded(self, to_move: frozenset[int], error: MeshError) -> RingLoss | None:
+        """Let the hosts stay that hold what cannot be loaded elsewhere; another failure may pass."""
+        if not isinstance(error, InvalidModel):
+            return None
+        return await self._until_broken(self._on_no_candidate(to_move, error))
 
     async def _until_broken(self, work: Coroutine[Any, Any, None]) -> RingLoss | None:
         """Run work until it is done, or until the ring breaks; returns the loss.

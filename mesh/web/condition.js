@@ -10,6 +10,9 @@ export function conditionOf(status) {
   if (hasRing && phase.startsWith("waiting for hosts")) {
     return { kind: "heal", word: "Waiting for a host", sentence: `No host has room for what was lost: ${phase.replace(/^waiting for hosts: /, "")}` };
   }
+  if (hasRing && phase.startsWith("waiting for the model")) {
+    return { kind: "heal", word: "Waiting for the model", sentence: `What was lost cannot be placed again: ${phase.replace(/^waiting for the model: /, "")}` };
+  }
   if (hasRing) {
     const last = status.failures?.at(-1);
     const what = last ? `Layers ${span(last.layers)} on ${last.host} were lost.` : "A stage was lost.";

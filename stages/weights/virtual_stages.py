@@ -54,7 +54,8 @@ class VirtualStage:
     def __init__(self, recipe: Recipe, paths: Sequence[Path], stamps: Sequence[FileStamp]) -> None:
         if stamps_of(paths) != tuple(stamps):
             raise InvalidModel(
-                f"{paths[0]} was changed since its layers were hashed; start `mesh serve` again"
+                f"{paths[0]} was changed since its layers were hashed; start `mesh serve` again, or put the "
+                "old file back"
             )
         self.size_bytes = recipe.size_bytes
         self._header = recipe.header
@@ -223,14 +224,20 @@ class StageCache:
             return None
         return VirtualStage(*described)
 
-    def known_files(self, source: Path) -> tuple[KnownFile, ...]:
-        """Files of a model on this host, with their stamps when they were hashed.
+    def known_files(self, sha256: str) -> tuple[KnownFile, ...]:
+        """Files of a model on this host, with their stamps when a stage of it was described.
 
-        Raises:
-            InvalidModel: If they cannot be read.
+        Args:
+            sha256: Hash of the stage's recipe, hex.
+
+        Returns:
+            The files in the recipe's order; empty if the stage was not described here.
         """
-        known = self._read(source)
-        return tuple(map(KnownFile, known.model.header.paths, known.stamps))
+        described = self._described.get(sha256)
+        if described is None:
+            return ()
+        _recipe, paths, stamps = described
+        return tuple(map(KnownFile, paths, stamps))
 
     def cut(
         self, source: Path, layers: LayerRange, *, progress: Callable[[int, int], None] | None = None

@@ -31,10 +31,12 @@ from mesh.serve.stage_group import log_stage_error, wire_up
 from mesh.serve.stage_handle import new_ring_credentials
 from mesh.serve.supervisor import Supervisor
 from spanmesh_proto.errors import StageFailed
+from stages.gguf.reader import part_paths
 from stages.layers import LayerRange
 from stages.slicing.model_facts import read_model_facts
 from stages.transport.hidden_codec import HiddenType
 from stages.weights.fetch import FetchSource
+from stages.weights.hashing import stamps_of
 from stages.weights.virtual_stages import StageCache
 
 if TYPE_CHECKING:
@@ -215,11 +217,11 @@ async def serving(
         authority=authority,
         source=FetchSource("127.0.0.1:1", b"", ""),
         # All are this host, so that all copy from the model itself.
-        own=SimpleNamespace(name="none of them"),
         is_own=lambda _member: True,
+        members=members,
     )
     options = SimpleNamespace(model=model, is_exact=True, weights=WeightsOptions(), kv_disk_bytes=0)
-    known = SimpleNamespace(model=facts, workload=WORKLOAD)
+    known = SimpleNamespace(model=facts, workload=WORKLOAD, stamps=stamps_of(part_paths(model)))
     maker = StageMaker(
         cast("ServeOptions", options), cast("Preflight", known), cast("Head", head), cache, Transfers()
     )

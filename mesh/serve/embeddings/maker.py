@@ -5,10 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mesh.serve.stage_factory import described
+import structlog
+
+from mesh.serve.stage_factory import ServedFiles, described
 from mesh.serve.stage_handle import StageHandle, new_ring_credentials
 from mesh.util.progress import progress_bars
-from spanmesh_proto.errors import StageFailed
+from spanmesh_proto.errors import InvalidModel, StageFailed
 from stages.embedding.actor import EmbeddingActor
 from stages.runtime.stage_runtime import RuntimeOptions
 from stages.serving.actor import StageConfig
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from stages.weights.virtual_stages import StageCache
 
 
+log = structlog.get_logger()
+
+
 class EmbeddingMaker:
     """Makes the process of one embedding model; see `mesh.serve.reconfiguration.Maker`.
 
@@ -40,6 +45,7 @@ class EmbeddingMaker:
         self._model = model
         self._head = head
         self._cache = cache
+        self._files = ServedFiles(model.sizes.model.path, model.known.stamps)
         self._recipe: Recipe | None = None
 
     async def describe(self, stages: Iterable[tuple[str, LayerRange]]) -> None:
@@ -49,15 +55,37 @@ class EmbeddingMaker:
             stages: Name of the host, and all layers.
 
         Raises:
+            InvalidModel: If the file is needed, and was replaced since the model was checked.
             ModelError: See `StageCache.describe_whole`.
         """
-        if self._recipe is not None or all(self._is_here(host) for host, _ in stages):
-            return
+        hosts = [host for host, _ in stages]
+        is_missing = self._recipe is None and not all(map(self._is_here, hosts))
+        if hosts and await self._files.are_others(self._has_same_hash):
+            if is_missing or any(map(self._is_here, hosts)):
+                raise self._files.error()
+            # A host that lacks the file is refused it; another one has it in its cache.
+            log.error("model_changed", reason=self._files.error().message)
+        if is_missing:
+            recipe = await self._described()
+            if await self._files.are_touched():
+                raise self._files.error()
+            self._recipe = recipe
+
+    async def _described(self) -> Recipe:
         path = self._model.sizes.model.path
         with progress_bars() as bars:
-            self._recipe = await described(
+            return await described(
                 partial(self._cache.describe_whole, path), bars.add(f"hashing {path.name}")
             )
+
+    async def _has_same_hash(self) -> bool | None:
+        """Whether the file has the hash of the recipe; None without one."""
+        if self._recipe is None:
+            return None
+        try:
+            return (await self._described()).sha256 == self._recipe.sha256
+        except InvalidModel:
+            return False
 
     def make(
         self,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mesh.api.load_request import LoadRequest
     from mesh.placement.planner import Plan
     from mesh.serve.stage_factory import Transfers
+    from stages.weights.hashing import FileStamp
 
 log = structlog.get_logger()
 
@@ -41,11 +42,13 @@ class EmbeddingPreflight:
         sizes: Sizes of the model, and limits of its batches.
         tokenizer: Tokenizer of the model.
         setup: Fingerprint of all settings that it is loaded with.
+        stamps: Stamps of the model's files when they were read.
     """
 
     sizes: EmbeddingSizes
     tokenizer: Tokenizer
     setup: str
+    stamps: tuple[FileStamp, ...]
 
 
 def check_embedding_model(load_request: LoadRequest) -> EmbeddingPreflight:
@@ -58,14 +61,15 @@ def check_embedding_model(load_request: LoadRequest) -> EmbeddingPreflight:
     path = Path(load_request.model)
     facts = read_embedding_facts(path)
     sizes = EmbeddingSizes(facts, limits_of(facts, load_request.ctx_size))
+    stamps = stamps_of(part_paths(path))
     setup = fingerprint(
         kind="embeddings",
         model=str(path.resolve()),
-        files=[(stamp.size_bytes, stamp.mtime_ns) for stamp in stamps_of(part_paths(path))],
+        files=[(stamp.size_bytes, stamp.mtime_ns) for stamp in stamps],
         limits=sizes.limits,
         software=(SOFTWARE_VERSION, PROTOCOL_VERSION),
     )
-    return EmbeddingPreflight(sizes, Tokenizer(path), setup)
+    return EmbeddingPreflight(sizes, Tokenizer(path), setup, stamps)
 
 
 @dataclass

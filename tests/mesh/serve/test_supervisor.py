@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import shutil
+from pathlib import Path
 
 import pytest
 
 from mesh.engine import GenerationRequest
+from mesh.placement.memory_estimate import StageSizes
 from spanmesh_proto.errors import ClusterError, StageFailed
 from stages.layers import LayerRange
+from stages.slicing.model_facts import read_model_facts
 from tests.support.ring_harness import collect
-from tests.support.serve_harness import Serving, host, serving
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.support.serve_harness import PARTS, WORKLOAD, Serving, host, serving, stage_bytes
 
 pytestmark = pytest.mark.model
 
@@ -143,6 +143,64 @@ async def test_a_mesh_without_room_says_so_and_heals_when_a_host_joins(smollm2_p
         await mesh.until(lambda: mesh.coordinator.is_ready)
         assert await answer(mesh) == wanted
         assert mesh.hosts() == ["a", "b", "d"]
+
+
+@pytest.fixture
+def replaceable(smollm2_path: Path, tmp_path: Path) -> Path:
+    """The model in a file of its own."""
+    return Path(shutil.copyfile(smollm2_path, tmp_path / "model.gguf"))
+
+
+def replaced(model: Path) -> Path:
+    """Put another model of the same size in its place; returns where the old one is."""
+    aside = model.rename(model.with_name("aside.gguf"))
+    shutil.copyfile(aside, model)
+    with model.open("r+b") as file:
+        file.seek(model.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(model.stat().st_size // 2)
+        file.write(bytes([byte ^ 4]))
+    return aside
+
+
+async def test_nothing_of_a_replaced_model_gets_into_a_repair_until_it_is_put_back(replaceable: Path) -> None:
+    said: list[str] = []
+    async with serving(replaceable, dict.fromkeys("abc", 1.1), say=said.append) as mesh:
+        wanted = await answer(mesh)
+        aside = replaced(replaceable)
+        under_way = await some_way(mesh)
+        # All has to be placed anew, in parts that were not hashed.
+        mesh.members.remove("c")
+        mesh.kill(2)
+        with pytest.raises(StageFailed, match=r"model\.gguf was changed since it was served"):
+            await under_way
+        assert said[-1].startswith("waiting for the model: ")
+        assert "or put the old file back" in said[-1]
+        aside.rename(replaceable)
+        await mesh.until(lambda: mesh.coordinator.is_ready)
+        assert said[-1] == "serving"
+        assert await answer(mesh) == wanted
+        assert mesh.hosts() == ["a", "b"]
+
+
+async def test_a_host_is_not_drained_for_layers_of_a_replaced_model(replaceable: Path) -> None:
+    sizes = StageSizes(read_model_facts(replaceable), WORKLOAD)
+    first, second, last = (sizes.memory(layers).total_bytes for layers in PARTS)
+    # Neither of the others has room for all of its layers. Both get some, in parts that were not hashed.
+    room = {"a": first + 0.95 * last, "b": second + 0.95 * last, "c": last}
+    shares = {name: num_bytes / stage_bytes(sizes) for name, num_bytes in room.items()}
+    async with serving(replaceable, shares) as mesh:
+        wanted = await answer(mesh)
+        aside = replaced(replaceable)
+        under_way = await some_way(mesh)
+        with pytest.raises(ClusterError, match=r"c cannot be drained: .*model\.gguf was changed since"):
+            await asyncio.wait_for(mesh.host_draining.drain("c"), 60)
+        assert await under_way == wanted
+        assert mesh.hosts() == ["a", "b", "c"]
+        aside.rename(replaceable)
+        await asyncio.wait_for(mesh.host_draining.drain("c"), 60)
+        assert await answer(mesh) == wanted
+        assert "c" not in mesh.hosts()
 
 
 async def test_what_fails_during_a_repair_is_another_round(smollm2_path: Path) -> None:

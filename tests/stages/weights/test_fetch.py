@@ -117,7 +117,7 @@ async def test_the_head_s_own_stage_is_copied_from_the_model(
     cache = StageCache(tmp_path / "head")
     recipe = cache.describe(model, LAYERS)
     store.keep(recipe)
-    nobody = FetchSource("127.0.0.1:1", b"", "", cache.known_files(model))
+    nobody = FetchSource("127.0.0.1:1", b"", "", cache.known_files(recipe.sha256))
     fetched = await fetch_stage(store, recipe.sha256, nobody)
     assert fetched.path.read_bytes() == cut_bytes(model)
     assert fetched.transfer.moved_bytes == 0
@@ -128,7 +128,7 @@ async def test_a_model_that_was_changed_since_it_was_hashed_is_not_copied(
 ) -> None:
     async with head(tmp_path) as side:
         recipe = side.cache.describe(model, LAYERS)
-        known = side.cache.known_files(model)
+        known = side.cache.known_files(recipe.sha256)
         MODEL.write(model)  # the same bytes, but who knows
         source = dataclasses.replace(side.source, model=known)
         with pytest.raises(InvalidModel, match=r"model\.gguf was changed since its layers were hashed"):
