@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
+import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 
@@ -131,7 +133,21 @@ FILE_NAME: Final = "mesh.toml"
 VARIABLE: Final = "MESH_CONFIG"
 
 
-def find_config(wanted: Path | None, environment: Mapping[str, str], working_dir: Path) -> Path | None:
+@dataclass(frozen=True)
+class ConfigFile:
+    """The configuration file.
+
+    Attributes:
+        path: The file.
+        is_chosen: Whether the user chose it: it was named, or is the user's own. One that only lies in the
+            working folder may be anybody's, such as that of a cloned repository.
+    """
+
+    path: Path
+    is_chosen: bool
+
+
+def find_config(wanted: Path | None, environment: Mapping[str, str], working_dir: Path) -> ConfigFile | None:
     """The file to read: the one named, or the first that exists among the default places.
 
     Args:
@@ -150,16 +166,54 @@ def find_config(wanted: Path | None, environment: Mapping[str, str], working_dir
         if not named.is_file():
             how = "--config" if wanted is not None else VARIABLE
             raise ClusterError(f"{named}, named by {how}, is not a file", param="--config")
-        return named
-    return next((path for path in _places(environment, working_dir) if path.is_file()), None)
+        return ConfigFile(named, is_chosen=True)
+    here, own = working_dir / FILE_NAME, _own_file(environment)
+    if own is not None and not own.is_file():
+        own = None
+    if here.is_file():
+        return ConfigFile(here, is_chosen=own is not None and here.samefile(own))
+    return None if own is None else ConfigFile(own, is_chosen=True)
 
 
-def _places(environment: Mapping[str, str], working_dir: Path) -> tuple[Path, ...]:
+def _own_file(environment: Mapping[str, str]) -> Path | None:
     home = environment.get("XDG_CONFIG_HOME") or (
         str(Path(environment["HOME"]) / ".config") if environment.get("HOME") else ""
     )
-    own = (Path(home) / "spanmesh" / FILE_NAME,) if home else ()
-    return (working_dir / FILE_NAME, *own)
+    return Path(home) / "spanmesh" / FILE_NAME if home else None
+
+
+# Commands with the first option send prompts and the user's API key there.
+_URL: Final = "url"
+_KEY_FILE: Final = "api-key-file"
+# Strict: programs differ in how they read unusual addresses.
+_OWN_MACHINE: Final = re.compile(
+    r"https?://(?P<host>localhost|127(?:\.[0-9]{1,3}){3}|\[::1\])(?::[0-9]{1,5})?(?:/[A-Za-z0-9._~/-]*)?"
+)
+
+
+def is_on_own_machine(url: str) -> bool:
+    """Whether a URL names a server of this machine beyond doubt."""
+    match = _OWN_MACHINE.fullmatch(url)
+    if match is None or match["host"] == "localhost":
+        return match is not None
+    try:
+        return ipaddress.ip_address(match["host"].strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _refusal(name: str, key: str, value: Any, path: Path) -> str | None:
+    """Why a file that only lies in the working folder may not set an option of a command with `--url`."""
+    if key == _URL and not is_on_own_machine(str(value)):
+        problem = f"would send prompts and API key of `mesh {name}` to {str(value)!r}"
+    elif key == _KEY_FILE:
+        problem = f"would choose the API key of `mesh {name}`"
+    else:
+        return None
+    return (
+        f"{path} {problem}, but a {FILE_NAME} that was only found in the working folder may not: give "
+        f"--{key} or {variable_of(name, key)}, or if you trust the file, name it: mesh --config {path} {name}"
+    )
 
 
 @dataclass(frozen=True)
@@ -167,7 +221,7 @@ class Setting:
     """Value of an option, with its origin.
 
     Attributes:
-        value: Value in click's form.
+        value: Value in click's form; a function if it may not be set there, which raises a `ClusterError`.
         origin: `environment NAME` or `file PATH`.
     """
 
@@ -206,22 +260,25 @@ def settings_for(
     name: str,
     command: click.Command,
     table: Mapping[str, Any],
-    path: Path | None,
+    file: ConfigFile | None,
     environment: Mapping[str, str],
 ) -> dict[str, Setting]:
     """Settings by parameter name: from the environment, else from the file.
+
+    What the file may not set is refused when the value is asked for: the command line may have another.
 
     Args:
         name: Name of the command.
         command: The command.
         table: The file's table for this command.
-        path: Path of the file.
+        file: The file.
         environment: Environment of this process.
 
     Raises:
         ClusterError: If a key or a variable is unknown, or a value does not fit its option.
     """
     keys = keys_of(command)
+    path = None if file is None else file.path
     unknown = first_unknown(table, keys)
     if unknown is not None:
         raise ClusterError(f"{path}: [{name}] has no {unknown!r}{nearest(unknown, keys)}", param="--config")
@@ -239,8 +296,10 @@ def settings_for(
         setting = None
         if environment.get(variable):
             setting = _setting(param, environment[variable], None, f"environment {variable}", key)
-        elif key in table:
+        elif key in table and file is not None:
             setting = _setting(param, table[key], path, f"file {path}", key)
+            if _URL in keys and not file.is_chosen:
+                setting = _checked(setting, _refusal(name, key, table[key], file.path))
         if setting is not None and param.name is not None:
             found[param.name] = setting
     return found
@@ -256,3 +315,13 @@ def _setting(param: click.Parameter, value: Any, path: Path | None, origin: str,
         reason = error.message if isinstance(error, click.BadParameter) else str(error)
         raise ClusterError(f"{key} by {origin}: {reason}", param="--config") from None
     return Setting(taken, origin)
+
+
+def _checked(setting: Setting, refusal: str | None) -> Setting:
+    if refusal is None:
+        return setting
+
+    def refuse() -> NoReturn:
+        raise ClusterError(refusal, param="--config")
+
+    return Setting(refuse, setting.origin)

@@ -15,7 +15,7 @@ from mesh.cli.config_file import find_config, keys_of, nearest, read_config, set
 from mesh.cli.main import command_named, configurable_commands
 
 if TYPE_CHECKING:
-    from mesh.cli.config_file import Setting
+    from mesh.cli.config_file import ConfigFile, Setting
 
 _DEFAULT: Final = ("serve", "join")
 _SECRET: Final = frozenset({"token"})
@@ -27,7 +27,8 @@ def config() -> None:
 
     A file has a table for each command, with the names of its flags: [serve] with port = 9000 and
     wait-for = 2. A variable is named like MESH_SERVE_PORT. The file is the one that --config or MESH_CONFIG
-    names, else mesh.toml here, else in ~/.config/spanmesh. Relative paths in it start at its folder.
+    names, else mesh.toml here, else in ~/.config/spanmesh. Relative paths in it start at its folder. One that
+    only lies here may not send an API key to another machine, nor choose one.
     """
 
 
@@ -41,14 +42,14 @@ def show(context: click.Context, *, origin: bool, command: str | None, flags: tu
 
     FLAGS after it take precedence, as on the command line.
     """
-    path = _config_path(context)
+    file = _config_file(context)
     commands = configurable_commands()
     if command is not None and command not in commands:
         raise click.UsageError(f"no command {command!r} has options here{nearest(command, commands)}")
-    tables = {} if path is None else read_config(path, commands)
+    tables = {} if file is None else read_config(file.path, commands)
     # All of the file is checked, whatever is shown of it.
     everything = {
-        name: settings_for(name, command_named(name), tables.get(name, {}), path, os.environ)
+        name: settings_for(name, command_named(name), tables.get(name, {}), file, os.environ)
         for name in dict.fromkeys((*tables, *([command] if command else _DEFAULT)))
     }
     for name in [command] if command else _DEFAULT:
@@ -59,14 +60,14 @@ def show(context: click.Context, *, origin: bool, command: str | None, flags: tu
 @click.pass_context
 def path_(context: click.Context) -> None:
     """Print the file that is read; exit with 1 if there is none."""
-    path = _config_path(context)
-    if path is None:
+    file = _config_file(context)
+    if file is None:
         click.echo("no mesh.toml is read", err=True)
         context.exit(1)
-    click.echo(path)
+    click.echo(file.path)
 
 
-def _config_path(context: click.Context) -> Path | None:
+def _config_file(context: click.Context) -> ConfigFile | None:
     wanted = context.find_root().params.get("config_path")
     return find_config(wanted, os.environ, Path.cwd())
 

@@ -128,9 +128,9 @@ def _settings(name: str, config_path: Path | None) -> dict[str, Any]:
     """Settings of a command's options by the environment and a file."""
     from mesh.cli.config_file import find_config, read_config, settings_for  # noqa: PLC0415
 
-    path = find_config(config_path, os.environ, Path.cwd())
-    table = {} if path is None else read_config(path, configurable_commands()).get(name, {})
-    found = settings_for(name, command_named(name), table, path, os.environ)
+    file = find_config(config_path, os.environ, Path.cwd())
+    table = {} if file is None else read_config(file.path, configurable_commands()).get(name, {})
+    found = settings_for(name, command_named(name), table, file, os.environ)
     return {param: setting.value for param, setting in found.items()}
 
 

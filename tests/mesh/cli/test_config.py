@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from mesh.cli.config_file import find_config, keys_of, nearest, settings_for
+from mesh.cli.config_file import (
+    ConfigFile,
+    find_config,
+    is_on_own_machine,
+    keys_of,
+    nearest,
+    settings_for,
+    variable_of,
+)
 from mesh.cli.main import command_named, configurable_commands, run
 from mesh.placement.topology import read_topology
 from spanmesh_proto.errors import ClusterError
@@ -162,11 +171,14 @@ def test_the_file_is_the_one_named_then_the_one_here_then_the_users_own(tmp_path
     for path in (own, here, named, other):
         path.touch()
         if path is own:
-            assert find_config(None, environment, tmp_path) == own
-    assert find_config(None, environment, tmp_path) == here
+            assert find_config(None, environment, tmp_path) == ConfigFile(own, is_chosen=True)
+    assert find_config(None, environment, tmp_path) == ConfigFile(here, is_chosen=False)
+    # The user's own is so in its folder as well.
+    assert find_config(None, environment, own.parent) == ConfigFile(own, is_chosen=True)
     environment["MESH_CONFIG"] = str(named)
-    assert find_config(None, environment, tmp_path) == named
-    assert find_config(other, environment, tmp_path) == other
+    assert find_config(None, environment, tmp_path) == ConfigFile(named, is_chosen=True)
+    assert find_config(other, environment, tmp_path) == ConfigFile(other, is_chosen=True)
+    assert find_config(here, environment, tmp_path) == ConfigFile(here, is_chosen=True)
     with pytest.raises(ClusterError, match=r"none\.toml, named by --config, is not a file"):
         find_config(tmp_path / "none.toml", environment, tmp_path)
 
@@ -184,6 +196,137 @@ def test_every_option_of_every_command_has_one_key_and_accepts_its_default(name:
     assert len(keys) == len(command.params)
     assert settings_for(name, command, {}, None, {}) == {}
     assert all(key == key.lower() and "_" not in key for key in keys)
+
+
+CLIENTS = tuple(name for name in configurable_commands() if "url" in keys_of(command_named(name)))
+ELSEWHERE = "http://mesh.example:8000"
+
+
+def test_clients_are_known() -> None:
+    assert {"agent", "chat", "status", "top", "load", "unload", "drain", "evict", "plan", "doctor"} == set(
+        CLIENTS
+    )
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_a_file_that_lies_in_the_working_folder_chooses_neither_server_nor_key(
+    name: str, tmp_path: Path
+) -> None:
+    path, command = tmp_path / "mesh.toml", command_named(name)
+    for key, value in (("url", ELSEWHERE), ("api-key-file", "key")):
+        param = keys_of(command)[key].name
+        assert param is not None
+
+        def setting(
+            *, is_chosen: bool, environment: dict[str, str], table: dict[str, str], param: str = param
+        ) -> object:
+            found = settings_for(name, command, table, ConfigFile(path, is_chosen), environment)
+            return found[param].value
+
+        table = {key: value}
+        refuse = setting(is_chosen=False, environment={}, table=table)
+        assert callable(refuse)
+        with pytest.raises(ClusterError) as refused:
+            refuse()
+        assert str(path) in refused.value.message
+        assert f"mesh --config {path} {name}" in refused.value.message
+        # One that was chosen may, and so may the environment.
+        chosen = setting(is_chosen=True, environment={}, table=table)
+        assert chosen == (value if key == "url" else str(tmp_path / "key"))
+        variable = {variable_of(name, key): "http://other.example"}
+        assert setting(is_chosen=False, environment=variable, table=table) == "http://other.example"
+    (own_machine,) = settings_for(
+        name, command, {"url": "http://127.0.0.1:9000"}, ConfigFile(path, is_chosen=False), {}
+    ).values()
+    assert own_machine.value == "http://127.0.0.1:9000"
+
+
+def test_the_key_is_not_sent_where_a_file_in_the_working_folder_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MESH_API_KEY", "sk-secret")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        # Other names of this machine are not taken for it.
+        (tmp_path / "mesh.toml").write_text(
+            "".join(f'[{name}]\nurl = "http://127.1:{port}"\n' for name in ("status", "agent"))
+        )
+        for arguments in (["status"], ["agent", "--show", "codex"]):
+            assert run(arguments) == 1
+            said = capsys.readouterr().err
+            assert f"{tmp_path / 'mesh.toml'} would send prompts and API key" in said
+            assert "sk-secret" not in said
+        listener.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    # The command line has precedence, and help is there all the same.
+    assert run(["status", "--url", "http://127.0.0.1:1"]) == 1
+    assert "no mesh answers at http://127.0.0.1:1/" in capsys.readouterr().err
+    assert run(["status", "--help"]) == 0
+    # Whoever names the file means it.
+    capsys.readouterr()
+    assert run(["--config", "mesh.toml", "status"]) == 1
+    assert f"no mesh answers at http://127.1:{port}/" in capsys.readouterr().err
+
+
+def test_what_may_not_be_set_is_not_shown_as_set(show: Show, tmp_path: Path) -> None:
+    own = tmp_path / "home" / "spanmesh" / "mesh.toml"
+    own.parent.mkdir(parents=True)
+    own.write_text(f'[status]\nurl = "{ELSEWHERE}"\napi-key-file = "key"\n')
+    code, lines, _ = show("status")
+    assert code == 0
+    assert lines["url"].startswith(f'"{ELSEWHERE}"')
+    assert lines["api-key-file"].startswith(f'"{own.with_name("key")}"')
+    (tmp_path / "mesh.toml").write_text(own.read_text())
+    code, _, errors = show("status")
+    assert code == 1
+    assert "a mesh.toml that was only found in the working folder may not" in errors
+    # The server's own key file is another matter.
+    (tmp_path / "mesh.toml").write_text('[serve]\napi-key-file = "keys"\n')
+    _, lines, _ = show("serve")
+    assert lines["api-key-file"].startswith(f'"{tmp_path / "keys"}"')
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://127.0.0.1", "http://127.8.9.10:1/", "https://localhost:8000/v1", "http://[::1]:8000/a-b/~c_d"],
+)
+def test_addresses_of_this_machine(url: str) -> None:
+    assert is_on_own_machine(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        ELSEWHERE,
+        "",
+        "127.0.0.1:8000",
+        "//127.0.0.1",
+        "ftp://127.0.0.1",
+        "http://0.0.0.0:8000",
+        "http://127.1",
+        "http://127.300.0.1",
+        "http://2130706433",
+        "http://[::2]",
+        "http://localhost.mesh.example",
+        "http://127.0.0.1.mesh.example",
+        "http://[::1].mesh.example",
+        "http://127.0.0.1@mesh.example",
+        "http://127.0.0.1:80@mesh.example/",
+        "http://mesh.example@127.0.0.1",
+        "http://mesh.example\\@127.0.0.1",
+        "http://127.0.0.1\\@mesh.example",
+        "http://mesh.example#@127.0.0.1",
+        "http://127.0.0.1?@mesh.example",
+        "http://127.0.0.1#@mesh.example",
+        "http://127.0.0.1\t.mesh.example",
+        "http://127.0.0.1\n",
+        " http://127.0.0.1",
+        "http://127.0.0.\u0661",
+    ],
+)
+def test_what_may_be_another_machine(url: str) -> None:
+    assert not is_on_own_machine(url)
 
 
 def test_far_words_get_the_whole_list() -> None:
