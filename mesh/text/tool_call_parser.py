@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from mesh.text.json_characters import (
+    SPACE,
+    Characters,
+    EndOfText,
+    NotJson,
+    StringEscaper,
+    pass_value,
+    read_text,
+    skip_space,
+)
 from mesh.text.message_parts import (
     ARGUMENTS_MARK,
     CALL_END,
@@ -19,136 +28,9 @@ from mesh.text.message_parts import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator
-    from typing import TypeAlias
+    from collections.abc import Collection, Generator
 
     from mesh.text.message_parts import MessagePart
-
-    Reader: TypeAlias = Generator[None, str, None]
-
-
-SPACE: Final = " \t\r\n"
-_OPENING: Final = "{["
-_CLOSING: Final = "}]"
-_ENDS_BARE: Final = ",}]" + SPACE
-
-
-class NotJson(Exception):
-    """The text is not JSON at this place."""
-
-
-def skip_space(characters: Characters, pass_on: Callable[[str], None]) -> Generator[None, str, str]:
-    """Consume white space; returns the next character, without consuming it."""
-    while (char := (yield from characters.peek())) in SPACE:
-        pass_on((yield from characters.take()))
-    return char
-
-
-def read_text(characters: Characters, pass_on: Callable[[str], None]) -> Generator[None, str, str]:
-    """Consume a JSON string; returns its value.
-
-    Args:
-        characters: The next one is the quote.
-        pass_on: Called with each character, quotes too.
-
-    Raises:
-        NotJson: If it is no JSON string.
-    """
-    raw: list[str] = []
-
-    def keep(char: str) -> None:
-        raw.append(char)
-        pass_on(char)
-
-    yield from _pass_text(characters, keep)
-    try:
-        text: str = json.loads("".join(raw), strict=False)
-    except ValueError:
-        raise NotJson from None
-    return text
-
-
-def pass_value(characters: Characters, pass_on: Callable[[str], None]) -> Generator[None, str, None]:
-    """Consume a JSON value of any kind. Brackets are counted and strings recognised; no more is checked.
-
-    Args:
-        characters: The next one is the first of the value.
-        pass_on: Called with each character.
-
-    Raises:
-        NotJson: If no value begins there.
-    """
-    char = yield from characters.peek()
-    if char == '"':
-        yield from _pass_text(characters, pass_on)
-    elif char in _OPENING:
-        yield from _pass_container(characters, pass_on)
-    else:
-        is_empty = True
-        while (yield from characters.peek()) not in _ENDS_BARE:
-            is_empty = False
-            pass_on((yield from characters.take()))
-        if is_empty:
-            raise NotJson
-
-
-def _pass_container(characters: Characters, pass_on: Callable[[str], None]) -> Generator[None, str, None]:
-    depth = 0
-    while True:
-        char = yield from characters.peek()
-        if char == '"':
-            yield from _pass_text(characters, pass_on)
-            continue
-        pass_on((yield from characters.take()))
-        depth += (char in _OPENING) - (char in _CLOSING)
-        if depth == 0:
-            return
-
-
-def _pass_text(characters: Characters, pass_on: Callable[[str], None]) -> Generator[None, str, None]:
-    if (yield from characters.peek()) != '"':
-        raise NotJson
-    pass_on((yield from characters.take()))
-    while True:
-        char = yield from characters.take()
-        pass_on(char)
-        if char == '"':
-            return
-        if char == "\\":
-            pass_on((yield from characters.take()))
-
-
-# Parsers take characters with `yield from`; an exception marks the end. Their result cannot depend on how the
-# text was cut, since they never see the chunks.
-class EndOfText(Exception):
-    """There are no more characters."""
-
-
-class Characters:
-    """Buffer between the pusher and the consumer of characters, with one character of lookahead."""
-
-    def __init__(self) -> None:
-        self._ahead: str | None = None
-
-    def peek(self) -> Generator[None, str, str]:
-        """The next character, without consuming it.
-
-        Raises:
-            EndOfText: If there is none.
-        """
-        if self._ahead is None:
-            self._ahead = yield
-        return self._ahead
-
-    def take(self) -> Generator[None, str, str]:
-        """Consume the next character.
-
-        Raises:
-            EndOfText: If there is none.
-        """
-        char = yield from self.peek()
-        self._ahead = None
-        return char
 
 
 _ARGUMENTS: Final = frozenset({"arguments", "parameters"})
@@ -163,8 +45,9 @@ _MAX_HEAD_CHARS: Final = 256
 class ToolCallParser:
     """Parser of an answer that may call functions.
 
-    A call is reported as soon as its name is known, and its arguments as they come, as the model wrote them.
-    Text that only looks like a call is content. White space between content and a call is dropped.
+    A call is reported as soon as its name is known, and its arguments as they come: as the model wrote them,
+    with escapes where JSON wants some. Text that only looks like a call is content. White space between
+    content and a call is dropped.
 
     Args:
         call_format: Format of calls.
@@ -182,6 +65,7 @@ class ToolCallParser:
         self._num_begun = 0
         self._num_complete = 0
         self._has_arguments = False
+        self._escaper = StringEscaper()
         self._awaits_end = False
         self._finder = MarkFinder((call_format.value, CALL_END))
         self._characters = Characters()
@@ -347,6 +231,8 @@ class ToolCallParser:
             self._begin(name)
             if self._early:
                 self._argue("".join(self._early))
+        elif key in _ARGUMENTS and (yield from self._characters.peek()) == '"':
+            self._early.append((yield from read_text(self._characters, self._hold)).strip())
         elif key in _ARGUMENTS:
             yield from pass_value(self._characters, self._hold_early)
         else:
@@ -363,7 +249,7 @@ class ToolCallParser:
     def _arguments(self) -> Generator[None, str, None]:
         if (yield from self._characters.peek()) == '"':
             # JSON within JSON, as some models write it.
-            self._argue((yield from read_text(self._characters, self._hold)))
+            self._argue((yield from read_text(self._characters, self._hold)).strip())
         else:
             yield from pass_value(self._characters, self._argue)
 
@@ -372,10 +258,12 @@ class ToolCallParser:
         self._message_parts.append(ToolCallStart(self._num_begun, name))
         self._num_begun += 1
         self._has_arguments = False
+        self._escaper = StringEscaper()
 
     def _argue(self, text: str) -> None:
-        self._has_arguments = True
-        self._message_parts.append(ToolCallArguments(self._num_begun - 1, text))
+        if text:
+            self._has_arguments = True
+            self._message_parts.append(ToolCallArguments(self._num_begun - 1, self._escaper.escaped(text)))
 
     def _end(self) -> None:
         if not self._has_arguments:

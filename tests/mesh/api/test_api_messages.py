@@ -95,6 +95,30 @@ async def test_the_client_puts_a_stream_together(tokenizer: Tokenizer) -> None:
     assert streamed.usage.input_tokens == whole.usage.input_tokens
 
 
+async def test_line_breaks_in_arguments_break_no_client(tokenizer: Tokenizer) -> None:
+    """As small models write them who write files: the client's stream read no such string."""
+    text = '<tool_call>{"name": "weather", "arguments": {"city": "a\n\tb", "at": "\\d"}}</tool_call>'
+    asked: Any = {"model": MODEL, "max_tokens": 500, "messages": HELLO, "tools": [WEATHER]}
+    async with running_api(saying(tokenizer, text), tokenizer) as api, client_of(api) as client:
+        async with client.messages.stream(**asked) as stream:
+            streamed = await stream.get_final_message()
+        whole = await client.messages.create(**asked)
+        chat = await api.http.post(
+            "/v1/chat/completions",
+            json={
+                "messages": HELLO,
+                "tools": [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}],
+            },
+        )
+    (called,) = chat.json()["choices"][0]["message"]["tool_calls"]
+    for found in (
+        streamed.content[0].input,  # type: ignore[union-attr]
+        whole.content[0].input,
+        json.loads(called["function"]["arguments"]),
+    ):
+        assert found == {"city": "a\n\tb", "at": "\\d"}
+
+
 async def test_the_events_of_a_stream_in_order(tokenizer: Tokenizer) -> None:
     async with running_api(saying(tokenizer, SAID), tokenizer) as api:
         fields = {"max_tokens": 500, "messages": HELLO, "tools": [WEATHER], "stream": True}

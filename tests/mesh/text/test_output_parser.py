@@ -1,6 +1,7 @@
 """Answers told apart into content, reasoning and calls: by format, and however the text is cut."""
 
 import json
+import re
 from random import Random
 from typing import Any
 
@@ -16,6 +17,7 @@ from mesh.text.message_parts import (
     ToolCallArguments,
     ToolCallStart,
     call_format_of,
+    calls_of,
     joined,
     knows_tools,
 )
@@ -66,6 +68,37 @@ CASES: list[tuple[OutputFormat, str, list[MessagePart]]] = [
     (HERMES, f"<tool_call>{LOOK}</tool_call> Done.", [*call(0, "look", LOOK_ARGUMENTS), Content(" Done.")]),
     (HERMES, '<tool_call>{"name": "look" oops', [*call(0, "look", "{}"), Content("oops")]),
     (HERMES, "</tool_call> a", [Content("</tool_call> a")]),
+    # strings that JSON wants escaped
+    (
+        HERMES,
+        '<tool_call>{"name": "look", "arguments": {\n"a": "x\ny\t\x00", "b\n": 1}}</tool_call>',
+        call(0, "look", '{\n"a": "x\\ny\\t\\u0000", "b\\n": 1}'),
+    ),
+    (
+        HERMES,
+        r"""<tool_call>{"name": "look", "arguments": {"a": "\d\n\" \' \\ \u00e9 \users \u12"}}""",
+        call(0, "look", r"""{"a": "\\d\n\" \\' \\ \u00e9 \\users \\u12"}"""),
+    ),
+    (
+        HERMES,
+        '<tool_call>{"name": "look", "arguments": {"a": "make \\\n  all"}}',
+        call(0, "look", '{"a": "make \\\\\\n  all"}'),
+    ),
+    (HERMES, '<tool_call>{"arguments": {"a": "x\n"}, "name": "f"}', call(0, "f", '{"a": "x\\n"}')),
+    (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"x\\ny\\"}"}',
+        call(0, "f", '{"a": "x\\ny"}'),
+    ),
+    (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"x\ny\\"}"}',
+        call(0, "f", '{"a": "x\\ny"}'),
+    ),
+    (HERMES, '<tool_call>{"arguments": "{\\"a\\": 1}", "name": "f"}', call(0, "f", '{"a": 1}')),
+    (HERMES, '<tool_call>{"name": "f", "arguments": ""}', call(0, "f", "{}")),
+    (LLAMA, '{"name": "look", "parameters": {"at": "x\ny"}}', call(0, "look", '{"at": "x\\ny"}')),
+    (MISTRAL, '[TOOL_CALLS]look[ARGS]{"at": "x\ny"}', call(0, "look", '{"at": "x\\ny"}')),
     # cut off by the limit
     (
         HERMES,
@@ -131,7 +164,7 @@ def test_a_character_at_a_time(reading: OutputFormat, text: str, said: list[Mess
 FRAGMENTS = (
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "[CALL_ID]"),
     *("<think>", "</think>", "{", "}", "[", "]", '"', ":", ",", ";", " ", "\n", "\\", "<", "1", "é", "text "),
-    *("name", "arguments", "parameters", "look", '"name"', '"look"'),
+    *("name", "arguments", "parameters", "look", '"name"', '"look"', "\\u0", "\\d", "\t"),
     *('{"name": "look", "arguments": ', '{"name": "add", "parameters": {"a": 1}}'),
 )
 
@@ -201,6 +234,22 @@ def test_calls_that_are_written_are_read(
         assert sum(isinstance(piece, ToolCallStart) for piece in message_parts) == len(arguments)
         found = [json.loads(piece.text) for piece in message_parts if isinstance(piece, ToolCallArguments)]
         assert found == arguments
+
+
+def unescaped(json_text: str) -> str:
+    """The text with control characters as they are, where JSON has them as escapes."""
+    return re.sub(
+        r"\\u00[01][0-9a-f]|\\.",
+        lambda found: found[0] if found[0] in {r"\"", r"\\"} else json.loads(f'"{found[0]}"'),
+        json_text,
+    )
+
+
+@given(arguments=st.dictionaries(st.text(max_size=5), st.text('a\\u"/\n\t\x00\x1f', max_size=9), max_size=3))
+def test_control_characters_in_strings_are_escaped(arguments: dict[str, str]) -> None:
+    written = unescaped(json.dumps({"name": "look", "arguments": arguments}, ensure_ascii=False))
+    (found,) = calls_of(read(HERMES, f"<tool_call>{written}</tool_call>"))
+    assert json.loads(found[1]) == arguments
 
 
 def test_the_name_comes_before_the_arguments_are_complete() -> None:

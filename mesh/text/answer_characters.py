@@ -1,0 +1,186 @@
+"""JSON characters: values of a JSON text read a character at a time, and escapes that such a text lacks."""
+
+from __future__ import annotations
+
+import json
+import string
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+
+# Parsers take characters with `yield from`; an exception marks the end. Their result cannot depend on how the
+# text was cut, since they never see the chunks.
+class EndOfText(Exception):
+    """There are no more characters."""
+
+
+class Characters:
+    """Buffer between the pusher and the consumer of characters, with one character of lookahead."""
+
+    def __init__(self) -> None:
+        self._ahead: str | None = None
+
+    def peek(self) -> Generator[None, str, str]:
+        """The next character, without consuming it.
+
+        Raises:
+            EndOfText: If there is none.
+        """
+        if self._ahead is None:
+            self._ahead = yield
+        return self._ahead
+
+    def take(self) -> Generator[None, str, str]:
+        """Consume the next character.
+
+        Raises:
+            EndOfText: If there is none.
+        """
+        char = yield from self.peek()
+        self._ahead = None
+        return char
+
+
+SPACE: Final = " \t\r\n"
+_OPENING: Final = "{["
+_CLOSING: Final = "}]"
+_ENDS_BARE: Final = ",}]" + SPACE
+
+
+class NotJson(Exception):
+    """The text is not JSON at this place."""
+
+
+def skip_space(characters: Characters, pass_on: Callable[[str], None]) -> Generator[None, str, str]:
+    """Consume white space; returns the next character, without consuming it."""
+    while (char := (yield from characters.peek())) in SPACE:
+        pass_on((yield from characters.take()))
+    return char
+
+
+def read_text(characters: Characters, pass_on: Callable[[str], None]) -> Generator[None, str, str]:
+    """Consume a JSON string; returns its value.
+
+    Args:
+        characters: The next one is the quote.
+        pass_on: Called with each character, quotes too.
+
+    Raises:
+        NotJson: If it is no JSON string.
+    """
+    raw: list[str] = []
+
+    def keep(char: str) -> None:
+        raw.append(char)
+        pass_on(char)
+
+    yield from _pass_text(characters, keep)
+    try:
+        text: str = json.loads(StringEscaper().escaped("".join(raw)))
+    except ValueError:
+        raise NotJson from None
+    return text
+
+
+def pass_value(characters: Characters, pass_on: Callable[[str], None]) -> Generator[None, str, None]:
+    """Consume a JSON value of any kind. Brackets are counted and strings recognised; no more is checked.
+
+    Args:
+        characters: The next one is the first of the value.
+        pass_on: Called with each character.
+
+    Raises:
+        NotJson: If no value begins there.
+    """
+    char = yield from characters.peek()
+    if char == '"':
+        yield from _pass_text(characters, pass_on)
+    elif char in _OPENING:
+        yield from _pass_container(characters, pass_on)
+    else:
+        is_empty = True
+        while (yield from characters.peek()) not in _ENDS_BARE:
+            is_empty = False
+            pass_on((yield from characters.take()))
+        if is_empty:
+            raise NotJson
+
+
+def _pass_container(characters: Characters, pass_on: Callable[[str], None]) -> Generator[None, str, None]:
+    depth = 0
+    while True:
+        char = yield from characters.peek()
+        if char == '"':
+            yield from _pass_text(characters, pass_on)
+            continue
+        pass_on((yield from characters.take()))
+        depth += (char in _OPENING) - (char in _CLOSING)
+        if depth == 0:
+            return
+
+
+def _pass_text(characters: Characters, pass_on: Callable[[str], None]) -> Generator[None, str, None]:
+    if (yield from characters.peek()) != '"':
+        raise NotJson
+    pass_on((yield from characters.take()))
+    while True:
+        char = yield from characters.take()
+        pass_on(char)
+        if char == '"':
+            return
+        if char == "\\":
+            pass_on((yield from characters.take()))
+
+
+_ESCAPABLE: Final = frozenset('"\\/bfnrt')
+_CONTROLS: Final = {chr(code): json.dumps(chr(code))[1:-1] for code in range(0x20)}
+_NUM_UNICODE_CHARS: Final = 5
+
+
+class StringEscaper:
+    """Escapes what JSON wants escaped within strings, in one JSON text that comes in pieces.
+
+    Models write line breaks of files and backslashes of patterns as they are. A backslash that begins no
+    escape stands for itself.
+    """
+
+    def __init__(self) -> None:
+        self._is_in_string = False
+        self._is_after_backslash = False
+        # Of an escape by number, what follows the backslash.
+        self._unicode = ""
+
+    def escaped(self, text: str) -> str:
+        """More of the text; an escape by number only once it is whole."""
+        return "".join(map(self._escaped, text))
+
+    def _escaped(self, char: str) -> str:
+        if not self._is_in_string:
+            self._is_in_string = char == '"'
+            return char
+        if self._unicode:
+            return self._in_unicode(char)
+        if self._is_after_backslash:
+            self._is_after_backslash = False
+            if char == "u":
+                self._unicode = char
+                return ""
+            # The backslash has been passed on: a second one makes it a letter.
+            return char if char in _ESCAPABLE else f"\\{_CONTROLS.get(char, char)}"
+        return self._plain(char)
+
+    def _in_unicode(self, char: str) -> str:
+        found = self._unicode
+        if char in string.hexdigits:
+            found += char
+            self._unicode = "" if len(found) == _NUM_UNICODE_CHARS else found
+            return "" if self._unicode else found
+        self._unicode = ""
+        return f"\\{found}{self._plain(char)}"
+
+    def _plain(self, char: str) -> str:
+        self._is_after_backslash = char == "\\"
+        self._is_in_string = char != '"'
+        return _CONTROLS.get(char, char)
