@@ -44,13 +44,25 @@ class Characters:
 
 
 SPACE: Final = " \t\r\n"
-_OPENING: Final = "{["
-_CLOSING: Final = "}]"
-_ENDS_BARE: Final = ",}]" + SPACE
+_CLOSING: Final = {"{": "}", "[": "]"}
+# Behind a value, or instead of one; a tag ends what a model has forgotten to end.
+_ENDS_BARE: Final = ",}]<" + SPACE
 
 
 class NotJson(Exception):
     """The text is not JSON at this place."""
+
+
+class UnclosedJson(NotJson):
+    """A tag begins within an object or an array.
+
+    Args:
+        closing: Brackets that would close it.
+    """
+
+    def __init__(self, closing: str) -> None:
+        super().__init__()
+        self.closing = closing
 
 
 def skip_space(characters: Characters, pass_on: Callable[[str], None]) -> Generator[None, str, str]:
@@ -93,11 +105,12 @@ def pass_value(characters: Characters, pass_on: Callable[[str], None]) -> Genera
 
     Raises:
         NotJson: If no value begins there.
+        UnclosedJson: If a tag begins within it.
     """
     char = yield from characters.peek()
     if char == '"':
         yield from _pass_text(characters, pass_on)
-    elif char in _OPENING:
+    elif char in _CLOSING:
         yield from _pass_container(characters, pass_on)
     else:
         is_empty = True
@@ -109,15 +122,20 @@ def pass_value(characters: Characters, pass_on: Callable[[str], None]) -> Genera
 
 
 def _pass_container(characters: Characters, pass_on: Callable[[str], None]) -> Generator[None, str, None]:
-    depth = 0
+    closing: list[str] = []
     while True:
         char = yield from characters.peek()
         if char == '"':
             yield from _pass_text(characters, pass_on)
             continue
+        if char == "<":
+            raise UnclosedJson("".join(reversed(closing)))
         pass_on((yield from characters.take()))
-        depth += (char in _OPENING) - (char in _CLOSING)
-        if depth == 0:
+        if char in _CLOSING:
+            closing.append(_CLOSING[char])
+        elif char in _CLOSING.values():
+            closing.pop()
+        if not closing:
             return
 
 

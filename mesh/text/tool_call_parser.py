@@ -12,6 +12,7 @@ from mesh.text.json_characters import (
     EndOfText,
     NotJson,
     StringEscaper,
+    UnclosedJson,
     pass_value,
     read_text,
     skip_space,
@@ -117,26 +118,31 @@ class ToolCallParser:
         for char in text:
             self._held.append(char)
             if char not in SPACE:
-                self._awaits_end = False
                 self._release()
         if mark is None:
             return
-        if mark == CALL_END and self._awaits_end:
-            self._awaits_end = False
-            self._held.clear()
+        if mark == CALL_END:
+            self._end_block()
             return
         self._held += mark
-        if mark == CALL_END:
-            self._release()
-            return
+        num_before = self._num_begun
         try:
             if self._format is CallFormat.MISTRAL:
                 yield from self._mistral_calls()
             else:
                 yield from self._calls_in_a_row()
-            self._awaits_end = self._format is CallFormat.HERMES
         except NotJson:
             self._release()
+        self._awaits_end = self._format is CallFormat.HERMES and self._num_begun > num_before
+
+    def _end_block(self) -> None:
+        """The end mark belongs to a call if there was one since the last, whatever came in between."""
+        if self._awaits_end:
+            self._held.clear()
+        else:
+            self._held += CALL_END
+            self._release()
+        self._awaits_end = False
 
     def _bare_calls(self) -> Generator[None, str, None]:
         """Calls without marks: only at the beginning of the answer."""
@@ -186,6 +192,7 @@ class ToolCallParser:
         self._begin(match[1])
         yield from self._arguments()
         self._end()
+        yield from self._skip_braces()
 
     def _call(self, *, only_known: bool = False) -> Generator[None, str, None]:
         """A call as a JSON object with a name and arguments, in any order.
@@ -202,6 +209,12 @@ class ToolCallParser:
         if not self._is_in_call:
             raise NotJson
         self._end()
+        yield from self._skip_braces()
+
+    def _skip_braces(self) -> Generator[None, str, None]:
+        """Consume braces behind a call, which are one too many."""
+        while (yield from skip_space(self._characters, self._hold)) == "}":
+            yield from self._characters.take()
 
     def _object(self, *, only_known: bool) -> Generator[None, str, None]:
         self._early.clear()
@@ -251,7 +264,11 @@ class ToolCallParser:
             # JSON within JSON, as some models write it.
             self._argue((yield from read_text(self._characters, self._hold)).strip())
         else:
-            yield from pass_value(self._characters, self._argue)
+            try:
+                yield from pass_value(self._characters, self._argue)
+            except UnclosedJson as error:
+                self._argue(error.closing)
+                raise
 
     def _begin(self, name: str) -> None:
         self._held.clear()

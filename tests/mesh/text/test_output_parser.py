@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.text.message_parts import (
+    CALL_END,
     CallFormat,
     Content,
     MessagePart,
@@ -68,6 +69,43 @@ CASES: list[tuple[OutputFormat, str, list[MessagePart]]] = [
     (HERMES, f"<tool_call>{LOOK}</tool_call> Done.", [*call(0, "look", LOOK_ARGUMENTS), Content(" Done.")]),
     (HERMES, '<tool_call>{"name": "look" oops', [*call(0, "look", "{}"), Content("oops")]),
     (HERMES, "</tool_call> a", [Content("</tool_call> a")]),
+    # braces too few or too many
+    (
+        HERMES,
+        '<tool_call>{"name": "look", "arguments": {"at": 1}\n</tool_call>',
+        call(0, "look", '{"at": 1}'),
+    ),
+    (
+        HERMES,
+        '<tool_call>{"name": "look", "arguments": {"at": 1}}}\n</tool_call>',
+        call(0, "look", '{"at": 1}'),
+    ),
+    (HERMES, f"<tool_call>{LOOK}\n}}\n}}", call(0, "look", LOOK_ARGUMENTS)),
+    (
+        HERMES,
+        f'<tool_call>{{"name": "add", "arguments": {{}}</tool_call>\n<tool_call>{LOOK}}}</tool_call> Done.',
+        [*call(0, "add", "{}"), *call(1, "look", LOOK_ARGUMENTS), Content(" Done.")],
+    ),
+    (
+        HERMES,
+        f'<tool_call>{{"name": "add", "arguments": {{"a": [1\n</tool_call><tool_call>{LOOK}',
+        call(0, "add", '{"a": [1\n]}') + call(1, "look", LOOK_ARGUMENTS),
+    ),
+    (HERMES, '<tool_call>{"name": "add", "arguments": </tool_call>', call(0, "add", "{}")),
+    (HERMES, '<tool_call>{"name": "add" oops</tool_call> a', [*call(0, "add", "{}"), Content("oops a")]),
+    (HERMES, '<tool_call>{"x": {<b>}</tool_call>', [Content('<tool_call>{"x": {<b>}</tool_call>')]),
+    (
+        HERMES,
+        f"<tool_call>{LOOK}</tool_call></tool_call>",
+        [*call(0, "look", LOOK_ARGUMENTS), Content(CALL_END)],
+    ),
+    (LLAMA, '{"name": "look", "parameters": {}}}', call(0, "look", "{}")),
+    (
+        MISTRAL,
+        f"[TOOL_CALLS][{LOOK}}}, {LOOK}]",
+        call(0, "look", LOOK_ARGUMENTS) + call(1, "look", LOOK_ARGUMENTS),
+    ),
+    (MISTRAL, '[TOOL_CALLS]look[ARGS]{"at": 1}}', call(0, "look", '{"at": 1}')),
     # strings that JSON wants escaped
     (
         HERMES,
