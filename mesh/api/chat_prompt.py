@@ -61,7 +61,7 @@ class Conversation:
         tools: Functions that the answer may call; None for none.
         variables: Further variables of the template.
         ending: Where the prompt ends.
-        splits_reasoning: Whether reasoning is split from content.
+        splits_reasoning: Whether reasoning is split from content; if not, its marks stay there with it.
         param: The field that the messages came from, for errors.
     """
 
@@ -180,6 +180,7 @@ def render_prompt(backend: Backend, conversation: Conversation) -> ChatPrompt:
         has_one_call=tools is not None and tools.has_one_call,
         splits_reasoning=conversation.splits_reasoning,
         is_in_reasoning=thought_end is not None,
+        shows_think_marks=not conversation.splits_reasoning,
     )
     tokens = encode_prompt(backend.tokenizer, rendered)
     return ChatPrompt(tokens, output_format, tools, template.call_format, thought_end)

@@ -31,6 +31,7 @@ class OutputFormat:
         has_one_call: Whether the answer ends with its first call.
         splits_reasoning: Whether reasoning is split from content.
         is_in_reasoning: Whether the prompt ends within reasoning.
+        shows_think_marks: Whether marks of reasoning stay in the text, where it is not split.
     """
 
     call_format: CallFormat | None = None
@@ -38,11 +39,13 @@ class OutputFormat:
     has_one_call: bool = False
     splits_reasoning: bool = False
     is_in_reasoning: bool = False
+    shows_think_marks: bool = False
 
     @property
     def marks(self) -> frozenset[str]:
         """Marks that must be seen, though they may be control tokens, which have no text."""
-        found = {mark for pair in THINK_MARKS for mark in pair} if self.splits_reasoning else set()
+        sees_reasoning = self.splits_reasoning or self.shows_think_marks
+        found = {mark for pair in THINK_MARKS for mark in pair} if sees_reasoning else set()
         if self.call_format is not None:
             found |= {self.call_format.value, CALL_END, ARGUMENTS_MARK, CALL_ID_MARK}
         return frozenset(found)

@@ -49,8 +49,9 @@ class TinyModel:
         arrays: dict[str, list[int]] | None = None,
         alignment: int | None = None,
         tensors_per_file: int = 0,
+        controls: tuple[str, ...] = (),
     ) -> Path:
-        """Write the model, if wanted without some tensors, with more metadata, or in several files.
+        """Write the model, if wanted without some tensors, with more metadata or tokens, or in several files.
 
         Returns:
             The file, or the first one.
@@ -63,7 +64,7 @@ class TinyModel:
             writer.add_uint32(key, number)
         for key, numbers in (arrays or {}).items():
             writer.add_array(key, numbers)
-        add_vocabulary(writer)
+        add_vocabulary(writer, controls)
         for name, weights in self._weights().items():
             if name in without:
                 continue
@@ -140,15 +141,17 @@ class TinyModel:
         return weights
 
 
-def add_vocabulary(writer: gguf.GGUFWriter) -> None:
-    """A SentencePiece vocabulary: three special tokens, every byte, and some letters."""
+def add_vocabulary(writer: gguf.GGUFWriter, controls: tuple[str, ...] = ()) -> None:
+    """A SentencePiece vocabulary: three special tokens, every byte, some letters, and further controls."""
     special = ["<unk>", "<s>", "</s>"]
     encoded_bytes = [f"<0x{number:02X}>" for number in range(256)]
-    letters = [chr(ord("A") + number) for number in range(N_VOCAB - len(special) - len(encoded_bytes))]
+    num_letters = N_VOCAB - len(special) - len(encoded_bytes) - len(controls)
+    letters = [chr(ord("A") + number) for number in range(num_letters)]
     kinds = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
     kinds += [gguf.TokenType.BYTE] * len(encoded_bytes) + [gguf.TokenType.NORMAL] * len(letters)
+    kinds += [gguf.TokenType.CONTROL] * len(controls)
     writer.add_tokenizer_model("llama")
-    writer.add_token_list(special + encoded_bytes + letters)
+    writer.add_token_list([*special, *encoded_bytes, *letters, *controls])
     writer.add_token_scores([-float(number) for number in range(N_VOCAB)])
     writer.add_token_types(kinds)
     writer.add_unk_token_id(0)

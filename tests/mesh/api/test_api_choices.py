@@ -1,6 +1,7 @@
 """Several answers to one prompt, reasoning beside them, and answers that go on with what is there."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from tests.mesh.api.test_api_tools import saying, shown
 from tests.support import api_harness
 from tests.support.api_harness import MODEL, Api, ScriptedEngine, running_api
 from tests.support.ring_api import running_ring_api
+from tests.support.tiny_models import TinyModel
 
 pytestmark = pytest.mark.model
 
@@ -115,6 +117,24 @@ async def test_reasoning_is_told_apart(tokenizer: Tokenizer) -> None:
     assert raw["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
     assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Well, well."
     assert "".join(delta.content or "" for delta in deltas) == "Yes."
+
+
+async def test_marks_of_reasoning_stay_in_the_text_also_as_control_tokens(tmp_path: Path) -> None:
+    path = TinyModel("llama", n_layers=1).write(tmp_path / "tiny.gguf", controls=("<think>", "</think>"))
+    tokenizer = Tokenizer(path)
+    ids = {tokenizer.name(token): token for token in range(tokenizer.n_vocab)}
+    steps = [(ids[name],) for name in ("<think>", "H", "</think>", "Y", "</s>")]
+    assert [tokenizer.piece(*step) for step in steps] == [b"", b"H", b"", b"Y", b""]
+    async with running_api(ScriptedEngine(steps, context_length=2048), tokenizer) as api:
+        split = (await api.http.post(CHAT, json={"messages": HELLO})).json()["choices"][0]["message"]
+        raw = (await api.http.post(CHAT, json={"messages": HELLO, "reasoning_format": "none"})).json()
+        asked: Any = {"model": MODEL, "messages": HELLO, "extra_body": {"reasoning_format": "none"}}
+        stream = await api.openai.chat.completions.create(**asked, stream=True)
+        streamed = [chunk.choices[0].delta.content or "" async for chunk in stream]
+        completion = (await api.http.post(COMPLETIONS, json={"prompt": "x"})).json()["choices"][0]
+    assert (split["reasoning_content"], split["content"]) == ("H", "Y")
+    assert raw["choices"][0]["message"]["content"] == "".join(streamed) == "<think>H</think>Y"
+    assert completion["text"] == "HY"
 
 
 async def test_a_template_may_open_the_reasoning(tokenizer: Tokenizer) -> None:
