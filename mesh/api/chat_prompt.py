@@ -181,6 +181,7 @@ def render_prompt(backend: Backend, conversation: Conversation) -> ChatPrompt:
         splits_reasoning=conversation.splits_reasoning,
         is_in_reasoning=thought_end is not None,
         shows_think_marks=not conversation.splits_reasoning,
+        parameters={} if tools is None else tools.parameters,
     )
     tokens = encode_prompt(backend.tokenizer, rendered)
     return ChatPrompt(tokens, output_format, tools, template.call_format, thought_end)

@@ -146,7 +146,8 @@ class CalledFunction(StrictBody):
     def for_template(self) -> dict[str, Any]:
         """As chat templates know it: the arguments as values, if they are JSON."""
         try:
-            arguments = json.loads(self.arguments or "{}")
+            # Line breaks within strings come back from clients that had them from elsewhere.
+            arguments = json.loads(self.arguments or "{}", strict=False)
         except (ValueError, RecursionError):
             arguments = self.arguments
         return {"name": self.name, "arguments": arguments}

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mesh.api.protocol import AllowedTools
 from mesh.structured_output.converter import Converter, check_size
-from mesh.structured_output.gbnf import SchemaError, chars, either, seq, times, to_gbnf
+from mesh.structured_output.gbnf import SchemaError, chars, either, maybe, seq, times, to_gbnf
 from mesh.structured_output.json_schema import checked_grammar, json_object_grammar, schema_grammar
 from mesh.structured_output.strings import quoted
+from mesh.structured_output.tagged_values import TagForm, text_without
 from mesh.text.message_parts import CallFormat
 from spanmesh_proto.errors import InvalidRequest
 from stages.grammar.gbnf_parser import Chars, Expression, Ref, complement
@@ -20,11 +21,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from mesh.api.protocol import ChosenTools, FunctionBody, GenerationBody, ResponseFormatBody
+    from mesh.text.message_parts import CallTags
 
 
 # Bound for a model that never stops calling.
 MAX_CALLS: Final = 16
 _CALL: Final = Ref("call")
+_TEXT: Final = Ref("text")
 # Keywords of a schema that constrain nothing.
 _NOTES: Final = frozenset({"$schema", "$id", "title", "description", "$defs", "definitions"})
 _MOST_LEFT_OUT: Final = 16
@@ -78,20 +81,22 @@ def call_grammar(
         InvalidRequest: If a schema is invalid, or that of a strict function cannot be expressed as a grammar.
     """
     rules: dict[str, Expression] = {}
+    form = None if call_format.tags is None else _form_of(call_format.tags)
+    if form is not None:
+        rules[_TEXT.name] = text_without(call_format.marks)
     calls = []
     left_out: list[str] = []
     for index, function in enumerate(tools.functions):
         what = f"the parameters of the function {function['name']}"
         is_strict = function["name"] in tools.strict_names
-        arguments: Expression | str = "{}"
+        arguments: Expression | str = "{}" if form is None else ""
         if not _takes_nothing(function["parameters"]):
             arguments, converter = _value(
-                function["parameters"], f"f{index}-", what, "tools", is_lenient=not is_strict
+                function["parameters"], f"f{index}-", what, "tools", is_lenient=not is_strict, form=form
             )
             rules |= converter.rules
             left_out += [f"{what}, {each}" for each in converter.left_out]
-        key = "parameters" if call_format is CallFormat.LLAMA else "arguments"
-        calls.append(seq(f'{{"name": {quoted(function["name"])}, "{key}": ', arguments, "}"))
+        calls.append(_call_of(function["name"], arguments, call_format))
     most_calls = 1 if has_one_call else MAX_CALLS
     if all(_takes_nothing(function["parameters"]) for function in tools.functions):
         # No call differs from an earlier one of the same function, and small models never stop by themselves.
@@ -127,12 +132,12 @@ def _takes_nothing(parameters: Mapping[str, Any]) -> bool:
 
 
 def _value(
-    schema: Any, prefix: str, what: str, param: str, *, is_lenient: bool
+    schema: Any, prefix: str, what: str, param: str, *, is_lenient: bool, form: TagForm | None = None
 ) -> tuple[Expression, Converter]:
     converter = Converter(schema, prefix, is_lenient=is_lenient)
     try:
         check_size(schema)
-        expression = converter.expression(schema)
+        expression = converter.expression(schema) if form is None else converter.tagged(schema, form)
     except SchemaError as error:
         where = f" at `{error.where}`" if error.where else ""
         raise InvalidRequest(f"{what}{where}: {error.reason}", param=param) from None
@@ -143,15 +148,34 @@ def _value(
     return expression, converter
 
 
+def _call_of(name: str, arguments: Expression | str, call_format: CallFormat) -> Expression:
+    """One call without the marks around it."""
+    tags = call_format.tags
+    if tags is not None:
+        return seq(f"{tags.call}{name}{tags.name_end}", maybe("\n"), arguments, tags.call_end)
+    key = "parameters" if call_format is CallFormat.LLAMA else "arguments"
+    return seq(f'{{"name": {quoted(name)}, "{key}": ', arguments, "}")
+
+
+def _form_of(tags: CallTags) -> TagForm:
+    value = seq(tags.key_end, maybe("\n"), tags.value) if tags.value else seq(tags.key_end)
+    return TagForm(tags.key, value, tags.value_end, _TEXT, tags.is_padded)
+
+
 def _in_format(call_format: CallFormat, most_more: int) -> Expression:
     match call_format:
-        case CallFormat.HERMES:
+        case CallFormat.HERMES | CallFormat.QWEN:
             one = seq("<tool_call>\n", _CALL, "\n</tool_call>")
             return _several(one, "\n", most_more)
         case CallFormat.LLAMA:
             return _several(_CALL, "; ", most_more)
         case CallFormat.MISTRAL:
             return seq("[TOOL_CALLS][", _several(_CALL, ", ", most_more), "]")
+        case CallFormat.GLM:
+            return _several(seq("<tool_call>", _CALL, "</tool_call>"), "\n", most_more)
+        case CallFormat.MINIMAX:
+            calls = _several(_CALL, "\n", most_more)
+            return seq("<minimax:tool_call>\n", calls, "\n</minimax:tool_call>")
 
 
 def _several(one: Expression, between: str, most_more: int) -> Expression:
@@ -260,6 +284,11 @@ class ToolUse:
     def names(self) -> frozenset[str]:
         """Names of the functions."""
         return frozenset(function["name"] for function in self.functions)
+
+    @property
+    def parameters(self) -> dict[str, Mapping[str, Any]]:
+        """JSON schema of each function's parameters, by its name."""
+        return {function["name"]: function["parameters"] for function in self.functions}
 
     def for_template(self) -> list[dict[str, Any]]:
         """The functions in the form of chat templates."""

@@ -29,12 +29,14 @@ from mesh.structured_output.objects import array_of, free_object, object_of
 from mesh.structured_output.schema_keywords import REFUSED, Flat, type_of, types_of
 from mesh.structured_output.schema_resolver import Flattener
 from mesh.structured_output.strings import CHAR, string_of
+from mesh.structured_output.tagged_values import tagged_object_of
 from stages.grammar.gbnf_parser import Expression, Ref
 from stages.grammar.session_grammar import make_automaton
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
+    from mesh.structured_output.tagged_values import TagForm
     from stages.grammar.automaton import Automaton
 
 _MAX_RULES: Final = 4000
@@ -100,24 +102,38 @@ class Converter:
         Raises:
             SchemaError: If a grammar cannot express it; if lenient, only if it is invalid.
         """
+        return self._converted(schema, step, self._any_of)
+
+    def tagged(self, schema: Any, form: TagForm) -> Expression | None:
+        """Grammar of an object schema's values between tags; None if none is valid.
+
+        Raises:
+            SchemaError: As for `expression`.
+        """
+        return self._tagged(schema, "", form)
+
+    def _converted(
+        self, schema: Any, step: str, any_of: Callable[[Any], list[Expression]]
+    ) -> Expression | None:
         self._path.append(step)
         try:
-            found = self._loosened(schema) if self._is_lenient else self._any_of(schema)
+            self._require_depth()
+            found = self._loosened(schema, any_of) if self._is_lenient else any_of(schema)
         except SchemaError as error:
             error.where = error.where or "/".join(filter(None, self._path))
             raise
         self._path.pop()
         return either(*dict.fromkeys(found)) if found else None
 
-    def _loosened(self, schema: Any) -> list[Expression]:
-        """As `_any_of`, with fewer keywords where a grammar cannot express all."""
+    def _loosened(self, schema: Any, any_of: Callable[[Any], list[Expression]]) -> list[Expression]:
+        """Grammars with fewer keywords where a grammar cannot express all."""
         reason = ""
         depth = len(self._path)
         for looser in _looser(schema):
             rules, names, impossible = dict(self.rules), dict(self._names), set(self._impossible)
             num_left_out = len(self.left_out)
             try:
-                found = self._any_of(looser)
+                found = any_of(looser)
             except InvalidSchemaError:
                 raise
             except SchemaError as error:
@@ -134,9 +150,53 @@ class Converter:
             return found
         raise SchemaError(reason)
 
+    def _tagged(self, schema: Any, step: str, form: TagForm) -> Expression | None:
+        def any_of(looser: Any) -> list[Expression]:
+            options: list[Expression | None] = []
+            for flat in self._flattener.alternatives(looser):
+                types = types_of(flat)
+                if "$ref" in flat:
+                    options.append(self._tagged(self._flattener.target(flat["$ref"]), flat["$ref"], form))
+                elif "enum" in flat:
+                    raise SchemaError("enum: an object between tags cannot be one of several")
+                elif types is None or "object" in types:
+                    options.append(
+                        tagged_object_of(flat, lambda inner, at: self._untagged(inner, at, form), form)
+                    )
+            return [option for option in options if option is not None]
+
+        return self._converted(schema, step, any_of)
+
+    def _untagged(self, schema: Any, step: str, form: TagForm) -> Expression | None:
+        """A value between tags: a text as it is, anything else as JSON."""
+
+        def any_of(looser: Any) -> list[Expression]:
+            options: list[Expression | None] = []
+            for flat in self._flattener.alternatives(looser):
+                if "$ref" in flat:
+                    options.append(self._untagged(self._flattener.target(flat["$ref"]), flat["$ref"], form))
+                elif "enum" in flat:
+                    options += (
+                        form.closed(value if isinstance(value, str) else _constant(value))
+                        for value in self._enum_values(flat)
+                    )
+                else:
+                    options += self._untagged_types(flat, form)
+            return [option for option in options if option is not None]
+
+        return self._converted(schema, step, any_of)
+
+    def _untagged_types(self, flat: Flat, form: TagForm) -> list[Expression | None]:
+        types = _types_or_hints(flat)
+        if not types:
+            return [form.string_of({})]
+        found = [form.string_of(flat)] if "string" in types else []
+        if rest := types - {"string"}:
+            value = self._named({**flat, "type": sorted(rest)})
+            found.append(None if value is None else form.closed(value, is_exact=False))
+        return found
+
     def _any_of(self, schema: Any) -> list[Expression]:
-        if len(self._path) > _MAX_NESTING:
-            raise SchemaError(f"it is nested deeper than {_MAX_NESTING}")
         options = [self._named(flat) for flat in self._flattener.alternatives(schema)]
         return [option for option in options if option is not None]
 
@@ -165,9 +225,7 @@ class Converter:
             return self.expression(self._flattener.target(flat["$ref"]), flat["$ref"])
         if "enum" in flat:
             return self._enum(flat)
-        types = types_of(flat) or frozenset(
-            kind for kind, keywords in _HINTS.items() if any(keyword in flat for keyword in keywords)
-        )
+        types = _types_or_hints(flat)
         if not types:
             return self.any_value()
         if "number" in types:
@@ -199,6 +257,10 @@ class Converter:
         self._require_room()
         return Ref(name)
 
+    def _require_depth(self) -> None:
+        if len(self._path) > _MAX_NESTING:
+            raise SchemaError(f"it is nested deeper than {_MAX_NESTING}")
+
     def _require_room(self) -> None:
         if len(self.rules) > _MAX_RULES:
             raise SchemaError(f"it needs more than {_MAX_RULES} rules: make it smaller")
@@ -222,13 +284,23 @@ class Converter:
         return free_object(self.any_value(), SPACE)
 
     def _enum(self, flat: Flat) -> Expression | None:
+        found = dict.fromkeys(_constant(value) for value in self._enum_values(flat))
+        return either(*found) if found else None
+
+    def _enum_values(self, flat: Flat) -> list[Any]:
         """The values of an enum that the other keywords permit."""
         rest = {key: value for key, value in flat.items() if key != "enum"}
         types = types_of(rest)
         rest.pop("type", None)
         values = [value for value in flat["enum"] if types is None or _is_of(value, types)]
-        found = dict.fromkeys(_constant(value) for value in _fitting(rest, values))
-        return either(*found) if found else None
+        return _fitting(rest, values)
+
+
+def _types_or_hints(flat: Flat) -> frozenset[str]:
+    """Types of a value, by its keywords if the schema names none; empty for any."""
+    return types_of(flat) or frozenset(
+        kind for kind, keywords in _HINTS.items() if any(keyword in flat for keyword in keywords)
+    )
 
 
 def _looser(schema: Any) -> Iterator[Any]:

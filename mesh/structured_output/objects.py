@@ -38,9 +38,7 @@ def object_of(flat: Flat, convert: Convert, name: Name, space: Expression) -> Ex
     Raises:
         SchemaError: If a grammar cannot express it.
     """
-    schemas, others = _properties(flat)
-    if len(schemas) > _MAX_PROPERTIES:
-        raise SchemaError(f"properties names {len(schemas)}: at most {_MAX_PROPERTIES} work")
+    schemas, others = properties_of(flat)
     required = set(flat.get("required", ()))
     pairs: list[tuple[Expression, bool]] = []
     for key, schema in schemas.items():
@@ -51,22 +49,28 @@ def object_of(flat: Flat, convert: Convert, name: Name, space: Expression) -> Ex
             return None
     other = None if others is False else convert(others, "additionalProperties")
     extra = None if other is None else seq('"', _any_name_but(schemas, name), '":', space, other)
-    most_extras = _most_extras(flat, pairs, has_extras=extra is not None)
-    body = _pairs(pairs, extra, most_extras, name, space)
+    most = most_extras(flat, pairs, has_extras=extra is not None)
+    body = _pairs(pairs, extra, most, name, space)
     return seq("{", space, "}") if body == NOTHING else seq("{", space, body, "}")
 
 
-def _properties(flat: Flat) -> tuple[dict[str, Any], Any]:
-    """The named properties, required ones without a schema too, and the schema of all others."""
+def properties_of(flat: Flat) -> tuple[dict[str, Any], Any]:
+    """The named properties, required ones without a schema too, and the schema of all others.
+
+    Raises:
+        SchemaError: If they are too many.
+    """
     schemas = dict(flat.get("properties", {}))
     # If others are not mentioned, none are written beside named ones, nor if they were to be "evaluated".
     others = flat.get("additionalProperties", not schemas and "unevaluatedProperties" not in flat)
     for name in flat.get("required", ()):
         schemas.setdefault(name, flat.get("additionalProperties", True))
+    if len(schemas) > _MAX_PROPERTIES:
+        raise SchemaError(f"properties names {len(schemas)}: at most {_MAX_PROPERTIES} work")
     return schemas, others
 
 
-def _most_extras(flat: Flat, pairs: list[tuple[Expression, bool]], *, has_extras: bool) -> int | None:
+def most_extras(flat: Flat, pairs: list[tuple[Expression, bool]], *, has_extras: bool) -> int | None:
     """Most other properties; None is no bound.
 
     Raises:

@@ -139,24 +139,44 @@ def string_of(flat: Flat) -> Expression | None:
     Raises:
         SchemaError: If a grammar cannot express it.
     """
-    least, most = flat.get("minLength", 0), flat.get("maxLength")
+    least, most = lengths_of(flat)
     if most is not None and least > most:
         return None
-    if max(least, most or 0) > MAX_REPEATS:
+    pattern = pattern_of(flat)
+    if pattern is None:
+        return seq('"', times(CHAR, least, most), '"')
+    return seq('"', in_string(of_length(pattern, least, most)), '"')
+
+
+def lengths_of(flat: Flat) -> tuple[int, int | None]:
+    """The least and the most characters of a string schema, None without a bound.
+
+    Raises:
+        SchemaError: If a grammar cannot count so many.
+    """
+    least, most = flat.get("minLength", 0), flat.get("maxLength")
+    if (most is None or least <= most) and max(least, most or 0) > MAX_REPEATS:
         raise SchemaError(
             f"{'maxLength' if most else 'minLength'} is {max(least, most or 0)}: at most "
             f"{MAX_REPEATS} is supported"
         )
+    return least, most
+
+
+def pattern_of(flat: Flat) -> Expression | None:
+    """Grammar of the pattern or the format of a string schema, over characters; None if it has neither.
+
+    Raises:
+        SchemaError: If it has both, or a grammar cannot express it.
+    """
     form = PATTERNS.get(flat.get("format", ""))
     if "pattern" in flat and form is not None:
         raise SchemaError("pattern and format cannot be enforced together: leave one out")
     pattern = flat.get("pattern", form)
-    if pattern is None:
-        return seq('"', times(CHAR, least, most), '"')
-    return seq('"', in_string(_of_length(parse_pattern(pattern), least, most)), '"')
+    return None if pattern is None else parse_pattern(pattern)
 
 
-def _of_length(expression: Expression, least: int, most: int | None) -> Expression:
+def of_length(expression: Expression, least: int, most: int | None) -> Expression:
     """The strings of an expression with this many characters.
 
     Raises:

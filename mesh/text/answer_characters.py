@@ -1,4 +1,4 @@
-"""JSON characters: values of a JSON text read a character at a time, and escapes that such a text lacks."""
+"""Characters of an answer, taken one at a time: JSON values among them, and escapes that such values lack."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import string
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Collection, Generator
 
 
 # Parsers take characters with `yield from`; an exception marks the end. Their result cannot depend on how the
@@ -17,10 +17,11 @@ class EndOfText(Exception):
 
 
 class Characters:
-    """Buffer between the pusher and the consumer of characters, with one character of lookahead."""
+    """Buffer between the pusher and the consumer of characters, with lookahead."""
 
     def __init__(self) -> None:
-        self._ahead: str | None = None
+        self._ahead = ""
+        self._is_over = False
 
     def peek(self) -> Generator[None, str, str]:
         """The next character, without consuming it.
@@ -28,9 +29,11 @@ class Characters:
         Raises:
             EndOfText: If there is none.
         """
-        if self._ahead is None:
+        if not self._ahead:
+            if self._is_over:
+                raise EndOfText
             self._ahead = yield
-        return self._ahead
+        return self._ahead[0]
 
     def take(self) -> Generator[None, str, str]:
         """Consume the next character.
@@ -39,8 +42,42 @@ class Characters:
             EndOfText: If there is none.
         """
         char = yield from self.peek()
-        self._ahead = None
+        self._ahead = self._ahead[1:]
         return char
+
+    def match(self, texts: Collection[str]) -> Generator[None, str, str | None]:
+        """Consume one of these texts if it comes next; returns which, or None.
+
+        Args:
+            texts: None of them is a prefix of another.
+
+        Raises:
+            EndOfText: If the text ends with the beginning of one, which is left there.
+        """
+        taken = ""
+        try:
+            while any(text.startswith(taken) for text in texts):
+                taken += yield from self.take()
+                if taken in texts:
+                    return taken
+        except EndOfText:
+            self.unread(taken)
+            raise
+        self.unread(taken)
+        return None
+
+    def unread(self, text: str) -> None:
+        """Put characters back before the next one."""
+        self._ahead = text + self._ahead
+
+    def end(self) -> None:
+        """No characters follow: who waits for one, and who asks for one, is told so."""
+        self._is_over = True
+
+    def rest(self) -> str:
+        """Consume the characters that were put back."""
+        rest, self._ahead = self._ahead, ""
+        return rest
 
 
 SPACE: Final = " \t\r\n"
@@ -49,11 +86,11 @@ _CLOSING: Final = {"{": "}", "[": "]"}
 _ENDS_BARE: Final = ",}]<" + SPACE
 
 
-class NotJson(Exception):
-    """The text is not JSON at this place."""
+class UnexpectedText(Exception):
+    """The text goes on otherwise than it must at this place."""
 
 
-class UnclosedJson(NotJson):
+class UnclosedJson(UnexpectedText):
     """A tag begins within an object or an array.
 
     Args:
@@ -80,7 +117,7 @@ def read_text(characters: Characters, pass_on: Callable[[str], None]) -> Generat
         pass_on: Called with each character, quotes too.
 
     Raises:
-        NotJson: If it is no JSON string.
+        UnexpectedText: If it is no JSON string.
     """
     raw: list[str] = []
 
@@ -92,7 +129,7 @@ def read_text(characters: Characters, pass_on: Callable[[str], None]) -> Generat
     try:
         text: str = json.loads(StringEscaper().escaped("".join(raw)))
     except ValueError:
-        raise NotJson from None
+        raise UnexpectedText from None
     return text
 
 
@@ -104,7 +141,7 @@ def pass_value(characters: Characters, pass_on: Callable[[str], None]) -> Genera
         pass_on: Called with each character.
 
     Raises:
-        NotJson: If no value begins there.
+        UnexpectedText: If no value begins there.
         UnclosedJson: If a tag begins within it.
     """
     char = yield from characters.peek()
@@ -118,7 +155,7 @@ def pass_value(characters: Characters, pass_on: Callable[[str], None]) -> Genera
             is_empty = False
             pass_on((yield from characters.take()))
         if is_empty:
-            raise NotJson
+            raise UnexpectedText
 
 
 def _pass_container(characters: Characters, pass_on: Callable[[str], None]) -> Generator[None, str, None]:
@@ -141,7 +178,7 @@ def _pass_container(characters: Characters, pass_on: Callable[[str], None]) -> G
 
 def _pass_text(characters: Characters, pass_on: Callable[[str], None]) -> Generator[None, str, None]:
     if (yield from characters.peek()) != '"':
-        raise NotJson
+        raise UnexpectedText
     pass_on((yield from characters.take()))
     while True:
         char = yield from characters.take()

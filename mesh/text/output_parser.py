@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from mesh.text.message_parts import (
-    ARGUMENTS_MARK,
-    CALL_END,
-    CALL_ID_MARK,
-    THINK_MARKS,
-    Content,
-    MessagePart,
-    joined,
-)
+from mesh.text.message_parts import THINK_MARKS, Content, MessagePart, joined
 from mesh.text.reasoning_parser import ReasoningParser
 from mesh.text.tool_call_parser import ToolCallParser
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from mesh.text.message_parts import CallFormat
 
 
@@ -32,6 +26,7 @@ class OutputFormat:
         splits_reasoning: Whether reasoning is split from content.
         is_in_reasoning: Whether the prompt ends within reasoning.
         shows_think_marks: Whether marks of reasoning stay in the text, where it is not split.
+        parameters: JSON schema of each function's parameters, by its name.
     """
 
     call_format: CallFormat | None = None
@@ -40,15 +35,14 @@ class OutputFormat:
     splits_reasoning: bool = False
     is_in_reasoning: bool = False
     shows_think_marks: bool = False
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def marks(self) -> frozenset[str]:
         """Marks that must be seen, though they may be control tokens, which have no text."""
         sees_reasoning = self.splits_reasoning or self.shows_think_marks
         found = {mark for pair in THINK_MARKS for mark in pair} if sees_reasoning else set()
-        if self.call_format is not None:
-            found |= {self.call_format.value, CALL_END, ARGUMENTS_MARK, CALL_ID_MARK}
-        return frozenset(found)
+        return frozenset(found if self.call_format is None else found | self.call_format.marks)
 
 
 class OutputParser:
@@ -66,7 +60,9 @@ class OutputParser:
         )
         self._calls = None
         if output_format.call_format is not None:
-            self._calls = ToolCallParser(output_format.call_format, output_format.names)
+            self._calls = ToolCallParser(
+                output_format.call_format, output_format.names, output_format.parameters
+            )
         self._has_one_call = output_format.has_one_call
 
     @property
@@ -96,11 +92,15 @@ class OutputParser:
             )
         return joined(message_parts)
 
-    def flush(self) -> list[MessagePart]:
-        """The parts held back, at the end."""
+    def flush(self, *, is_cut: bool = False) -> list[MessagePart]:
+        """The parts held back, at the end.
+
+        Args:
+            is_cut: Whether a limit ended the answer: then a call without its end tags stays incomplete.
+        """
         message_parts = [] if self._reasoning is None else self._with_calls(self._reasoning.flush())
         if self._calls is not None and not self.is_over:
-            message_parts += self._calls.flush()
+            message_parts += self._calls.flush(is_cut=is_cut)
         return joined(message_parts)
 
     def _with_calls(self, pieces: list[MessagePart]) -> list[MessagePart]:

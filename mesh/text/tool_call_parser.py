@@ -1,37 +1,41 @@
-"""Tool call parser: calls in the formats of Hermes, Llama 3 and Mistral, incrementally."""
+"""Tool call parser: calls in the formats of `CallFormat`, incrementally."""
 
 from __future__ import annotations
 
 import re
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from mesh.text.json_characters import (
+from mesh.text.answer_characters import (
     SPACE,
     Characters,
     EndOfText,
-    NotJson,
     StringEscaper,
     UnclosedJson,
+    UnexpectedText,
     pass_value,
     read_text,
     skip_space,
 )
+from mesh.text.argument_values import ParameterSchemas
 from mesh.text.message_parts import (
     ARGUMENTS_MARK,
-    CALL_END,
     CALL_ID_MARK,
+    GLM_TAGS,
+    MINIMAX_TAGS,
+    QWEN_TAGS,
     CallFormat,
     Content,
     MarkFinder,
     ToolCallArguments,
     ToolCallStart,
 )
+from mesh.text.tagged_arguments import TaggedArguments, read_name
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator
+    from collections.abc import Collection, Generator, Mapping
 
-    from mesh.text.message_parts import MessagePart
+    from mesh.text.message_parts import CallTags, MessagePart
 
 
 _ARGUMENTS: Final = frozenset({"arguments", "parameters"})
@@ -41,6 +45,8 @@ _HEAD: Final = re.compile(
     rf"([A-Za-z0-9_.-]+)\s*(?:{re.escape(CALL_ID_MARK)}[A-Za-z0-9]+)?(?:{re.escape(ARGUMENTS_MARK)})?\s*"
 )
 _MAX_HEAD_CHARS: Final = 256
+_NAME: Final = re.compile(r"[\w.:/-]+")
+_TAGS_BY_CALL: Final = {tags.call: tags for tags in (QWEN_TAGS, MINIMAX_TAGS)}
 
 
 class ToolCallParser:
@@ -53,11 +59,18 @@ class ToolCallParser:
     Args:
         call_format: Format of calls.
         names: Names of the functions. A call without marks must name one of them.
+        parameters: JSON schema of each function's parameters, by its name.
     """
 
-    def __init__(self, call_format: CallFormat, names: Collection[str]) -> None:
+    def __init__(
+        self,
+        call_format: CallFormat,
+        names: Collection[str],
+        parameters: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
         self._format = call_format
         self._names = frozenset(names)
+        self._parameters = parameters or {}
         self._message_parts: list[MessagePart] = []
         # Content, unless a call follows or it becomes one.
         self._held: list[str] = []
@@ -68,7 +81,8 @@ class ToolCallParser:
         self._has_arguments = False
         self._escaper = StringEscaper()
         self._awaits_end = False
-        self._finder = MarkFinder((call_format.value, CALL_END))
+        self._is_cut = False
+        self._finder = MarkFinder((*call_format.openings, *call_format.endings))
         self._characters = Characters()
         self._machine = self._read()
         next(self._machine)
@@ -93,8 +107,14 @@ class ToolCallParser:
         message_parts, self._message_parts = self._message_parts, []
         return message_parts
 
-    def flush(self) -> list[MessagePart]:
-        """The parts held back, at the end."""
+    def flush(self, *, is_cut: bool = False) -> list[MessagePart]:
+        """The parts held back, at the end.
+
+        Args:
+            is_cut: Whether a limit ended the text: then a call without its end tags stays incomplete.
+        """
+        self._is_cut = is_cut
+        self._characters.end()
         with suppress(StopIteration):
             self._machine.throw(EndOfText())
         message_parts, self._message_parts = self._message_parts, []
@@ -107,10 +127,20 @@ class ToolCallParser:
             while True:
                 yield from self._content_or_calls()
         except EndOfText:
-            self._held += self._finder.flush()
-            if self._num_begun and not "".join(self._held).strip():
-                self._held.clear()
-            self._release()
+            self._end_text(self._finder.flush() + self._characters.rest())
+
+    def _end_text(self, rest: str) -> None:
+        """Release what is held, if it is content, with what could have become a mark."""
+        if self._is_in_call:
+            if not self._has_arguments and not self._is_cut:
+                self._argue("{}")
+            return
+        is_part_of_end = self._is_cut and self._awaits_end
+        if not (is_part_of_end and any(end.startswith(rest) for end in self._format.endings)):
+            self._held += rest
+        if self._num_begun and not "".join(self._held).strip():
+            self._held.clear()
+        self._release()
 
     def _content_or_calls(self) -> Generator[None, str, None]:
         """Consume one character, and calls if it completes a mark."""
@@ -121,43 +151,72 @@ class ToolCallParser:
                 self._release()
         if mark is None:
             return
-        if mark == CALL_END:
-            self._end_block()
+        if mark in self._format.endings:
+            self._end_block(mark)
             return
         self._held += mark
-        num_before = self._num_begun
+        self._awaits_end = False
         try:
             if self._format is CallFormat.MISTRAL:
                 yield from self._mistral_calls()
-            else:
+            elif self._format is CallFormat.LLAMA:
                 yield from self._calls_in_a_row()
-        except NotJson:
+            else:
+                yield from self._block(mark)
+        except UnexpectedText:
             self._release()
-        self._awaits_end = self._format is CallFormat.HERMES and self._num_begun > num_before
 
-    def _end_block(self) -> None:
+    def _end_block(self, mark: str) -> None:
         """The end mark belongs to a call if there was one since the last, whatever came in between."""
         if self._awaits_end:
             self._held.clear()
         else:
-            self._held += CALL_END
+            self._held += mark
             self._release()
         self._awaits_end = False
+
+    def _block(self, mark: str) -> Generator[None, str, None]:
+        """Calls between marks, in whatever form they come; at least one."""
+        if mark in _TAGS_BY_CALL:
+            # Without the mark before it, it may as well be a text about calls.
+            yield from self._call(self._tagged(_TAGS_BY_CALL[mark], only_known=True))
+        else:
+            yield from self._call_in_block()
+        while (yield from skip_space(self._characters, self._hold)) in "{<":
+            if not (yield from self._call_follows()):
+                return
+            yield from self._call_in_block()
+
+    def _call_follows(self) -> Generator[None, str, bool]:
+        """Whether another call begins here, without a mark of its own."""
+        if (yield from self._characters.peek()) == "{":
+            return True
+        found = yield from self._characters.match(_TAGS_BY_CALL)
+        self._characters.unread(found or "")
+        return found is not None
+
+    def _call_in_block(self) -> Generator[None, str, None]:
+        char = yield from skip_space(self._characters, self._hold)
+        if char == "{":
+            yield from self._call(self._object(only_known=False))
+        elif (tag := (yield from self._characters.match(_TAGS_BY_CALL))) is not None:
+            self._held += tag
+            yield from self._call(self._tagged(_TAGS_BY_CALL[tag]))
+        else:
+            yield from self._call(self._tagged(GLM_TAGS))
 
     def _bare_calls(self) -> Generator[None, str, None]:
         """Calls without marks: only at the beginning of the answer."""
         if (yield from skip_space(self._characters, self._hold)) == "{":
             try:
                 yield from self._calls_in_a_row(only_known=True)
-            except NotJson:
+            except UnexpectedText:
                 self._release()
 
     def _calls_in_a_row(self, *, only_known: bool = False) -> Generator[None, str, None]:
         yield from skip_space(self._characters, self._hold)
         while True:
-            yield from self._call(only_known=only_known)
-            if self._format is CallFormat.HERMES:
-                return
+            yield from self._call(self._object(only_known=only_known))
             while (char := (yield from self._characters.peek())) in _BETWEEN:
                 self._held.append((yield from self._characters.take()))
             if char != "{":
@@ -165,12 +224,12 @@ class ToolCallParser:
 
     def _mistral_calls(self) -> Generator[None, str, None]:
         if (yield from skip_space(self._characters, self._hold)) != "[":
-            yield from self._named_call()
+            yield from self._call(self._named())
             return
         self._hold((yield from self._characters.take()))
         while True:
             yield from skip_space(self._characters, self._hold)
-            yield from self._call()
+            yield from self._call(self._object(only_known=False))
             char = yield from skip_space(self._characters, self._hold)
             if char not in ",]":
                 return
@@ -179,37 +238,58 @@ class ToolCallParser:
                 self._held.clear()
                 return
 
-    def _named_call(self) -> Generator[None, str, None]:
-        """A name and its arguments, with marks between them or none."""
+    def _call(self, parts: Generator[None, str, None]) -> Generator[None, str, None]:
+        """One call; what cannot be read ends it.
+
+        Raises:
+            UnexpectedText: If it is none, or not all of it could be read.
+        """
+        try:
+            yield from parts
+        except UnexpectedText:
+            if self._is_in_call:
+                self._end()
+            raise
+        if not self._is_in_call:
+            raise UnexpectedText
+        self._end()
+        yield from self._skip_braces()
+
+    def _named(self) -> Generator[None, str, None]:
+        """A name and its arguments as JSON, with marks between them or none."""
         head: list[str] = []
         while (yield from self._characters.peek()) != "{":
             head.append((yield from self._characters.take()))
             self._held.append(head[-1])
             if len(head) > _MAX_HEAD_CHARS:
-                raise NotJson
+                raise UnexpectedText
         if (match := _HEAD.fullmatch("".join(head))) is None:
-            raise NotJson
+            raise UnexpectedText
         self._begin(match[1])
         yield from self._arguments()
-        self._end()
-        yield from self._skip_braces()
 
-    def _call(self, *, only_known: bool = False) -> Generator[None, str, None]:
-        """A call as a JSON object with a name and arguments, in any order.
-
-        Raises:
-            NotJson: If it is none.
-        """
-        try:
-            yield from self._object(only_known=only_known)
-        except NotJson:
-            if self._is_in_call:
-                self._end()
-            raise
-        if not self._is_in_call:
-            raise NotJson
-        self._end()
-        yield from self._skip_braces()
+    def _tagged(self, tags: CallTags, *, only_known: bool = False) -> Generator[None, str, None]:
+        """A name and its arguments between tags, or as JSON where the first of them would begin."""
+        characters = self._characters
+        name = yield from read_name(characters, tags.name_end, self._hold)
+        if name not in self._names and (only_known or not _NAME.fullmatch(name)):
+            raise UnexpectedText
+        if not tags.call and name not in self._names:
+            # A word is no call.
+            yield from skip_space(characters, self._hold)
+            found = yield from characters.match((tags.key,))
+            characters.unread(found or "")
+            if found is None:
+                raise UnexpectedText
+        self._begin(name)
+        if (yield from skip_space(characters, self._hold)) == "{":
+            with suppress(UnclosedJson):
+                yield from self._arguments()
+            yield from self._skip_braces()
+            yield from characters.match((tags.call_end,) if tags.call_end else ())
+            return
+        schemas = ParameterSchemas(self._parameters.get(name))
+        yield from TaggedArguments(characters, tags, schemas, self._argue, lambda: self._is_cut).read()
 
     def _skip_braces(self) -> Generator[None, str, None]:
         """Consume braces behind a call, which are one too many."""
@@ -219,7 +299,7 @@ class ToolCallParser:
     def _object(self, *, only_known: bool) -> Generator[None, str, None]:
         self._early.clear()
         if (yield from self._characters.peek()) != "{":
-            raise NotJson
+            raise UnexpectedText
         self._hold((yield from self._characters.take()))
         while (yield from skip_space(self._characters, self._hold)) != "}":
             key = yield from self._key()
@@ -228,7 +308,7 @@ class ToolCallParser:
             if char == ",":
                 self._hold((yield from self._characters.take()))
             elif char != "}":
-                raise NotJson
+                raise UnexpectedText
         self._hold((yield from self._characters.take()))
 
     def _member(self, key: str, *, only_known: bool) -> Generator[None, str, None]:
@@ -240,7 +320,7 @@ class ToolCallParser:
         elif key == "name":
             name = yield from read_text(self._characters, self._hold)
             if not name or (only_known and name not in self._names):
-                raise NotJson
+                raise UnexpectedText
             self._begin(name)
             if self._early:
                 self._argue("".join(self._early))
@@ -254,7 +334,7 @@ class ToolCallParser:
     def _key(self) -> Generator[None, str, str]:
         key = yield from read_text(self._characters, self._hold)
         if (yield from skip_space(self._characters, self._hold)) != ":":
-            raise NotJson
+            raise UnexpectedText
         self._hold((yield from self._characters.take()))
         yield from skip_space(self._characters, self._hold)
         return key
@@ -286,6 +366,7 @@ class ToolCallParser:
         if not self._has_arguments:
             self._argue("{}")
         self._num_complete += 1
+        self._awaits_end = True
         self._held.clear()
 
     def _hold(self, char: str) -> None:

@@ -187,6 +187,21 @@ async def test_a_template_that_knows_tools_gets_them(smollm2_path: Path, argumen
             '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}]',
             CallFormat.MISTRAL,
         ),
+        (
+            "<function=",
+            "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>",
+            CallFormat.QWEN,
+        ),
+        (
+            "<arg_key>",
+            "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call>",
+            CallFormat.GLM,
+        ),
+        (
+            "<minimax:tool_call>",
+            '<minimax:tool_call><invoke name="weather"><parameter name="city">Oslo</parameter></invoke>',
+            CallFormat.MINIMAX,
+        ),
     ],
 )
 async def test_other_formats_are_read_where_the_template_teaches_them(
@@ -201,6 +216,65 @@ async def test_other_formats_are_read_where_the_template_teaches_them(
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
     assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
     assert (len(call["id"]) == 9) is (call_format is CallFormat.MISTRAL)
+
+
+# As Qwen3-Coder's: calls of earlier turns are written value by value.
+TAGS_IN_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "<function={{ call.function.name }}>{% for name, value in call.function.arguments | items %}"
+    "<parameter={{ name }}>\n{{ value }}\n</parameter>{% endfor %}</function>{% endfor %}|{% endfor %}"
+)
+
+
+async def test_calls_between_tags_there_and_back(smollm2_path: Path) -> None:
+    tokenizer = Tokenizer(smollm2_path)
+    tokenizer.chat_template = TAGS_IN_TEMPLATE
+    at = "<parameter=city>\nNew\n York\n</parameter>"
+    days = "<parameter=days>\n[1, 2]\n</parameter>"
+    text = f"I look.\n<tool_call>\n<function=weather>\n{at}\n{days}\n</function>\n</tool_call>"
+    named = {"city": {"type": "string"}, "days": {"type": "array"}}
+    days_too: Any = {"type": "object", "properties": named, "required": ["city"]}
+    weather: Any = {"type": "function", "function": {"name": "weather", "parameters": days_too}}
+    engine = saying(tokenizer, text)
+    async with running_api(engine, tokenizer) as api:
+        asked: Any = {"model": MODEL, "messages": HELLO, "tools": [weather, CLOCK]}
+        stream: Any = await api.openai.chat.completions.create(**asked, stream=True)
+        choices = [chunk.choices[0] async for chunk in stream]
+        whole = (await api.openai.chat.completions.create(**asked)).choices[0]
+        calls: Any = whole.message.tool_calls
+        (called,) = calls
+        turns = [*HELLO, whole.message.model_dump(exclude_none=True), {"role": "tool", "content": "rain"}]
+        response = await api.http.post(CHAT, json={"messages": turns, "tools": [weather]})
+        assert response.status_code == 200, response.text
+        prompt = shown(engine, tokenizer)
+        await api.openai.chat.completions.create(**asked, tool_choice="required")
+        assert allows(engine, text.removeprefix("I look.\n"))
+        assert not allows(engine, CALL.removeprefix("Let me look.\n"))
+    deltas = [call.function for choice in choices for call in choice.delta.tool_calls or () if call.function]
+    arguments = "".join(delta.arguments or "" for delta in deltas)
+    assert len(deltas) > 5
+    assert (deltas[0].name, choices[-1].finish_reason) == ("weather", "tool_calls")
+    assert "".join(choice.delta.content or "" for choice in choices) == whole.message.content == "I look."
+    assert json.loads(arguments) == {"city": "New\n York", "days": [1, 2]}
+    assert called.function.arguments == arguments
+    assert f"assistant:I look.<function=weather>{at}{days}</function>|tool:rain|" in prompt
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_call_without_its_end_tags_is_complete_unless_the_limit_cut_it(
+    smollm2_path: Path,
+    ends: bool,  # noqa: FBT001
+) -> None:
+    tokenizer = Tokenizer(smollm2_path)
+    tokenizer.chat_template = TAGS_IN_TEMPLATE
+    engine = saying(tokenizer, "<tool_call>\n<function=weather>\n<parameter=city>\nOslo", ends=ends)
+    async with running_api(engine, tokenizer) as api:
+        response = await api.http.post(CHAT, json={"messages": HELLO, "tools": [WEATHER]})
+    choice = response.json()["choices"][0]
+    assert choice["finish_reason"] == ("tool_calls" if ends else "length")
+    called = choice["message"]["tool_calls"][0]["function"]
+    assert called["arguments"] == ('{"city": "Oslo"}' if ends else '{"city": "Oslo')
 
 
 def function(**fields: Any) -> dict[str, Any]:

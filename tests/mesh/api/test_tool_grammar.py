@@ -46,7 +46,13 @@ def grammar_of(functions: tuple[Any, ...], call_format: CallFormat, **options: A
 
 def read(call_format: CallFormat, text: str, *, is_in_reasoning: bool = False) -> list[MessagePart]:
     reader = OutputParser(
-        OutputFormat(call_format, frozenset(BY_NAME), splits_reasoning=True, is_in_reasoning=is_in_reasoning)
+        OutputFormat(
+            call_format,
+            frozenset(BY_NAME),
+            splits_reasoning=True,
+            is_in_reasoning=is_in_reasoning,
+            parameters={function["name"]: function["parameters"] for function in (LOOK, NOTHING)},
+        )
     )
     return joined([*reader.push(text), *reader.flush()])
 
@@ -68,22 +74,97 @@ def test_what_is_allowed_is_read_as_valid_calls(call_format: CallFormat, *, has_
     assert counts == {1} or not has_one_call
 
 
+INVOKED = '<invoke name="look">\n<parameter name="at">x</parameter>\n</invoke>'
+
+
 @pytest.mark.parametrize(
     ("call_format", "text"),
     [
         (CallFormat.HERMES, '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'),
         (CallFormat.LLAMA, '{"name": "look", "parameters": {"at": "x"}}'),
         (CallFormat.MISTRAL, '[TOOL_CALLS][{"name": "look", "arguments": {"at": "x"}}]'),
+        (
+            CallFormat.QWEN,
+            "<tool_call>\n<function=look>\n<parameter=at>\nx\n</parameter>\n</function>\n</tool_call>",
+        ),
+        (
+            CallFormat.GLM,
+            "<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>x</arg_value>\n</tool_call>",
+        ),
+        (CallFormat.GLM, "<tool_call>look<arg_key>at</arg_key><arg_value>x</arg_value></tool_call>"),
+        (CallFormat.MINIMAX, f"<minimax:tool_call>\n{INVOKED}\n</minimax:tool_call>"),
     ],
 )
 def test_calls_are_written_as_templates_teach_them(call_format: CallFormat, text: str) -> None:
     one = make_automaton(grammar_of((LOOK, NOTHING), call_format, has_one_call=True))
     assert matches(one, text)
     assert not matches(one, text.replace("look", "looks"))
-    assert not matches(one, text.replace('"x"', "5"))
+    assert not matches(one, text.replace('"x"', "5").replace("x", "seven letters"))
     assert not matches(one, f"Well. {text}")
     named = make_automaton(grammar_of((NOTHING,), call_format, has_one_call=True))
     assert not matches(named, text)
+
+
+RICH: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "short": {"type": "string", "minLength": 1, "maxLength": 3},
+        "word": {"type": "string", "pattern": "^[a-z<]{2,4}\n?$"},
+        "day": {"type": "string", "format": "date"},
+        "size": {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 99}, {"type": "null"}]},
+        "note": {"$ref": "#/$defs/note"},
+        "mode": {"enum": ["5", 5, "a\n", "\n", "", None, True, {"a": ["<b>"]}]},
+        "more": {"type": "object", "properties": {"is_so": {"type": "boolean"}}, "required": ["is_so"]},
+    },
+    "required": ["word", "mode"],
+    "additionalProperties": False,
+    "$defs": {"note": {"type": ["string", "null"], "maxLength": 2}},
+}
+COUNTS: dict[str, Any] = {"type": "object", "additionalProperties": {"type": "integer"}}
+TAGGED = [call_format for call_format in CallFormat if call_format.tags is not None]
+
+
+@pytest.mark.parametrize("call_format", TAGGED)
+@pytest.mark.parametrize("schema", [RICH, COUNTS, {"$ref": "#/$defs/it", "$defs": {"it": COUNTS}}])
+def test_values_between_tags_are_read_as_their_schema_wants(call_format: CallFormat, schema: Any) -> None:
+    function = {"name": "look", "parameters": schema}
+    automaton = make_automaton(grammar_of((function,), call_format, has_one_call=True))
+    random = Random(7)
+    found: set[str] = set()
+    for text in filter(None, (random_text(automaton, random) for _ in range(40))):
+        reader = OutputParser(OutputFormat(call_format, frozenset({"look"}), parameters={"look": schema}))
+        message_parts = joined([*reader.push(text), *reader.flush()])
+        assert not any(isinstance(piece, Content) for piece in message_parts), text
+        (call,) = calls_of(message_parts)
+        arguments = json.loads(call[1])
+        Draft202012Validator(schema).validate(arguments)
+        found |= arguments.keys()
+    assert found >= schema.get("properties", {}).keys()
+
+
+def test_a_text_between_tags_holds_all_but_tags() -> None:
+    function = {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}
+    automaton = make_automaton(grammar_of((function,), CallFormat.QWEN, has_one_call=True))
+
+    def fits(value: str, end: str = "\n") -> bool:
+        argument = f"<parameter=at>\n{value}{end}</parameter>\n"
+        return matches(automaton, f"<tool_call>\n<function=look>\n{argument}</function>\n</tool_call>")
+
+    for value in ("", "\n", "<p>a</p>\n<", "</par", "</parameter", "<<parameter", '"\\é', "<tool_call"):
+        assert fits(value)
+        assert fits(value, end="")
+    for value in ("</parameter>", "a\n</function> b", "<</tool_call>", "<parameter=how>"):
+        assert not fits(value)
+
+
+def test_names_that_no_tag_can_hold_are_left_to_json() -> None:
+    function = {"name": "look", "parameters": {"type": "object", "properties": {"a>b": {}}}}
+    with pytest.raises(InvalidRequest, match="'a>b' cannot be written in a tag"):
+        grammar_of((function,), CallFormat.QWEN, has_one_call=True)
+    loose = call_grammar(ToolUse((function,)), CallFormat.QWEN, has_one_call=True)
+    assert "'a>b'" in loose.left_out[0]
+    call = "<tool_call>\n<function=look>\n<parameter=other>\nx\n</parameter>\n</function>\n</tool_call>"
+    assert matches(make_automaton(loose.gbnf), call)
 
 
 @pytest.mark.parametrize("end", ["</think>", "[/THINK]"])

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.text.message_parts import (
-    CALL_END,
     CallFormat,
     Content,
     MessagePart,
@@ -97,7 +96,7 @@ CASES: list[tuple[OutputFormat, str, list[MessagePart]]] = [
     (
         HERMES,
         f"<tool_call>{LOOK}</tool_call></tool_call>",
-        [*call(0, "look", LOOK_ARGUMENTS), Content(CALL_END)],
+        [*call(0, "look", LOOK_ARGUMENTS), Content("</tool_call>")],
     ),
     (LLAMA, '{"name": "look", "parameters": {}}}', call(0, "look", "{}")),
     (

@@ -1,0 +1,369 @@
+"""Calls whose arguments are values between tags: formats, types by schema, and what models get wrong."""
+
+import json
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mesh.text.argument_values import ParameterSchemas
+from mesh.text.message_parts import (
+    MARKS,
+    CallFormat,
+    Content,
+    MessagePart,
+    ToolCallArguments,
+    ToolCallStart,
+    call_format_of,
+    calls_of,
+    joined,
+)
+from mesh.text.output_parser import OutputFormat, OutputParser
+
+LOOK: Any = {
+    "type": "object",
+    "properties": {
+        "at": {"type": "string"},
+        "how": {"type": "string"},
+        "times": {"type": "integer"},
+        "many": {"type": "array", "items": {"type": "integer"}},
+        "note": {"type": ["string", "null"]},
+        "some": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "kind": {"enum": ["5", 5, None]},
+        "deep": {"$ref": "#/$defs/deep"},
+        "is_so": {"type": "boolean"},
+    },
+    "$defs": {"deep": {"type": "object"}},
+}
+FUNCTIONS = {"look": LOOK, "add": {}}
+TAGGED = (CallFormat.QWEN, CallFormat.GLM, CallFormat.MINIMAX)
+
+
+def format_of(call_format: CallFormat, *, has_one_call: bool = False) -> OutputFormat:
+    return OutputFormat(call_format, frozenset(FUNCTIONS), has_one_call=has_one_call, parameters=FUNCTIONS)
+
+
+def read(call_format: CallFormat, *texts: str, is_cut: bool = False) -> list[MessagePart]:
+    reader = OutputParser(format_of(call_format))
+    message_parts = [piece for text in texts for piece in reader.push(text)]
+    return joined([*message_parts, *reader.flush(is_cut=is_cut)])
+
+
+def call(name: str, arguments: str, index: int = 0) -> list[MessagePart]:
+    return [ToolCallStart(index, name), ToolCallArguments(index, arguments)]
+
+
+def function(*pairs: tuple[str, str], name: str = "look") -> str:
+    """A call as Qwen's templates write it, without the tags around it."""
+    values = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in pairs)
+    return f"<function={name}>\n{values}</function>"
+
+
+def block(*pairs: tuple[str, str], name: str = "look") -> str:
+    return f"<tool_call>\n{function(*pairs, name=name)}\n</tool_call>"
+
+
+AT = block(("at", "x"))
+SAID = call("look", '{"at": "x"}')
+HTML = '<p>\n</parameter>\n<b>"\\n</b>\t</function> </tool_call>'
+
+QWEN_CASES: list[tuple[str, list[MessagePart]]] = [
+    (AT, SAID),
+    (f"I look.\n\n{AT}", [Content("I look."), *SAID]),
+    (f"{AT}\n{AT}", [*SAID, *call("look", '{"at": "x"}', 1)]),
+    (f"{AT} Done.", [*SAID, Content(" Done.")]),
+    ("<tool_call>\n<function=add>\n</function>\n</tool_call>", call("add", "{}")),
+    ("<tool_call><function=look><parameter=at>x</parameter></function></tool_call>", SAID),
+    (block(("at", "a"), ("times", "3"), name="other"), call("other", '{"at": "a", "times": 3}')),
+    (AT.replace("tool_call>", "seed:tool_call>"), SAID),
+    # values
+    (block(("at", "")), call("look", '{"at": ""}')),
+    (block(("at", "\nx\n")), call("look", '{"at": "\\nx\\n"}')),
+    (block(("at", "5"), ("times", "5")), call("look", '{"at": "5", "times": 5}')),
+    (block(("at", HTML)), call("look", f'{{"at": {json.dumps(HTML)}}}')),
+    (block(("at", "é\x00\\")), call("look", '{"at": "é\\u0000\\\\"}')),
+    (block(("many", "[1,\n 2]"), ("at", "")), call("look", '{"many": [1,\n 2], "at": ""}')),
+    (block(("other", '{"a": [1]}'), ("more", "a b")), call("look", '{"other": {"a": [1]}, "more": "a b"}')),
+    # the first tag is missing
+    (function(("at", "x")), SAID),
+    (f"I look.\n{function(('at', 'x'))}\n</tool_call>", [Content("I look."), *SAID]),
+    ("<function=other>\n</function>", [Content("<function=other>\n</function>")]),
+    ("Write `<function=name>` first", [Content("Write `<function=name>` first")]),
+    # other tags are missing
+    (AT.replace("</parameter>\n", ""), SAID),
+    (AT.replace("</parameter>\n</function>\n", ""), SAID),
+    (AT.replace("</function>\n", ""), SAID),
+    (AT.replace("</function>\n</tool_call>", ""), SAID),
+    (AT.removesuffix("</tool_call>"), SAID),
+    (AT.replace("</parameter>\n</function>\n</tool_call>", ""), SAID),
+    (
+        "<tool_call><function=look><parameter=at>\nx\n<parameter=how>\ny\n</parameter></function></tool_call>",
+        call("look", '{"at": "x", "how": "y"}'),
+    ),
+    ("<function=look\n<parameter=at\nx\n</parameter>\n</function>", SAID),
+    (f"{AT.removesuffix('</tool_call>')}{AT}", [*SAID, *call("look", '{"at": "x"}', 1)]),
+    # tags that are parts of a text
+    (
+        block(("at", "a <parameter=how> b\n<parameter=at>\n<parameter=odd>\n</parameter> c")),
+        call("look", '{"at": "a <parameter=how> b\\n<parameter=at>\\n<parameter=odd>\\n</parameter> c"}'),
+    ),
+    # several in a block, and JSON
+    (
+        f"<tool_call>{function(('at', 'x'))}\n{function(name='add')}</tool_call>",
+        [*SAID, *call("add", "{}", 1)],
+    ),
+    ('<tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>', SAID),
+    ('<function=look>{"at": "x"}</function>', SAID),
+    ('<function=look>\n{"at": ["x"</function></tool_call>', call("look", '{"at": ["x"]}')),
+    # what is none
+    ("<tool_call>\n<b>", [Content("<tool_call>\n<b>")]),
+    ("<tool_call>\n<function=<b>", [Content("<tool_call>\n<function=<b>")]),
+    ("<tool_call>\n<function=a b>", [Content("<tool_call>\n<function=a b>")]),
+    ("<tool_call>\n<func", [Content("<tool_call>\n<func")]),
+    (f"<tool_call>{AT}", [Content("<tool_call>"), *SAID]),
+    ("<function=look>\noops</function>", [*call("look", "{}"), Content("oops</function>")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "said"), QWEN_CASES)
+def test_calls_in_qwens_format(text: str, said: list[MessagePart]) -> None:
+    assert read(CallFormat.QWEN, text) == said
+    assert read(CallFormat.QWEN, *text) == said
+
+
+def glm(*pairs: tuple[str, str], name: str = "look", between: str = "\n") -> str:
+    values = "".join(
+        f"{between}<arg_key>{key}</arg_key>{between}<arg_value>{value}</arg_value>" for key, value in pairs
+    )
+    return f"<tool_call>{name}{values}{between}</tool_call>"
+
+
+GLM_CASES: list[tuple[str, list[MessagePart]]] = [
+    (glm(("at", "x")), SAID),
+    (glm(("at", "x"), between=""), SAID),
+    (glm(("at", "\nx\n"), ("many", "[1]")), call("look", '{"at": "\\nx\\n", "many": [1]}')),
+    (glm(name="add"), call("add", "{}")),
+    (glm(name="add", between=""), call("add", "{}")),
+    (glm(("a", "1"), name="other"), call("other", '{"a": 1}')),
+    (f"Well.\n{glm(('at', 'x'))}\n{glm(name='add')}", [Content("Well."), *SAID, *call("add", "{}", 1)]),
+    ("<tool_call>other</tool_call>", [Content("<tool_call>other</tool_call>")]),
+    ("<tool_call>no call</tool_call>", [Content("<tool_call>no call</tool_call>")]),
+    (glm(("at", "x")).replace("</arg_value>", ""), call("look", '{"at": "x\\n"}')),
+    ('<tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>', SAID),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), GLM_CASES)
+def test_calls_in_glms_format(text: str, said: list[MessagePart]) -> None:
+    assert read(CallFormat.GLM, text) == said
+    assert read(CallFormat.GLM, *text) == said
+
+
+def minimax(*pairs: tuple[str, str], name: str = "look") -> str:
+    values = "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in pairs)
+    return f'<invoke name="{name}">\n{values}</invoke>'
+
+
+MINIMAX_CASES: list[tuple[str, list[MessagePart]]] = [
+    (f"<minimax:tool_call>\n{minimax(('at', 'x'))}\n</minimax:tool_call>", SAID),
+    (
+        f"<minimax:tool_call>\n{minimax(('at', 'x'))}\n{minimax(name='add')}\n</minimax:tool_call> Done.",
+        [*SAID, *call("add", "{}", 1), Content(" Done.")],
+    ),
+    (f"Well.\n{minimax(('at', 'x'))}", [Content("Well."), *SAID]),
+    (minimax(name="other"), [Content(minimax(name="other"))]),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), MINIMAX_CASES)
+def test_calls_in_minimaxs_format(text: str, said: list[MessagePart]) -> None:
+    assert read(CallFormat.MINIMAX, text) == said
+    assert read(CallFormat.MINIMAX, *text) == said
+
+
+def test_models_whose_template_describes_json_are_read_too() -> None:
+    assert read(CallFormat.HERMES, f"{AT}\n{glm(('at', 'x'))}") == [*SAID, *call("look", '{"at": "x"}', 1)]
+    assert read(CallFormat.HERMES, function(("at", "x"))) == [Content(function(("at", "x")))]
+
+
+@pytest.mark.parametrize("length", range(len(AT)))
+def test_what_a_limit_cut_is_no_complete_call(length: int) -> None:
+    text = AT[:length]
+    message_parts = read(CallFormat.QWEN, text, is_cut=True)
+    begun = "<parameter=at>" in text
+    assert joined(message_parts) == read(CallFormat.QWEN, *text, is_cut=True)
+    if "<function=look>" not in text:
+        assert message_parts == ([Content(text)] if text else [])
+        return
+    [start, *rest] = message_parts
+    assert start == ToolCallStart(0, "look")
+    arguments = "".join(piece.text for piece in rest if isinstance(piece, ToolCallArguments))
+    assert '{"at": "x"}'.startswith(arguments) or not begun
+    assert (arguments == '{"at": "x"}') is ("</function>" in text)
+    assert not any(isinstance(piece, Content) for piece in rest)
+
+
+def test_texts_come_as_they_are_written_and_other_values_once_they_are_whole() -> None:
+    reader = OutputParser(format_of(CallFormat.QWEN))
+    assert reader.push("<tool_call>\n<function=look>") == [ToolCallStart(0, "look")]
+    assert reader.push("\n<parameter=at>\nab") == [ToolCallArguments(0, '{"at": "ab')]
+    assert reader.push("c\n") == [ToolCallArguments(0, "c")]
+    assert reader.push("d\n</para") == [ToolCallArguments(0, "\\nd")]
+    assert reader.push("meter>\n<parameter=") == [ToolCallArguments(0, '"')]
+    assert reader.push("many>\n[1, 2") == [ToolCallArguments(0, ', "many": ')]
+    assert reader.push("]\n</parameter>\n</function>") == [ToolCallArguments(0, "[1, 2]}")]
+
+
+@pytest.mark.parametrize("call_format", TAGGED)
+def test_what_follows_the_only_call_is_not_read(call_format: CallFormat) -> None:
+    texts = {
+        CallFormat.QWEN: AT + AT,
+        CallFormat.GLM: glm(("at", "x")) * 2,
+        CallFormat.MINIMAX: f"<minimax:tool_call>{minimax(('at', 'x')) * 2}</minimax:tool_call>",
+    }
+    reader = OutputParser(format_of(call_format, has_one_call=True))
+    assert joined(reader.push(texts[call_format])) == SAID
+    assert (reader.is_over, reader.has_calls, reader.flush()) == (True, True, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("at", "null", "null"),
+        ("at", '"x"', '"x"'),
+        ("times", " 5 ", 5),
+        ("times", "5.5", 5.5),
+        ("times", "five", "five"),
+        ("times", '"5"', 5),
+        ("times", "NaN", "NaN"),
+        ("many", "[1, 2]", [1, 2]),
+        ("many", "[1, 2", "[1, 2"),
+        ("many", '["a\n"]', ["a\n"]),
+        ("note", "null", None),
+        ("note", "None", None),
+        ("note", "5", "5"),
+        ("note", "true", "true"),
+        ("note", '"x"', '"x"'),
+        ("some", "None", None),
+        ("some", "7", 7),
+        ("kind", "5", "5"),
+        ("kind", "null", None),
+        ("deep", '{"a": {}}', {"a": {}}),
+        ("deep", '"{\\"a\\": 1}"', {"a": 1}),
+        ("is_so", "True", True),
+        ("is_so", "false", False),
+        ("is_so", "yes", "yes"),
+        ("unknown", "5", 5),
+        ("unknown", "a: 5", "a: 5"),
+        ("unknown", '"x"', '"x"'),
+        ("unknown", "", ""),
+    ],
+)
+def test_values_have_the_type_of_their_schema(name: str, text: str, value: Any) -> None:
+    assert json.loads(ParameterSchemas(LOOK).as_json(name, text)) == value
+
+
+def test_a_value_that_nests_too_deep_is_a_text() -> None:
+    text = "[" * 100_000
+    assert json.loads(ParameterSchemas(LOOK).as_json("many", text)) == text
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_text"),
+    [
+        ({"type": "string", "maxLength": 5}, True),
+        ({"enum": ["a", "b"]}, True),
+        ({"const": "a"}, True),
+        ({"anyOf": [{"type": "string"}, {"const": "a"}]}, True),
+        ({"allOf": [{"type": ["string", "null"]}, {"type": "string"}]}, True),
+        ({"$ref": "#/$defs/text"}, True),
+        ({"$ref": "#/properties/x"}, False),
+        ({"$ref": "elsewhere"}, False),
+        ({"type": ["string", "null"]}, False),
+        ({"type": "text"}, False),
+        ({"enum": ["a", 1]}, False),
+        ({}, False),
+        (True, False),
+        (None, False),
+    ],
+)
+def test_only_what_must_be_a_text_is_taken_as_one(schema: Any, is_text: bool) -> None:  # noqa: FBT001
+    root = {"properties": {"x": schema}, "$defs": {"text": {"type": "string"}}}
+    assert ParameterSchemas(root).is_text("x") is is_text
+    assert ParameterSchemas({"additionalProperties": schema, **root}).is_text("x") is is_text
+    assert ParameterSchemas({"additionalProperties": {"type": "string"}}).is_text("x")
+    assert not ParameterSchemas(schema).is_text("x")
+
+
+TEXTS = st.text(max_size=8) | st.text('<>/ \n="abp', max_size=12) | st.sampled_from(sorted(MARKS))
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(
+    texts=st.lists(TEXTS, max_size=2),
+    value=st.dictionaries(st.text(max_size=5), VALUES, max_size=3),
+    before=st.text(alphabet="ab \n", max_size=5),
+)
+def test_calls_that_are_written_are_read(texts: list[str], value: dict[str, Any], before: str) -> None:
+    arguments: dict[str, Any] = {**dict(zip(("at", "how"), texts, strict=False)), "deep": value}
+    pairs = [(name, each if isinstance(each, str) else json.dumps(each)) for name, each in arguments.items()]
+    for call_format, text in (
+        (CallFormat.QWEN, f"{block(*pairs)}\n{block(*pairs)}"),
+        (CallFormat.GLM, f"{glm(*pairs)}\n{glm(*pairs, between='')}"),
+        (CallFormat.MINIMAX, f"<minimax:tool_call>{minimax(*pairs)}\n{minimax(*pairs)}</minimax:tool_call>"),
+    ):
+        message_parts = read(call_format, before + text)
+        calls = [(name, json.loads(each)) for name, each in calls_of(message_parts)]
+        assert calls == [("look", arguments)] * 2
+        content = "".join(piece.text for piece in message_parts if isinstance(piece, Content))
+        assert content == (before.rstrip() if before.strip() else "")
+
+
+FRAGMENTS = (
+    *MARKS,
+    *("look", "add", "other", "at", "times", ">", '">', "<", "{", "}", "\n", " ", '"', "5", "text "),
+    *("<function=look>", "<parameter=at>", "<parameter=times>", "<arg_key>at</arg_key>", '{"at": "x"}'),
+    *('<invoke name="look">', '<parameter name="at">', '{"name": "look", "arguments": '),
+)
+
+
+@given(
+    fragments=st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=25),
+    call_format=st.sampled_from(TAGGED),
+    is_cut=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_how_the_text_is_cut_changes_nothing(
+    fragments: list[str], call_format: CallFormat, seed: int, *, is_cut: bool
+) -> None:
+    text = "".join(fragments)
+    whole = read(call_format, text, is_cut=is_cut)
+    random = Random(seed)
+    cuts = sorted(random.choices(range(len(text) + 1), k=random.randint(0, 8)))
+    pieces = [text[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(call_format, *pieces, is_cut=is_cut) == whole
+    assert read(call_format, *text, is_cut=is_cut) == whole
+    for name, arguments in calls_of(whole):
+        assert name
+        if not is_cut and "{" not in text:
+            json.loads(arguments)
+
+
+@pytest.mark.parametrize(
+    ("template", "call_format"),
+    [
+        ("<tool_call>\\n<function=example_function_name>\\n<parameter=a>", CallFormat.QWEN),
+        ("<seed:tool_call>\\n<function=f>", CallFormat.QWEN),
+        ("'<function=' + name + '>' + arguments | tojson <|python_tag|>", CallFormat.QWEN),
+        ("<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key>", CallFormat.GLM),
+        ("<minimax:tool_call>\\n<invoke name=", CallFormat.MINIMAX),
+    ],
+)
+def test_the_format_that_a_template_teaches(template: str, call_format: CallFormat) -> None:
+    assert call_format_of(f"{{% if tools %}}{template}{{% endif %}}") is call_format
