@@ -61,6 +61,22 @@ class ResponseStore:
         shelf = self._by_client.get(client)
         return None if shelf is None or id not in shelf.held else shelf.held[id][0]
 
+    def items(self, client: str | None, ids: Collection[str]) -> dict[str, Mapping[str, Any]]:
+        """Items of the client's answers and of their input that are still stored, by id.
+
+        Args:
+            client: Identity of the API key, or None where the API is open.
+            ids: Ids of the items.
+        """
+        shelf = self._by_client.get(client)
+        found = {}
+        for stored, _ in () if shelf is None else shelf.held.values():
+            for item in (*stored.input_items, *stored.response.get("output", ())):
+                # That of an input item may be anything.
+                if isinstance(item.get("id"), str) and item["id"] in ids:
+                    found[item["id"]] = item
+        return found
+
     def forget(self, clients: Collection[str]) -> None:
         """Drop all answers of clients whose keys were removed."""
         for client in clients:

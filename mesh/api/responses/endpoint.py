@@ -19,6 +19,7 @@ from mesh.api.on_demand.answers import answered
 from mesh.api.openapi import Deleted, InputItems, ResponseAnswer, TokenCount, answers, takes
 from mesh.api.protocol import JsonSchemaBody, ResponseFormatBody
 from mesh.api.responses.events import Turn, early_error, respond
+from mesh.api.responses.item_references import with_stored_items
 from mesh.api.responses.protocol import ResponsesBody, input_items_of, messages_of
 from mesh.api.structured_output import tool_use_of
 from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest, NotFound
@@ -78,7 +79,8 @@ async def create_response(request: Request) -> Response:
     body = await body_of(request, ResponsesBody)
 
     async def answer(backend: Backend) -> Response:
-        turn = await asyncio.to_thread(_turn, backend, body, client_of(request.scope))
+        client = client_of(request.scope)
+        turn = await asyncio.to_thread(_turn, backend, _with_items(backend, body, client), client)
         return await respond(request, backend, body, turn)
 
     return await answered(
@@ -118,7 +120,8 @@ async def count_input_tokens(request: Request) -> Response:
     client = client_of(request.scope)
 
     async def answer(backend: Backend) -> Response:
-        prompt = await asyncio.to_thread(lambda: _prompt(backend, body, _messages(backend, body, client)))
+        whole = _with_items(backend, body, client)
+        prompt = await asyncio.to_thread(lambda: _prompt(backend, whole, _messages(backend, whole, client)))
         return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 
     return await answered(request, body.model, answer, needs_engine=False)
@@ -157,6 +160,12 @@ def _page(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[
     shown = found[: int(limit)]
     ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {}
     return {"object": "list", "data": shown, "has_more": len(found) > len(shown), **ends}
+
+
+def _with_items(backend: Backend, body: ResponsesBody, client: str | None) -> ResponsesBody:
+    """The body without references to items; in the event loop, which changes what is stored."""
+    found = with_stored_items(body.input, backend.api.responses, client)
+    return body if found is body.input else body.model_copy(update={"input": found})
 
 
 def _messages(backend: Backend, body: ResponsesBody, client: str | None) -> list[Mapping[str, Any]]:

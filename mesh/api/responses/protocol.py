@@ -23,6 +23,7 @@ from mesh.api.protocol import (
     parse_allowed_tools,
 )
 from mesh.api.request_parsing import as_invalid_request
+from mesh.api.responses.item_references import ItemReference
 from spanmesh_proto.errors import InvalidRequest
 
 _TEXT_TYPES: Final = frozenset({"input_text", "output_text", "text"})
@@ -123,7 +124,7 @@ _KINDS: Final[dict[str, type[InputItem]]] = {
     "reasoning": ReasoningItem,
 }
 
-ItemsInput = str | Annotated[list[InputItem], Field(min_length=1)]
+ItemsInput = str | Annotated[list[InputItem | ItemReference], Field(min_length=1)]
 
 
 def messages_of(value: str | list[Any]) -> list[dict[str, Any]]:

@@ -282,6 +282,51 @@ async def test_nobody_reads_what_another_key_keeps(tokenizer: Tokenizer) -> None
         assert (await api.openai.responses.retrieve(mine.id)).output_text == "Secret."
 
 
+async def test_items_may_be_referred_to_by_their_ids(tokenizer: Tokenizer) -> None:
+    """As the AI SDK of Vercel refers to all of an earlier answer."""
+    engine = saying(tokenizer, SAID)
+    question: Any = {"role": "user", "content": "Weather in Oslo?"}
+    async with running_api(engine, tokenizer) as api:
+        asked: dict[str, Any] = {"tools": [WEATHER]}
+        first = (await api.http.post(RESPONSES, json={"input": [question], **asked})).json()
+        (call,) = [item for item in first["output"] if item["type"] == "function_call"]
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
+        await api.http.post(RESPONSES, json={"input": [question, *first["output"], result], **asked})
+        by_items = shown(engine, tokenizer)
+        references = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+        referring = {"input": [question, *references, result], **asked}
+        counted = await api.http.post(f"{RESPONSES}/input_tokens", json=referring)
+        second = (await api.http.post(RESPONSES, json=referring)).json()
+        by_references = shown(engine, tokenizer)
+        listed = (await api.http.get(f"{RESPONSES}/{second['id']}/input_items?order=asc")).json()["data"]
+        # What was referred to is part of the second answer's input: it stays there without the first one.
+        await api.http.delete(f"{RESPONSES}/{first['id']}")
+        ids_alone = [{"id": item["id"]} for item in listed]
+        third = await api.http.post(RESPONSES, json={"input": ids_alone, **asked})
+        assert third.status_code == 200, third.text
+        by_ids = shown(engine, tokenizer)
+    assert len(references) == 3
+    assert by_ids == by_references == by_items
+    assert "I look." in by_items
+    assert counted.json()["input_tokens"] == second["usage"]["input_tokens"] == len(engine.requests[2].prompt)
+    assert listed[1:4] == first["output"]
+
+
+async def test_items_that_are_not_kept_cannot_be_referred_to(tokenizer: Tokenizer) -> None:
+    keys = ApiKeys([KeyRecord("alice", digest_of(KEY)), KeyRecord("bob", digest_of("sk-bob"))])
+    async with running_api(saying(tokenizer, "Secret."), tokenizer, keys=keys) as api:
+        mine = {"authorization": f"Bearer {KEY}"}
+        kept = (await api.http.post(RESPONSES, json={"input": "x"}, headers=mine)).json()
+        unkept = (await api.http.post(RESPONSES, json={"input": "x", "store": False}, headers=mine)).json()
+        for response, key in ((kept, "sk-bob"), (unkept, KEY)):
+            reference = {"type": "item_reference", "id": response["output"][0]["id"]}
+            refused = await api.http.post(
+                RESPONSES, json={"input": [reference]}, headers={"authorization": f"Bearer {key}"}
+            )
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input[0].id")
+            assert reference["id"] in refused.json()["error"]["message"]
+
+
 def test_the_store_has_bounds() -> None:
     store = ResponseStore(max_responses=3, max_bytes=200)
     small = StoredResponse([], {"a": 1})
@@ -309,7 +354,10 @@ def test_the_store_has_bounds() -> None:
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
         ({"input": ["x"]}, "input[0]"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id"),
+        ({"input": [{"role": "user", "content": "x"}, {"id": "msg_1"}]}, "input[1].id"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id"),
+        ({"input": [{"type": "item_reference", "id": ["msg_1"]}]}, "input[0].id"),
         ({"input": [{"type": 5}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": "x"}, {"role": "boss", "content": "x"}]}, "input[1].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),

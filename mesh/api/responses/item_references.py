@@ -1,0 +1,65 @@
+"""References to stored items in the input of /v1/responses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from mesh.api.protocol import StrictBody
+from spanmesh_proto.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from mesh.api.response_store import ResponseStore
+
+
+class ItemReference(StrictBody):
+    """An item of a stored response or of its input, by its id."""
+
+    type: Literal["item_reference"] | None = None
+    id: str
+
+
+def with_stored_items(
+    value: str | list[Any], store: ResponseStore, client: str | None
+) -> str | list[Mapping[str, Any]]:
+    """The input of a request, with the items themselves in place of references.
+
+    Args:
+        value: `input` of the request.
+        store: Stored responses.
+        client: Identity of the API key, whose items alone are found.
+
+    Raises:
+        InvalidRequest: Naming the reference at fault.
+    """
+    if isinstance(value, str):
+        return value
+    ids = {index: _id_of(item, index) for index, item in enumerate(value) if _is_reference(item)}
+    if not ids:
+        return value
+    items = store.items(client, frozenset(ids.values()))
+    for index, item_id in ids.items():
+        if item_id not in items:
+            raise InvalidRequest(
+                f"input[{index}].id: the item {item_id!r} is not stored here, or no longer: send the item"
+                " itself",
+                param=f"input[{index}].id",
+            )
+    return [items[ids[index]] if index in ids else item for index, item in enumerate(value)]
+
+
+def _is_reference(item: Any) -> bool:
+    """The type of a reference may be left out, as nothing else has an id alone."""
+    if not isinstance(item, dict):
+        return False
+    has_type = item.get("type") == "item_reference"
+    return has_type or ("id" in item and not any(value for name, value in item.items() if name != "id"))
+
+
+def _id_of(item: Mapping[str, Any], index: int) -> str:
+    item_id = item.get("id")
+    if not isinstance(item_id, str):
+        where = f"input[{index}].id"
+        raise InvalidRequest(f"{where}: must be a string, the id of a stored item", param=where)
+    return item_id
