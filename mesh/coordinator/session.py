@@ -29,7 +29,7 @@ from mesh.coordinator.telemetry import SessionTelemetry
 from mesh.coordinator.window_outcomes import InFlightWindow, outcomes_of
 from mesh.engine import Committed, FeatureCounts
 from spanmesh_proto import windows_pb2 as wire
-from spanmesh_proto.errors import MeshError, ProtocolError
+from spanmesh_proto.errors import MeshError, PrefixMismatch, ProtocolError
 from speculative.acceptance import judge_unread
 from speculative.proposer import EMPTY
 from stages.sampling.logprobs import from_wire
@@ -243,13 +243,15 @@ class Session:
         """
         is_elsewhere = active_ring is not self._active_ring
         self._features_from = self._begin_of_features() if is_elsewhere else 0
+        if not is_elsewhere:
+            # It begins anew because a stage does not hold what was expected.
+            self._generation.resume_before(0)
         self._spec = replace(
             self._spec,
             session=id,
             cached=self.tokens[: prefix_match.num_cached],
             source_slot=prefix_match.source_slot,
             fetch=0,
-            # In the same ring it begins anew because a stage does not hold what was expected.
             resumed=Resumed(self.id, self._generation.num_resumable) if is_elsewhere else NOTHING_RESUMED,
         )
         self._generation.skip(prefix_match.num_cached)
@@ -338,14 +340,17 @@ class Session:
             error: Error of the stage.
 
         Returns:
-            Whether to begin anew with nothing cached: the cached prefix was not there, or the window was void
-            and the stage may have emptied the slot for it. If not, the answer has ended with `error`.
+            Whether to begin anew with nothing cached or resumed: the cached prefix was not there, or not all
+            that was to be resumed, or the window was void and the stage may have emptied the slot for it. If
+            not, the answer has ended with `error`.
         """
         self.is_slot_unknown = True
         if self._is_still:
             return False
         is_cached_unconfirmed = self._generation.num_cached and not self._generation.computed
-        if is_cached_unconfirmed or epoch < self._epoch:
+        # With nothing resumed it cannot be so again in this ring.
+        is_unresumable = isinstance(error, PrefixMismatch) and self._spec.resumed != NOTHING_RESUMED
+        if is_cached_unconfirmed or is_unresumable or epoch < self._epoch:
             return True
         self.fail(error)
         return False

@@ -380,9 +380,36 @@ class KvSlots:
             )
         return fitting[-1]
 
-    def num_same(self, span: Span) -> int:
-        """Number of the span's tokens, from the first on, that its slot holds at these positions."""
-        return self._tokens.num_same(span.slot, span.start, span.tokens)
+    def num_reusable(self, span: Span, most: int, sent_row_bytes: int) -> int:
+        """Number of first rows of a resumed session's window that need not be computed.
+
+        The slot holds them, and what was sent for them is there. With recurrent state they end where the slot
+        can go back to, unless they are all of the window's rows.
+
+        Args:
+            span: Rows of the window.
+            most: Most rows that may be reused; 0 or less for none.
+            sent_row_bytes: Current size of a row of hidden states.
+
+        Raises:
+            PrefixMismatch: If the slot cannot go back to where any of the rows is computed.
+        """
+        slot, start = span.slot, span.start
+        # The slot may hold a rejected proposal, or rows of another session.
+        num_held = self._tokens.num_same(slot, start, span.tokens[:most]) if most > 0 else 0
+        if num_held and not self._runtime.info.is_tail:
+            # Those of the session that sent least recently are dropped when others need the room.
+            num_held = min(num_held, max(0, self._sent.num_rows(slot, sent_row_bytes) - start))
+        if self._runtime.info.can_trim or num_held == len(span.tokens):
+            return num_held
+        points = self._runtime.return_points(slot)
+        fitting = [point for point in points if start <= point <= start + num_held]
+        if not fitting:
+            raise PrefixMismatch(
+                f"slot {slot} holds {num_held} rows of a resumed session from position {start} on, and with "
+                f"recurrent state it cannot compute the next one: it can go back to {list(points)} only"
+            )
+        return fitting[-1] - start
 
     def give_up(self, slot: int, start: int) -> None:
         """Drop a slot's positions from `start` on, or all if its memory cannot go back to one."""

@@ -10,7 +10,7 @@ import numpy as np
 import structlog
 
 from spanmesh_proto import windows_pb2 as wire
-from spanmesh_proto.errors import MeshError, StageFailed, wire_of
+from spanmesh_proto.errors import MeshError, PrefixMismatch, StageFailed, wire_of
 from stages.sampling.logprobs import to_wire
 from stages.serving.scheduler import QueueBarrier
 from stages.transport.hidden_codec import TO_WIRE, HiddenType, encode
@@ -209,7 +209,13 @@ class StageWorker(threading.Thread):
         """The windows, or parts, to be computed; rows that are held are sent again."""
         left = []
         for whole in windows:
-            window = self._with_held(whole)
+            try:
+                window = self._with_held(whole)
+            except PrefixMismatch as error:
+                # The session begins anew. Until then no window may go on from its former rows.
+                self._slots.trim(whole.span.slot, 0)
+                self._on_failures([failure_of(whole, error)])
+                continue
             if window.num_held and window.num_held == len(window.span.tokens):
                 self._send_again(window, started_us)
             else:
@@ -217,18 +223,22 @@ class StageWorker(threading.Thread):
         return left
 
     def _with_held(self, window: QueuedWindow) -> QueuedWindow:
-        """The window with the number of its first rows that are held, if it requests nothing of them."""
+        """The window with the number of its first rows that are held, if it requests nothing of them.
+
+        Raises:
+            PrefixMismatch: If the slot, with recurrent state, cannot go back to where the others begin.
+        """
+        if not window.num_resumed:
+            return window
         span = window.span
         stop = min(window.num_resumed, self._runtime.length(span.slot), span.start + len(span.tokens))
-        num_held = min(stop - span.start, len(span.tokens) - span.num_outputs)
-        if num_held <= 0:
+        most = min(stop - span.start, len(span.tokens) - span.num_outputs)
+        num_held = self._slots.num_reusable(span, most, self.sent_row_bytes)
+        if not num_held:
             return window
-        # The slot may hold a rejected proposal, or rows of another session.
-        num_held = self._slots.num_same(replace(span, tokens=span.tokens[:num_held]))
-        if not num_held or self._runtime.info.is_tail:
+        if self._runtime.info.is_tail:
             return replace(window, num_held=num_held)
         held = self._slots.find_sent(replace(span, tokens=span.tokens[:num_held]), self.sent_row_bytes)
-        # The sent rows may have been dropped.
         return window if held is None else replace(window, num_held=num_held, held=held)
 
     def _send_again(self, window: QueuedWindow, started_us: int) -> None:

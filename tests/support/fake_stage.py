@@ -178,7 +178,7 @@ class FakeRuntime:
         self._lengths[slot] = rows.stop
 
     def put_saved(
-        self, slot: int, saved: NDArray[np.uint8], num_positions: int, state: object = None
+        self, slot: int, saved: NDArray[np.uint8], num_positions: int, state: NDArray[np.uint8] | None = None
     ) -> None:
         """As llama.cpp does it, all that the slot held goes first."""
         assert state is None

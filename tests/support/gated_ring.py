@@ -39,8 +39,10 @@ from mesh.coordinator.ring import StageAddress
 from spanmesh_proto import windows_pb2_grpc as rpc
 from stages.serving.scheduler import WindowScheduler
 from stages.serving.server import StageService
+from stages.serving.slot_contents import LEAST_SENT_BYTES
 from stages.transport.channels import SERVER_OPTIONS, open_channel
 from tests.support.disks import give_disk
+from tests.support.fake_recurrent import FakeRecurrentRuntime
 from tests.support.fake_stage import FakeRuntime
 from tests.support.gated_streams import STREAM_HEADER, GatedChannel, GatedStage
 from tests.support.gates import (
@@ -78,11 +80,24 @@ class GatedRing(RepairableRing):
         num_slots: Of each stage.
         is_followed: Whether each stage has a copy that follows it, and takes its place when it is lost.
         disk_root: If given, stages keep blocks there; reading and writing take no time.
+        num_checkpoints: If not 0, slots have recurrent state, and so many checkpoints each.
+        most_sent_bytes: How much of what they sent on stages keep; a row takes 4.
     """
 
-    def __init__(self, *, num_slots: int, is_followed: bool = False, disk_root: Path | None = None) -> None:
-        super().__init__(news_s=_NEWS_S if is_followed else None, disk_root=disk_root)
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        is_followed: bool = False,
+        disk_root: Path | None = None,
+        num_checkpoints: int = 0,
+        most_sent_bytes: int = LEAST_SENT_BYTES,
+    ) -> None:
+        super().__init__(
+            news_s=_NEWS_S if is_followed else None, disk_root=disk_root, most_sent_bytes=most_sent_bytes
+        )
         self.num_slots = num_slots
+        self.num_checkpoints = num_checkpoints
         loop = asyncio.get_running_loop()
         assert isinstance(loop, StillLoop)
         self.loop = loop
@@ -214,15 +229,17 @@ class GatedRing(RepairableRing):
     async def _start(self, index: int) -> RunningStage:
         name = f"stage {index} ({next(self._numbers)})"
         self.gate_of_next = gate = BatchGate(lambda: self.loop.call_soon_threadsafe(self._changed.set))
-        runtime = FakeRuntime(
-            index, NUM_STAGES, num_slots=self.num_slots, is_poisoned=True, on_decode=gate.hold
-        )
+        make: Callable[..., FakeRuntime] = FakeRuntime
+        if self.num_checkpoints:
+            make = functools.partial(FakeRecurrentRuntime, num_checkpoints=self.num_checkpoints)
+        runtime = make(index, NUM_STAGES, num_slots=self.num_slots, is_poisoned=True, on_decode=gate.hold)
         service = StageService(
             runtime,  # type: ignore[arg-type]  # a fake has all that a stage uses
             stage_index=index,
             mesh_id=self.mesh_id,
             mesh_key=self.mesh_key,
             term=self.term,
+            most_sent_bytes=self._most_sent_bytes,
             pause_s=lambda _took_s: _NEWS_S,
             computes_in_loop=False,  # gates hold it
         )

@@ -49,7 +49,7 @@ class RepairableRing:
     def __init__(
         self,
         on_decode: Callable[[int, Sequence[Span]], None] = lambda _index, _spans: None,
-        make_runtime: Callable[[int], StageRuntime] | None = None,
+        make_runtime: Callable[[int], StageRuntime | FakeRuntime] | None = None,
         most_sent_bytes: int = LEAST_SENT_BYTES,
         news_s: float | None = None,
         disk_root: Path | None = None,

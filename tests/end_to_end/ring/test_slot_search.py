@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import pytest
-from hypothesis import HealthCheck, note, settings
+from hypothesis import HealthCheck, currently_in_test_context, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -38,7 +38,7 @@ from speculative.controller import ControllerOptions
 from tests.support.disks import block_files, damage
 from tests.support.fake_stage import FakeRuntime, plain_answer
 from tests.support.gated_ring import GatedRing, watched
-from tests.support.gates import StillLoop
+from tests.support.gates import Choice, StillLoop
 from tests.support.proposers import Oracle, Parrot
 from tests.support.repairable_ring import NUM_STAGES
 from tests.support.searches import SWEEP
@@ -54,18 +54,19 @@ MOST_ASKING: Final = 6
 STAGES: Final = st.integers(0, NUM_STAGES - 1)
 BLOCK_POSITIONS: Final = 8
 _NEWS_S: Final = 0.6
-# Texts that begin alike, for different lengths, and one that does not. Their beginnings are prompts.
+# Texts that begin alike, for different lengths, and one that does not. Their beginnings are prompts; of the
+# longest ones stages keep states on the way.
 _COMMON: Final = tuple((7 * place) % 60 + 1 for place in range(24))
 TEXTS: Final = (
-    _COMMON + tuple((11 * place + 3) % 60 + 1 for place in range(40)),
+    _COMMON + tuple((11 * place + 3) % 60 + 1 for place in range(80)),
     _COMMON + tuple((13 * place + 5) % 60 + 1 for place in range(40)),
     _COMMON[:12] + tuple((17 * place + 9) % 60 + 1 for place in range(52)),
-    tuple((19 * place + 11) % 60 + 1 for place in range(64)),
+    tuple((19 * place + 11) % 60 + 1 for place in range(104)),
 )
 PROMPTS: Final = st.builds(
     lambda text, length, last: (*text[:length], *last),
     st.sampled_from(TEXTS),
-    st.integers(8, 60),
+    st.integers(8, 60) | st.integers(64, 100),
     st.lists(st.integers(0, N_VOCAB - 1), max_size=1),
 )
 REQUESTS: Final = st.builds(
@@ -116,6 +117,12 @@ class Asking:
         if self.task.done() and not self.has_hung_up:
             self.task.result()
             assert self.tokens == wanted, "half a text"
+
+
+def say(choice: Choice) -> None:
+    """Tell what happens next, to whoever reads a counterexample."""
+    if currently_in_test_context():
+        note(f"    {choice.name()}")
 
 
 def num_common(one: Sequence[int], other: Sequence[int]) -> int:
@@ -184,6 +191,8 @@ class SlotMachine(RuleBasedStateMachine):
         is_followed=st.booleans(),
         is_calm=st.sampled_from([True, True, False]),
         has_disks=st.booleans(),
+        num_checkpoints=st.sampled_from([0, 0, 1, 2, 5]),
+        most_sent_rows=st.sampled_from([1000, 100, 40]),
     )
     def serve(
         self,
@@ -195,10 +204,13 @@ class SlotMachine(RuleBasedStateMachine):
         is_followed: bool,
         is_calm: bool,
         has_disks: bool,
+        num_checkpoints: int = 0,
+        most_sent_rows: int = 1000,
     ) -> None:
+        """Stages have recurrent state if they have checkpoints, and keep so much of what they sent."""
         self.disk_root = Path(self.folder.name) if has_disks else None
-        # What slots hold becomes interesting where rings last.
-        self.is_calm = is_calm
+        # What slots hold becomes interesting where rings last; what cannot go back, where they break.
+        self.is_calm = is_calm and not num_checkpoints
         self.options = CoordinatorOptions(
             128,
             num_slots,
@@ -212,12 +224,18 @@ class SlotMachine(RuleBasedStateMachine):
             ping_interval_s=1e9,
             ping_timeout_s=1e9,
             block_positions=BLOCK_POSITIONS,
+            can_trim=not num_checkpoints,
+            num_checkpoints=num_checkpoints,
         )
         self.make_proposers = proposers(proposer)
 
         async def begin() -> None:
             self.ring = SlotMachine.ring_now = GatedRing(
-                num_slots=num_slots, is_followed=is_followed, disk_root=self.disk_root
+                num_slots=num_slots,
+                is_followed=is_followed,
+                disk_root=self.disk_root,
+                num_checkpoints=num_checkpoints,
+                most_sent_bytes=4 * most_sent_rows,
             )
             await self.ring.fill()
             await self.coordinate()
@@ -293,7 +311,7 @@ class SlotMachine(RuleBasedStateMachine):
             await self.ring.quiet()
             if choices := self.ring.choices():
                 choice = choices[pick % len(choices)]
-                note(f"    {choice.name()}")
+                say(choice)
                 await choice.happen()
 
     @precondition(lambda self: not self.ring.is_clear)
@@ -305,7 +323,7 @@ class SlotMachine(RuleBasedStateMachine):
     async def _let_all(self, which: int = 0) -> None:
         await self.ring.quiet()
         while choices := self.ring.choices():
-            note(f"    {choices[which].name()}")
+            say(choices[which])
             await choices[which].happen()
             await self.ring.quiet()
 
@@ -462,3 +480,91 @@ def test_slots_hold_what_is_believed_and_every_text_is_right(
     finally:
         with capsys.disabled():
             print(f"\n{SlotMachine.num_steps} steps in {SlotMachine.num_runs} runs")
+
+
+# What can go wrong with the replay of a session that cannot go back, each by hand.
+
+LONG: Final = tuple((7 * place) % 60 + 1 for place in range(100))
+OTHER: Final = tuple((13 * place) % 60 + 2 for place in range(100))
+LIKE_LONG: Final = (*LONG[:20], *OTHER[20:])
+
+
+def recurrent(*, num_slots: int, most_sent_rows: int, is_followed: bool = False) -> SlotMachine:
+    machine = SlotMachine()
+    machine.serve(
+        num_slots=num_slots,
+        proposer="none",
+        width=1,
+        depth=1,
+        is_followed=is_followed,
+        is_calm=False,
+        has_disks=False,
+        num_checkpoints=2,
+        most_sent_rows=most_sent_rows,
+    )
+    return machine
+
+
+async def let_pass(
+    machine: SlotMachine, held: Callable[[str], bool], is_enough: Callable[[], bool] = lambda: False
+) -> None:
+    """Let everything happen whose name is not to be held, until it is enough or nothing is left to."""
+    await machine.ring.quiet()
+    while not is_enough():
+        choices = [choice for choice in machine.ring.choices() if not held(choice.name())]
+        if not choices:
+            return
+        await choices[0].happen()
+        await machine.ring.quiet()
+
+
+def test_a_replay_whose_sent_rows_make_room_for_others_begins_anew(still_loop: StillLoop) -> None:
+    """A first stage lacks them from the middle on, where it cannot go back to."""
+    machine = recurrent(num_slots=2, most_sent_rows=128)
+    machine.ask(GenerationRequest(LONG, MOST_TOKENS))
+    machine.do(let_pass(machine, lambda _name: False, lambda: machine.ring.furthest() >= 3))
+    machine.do(machine.ring.kill(1))
+    machine.do(machine._begin_move())
+    # As many chunks as there may be at once are sent; the next one leaves with a verdict.
+    machine.do(let_pass(machine, lambda name: "verdict on" in name))
+    sent = machine.ring.running[0].service._engine._slots._sent
+    assert sent.num_rows(0, 4) > len(LONG)
+    machine.ask(GenerationRequest(OTHER, MOST_TOKENS))
+    machine.do(let_pass(machine, lambda name: "verdict on" in name))
+    assert sent.num_rows(0, 4) == 0
+    machine.let_all(0)
+    machine.texts_are_right()
+    assert machine.coordinator.status()["prefix_mismatches"] == 1
+    machine.teardown()
+
+
+def test_a_copy_with_the_rows_of_the_session_before_begins_anew(still_loop: StillLoop) -> None:
+    """It was told of the next one in its slot, but not yet the state; both texts begin alike."""
+    machine = recurrent(num_slots=1, most_sent_rows=1000, is_followed=True)
+    machine.ask(GenerationRequest(LONG, MOST_TOKENS))
+    machine.do(let_pass(machine, lambda _name: False, lambda: machine.ring.furthest() >= 3))
+    machine.do(machine.ring.pass_time(_NEWS_S))
+    machine.let_all(0)
+    copy = machine.ring.copies[1]
+    assert copy is not None
+    told = copy.service._engine._slots._tokens
+    num_told = told.length(0)
+    assert num_told >= len(LIKE_LONG) - 10
+    machine.ask(GenerationRequest(LIKE_LONG, MOST_TOKENS, uses_cache=False))
+    machine.do(let_pass(machine, lambda _name: False, lambda: machine.ring.furthest() >= 3))
+    machine.do(machine.ring.pass_time(_NEWS_S))
+    # A state is a message without tokens.
+    machine.do(
+        let_pass(
+            machine,
+            lambda name: name.startswith("Follow") and name.endswith(" 0 tokens"),
+            lambda: copy.service._engine._sessions._latest.get(0) == 2,
+        )
+    )
+    assert tuple(told.tokens(0)[:num_told]) == (*LONG, *expected(LONG))[:num_told]
+    machine.do(machine.ring.kill(1))
+    machine.do(machine._begin_move())
+    machine.let_all(0)
+    machine.texts_are_right()
+    assert machine.coordinator.status()["prefix_mismatches"] == 1
+    machine.teardown()

@@ -17,6 +17,7 @@ from speculative.proposer import Proposer
 from stages.sampling.logprobs import TokenLogprobs, token_logprobs
 from stages.sampling.sampler import Sampler, SamplingParams
 from stages.serving.prefix_blocks import FetchedPrefix
+from tests.support.fake_recurrent import FakeRecurrentRuntime
 from tests.support.fake_stage import FakeRuntime, plain_answer
 from tests.support.proposers import Oracle, Parrot, SlowOracle
 from tests.support.repairable_ring import NUM_STAGES, Deaths, RepairableRing, serving
@@ -65,6 +66,16 @@ def proposers(text: list[int], errs: list[bool]) -> dict[str, Callable[[], Propo
     }
 
 
+def recurrent_stages(dies: Deaths, num_checkpoints: int) -> Callable[[int], FakeRuntime]:
+    return lambda index: FakeRecurrentRuntime(
+        index,
+        NUM_STAGES,
+        num_checkpoints=num_checkpoints,
+        is_poisoned=True,
+        on_decode=lambda spans: dies(index, spans),
+    )
+
+
 async def read(ring: RepairableRing, request: GenerationRequest) -> list[Committed]:
     return [part async for part in ring.coordinator.generate(request)]
 
@@ -87,6 +98,7 @@ async def read(ring: RepairableRing, request: GenerationRequest) -> list[Committ
     ),
     most_sent_rows=st.sampled_from([0, 30, 80, 1000]),
     news_s=st.sampled_from([None, 0.001, 0.01]),
+    num_checkpoints=st.sampled_from([0, 0, 1, 3]),
 )
 def test_one_text_whenever_stages_die(
     *,
@@ -100,8 +112,12 @@ def test_one_text_whenever_stages_die(
     sampling: SamplingParams,
     most_sent_rows: int,
     news_s: float | None,
+    num_checkpoints: int,
 ) -> None:
-    """Whether a lost stage is made anew, or a copy that followed it takes its place."""
+    """Whether a lost stage is made anew, or a copy that followed it takes its place.
+
+    With checkpoints, slots have recurrent state and go back to nothing else.
+    """
     if proposer in {"oracle", "slow"}:
         prompts = prompts[:1]
     prompts = [[*common, *prompt] for prompt in prompts]
@@ -114,13 +130,19 @@ def test_one_text_whenever_stages_die(
 
     async def ask() -> list[list[Committed]]:
         dies = Deaths(deaths)
-        ring = dies.ring = RepairableRing(dies, most_sent_bytes=4 * most_sent_rows, news_s=news_s)
-        controller = ControllerOptions(fixed_width=width, fixed_depth=depth)
+        ring = dies.ring = RepairableRing(
+            dies,
+            recurrent_stages(dies, num_checkpoints) if num_checkpoints else None,
+            most_sent_bytes=4 * most_sent_rows,
+            news_s=news_s,
+        )
+        chosen = options(
+            controller=ControllerOptions(fixed_width=width, fixed_depth=depth),
+            can_trim=not num_checkpoints,
+            num_checkpoints=num_checkpoints,
+        )
         make_proposers = None if make is None else lambda _request: [make()]
-        async with (
-            asyncio.timeout(60),
-            serving(ring, options(controller=controller), make_proposers=make_proposers),
-        ):
+        async with asyncio.timeout(60), serving(ring, chosen, make_proposers=make_proposers):
             answers = await asyncio.gather(*(read(ring, request) for request in requests))
             await asyncio.gather(*dies.dying)
         return answers
