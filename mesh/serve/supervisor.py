@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import structlog
@@ -13,18 +15,22 @@ from mesh.serve.stage_group import log_stage_error
 from spanmesh_proto.errors import InvalidModel, MeshError, ModelDoesNotFit, NotEnoughHosts
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable
+    from collections.abc import Collection, Coroutine, Iterable
 
+    from mesh.cluster.members import Member
     from mesh.placement.replanner import Replan
     from mesh.serve.host_draining import HostDraining
     from mesh.serve.pipeline import PipelineStage
     from mesh.serve.reconfiguration import RecoveryContext
     from mesh.serve.replicas import ReplicaManager
+    from mesh.serve.stage_handle import StageHandle
 
 log = structlog.get_logger()
 
 # Hosts are checked when one changes, and at least at this interval.
 _POLL_S: Final = 1.0
+# After so many moves in a row whose stages could not be loaded, the hosts that are to leave are told.
+_STUCK_AFTER: Final = 2
 
 
 class Supervisor:
@@ -42,6 +48,9 @@ class Supervisor:
         self._context = context
         self._replica_manager = replica_manager
         self._host_draining = host_draining
+        # Failed moves in a row, by host that is to leave, and the hosts on which stages could not be loaded.
+        self._failed_moves: Counter[str] = Counter()
+        self._failed_hosts: set[str] = set()
 
     async def run(self) -> NoReturn:
         """Run until cancelled; failed work is tried again."""
@@ -57,6 +66,7 @@ class Supervisor:
         spares = asyncio.create_task(self._replica_manager.run())
         try:
             while not (self._context.pipeline.lost or self._to_move()):
+                self._forget_failed_moves()
                 for member in self._host_draining.leaving:
                     self._host_draining.release_if_free(member)
                 if spares.done():
@@ -84,30 +94,39 @@ class Supervisor:
         context, to_move = self._context, self._to_move()
         if not to_move:
             return None
+        leaving = frozenset(context.pipeline.stages[index].placement.host for index in to_move)
         decided: list[Replan] = []
 
         async def decide() -> None:
-            decided.append(
-                await context.decide_placement(
-                    self._to_move, lambda: context.members.ready, may_start_over=False
-                )
-            )
+            decided.append(await self._decide_move())
 
         try:
             loss = await self._until_broken(decide())
         except (ModelDoesNotFit, NotEnoughHosts) as error:
-            return await self._until_broken(self._on_no_candidate(to_move, error))
+            return await self._until_broken(self._report_stuck(leaving, error))
         if loss is not None:
             context.pipeline.intended = ()
             return loss
-        decision = decided[0]
+        return await self._carry_out(decided[0], leaving)
+
+    async def _carry_out(self, decision: Replan, leaving: Collection[str]) -> RingLoss | None:
+        """Load the stages of a move and cut over.
+
+        Args:
+            decision: The new placement.
+            leaving: Names of the hosts that are to leave.
+
+        Returns:
+            Loss of the ring, if it broke meanwhile.
+        """
+        context = self._context
         log.info("moving", how=decision.reason)
         context.announce(f"moving {decision.reason}")
         stages: list[PipelineStage] = []
 
         async def fill() -> None:
             stages.extend(
-                await context.executor.load_stages(decision, context.wires(decision), log_stage_error)
+                await context.executor.load_stages(decision, context.wires(decision), self._on_stage_error)
             )
 
         try:
@@ -118,7 +137,10 @@ class Supervisor:
             await context.cutover.cut_over(tuple(stages), decision.reason, log_stage_error)
         except MeshError as error:
             log.warning("move_failed", reason=error.message)
-            return RingLoss(error.message, ()) if stages else await self._on_not_loaded(to_move, error)
+            if stages:
+                return RingLoss(error.message, ())
+            return await self._until_broken(self._on_failed_move(leaving, error))
+        self._forget_failed_moves()
         context.incidents.moved()
         context.announce("serving")
         return None
@@ -131,17 +153,47 @@ class Supervisor:
             if stage.handle is not None and stage.handle not in pipeline.handles:
                 pipeline.replicas.append(stage.handle)
 
-    async def _on_no_candidate(self, to_move: frozenset[int], error: MeshError) -> None:
-        pipeline = self._context.pipeline
-        for name in {pipeline.stages[index].placement.host for index in to_move}:
+    async def _decide_move(self) -> Replan:
+        """Placement of the stages to move. Hosts on which such a stage could not be loaded are a last resort.
+
+        Raises:
+            ModelDoesNotFit: With the memory that is needed and that each host has left.
+            NotEnoughHosts: If there is no host for the stages.
+        """
+        context, failed = self._context, self._failed_hosts
+
+        def others() -> list[Member]:
+            return [member for member in context.members.ready if member.name not in failed]
+
+        if failed:
+            with contextlib.suppress(ModelDoesNotFit, NotEnoughHosts):
+                return await context.decide_placement(self._to_move, others, may_start_over=False)
+        return await context.decide_placement(
+            self._to_move, lambda: context.members.ready, may_start_over=False
+        )
+
+    def _on_stage_error(self, handle: StageHandle, error: MeshError) -> None:
+        self._failed_hosts.add(handle.member.name)
+        log_stage_error(handle, error)
+
+    def _forget_failed_moves(self) -> None:
+        self._failed_moves.clear()
+        self._failed_hosts.clear()
+
+    async def _on_failed_move(self, leaving: Collection[str], error: MeshError) -> None:
+        """Wait after a move whose stages could not be loaded; the old ring serves."""
+        self._failed_moves.update(leaving)
+        # A model whose file was replaced cannot be sent to any host; another failure may pass.
+        is_final = isinstance(error, InvalidModel)
+        stuck = [name for name in leaving if is_final or self._failed_moves[name] >= _STUCK_AFTER]
+        await self._report_stuck(stuck, error)
+
+    async def _report_stuck(self, names: Iterable[str], error: MeshError) -> None:
+        """Tell hosts that their layers cannot be moved now, and wait."""
+        self._context.announce("serving")
+        for name in names:
             self._host_draining.report_stuck(name, error.message)
         await self._context.members.change_within(_POLL_S)
-
-    async def _on_not_loaded(self, to_move: frozenset[int], error: MeshError) -> RingLoss | None:
-        """Let the hosts stay that hold what cannot be loaded elsewhere; another failure may pass."""
-        if not isinstance(error, InvalidModel):
-            return None
-        return await self._until_broken(self._on_no_candidate(to_move, error))
 
     async def _until_broken(self, work: Coroutine[Any, Any, None]) -> RingLoss | None:
         """Run work until it is done, or until the ring breaks; returns the loss.

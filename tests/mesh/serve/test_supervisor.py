@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mesh.engine import GenerationRequest
 from mesh.placement.memory_estimate import StageSizes
-from spanmesh_proto.errors import ClusterError, StageFailed
+from spanmesh_proto.errors import ClusterError, ModelDoesNotFit, StageFailed
 from stages.layers import LayerRange
 from stages.slicing.model_facts import read_model_facts
 from tests.support.ring_harness import collect
-from tests.support.serve_harness import PARTS, WORKLOAD, Serving, host, serving, stage_bytes
+from tests.support.serve_harness import PARTS, WORKLOAD, InProcessActor, Serving, host, serving, stage_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.model
 
@@ -114,6 +118,74 @@ async def test_what_fits_nowhere_is_not_drained_and_nothing_changes(smollm2_path
         assert mesh.hosts() == ["a", "b", "c"]
         assert not mesh.host_draining.leaving
         assert mesh.messages.said.let_go == []
+
+
+class FullHosts:
+    """Hosts with less memory than was counted on: processes start there and load nothing.
+
+    Args:
+        mesh: The mesh, where each process that starts is noted from now on.
+        are_full: Returns whether a host is, from its Ray node and those where processes were started before.
+    """
+
+    def __init__(self, mesh: Serving, are_full: Callable[[str, list[str]], bool]) -> None:
+        self.tried: list[str] = []
+        self._create = mesh.driver.create
+        self._are_full = are_full
+        mesh.driver.create = self.create  # type: ignore[method-assign]
+
+    async def create(self, kind: type, *arguments: Any, ray_node_name: str, **more: Any) -> InProcessActor:
+        actor = await self._create(kind, *arguments, ray_node_name=ray_node_name, **more)
+        if self._are_full(ray_node_name, self.tried):
+
+            async def refuse() -> None:
+                raise ModelDoesNotFit(f"{ray_node_name} has no room")
+
+            actor.stage.check_memory = refuse  # type: ignore[method-assign]
+        self.tried.append(ray_node_name)
+        return actor
+
+
+async def test_a_move_that_fails_on_one_host_goes_to_another(smollm2_path: Path) -> None:
+    hosts = dict.fromkeys("abc", 1.1) | dict.fromkeys("de", 9.0)
+    async with serving(smollm2_path, hosts) as mesh:
+        wanted = await answer(mesh)
+        full = FullHosts(mesh, lambda node, tried: not tried or node == tried[0])
+        under_way = await some_way(mesh)
+        await asyncio.wait_for(mesh.host_draining.drain("c"), 60)
+        assert await under_way == wanted
+        assert sorted(full.tried[:2]) == ["d.1", "e.1"]
+        assert mesh.hosts() == ["a", "b", full.tried[1].removesuffix(".1")]
+        assert await answer(mesh) == wanted
+
+
+async def test_a_drain_that_fails_twice_is_given_up_and_the_mesh_serves_on(smollm2_path: Path) -> None:
+    phases: list[str] = []
+    async with serving(smollm2_path, dict.fromkeys("abc", 1.1) | {"d": 9.0}, say=phases.append) as mesh:
+        full = FullHosts(mesh, lambda _node, _tried: True)
+        under_way = await some_way(mesh)
+        with pytest.raises(ClusterError, match=r"c cannot be drained: d\.1 has no room"):
+            await asyncio.wait_for(mesh.host_draining.drain("c"), 60)
+        assert len(await under_way) == 60
+        assert full.tried == ["d.1", "d.1"]
+        assert (mesh.hosts(), phases[-1]) == (["a", "b", "c"], "serving")
+        assert not mesh.host_draining.leaving
+        assert mesh.messages.said.let_go == []
+
+
+async def test_a_host_that_leaves_by_itself_is_told_and_goes_once_its_layers_fit(smollm2_path: Path) -> None:
+    async with serving(smollm2_path, dict.fromkeys("abc", 1.1) | {"d": 9.0}) as mesh:
+        wanted = await answer(mesh)
+        is_full = True
+        full = FullHosts(mesh, lambda _node, _tried: is_full)
+        mesh.members.update("c", is_leaving=True)
+        await mesh.until(lambda: mesh.messages.said.announced)
+        assert mesh.messages.said.announced == ["c: d.1 has no room; it leaves anyway in 15 s"]
+        assert len(full.tried) == 2
+        is_full = False
+        await mesh.until(lambda: mesh.messages.said.let_go == ["c"])
+        assert mesh.hosts() == ["a", "b", "d"]
+        assert await answer(mesh) == wanted
 
 
 async def test_if_need_be_all_is_placed_anew(smollm2_path: Path) -> None:
