@@ -105,13 +105,21 @@ class PrefillPace:
             self._learn_network(stages, elapsed_ms)
             self._row_ms = _mean(self._row_ms, max(stage.compute_ms / stage.num_rows for stage in stages))
 
-    def learn_window(self, stages: Sequence[StageMeasure], elapsed_ms: float) -> None:
-        """Record the times of a decoding window; arguments as for `learn_chunk`."""
+    def learn_window(self, stages: Sequence[StageMeasure], elapsed_ms: float, *, num_ahead: int = 0) -> None:
+        """Record the times of a decoding window.
+
+        Args:
+            stages: See `learn_chunk`.
+            elapsed_ms: Likewise.
+            num_ahead: Windows of its session, chunks included, that were in flight when it was sent.
+        """
         if stages:
             network_ms = self._learn_network(stages, elapsed_ms)
             undisturbed_ms = network_ms + sum(stage.compute_ms for stage in stages)
             self._window_ms = _mean(self._window_ms, undisturbed_ms)
-            self._learn_delay(elapsed_ms)
+            # One that was sent behind its own prompt, or another window, waited for that: no delay by others.
+            if not num_ahead:
+                self._learn_delay(elapsed_ms)
 
     @property
     def _expected_ms(self) -> float | None:

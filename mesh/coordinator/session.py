@@ -543,7 +543,8 @@ class Session:
             self._active_ring.prefill_pace.learn_chunk(stages, elapsed_ms)
             telemetry.add_prefilled(arrived_ms)
         else:
-            self._active_ring.prefill_pace.learn_window(stages, elapsed_ms)
+            pace = self._active_ring.prefill_pace
+            pace.learn_window(stages, elapsed_ms, num_ahead=in_flight.num_ahead)
             self._active_ring.add_round_trip(times.stages, in_flight.sent_ms, arrived_ms)
             telemetry.add_window(
                 step.judgement,

@@ -105,6 +105,24 @@ def test_chunks_are_fewer_then_smaller_where_others_wait_longer_than_foretold() 
     assert (pace.rows(2048), pace.num_in_flight(15)) == (15, 4)
 
 
+def test_what_a_window_waits_for_its_own_session_is_no_delay_by_chunks() -> None:
+    """As behind its own prompt, which speculation does not wait for."""
+    pace, other = PrefillPace(2, max_rows=128), PrefillPace(2, max_rows=128)
+    for each in (pace, other):
+        each.num_decoding = 1
+        decoding(each, 20.0, 40)
+    for _ in range(100):
+        pace.learn_chunk([StageMeasure(16, 0.0, 16.0)] * 2, elapsed_ms=42.0)
+        pace.learn_window([StageMeasure(1, 90.0, 5.0)] * 2, elapsed_ms=200.0, num_ahead=1)
+    assert (pace.rows(2048), pace.num_in_flight(15)) == (15, 4)
+    # Nor does it tell how long windows take without chunks.
+    for _ in range(40):
+        pace.learn_window([StageMeasure(1, 90.0, 5.0)] * 2, elapsed_ms=200.0, num_ahead=2)
+    for each in (pace, other):
+        beside_chunks(each, 60.0, 6)
+    assert pace.num_in_flight(15) == other.num_in_flight(15) == 2
+
+
 def test_one_window_in_many_may_be_late() -> None:
     pace = PrefillPace(2, max_rows=128)
     pace.num_decoding = 1
