@@ -1,16 +1,18 @@
-"""Admission of hosts: check of token and versions, and evicted names."""
+"""Admission of hosts: join token, secrets of admitted hosts, versions, and evicted names."""
 
 from __future__ import annotations
 
 import hmac
 import secrets
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
 
 from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto.errors import InvalidJoinToken, JoinError, ProtocolVersionMismatch
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
     from mesh.cluster.host_facts import Versions
     from mesh.cluster.join_token import JoinToken
     from spanmesh_proto import membership_pb2 as wire
@@ -26,22 +28,22 @@ def check_secret(given: str, token: JoinToken) -> None:
         raise InvalidJoinToken("the join token is not this mesh's; use the line that the head printed last")
 
 
-def check_report(report: wire.HostReport, token: JoinToken, head: Versions, now_s: float) -> None:
-    """Check that a host may join, and that it can work with the head.
+def new_secret() -> str:
+    """A random secret of 256 bits."""
+    return secrets.token_urlsafe(32)
+
+
+def check_versions(report: wire.HostReport, head: Versions) -> None:
+    """Check that a host can work with the head.
 
     Args:
         report: First report of the host.
-        token: Current join token.
         head: Versions of the head.
-        now_s: Unix time at the head.
 
     Raises:
-        InvalidJoinToken: If the secret is wrong or the token expired.
         ProtocolVersionMismatch: If the two speak different protocol versions.
         JoinError: If the versions of Ray or Python differ, which Ray does not support.
     """
-    check_secret(report.secret, token)
-    token.check_expiry(now_s)
     if report.protocol_version != PROTOCOL_VERSION:
         raise ProtocolVersionMismatch(
             f"the host speaks protocol version {report.protocol_version} (spanmesh "
@@ -66,19 +68,52 @@ def _minor(version: str) -> list[str]:
     return version.split(".")[:2]
 
 
+@dataclass(frozen=True)
+class Admissions:
+    """Hosts that a head admits and refuses; the next head of the mesh continues with them.
+
+    Attributes:
+        token: Join token, which admits any host until it expires.
+        rejoin_secrets: Secrets by which hosts that were admitted may join again, by host name.
+        evicted: Names of evicted hosts.
+    """
+
+    token: JoinToken
+    rejoin_secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    evicted: tuple[str, ...] = ()
+
+
+# Validity of a join token unless another one is requested.
+DAY_S: Final = 24 * 3600.0
+# Of admitted hosts, the latest. A mesh has tens; only names that are different at each start come near this.
+_MOST_REJOIN_SECRETS: Final = 1024
+
+
 class AdmissionControl:
-    """Current join token, and names of evicted hosts.
+    """Admission of hosts by the join token, or by the secret that a host got when it was admitted.
+
+    A rejoin secret is random, made for one name, and has no expiry: a host that lost its network comes back
+    whatever became of the token. Secrets derived from one key and the name would do without a list, but
+    whoever had joined under several names could come back under the others after an eviction.
 
     Args:
-        token: First token.
+        admissions: Token, and hosts of earlier heads.
+        token_lifetime_s: Validity of a token that replaces the first.
 
     Attributes:
         token: Current token.
     """
 
-    def __init__(self, token: JoinToken) -> None:
-        self.token = token
-        self._evicted: set[str] = set()
+    def __init__(self, admissions: Admissions, token_lifetime_s: float) -> None:
+        self.token = admissions.token
+        self._token_lifetime_s = token_lifetime_s
+        self._rejoin_secrets = dict(admissions.rejoin_secrets)
+        self._evicted = dict.fromkeys(admissions.evicted)
+
+    @property
+    def admissions(self) -> Admissions:
+        """The state, for the next head."""
+        return Admissions(self.token, dict(self._rejoin_secrets), tuple(self._evicted))
 
     def check(self, report: wire.HostReport, head: Versions, now_s: float) -> None:
         """Check that a host may join, and that it can work with the head.
@@ -89,31 +124,77 @@ class AdmissionControl:
             now_s: Unix time at the head.
 
         Raises:
-            InvalidJoinToken: If the token is not the current one or expired, or the host was evicted.
-            JoinError: See `check_report`.
+            InvalidJoinToken: If the host was evicted; or if it shows neither its rejoin secret nor the
+                current token, or the token has expired.
+            JoinError: See `check_versions`.
         """
         if report.name in self._evicted:
             raise eviction(report.name)
-        check_report(report, self.token, head, now_s)
+        if not self._is_known(report):
+            self.check_secret(report.secret)
+            self.token.check_expiry(now_s)
+        check_versions(report, head)
+
+    def rejoin_secret(self, report: wire.HostReport) -> str:
+        """Secret by which a host that is admitted now may join again.
+
+        It is the one that the host showed: another could get lost on its way. A host that was admitted by
+        the token gets a new one, which replaces that of an earlier host of this name.
+        """
+        secret = self._rejoin_secrets.pop(report.name, "") if self._is_known(report) else new_secret()
+        # The latest ones are the last.
+        self._rejoin_secrets.pop(report.name, None)
+        self._rejoin_secrets[report.name] = secret
+        while len(self._rejoin_secrets) > _MOST_REJOIN_SECRETS:
+            del self._rejoin_secrets[next(iter(self._rejoin_secrets))]
+        return secret
+
+    def forget(self, name: str) -> None:
+        """Void the rejoin secret of a host that leaves for good."""
+        self._rejoin_secrets.pop(name, None)
 
     def check_secret(self, secret: str) -> None:
-        """Check a secret against the current one.
+        """Check a secret against the current token's.
 
         Raises:
             InvalidJoinToken: If it differs.
         """
         check_secret(secret, self.token)
 
-    def evict(self, name: str) -> None:
-        """Refuse hosts of this name from now on, and replace the token."""
-        self._evicted.add(name)
-        self.token = replace(self.token, secret=secrets.token_urlsafe(32))
+    def evict(self, name: str, connected: Collection[str], now_s: float) -> None:
+        """Refuse hosts of this name from now on, and replace the token by one with its full validity.
+
+        Rejoin secrets of hosts that are not connected are void: the evicted host may have got them under
+        other names.
+
+        Args:
+            name: Name of the host.
+            connected: Names of all hosts that are connected.
+            now_s: Unix time at the head.
+        """
+        self._evicted[name] = None
+        self._rejoin_secrets = {
+            host: secret
+            for host, secret in self._rejoin_secrets.items()
+            if host in connected and host != name
+        }
+        self.token = replace(
+            self.token, secret=new_secret(), expires_at_s=int(now_s + self._token_lifetime_s)
+        )
 
     def is_evicted(self, name: str) -> bool:
         """Whether a host of this name was evicted."""
         return name in self._evicted
 
+    def _is_known(self, report: wire.HostReport) -> bool:
+        """Whether a host shows the rejoin secret of its name; compared in constant time."""
+        secret = self._rejoin_secrets.get(report.name)
+        return secret is not None and hmac.compare_digest(report.rejoin_secret.encode(), secret.encode())
+
 
 def eviction(name: str) -> InvalidJoinToken:
     """Error for an evicted host."""
-    return InvalidJoinToken(f"host {name} was evicted from the mesh, and its join token is void")
+    return InvalidJoinToken(
+        f"host {name} was evicted from the mesh, and its join token is void; with a new one it may join "
+        "under another --name"
+    )

@@ -59,11 +59,15 @@ class LocalHost:
     Args:
         options: Options of `mesh join`.
         start_node: Starts a Ray node.
+
+    Attributes:
+        rejoin_secret: Secret by which the head admits this host again; empty before it was admitted.
     """
 
     def __init__(self, options: JoinOptions, start_node: Callable[[RayNodeConfig], Node]) -> None:
         self._options = options
         self._start_node = start_node
+        self.rejoin_secret = ""
         self._facts: HostFacts | None = None
         self._node: Node | None = None
         self._node_name = ""
@@ -171,8 +175,15 @@ class MembershipSession:
         """
         head = await find_head(self._token)
         member = await self._local_host.member(head.address)
-        async with Membership(head, self._token.secret, member) as membership:
-            access = await membership.join()
+        local_host = self._local_host
+        async with Membership(
+            head, self._token.secret, member, rejoin_secret=local_host.rejoin_secret
+        ) as membership:
+            try:
+                access = await membership.join()
+            finally:
+                # Also if this host was admitted and cannot do its part.
+                local_host.rejoin_secret = membership.rejoin_secret
             self.was_admitted = True
             log.info(
                 "joined",
@@ -185,7 +196,7 @@ class MembershipSession:
             )
             self._interruption.soften(self._wants_to_leave.set)
             try:
-                node = self._local_host.node(member, access)
+                node = local_host.node(member, access)
                 if node is None:
                     raise ClusterError("the head has a new Ray cluster")
                 await first_of(_listen(membership), self._serve(membership, node), self._leave(membership))
@@ -278,11 +289,12 @@ async def join_mesh(
     *,
     start_node: Callable[[RayNodeConfig], Node] = RayNode.start,
     jitter: Callable[[], float] = random.random,
+    clock_s: Callable[[], float] = time.time,
 ) -> None:
     """Join, and stay a member until the head closes the mesh or releases this host.
 
     Any other end of a membership, such as a network failure, is waited out: the host joins again, with its
-    Ray node if that still runs.
+    Ray node if that still runs, and also if the token has expired meanwhile.
 
     Args:
         options: Options of `mesh join`.
@@ -290,9 +302,11 @@ async def join_mesh(
             once.
         start_node: Starts this host's Ray node, in the main thread.
         jitter: Random numbers from 0 to 1, so that hosts that lost their head do not all come back at once.
+        clock_s: Wall clock, Unix seconds.
 
     Raises:
-        InvalidJoinToken: If the token is malformed, wrong or expired, or this host was evicted.
+        InvalidJoinToken: If the token is malformed or wrong, or had expired before this host was admitted;
+            or if this host was evicted.
         HostUnreachable: If the head cannot be reached, from the start or for `give_up_after_s`, or cannot
             reach this host.
         JoinError: If the head refuses this host.
@@ -306,7 +320,8 @@ async def join_mesh(
     num_false_starts = 0
     try:
         while True:
-            token.check_expiry(time.time())
+            if not local_host.rejoin_secret:
+                token.check_expiry(clock_s())
             session = MembershipSession(token, local_host, interruption)
             try:
                 await session.run()

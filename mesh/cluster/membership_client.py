@@ -76,12 +76,17 @@ class Membership:
         head: Address and certificate of the head.
         secret: Secret of the join token.
         member: This host.
+        rejoin_secret: Secret from an earlier membership of this host; empty for none.
+
+    Attributes:
+        rejoin_secret: Secret for the next membership, once admitted; empty if the head gives none.
     """
 
-    def __init__(self, head: HeadEndpoint, secret: str, member: Member) -> None:
+    def __init__(self, head: HeadEndpoint, secret: str, member: Member, *, rejoin_secret: str = "") -> None:
         self._head = head
         self._secret = secret
         self._member = member
+        self.rejoin_secret = rejoin_secret
         self._check = CheckListener()
         self._certificate = HostCertificate(head.certificate_pem)
         self._echo: EchoServer | None = None
@@ -116,7 +121,8 @@ class Membership:
             Address and token of the Ray cluster.
 
         Raises:
-            InvalidJoinToken: If the head does not accept the secret, or the token expired.
+            InvalidJoinToken: If the head accepts neither secret, the token expired, or this host was
+                evicted.
             ProtocolVersionMismatch: If the two speak different versions.
             HostUnreachable: If either cannot reach the other; a head with a port range also at Ray's port.
             JoinError: For any other reason of the head.
@@ -125,6 +131,7 @@ class Membership:
         report = report_of(
             self._member,
             secret=self._secret,
+            rejoin_secret=self.rejoin_secret,
             check_ports=check_ports,
             check_nonce=self._check.nonce,
             certificate_request=self._certificate.request_pem(),
@@ -139,6 +146,7 @@ class Membership:
             raise HostUnreachable(
                 f"the head at {self._head.address} does not answer within {_ANSWER_TIMEOUT_S:g} s"
             ) from None
+        self.rejoin_secret = answer.rejoin_secret or self.rejoin_secret
         await self._check.close()
         if answer.protocol_version != PROTOCOL_VERSION:
             raise ProtocolVersionMismatch(

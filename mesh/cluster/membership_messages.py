@@ -32,7 +32,13 @@ def port_range_of(report: wire.HostReport | wire.HeadReport) -> PortRange | None
 
 
 def report_of(
-    member: Member, *, secret: str, check_ports: Sequence[int], check_nonce: bytes, certificate_request: bytes
+    member: Member,
+    *,
+    secret: str,
+    check_ports: Sequence[int],
+    check_nonce: bytes,
+    certificate_request: bytes,
+    rejoin_secret: str = "",
 ) -> wire.HostReport:
     """First report of a joining host."""
     facts = member.facts
@@ -40,6 +46,7 @@ def report_of(
         protocol_version=PROTOCOL_VERSION,
         software_version=facts.versions.software,
         secret=secret,
+        rejoin_secret=rejoin_secret,
         name=member.name,
         address=member.address,
         check_port=check_ports[0],

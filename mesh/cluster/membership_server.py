@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import grpc
 import structlog
 
-from mesh.cluster.admission import AdmissionControl, eviction
+from mesh.cluster.admission import DAY_S, AdmissionControl, eviction
 from mesh.cluster.certificates import server_credentials
 from mesh.cluster.membership_messages import KEEPALIVE, SERVER_PINGS, member_of, ports_message
 from mesh.cluster.reachability import check_reachable_back
@@ -28,6 +28,7 @@ from stages.weights.fetch import MAX_REQUEST_BYTES, RateLimit
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
+    from mesh.cluster.admission import Admissions
     from mesh.cluster.certificates import Authority, Certificate
     from mesh.cluster.host_facts import Versions
     from mesh.cluster.join_token import JoinToken
@@ -74,18 +75,20 @@ class _AdmittedHost:
         member: The host.
         certificate: Certificate for its links, PEM.
         ray_certificate: Certificate for its Ray node, PEM; empty for plain text.
+        rejoin_secret: Secret by which it may join again.
     """
 
     member: Member
     certificate: bytes
     ray_certificate: bytes
+    rejoin_secret: str = field(repr=False)
 
 
 class MembershipService(rpc.MembershipServicer):
     """Membership service, in the event loop that uses it.
 
     Args:
-        token: Join token; its secret admits hosts.
+        admissions: Join token, and hosts that earlier heads admitted or evicted.
         ray: Address and token of the Ray cluster.
         members: Kept up to date.
         cache: Stage files that `FetchStage` sends.
@@ -94,6 +97,7 @@ class MembershipService(rpc.MembershipServicer):
         clock_s: Wall clock, Unix seconds.
         rate: Bandwidth for stage files, to all hosts together; None for no limit.
         port_range: Ports that the head may listen on; None for any free ones.
+        token_lifetime_s: Validity of a join token that replaces the first.
 
     Attributes:
         link_secret: Secret of the members' echo services.
@@ -102,7 +106,7 @@ class MembershipService(rpc.MembershipServicer):
     def __init__(
         self,
         *,
-        token: JoinToken,
+        admissions: Admissions,
         ray: RayAccess,
         members: Members,
         cache: StageCache,
@@ -111,10 +115,11 @@ class MembershipService(rpc.MembershipServicer):
         clock_s: Callable[[], float] = time.time,
         rate: RateLimit | None = None,
         port_range: PortRange | None = None,
+        token_lifetime_s: float = DAY_S,
     ) -> None:
-        self._admission = AdmissionControl(token)
+        self._admission = AdmissionControl(admissions, token_lifetime_s)
         # Hosts admitted before and after an eviction measure their links: they need a common secret.
-        self.link_secret = token.secret
+        self.link_secret = admissions.token.secret
         self._ray = ray
         self._members = members
         self._sender = StageSender(cache, rate or RateLimit(None))
@@ -130,6 +135,11 @@ class MembershipService(rpc.MembershipServicer):
     def token(self) -> JoinToken:
         """Current join token."""
         return self._admission.token
+
+    @property
+    def admissions(self) -> Admissions:
+        """Join token, and hosts that are admitted or refused, for the next head."""
+        return self._admission.admissions
 
     def listens_at(self, address: str) -> None:
         """Set the address of the service, for the token."""
@@ -157,14 +167,14 @@ class MembershipService(rpc.MembershipServicer):
             outbox.put_nowait(wire.HeadReport(is_closing=True, state=state))
 
     def evict(self, name: str) -> None:
-        """Disconnect a host, refuse it from now on, and replace the join token's secret.
+        """Disconnect a host, refuse it from now on, and replace the join token.
 
         Raises:
             JoinError: If it is no member, or the head itself.
         """
         if name not in self._outboxes:
             raise JoinError(f"no host named {name!r} has joined; `mesh status` lists those that have")
-        self._admission.evict(name)
+        self._admission.evict(name, self._outboxes.keys(), self._clock_s())
         self.announce(name, "evicted")
         self._members.remove(name)
         log.warning("host_evicted", host=name)
@@ -234,11 +244,15 @@ class MembershipService(rpc.MembershipServicer):
                 ray_certificate=admitted.ray_certificate,
                 link_secret=self.link_secret,
                 port_range=ports_message(self._port_range),
+                rejoin_secret=admitted.rejoin_secret,
             )
             async for report in _until_done(outbox, listener):
                 if self._admission.is_evicted(member.name):
                     await abort(context, eviction(member.name))
                 yield report
+                if report.is_closing:
+                    # It leaves for good: to come back it needs a token, as any other host.
+                    self._admission.forget(member.name)
         finally:
             listener.cancel()
             del self._outboxes[member.name]
@@ -315,7 +329,7 @@ class MembershipService(rpc.MembershipServicer):
                 there=facts.versions.llama_cpp,
                 here=self._versions.llama_cpp,
             )
-        return _AdmittedHost(member, certificate, ray_certificate)
+        return _AdmittedHost(member, certificate, ray_certificate, self._admission.rejoin_secret(report))
 
     async def _listen(self, name: str, reports: AsyncIterator[wire.HostReport]) -> None:
         async for report in reports:

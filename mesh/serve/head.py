@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
 import secrets
 import time
 from contextlib import asynccontextmanager, contextmanager
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING
 import structlog
 
 from mesh.cluster.addresses import is_loopback
-from mesh.cluster.certificates import Authority, Certificate, make_certificate
-from mesh.cluster.join_token import JoinToken, encode
+from mesh.cluster.certificates import Authority
+from mesh.cluster.join_token import encode
 from mesh.cluster.link_probe import EchoServer
 from mesh.cluster.link_survey import LinkSurvey
 from mesh.cluster.members import Member, Members
@@ -31,7 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
+    from mesh.cluster.certificates import Certificate
     from mesh.cluster.host_facts import HostFacts
+    from mesh.serve.head_identity import HeadIdentity
     from mesh.serve.head_state import HeadState
     from mesh.serve.options import ServeOptions
     from mesh.util.tasks import Interruption
@@ -130,6 +131,8 @@ async def open_head(
     facts: HostFacts,
     cache: StageCache,
     interruption: Interruption,
+    *,
+    identity: HeadIdentity,
     former: HeadState | None = None,
 ) -> AsyncIterator[Head]:
     """Context in which Ray and the membership service run; afterwards every host has been released.
@@ -139,18 +142,20 @@ async def open_head(
         facts: Facts of this host.
         cache: Stage files that are sent to hosts.
         interruption: Armed again after Ray has installed its signal handlers.
-        former: State left by a head that crashed. Hosts recognise this head by the certificate, secret and
-            port of the former one, and its Ray node is adopted if it still runs.
+        identity: Certificate, join token and admitted hosts.
+        former: State left by a head that crashed. If it had the same certificate, hosts find this head at its
+            port, and its Ray node is adopted if it still runs.
 
     Raises:
         ClusterError: If Ray does not start.
         PortInUse: If the membership service cannot listen, or too few ports of this host's range are free.
     """
-    certificate, token = _credentials(options, former)
+    certificate = identity.certificate
     authority = Authority(certificate)
-    identity = authority.own_identity([options.name], options.advertise)
-    async with _ray_node(options, former, identity) as (node, ray_address):
-        ray = RayAccess(ray_address, node.token_path.read_text(), identity if node.is_encrypted else None)
+    ray_identity = authority.own_identity([options.name], options.advertise)
+    adopted = _adopted(former, identity)
+    async with _ray_node(options, adopted, ray_identity) as (node, ray_address):
+        ray = RayAccess(ray_address, node.token_path.read_text(), ray_identity if node.is_encrypted else None)
         own = Member(
             name=options.name,
             address=options.advertise,
@@ -164,7 +169,7 @@ async def open_head(
             if not options.is_head_only:
                 members.admit(own)
             service = MembershipService(
-                token=token,
+                admissions=identity.admissions,
                 ray=ray,
                 members=members,
                 cache=cache,
@@ -172,10 +177,10 @@ async def open_head(
                 authority=authority,
                 rate=RateLimit(options.weights.transfer_bytes_per_s),
                 port_range=options.port_range,
+                token_lifetime_s=options.token_hours * 3600,
             )
-            port = options.join_port if former is None else former.join_port
             async with (
-                _served(service, certificate, options, port),
+                _served(service, certificate, options, _join_port(options, identity, former)),
                 _survey(own, members, service, authority) as survey,
             ):
                 with token_file(options.token_path, encode(service.token)) as write_token:
@@ -211,10 +216,9 @@ async def _survey(
 
 @asynccontextmanager
 async def _ray_node(
-    options: ServeOptions, former: HeadState | None, identity: Identity
+    options: ServeOptions, node: RayNode | None, identity: Identity
 ) -> AsyncIterator[tuple[RayNode, str]]:
-    """A ready node, and the address of its cluster."""
-    node = _adopted(former)
+    """A ready node, the given one or a new one, and the address of its cluster."""
     for starts_left in reversed(range(MOST_STARTS)):
         node = node or _start(options, identity)
         try:
@@ -249,13 +253,19 @@ def _start(options: ServeOptions, identity: Identity) -> RayNode:
     )
 
 
-def _adopted(former: HeadState | None) -> RayNode | None:
+def _adopted(former: HeadState | None, identity: HeadIdentity) -> RayNode | None:
+    """The Ray node of a former head of the same mesh, if it still runs; one of another mesh is ended."""
     if former is None:
         return None
     try:
         node = RayNode.adopt(former.ray)
     except ClusterError as error:
         log.info("begins_anew", reason=error.message)
+        return None
+    if not identity.is_of(former.certificate_pem):
+        # Its processes, and the hosts that joined it, trust another authority.
+        log.info("begins_anew", reason="--identity names another mesh than the one that crashed here")
+        node.stop()
         return None
     log.info("ray_adopted", node=former.ray.name)
     return node
@@ -273,23 +283,14 @@ def _ray_driver(
         driver.close()
 
 
-def _credentials(options: ServeOptions, former: HeadState | None) -> tuple[Certificate, JoinToken]:
-    """Credentials by which hosts recognise the head: those of the former head while they are valid.
-
-    The certificate is valid for longer than any token: stages that are taken over accept no other.
-    """
-    if former is None:
-        certificate = make_certificate(dt.datetime.now(dt.UTC))
-    else:
-        certificate = Certificate(former.certificate_pem.encode(), former.private_key_pem.encode())
-        if former.expires_at_s > time.time():
-            return certificate, JoinToken((), former.secret, certificate.fingerprint, former.expires_at_s)
-    return certificate, JoinToken(
-        addresses=(),  # known once the service listens; not needed to check a host
-        secret=secrets.token_urlsafe(32),
-        fingerprint=certificate.fingerprint,
-        expires_at_s=int(time.time() + options.token_hours * 3600),
-    )
+def _join_port(options: ServeOptions, identity: HeadIdentity, former: HeadState | None) -> int:
+    """Port of the membership service, 0 for any: that of the token, unless the operator names another."""
+    if former is not None and identity.is_of(former.certificate_pem):
+        return former.join_port
+    allowed = own_ports(options.port_range)
+    if options.join_port or (allowed and identity.join_port not in allowed):
+        return options.join_port
+    return identity.join_port
 
 
 @asynccontextmanager
@@ -302,7 +303,8 @@ async def _served(
         port = await server.start(options.advertise, port, own_ports(options.port_range))
         address = join_address(options.advertise, port)
         service.listens_at(address)
-        log.info("membership_open", address=address, token_hours=options.token_hours)
+        hours = (service.token.expires_at_s - time.time()) / 3600
+        log.info("membership_open", address=address, token_hours=round(hours, 1))
         yield
     finally:
         await server.stop()

@@ -184,12 +184,15 @@ def head_state(head: Head, first: ServedModel, others: Iterable[RestorableModel]
         others: Models that were loaded beside it and answer by now.
         term: Term of this head.
     """
-    token = head.service.token
+    admissions = head.service.admissions
+    token = admissions.token
     return HeadState(
         term=term,
         ray=head.node.record,
         secret=token.secret,
         expires_at_s=token.expires_at_s,
+        rejoin_secrets=dict(admissions.rejoin_secrets),
+        evicted=admissions.evicted,
         join_port=split_address(token.addresses[0])[1],
         certificate_pem=head.certificate.certificate_pem.decode(),
         private_key_pem=head.certificate.private_key_pem.decode(),

@@ -21,7 +21,11 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, Self
 import structlog
 
 from mesh.api.load_request import LoadRequest
+from mesh.cluster.admission import Admissions
+from mesh.cluster.certificates import Certificate
+from mesh.cluster.join_token import JoinToken
 from mesh.cluster.ray_node import RayNodeRecord
+from mesh.serve.head_identity import HeadIdentity
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError
 from stages.cancellable_work import CancellableWork
@@ -32,6 +36,7 @@ from stages.weights.hashing import stamps_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from mesh.serve.head_identity import IdentityFile
     from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
 
@@ -126,6 +131,8 @@ class HeadState:
         stages: The ring, in pipeline order; empty if the mesh never served.
         copies: Replicas on spare hosts.
         models: Models loaded beside the first, in the order of loading.
+        rejoin_secrets: Secrets by which hosts that were admitted may join again, by host name.
+        evicted: Names of evicted hosts.
     """
 
     term: int
@@ -139,6 +146,16 @@ class HeadState:
     stages: tuple[SavedStage, ...] = ()
     copies: tuple[SavedStage, ...] = ()
     models: tuple[SavedModel, ...] = ()
+    rejoin_secrets: dict[str, str] = field(default_factory=dict, repr=False)
+    evicted: tuple[str, ...] = ()
+
+    @property
+    def identity(self) -> HeadIdentity:
+        """Identity of the head."""
+        certificate = Certificate(self.certificate_pem.encode(), self.private_key_pem.encode())
+        token = JoinToken((), self.secret, certificate.fingerprint, self.expires_at_s)
+        admissions = Admissions(token, self.rejoin_secrets, self.evicted)
+        return HeadIdentity(certificate, admissions, self.join_port, self.term)
 
 
 def fingerprint(**setup: object) -> str:
@@ -236,6 +253,7 @@ def _from_json(fields: Any) -> HeadState:
     fields["models"] = tuple(SavedModel(**_with_stages(model)) for model in fields.get("models", ()))
     for model in fields["models"]:
         _ = model.load_request
+    fields["evicted"] = tuple(fields.get("evicted", ()))
     return HeadState(**_with_stages(fields))
 
 
@@ -259,6 +277,7 @@ class HeadStateWriter:
         file: State file; None if no head is to take over.
         former: State left by a head that crashed.
         term: Term of this head.
+        identity_file: File of the head's identity, which is kept up to date as well; None for none.
         patience_s: Longest wait of `written`, in seconds.
 
     Attributes:
@@ -271,9 +290,11 @@ class HeadStateWriter:
         former: HeadState | None,
         term: int,
         *,
+        identity_file: IdentityFile | None = None,
         patience_s: float = _PATIENCE_S,
     ) -> None:
         self._file = file
+        self._identity_file = identity_file
         self._patience_s = patience_s
         self._is_asked = asyncio.Event()
         self._waiting: list[asyncio.Future[None]] = []
@@ -295,8 +316,8 @@ class HeadStateWriter:
                 waiting, self._waiting = self._waiting, []
                 state = read()
                 try:
-                    if self._file is not None and state != written:
-                        await self._write(self._file, state)
+                    if state != written:
+                        await self._write(state)
                         written = state
                 except OSError as error:
                     self.failure = error.strerror or str(error)
@@ -312,8 +333,8 @@ class HeadStateWriter:
                     _settle(asked)
                 await self._asked_within(_POLL_S)
         finally:
-            # From here on there is nothing to take over: the file is removed.
-            self._file = None
+            # From here on there is nothing to take over: the state file is removed.
+            self._file = self._identity_file = None
             for asked in (*waiting, *self._waiting):
                 _settle(asked)
 
@@ -323,7 +344,8 @@ class HeadStateWriter:
         Raises:
             ClusterError: If that takes too long; writing is retried further.
         """
-        if self._file is None:
+        file = self._file or self._identity_file
+        if file is None:
             return
         asked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(asked)
@@ -335,12 +357,23 @@ class HeadStateWriter:
             raise ClusterError(
                 "done, but not saved for a restart of `mesh serve` "
                 f"({self.failure or 'the disk does not answer'}), which after a crash of this one would undo "
-                f"it: free space for {self._file.path}; writing is retried"
+                f"it: free space for {file.path}; writing is retried"
             ) from None
 
-    async def _write(self, file: HeadStateFile, state: HeadState) -> None:
+    async def _write(self, state: HeadState) -> None:
         """Write in a thread, as a disk may take long; if cancelled, wait for its end."""
-        await CancellableWork().run(lambda: file.save(state))
+        file, identity_file = self._file, self._identity_file
+        if file is None and identity_file is None:
+            return
+
+        def save() -> None:
+            # First: see `mesh.serve.head_identity.starting_identity`.
+            if identity_file is not None:
+                identity_file.save(state.identity)
+            if file is not None:
+                file.save(state)
+
+        await CancellableWork().run(save)
 
     async def _asked_within(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -354,11 +387,14 @@ def _settle(asked: asyncio.Future[None]) -> None:
 
 
 @contextmanager
-def open_head_state(options: ServeOptions) -> Iterator[HeadStateWriter]:
+def open_head_state(
+    options: ServeOptions, identity_file: IdentityFile | None = None
+) -> Iterator[HeadStateWriter]:
     """Read the state of a former head; at the end the file is removed, unless this process is killed.
 
     Args:
         options: Options of `mesh serve`.
+        identity_file: File of the head's identity, which stays; None for none.
     """
     # Grows from one start to the next even without a state file, as long as the clock does.
     term = time.time_ns() // 1_000_000
@@ -369,7 +405,7 @@ def open_head_state(options: ServeOptions) -> Iterator[HeadStateWriter]:
         log.warning("no_successor", reason=f"{path} cannot be used: {error}")
         file = None
     if file is None:
-        yield HeadStateWriter(None, None, term)
+        yield HeadStateWriter(None, None, term, identity_file=identity_file)
         return
     with file:
         former = file.load()
@@ -377,7 +413,7 @@ def open_head_state(options: ServeOptions) -> Iterator[HeadStateWriter]:
             log.info("former_head_found", term=former.term, stages=len(former.stages))
             term = max(term, former.term + 1)
         try:
-            yield HeadStateWriter(file, former, term)
+            yield HeadStateWriter(file, former, term, identity_file=identity_file)
         finally:
             file.clear()
 

@@ -16,6 +16,7 @@ from mesh.serve.allocations import HostAllocations
 from mesh.serve.deployment import ModelDeployment
 from mesh.serve.head import Head, open_head
 from mesh.serve.head_failover import head_state, kill_unrecorded_actors
+from mesh.serve.head_identity import open_identity, starting_identity
 from mesh.serve.head_state import open_head_state
 from mesh.serve.host_draining import HostDraining
 from mesh.serve.host_inspection import Inspection
@@ -66,12 +67,22 @@ async def serve_mesh(options: ServeOptions, known: Preflight, interruption: Inte
     app = create_app(backends, api_keys=known.api_keys, cors_origins=options.cors_origins, tracer=tracer)
     with (
         closing(tracer),
+        # An identity that is refused is no reason to load a draft model.
+        open_identity(options.identity_path) as identity_file,
         open_proposers(options, known) as proposers,
-        open_head_state(options) as state_writer,
+        open_head_state(options, identity_file) as state_writer,
     ):
+        former = state_writer.former
+        identity = starting_identity(
+            identity_file,
+            None if former is None else former.identity,
+            term=state_writer.term,
+            now_s=time.time(),
+            token_lifetime_s=options.token_hours * 3600,
+        )
         async with (
             serve_api(app, options.host, options.port, is_insecure=options.is_insecure) as url,
-            open_head(options, known.facts, cache, interruption, state_writer.former) as head,
+            open_head(options, known.facts, cache, interruption, identity=identity, former=former) as head,
             announced(head_found(options.name, head.service.token), is_wanted=options.is_discoverable),
         ):
             mesh = _Mesh(

@@ -190,6 +190,7 @@ class ServeOptions:
         join_port: TCP port for joining hosts, 0 for any free one.
         token_hours: Validity of the join token.
         token_path: File for the join token, or None.
+        identity_path: File that keeps certificate, join token and admitted hosts for later starts, or None.
         num_hosts: Number of hosts that must have joined before the model is placed.
         is_head_only: Whether this host holds no layers.
         num_stages: Number of stages, or None to let the plan decide.
@@ -262,6 +263,7 @@ class ServeOptions:
     port_range: PortRange | None = None
     library: LibraryOptions = NO_LIBRARY
     kv_disk_bytes: int = 0
+    identity_path: Path | None = None
 
 
 def demo_model() -> Path:

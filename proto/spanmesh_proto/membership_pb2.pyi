@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class HostReport(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "secret", "name", "address", "check_port", "check_nonce", "memory_bytes", "threads", "speed_gb_per_s", "platform", "llama_cpp_version", "ray_version", "python_version", "ray_node_name", "ray_is_running", "echo_port", "links", "certificate_request", "is_leaving", "gpus", "gpu_layers", "port_range", "check_ports", "cpu_moe_layers")
+    __slots__ = ("protocol_version", "software_version", "secret", "name", "address", "check_port", "check_nonce", "memory_bytes", "threads", "speed_gb_per_s", "platform", "llama_cpp_version", "ray_version", "python_version", "ray_node_name", "ray_is_running", "echo_port", "links", "certificate_request", "is_leaving", "gpus", "gpu_layers", "port_range", "check_ports", "cpu_moe_layers", "rejoin_secret")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class HostReport(_message.Message):
     PORT_RANGE_FIELD_NUMBER: _ClassVar[int]
     CHECK_PORTS_FIELD_NUMBER: _ClassVar[int]
     CPU_MOE_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    REJOIN_SECRET_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     secret: str
@@ -58,7 +59,8 @@ class HostReport(_message.Message):
     port_range: PortRange
     check_ports: _containers.RepeatedScalarFieldContainer[int]
     cpu_moe_layers: int
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., secret: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., check_port: _Optional[int] = ..., check_nonce: _Optional[bytes] = ..., memory_bytes: _Optional[int] = ..., threads: _Optional[int] = ..., speed_gb_per_s: _Optional[float] = ..., platform: _Optional[str] = ..., llama_cpp_version: _Optional[str] = ..., ray_version: _Optional[str] = ..., python_version: _Optional[str] = ..., ray_node_name: _Optional[str] = ..., ray_is_running: _Optional[bool] = ..., echo_port: _Optional[int] = ..., links: _Optional[_Union[LinkReport, _Mapping]] = ..., certificate_request: _Optional[bytes] = ..., is_leaving: _Optional[bool] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., gpu_layers: _Optional[int] = ..., port_range: _Optional[_Union[PortRange, _Mapping]] = ..., check_ports: _Optional[_Iterable[int]] = ..., cpu_moe_layers: _Optional[int] = ...) -> None: ...
+    rejoin_secret: str
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., secret: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., check_port: _Optional[int] = ..., check_nonce: _Optional[bytes] = ..., memory_bytes: _Optional[int] = ..., threads: _Optional[int] = ..., speed_gb_per_s: _Optional[float] = ..., platform: _Optional[str] = ..., llama_cpp_version: _Optional[str] = ..., ray_version: _Optional[str] = ..., python_version: _Optional[str] = ..., ray_node_name: _Optional[str] = ..., ray_is_running: _Optional[bool] = ..., echo_port: _Optional[int] = ..., links: _Optional[_Union[LinkReport, _Mapping]] = ..., certificate_request: _Optional[bytes] = ..., is_leaving: _Optional[bool] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., gpu_layers: _Optional[int] = ..., port_range: _Optional[_Union[PortRange, _Mapping]] = ..., check_ports: _Optional[_Iterable[int]] = ..., cpu_moe_layers: _Optional[int] = ..., rejoin_secret: _Optional[str] = ...) -> None: ...
 
 class PortRange(_message.Message):
     __slots__ = ("first", "last")
@@ -111,7 +113,7 @@ class MeasuredLink(_message.Message):
     def __init__(self, target: _Optional[str] = ..., small_ms: _Optional[_Iterable[float]] = ..., hidden_ms: _Optional[_Iterable[float]] = ..., bytes_per_s: _Optional[float] = ..., failure: _Optional[str] = ..., port_range: _Optional[_Union[PortRange, _Mapping]] = ..., closed_ports: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HeadReport(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "ray_address", "ray_token", "state", "is_closing", "measure", "certificate", "ray_certificate", "link_secret", "port_range")
+    __slots__ = ("protocol_version", "software_version", "ray_address", "ray_token", "state", "is_closing", "measure", "certificate", "ray_certificate", "link_secret", "port_range", "rejoin_secret")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     RAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +125,7 @@ class HeadReport(_message.Message):
     RAY_CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     LINK_SECRET_FIELD_NUMBER: _ClassVar[int]
     PORT_RANGE_FIELD_NUMBER: _ClassVar[int]
+    REJOIN_SECRET_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     ray_address: str
@@ -134,7 +137,8 @@ class HeadReport(_message.Message):
     ray_certificate: bytes
     link_secret: str
     port_range: PortRange
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., ray_address: _Optional[str] = ..., ray_token: _Optional[str] = ..., state: _Optional[str] = ..., is_closing: _Optional[bool] = ..., measure: _Optional[_Union[LinkOrder, _Mapping]] = ..., certificate: _Optional[bytes] = ..., ray_certificate: _Optional[bytes] = ..., link_secret: _Optional[str] = ..., port_range: _Optional[_Union[PortRange, _Mapping]] = ...) -> None: ...
+    rejoin_secret: str
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., ray_address: _Optional[str] = ..., ray_token: _Optional[str] = ..., state: _Optional[str] = ..., is_closing: _Optional[bool] = ..., measure: _Optional[_Union[LinkOrder, _Mapping]] = ..., certificate: _Optional[bytes] = ..., ray_certificate: _Optional[bytes] = ..., link_secret: _Optional[str] = ..., port_range: _Optional[_Union[PortRange, _Mapping]] = ..., rejoin_secret: _Optional[str] = ...) -> None: ...
 
 class LinkOrder(_message.Message):
     __slots__ = ("id", "targets", "hidden_bytes", "num_probes", "bulk_bytes", "checks_ports")

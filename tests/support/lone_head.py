@@ -9,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from mesh.cluster.admission import Admissions
 from mesh.cluster.certificates import Authority, make_certificate
 from mesh.cluster.host_facts import read_versions
 from mesh.cluster.join_token import JoinToken, encode
@@ -24,7 +25,7 @@ async def admit(address: str, ports: str) -> None:
     port_range = parse_port_range(ports)
     certificate = make_certificate(dt.datetime.now(dt.UTC))
     service = MembershipService(
-        token=JoinToken((), "secret", certificate.fingerprint, 2**39),
+        admissions=Admissions(JoinToken((), "secret", certificate.fingerprint, 2**39)),
         # Nobody listens there.
         ray=RayAccess(join_address(address, ray_part(port_range)[0]), "ray-token"),
         members=Members(),

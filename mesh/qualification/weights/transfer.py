@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from mesh.cluster.addresses import free_port
+from mesh.cluster.admission import Admissions
 from mesh.cluster.certificates import Authority, make_certificate
 from mesh.cluster.host_facts import read_versions
 from mesh.cluster.join_token import JoinToken
@@ -49,7 +50,7 @@ async def sending_head(cache: StageCache, rate: RateLimit | None = None) -> Asyn
     certificate = make_certificate(dt.datetime.now(dt.UTC))
     address = f"{_ADDRESS}:{free_port(_ADDRESS)}"
     service = MembershipService(
-        token=JoinToken((address,), _SECRET, certificate.fingerprint, _FAR_FUTURE_S),
+        admissions=Admissions(JoinToken((address,), _SECRET, certificate.fingerprint, _FAR_FUTURE_S)),
         ray=RayAccess("", ""),
         members=Members(),
         cache=cache,

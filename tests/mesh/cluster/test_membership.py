@@ -16,6 +16,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from mesh.cluster.addresses import free_port
+from mesh.cluster.admission import Admissions
 from mesh.cluster.certificates import LIFETIME, Authority, Certificate, make_certificate
 from mesh.cluster.host_facts import HostFacts, Versions
 from mesh.cluster.join_token import JoinToken
@@ -43,7 +44,7 @@ from tests.support.port_ranges import free_range
 from tests.support.tiny_models import TinyModel
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
     from spanmesh_proto.addresses import PortRange
@@ -79,25 +80,33 @@ async def head(
     *,
     ray: RayAccess = RAY,
     port_range: PortRange | None = None,
+    clock_s: Callable[[], float] = time.time,
+    former: tuple[Certificate, Admissions] | None = None,
 ) -> AsyncIterator[HeadSide]:
-    certificate = make_certificate(dt.datetime.now(dt.UTC))
-    port = free_port("127.0.0.1")
-    address = f"127.0.0.1:{port}"
-    token = JoinToken((address,), "secret", certificate.fingerprint, expires_at_s)
+    """A head, of a new mesh or with what a former one knew, at the address in its token."""
+    if former is None:
+        certificate = make_certificate(dt.datetime.now(dt.UTC))
+        address = f"127.0.0.1:{free_port('127.0.0.1')}"
+        admissions = Admissions(JoinToken((address,), "secret", certificate.fingerprint, expires_at_s))
+    else:
+        certificate, admissions = former
+    token = admissions.token
+    (address,) = token.addresses
     members, cache = Members(), StageCache(tmp_path / "head")
     authority = Authority(certificate, lifetime=lifetime)
     service = MembershipService(
-        token=token,
+        admissions=admissions,
         ray=ray,
         members=members,
         cache=cache,
         versions=VERSIONS,
         authority=authority,
+        clock_s=clock_s,
         rate=rate,
         port_range=port_range,
     )
     server = MembershipServer(service, certificate)
-    await server.start("127.0.0.1", port)
+    await server.start("127.0.0.1", int(address.rpartition(":")[2]))
     try:
         yield HeadSide(
             token,
@@ -105,7 +114,7 @@ async def head(
             service,
             server,
             cache,
-            FetchSource(address, certificate.certificate_pem, "secret"),
+            FetchSource(address, certificate.certificate_pem, token.secret),
             authority,
             certificate,
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.cluster.admission import AdmissionControl
+from mesh.cluster.admission import AdmissionControl, Admissions
 from mesh.cluster.membership_client import Membership, find_head
 from spanmesh_proto.errors import InvalidJoinToken, JoinError
 from stages.weights.disk_cache import StageStore
@@ -94,9 +94,9 @@ async def test_only_a_host_that_has_joined_can_be_evicted(tmp_path: Path) -> Non
 
 async def test_a_replaced_secret_differs(tmp_path: Path) -> None:
     async with head(tmp_path) as side:
-        admission = AdmissionControl(side.token)
-        admission.evict("a")
+        admission = AdmissionControl(Admissions(side.token), 3600.0)
+        admission.evict("a", (), 1000.0)
         first = admission.token.secret
-        admission.evict("b")
+        admission.evict("b", (), 1000.0)
         assert len({side.token.secret, first, admission.token.secret}) == 3
         assert admission.token.fingerprint == side.token.fingerprint

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,6 +21,7 @@ from spanmesh_proto.errors import ClusterError, HostUnreachable, InvalidJoinToke
 from tests.mesh.cluster.test_membership import HeadSide, head, until
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from mesh.cluster.ray_node import RayNodeConfig
@@ -53,13 +55,26 @@ class StandIn:
 class Host:
     """A `mesh join` in this process."""
 
-    def __init__(self, side: HeadSide, give_up_after_s: float = 600.0, num_false_starts: int = 0) -> None:
+    def __init__(
+        self,
+        side: HeadSide,
+        give_up_after_s: float = 600.0,
+        num_false_starts: int = 0,
+        *,
+        clock_s: Callable[[], float] = time.time,
+    ) -> None:
         self.nodes: list[StandIn] = []
         self.num_false_starts = num_false_starts
         self.interruption = Interruption()
         options = JoinOptions(encode(side.token), "studio", "127.0.0.1", 2**30, 1, give_up_after_s)
         self.task = asyncio.create_task(
-            join_mesh(options, self.interruption, start_node=self.start_node, jitter=lambda: 0.0)
+            join_mesh(
+                options,
+                self.interruption,
+                start_node=self.start_node,
+                jitter=lambda: 0.0,
+                clock_s=clock_s,
+            )
         )
         self.interruption.arm(self.task)
 

@@ -15,7 +15,9 @@ import pytest
 
 from mesh.api.backend import ApiContext, Backends
 from mesh.api.load_request import LoadRequest
+from mesh.cluster.admission import Admissions
 from mesh.cluster.certificates import Authority, make_certificate
+from mesh.cluster.join_token import JoinToken
 from mesh.cluster.members import Members
 from mesh.serve.allocations import HostAllocations
 from mesh.serve.embeddings.model import EmbeddingModel, check_embedding_model
@@ -80,7 +82,7 @@ class NamedDriver(InProcessDriver):
 
 
 class Announcements(Messages):
-    token: Any = SimpleNamespace(secret="", expires_at_s=0, addresses=["127.0.0.1:1"])
+    admissions: Any = Admissions(JoinToken(("127.0.0.1:1",), "", b"", 0))
 
     def announce_to_all(self, state: str) -> None:
         self.said.announced.append(state)

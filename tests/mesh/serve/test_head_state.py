@@ -44,6 +44,8 @@ STATE = HeadState(
             stages=(SavedStage("stage-3", "b", "b.2", 0, 6, 1, "f32", "10.0.0.2:4001"),),
         ),
     ),
+    rejoin_secrets={"b": "r" * 43, "c": "q" * 43},
+    evicted=("d", "e"),
 )
 
 
@@ -102,6 +104,15 @@ def test_what_was_written_before_contexts_were_chosen_is_read(tmp_path: Path) ->
         (tmp_path / "head.json").write_text(json.dumps(fields))
         without = dataclasses.replace(STATE.copies[0], ctx_size=0)
         assert file.load() == dataclasses.replace(STATE, copies=(without,))
+
+
+def test_what_was_written_before_hosts_had_secrets_is_read(tmp_path: Path) -> None:
+    with HeadStateFile(tmp_path / "head.json") as file:
+        file.save(STATE)
+        fields = json.loads((tmp_path / "head.json").read_text())
+        del fields["rejoin_secrets"], fields["evicted"]
+        (tmp_path / "head.json").write_text(json.dumps(fields))
+        assert file.load() == dataclasses.replace(STATE, rejoin_secrets={}, evicted=())
 
 
 def test_what_nobody_wrote_down_is_ended() -> None:

@@ -1,0 +1,235 @@
+"""Hosts that were admitted once come back without a valid token: over real TLS and gRPC on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mesh.cluster.admission import AdmissionControl, Admissions
+from mesh.cluster.join_token import JoinToken
+from mesh.cluster.membership_client import Membership, find_head
+from mesh.cluster.membership_messages import report_of
+from mesh.cluster.membership_server import MembershipServer
+from spanmesh_proto.errors import InvalidJoinToken, JoinError
+from tests.mesh.cluster.test_membership import HOST, VERSIONS, HeadSide, head, join, until
+from tests.mesh.cluster.test_membership_rejoin import Host
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mesh.cluster.members import Member
+    from spanmesh_proto import membership_pb2 as wire
+
+HOUR_S = 3600
+DAY_S = 24 * HOUR_S
+OTHER = dataclasses.replace(HOST, name="attic", ray_node_name="attic.1")
+
+
+@dataclass
+class Clock:
+    """A wall clock that is put forward."""
+
+    now_s: float
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def a_clock() -> Clock:
+    return Clock(time.time())
+
+
+def in_a_day(clock: Clock) -> int:
+    return int(clock.now_s + DAY_S)
+
+
+async def admitted(side: HeadSide, member: Member = HOST, *, secret: str = "", rejoin: str = "") -> str:
+    """Join and leave; returns the secret for the next time."""
+    token = side.token
+    membership = Membership(await find_head(token), secret or token.secret, member, rejoin_secret=rejoin)
+    async with membership:
+        await membership.join()
+        return membership.rejoin_secret
+
+
+async def refused(side: HeadSide, reason: str, member: Member = HOST, **shown: str) -> None:
+    with pytest.raises(InvalidJoinToken, match=reason):
+        await admitted(side, member, **shown)
+
+
+async def until_gone(side: HeadSide) -> None:
+    async with asyncio.timeout(20):
+        while len(side.members):
+            await side.members.changed()
+
+
+async def test_a_host_comes_back_when_the_token_has_expired_and_others_do_not(tmp_path: Path) -> None:
+    clock = a_clock()
+    async with head(tmp_path, in_a_day(clock), clock_s=clock) as side:
+        secret = await admitted(side)
+        await until_gone(side)
+        clock.now_s += 2 * DAY_S
+        await refused(side, "expired at")
+        await refused(side, "expired at", rejoin="a guess")
+        # Its secret is of no use under another name, and neither is another host's.
+        await refused(side, "expired at", OTHER, rejoin=secret)
+        # The same again, as often as it likes, whatever became of the token that it knows.
+        for shown in ("", "of another day"):
+            assert await admitted(side, secret=shown, rejoin=secret) == secret
+            await until_gone(side)
+        # A clock that is set back changes nothing.
+        clock.now_s -= 30 * DAY_S
+        assert await admitted(side, secret="of another day", rejoin=secret) == secret
+
+
+async def test_every_host_has_a_secret_of_its_own(tmp_path: Path) -> None:
+    async with head(tmp_path) as side:
+        secrets = {await admitted(side), await admitted(side, OTHER)}
+        assert len(secrets) == 2
+        assert min(map(len, secrets)) >= 43
+        # A process that was started again has only the token, and voids what the one before it was given.
+        await until_gone(side)
+        first = side.service.admissions.rejoin_secrets["studio"]
+        assert await admitted(side) not in secrets
+        assert side.service.admissions.rejoin_secrets["studio"] != first
+
+
+async def test_a_host_that_is_refused_for_its_name_voids_no_secret(tmp_path: Path) -> None:
+    async with head(tmp_path) as side, Membership(await find_head(side.token), "secret", HOST) as first:
+        await first.join()
+        with pytest.raises(JoinError, match="in the mesh already"):
+            await admitted(side)
+        assert side.service.admissions.rejoin_secrets == {"studio": first.rejoin_secret}
+
+
+async def test_an_eviction_voids_secrets_of_hosts_that_are_away_and_renews_the_token(tmp_path: Path) -> None:
+    clock = a_clock()
+    third = dataclasses.replace(HOST, name="cellar", ray_node_name="cellar.1")
+    async with (
+        head(tmp_path, in_a_day(clock), clock_s=clock) as side,
+        Membership(await find_head(side.token), "secret", HOST) as bad,
+        Membership(await find_head(side.token), "secret", OTHER) as good,
+    ):
+        # Whoever has the token may have joined under several names, for later.
+        stashed = await admitted(side, third)
+        await bad.join()
+        await good.join()
+        clock.now_s += 10 * DAY_S
+        side.service.evict("studio")
+        assert side.service.token.expires_at_s == pytest.approx(clock.now_s + DAY_S, abs=1)
+        new = side.service.token.secret
+        assert new != side.token.secret
+        await refused(side, "studio was evicted", rejoin=bad.rejoin_secret)
+        await refused(side, "studio was evicted", secret=new, rejoin=bad.rejoin_secret)
+        await refused(side, "not this mesh's", third, rejoin=stashed)
+        # The new token admits, and the host that stayed keeps its place.
+        await admitted(side, third, secret=new)
+        assert side.service.admissions.rejoin_secrets["attic"] == good.rejoin_secret
+        assert side.service.admissions.evicted == ("studio",)
+
+
+async def test_a_host_that_was_sent_away_for_good_needs_a_token(tmp_path: Path) -> None:
+    clock = a_clock()
+    async with head(tmp_path, in_a_day(clock), clock_s=clock) as side:
+        async with Membership(await find_head(side.token), "secret", HOST) as membership:
+            await membership.join()
+            side.service.dismiss("studio", "its layers have moved")
+            async with asyncio.timeout(20):
+                assert [state async for state in membership.states()] == ["its layers have moved"]
+                while side.service.admissions.rejoin_secrets:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        await until_gone(side)
+        clock.now_s += 2 * DAY_S
+        await refused(side, "expired at", rejoin=membership.rejoin_secret)
+
+
+async def test_the_next_head_goes_on_with_what_the_one_before_knew(tmp_path: Path) -> None:
+    clock = a_clock()
+    async with head(tmp_path, in_a_day(clock), clock_s=clock) as former:
+        secret = await admitted(former)
+        async with Membership(await find_head(former.token), "secret", OTHER) as bad:
+            await bad.join()
+            former.service.evict("attic")
+        # The eviction has voided it.
+        await until_gone(former)
+        secret = await admitted(former, secret=former.service.token.secret)
+        await until_gone(former)
+        clock.now_s += 10 * DAY_S
+        known = former.certificate, former.service.admissions
+    async with head(tmp_path, clock_s=clock, former=known) as side:
+        await refused(side, "expired at")
+        await refused(side, "attic was evicted", OTHER, rejoin=bad.rejoin_secret)
+        assert await admitted(side, rejoin=secret) == secret
+
+
+async def test_a_mesh_join_outlasts_its_token_over_a_loss_of_the_head(tmp_path: Path) -> None:
+    clock = a_clock()
+    async with head(tmp_path, in_a_day(clock), clock_s=clock) as side:
+        host = Host(side, clock_s=clock)
+        await until(side.members, 1)
+        clock.now_s += 2 * DAY_S
+        await side.server.kill()
+        await until(side.members, 0)
+        again = MembershipServer(side.service, side.certificate)
+        await again.start("127.0.0.1", int(side.source.address.rpartition(":")[2]))
+        await until(side.members, 1)
+        assert len(host.nodes) == 1
+        # A process that begins now is told of the expiry before it tries anything.
+        with pytest.raises(InvalidJoinToken, match="expired at"):
+            await Host(side, clock_s=clock).outcome()
+        side.service.dismiss("studio", "goodbye")
+        await host.outcome()
+        await again.stop()
+
+
+def report(name: str, *, secret: str = "", rejoin_secret: str = "") -> wire.HostReport:
+    return report_of(
+        dataclasses.replace(HOST, name=name),
+        secret=secret,
+        rejoin_secret=rejoin_secret,
+        check_ports=(1,),
+        check_nonce=b"",
+        certificate_request=b"",
+    )
+
+
+def test_only_so_many_secrets_are_kept_the_latest_ones() -> None:
+    admission = AdmissionControl(Admissions(JoinToken((), "s", bytes(32), 2**39)), HOUR_S)
+    first = admission.rejoin_secret(report("host-0", secret="s"))
+    for number in range(1, 1024):
+        admission.rejoin_secret(report(f"host-{number}", secret="s"))
+    # It was here again, so that another is the oldest.
+    assert admission.rejoin_secret(report("host-0", rejoin_secret=first)) == first
+    admission.rejoin_secret(report("host-1024", secret="s"))
+    kept = admission.admissions.rejoin_secrets
+    assert len(kept) == 1024
+    assert "host-0" in kept
+    assert "host-1" not in kept
+
+
+def test_an_empty_secret_is_none() -> None:
+    admissions = Admissions(JoinToken((), "s", bytes(32), 1000), {"studio": "r"})
+    admission = AdmissionControl(admissions, HOUR_S)
+    for shown in ("", "s", "r "):
+        with pytest.raises(InvalidJoinToken):
+            admission.check(report("studio", rejoin_secret=shown), VERSIONS, 2000.0)
+    admission.check(report("studio", rejoin_secret="r"), VERSIONS, 2000.0)
+    with pytest.raises(InvalidJoinToken, match="expired"):
+        admission.check(report("studio", secret="s"), VERSIONS, 2000.0)
+    admission.check(report("studio", secret="s"), VERSIONS, 999.0)
+    with contextlib.suppress(InvalidJoinToken):
+        admission.check(report("attic", rejoin_secret="r"), VERSIONS, 999.0)
+        pytest.fail("another host's secret admitted a host")
+
+
+async def test_no_log_shows_a_secret(tmp_path: Path) -> None:
+    async with head(tmp_path) as side:
+        await join(side.token)
+        (secret,) = side.service.admissions.rejoin_secrets.values()
+        assert secret not in repr(side.service.admissions)
