@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import structlog
 
@@ -24,16 +26,16 @@ from mesh.serve.stage_handle import new_ring_credentials
 from mesh.serve.status import print_join_line
 from mesh.serve.supervisor import Supervisor
 from mesh.util.tasks import first_of, run_to_end
-from spanmesh_proto.errors import StageFailed
+from spanmesh_proto.errors import MeshError, ModelDoesNotFit, ModelError, NotEnoughHosts, StageFailed
 from stages.runtime.numerics import numerics_for
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 
+    from mesh.cluster.members import Member, Members
     from mesh.coordinator.ring import StageAddress
     from mesh.placement.context_choice import ContextChoice
     from mesh.placement.planner import Plan, StagePlacement
-    from mesh.placement.topology import Topology
     from mesh.serve.allocations import HostAllocations
     from mesh.serve.head import Head
     from mesh.serve.head_state import SavedRing
@@ -53,6 +55,56 @@ def announce_layers(head: Head, allocations: HostAllocations) -> None:
         if held != member.layers:
             head.members.update(member.name, layers=held)
             head.service.announce(member.name, f"layers {held}" if held else "no layers")
+
+
+class HostWatch:
+    """Watch over hosts that a placement counts on, until its ring is connected.
+
+    Args:
+        members: Hosts of the mesh.
+
+    Attributes:
+        gone: Name of the first host that left or is to leave; None while all are there.
+    """
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._names: dict[str, str] = {}
+        self.gone: str | None = None
+
+    def keep_to(self, hosts: Iterable[Member]) -> None:
+        """Watch these hosts from now on, and no others."""
+        self._names = {host.ray_node_name: host.name for host in hosts}
+
+    def look(self) -> bool:
+        """Whether one of them is gone."""
+        nodes = {member.ray_node_name for member in self._members if not member.is_leaving}
+        for node, name in self._names.items():
+            if self.gone is None and node not in nodes:
+                self.gone = name
+        return self.gone is not None
+
+    async def departure(self) -> None:
+        """Return when one of them is gone."""
+        while not self.look():
+            await self._members.changed()
+
+    async def departure_within(self, timeout_s: float) -> bool:
+        """Whether one of them is gone; if not, wait for that."""
+        if self._names:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self.departure()
+        return self.gone is not None
+
+
+# A host that is gone is noticed within 4 s (see `mesh.cluster.membership_messages`). What it held may fail
+# earlier.
+_DEPARTURE_S: Final = 5.0
+# Before the next placement: time for processes that are ending, and for hosts that are lost together.
+_PAUSE_S: Final = 1.0
+# Without a change among the hosts, a placement that did not fit is tried again after this time.
+_RETRY_S: Final = 3.0
 
 
 class ModelDeployment:
@@ -104,20 +156,28 @@ class ModelDeployment:
         self._maker = StageMaker(options, known, head, cache, model.state.transfers)
         self._executor = PlacementExecutor(self._maker, self._allocation, head.members)
         self._former = former
+        self._planned_ctx_size = known.workload.ctx_size
         self._term = term
         self._before_planning = before_planning
+        self._num_placements_given_up = 0
+        self._given_up_for = ""
 
     async def run(self, on_served: Callable[[], None]) -> NoReturn:
         """Run all steps, then supervise until cancelled. Afterwards no host holds a stage of the model.
+
+        The first model of a mesh outlasts hosts that leave while it is loaded: it is placed again, once there
+        are as many hosts again as the options ask for.
 
         Args:
             on_served: Called when requests are answered.
 
         Raises:
-            MeshError: If a step fails. Once requests are answered, failures are recovered from.
+            MeshError: If a step fails for another reason, or if a host leaves while another model is loaded.
+                Once requests are answered, failures are recovered from.
         """
         try:
-            await self._run(on_served)
+            async with AsyncExitStack() as until_end:
+                await self._serve(await self._connected(until_end), on_served)
         finally:
             # A model whose loading failed may be unloaded at this moment, too.
             await run_to_end(self._clean_up())
@@ -129,28 +189,128 @@ class ModelDeployment:
         if self._model.load_request is not None:
             announce_layers(self._head, self._allocations)
 
-    async def _run(self, on_served: Callable[[], None]) -> None:
-        if not await self._take_over():
-            await self._gather_hosts()
-            await self._before_planning()
-            initial = await self._planning.make()
-            placed = initial.plan
-            self._pipeline.intended = placed.stages
-            if initial.context is not None:
-                self._note_context(initial.context)
-            self._note_plan(placed.stages, placed.reason)
-            await first_of(self._load(placed), self._watch_hosts(placed))
-        await self._serve(on_served)
+    async def _connected(self, until_end: AsyncExitStack) -> Coordinator:
+        """Coordinator of the connected ring, in as many placements as it takes.
+
+        Args:
+            until_end: Stops the coordinator when it is closed.
+        """
+        is_loaded, is_line_printed = await self._take_over(), False
+        while True:
+            watch = HostWatch(self._head.members)
+            try:
+                if is_loaded:
+                    self._watch(watch, (handle.member for handle in self._pipeline.handles))
+                    return await self._loaded_and_connected(None, watch, until_end)
+                if self._options.num_hosts and not is_line_printed:
+                    print_join_line(self._head)
+                    is_line_printed = True
+                placed = await self._placed(watch)
+                if placed is not None:
+                    return await self._loaded_and_connected(placed, watch, until_end)
+            except MeshError as error:
+                if not await self._may_be_placed_again(error, watch):
+                    raise
+                await self._give_up_placement(error, watch)
+            is_loaded = False
+
+    async def _placed(self, watch: HostWatch) -> Plan | None:
+        """Plan of the model, on the hosts that are there.
+
+        Args:
+            watch: Watches the hosts of the plan afterwards; all hosts before.
+
+        Returns:
+            None if one of the hosts that were waited for has left meanwhile.
+        """
+        await self._gather_hosts()
+        self._watch(watch, self._head.members.ready)
+        await self._before_planning()
+        initial = await self._planning.make()
+        if self._missing_hosts():
+            return None
+        placed = initial.plan
+        self._pipeline.intended = placed.stages
+        names = {stage.host for stage in placed.stages}
+        self._watch(watch, (member for member in self._head.members.ready if member.name in names))
+        if initial.context is not None:
+            self._note_context(initial.context)
+        self._note_plan(placed.stages, placed.reason)
+        return placed
+
+    def _watch(self, watch: HostWatch, hosts: Iterable[Member]) -> None:
+        """Watch these hosts, apart from this one."""
+        watch.keep_to(host for host in hosts if not self._head.is_own(host))
+
+    async def _loaded_and_connected(
+        self, placed: Plan | None, watch: HostWatch, until_end: AsyncExitStack
+    ) -> Coordinator:
+        """Load the stages, unless they are loaded, and connect the ring.
+
+        Raises:
+            MeshError: If that fails, or a host of the plan leaves before.
+        """
+        connected: list[Coordinator] = []
+
+        async def connect() -> None:
+            if placed is not None:
+                await self._load(placed)
+            connected.append(await until_end.enter_async_context(self._ring()))
+
+        await first_of(connect(), watch.departure())
+        if connected:
+            # A host that leaves from now on is the supervisor's business.
+            return connected[0]
+        remedy = "" if self._model.load_request is None else "; start `mesh load` again"
+        raise StageFailed(f"host {watch.gone} left the mesh before its layers were loaded{remedy}")
+
+    async def _may_be_placed_again(self, error: MeshError, watch: HostWatch) -> bool:
+        """Whether an attempt failed because a host left, so that another placement may do.
+
+        Args:
+            error: Error of the attempt.
+            watch: Hosts that the attempt counted on.
+        """
+        if self._model.load_request is not None:
+            # Whoever asked for it hears of it.
+            return False
+        if isinstance(error, (ModelDoesNotFit, NotEnoughHosts)):
+            return watch.look() or self._num_placements_given_up > 0
+        if isinstance(error, ModelError):
+            return watch.look()
+        return await watch.departure_within(_DEPARTURE_S)
+
+    async def _give_up_placement(self, error: MeshError, watch: HostWatch) -> None:
+        """Free what was loaded, and wait before the next placement, so that there is no quick loop."""
+        nodes = self._nodes_ready()
+        self._num_placements_given_up += 1
+        if error.message != self._given_up_for:
+            self._given_up_for = error.message
+            log.warning("placement_given_up", reason=error.message, host_left=watch.gone)
+        await self._pipeline.stop()
+        self._state.plan = self._state.context = None
+        self._set_context(self._planned_ctx_size)
+        self._allocation.noted = ()
+        announce_layers(self._head, self._allocations)
+        for member in self._host_draining.leaving:
+            self._host_draining.release_if_free(member)
+        await asyncio.sleep(_PAUSE_S)
+        if isinstance(error, (ModelDoesNotFit, NotEnoughHosts)):
+            self._announce(f"waiting for hosts: {error.message}")
+            if self._nodes_ready() == nodes:
+                await self._head.members.change_within(_RETRY_S)
+
+    def _nodes_ready(self) -> frozenset[str]:
+        return frozenset(member.ray_node_name for member in self._head.members.ready)
 
     async def _take_over(self) -> bool:
         former = self._former
         if former is None:
             return False
         self._announce("taking over")
-        planned = self._known.workload.ctx_size
         if former.stages:
             # Its sessions count on the context that the ring was started with.
-            self._set_context(former.stages[0].ctx_size or planned)
+            self._set_context(former.stages[0].ctx_size or self._planned_ctx_size)
         takeover = Takeover(
             self._known,
             self._head,
@@ -160,27 +320,25 @@ class ModelDeployment:
             capacity_of=self._allocation.capacity_of,
         )
         if not await takeover.run(former):
-            self._set_context(planned)
+            self._set_context(self._planned_ctx_size)
             return False
         self._note_plan(self._pipeline.placements, "as before")
         return True
 
     async def _gather_hosts(self) -> None:
-        wanted = self._options.num_hosts
-        if wanted:
-            print_join_line(self._head)
-        topology = self._options.topology
-        if topology is not None:
-            await self._gather_named_hosts(topology)
-            return
-        while (missing := wanted - self._num_joined()) > 0:
-            self._announce(f"waiting for {missing} of {wanted} hosts")
+        while missing := self._missing_hosts():
+            self._announce(f"waiting for {missing}")
             await self._head.members.changed()
 
-    async def _gather_named_hosts(self, topology: Topology) -> None:
-        while missing := topology.missing(member.name for member in self._head.members.ready):
-            self._announce(f"waiting for {', '.join(missing)}, to which the topology locks layers")
-            await self._head.members.changed()
+    def _missing_hosts(self) -> str:
+        """Hosts that the options ask for and that are not there; empty if none is missing."""
+        topology = self._options.topology
+        if topology is not None:
+            names = topology.missing(member.name for member in self._head.members.ready)
+            return f"{', '.join(names)}, to which the topology locks layers" if names else ""
+        wanted = self._options.num_hosts
+        missing = wanted - self._num_joined()
+        return f"{missing} of {wanted} hosts" if missing > 0 else ""
 
     def _num_joined(self) -> int:
         own = self._head.own.ray_node_name
@@ -196,16 +354,19 @@ class ModelDeployment:
         self._pipeline.stages = await self._executor.load_stages(everything, wires, log_stage_error)
         self._pipeline.intended = ()
 
-    async def _serve(self, on_served: Callable[[], None]) -> None:
-        head, pipeline, state = self._head, self._pipeline, self._state
+    @asynccontextmanager
+    async def _ring(self) -> AsyncIterator[Coordinator]:
+        """Context in which the loaded stages are a ring, with its coordinator."""
         self._announce("connecting")
         credentials = new_ring_credentials(self._term)
-        addresses = await wire_up(pipeline.stages, credentials, log_stage_error)
-        pipeline.credentials = credentials
-        async with (
-            self._coordinator(addresses, credentials) as coordinator,
-            CrashLogs(head.driver) as crash_logs,
-        ):
+        addresses = await wire_up(self._pipeline.stages, credentials, log_stage_error)
+        self._pipeline.credentials = credentials
+        async with self._coordinator(addresses, credentials) as coordinator:
+            yield coordinator
+
+    async def _serve(self, coordinator: Coordinator, on_served: Callable[[], None]) -> None:
+        head, pipeline, state = self._head, self._pipeline, self._state
+        async with CrashLogs(head.driver) as crash_logs:
             context = make_recovery_context(
                 self._known,
                 head,
@@ -271,19 +432,6 @@ class ModelDeployment:
             yield coordinator
         finally:
             await coordinator.stop()
-
-    async def _watch_hosts(self, placed: Plan) -> NoReturn:
-        """Raise when a host of the plan leaves before everything is loaded."""
-        while True:
-            present = {member.name for member in self._head.members.ready}
-            for stage in placed.stages:
-                if stage.host not in present:
-                    command = "mesh serve" if self._model.load_request is None else "mesh load"
-                    raise StageFailed(
-                        f"host {stage.host}, which was to hold layers {stage.layers}, left the mesh; start "
-                        f"`{command}` again"
-                    )
-            await self._head.members.changed()
 
     def _note_context(self, chosen: ContextChoice) -> None:
         self._set_context(chosen.ctx_size)

@@ -61,12 +61,14 @@ class Host:
         give_up_after_s: float = 600.0,
         num_false_starts: int = 0,
         *,
+        name: str = "studio",
+        memory_bytes: int = 2**30,
         clock_s: Callable[[], float] = time.time,
     ) -> None:
         self.nodes: list[StandIn] = []
         self.num_false_starts = num_false_starts
         self.interruption = Interruption()
-        options = JoinOptions(encode(side.token), "studio", "127.0.0.1", 2**30, 1, give_up_after_s)
+        options = JoinOptions(encode(side.token), name, "127.0.0.1", memory_bytes, 1, give_up_after_s)
         self.task = asyncio.create_task(
             join_mesh(
                 options,
