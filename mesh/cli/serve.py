@@ -44,7 +44,7 @@ _SECTIONS: Final = {
     "Speculation": SPECULATION_FLAGS,
     "Joining hosts": (
         *("--advertise", "--name", "--port-range", "--join-port", "--token-file", "--token-hours"),
-        "--discoverable",
+        *("--identity", "--discoverable"),
     ),
     "Weights": ("--models", "--cache-size", "--transfer-rate", "--hub-first"),
     "After a crash": ("--linger", "--state"),
@@ -127,7 +127,11 @@ _SECTIONS: Final = {
 @click.option("--name", help="Name of this host in the mesh; its host name unless given.")
 @port_range_option
 @click.option(
-    "--join-port", default=0, metavar="PORT", type=click.IntRange(0, 65535), help="Port for joining hosts."
+    "--join-port",
+    default=0,
+    metavar="PORT",
+    type=click.IntRange(0, 65535),
+    help="Port for joining hosts, which the token names.  [default: as in the identity, or any free one]",
 )
 @click.option(
     "--discoverable",
@@ -140,7 +144,14 @@ _SECTIONS: Final = {
     default=24.0,
     show_default=True,
     type=click.FloatRange(0, min_open=True),
-    help="Validity of the join token.",
+    help="Validity of the join token, from when it was made.",
+)
+@click.option(
+    "--identity",
+    "identity_path",
+    type=_FILE,
+    help="Keep certificate, join token and admitted hosts in this private file, which is made if it is "
+    "missing: tokens and hosts stay valid at the next start.  [default: a new mesh at each start]",
 )
 def serve(
     *,
@@ -178,6 +189,7 @@ def serve(
     discoverable: bool,
     token_file: Path | None,
     token_hours: float,
+    identity_path: Path | None,
     models_dir: Path | None,
     cache_bytes: int | None,
     kv_disk_bytes: int | None,
@@ -257,6 +269,7 @@ def serve(
         port_range=port_range,
         library=library,
         kv_disk_bytes=kv_disk_bytes or 0,
+        identity_path=identity_path,
         weights=weights_from(
             pulled,
             models_dir=models_dir,

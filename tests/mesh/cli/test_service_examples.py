@@ -1,6 +1,7 @@
 """What people copy to run a mesh as a service: units that systemd takes, and flags that exist."""
 
 import fnmatch
+import itertools
 import os
 import re
 import shlex
@@ -61,6 +62,61 @@ def test_what_stages_need_outlives_a_head_that_crashes() -> None:
     assert "KillMode=process" in settings
     assert not [line for line in settings if line.startswith("PrivateTmp=")]
     assert "ReadWritePaths=/tmp" in settings
+
+
+def options_of(words: list[str]) -> dict[str, str]:
+    """What follows each option; of a flag what follows by chance."""
+    return {word: after for word, after in itertools.pairwise(words) if word.startswith("--")}
+
+
+def require_lasting(words: list[str]) -> str:
+    """Check that a head makes a token that is valid at its next starts; returns where that is kept."""
+    options = options_of(words)
+    assert float(options["--token-hours"]) >= 365 * 24
+    assert int(options["--join-port"]) > 0
+    return options["--identity"]
+
+
+def settings_of(unit: Path) -> dict[str, str]:
+    """Settings of a unit that stand there once."""
+    return dict(re.findall(r"^(\w+)=(.*)$", unit.read_text(), re.MULTILINE))
+
+
+def test_a_head_that_is_started_again_is_the_same_for_its_hosts() -> None:
+    unit = EXAMPLES / "systemd" / "mesh-serve.service"
+    settings = settings_of(unit)
+    # systemd removes what is under %t with the service, and leaves what is under %S.
+    assert require_lasting(command_of(unit)).startswith(f"%S/{settings['StateDirectory']}/")
+    assert settings["StateDirectoryMode"] == "0700"
+    assert settings["WantedBy"] == "multi-user.target"
+    for mesh in (COMPOSE, COMPOSE.with_name("head.yaml")):
+        head = services_of(mesh)["head"]
+        path = require_lasting(head["command"])
+        mounts = dict(mount.split(":")[::-1] for mount in head["volumes"] if mount.count(":") == 1)
+        (folder,) = [target for target in mounts if path.startswith(f"{target}/")]
+        # A volume of its own, which is not in memory.
+        assert yaml.safe_load(mesh.read_text())["volumes"][mounts[folder]] is None
+        assert head["restart"] == "unless-stopped"
+        image = mesh.parent / Path(head["build"]["dockerfile"]).name
+        (user,) = [rest for word, rest in instructions_of(image) if word == "USER"]
+        # An empty volume has the owner of the folder that it is mounted on.
+        made = rf"install --directory --owner {user} --mode 700 {folder}(?!\S)"
+        assert any(re.search(made, rest) for word, rest in instructions_of(image) if word == "RUN")
+
+
+def test_a_host_is_started_again_when_the_head_has_closed_the_mesh() -> None:
+    """`mesh join` ends with code 0 then, and with 1 while the head is away."""
+    unit = settings_of(EXAMPLES / "systemd" / "mesh-join.service")
+    assert (unit["Restart"], unit["StartLimitIntervalSec"]) == ("always", "0")
+    assert unit["WantedBy"] == "multi-user.target"
+    hosts = [
+        service
+        for mesh in MESHES
+        for service in services_of(mesh).values()
+        if service["command"][0] == "join"
+    ]
+    assert len(hosts) == 3
+    assert {host["restart"] for host in hosts} == {"unless-stopped"}
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)

@@ -366,7 +366,7 @@ async def test_what_does_not_fit_at_first_is_an_error_at_once(tmp_path: Path) ->
 
 
 async def test_who_loads_a_model_beside_others_hears_of_it(tmp_path: Path) -> None:
-    asked = LoadRequest(model=str(tmp_path / "tiny.gguf"))
+    asked = LoadRequest.model_validate({"model": str(tmp_path / "tiny.gguf")})
     async with loading(tmp_path, load_request=asked) as mesh:
         mesh.driver.held["gamma"] = "load"
         await mesh.join("beta")
