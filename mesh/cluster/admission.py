@@ -102,10 +102,13 @@ class AdmissionControl:
 
     Attributes:
         token: Current token.
+        fetch_secret: Secret by which stages fetch their files. It is another one than the token's, which may
+            expire while stages are still to be loaded, and which is known to whoever was given the token.
     """
 
     def __init__(self, admissions: Admissions, token_lifetime_s: float) -> None:
         self.token = admissions.token
+        self.fetch_secret = new_secret()
         self._token_lifetime_s = token_lifetime_s
         self._rejoin_secrets = dict(admissions.rejoin_secrets)
         self._evicted = dict.fromkeys(admissions.evicted)
@@ -131,7 +134,7 @@ class AdmissionControl:
         if report.name in self._evicted:
             raise eviction(report.name)
         if not self._is_known(report):
-            self.check_secret(report.secret)
+            check_secret(report.secret, self.token)
             self.token.check_expiry(now_s)
         check_versions(report, head)
 
@@ -153,13 +156,14 @@ class AdmissionControl:
         """Void the rejoin secret of a host that leaves for good."""
         self._rejoin_secrets.pop(name, None)
 
-    def check_secret(self, secret: str) -> None:
-        """Check a secret against the current token's.
+    def check_fetch(self, secret: str) -> None:
+        """Check the secret of a stage that fetches its file, in constant time.
 
         Raises:
-            InvalidJoinToken: If it differs.
+            InvalidJoinToken: If it is not the current one.
         """
-        check_secret(secret, self.token)
+        if not hmac.compare_digest(secret.encode(), self.fetch_secret.encode()):
+            raise InvalidJoinToken("stage files are sent to stages of this head only, and its secret differs")
 
     def evict(self, name: str, connected: Collection[str], now_s: float) -> None:
         """Refuse hosts of this name from now on, and replace the token by one with its full validity.
@@ -181,6 +185,7 @@ class AdmissionControl:
         self.token = replace(
             self.token, secret=new_secret(), expires_at_s=int(now_s + self._token_lifetime_s)
         )
+        self.fetch_secret = new_secret()
 
     def is_evicted(self, name: str) -> bool:
         """Whether a host of this name was evicted."""

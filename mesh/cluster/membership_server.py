@@ -141,6 +141,11 @@ class MembershipService(rpc.MembershipServicer):
         """Join token, and hosts that are admitted or refused, for the next head."""
         return self._admission.admissions
 
+    @property
+    def fetch_secret(self) -> str:
+        """Current secret by which stages fetch their files."""
+        return self._admission.fetch_secret
+
     def listens_at(self, address: str) -> None:
         """Set the address of the service, for the token."""
         self._admission.token = replace(self._admission.token, addresses=(address,))
@@ -269,7 +274,7 @@ class MembershipService(rpc.MembershipServicer):
     ) -> AsyncIterator[wire.FetchChunk]:
         """A stage's recipe, or bytes of its file."""
         try:
-            self._admission.check_secret(request.secret)
+            self._admission.check_fetch(request.secret)
             reader = await asyncio.to_thread(self._sender.open, request)
         except MeshError as error:
             log.warning("fetch_refused", peer=context.peer(), reason=error.message)

@@ -121,8 +121,8 @@ class Head:
     @property
     def source(self) -> FetchSource:
         """Address from which hosts fetch stage files, with the current credentials."""
-        token = self.service.token
-        return FetchSource(token.addresses[0], self.authority.certificate_pem, token.secret)
+        service = self.service
+        return FetchSource(service.token.addresses[0], self.authority.certificate_pem, service.fetch_secret)
 
 
 @asynccontextmanager

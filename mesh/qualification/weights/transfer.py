@@ -61,7 +61,7 @@ async def sending_head(cache: StageCache, rate: RateLimit | None = None) -> Asyn
     server = MembershipServer(service, certificate)
     await server.start(_ADDRESS, int(address.rpartition(":")[2]))
     try:
-        yield FetchSource(address, certificate.certificate_pem, _SECRET)
+        yield FetchSource(address, certificate.certificate_pem, service.fetch_secret)
     finally:
         await server.stop()
 

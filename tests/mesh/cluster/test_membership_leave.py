@@ -78,9 +78,14 @@ async def test_an_evicted_host_is_cut_off_and_its_token_admits_nobody(tmp_path: 
         # Who was in keeps its place, and stage files are sent for the new secret only.
         assert side.members.find("attic") is not None
         recipe = put(side.cache, tmp_path)
-        with pytest.raises(InvalidJoinToken):
-            await fetch_stage(StageStore(tmp_path / "bad"), recipe.sha256, side.source)
-        source = dataclasses.replace(side.source, secret=new.secret)
+        for secret in (side.source.secret, side.token.secret, new.secret, ""):
+            with pytest.raises(InvalidJoinToken, match="its secret differs"):
+                await fetch_stage(
+                    StageStore(tmp_path / "bad"),
+                    recipe.sha256,
+                    dataclasses.replace(side.source, secret=secret),
+                )
+        source = dataclasses.replace(side.source, secret=side.service.fetch_secret)
         fetched = await fetch_stage(StageStore(tmp_path / "good"), recipe.sha256, source)
         assert fetched.path.exists()
 

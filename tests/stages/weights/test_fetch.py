@@ -54,8 +54,8 @@ from pathlib import Path
 from stages.weights.fetch import FetchSource, fetch_stage
 from stages.weights.assembly import SentPieces
 from stages.weights.disk_cache import StageStore
-folder, sha256, address, certificate = sys.argv[1:]
-source = FetchSource(address, Path(certificate).read_bytes(), "secret")
+folder, sha256, address, secret, certificate = sys.argv[1:]
+source = FetchSource(address, Path(certificate).read_bytes(), secret)
 asyncio.run(fetch_stage(StageStore(Path(folder)), sha256, source))
 """
 
@@ -194,6 +194,7 @@ async def test_a_transfer_that_is_killed_goes_on_where_it_was(
         recipe_bytes = recipe.weight_bytes
         certificate.write_bytes(side.source.certificate_pem)
         argv = [sys.executable, "-c", FETCHING, str(store.root), recipe.sha256, side.source.address]
+        argv += [side.source.secret]
         while not (store.root / f"{recipe.sha256}.gguf").exists() and num_killed < 2:
             process = subprocess.Popen([*argv, str(certificate)])  # noqa: ASYNC220 - at once
             partial = store.partial(recipe.sha256)
