@@ -86,7 +86,8 @@ class PlacementExecutor:
     ) -> tuple[PipelineStage, ...]:
         """Load all stages of the new ring.
 
-        After a failure the loaded stages remain as replicas, for the next attempt.
+        After a failure the loaded stages remain as replicas, for the next attempt. Promoted replicas are
+        replicas again.
 
         Args:
             decision: The replan.
@@ -102,6 +103,7 @@ class PlacementExecutor:
         pipeline = self._pipeline
         pipeline.intend(decision)
         fresh: dict[int, StageHandle] = {}
+        promoted: list[StageHandle] = []
         try:
             await self._evict_replicas(decision)
             await self._maker.describe(
@@ -111,10 +113,11 @@ class PlacementExecutor:
             pipeline.loading = tuple(fresh.values())
             await first_of(load_all(pipeline.loading, on_stage_error), self._watch(pipeline.loading))
             return tuple(
-                PipelineStage(new.placement, wire, fresh.get(index) or self._kept_stages(new))
+                PipelineStage(new.placement, wire, fresh.get(index) or self._kept_stage(new, promoted))
                 for index, (new, wire) in enumerate(zip(decision.stages, wires, strict=True))
             )
         except BaseException:
+            pipeline.replicas += promoted
             for handle in fresh.values():
                 if handle.is_loaded:
                     pipeline.replicas.append(handle)
@@ -134,10 +137,12 @@ class PlacementExecutor:
                     raise StageFailed(f"{handle.who} cannot be loaded: its host left")
             await self._members.changed()
 
-    def _kept_stages(self, new: NewStage) -> StageHandle | None:
+    def _kept_stage(self, new: NewStage, promoted: list[StageHandle]) -> StageHandle | None:
+        """The stage that the ring has, or a replica, which is appended to those that were promoted."""
         if new.kept is not None:
             return self._pipeline.stages[new.kept].handle
-        return self._pipeline.promote_replica(Replica(new.placement.host, new.placement.layers))
+        promoted.append(self._pipeline.promote_replica(Replica(new.placement.host, new.placement.layers)))
+        return promoted[-1]
 
     def _new_stages(self, decision: Replan, wires: Sequence[HiddenType]) -> dict[int, StageHandle]:
         """Stages to be loaded, by their index in the ring."""
@@ -174,26 +179,34 @@ class PlacementExecutor:
     async def _evict_replicas(self, decision: Replan) -> None:
         """End replicas whose memory is needed, and wait until it is free."""
         pipeline = self._pipeline
-        going = [pipeline.promote_replica(replica) for replica in decision.dropped]
-        if decision.starts_over:
-            kept = {new.kept for new in decision.stages}
-            given_up = [stage for index, stage in enumerate(pipeline.stages) if index not in kept]
-            going += [stage.handle for stage in given_up if stage.handle is not None]
-            pipeline.stages = tuple(
-                replace(stage, handle=None) if stage in given_up else stage for stage in pipeline.stages
-            )
-        for evictable in self._of_other_models(decision):
-            log.info(
-                "replica_gives_way",
-                host=evictable.replica.member.name,
-                layers=str(evictable.replica.config.layers),
-            )
-            evictable.pipeline.release(evictable.replica)
-            if evictable.replica.is_loaded:
-                going.append(evictable.replica)
-            else:
-                evictable.replica.kill()
-        await asyncio.gather(*(handle.stop() for handle in going))
+        going: list[StageHandle] = []
+        try:
+            for replica in decision.dropped:
+                handle = pipeline.promote_replica(replica)
+                going.append(handle)
+            if decision.starts_over:
+                kept = {new.kept for new in decision.stages}
+                given_up = [stage for index, stage in enumerate(pipeline.stages) if index not in kept]
+                going += [stage.handle for stage in given_up if stage.handle is not None]
+                pipeline.stages = tuple(
+                    replace(stage, handle=None) if stage in given_up else stage for stage in pipeline.stages
+                )
+            for evictable in self._of_other_models(decision):
+                log.info(
+                    "replica_gives_way",
+                    host=evictable.replica.member.name,
+                    layers=str(evictable.replica.config.layers),
+                )
+                evictable.pipeline.release(evictable.replica)
+                if evictable.replica.is_loaded:
+                    going.append(evictable.replica)
+                else:
+                    evictable.replica.kill()
+            await asyncio.gather(*(handle.stop() for handle in going))
+        finally:
+            # After a failure or a cancellation, too: they are in no list any more.
+            for handle in going:
+                handle.kill()
 
     def _of_other_models(self, decision: Replan) -> list[EvictableReplica]:
         hosts = {new.placement.host for new in decision.stages if _is_new(new)}
