@@ -1,14 +1,16 @@
-"""A mesh of services: hosts come and go while it loads, and all come back after an orderly end."""
+"""A mesh of services: hosts that are lost early, an orderly end, and a token that has expired."""
 
 from __future__ import annotations
 
 import signal
+import time
 from typing import TYPE_CHECKING
 
 import pytest
 
 from mesh.cluster.addresses import free_port
-from tests.end_to_end.cluster.test_serve import Mesh, Running, answers, is_healthy, until
+from mesh.cluster.join_token import decode
+from tests.end_to_end.cluster.test_serve import Mesh, Running, answers, is_healthy, run, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,3 +81,38 @@ def _is_waiting(head: Running) -> bool:
     """Whether it waits for hosts, and has given up a placement before."""
     phases = [event for event in head.events() if event["event"] in {"phase", "placement_given_up"}]
     return len(phases) > 1 and phases[-2]["event"] == "placement_given_up"
+
+
+def test_a_head_that_crashed_after_its_token_expired_takes_over(services: Mesh, tmp_path: Path) -> None:
+    port, join_port, token = free_port("127.0.0.1"), free_port("127.0.0.1"), tmp_path / "token"
+
+    def start_head() -> Running:
+        return services.start(
+            *("serve", "--port", str(port), "--join-port", str(join_port), "--token-file", str(token)),
+            *("--head-only", "--wait-for", "1", "--ctx-size", "512", "--linger", "60"),
+            # Long enough for a host to join.
+            *("--state", str(tmp_path / "state.json"), "--token-hours", str(20 / 3600)),
+        )
+
+    head = start_head()
+    until(token.exists, "no token file")
+    first = token.read_text()
+    host = services.start("join", "--token-file", str(token), "--name", "a", "--threads", "1")
+    until(lambda: is_healthy(port) or head.process.poll() is not None, "the mesh does not come up")
+    text = answers(port)
+    until(lambda: time.time() > decode(first).expires_at_s, "the token does not expire")
+    head.process.send_signal(signal.SIGKILL)
+    head.process.wait(60)
+    head = start_head()
+    until(lambda: is_healthy(port) or head.process.poll() is not None, "no takeover")
+    assert head.saw("join_token_replaced")
+    assert head.saw("stages_taken_over")
+    assert not head.saw("stage_loaded")
+    assert answers(port) == text
+    assert host.process.poll() is None
+    assert token.read_text() != first
+    refused = run("join", first.strip(), "--name", "b")
+    assert "expired at" in refused.stderr.splitlines()[-1]
+    # Its stages are ended, and the host, too.
+    assert head.interrupt(signal.SIGTERM)[0] == 0
+    assert host.process.wait(120) == 0
