@@ -189,6 +189,15 @@ class Ring:
             silent=tuple(sorted(self._silent)),
         )
 
+    def require_whole(self) -> None:
+        """Check that no stage is lost yet; `on_lost` was called in vain if the ring was not in use.
+
+        Raises:
+            StageFailed: With the reason of the first loss.
+        """
+        if self.loss is not None:
+            raise StageFailed(self.loss.reason)
+
     async def open(self) -> None:
         """Connect to every stage and check that together they hold the whole model, in order.
 
@@ -301,8 +310,7 @@ class Ring:
     def _check_all(self, welcomes: Sequence[wire.Welcome]) -> None:
         for index, (stage, welcome) in enumerate(zip(self._stages, welcomes, strict=True)):
             _check(index, stage, welcome)
-        if self.loss is not None:
-            raise StageFailed(self.loss.reason)
+        self.require_whole()
 
     def _on_answer(self, verdict: wire.Verdict, times: BatchTimes) -> None:
         self._liveness.note_all()

@@ -134,7 +134,11 @@ class ActiveRing:
         self._totals = [_StageTotals() for _ in stages]
 
     async def open(self) -> None:
-        """Connect to every stage; see `Ring.open`. Features that do not come at once come later."""
+        """Connect to every stage. Features that do not come at once come later.
+
+        Raises:
+            MeshError: See `Ring.open`; also if a stage was lost while features were waited for.
+        """
         features = self.features
         if features is None:
             await self.ring.open()
@@ -145,7 +149,13 @@ class ActiveRing:
         except BaseException:
             await features.close()
             raise
-        await features.settled()
+        try:
+            await features.settled()
+            # Only the first loss is reported, and in that time to nobody.
+            self.ring.require_whole()
+        except BaseException:
+            await self.close()
+            raise
 
     async def close(self) -> None:
         """Close all streams."""

@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import subprocess
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
@@ -10,10 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mesh.coordinator import feature_streams
 from mesh.coordinator.coordinator import Coordinator
+from mesh.coordinator.feature_streams import FeatureNeeds
 from mesh.coordinator.heartbeat import LivenessMonitor
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.coordinator.request_queue import RequestGate
+from mesh.coordinator.ring_stats import ActiveRing
 from mesh.engine import GenerationRequest
 from spanmesh_proto.errors import ModelDoesNotFit, StageFailed
 from stages.sampling.sampler import Sampler, SamplingParams
@@ -181,6 +185,93 @@ async def test_a_ring_that_cannot_be_opened_leaves_sessions_waiting() -> None:
         assert not coordinator.is_ready
         await ring.repair()
         assert (await answer)[0] == TEXT
+
+
+@dataclass
+class AwaitedFeatures:
+    """A first stage that gives its features only when it may: until then an opened ring waits for them."""
+
+    ring: RepairableRing
+    may_give: threading.Event
+
+    def hold(self) -> None:
+        """Keep the stage's thread, and with it the answer to whoever asks for features."""
+        self.ring.running[0].service._engine._in_worker(lambda: self.may_give.wait(30))
+
+    async def lose_the_tail(self, active_ring: ActiveRing) -> None:
+        """Lose another stage once all are connected, then give features."""
+        # Connected stages are pinged.
+        while active_ring.ring._watch is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        await self.ring.kill(2)
+        while active_ring.ring.loss is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        self.may_give.set()
+
+
+@pytest.fixture
+def awaited_features(monkeypatch: pytest.MonkeyPatch) -> AwaitedFeatures:
+    monkeypatch.setattr(feature_streams, "_CONNECT_PATIENCE_S", 30.0)
+    return AwaitedFeatures(RepairableRing(), threading.Event())
+
+
+WITH_FEATURES = replace(
+    OPTIONS, feature_needs=FeatureNeeds((0,), 3, 1), repair_wait_s=30.0, ping_timeout_s=30.0
+)
+
+
+async def test_a_ring_that_loses_a_stage_while_it_waits_for_features_does_not_start(
+    awaited_features: AwaitedFeatures,
+) -> None:
+    ring = awaited_features.ring
+    coordinator = Coordinator(
+        await ring.fill(),
+        WITH_FEATURES,
+        mesh_id=ring.mesh_id,
+        mesh_key=ring.mesh_key,
+        make_proposers=None,
+        clock_s=asyncio.get_running_loop().time,
+    )
+    awaited_features.hold()
+    async with asyncio.timeout(20):
+        starting = asyncio.create_task(coordinator.start())
+        await awaited_features.lose_the_tail(coordinator._active_ring)
+        with pytest.raises(StageFailed):
+            await starting
+        assert not coordinator.is_ready
+        await coordinator.stop()
+        await ring.close()
+
+
+async def test_a_new_ring_that_loses_a_stage_while_it_waits_for_features_is_repaired(
+    awaited_features: AwaitedFeatures,
+) -> None:
+    ring = awaited_features.ring
+    async with asyncio.timeout(40), serving(ring, WITH_FEATURES) as coordinator:
+        parts = coordinator.generate(REQUEST)
+        said = list((await anext(parts)).tokens)
+        opened: list[ActiveRing] = []
+        open_ring = coordinator._open_ring
+
+        def noted(*args: object, **more: object) -> ActiveRing:
+            opened.append(open_ring(*args, **more))  # type: ignore[arg-type]
+            return opened[-1]
+
+        coordinator._open_ring = noted  # type: ignore[method-assign]
+        coordinator.pause("stages move")
+        addresses = await ring.fill()
+        awaited_features.hold()
+        moving = asyncio.create_task(coordinator.reconnect(addresses, ring.mesh_id, ring.mesh_key))
+        while not opened:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        await awaited_features.lose_the_tail(opened[0])
+        with pytest.raises(StageFailed):
+            await moving
+        assert not coordinator.is_ready
+        await ring.repair()
+        async for part in parts:
+            said += part.tokens
+    assert said == TEXT
 
 
 async def test_nobody_waits_at_a_gate_that_is_open() -> None:
