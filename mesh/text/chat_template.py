@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 from enum import Enum, auto
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from mesh.text.conversation_repair import EVERY, Repair, repaired
 from mesh.text.message_parts import call_format_of, knows_tools
-from mesh.text.template_process import Rendering, TemplateProcess, shared_template_process
+from mesh.text.template_needs import needs_of
+from mesh.text.template_process import (
+    Rendering,
+    TemplateProcess,
+    TemplateRefusal,
+    shared_template_process,
+)
 from spanmesh_proto.errors import InvalidRequest, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from datetime import datetime
 
     from mesh.text.message_parts import CallFormat
@@ -143,6 +151,21 @@ class ChatTemplate:
         """Format of the model's calls."""
         return call_format_of(self._source)
 
+    @cached_property
+    def needs(self) -> Repair:
+        """Repairs of conversations that the template needs; see `needs_of`. Blocks, the first time.
+
+        Raises:
+            InvalidRequest: If the template takes too long or writes more than the bound.
+            Overloaded: If the template was busy with other conversations for too long.
+        """
+        return needs_of(self._tried, knows_tools=knows_tools(self._source))
+
+    @property
+    def has_one_call(self) -> bool:
+        """Whether a message holds at most one call for this template. Blocks, the first time; see `needs`."""
+        return Repair.SPLIT_CALLS in self.needs
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -153,7 +176,8 @@ class ChatTemplate:
     ) -> str:
         """The prompt, up to where the assistant's answer begins or continues. Blocks.
 
-        Templates without support for tools get them, calls and results as text: see `with_tool_note`.
+        Templates without support for tools get them, calls and results as text: see `with_tool_note`. Of
+        shapes that a template does not take, the conversation is repaired; others stay as they are.
 
         Args:
             messages: Each with at least `role` and `content`, both text; the arguments of calls are values.
@@ -174,18 +198,10 @@ class ChatTemplate:
             messages = [*messages[:-1], {**last, "content": last["content"] + mark}]
         values = {
             **(variables or {}),
-            "messages": messages,
             "tools": tools or None,
             "add_generation_prompt": ending is Ending.ANSWER,
         }
-        try:
-            text = self._rendered(values)
-        except InvalidRequest:
-            in_text = arguments_as_text(messages)
-            if in_text is None:
-                raise
-            # Some templates print arguments as they are.
-            text = self._rendered({**values, "messages": in_text})
+        text = self._accepted(messages, values)
         if ending is Ending.CONTINUED:
             before, found, _ = text.rpartition(mark)
             if not found:
@@ -196,6 +212,48 @@ class ChatTemplate:
                 )
             return before
         return text
+
+    def _accepted(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
+        """The prompt of the first form of a conversation that the template takes."""
+        refusals = []
+        for form in self._forms(messages):
+            try:
+                return self._rendered({**values, "messages": form})
+            except TemplateRefusal as refusal:
+                refusals.append(refusal.reason)
+        raise InvalidRequest(
+            f"the model's chat template does not accept this conversation: {refusals[0]}", param="messages"
+        )
+
+    def _forms(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
+        """Forms of a conversation: with the repairs that the template needs, then with more."""
+        every = repaired(messages, EVERY)
+        is_plain = every == list(messages)
+        form: Sequence[Mapping[str, Any]] = messages if is_plain else repaired(messages, self.needs)
+        yield from _with_text_arguments(form)
+        if is_plain:
+            return
+        # For shapes that nothing was found out about, such as calls without results.
+        seen = [form]
+        for form in (
+            repaired(messages, EVERY & ~Repair.FOLD_SYSTEM),
+            every,
+            repaired(with_tool_note(messages, ()), EVERY),
+        ):
+            if form not in seen:
+                seen.append(form)
+                yield from _with_text_arguments(form)
+
+    def _tried(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str | None:
+        """The prompt of a conversation as it is; None if the template refuses it."""
+        for form in _with_text_arguments(messages):
+            try:
+                return self._rendered(
+                    {"messages": form, "tools": tools or None, "add_generation_prompt": True}
+                )
+            except TemplateRefusal:
+                continue
+        return None
 
     def _rendered(self, values: Mapping[str, Any]) -> str:
         text = self._process.render(
@@ -209,9 +267,10 @@ class ChatTemplate:
         return text
 
     def try_out(self) -> None:
-        """Render a short conversation: starts the process, and finds templates that never work. Blocks."""
+        """Render short conversations: starts the process, and finds templates that never work. Blocks."""
         try:
             self.render([{"role": "user", "content": "Hello"}])
+            _ = self.needs
         except RequestError as error:
             log.warning("chat_template_fails", reason=error.message)
 
@@ -250,6 +309,16 @@ def arguments_as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
         ]
         found.append({**message, "tool_calls": calls} if calls else dict(message))
     return found
+
+
+def _with_text_arguments(
+    messages: Sequence[Mapping[str, Any]],
+) -> Iterator[Sequence[Mapping[str, Any]]]:
+    """A conversation, and the same with arguments of calls as text: some templates print them as they are."""
+    yield messages
+    in_text = arguments_as_text(messages)
+    if in_text is not None:
+        yield in_text
 
 
 def _json_text(value: Any) -> str:

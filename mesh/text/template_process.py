@@ -26,6 +26,18 @@ LIMIT_S: Final = 5.0
 _RETRY_AFTER_S: Final = 2
 
 
+class TemplateRefusal(Exception):
+    """A template's own error: of this conversation, in this form.
+
+    Args:
+        reason: The template's message.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 @dataclass(frozen=True)
 class Rendering:
     """A request to render.
@@ -63,7 +75,8 @@ class TemplateProcess:
         """The prompt; None if it is longer than the bound. Blocks.
 
         Raises:
-            InvalidRequest: If the template fails, takes too long or too much memory.
+            TemplateRefusal: If the template fails.
+            InvalidRequest: If it takes too long, or ends its process.
             Overloaded: If others took too long.
         """
         line = json.dumps(vars(asked)).encode() + b"\n"
@@ -77,10 +90,7 @@ class TemplateProcess:
         finally:
             self._lock.release()
         if "reason" in answer:
-            raise InvalidRequest(
-                f"the model's chat template does not accept this conversation: {answer['reason']}",
-                param="messages",
-            )
+            raise TemplateRefusal(answer["reason"])
         text: str | None = answer["text"]
         return text
 

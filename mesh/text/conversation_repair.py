@@ -1,0 +1,283 @@
+"""Repairs of conversations that a chat template refuses, or does not write out as they are.
+
+Each repair changes nothing but the shape that it is for, and what is before that shape stays as it is: the
+prompts of a conversation's turns begin alike, whichever repairs they need.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from enum import Flag, auto
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    Messages = list[dict[str, Any]]
+
+
+class Repair(Flag):
+    """A repair of a conversation."""
+
+    DROP_EMPTY = auto()
+    """Messages of the assistant without text and calls are left out."""
+    RESULTS_FIRST = auto()
+    """Results move ahead of what stands between them and their calls."""
+    JOIN_LEADING_SYSTEM = auto()
+    """System messages at the beginning become one."""
+    PLACE_LATER_SYSTEM = auto()
+    """Other system messages become text of the result before them, or of the user, where they are."""
+    FOLD_SYSTEM = auto()
+    """System messages at the beginning become the beginning of the first user message."""
+    ADD_USER = auto()
+    """A conversation without a user message gets one: its instructions, or a note."""
+    OPEN_WITH_USER = auto()
+    """A note of the user comes before another that speaks first."""
+    SPLIT_CALLS = auto()
+    """A message of several calls becomes messages of one call, each followed by its results."""
+    FOLD_AFTER_RESULTS = auto()
+    """What the user says directly behind a result becomes a part of the result."""
+    JOIN_NEIGHBOURS = auto()
+    """Neighbouring messages of the user become one, and so do those of the assistant."""
+    SHORT_IDS = auto()
+    """Ids of calls become nine letters and digits, as Mistral's templates want them."""
+
+
+EVERY: Final = ~Repair(0)
+
+_BETWEEN: Final = "\n\n"
+_ID_CHARS: Final = 9
+# Around instructions within the conversation, in plain words: tags are control tokens of some vocabularies.
+_SYSTEM_BEGIN: Final = "[System message]\n"
+_SYSTEM_END: Final = "\n[End of system message]"
+_OPENING: Final = "(The user has said nothing yet.)"
+
+
+def repaired(messages: Sequence[Mapping[str, Any]], repairs: Repair) -> Messages:
+    """A conversation after some repairs, in the order of their definition.
+
+    Args:
+        messages: Messages in the form of chat templates: each with `role` and `content`, which is text.
+        repairs: What to repair.
+    """
+    found = [dict(message) for message in messages]
+    for repair, step in _STEPS.items():
+        if repair in repairs:
+            found = step(found)
+    return found
+
+
+def _drop_empty(messages: Messages) -> Messages:
+    return [
+        message
+        for message in messages
+        if message["role"] != "assistant" or message["content"] or message.get("tool_calls")
+    ]
+
+
+def _results_first(messages: Messages) -> Messages:
+    found: Messages = []
+    for turn in _turns(messages):
+        if turn[0].get("tool_calls"):
+            found += [turn[0], *_results(turn), *_others(turn)]
+        else:
+            found += turn
+    return found
+
+
+def _join_leading_system(messages: Messages) -> Messages:
+    num_system = _num_leading_system(messages)
+    return [*([_merged(messages[:num_system])] if num_system else []), *messages[num_system:]]
+
+
+def _place_later_system(messages: Messages) -> Messages:
+    num_system = _num_leading_system(messages)
+    later = [
+        {**message, "content": f"{_SYSTEM_BEGIN}{message['content']}{_SYSTEM_END}"}
+        if message["role"] == "system"
+        else message
+        for message in messages[num_system:]
+        if message["role"] != "system" or message["content"]
+    ]
+    # With a result, since a user message would end the turn: some templates then drop the turn's reasoning.
+    placed = _joined(later, lambda first, message: first["role"] == "tool" and message["role"] == "system")
+    as_user = [{**message, "role": "user"} if message["role"] == "system" else message for message in placed]
+    return [*messages[:num_system], *as_user]
+
+
+def _fold_system(messages: Messages) -> Messages:
+    num_system = _num_leading_system(messages)
+    system, rest = messages[:num_system], messages[num_system:]
+    if not any(message["content"] for message in system):
+        return rest
+    first = rest[:1] if rest and rest[0]["role"] == "user" else []
+    return [{**_merged([*system, *first]), "role": "user"}, *rest[len(first) :]]
+
+
+def _add_user(messages: Messages) -> Messages:
+    if any(message["role"] == "user" for message in messages):
+        return messages
+    num_system = _num_leading_system(messages)
+    if num_system == len(messages) and num_system:
+        return [{**_merged(messages), "role": "user"}]
+    return _opened(messages)
+
+
+def _open_with_user(messages: Messages) -> Messages:
+    rest = messages[_num_leading_system(messages) :]
+    return _opened(messages) if rest and rest[0]["role"] != "user" else messages
+
+
+def _opened(messages: Messages) -> Messages:
+    num_system = _num_leading_system(messages)
+    return [*messages[:num_system], {"role": "user", "content": _OPENING}, *messages[num_system:]]
+
+
+def _split_calls(messages: Messages) -> Messages:
+    found: Messages = []
+    for turn in _turns(messages):
+        calls = turn[0].get("tool_calls") or []
+        if len(calls) < 2:
+            found += turn
+            continue
+        results = _results(turn)
+        by_call: list[Messages] = [[] for _call in calls]
+        for result, owner in zip(results, _owners(calls, results), strict=True):
+            by_call[owner].append(result)
+        for index, (call, answers) in enumerate(zip(calls, by_call, strict=True)):
+            message = {"role": "assistant", "content": ""} if index else turn[0]
+            found += [{**message, "tool_calls": [call]}, *answers]
+        found += _others(turn)
+    return found
+
+
+def _fold_after_results(messages: Messages) -> Messages:
+    return _joined(messages, lambda first, message: first["role"] == "tool" and message["role"] == "user")
+
+
+def _join_neighbours(messages: Messages) -> Messages:
+    groups: list[Messages] = []
+    for message in messages:
+        last = groups[-1][-1] if groups else None
+        is_same = last is not None and last["role"] == message["role"] and not last.get("tool_calls")
+        if is_same and message["role"] in {"user", "assistant"}:
+            groups[-1].append(message)
+        else:
+            groups.append([message])
+    return [_merged(group) for group in groups]
+
+
+def _short_ids(messages: Messages) -> Messages:
+    found: Messages = []
+    for number, turn in enumerate(_turns(messages)):
+        calls, results = turn[0].get("tool_calls") or [], _results(turn)
+        ids = [_short_id(call.get("id") or f"{number}.{index}") for index, call in enumerate(calls)]
+        owners = _owners(calls, results) if calls else []
+        named = iter(
+            [ids[owner] for owner in owners]
+            or [_short_id(str(result.get("tool_call_id") or number)) for result in results]
+        )
+        for message in turn:
+            if message["role"] == "tool":
+                found.append({**message, "tool_call_id": next(named)})
+            elif calls and message is turn[0]:
+                renamed = [{**call, "id": short} for call, short in zip(calls, ids, strict=True)]
+                found.append({**message, "tool_calls": renamed})
+            else:
+                found.append(message)
+    return found
+
+
+_STEPS: Final[dict[Repair, Callable[[Messages], Messages]]] = {
+    Repair.DROP_EMPTY: _drop_empty,
+    Repair.RESULTS_FIRST: _results_first,
+    Repair.JOIN_LEADING_SYSTEM: _join_leading_system,
+    Repair.PLACE_LATER_SYSTEM: _place_later_system,
+    Repair.FOLD_SYSTEM: _fold_system,
+    Repair.ADD_USER: _add_user,
+    Repair.OPEN_WITH_USER: _open_with_user,
+    Repair.SPLIT_CALLS: _split_calls,
+    Repair.FOLD_AFTER_RESULTS: _fold_after_results,
+    Repair.JOIN_NEIGHBOURS: _join_neighbours,
+    Repair.SHORT_IDS: _short_ids,
+}
+
+
+def _num_leading_system(messages: Messages) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda message: message["role"] == "system", messages))
+
+
+def _turns(messages: Messages) -> list[Messages]:
+    """Runs of messages that each begin with the assistant's, but for the first."""
+    turns: list[Messages] = []
+    for message in messages:
+        if message["role"] == "assistant" or not turns:
+            turns.append([])
+        turns[-1].append(message)
+    return turns
+
+
+def _results(turn: Messages) -> Messages:
+    return [message for message in turn if message["role"] == "tool"]
+
+
+def _others(turn: Messages) -> Messages:
+    """What is neither the turn's first message nor a result."""
+    return [message for message in turn[1:] if message["role"] != "tool"]
+
+
+def _owners(calls: Sequence[Mapping[str, Any]], results: Messages) -> list[int]:
+    """Index of the call of each result: by its id, or else the next call that no result names.
+
+    Args:
+        calls: One or more.
+        results: Results of these calls, or of none that is known.
+    """
+    by_id = {call["id"]: index for index, call in enumerate(calls) if call.get("id")}
+    named = {by_id.get(result.get("tool_call_id")) for result in results}
+    free = (index for index in range(len(calls)) if index not in named)
+    last = len(calls) - 1
+    return [
+        next(free, last) if (owner := by_id.get(result.get("tool_call_id"))) is None else owner
+        for result in results
+    ]
+
+
+def _short_id(text: str) -> str:
+    if len(text) == _ID_CHARS and text.isascii() and text.isalnum():
+        return text
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:_ID_CHARS]
+
+
+def _joined(messages: Messages, joins: Callable[[dict[str, Any], dict[str, Any]], bool]) -> Messages:
+    """Messages, some of which became a part of the one before them.
+
+    Args:
+        messages: All messages.
+        joins: Whether a message, the second argument, becomes a part of the first.
+    """
+    groups: list[Messages] = []
+    for message in messages:
+        if groups and joins(groups[-1][0], message):
+            groups[-1].append(message)
+        else:
+            groups.append([message])
+    return [_merged(group) for group in groups]
+
+
+def _merged(group: Messages) -> dict[str, Any]:
+    """One message of several: the fields of the first that has them, and all texts."""
+    if len(group) == 1:
+        return group[0]
+    whole: dict[str, Any] = {}
+    for message in reversed(group):
+        whole |= message
+    for name in ("content", "reasoning_content"):
+        if name in whole:
+            whole[name] = _text(message.get(name) for message in group)
+    return whole
+
+
+def _text(parts: Iterable[Any]) -> str:
+    return _BETWEEN.join(part for part in parts if part)
