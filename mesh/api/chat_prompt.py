@@ -162,6 +162,8 @@ def render_prompt(backend: Backend, conversation: Conversation) -> ChatPrompt:
             tools=[] if tools is None else tools.for_template(),
             ending=conversation.ending,
         )
+        # A template that takes one call a message could not show two in the next turn.
+        has_one_call = tools is not None and (tools.has_one_call or template.has_one_call)
     except InvalidRequest as error:
         # The template reports `messages`, whichever field they came from.
         param = conversation.param if error.param == "messages" else error.param
@@ -177,7 +179,7 @@ def render_prompt(backend: Backend, conversation: Conversation) -> ChatPrompt:
     output_format = OutputFormat(
         call_format=None if tools is None else template.call_format,
         names=frozenset() if tools is None else tools.names,
-        has_one_call=tools is not None and tools.has_one_call,
+        has_one_call=has_one_call,
         splits_reasoning=conversation.splits_reasoning,
         is_in_reasoning=thought_end is not None,
         shows_think_marks=not conversation.splits_reasoning,
