@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError
@@ -23,6 +23,9 @@ from mesh.api.protocol import (
 )
 from mesh.api.request_parsing import as_invalid_request
 from spanmesh_proto.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # A client puts a line about itself into the system prompt, another one with each request: no prefix of the
 # prompt would ever be in a cache.
@@ -74,26 +77,37 @@ class RedactedThinkingBlock(StrictBody):
     type: Literal["redacted_thinking"]
 
 
-Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+class ToolChangeBlock(StrictBody):
+    """A tool that is offered or withdrawn from here on; the model is shown all of `tools` anyhow."""
+
+    type: Literal["tool_addition", "tool_removal"]
+    tool: dict[str, Any]
+
+
+Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock | ToolChangeBlock
 _KINDS: Final[dict[str, type[Block]]] = {
     "text": TextBlock,
+    "tool_addition": ToolChangeBlock,
+    "tool_removal": ToolChangeBlock,
     "tool_use": ToolUseBlock,
     "tool_result": ToolResultBlock,
     "thinking": ThinkingBlock,
     "redacted_thinking": RedactedThinkingBlock,
 }
 _BY_ROLE: Final[dict[str, tuple[type[Block], ...]]] = {
-    "system": (TextBlock,),
+    "system": (TextBlock, ToolChangeBlock),
     "user": (TextBlock, ToolResultBlock),
     "assistant": (TextBlock, ToolUseBlock, ThinkingBlock, RedactedThinkingBlock),
 }
 
 
 class SystemTurn(StrictBody):
-    """Instructions within the conversation."""
+    """Instructions within the conversation, if it has any. `output_config` changes nothing."""
 
     role: Literal["system"]
-    content: str | Annotated[list[TextBlock], Field(min_length=1)]
+    content: str | list[TextBlock | ToolChangeBlock] | None = None
+    clear_at: Literal["next_user_message", "never"] | None = None
+    output_config: dict[str, Any] | None = None
 
 
 class UserTurn(StrictBody):
@@ -300,7 +314,8 @@ class CountBody(ConversationParams):
 class MessagesBody(GenerationBody, ConversationParams):
     """`POST /v1/messages`."""
 
-    max_tokens: Annotated[int, Field(ge=1)]
+    # 0 reads the prompt into the caches, and answers nothing.
+    max_tokens: Annotated[int, Field(ge=0)]
     stop_sequences: Annotated[
         tuple[str, ...], PlainValidator(parse_stops, json_schema_input_type=StopList | None)
     ] = ()
@@ -309,28 +324,33 @@ class MessagesBody(GenerationBody, ConversationParams):
     # One answer.
     n: Annotated[int | None, between(1, 1), Field(json_schema_extra={"minimum": 1, "maximum": 1})] = None
 
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens of the answer."""
+        return 0 if self.max_tokens == 0 and self.n_predict in (None, 0) else super().token_limit
+
 
 def messages_of(turns: list[Any], system: str | list[TextBlock] | None) -> list[dict[str, Any]]:
     """The conversation as messages in the form of chat templates.
 
     Consecutive turns of one role are one message, as at Anthropic, and so are instructions at the beginning.
-    Results of calls come before what the user says in the same turn.
+    Results of calls come before what the user says in the same turn. Instructions without a text are left
+    out, and so are those that a later turn of the user clears.
 
     Args:
         turns: `messages` of the request.
         system: `system` of the request.
 
     Raises:
-        InvalidRequest: Naming the block at fault.
+        InvalidRequest: Naming the block at fault, or if nothing is left.
     """
     texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
     instructions = [text for text in map(_without_billing, texts) if text]
     messages: list[dict[str, Any]] = []
-    read = (_blocks_of(turn, f"messages[{index}]") for index, turn in enumerate(turns))
-    for role, same in itertools.groupby(read, key=lambda turn: turn[0]):
+    for role, same in itertools.groupby(_shown_turns(turns), key=lambda turn: turn[0]):
         blocks = [block for _role, found in same for block in found]
         if role == "system":
-            said = [block.text for block in blocks if isinstance(block, TextBlock)]
+            said = [block.text for block in blocks if isinstance(block, TextBlock) and block.text]
             if messages:
                 messages.append({"role": "system", "content": "\n\n".join(said)})
             else:
@@ -341,7 +361,33 @@ def messages_of(turns: list[Any], system: str | list[TextBlock] | None) -> list[
             messages.append(_assistant_message(blocks))
     if instructions:
         messages.insert(0, {"role": "system", "content": "\n\n".join(instructions)})
+    if not messages:
+        raise InvalidRequest("messages: they say nothing: send a message of the user", param="messages")
     return messages
+
+
+def _shown_turns(turns: list[Any]) -> Iterator[tuple[str, list[Block]]]:
+    """Role and blocks of each turn that the model is shown."""
+    last_user = max(
+        (index for index, turn in enumerate(turns) if isinstance(turn, dict) and turn.get("role") == "user"),
+        default=-1,
+    )
+    for index, turn in enumerate(turns):
+        where = f"messages[{index}]"
+        role, blocks = _blocks_of(turn, where)
+        if role == "system":
+            is_cleared = _is_cleared_by_user(turn, where) and index < last_user
+            if is_cleared or not any(isinstance(block, TextBlock) and block.text for block in blocks):
+                continue
+        yield role, blocks
+
+
+def _is_cleared_by_user(turn: dict[str, Any], where: str) -> bool:
+    clear_at = turn.get("clear_at")
+    if clear_at not in (None, "never", "next_user_message"):
+        param = f"{where}.clear_at"
+        raise InvalidRequest(f"{param}: must be next_user_message or never", param=param)
+    return clear_at == "next_user_message"
 
 
 def _without_billing(text: str) -> str:
@@ -356,11 +402,13 @@ def _blocks_of(turn: Any, where: str) -> tuple[str, list[Block]]:
         raise InvalidRequest(f"{where}.role: must be user, assistant or system", param=f"{where}.role")
     if isinstance(content, str):
         return role, [TextBlock(type="text", text=content)]
+    if content is None and role == "system":
+        return role, []
     if not isinstance(content, list):
         raise InvalidRequest(
             f"{where}.content: must be a string or a list of content blocks", param=f"{where}.content"
         )
-    if not content and role != "assistant":
+    if not content and role == "user":
         raise InvalidRequest(f"{where}.content: must not be empty", param=f"{where}.content")
     return role, [_block(raw, role, f"{where}.content[{place}]") for place, raw in enumerate(content)]
 

@@ -65,6 +65,7 @@ BEYOND_SCHEMAS = (
     "is a chat model",
     "they are the same setting",
     "so there would be no answer",
+    "they say nothing",
 )
 # What these hold is in a language of its own.
 LANGUAGES = frozenset({"grammar", "json_schema", "response_format", "text"})
