@@ -82,6 +82,16 @@ def test_a_tool_is_called_and_its_result_used(client: anthropic.Anthropic) -> No
     assert second.usage.cache_read_input_tokens
 
 
+def test_a_prompt_that_was_read_ahead_is_in_the_cache(client: anthropic.Anthropic) -> None:
+    asked: Any = {**ASKED, "messages": [{"role": "user", "content": "Which birds cannot fly? Name three."}]}
+    ahead = client.messages.create(**{**asked, "max_tokens": 0})
+    assert (ahead.content, ahead.stop_reason, ahead.usage.output_tokens) == ([], "max_tokens", 0)
+    answer = client.messages.create(**asked)
+    # All but the last token, which is computed again for what follows it.
+    assert answer.usage.input_tokens <= 1
+    assert answer.content
+
+
 def test_a_wrong_key_is_an_authentication_error(mesh_url: str) -> None:
     with (
         anthropic.Anthropic(base_url=mesh_url, api_key="sk-unknown", max_retries=0) as client,
