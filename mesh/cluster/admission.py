@@ -94,7 +94,7 @@ class AdmissionControl:
 
     A rejoin secret is random, made for one name, and has no expiry: a host that lost its network comes back
     whatever became of the token. Secrets derived from one key and the name would do without a list, but
-    whoever had joined under several names could come back under the others after an eviction.
+    a machine that had joined under several names could come back under the others after an eviction.
 
     Args:
         admissions: Token, and hosts of earlier heads.
@@ -103,7 +103,7 @@ class AdmissionControl:
     Attributes:
         token: Current token.
         fetch_secret: Secret by which stages fetch their files. It is another one than the token's, which may
-            expire while stages are still to be loaded, and which is known to whoever was given the token.
+            expire while stages are still to be loaded, and which all holders of the token know.
     """
 
     def __init__(self, admissions: Admissions, token_lifetime_s: float) -> None:

@@ -151,7 +151,7 @@ class ActiveRing:
             raise
         try:
             await features.settled()
-            # Only the first loss is reported, and in that time to nobody.
+            # Only the first loss is reported, and nothing listens for it in that time.
             self.ring.require_whole()
         except BaseException:
             await self.close()

@@ -272,7 +272,7 @@ class ModelDeployment:
             watch: Hosts that the attempt counted on.
         """
         if self._model.load_request is not None:
-            # Whoever asked for it hears of it.
+            # The request for it is answered with the error.
             return False
         if isinstance(error, (ModelDoesNotFit, NotEnoughHosts)):
             return watch.look() or self._num_placements_given_up > 0

@@ -182,7 +182,7 @@ class IdentityFile:
             raise _refusal(
                 f"{_OPTION} {self.path} holds the mesh's private key and is not private to this user (it is "
                 f"user {found.st_uid}'s, with mode {stat.S_IMODE(found.st_mode):o}): remove it for a new "
-                "mesh; or, if nobody has read it, make it this user's and run `chmod 600` on it"
+                "mesh; or, if no other user has read it, make it this user's and run `chmod 600` on it"
             )
 
 
