@@ -230,7 +230,7 @@ class ChatTemplate:
         every = repaired(messages, EVERY)
         is_plain = every == list(messages)
         form: Sequence[Mapping[str, Any]] = messages if is_plain else repaired(messages, self.needs)
-        yield from _with_text_arguments(form)
+        yield from _with_other_arguments(form)
         if is_plain:
             return
         # For shapes that nothing was found out about, such as calls without results.
@@ -242,11 +242,11 @@ class ChatTemplate:
         ):
             if form not in seen:
                 seen.append(form)
-                yield from _with_text_arguments(form)
+                yield from _with_other_arguments(form)
 
     def _tried(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str | None:
         """The prompt of a conversation as it is; None if the template refuses it."""
-        for form in _with_text_arguments(messages):
+        for form in _with_other_arguments(messages):
             try:
                 return self._rendered(
                     {"messages": form, "tools": tools or None, "add_generation_prompt": True}
@@ -300,10 +300,21 @@ def arguments_as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     """The conversation with the arguments of its calls as JSON texts; None if there are none."""
     if not any(message.get("tool_calls") for message in messages):
         return None
+    return _with_arguments(messages, _json_text)
+
+
+def arguments_as_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation with the arguments of its calls as objects, with one member if they are none."""
+    return _with_arguments(messages, lambda value: value if isinstance(value, dict) else {"arguments": value})
+
+
+def _with_arguments(
+    messages: Sequence[Mapping[str, Any]], convert: Callable[[Any], Any]
+) -> list[dict[str, Any]]:
     found = []
     for message in messages:
         calls = [
-            {**call, "function": {**function, "arguments": _json_text(function["arguments"])}}
+            {**call, "function": {**function, "arguments": convert(function["arguments"])}}
             for call in message.get("tool_calls") or ()
             for function in (call["function"],)
         ]
@@ -311,14 +322,21 @@ def arguments_as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     return found
 
 
-def _with_text_arguments(
+def _with_other_arguments(
     messages: Sequence[Mapping[str, Any]],
 ) -> Iterator[Sequence[Mapping[str, Any]]]:
-    """A conversation, and the same with arguments of calls as text: some templates print them as they are."""
+    """A conversation, and the same with arguments of calls in other forms, if there are any.
+
+    Some templates print them as they are, so as text. Others write each by its name, which those of a call
+    that was cut do not have.
+    """
     yield messages
     in_text = arguments_as_text(messages)
     if in_text is not None:
         yield in_text
+        in_objects = arguments_as_objects(messages)
+        if in_objects != list(messages):
+            yield in_objects
 
 
 def _json_text(value: Any) -> str:

@@ -261,6 +261,22 @@ async def test_calls_between_tags_there_and_back(smollm2_path: Path) -> None:
     assert f"assistant:I look.<function=weather>{at}{days}</function>|tool:rain|" in prompt
 
 
+@pytest.mark.parametrize("arguments", ['{"city": "Os', "null", "[1]"])
+async def test_a_call_that_was_cut_does_not_end_the_conversation(smollm2_path: Path, arguments: str) -> None:
+    tokenizer = Tokenizer(smollm2_path)
+    tokenizer.chat_template = TAGS_IN_TEMPLATE
+    engine = saying(tokenizer, "Well.")
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    turns = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    async with running_api(engine, tokenizer) as api:
+        response = await api.http.post(CHAT, json={"messages": turns, "tools": [WEATHER]})
+    assert response.status_code == 200, response.text
+    said = "None" if arguments == "null" else arguments
+    assert f"<function=weather><parameter=arguments>\n{said}\n</parameter></function>" in shown(
+        engine, tokenizer
+    )
+
+
 @pytest.mark.parametrize("ends", [True, False])
 async def test_a_call_without_its_end_tags_is_complete_unless_the_limit_cut_it(
     smollm2_path: Path,

@@ -167,6 +167,17 @@ def test_names_that_no_tag_can_hold_are_left_to_json() -> None:
     assert matches(make_automaton(loose.gbnf), call)
 
 
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_values_that_are_only_themselves_are_refused(*, is_strict: bool) -> None:
+    it = {"$ref": "#/$defs/it"}
+    schema = {"type": "object", "properties": {"a": it}, "$defs": {"it": {"anyOf": [it, it, {}]}}}
+    tools = ToolUse(
+        ({"name": "look", "parameters": schema},), strict_names=frozenset({"look"} if is_strict else ())
+    )
+    with pytest.raises(InvalidRequest, match="the function look"):
+        call_grammar(tools, CallFormat.QWEN, has_one_call=True)
+
+
 @pytest.mark.parametrize("end", ["</think>", "[/THINK]"])
 def test_calls_come_behind_reasoning_that_the_prompt_began(end: str) -> None:
     automaton = make_automaton(grammar_of((NOTHING,), CallFormat.LLAMA, has_one_call=True, thought_end=end))
