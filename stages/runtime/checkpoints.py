@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _RECURRENT_PART: Final = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+_COUNT_BYTES: Final = 4
 
 
 class StateCheckpoints:
@@ -52,6 +53,22 @@ class StateCheckpoints:
     def positions(self, slot: int) -> tuple[int, ...]:
         """Positions of a slot's copies, ascending."""
         return tuple(sorted(self._copies[slot]))
+
+    def hold_rows(self, empty_slot: int) -> bool:
+        """Whether copies hold attention rows, those in sliding windows, beside recurrent cells.
+
+        Where they do not, as in `llama_memory_recurrent` and `llama_memory_hybrid`, a copy begins with the
+        number of recurrent cells, and that of an empty slot with 0. Other copies begin with a number of
+        caches (`llama_memory_hybrid_iswa`) or a magic number (`llama_kv_cache_dsv4`), neither of which is 0.
+
+        Args:
+            empty_slot: Slot without positions.
+
+        Raises:
+            StageFailed: If llama.cpp does not return its state.
+        """
+        count = without_head(self.read(empty_slot))[:_COUNT_BYTES]
+        return count.size < _COUNT_BYTES or bool(count.any())
 
     def save(self, slot: int, position: int) -> None:
         """Copy the slot's state, which is the one at `position`.

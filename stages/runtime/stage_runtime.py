@@ -132,8 +132,8 @@ class StageRuntime:
         self._lengths = [0] * options.num_slots
         # Fewest positions to which a slot can go back: before, rows in sliding windows are missing.
         self._floors = [0] * options.num_slots
-        # llama.cpp copies the rows of a slot at the next decode, not at the call.
-        self._has_copies_to_come = False
+        # Slots whose rows llama.cpp copies, or copies from, at the next decode, not at the call.
+        self._copying: set[int] = set()
         try:
             self._context = self._make_context()
         except BaseException:
@@ -141,6 +141,8 @@ class StageRuntime:
             raise
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._checkpoints = StateCheckpoints(self._context, options.num_slots)
+        # States are put back at the call: rows among them would be overwritten by a copy that comes later.
+        self._copies_at_call = not self.info.can_trim and self._checkpoints.hold_rows(0)
         self._feature_taps = FeatureTaps(
             self._tap, self._context, self.info.layers, n_layers=self.info.n_layers, n_embd=self.info.n_embd
         )
@@ -334,10 +336,13 @@ class StageRuntime:
         """Replace the content of a slot by the first positions of another.
 
         In a shared cache the two share the cells. Between separate caches llama.cpp copies all of it, before
-        the next decode.
+        the next decode; recurrent cells are shared until then. Only where states hold rows in sliding windows
+        all that the source holds is copied now, through memory.
 
         Raises:
             InvalidWindow: If a slot does not exist, or the source holds fewer positions.
+            UncuttableModel: If the source's memory cannot go back to this position.
+            StageFailed: If llama.cpp does not copy; the slot is empty then.
         """
         for one in (source, slot):
             self._check_slot(one)
@@ -345,10 +350,14 @@ class StageRuntime:
             raise InvalidWindow(
                 f"slot {source} holds {self._lengths[source]} positions: {num_positions} cannot be copied"
             )
+        saved = read_sequence(self._context, source) if self._copies_at_call else None
         self._forget(slot, 0)
-        # Between separate caches llama.cpp copies whole ones only.
-        llama_cpp.llama_memory_seq_cp(self._memory, source, slot, -1, -1)
-        self._has_copies_to_come = True
+        if saved is None:
+            # Between separate caches llama.cpp copies whole ones only.
+            llama_cpp.llama_memory_seq_cp(self._memory, source, slot, -1, -1)
+            self._copying |= {source, slot}
+        else:
+            self._write(slot, saved, f"slot {source}")
         self._checkpoints.copy(source, slot)
         self._lengths[slot], self._floors[slot] = self._lengths[source], self._floors[source]
         self.trim(slot, num_positions)
@@ -359,7 +368,7 @@ class StageRuntime:
         Raises:
             UncuttableModel: If llama.cpp's state has no rows, or a copy is pending.
         """
-        self._require_no_copies()
+        self._require_no_copies(slot)
         saved = read_sequence(self._context, slot)
         if self.info.can_trim:
             return self._whole_rows(slot, KvRows.from_bytes(saved))
@@ -376,7 +385,7 @@ class StageRuntime:
         Raises:
             UncuttableModel: If llama.cpp saves them otherwise, or a copy is pending.
         """
-        self._require_no_copies()
+        self._require_no_copies(slot)
         window = self._checkpoints.read(slot).copy()
         rows = KvRows.from_bytes(without_part(read_sequence(self._context, slot), window))
         return self._whole_rows(slot, rows), window
@@ -449,26 +458,30 @@ class StageRuntime:
         self._check_slot(slot)
         if num_positions > self._options.ctx_size:
             raise InvalidWindow(f"{num_positions} saved positions exceed the context of {self.ctx_size}")
-        self._require_no_copies()
+        self._require_no_copies(slot)
         if state is not None:
             saved = np.concatenate([saved, without_head(state)])
-        self._checkpoints.trim(slot, -1)
-        self._lengths[slot] = self._floors[slot] = 0
-        if not write_sequence(self._context, slot, saved):
-            self._forget(slot, 0)
-            raise StageFailed(f"llama.cpp rejects the KV rows of another stage: {last_complaint()}")
+        self._write(slot, saved, "another stage")
         self._lengths[slot] = num_positions
         if state is not None and self.info.can_trim:
             self._floors[slot] = num_positions
         elif state is not None:
             self._checkpoints.put(slot, num_positions, state)
 
+    def _write(self, slot: int, saved: NDArray[np.uint8], whose: str) -> None:
+        """Replace the content of a slot; the caller sets what it holds then."""
+        self._checkpoints.trim(slot, -1)
+        self._lengths[slot] = self._floors[slot] = 0
+        if not write_sequence(self._context, slot, saved):
+            self._forget(slot, 0)
+            raise StageFailed(f"llama.cpp rejects the KV rows of {whose}: {last_complaint()}")
+
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self._options.num_slots:
             raise InvalidWindow(f"slot {slot} of {self._options.num_slots} does not exist")
 
-    def _require_no_copies(self) -> None:
-        if self._has_copies_to_come:
+    def _require_no_copies(self, slot: int) -> None:
+        if slot in self._copying:
             raise UncuttableModel("llama.cpp has yet to copy rows from slot to slot")
 
     def checkpoint(self, slot: int, most_positions: int) -> tuple[int, NDArray[np.uint8]] | None:
@@ -650,10 +663,10 @@ class StageRuntime:
         started_ns = time.thread_time_ns()
         status = llama_cpp.llama_decode(self._context, self._batch.struct)
         self.decode_cpu_us += (time.thread_time_ns() - started_ns) // 1000
-        self._has_copies_to_come = False
         if status != 0:
             # llama.cpp's state of the batch is unknown: these slots are emptied.
             raise StageFailed(f"llama_decode failed with status {status}: {last_complaint()}")
+        self._copying.clear()
 
     def _hidden(self) -> NDArray[np.float32] | None:
         return None if self._tap is None else self._tap.take(len(self.info.layers) - 1)
