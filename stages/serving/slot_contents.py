@@ -277,31 +277,58 @@ class KvSlots:
             num_resumed: Number of positions of `slot` that are kept although they are not in `cached`: they
                 may be the session's from before a recovery, which `num_same` checks.
             sent_row_bytes: Current size of a row of hidden states.
-            fetched: Rows from disk for a prefix that no slot holds, if there are any.
+            fetched: Rows from disk for the prefix, if there are any.
 
         Raises:
-            PrefixMismatch: If neither slot holds these tokens, or cannot go back to their end, or llama.cpp
-                does not take the rows from disk.
-            UncuttableModel: If the source's memory cannot go back to a position.
+            PrefixMismatch: If there are no rows from disk, and no slot holds these tokens and can go back to
+                their end; or if llama.cpp does not take the rows.
         """
         self._num_committed[slot] = len(cached)
-        is_held = self._tokens.num_same(slot, 0, cached) == len(cached)
-        # A recurrent state cannot go back, so the one from disk is surer.
-        if fetched is not None and fetched.serves(cached) and not (is_held and self._runtime.info.can_trim):
+        if fetched is not None and fetched.serves(cached):
+            # Even if the slot holds these tokens: it may be unable to go back to their end, or hold rows that
+            # were computed in another ring and are not those of the blocks' identities.
             self._put_fetched(slot, fetched, len(cached))
-        elif is_held:
-            num_kept = self._return_point(slot, len(cached), num_resumed, sent_row_bytes)
+            return
+        num_kept = self._return_point(slot, cached, num_resumed, sent_row_bytes)
+        if num_kept is not None:
             self.trim(slot, num_kept)
             self._num_committed[slot] = num_kept
-        elif source != slot and self._tokens.num_same(source, 0, cached) == len(cached):
-            self._runtime.copy(source, slot, len(cached))
-            self._sent.copy(source, slot, len(cached))
-            self._tokens.copy(source, slot, len(cached))
+        elif source != slot and self._can_begin_as(source, cached):
+            self._copy(source, slot, len(cached))
         else:
             raise PrefixMismatch(
                 f"a session begins in slot {slot} with {len(cached)} cached tokens of slot {source}, which "
-                f"has only the first {self._tokens.num_same(source, 0, cached)} of them: compute them again"
+                f"{self._lack(source, cached)}: compute them again"
             )
+
+    def _can_begin_as(self, slot: int, cached: Sequence[int]) -> bool:
+        """Whether a slot holds these first tokens, and can go back to their end."""
+        num_cached = len(cached)
+        is_held = self._tokens.num_same(slot, 0, cached) == num_cached
+        return is_held and self._runtime.can_go_back(slot, num_cached)
+
+    def _lack(self, slot: int, cached: Sequence[int]) -> str:
+        """Why a session cannot begin with these tokens of a slot, for a message."""
+        num_same = self._tokens.num_same(slot, 0, cached)
+        if num_same < len(cached):
+            return f"has only the first {num_same} of them"
+        if self._runtime.info.can_trim:
+            return "lacks rows in sliding windows before their end"
+        points = list(self._runtime.return_points(slot))
+        return f"can go back to positions {points} only, with recurrent state"
+
+    def _copy(self, source: int, slot: int, num_positions: int) -> None:
+        """Replace the content of a slot by the first positions of another."""
+        self.trim(slot, 0)
+        try:
+            self._runtime.copy(source, slot, num_positions)
+        except (MeshError, MemoryError) as error:
+            raise PrefixMismatch(
+                f"{num_positions} positions of slot {source} cannot be copied to slot {slot}, so they are "
+                f"computed: {error}"
+            ) from error
+        self._sent.copy(source, slot, num_positions)
+        self._tokens.copy(source, slot, num_positions)
 
     def _put_fetched(self, slot: int, fetched: FetchedPrefix, num_positions: int) -> None:
         """Replace the content of a slot by the first positions of a prefix from disk."""
@@ -360,25 +387,27 @@ class KvSlots:
             return SlotCopy(tokens, rows, {num_positions: window})
         return SlotCopy(tokens, runtime.kv_rows(slot), dict.fromkeys(state_positions, no_state()))
 
-    def _return_point(self, slot: int, num_cached: int, num_resumed: int, sent_row_bytes: int) -> int:
+    def _return_point(
+        self, slot: int, cached: Sequence[int], num_resumed: int, sent_row_bytes: int
+    ) -> int | None:
         """How many positions of a slot a session goes on from: as many as may be the session's.
 
         With recurrent state that is the latest point to which the slot can go back, and before which no row
-        has to be computed: what was sent for the others has to be there.
+        has to be computed: what was sent for the others has to be there. None if the slot holds other tokens
+        than the cached ones, or cannot go back to a position at their end or behind it.
         """
-        num_positions = max(num_cached, num_resumed)
+        num_cached = len(cached)
+        if self._tokens.num_same(slot, 0, cached) < num_cached:
+            return None
+        num_positions = min(max(num_cached, num_resumed), self._tokens.length(slot))
         if self._runtime.info.can_trim:
-            return num_positions
+            # Rows before the windows may be missing.
+            wanted = (num_positions, num_cached)
+            return next((each for each in wanted if self._runtime.can_go_back(slot, each)), None)
         if not self._runtime.info.is_tail:
             num_positions = min(num_positions, max(num_cached, self._sent.num_rows(slot, sent_row_bytes)))
         points = self._runtime.return_points(slot)
-        fitting = [point for point in points if num_cached <= point <= num_positions]
-        if not fitting:
-            raise PrefixMismatch(
-                f"slot {slot} cannot go back to position {num_cached}, with recurrent state: only to "
-                f"{list(points)}"
-            )
-        return fitting[-1]
+        return max((point for point in points if num_cached <= point <= num_positions), default=None)
 
     def num_reusable(self, span: Span, most: int, sent_row_bytes: int) -> int:
         """Number of first rows of a resumed session's window that need not be computed.

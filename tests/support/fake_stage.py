@@ -149,6 +149,9 @@ class FakeRuntime:
     def length(self, slot: int) -> int:
         return self._lengths[slot]
 
+    def can_go_back(self, slot: int, num_positions: int) -> bool:
+        return 0 <= num_positions <= self._lengths[slot]
+
     def copy(self, source: int, slot: int, num_positions: int) -> None:
         if num_positions > self._lengths[source]:
             raise InvalidWindow(f"slot {source} holds {self._lengths[source]} positions, not {num_positions}")
