@@ -245,27 +245,25 @@ class Coordinator:
             session = self._session(request, prefix_match)
             self._sessions[session.id] = session
             self._note_sessions()
-            prefix_cache, slot, client = self._slots.prefix_cache, prefix_match.slot, request.client
             floor = prefix_match.floor
             try:
                 session.start(request.prompt)
-                prefix_cache.expect(slot, client, request.prompt[: prefix_match.num_cached], floor=floor)
+                self._expect(session, request.prompt[: prefix_match.num_cached], floor)
                 part = await session.next_part()
                 stats = part.stats
                 if not stats.num_replays:
                     self._disk_history.computed(len(request.prompt) - stats.num_cached, stats.prefill_ms)
                 # Other sessions may begin with the same prompt while this one runs.
-                computed = session.computed[: len(request.prompt)]
-                prefix_cache.keep(slot, client, computed, session.return_points, floor=floor)
+                self._keep(session, session.computed[: len(request.prompt)], floor)
                 yield part
                 while part.finish is None:
                     part = await session.next_part()
                     yield part
             finally:
                 if session.is_slot_unknown:
-                    prefix_cache.forget(slot)
+                    self._slots.prefix_cache.forget(session.slot)
                 else:
-                    prefix_cache.keep(slot, client, session.computed, session.return_points, floor=floor)
+                    self._keep(session, session.computed, floor)
                 del self._sessions[session.id]
                 self._note_sessions()
                 session.close(self._to_keep(session))
@@ -386,7 +384,7 @@ class Coordinator:
         def on_sent() -> None:
             if not session.is_over:
                 # The last token may be still to be sent.
-                self._slots.prefix_cache.expect(session.slot, session.request.client, session.tokens[:-1])
+                self._expect(session, session.tokens[:-1])
             on_replayed()
 
         prefix_match = self._match_again(session)
@@ -441,13 +439,30 @@ class Coordinator:
         # Another slot may have changed meanwhile.
         return self._slots.prefix_cache.match(request.prompt, request.client, {slot})
 
+    def _expect(self, session: Session, tokens: Sequence[int], floor: int = 0) -> None:
+        """Record what the slot of a session will hold; see `PrefixCache.expect`."""
+        self._slots.prefix_cache.expect(
+            session.slot, session.request.client, tokens, floor=floor, is_carried=session.is_carried
+        )
+
+    def _keep(self, session: Session, computed: Sequence[int], floor: int) -> None:
+        """Record what the slot of a session holds; see `PrefixCache.keep`."""
+        self._slots.prefix_cache.keep(
+            session.slot,
+            session.request.client,
+            computed,
+            session.return_points,
+            floor=floor,
+            is_carried=session.is_carried,
+        )
+
     def _to_keep(self, session: Session) -> wire.Keep | None:
         """What the stages are to keep on disk of a session that has ended."""
         request = session.request
         if session.is_slot_unknown or not self._is_whole or not request.uses_cache:
             return None
-        if session.telemetry.stats().num_replays:
-            # Some of its rows may have been computed on other hosts, and replicated.
+        if session.is_carried:
+            # Some of its rows may have been computed on other hosts: kept, or replicated.
             return None
         computed = session.computed
         return self._active_ring.disk.keep(
@@ -471,7 +486,7 @@ class Coordinator:
             num_cached=prefix_match.num_cached,
             checkpoint_plan=self._checkpoint_plan(prefix_match),
         )
-        return Session(
+        session = Session(
             spec,
             generation,
             self._active_ring,
@@ -481,6 +496,8 @@ class Coordinator:
             on_plain=self._learn_plain if self._speculators.are_any else None,
             feature_needs=options.feature_needs,
         )
+        session.is_carried = prefix_match.is_carried
+        return session
 
     def _checkpoint_plan(self, prefix_match: PrefixMatch) -> CheckpointPlan | None:
         num_checkpoints = self._options.num_checkpoints

@@ -30,6 +30,8 @@ class PrefixMatch:
         checkpoints: Positions of the checkpoints among them, in models with recurrent layers.
         fetch: Id of the fetch that has read them from disk, if no slot holds them; else 0.
         floor: Fewest positions to which a slot with this prefix can go back, besides 0.
+        is_carried: Whether some of its rows may have been computed in another ring, by other hosts: then
+            they, and what is computed from them, are not kept on disk under the identities of this ring.
     """
 
     slot: int
@@ -38,6 +40,7 @@ class PrefixMatch:
     checkpoints: tuple[int, ...] = ()
     fetch: int = 0
     floor: int = 0
+    is_carried: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class _CachedPrefix:
     used: int
     return_points: tuple[int, ...] = ()
     floor: int = 0
+    is_carried: bool = False
 
 
 class PrefixCache:
@@ -121,9 +125,18 @@ class PrefixCache:
             num_cached,
             tuple(each for each in points if each <= num_cached),
             floor=prefixes[source].floor,
+            is_carried=prefixes[source].is_carried,
         )
 
-    def expect(self, slot: int, client: str | None, tokens: Sequence[int], *, floor: int = 0) -> None:
+    def expect(
+        self,
+        slot: int,
+        client: str | None,
+        tokens: Sequence[int],
+        *,
+        floor: int = 0,
+        is_carried: bool = False,
+    ) -> None:
         """Record what a running session's slot will hold when anything sent from now on arrives.
 
         Args:
@@ -131,8 +144,9 @@ class PrefixCache:
             client: Client of the session.
             tokens: Token ids from position 0 on, all of them sent.
             floor: See `PrefixMatch`.
+            is_carried: See `PrefixMatch`.
         """
-        self._expected[slot] = self._used_now(client, tokens, floor=floor)
+        self._expected[slot] = self._used_now(client, tokens, floor=floor, is_carried=is_carried)
 
     def keep(
         self,
@@ -142,6 +156,7 @@ class PrefixCache:
         return_points: Sequence[int] = (),
         *,
         floor: int = 0,
+        is_carried: bool = False,
     ) -> None:
         """Record what verdicts have confirmed since the slot's latest `Open`.
 
@@ -151,10 +166,13 @@ class PrefixCache:
             tokens: Token ids from position 0 on, computed by every stage.
             return_points: Numbers of those tokens to which a slot that cannot be trimmed can go back.
             floor: See `PrefixMatch`.
+            is_carried: See `PrefixMatch`.
         """
         self.forget(slot)
         if tokens:
-            self._cached[slot] = self._used_now(client, tokens, tuple(return_points), floor=floor)
+            self._cached[slot] = self._used_now(
+                client, tokens, tuple(return_points), floor=floor, is_carried=is_carried
+            )
 
     def forget(self, slot: int) -> None:
         """Record that the content of the slot is unknown."""
@@ -178,9 +196,11 @@ class PrefixCache:
         return_points: tuple[int, ...] = (),
         *,
         floor: int = 0,
+        is_carried: bool = False,
     ) -> _CachedPrefix:
         self._num_uses += 1
-        return _CachedPrefix(client, np.asarray(tokens, np.int64), self._num_uses, return_points, floor)
+        ids = np.asarray(tokens, np.int64)
+        return _CachedPrefix(client, ids, self._num_uses, return_points, floor, is_carried)
 
     def _used(self, slot: int) -> int:
         cached = self._cached.get(slot)

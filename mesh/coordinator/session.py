@@ -89,6 +89,7 @@ class Session:
         crash_history: Crashes of stages during the session.
         was_under_way: Whether a window was in flight when it was suspended.
         is_slot_unknown: Whether a stage has failed on it, so that the content of its slot is unknown.
+        is_carried: See `PrefixMatch`.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class Session:
         self.crash_history = CrashHistory()
         self.was_under_way = False
         self.is_slot_unknown = False
+        self.is_carried = False
 
     @property
     def id(self) -> int:
@@ -242,6 +244,7 @@ class Session:
                 `clear_suspicion`.
         """
         is_elsewhere = active_ring is not self._active_ring
+        self.is_carried = is_elsewhere or prefix_match.is_carried
         self._features_from = self._begin_of_features() if is_elsewhere else 0
         if not is_elsewhere:
             # It begins anew because a stage does not hold what was expected.

@@ -165,6 +165,46 @@ async def test_what_a_repair_or_a_move_forgot_comes_back_from_disk(lost: int | N
         assert await ask(coordinator, next_turn(ANN)) == KEPT
 
 
+async def test_rows_that_came_along_from_another_ring_are_never_kept(tmp_path: Path) -> None:
+    """Nor what is computed from them in later turns: on disk they would pass for rows of this ring."""
+    options = CoordinatorOptions(128, 4, FakeRuntime.max_rows, N_VOCAB, block_positions=SIZE)
+    ring = RepairableRing(disk_root=tmp_path)
+    async with repaired(ring, options) as coordinator, asyncio.timeout(60):
+        await until(lambda: disk_of(coordinator).is_on)
+        parts = coordinator.generate(ANN)
+        tokens = list((await anext(parts)).tokens)
+        coordinator.pause("stages move")
+        await ring.repair()
+        await until(lambda: disk_of(coordinator).is_on)
+        tokens += [token async for part in parts for token in part.tokens]
+        assert tokens == alone(ANN)
+        turn = ANN
+        for more in (5, 6):
+            num_before = len(turn.prompt) + turn.max_tokens - 1
+            turn = next_turn(turn, more)
+            assert await ask(coordinator, turn) == num_before, "from the slot"
+        branch = GenerationRequest((*PROMPT[:24], *range(43, 60)), 4, client="ann")
+        assert await ask(coordinator, branch) == 24, "copied"
+        # What was computed in this ring from its first token on is kept.
+        await ask(coordinator, OTHERS[0])
+        num_blocks = (len(PROMPT) + OTHERS[0].max_tokens - 1) // SIZE
+        await until(lambda: all(len(stage.names) >= num_blocks for stage in disk_of(coordinator)._stages))
+        assert len(block_files([tmp_path])) == NUM_STAGES * num_blocks
+
+
+async def test_what_had_to_be_computed_anew_in_the_same_ring_is_kept(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as (coordinator, stages):
+        await ask(coordinator, ANN)
+        await known(coordinator, KEPT // SIZE)
+        engine = stages[1].service._engine
+        await engine._in_worker(lambda: engine._slots.trim(0, 20))
+        turn = next_turn(ANN)
+        tokens, last = await collect(coordinator, turn)
+        assert tokens == alone(turn)
+        assert last.stats.num_replays == 1
+        await known(coordinator, (len(turn.prompt) + turn.max_tokens - 1) // SIZE)
+
+
 async def test_a_key_finds_its_own_prefixes_only_and_may_decline(tmp_path: Path) -> None:
     await remember(tmp_path)
     for client, uses_cache, num_cached in (

@@ -73,6 +73,18 @@ def test_a_slot_that_came_from_disk_may_not_go_back_behind_that() -> None:
     assert prefix_cache.match((*LONG, 7, 8, 9), None, {2}) == PrefixMatch(2, 1, 42, floor=30)
 
 
+def test_what_came_along_from_another_ring_is_known_as_that() -> None:
+    prefix_cache = PrefixCache(3)
+    prefix_cache.keep(0, None, LONG, is_carried=True)
+    assert prefix_cache.match((*LONG[:30], 1), None, {1}) == PrefixMatch(1, 0, 30, is_carried=True)
+    prefix_cache.expect(1, None, (*LONG[:30], 1), is_carried=True)
+    assert prefix_cache.match((*LONG[:30], 1, 2), None, {2}) == PrefixMatch(2, 1, 31, is_carried=True)
+    # What is computed anew in a slot is not.
+    assert prefix_cache.match((1, 2, 3), None, {0}) == PrefixMatch(0, 0, 0)
+    prefix_cache.keep(0, None, LONG)
+    assert prefix_cache.match((*LONG, 1), None, {0}) == PrefixMatch(0, 0, 40)
+
+
 def test_what_cannot_be_trimmed_is_taken_up_to_a_return_point() -> None:
     prefix_cache = PrefixCache(2, can_trim=False)
     prefix_cache.keep(1, None, LONG, (12, 25, 40))
