@@ -26,7 +26,8 @@ _EXACT_WIRE: Final = "f32"
 # Of shorter texts nothing is kept.
 _LEAST_BLOCKS: Final = 2
 _FETCH_TIMEOUT_S: Final = 10.0
-# After a fetch that timed out, disks are left alone for a while.
+# After a fetch that timed out, disks are left alone for a while; and a block that a stage told but did not
+# bring, most likely for want of memory.
 _REST_MS: Final = 60_000.0
 # Times of fewer positions say little of more.
 _LEAST_MEASURED: Final = 128
@@ -196,6 +197,8 @@ class DiskPrefixes:
         self._block_positions = block_positions
         self._stages = [_StageBlocks() for _ in range(len(wires) + 1)]
         self._pending: dict[int, _PendingFetch] = {}
+        # Blocks that are not asked for again before these times.
+        self._resting: dict[bytes, float] = {}
         self._rests_until_ms = -1.0
         self._is_closed = False
 
@@ -208,6 +211,8 @@ class DiskPrefixes:
         """Take what a stage tells of its blocks, or its answer to a fetch."""
         if reply.HasField("block_news"):
             self._stages[stage].take(reply.block_news)
+            for name in reply.block_news.added:
+                self._resting.pop(name, None)
         else:
             self._on_fetched(stage, reply.fetched)
 
@@ -233,7 +238,7 @@ class DiskPrefixes:
             return None
         names = BlockNames(self._root(client), prompt[:-1], self._block_positions)
         num_blocks = 0
-        while num_blocks < names.num_blocks and self._is_held(names.block(num_blocks)):
+        while num_blocks < names.num_blocks and self._can_be_fetched(names.block(num_blocks)):
             num_blocks += 1
         if self._can_trim:
             match: DiskMatch | None = self._whole(names, num_blocks)
@@ -254,7 +259,7 @@ class DiskPrefixes:
             num_before = names.start_of_state(stop) // self._block_positions
             if stop > most_positions or num_before > num_blocks:
                 continue
-            if self._is_held(names.state(stop)):
+            if self._can_be_fetched(names.state(stop)):
                 blocks = (names.block(index) for index in range(num_before))
                 return DiskMatch((*blocks, names.state(stop)), stop)
         return None
@@ -271,6 +276,8 @@ class DiskPrefixes:
         except BaseException:
             self.drop(fetch_id)
             raise
+        if num_positions < match.num_positions:
+            self._rest(match, num_positions)
         # A recurrent state is of no use at another position.
         if not num_positions or (num_positions < match.num_positions and not self._can_trim):
             self.drop(fetch_id)
@@ -278,6 +285,19 @@ class DiskPrefixes:
             return 0, 0
         self._history.pace.learn_fetch(num_positions, self._clock_ms() - started_ms)
         return fetch_id, num_positions
+
+    def _rest(self, match: DiskMatch, num_positions: int) -> None:
+        """Ask for no block behind those that a fetch has brought for a while: they would be read for nothing.
+
+        Unless other fetches were on their way, which take memory as well, or the disks are left alone anyway.
+        """
+        now_ms = self._clock_ms()
+        if self._pending or now_ms < self._rests_until_ms:
+            return
+        first_missing = min(num_positions // self._block_positions, len(match.names) - 1)
+        self._resting = {name: until_ms for name, until_ms in self._resting.items() if until_ms > now_ms}
+        self._resting[match.names[first_missing]] = now_ms + _REST_MS
+        log.info("blocks_not_brought", positions=num_positions, wanted=match.num_positions)
 
     async def _fetched(self, fetch_id: int, match: DiskMatch) -> int:
         least: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -371,6 +391,9 @@ class DiskPrefixes:
 
     def _is_held(self, name: bytes) -> bool:
         return all(name in stage.names for stage in self._stages)
+
+    def _can_be_fetched(self, name: bytes) -> bool:
+        return self._is_held(name) and self._clock_ms() >= self._resting.get(name, -1.0)
 
     def _root(self, client: str | None) -> bytes:
         return names_root(client, [stage.identity for stage in self._stages], self._wires)

@@ -246,6 +246,32 @@ async def test_a_damaged_block_is_computed(how: str, which: int, tmp_path: Path)
         assert await ask(coordinator, next_turn(ANN)) == whole_blocks(len(next_turn(ANN).prompt) - 1)
 
 
+async def test_what_does_not_fit_a_stage_s_memory_is_fetched_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await remember(tmp_path)
+    num_bytes = max(path.stat().st_size for path in block_files([tmp_path]))
+    monkeypatch.setattr("stages.serving.kv_disk._MOST_PREFIX_BYTES", 3 * num_bytes)
+    request = GenerationRequest(next_turn(ANN).prompt, 1, client="ann")
+    async with mesh(tmp_path) as (coordinator, stages):
+        asked: list[int] = []
+        disk = stages[0].service._engine.disk
+        assert disk is not None
+        fetch = disk.fetch
+
+        def count(message: Any, on_fetched: Callable[[Any], None]) -> None:
+            asked.append(len(message.names))
+            fetch(message, on_fetched)
+
+        disk.fetch = count  # type: ignore[method-assign]
+        for _ in range(2):
+            assert await ask(coordinator, request) == 3 * SIZE
+            # Its slot goes to others.
+            for other in OTHERS:
+                await ask(coordinator, GenerationRequest(other.prompt, 4, uses_cache=False))
+        assert asked == [KEPT // SIZE, 3]
+
+
 async def test_what_one_stage_lacks_none_uses(tmp_path: Path) -> None:
     await remember(tmp_path)
     (folder, *_others) = sorted({path.parent for path in block_files([tmp_path])})

@@ -238,6 +238,7 @@ async def test_a_fetch_brings_what_all_stages_could_read() -> None:
     stages.tell_all()
     stages.store()
     assert await fetched(stages, (1, 28), (0, 20)) == (1, 20)
+    stages.now_ms += 60_000
     assert await fetched(stages, (0, 28), (1, 28)) == (2, 28)
     assert len(stages.sent) == 2
     assert await fetched(stages, (0, 0)) == (0, 0), "the others need not be waited for"
@@ -252,7 +253,77 @@ async def test_part_of_a_prefix_with_a_recurrent_state_is_of_no_use() -> None:
     stages.store(TEXT, (26,))
     assert await fetched(stages, (0, 26), (1, 24)) == (0, 0)
     assert not stages.sent[-1].names
+    stages.now_ms += 60_000
     assert await fetched(stages, (0, 26), (1, 26)) == (2, 26)
+
+
+async def test_a_block_that_a_stage_has_no_room_for_is_not_asked_for_again_at_once() -> None:
+    stages = Stages()
+    stages.tell_all()
+    stages.store()
+    assert await fetched(stages, (0, 28), (1, 20)) == (1, 20)
+    longer = (*TEXT, 31, 32, 33)
+    for prompt in (TEXT, longer):
+        assert positions(stages.disk.find(prompt, "ann", 0)) == 20
+        assert stages.disk.find(prompt, "ann", 20) is None, "as many are in memory"
+    stages.now_ms += 59_999
+    assert positions(stages.disk.find(TEXT, "ann", 0)) == 20
+    # It is on all disks all the same.
+    assert stages.keep() is None
+    stages.now_ms += 1
+    assert positions(stages.disk.find(TEXT, "ann", 0)) == 28
+
+
+@pytest.mark.parametrize(
+    ("num_brought", "num_found"),
+    # Not even the first block, or one before the shorter prefix's end; one behind it; the state alone.
+    [(0, 0), (4, 0), (8, 9), (20, 9), (24, 9)],
+)
+async def test_a_prefix_with_a_state_that_does_not_fit_gives_way_to_a_shorter_one(
+    num_brought: int, num_found: int
+) -> None:
+    stages = Stages(can_trim=False)
+    stages.tell_all()
+    stages.store(TEXT, (9, 26))
+    assert positions(stages.disk.find(TEXT, "ann", 0)) == 26
+    assert await fetched(stages, (0, 26), (1, num_brought)) == (0, 0)
+    num_sent = len(stages.sent)
+    assert positions(stages.disk.find(TEXT, "ann", 0)) == num_found
+    assert len(stages.sent) == num_sent
+    stages.now_ms += 60_000
+    assert positions(stages.disk.find(TEXT, "ann", 0)) == 26
+
+
+async def test_a_block_that_was_written_anew_is_asked_for_at_once() -> None:
+    stages = Stages()
+    stages.tell_all()
+    stages.store()
+    match = stages.disk.find(TEXT, "ann", 0)
+    assert match is not None
+    assert await fetched(stages, (0, 28), (1, 12)) == (1, 12)
+    # It was damaged.
+    stages.tell(1, removed=(match.names[3],))
+    assert positions(stages.disk.find(TEXT, "ann", 0)) == 12
+    stages.tell(1, match.names[3])
+    assert positions(stages.disk.find(TEXT, "ann", 0)) == 28
+
+
+async def test_fetches_beside_one_another_say_nothing_of_what_one_alone_would_bring() -> None:
+    """They share the memory that stages have for them."""
+    stages = Stages()
+    stages.tell_all()
+    stages.store()
+    match = stages.disk.find(TEXT, "ann", 0)
+    assert match is not None
+    fetches = [asyncio.create_task(stages.disk.fetch(match)) for _ in range(2)]
+    await asyncio.sleep(0)
+    for fetch, num_positions in zip(list(stages.sent), (12, 28), strict=True):
+        for stage in (0, 1):
+            answer = wire.Fetched(id=fetch.id, num_positions=num_positions)
+            stages.disk.on_reply(stage, wire.ControlReply(fetched=answer))
+        await asyncio.sleep(0)
+    assert [await each for each in fetches] == [(1, 12), (2, 28)]
+    assert positions(stages.disk.find(TEXT, "ann", 0)) == 28
 
 
 async def test_a_request_that_is_given_up_gives_its_memory_back() -> None:
