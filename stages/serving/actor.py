@@ -32,6 +32,7 @@ from stages.units import format_size
 from stages.weights.assembly import Transfer
 from stages.weights.disk_cache import default_root, hold, read_storage_options, stage_store
 from stages.weights.fetch import FetchedStage, FetchSource, fetch_stage
+from stages.weights.hashing import FileStamp, stamps_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -374,16 +375,33 @@ class ModelActor:
 
 
 async def _open_disk(
-    service: StageService, config: StageConfig, setting: RowsSetting, most_bytes: int
+    service: StageService,
+    config: StageConfig,
+    setting: RowsSetting,
+    most_bytes: int,
+    loaded_stamps: tuple[FileStamp, ...],
 ) -> None:
-    """Keep blocks on disk once it is known what rows depend on: the first time a model is read for that."""
+    """Keep blocks on disk once it is known what rows depend on: the first time a model is read for that.
+
+    Args:
+        service: The stage.
+        config: Its configuration.
+        setting: Settings on which its rows depend.
+        most_bytes: Limit of the blocks.
+        loaded_stamps: Stamps of a whole model's files from before they were loaded.
+    """
     root = config.cache_root
     try:
         sha256 = config.sha256
         if config.whole is not None:
+            paths = part_paths(Path(config.whole))
             key = hashlib.sha256(os.fsencode(config.whole)).hexdigest()
             index = root / "sources" / f"{key}-files.json"
-            sha256 = await asyncio.to_thread(content_sha256, part_paths(Path(config.whole)), index)
+            sha256 = await asyncio.to_thread(content_sha256, paths, index)
+            if stamps_of(paths) != loaded_stamps:
+                reason = f"{config.whole} was changed since it was loaded: load the model again"
+                log.warning("disk_not_opened", stage=config.stage_index, reason=reason)
+                return
         identity = await asyncio.to_thread(rows_identity, setting, sha256)
         await service.keep_blocks(BlockStore(root / "kv", identity, most_bytes))
     except (MeshError, OSError) as error:
@@ -396,6 +414,7 @@ class StageActor(ModelActor):
 
     _opening_disk: asyncio.Task[None] | None = None
     _rows_setting: RowsSetting | None = None
+    _loaded_stamps: tuple[FileStamp, ...] = ()
 
     async def rejoin(
         self,
@@ -455,6 +474,9 @@ class StageActor(ModelActor):
         return self._service if isinstance(self._service, StageService) else None
 
     def _load_file(self, path: Path) -> StageRuntime:
+        if self._config.whole is not None:
+            # Before the first byte is read: what is identified later must be what was loaded.
+            self._loaded_stamps = stamps_of(part_paths(path))
         return StageRuntime(path, self._config.options, progress=self._on_loaded)
 
     def _make_service(self, loaded: LoadedModel) -> StageService:
@@ -477,7 +499,9 @@ class StageActor(ModelActor):
         own_bytes = read_storage_options().kv_disk_bytes
         most_bytes = config.kv_disk_bytes if own_bytes is None else own_bytes
         if most_bytes and stage is not None and setting is not None:
-            self._opening_disk = asyncio.create_task(_open_disk(stage, config, setting, most_bytes))
+            self._opening_disk = asyncio.create_task(
+                _open_disk(stage, config, setting, most_bytes, self._loaded_stamps)
+            )
 
     async def _stop_starting(self) -> None:
         if self._opening_disk is not None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from structlog.testing import capture_logs
 
 from mesh.cluster.certificates import Authority, make_certificate
 from mesh.qualification.fuzz.gguf_fuzz import small_layout, write_layout
@@ -31,6 +33,7 @@ from tests.support.ipv6 import needs_ipv6
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from stages.runtime.stage_runtime import StageRuntime
     from stages.transport.channels import Identity
 
 pytestmark = pytest.mark.model
@@ -148,6 +151,44 @@ async def test_a_host_s_own_disk_limit_wins(
             await actor.stop()
     folders = [path for path in (config.cache_root / "kv").glob("*") if path.is_dir()]
     assert len(folders) == (0 if most_bytes is None else 2)
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+async def test_a_model_that_was_replaced_while_it_was_loaded_keeps_no_blocks(
+    is_replaced: bool,  # noqa: FBT001
+    configs: list[StageConfig],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They would be found by stages with the new weights."""
+    model = configs[0].cache_root.parent / "small.gguf"
+    config = replace(configs[0], sha256="", whole=str(model), kv_disk_bytes=5_000)
+    load = StageActor._load_file
+
+    def load_and_replace(actor: StageActor, path: Path) -> StageRuntime:
+        loaded = load(actor, path)
+        if is_replaced:
+            other = model.with_suffix(".new")
+            shutil.copyfile(model, other)
+            other.replace(model)
+        return loaded
+
+    monkeypatch.setattr(StageActor, "_load_file", load_and_replace)
+    actor = StageActor(config)
+    try:
+        await actor.load()
+        await certify(actor, "host-0")
+        with capture_logs() as logs:
+            await actor.start("127.0.0.1")
+            service, opening = actor._service, actor._opening_disk
+            assert isinstance(service, StageService)
+            assert opening is not None
+            await opening
+        assert (service._engine.disk is None) == is_replaced
+        reasons = [each["reason"] for each in logs if each["event"] == "disk_not_opened"]
+        said = f"{model} was changed since it was loaded: load the model again"
+        assert reasons == ([said] if is_replaced else [])
+    finally:
+        await actor.stop()
 
 
 async def test_a_stage_that_no_coordinator_wants_any_more_ends_its_process(
