@@ -102,7 +102,8 @@ def _build() -> dict[str, Any]:
         # The processor's instructions that the build uses.
         "system": llama_cpp.llama_print_system_info().decode(errors="replace"),
         "machine": platform.machine(),
-        "processor": platform.processor() or _processor(),
+        # The platform may know no more than the machine's name.
+        "processor": _processor() or platform.processor(),
     }
 
 

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from concurrent.futures import Executor, Future
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -19,7 +20,7 @@ from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from stages.serving.block_store import BlockStore
 from stages.serving.kv_disk import KvDisk
 from stages.serving.prefix_blocks import BlockPlace, PrefixReader
-from stages.serving.rows_identity import RowsSetting, content_sha256, rows_identity
+from stages.serving.rows_identity import RowsSetting, _build, content_sha256, rows_identity
 from stages.serving.slot_contents import KvSlots, SentHiddenStates
 from tests.support.disks import InlineExecutor, block_files, damage
 from tests.support.fake_stage import FakeRuntime
@@ -28,7 +29,6 @@ from tests.support.tiny_models import TinyModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
-    from pathlib import Path
 
     from stages.serving.prefix_blocks import SlotCopy
 
@@ -421,6 +421,16 @@ def test_the_build_is_in_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     identity = rows_identity(SETTING, "ab")
     monkeypatch.setattr("stages.serving.rows_identity._build", lambda: {"llama_cpp": "another"})
     assert rows_identity(SETTING, "ab") != identity
+
+
+def test_the_processor_s_model_is_in_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Linux tells it: `platform` knows the machine's kind at best, which hosts of all models share."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    monkeypatch.setattr("platform.processor", lambda: "x86_64")
+    expected = next(iter(models), "") or "x86_64"
+    assert _build.__wrapped__()["processor"] == expected
 
 
 def test_a_model_s_files_are_known_by_their_bytes(tmp_path: Path) -> None:
