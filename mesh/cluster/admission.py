@@ -187,6 +187,10 @@ class AdmissionControl:
         )
         self.fetch_secret = new_secret()
 
+    def can_rejoin(self, name: str) -> bool:
+        """Whether a host of this name has a rejoin secret."""
+        return name in self._rejoin_secrets
+
     def is_evicted(self, name: str) -> bool:
         """Whether a host of this name was evicted."""
         return name in self._evicted

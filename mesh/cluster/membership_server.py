@@ -174,10 +174,13 @@ class MembershipService(rpc.MembershipServicer):
     def evict(self, name: str) -> None:
         """Disconnect a host, refuse it from now on, and replace the join token.
 
+        A host that is away can be evicted as long as it could rejoin.
+
         Raises:
-            JoinError: If it is no member, or the head itself.
+            JoinError: If it is neither connected nor has a rejoin secret, or is the head itself.
         """
-        if name not in self._outboxes:
+        is_away = self._members.find(name) is None and self._admission.can_rejoin(name)
+        if name not in self._outboxes and not is_away:
             raise JoinError(f"no host named {name!r} has joined; `mesh status` lists those that have")
         self._admission.evict(name, self._outboxes.keys(), self._clock_s())
         self.announce(name, "evicted")
@@ -254,10 +257,11 @@ class MembershipService(rpc.MembershipServicer):
             async for report in _until_done(outbox, listener):
                 if self._admission.is_evicted(member.name):
                     await abort(context, eviction(member.name))
-                yield report
                 if report.is_closing:
-                    # It leaves for good: to come back it needs a token, as any other host.
+                    # It leaves for good: to come back it needs a token, as any other host. Not after the
+                    # report, since a host that hangs up at once ends this call.
                     self._admission.forget(member.name)
+                yield report
         finally:
             listener.cancel()
             del self._outboxes[member.name]
@@ -308,6 +312,9 @@ class MembershipService(rpc.MembershipServicer):
             port_range=member.port_range,
             timeout_s=_DIAL_BACK_TIMEOUT_S,
         )
+        # An eviction may have voided what the host showed: the host decides how long the check takes. Until
+        # its outbox is registered, by which it can be evicted itself, nothing must be awaited from here on.
+        self._admission.check(report, self._versions, self._clock_s())
         self._members.admit(member)
         whose = (report.certificate_request, member.name, member.address)
         try:

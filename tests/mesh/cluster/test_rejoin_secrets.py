@@ -5,19 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import datetime as dt
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
+from structlog.testing import capture_logs
 
-from mesh.cluster.admission import AdmissionControl, Admissions
+from mesh.cluster.addresses import free_port
+from mesh.cluster.admission import AdmissionControl, Admissions, new_secret
+from mesh.cluster.certificates import make_certificate
 from mesh.cluster.join_token import JoinToken
 from mesh.cluster.membership_client import Membership, find_head
 from mesh.cluster.membership_messages import report_of
 from mesh.cluster.membership_server import MembershipServer
+from mesh.cluster.reachability import CheckListener
 from spanmesh_proto.errors import InvalidJoinToken, JoinError
-from tests.mesh.cluster.test_membership import HOST, VERSIONS, HeadSide, head, join, until
+from stages.weights.disk_cache import StageStore
+from stages.weights.fetch import fetch_stage
+from tests.mesh.cluster.test_membership import HOST, VERSIONS, HeadSide, head, until
 from tests.mesh.cluster.test_membership_rejoin import Host
 
 if TYPE_CHECKING:
@@ -134,6 +141,79 @@ async def test_an_eviction_voids_secrets_of_hosts_that_are_away_and_renews_the_t
         assert side.service.admissions.evicted == ("studio",)
 
 
+class HeldBack(CheckListener):
+    """Answers the head's check of a joining host's port when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_dialled, self.may_answer = asyncio.Event(), asyncio.Event()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.is_dialled.set()
+        await self.may_answer.wait()
+        await super()._answer(reader, writer)
+
+
+@pytest.mark.parametrize(
+    ("member", "shown", "reason"),
+    [
+        (OTHER, "token", "not this mesh's"),
+        (OTHER, "rejoin secret", "not this mesh's"),
+        (HOST, "token", "studio was evicted"),
+    ],
+)
+async def test_an_eviction_refuses_a_host_that_is_joining_by_what_it_voids(
+    tmp_path: Path, member: Member, shown: str, reason: str
+) -> None:
+    async with head(tmp_path) as side:
+        rejoin = await admitted(side, OTHER) if shown == "rejoin secret" else ""
+        await until_gone(side)
+        async with (
+            Membership(await find_head(side.token), "secret", HOST) as bad,
+            Membership(
+                await find_head(side.token), "" if rejoin else "secret", member, rejoin_secret=rejoin
+            ) as late,
+        ):
+            await bad.join()
+            # The joining host decides how long the head waits between its first check and the admission.
+            late._check = held = HeldBack()
+            joining = asyncio.create_task(late.join())
+            async with asyncio.timeout(20):
+                await held.is_dialled.wait()
+            side.service.evict("studio")
+            held.may_answer.set()
+            with pytest.raises(InvalidJoinToken, match=reason):
+                await joining
+            assert late.rejoin_secret == rejoin
+            assert side.service.admissions.rejoin_secrets == {}
+            assert side.members.find("attic") is None
+
+
+async def test_a_host_that_is_away_can_be_evicted(tmp_path: Path) -> None:
+    async with head(tmp_path) as side:
+        secret = await admitted(side)
+        await until_gone(side)
+        with pytest.raises(JoinError, match="no host named 'attic' has joined"):
+            side.service.evict("attic")
+        assert side.service.token == side.token
+        side.service.evict("studio")
+        assert side.service.admissions.evicted == ("studio",)
+        await refused(side, "studio was evicted", rejoin=secret)
+        with pytest.raises(JoinError, match="no host named 'studio' has joined"):
+            side.service.evict("studio")
+
+
+async def test_a_head_is_not_evicted_for_a_host_that_had_its_name(tmp_path: Path) -> None:
+    async with head(tmp_path) as side:
+        await admitted(side)
+        await until_gone(side)
+        # As `mesh serve` admits itself, on a machine that was another head's host.
+        side.members.admit(HOST)
+        with pytest.raises(JoinError, match="no host named 'studio' has joined"):
+            side.service.evict("studio")
+        assert side.members.find("studio") is not None
+
+
 async def test_a_host_that_was_sent_away_for_good_needs_a_token(tmp_path: Path) -> None:
     clock = a_clock()
     async with head(tmp_path, in_a_day(clock), clock_s=clock) as side:
@@ -229,7 +309,36 @@ def test_an_empty_secret_is_none() -> None:
 
 
 async def test_no_log_shows_a_secret(tmp_path: Path) -> None:
-    async with head(tmp_path) as side:
-        await join(side.token)
-        (secret,) = side.service.admissions.rejoin_secrets.values()
-        assert secret not in repr(side.service.admissions)
+    clock = a_clock()
+    certificate = make_certificate(dt.datetime.now(dt.UTC))
+    first = new_secret()
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    admissions = Admissions(JoinToken((address,), first, certificate.fingerprint, in_a_day(clock)))
+    shown = [first]
+    with capture_logs() as logs:
+        async with head(tmp_path, clock_s=clock, former=(certificate, admissions)) as side:
+            shown.append(await admitted(side))
+            await until_gone(side)
+            await admitted(side, rejoin=shown[-1])
+            shown.append(await admitted(side, OTHER))
+            await until_gone(side)
+            guess = new_secret()
+            await refused(side, "not this mesh's", secret=guess, rejoin=guess)
+            fetch = dataclasses.replace(side.source, secret=guess)
+            with pytest.raises(InvalidJoinToken, match="its secret differs"):
+                await fetch_stage(StageStore(tmp_path / "guest"), "0" * 64, fetch)
+            shown += (guess, side.service.fetch_secret)
+            side.service.evict("attic")
+            await refused(side, "attic was evicted", OTHER, rejoin=shown[2])
+            shown += (side.service.token.secret, side.service.fetch_secret)
+            clock.now_s += 2 * DAY_S
+            await refused(side, "expired at", secret=side.service.token.secret)
+            described = repr(side.service.admissions)
+    events = [each["event"] for each in logs]
+    assert [
+        events.count(each) for each in ("host_joined", "host_refused", "fetch_refused", "host_evicted")
+    ] == [*(3, 3, 1, 1)]
+    written = repr(logs) + described
+    for secret in shown:
+        assert len(secret) >= 43
+        assert secret not in written
