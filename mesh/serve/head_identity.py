@@ -88,7 +88,7 @@ class IdentityFile:
         path: Path of the file; its folder must exist.
 
     Attributes:
-        path: As given.
+        path: As given, with symbolic links followed: each name of a file has the same lock.
         identity: Identity in the file; None before the first one is saved.
 
     Raises:
@@ -97,7 +97,10 @@ class IdentityFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        try:
+            self.path = path = path.resolve()
+        except RuntimeError as error:
+            raise _refusal(f"cannot keep the identity in {path}: its symbolic links form a loop") from error
         try:
             self._lock = os.open(path.with_name(f"{path.name}.lock"), os.O_CREAT | os.O_RDWR, 0o600)
         except OSError as error:
@@ -131,7 +134,7 @@ class IdentityFile:
         fields = _fields_of(identity)
         content = {"format": _FORMAT, "sha256": _digest(fields), "identity": fields}
         write_private_file(self.path, json.dumps(content, indent=1) + "\n")
-        sync_folder(self.path.resolve().parent)
+        sync_folder(self.path.parent)
         self.identity = identity
 
     def _load(self) -> HeadIdentity | None:
