@@ -297,7 +297,12 @@ class HeadStateWriter:
         self._identity_file = identity_file
         self._patience_s = patience_s
         self._is_asked = asyncio.Event()
-        self._waiting: list[asyncio.Future[None]] = []
+        # The result is whether the state was written.
+        self._waiting: list[asyncio.Future[bool]] = []
+        self._read: Callable[[], HeadState] | None = None
+        self._has_ended = self._is_closed = False
+        self._writing = asyncio.Lock()
+        self._failing: HeadStateFile | IdentityFile | None = None
         self.former = former
         self.term = term
         self.failure: str | None = None
@@ -306,8 +311,9 @@ class HeadStateWriter:
         """Keep the file up to date until cancelled; failed writes are retried.
 
         Args:
-            read: Returns the current state.
+            read: Returns the current state, also after the end of this.
         """
+        self._read = read
         written: HeadState | None = None
         pause_s = _POLL_S
         try:
@@ -319,61 +325,114 @@ class HeadStateWriter:
                     if state != written:
                         await self._write(state)
                         written = state
-                except OSError as error:
-                    self.failure = error.strerror or str(error)
+                except OSError:
+                    # One of the files may have been written.
+                    written = None
                     log.warning("head_state_not_written", reason=self.failure, again_in_s=pause_s)
                     self._waiting = waiting + self._waiting
                     await self._asked_within(pause_s)
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                     continue
-                if self.failure is not None:
-                    log.info("head_state_written_again")
-                self.failure, pause_s = None, _POLL_S
+                pause_s = _POLL_S
                 for asked in waiting:
-                    _settle(asked)
+                    _settle(asked, is_written=True)
                 await self._asked_within(_POLL_S)
         finally:
-            # From here on there is nothing to take over: the state file is removed.
-            self._file = self._identity_file = None
+            # Whoever waits writes the state itself, as for requests that come while the head shuts down.
+            self._has_ended = True
             for asked in (*waiting, *self._waiting):
-                _settle(asked)
+                _settle(asked, is_written=False)
 
     async def written(self) -> None:
         """Return once the current state is durable on disk.
 
+        After the end of `keep_written` the state is written here, in one attempt.
+
         Raises:
-            ClusterError: If that takes too long; writing is retried further.
+            ClusterError: If it cannot be written, or that takes too long.
         """
-        file = self._file or self._identity_file
-        if file is None:
+        if self._file is None and self._identity_file is None:
             return
-        asked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(asked)
-        self._is_asked.set()
         try:
             async with asyncio.timeout(self._patience_s):
-                await asyncio.shield(asked)
-        except TimeoutError:
-            raise ClusterError(
-                "done, but not saved for a restart of `mesh serve` "
-                f"({self.failure or 'the disk does not answer'}), which after a crash of this one would undo "
-                f"it: free space for {file.path}; writing is retried"
-            ) from None
+                if not self._has_ended and await self._next_write():
+                    return
+                if self._read is not None:
+                    await self._write_current(self._read)
+        except (TimeoutError, OSError):
+            raise self._not_saved() from None
+
+    def close(self) -> None:
+        """Save the identity a last time, without the hosts that were dismissed; nothing is written later.
+
+        Call it after the last request and when the hosts have left. A failure is logged.
+        """
+        self._is_closed = True
+        file, read = self._identity_file, self._read
+        if file is None or read is None:
+            return
+        try:
+            file.save(read().identity)
+        except OSError as error:
+            log.warning(
+                "identity_not_written",
+                path=str(file.path),
+                reason=error.strerror or str(error),
+                effect="evictions and dismissals since the last write are undone at the next start",
+            )
+
+    async def _next_write(self) -> bool:
+        """Wait until `keep_written` has written the current state; False if it ended before."""
+        asked: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiting.append(asked)
+        self._is_asked.set()
+        return await asyncio.shield(asked)
+
+    async def _write_current(self, read: Callable[[], HeadState]) -> None:
+        async with self._writing:
+            if self._is_closed:
+                self.failure = self.failure or "it has ended"
+                raise OSError(self.failure)
+            await self._write(read())
+
+    def _not_saved(self) -> ClusterError:
+        file = self._failing or self._identity_file or self._file
+        where = "a file" if file is None else file.path
+        # An orderly end removes the state, and keeps the identity.
+        when = "after a crash of this one " if isinstance(file, HeadStateFile) else ""
+        then = "`mesh serve` is ending" if self._has_ended and when else "writing is retried"
+        return ClusterError(
+            "done, but not saved for a restart of `mesh serve` "
+            f"({self.failure or 'the disk does not answer'}), which {when}would undo it: "
+            f"free space for {where}; {then}"
+        )
 
     async def _write(self, state: HeadState) -> None:
-        """Write in a thread, as a disk may take long; if cancelled, wait for its end."""
+        """Write in a thread, as a disk may take long; if cancelled, wait for its end.
+
+        Raises:
+            OSError: If a file cannot be written; `failure` has the reason.
+        """
         file, identity_file = self._file, self._identity_file
-        if file is None and identity_file is None:
-            return
 
         def save() -> None:
             # First: see `mesh.serve.head_identity.starting_identity`.
             if identity_file is not None:
+                self._failing = identity_file
                 identity_file.save(state.identity)
             if file is not None:
+                self._failing = file
                 file.save(state)
+            self._failing = None
 
-        await CancellableWork().run(save)
+        try:
+            await CancellableWork().run(save)
+        except OSError as error:
+            self.failure = error.strerror or str(error)
+            raise
+        if self.failure is not None:
+            log.info("head_state_written_again")
+        self.failure = None
 
     async def _asked_within(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -381,9 +440,9 @@ class HeadStateWriter:
                 await self._is_asked.wait()
 
 
-def _settle(asked: asyncio.Future[None]) -> None:
+def _settle(asked: asyncio.Future[bool], *, is_written: bool) -> None:
     if not asked.done():
-        asked.set_result(None)
+        asked.set_result(is_written)
 
 
 @contextmanager
@@ -404,18 +463,18 @@ def open_head_state(
     except OSError as error:
         log.warning("no_successor", reason=f"{path} cannot be used: {error}")
         file = None
-    if file is None:
-        yield HeadStateWriter(None, None, term, identity_file=identity_file)
-        return
-    with file:
-        former = file.load()
-        if former is not None:
-            log.info("former_head_found", term=former.term, stages=len(former.stages))
-            term = max(term, former.term + 1)
-        try:
-            yield HeadStateWriter(file, former, term, identity_file=identity_file)
-        finally:
-            file.clear()
+    with contextlib.ExitStack() as stack:
+        former = None
+        if file is not None:
+            stack.enter_context(file)
+            former = file.load()
+            if former is not None:
+                log.info("former_head_found", term=former.term, stages=len(former.stages))
+                term = max(term, former.term + 1)
+            stack.callback(file.clear)
+        writer = HeadStateWriter(file, former, term, identity_file=identity_file)
+        stack.callback(writer.close)
+        yield writer
 
 
 def setup_of(options: ServeOptions, known: Preflight) -> str:

@@ -108,6 +108,28 @@ def test_two_heads_do_not_share_it(tmp_path: Path) -> None:
     start(tmp_path / "identity")
 
 
+def test_all_names_of_a_file_exclude_each_other(tmp_path: Path) -> None:
+    path, link = tmp_path / "identity", tmp_path / "elsewhere" / "name"
+    link.parent.mkdir()
+    link.symlink_to(path)
+    # Also before the file is there.
+    for _ in range(2):
+        for one, other in ((path, link), (link, path)):
+            with IdentityFile(one) as file:
+                with pytest.raises(ClusterError, match="another `mesh serve` uses"):
+                    IdentityFile(other)
+                start_with = file.identity
+        with IdentityFile(link) as file:
+            file.save(IDENTITY)
+    assert start_with == IDENTITY
+    assert link.is_symlink()
+    assert not path.is_symlink()
+    path.unlink()
+    path.symlink_to(link)
+    with pytest.raises(ClusterError, match="cannot"):
+        IdentityFile(path)
+
+
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644])
 def test_what_others_may_have_read_is_refused(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "identity"
@@ -271,6 +293,103 @@ async def test_an_eviction_is_answered_when_it_is_in_every_file(tmp_path: Path) 
                 assert state_file is None or state_file.load() == each
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
+
+
+class Full(IdentityFile):
+    """On a disk that has no room while `is_full`."""
+
+    is_full = False
+
+    def save(self, identity: HeadIdentity) -> None:
+        if self.is_full and identity != self.identity:
+            raise OSError(28, "No space left on device")
+        super().save(identity)
+
+
+EVICTED = ("attic", "studio")
+
+
+async def test_an_eviction_while_the_head_ends_is_saved_before_it_is_answered(tmp_path: Path) -> None:
+    now = [state_of(IDENTITY)]
+    with IdentityFile(tmp_path / "identity") as file:
+        writer = HeadStateWriter(None, None, 3, identity_file=file)
+        writing = asyncio.create_task(writer.keep_written(lambda: now[0]))
+        await writer.written()
+        # One waits when the writer is cancelled, the other comes later: the API closes last.
+        now[0] = state_of(IDENTITY, evicted=("attic", "b"))
+        asked = asyncio.create_task(writer.written())
+        await asyncio.sleep(0)
+        writing.cancel()
+        await asked
+        assert file.identity == now[0].identity
+        await asyncio.gather(writing, return_exceptions=True)
+        now[0] = state_of(IDENTITY, evicted=EVICTED)
+        await writer.written()
+    with IdentityFile(tmp_path / "identity") as again:
+        assert again.identity is not None
+        assert again.identity.admissions.evicted == EVICTED
+
+
+async def test_an_eviction_that_a_full_disk_does_not_take_is_not_answered_as_saved(tmp_path: Path) -> None:
+    options = options_with_library(LibraryOptions(), identity_path=tmp_path / "identity", linger_s=0.0)
+    refusal = (
+        r"not saved .*\(No space left on device\), which would undo it: free space for .*identity; writing"
+    )
+    now = [state_of(IDENTITY)]
+    with Full(tmp_path / "identity") as file:
+        with open_head_state(options, file) as writer:
+            writing = asyncio.create_task(writer.keep_written(lambda: now[0]))
+            await writer.written()
+            file.is_full = True
+            now[0] = state_of(IDENTITY, evicted=EVICTED)
+            asked = asyncio.create_task(writer.written())
+            await asyncio.sleep(0.05)
+            assert not asked.done()
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+            for refused in (asked, writer.written()):
+                with pytest.raises(ClusterError, match=refusal):
+                    await refused
+            assert file.identity == IDENTITY
+            # There is room when the head closes.
+            file.is_full = False
+        assert file.identity == now[0].identity
+        now[0] = state_of(IDENTITY)
+        with pytest.raises(ClusterError, match="not saved"):
+            await writer.written()
+
+
+async def test_secrets_of_hosts_that_the_head_dismisses_at_its_end_are_not_kept(tmp_path: Path) -> None:
+    """As in `mesh serve`: the writer ends first, then the hosts are dismissed, last the files are closed."""
+    path, address = tmp_path / "identity", f"127.0.0.1:{free_port('127.0.0.1')}"
+    options = options_with_library(LibraryOptions(), identity_path=path, linger_s=0.0)
+    away = dataclasses.replace(HOST, name="attic", ray_node_name="attic.1")
+    with IdentityFile(path) as file:
+        identity = starting_identity(file, None, term=3, now_s=time.time(), token_lifetime_s=HOUR_S)
+        with open_head_state(options, file) as writer:
+            async with head(tmp_path, former=at(address, identity)) as side:
+                service = side.service
+                secret = side.token.secret
+
+                def read() -> HeadState:
+                    return state_of(dataclasses.replace(identity, admissions=service.admissions))
+
+                writing = asyncio.create_task(writer.keep_written(read))
+                async with Membership(await find_head(side.token), secret, away) as left:
+                    await left.join()
+                host = Host(side)
+                await until(side.members, 1)
+                await writer.written()
+                assert file.identity is not None
+                assert set(file.identity.admissions.rejoin_secrets) == {"studio", "attic"}
+                writing.cancel()
+                await asyncio.gather(writing, return_exceptions=True)
+            await host.outcome()
+    with IdentityFile(path) as file:
+        assert file.identity is not None
+        # This one was away, and may not know that the head ended.
+        assert file.identity.admissions.rejoin_secrets == {"attic": left.rejoin_secret}
+        assert file.identity.admissions.token.secret == secret
 
 
 def test_a_port_that_tokens_name_is_used_again_unless_another_is_wanted() -> None:

@@ -127,16 +127,37 @@ async def test_who_waits_in_vain_hears_why_and_what_to_do(file: HeadStateFile) -
         await until_written(file, changed)
 
 
-async def test_who_waits_when_the_head_ends_is_let_go(file: HeadStateFile) -> None:
+async def test_who_waits_when_the_head_ends_hears_that_it_is_not_written(file: HeadStateFile) -> None:
     async with kept(file) as keeping:
         await until_written(file, STATE)
-        file.path.with_suffix(".part").mkdir()
-        keeping.change()
+        in_the_way = file.path.with_suffix(".part")
+        in_the_way.mkdir()
+        changed = keeping.change()
         asked = asyncio.create_task(keeping.state_writer.written())
         await asyncio.sleep(0.05)
         assert not asked.done()
-    await asked
+    with pytest.raises(ClusterError, match=r"not saved .*after a crash of this one would.*is ending"):
+        await asked
+    assert file.load() == STATE
+    in_the_way.rmdir()
     await keeping.state_writer.written()
+    assert file.load() == changed
+
+
+async def test_a_state_that_changes_back_after_a_failed_write_is_no_failure(file: HeadStateFile) -> None:
+    async with kept(file) as keeping:
+        await until_written(file, STATE)
+        in_the_way = file.path.with_suffix(".part")
+        in_the_way.mkdir()
+        keeping.change()
+        async with asyncio.timeout(10):
+            while keeping.state_writer.failure is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        keeping.state = STATE
+        in_the_way.rmdir()
+        await keeping.state_writer.written()
+        assert keeping.state_writer.failure is None
+        assert file.load() == STATE
 
 
 async def test_without_a_file_nobody_waits() -> None:
