@@ -219,7 +219,9 @@ class _Answer:
 
     def last_part(self, step: Committed) -> AnswerPart:
         self._message_parts += self._reader.push(self._text.flush())
-        self._message_parts += self._reader.flush(is_cut=step.finish == "length" and not self.is_over)
+        self._message_parts += self._reader.flush(
+            is_cut=step.finish == "length" and not self.is_over, is_stopped=self._text.stopped
+        )
         finish: FinishReason | None = "stop" if self.is_over else step.finish
         if self._job.is_prompt_only:
             finish = "length"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import string
+from collections import deque
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ class Characters:
     """Buffer between the pusher and the consumer of characters, with lookahead."""
 
     def __init__(self) -> None:
-        self._ahead = ""
+        self._ahead: deque[str] = deque()
         self._is_over = False
 
     def peek(self) -> Generator[None, str, str]:
@@ -32,7 +33,7 @@ class Characters:
         if not self._ahead:
             if self._is_over:
                 raise EndOfText
-            self._ahead = yield
+            self._ahead.extend((yield))
         return self._ahead[0]
 
     def take(self) -> Generator[None, str, str]:
@@ -41,9 +42,8 @@ class Characters:
         Raises:
             EndOfText: If there is none.
         """
-        char = yield from self.peek()
-        self._ahead = self._ahead[1:]
-        return char
+        yield from self.peek()
+        return self._ahead.popleft()
 
     def match(self, texts: Collection[str]) -> Generator[None, str, str | None]:
         """Consume one of these texts if it comes next; returns which, or None.
@@ -68,7 +68,7 @@ class Characters:
 
     def unread(self, text: str) -> None:
         """Put characters back before the next one."""
-        self._ahead = text + self._ahead
+        self._ahead.extendleft(reversed(text))
 
     def end(self) -> None:
         """No characters follow: who waits for one, and who asks for one, is told so."""
@@ -76,7 +76,8 @@ class Characters:
 
     def rest(self) -> str:
         """Consume the characters that were put back."""
-        rest, self._ahead = self._ahead, ""
+        rest = "".join(self._ahead)
+        self._ahead.clear()
         return rest
 
 

@@ -92,15 +92,16 @@ class OutputParser:
             )
         return joined(message_parts)
 
-    def flush(self, *, is_cut: bool = False) -> list[MessagePart]:
+    def flush(self, *, is_cut: bool = False, is_stopped: bool = False) -> list[MessagePart]:
         """The parts held back, at the end.
 
         Args:
             is_cut: Whether a limit ended the answer: then a call without its end tags stays incomplete.
+            is_stopped: Whether a stop string ended the answer: then a call stays incomplete within a value.
         """
         message_parts = [] if self._reasoning is None else self._with_calls(self._reasoning.flush())
         if self._calls is not None and not self.is_over:
-            message_parts += self._calls.flush(is_cut=is_cut)
+            message_parts += self._calls.flush(is_cut=is_cut, is_stopped=is_stopped)
         return joined(message_parts)
 
     def _with_calls(self, pieces: list[MessagePart]) -> list[MessagePart]:

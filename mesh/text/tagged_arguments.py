@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Final
 
 from mesh.text.answer_characters import EndOfText, skip_space
@@ -13,11 +14,15 @@ if TYPE_CHECKING:
 
     from mesh.text.answer_characters import Characters
     from mesh.text.argument_values import ParameterSchemas
-    from mesh.text.message_parts import CallTags
+    from mesh.text.message_parts import CallFormat, CallTags
 
 _MAX_NAME_CHARS: Final = 256
-_BLOCK_BEGINS: Final = tuple(begin for begin, _ in BLOCKS)
-_BLOCK_ENDS: Final = tuple(end for _, end in BLOCKS)
+_NAME: Final = re.compile(r"[\w.:/-]+")
+
+
+def is_name(text: str) -> bool:
+    """Whether a function may have this name."""
+    return _NAME.fullmatch(text) is not None
 
 
 def read_name(characters: Characters, end: str, pass_on: Callable[[str], None]) -> Generator[None, str, str]:
@@ -53,33 +58,50 @@ class TaggedArguments:
     """Reader of the arguments of one call.
 
     A value may hold tags: one counts only if what must follow it does. Then it also ends a value that has no
-    end tag.
+    end tag. Tags of a whole call within a value are part of it, up to the end of that call.
 
     Args:
         characters: The next one is the first behind the name of the function.
+        call_format: Format of the answer, whose blocks begin and end calls.
+        names: Names of the functions.
         tags: Tags of the call.
         schemas: Schemas of the function's parameters.
         argue: Called with each piece of the JSON object.
         is_cut: Tells at the end of the text whether a limit ended it: then the object stays incomplete.
+        is_stopped: Tells at the end of the text whether a stop string ended it: then the object stays
+            incomplete if a value is open.
     """
 
     def __init__(
         self,
         characters: Characters,
+        call_format: CallFormat,
+        names: Collection[str],
         tags: CallTags,
+        *,
         schemas: ParameterSchemas,
         argue: Callable[[str], None],
         is_cut: Callable[[], bool],
+        is_stopped: Callable[[], bool],
     ) -> None:
         self._characters = characters
+        self._names = names
         self._tags = tags
         self._schemas = schemas
         self._argue = argue
         self._is_cut = is_cut
+        self._is_stopped = is_stopped
+        self._is_in_value = False
+        # Calls within the value that have begun and not ended.
+        self._num_shown = 0
         self._given: set[str] = set()
-        self._begins = _present(tags.call, *_BLOCK_BEGINS)
-        self._behind_value = _present(tags.key, tags.call_end, *_BLOCK_ENDS, *self._begins)
-        self._in_value = _present(tags.value_end, tags.key, tags.call_end, *_BLOCK_ENDS)
+        self._block_begins = tuple(begin for begin, _ in BLOCKS if begin in call_format.openings)
+        self._block_ends = call_format.endings
+        self._behind_argument = _present(tags.key, tags.call_end, *self._block_ends)
+        # With these a call begins, and with those it ends.
+        self._begins = _present(tags.call) or self._block_begins
+        self._ends = _present(tags.call_end) or self._block_ends
+        self._in_value = _present(tags.value_end, tags.key, tags.call_end, *self._block_ends, *self._begins)
 
     def read(self) -> Generator[None, str, None]:
         """Consume all arguments, and the tag that ends the call; whatever else is there ends it as well."""
@@ -87,7 +109,7 @@ class TaggedArguments:
             while (yield from self._argument()):
                 pass
         except EndOfText:
-            if not self._is_cut():
+            if not (self._is_cut() or (self._is_in_value and self._is_stopped())):
                 self._close()
             raise
         self._close()
@@ -99,7 +121,7 @@ class TaggedArguments:
         """Consume one more argument; returns whether there is one."""
         characters, tags = self._characters, self._tags
         yield from skip_space(characters, _drop)
-        mark = yield from characters.match(self._behind_value)
+        mark = yield from characters.match(self._behind_argument)
         if mark != tags.key:
             if mark is not None and mark != tags.call_end:
                 characters.unread(mark)
@@ -111,31 +133,35 @@ class TaggedArguments:
                 return False
         if not name:
             return False
-        self._argue(f"{', ' if self._given else '{'}{json.dumps(name, ensure_ascii=False)}: ")
+        # Of values of one name the first counts.
+        argue = _drop if name in self._given else self._argue
+        argue(f"{', ' if self._given else '{'}{json.dumps(name, ensure_ascii=False)}: ")
         self._given.add(name)
-        yield from self._value(name)
+        yield from self._value(name, argue)
         return True
 
-    def _value(self, name: str) -> Generator[None, str, None]:
+    def _value(self, name: str, argue: Callable[[str], None]) -> Generator[None, str, None]:
         is_text = self._schemas.is_text(name)
         value = _Value(
-            self._argue,
+            argue,
             None if is_text else lambda text: self._schemas.as_json(name, text),
             is_padded=self._tags.is_padded,
         )
+        self._is_in_value, self._num_shown = True, 0
         try:
-            while not (yield from self._ends(value)):
+            while not (yield from self._part_ends(value)):
                 pass
         except EndOfText:
             rest = self._characters.rest()
-            if not self._is_cut():
+            if not (self._is_cut() or self._is_stopped()):
                 for char in rest:
                     value.add(char)
                 value.end()
             raise
+        self._is_in_value = False
         value.end()
 
-    def _ends(self, value: _Value) -> Generator[None, str, bool]:
+    def _part_ends(self, value: _Value) -> Generator[None, str, bool]:
         """Consume a part of a value, or its end tag; returns whether it has ended."""
         characters = self._characters
         mark = yield from characters.match(self._in_value)
@@ -148,16 +174,34 @@ class TaggedArguments:
             return True
         for char in mark:
             value.add(char)
+        if mark in self._ends and self._num_shown:
+            yield from self._end_shown(value)
         return False
+
+    def _end_shown(self, value: _Value) -> Generator[None, str, None]:
+        """Consume the end of the block behind a call within a value, which is part of it as well."""
+        self._num_shown -= 1
+        if self._tags.call_end and (yield from self._look(self._block_ends_next, at_end=False)):
+            yield from skip_space(self._characters, value.add)
+            for char in (yield from self._characters.match(self._block_ends)) or "":
+                value.add(char)
 
     def _counts(self, mark: str, value: _Value) -> Generator[None, str, bool]:
         """Whether a tag within a value ends it."""
         tags = self._tags
+        if mark in self._begins:
+            self._num_shown += yield from self._look(self._is_call, at_end=False)
+            return False
+        if self._num_shown:
+            # Where nothing else follows, the call within had no end.
+            return mark != tags.key and (yield from self._look(self._text_ends, at_end=True))
         if mark == tags.key:
             return value.is_at_line_start and (yield from self._names_another())
         if mark == tags.value_end:
-            return (yield from self._follows(self._behind_value))
-        return (yield from self._follows(self._begins, skipped=_BLOCK_ENDS if mark == tags.call_end else ()))
+            return (yield from self._look(self._argument_ends, at_end=True))
+        if mark == tags.call_end:
+            return (yield from self._look(self._call_follows_block, at_end=True))
+        return (yield from self._look(self._call_follows, at_end=True))
 
     def _names_another(self) -> Generator[None, str, bool]:
         """Whether the tag that has begun is that of a parameter without a value so far."""
@@ -169,19 +213,91 @@ class TaggedArguments:
         self._characters.unread("".join(taken))
         return self._schemas.has(name) and name not in self._given
 
-    def _follows(self, marks: Collection[str], skipped: Collection[str] = ()) -> Generator[None, str, bool]:
-        """Whether one of these comes next, or nothing at all, behind white space and one that is skipped."""
-        taken: list[str] = []
+    def _look(
+        self, probe: Callable[[_Lookahead], Generator[None, str, bool]], *, at_end: bool
+    ) -> Generator[None, str, bool]:
+        """What a probe of the characters ahead finds; `at_end` if the text ends there.
+
+        Nothing is known about the end of a text that a stop string has cut, unless an end tag of the value
+        is before it.
+        """
+        ahead = _Lookahead(self._characters)
         try:
-            yield from skip_space(self._characters, taken.append)
-            if (mark := (yield from self._characters.match(skipped))) is not None:
-                taken.append(mark)
-                yield from skip_space(self._characters, taken.append)
-            mark = yield from self._characters.match(marks)
+            found = yield from probe(ahead)
         except EndOfText:
-            mark = ""
-        self._characters.unread("".join(taken) + (mark or ""))
-        return mark is not None
+            found = at_end and (probe == self._argument_ends or not self._is_stopped())
+        self._characters.unread("".join(ahead.taken))
+        return found
+
+    def _block_ends_next(self, ahead: _Lookahead) -> Generator[None, str, bool]:
+        yield from ahead.skip_space()
+        return (yield from ahead.match(self._block_ends)) is not None
+
+    def _text_ends(self, ahead: _Lookahead) -> Generator[None, str, bool]:
+        """Whether nothing but ends of a call and of its block follow: at the end of the text, if at all."""
+        for ends in (self._ends, self._block_ends):
+            yield from ahead.skip_space()
+            yield from ahead.match(ends)
+        yield from ahead.skip_space()
+        return False
+
+    def _argument_ends(self, ahead: _Lookahead) -> Generator[None, str, bool]:
+        yield from ahead.skip_space()
+        if (yield from ahead.match(self._behind_argument)) is not None:
+            return True
+        return (yield from self._call_follows(ahead))
+
+    def _call_follows_block(self, ahead: _Lookahead) -> Generator[None, str, bool]:
+        yield from ahead.skip_space()
+        yield from ahead.match(self._block_ends)
+        return (yield from self._call_follows(ahead))
+
+    def _call_follows(self, ahead: _Lookahead) -> Generator[None, str, bool]:
+        """Whether a call of a known function, in tags of this kind, comes next."""
+        yield from ahead.skip_space()
+        found = yield from ahead.match(self._block_begins)
+        if self._tags.call:
+            yield from ahead.skip_space()
+            found = yield from ahead.match((self._tags.call,))
+        return found is not None and (yield from self._is_call(ahead, only_known=True))
+
+    def _is_call(self, ahead: _Lookahead, *, only_known: bool = False) -> Generator[None, str, bool]:
+        """Whether a name and what follows that of a function come next."""
+        yield from ahead.skip_space()
+        name = yield from ahead.read_name(self._tags.name_end)
+        if not is_name(name) or (only_known and name not in self._names):
+            return False
+        if only_known and self._tags.call:
+            return True
+        yield from ahead.skip_space()
+        behind = (self._tags.key,) if only_known else (self._tags.key, *self._ends, "{")
+        return (yield from ahead.match(behind)) is not None
+
+
+class _Lookahead:
+    """Characters ahead that are taken to be put back.
+
+    Args:
+        characters: Where they are taken from.
+
+    Attributes:
+        taken: What was taken, in order.
+    """
+
+    def __init__(self, characters: Characters) -> None:
+        self.taken: list[str] = []
+        self._characters = characters
+
+    def skip_space(self) -> Generator[None, str, None]:
+        yield from skip_space(self._characters, self.taken.append)
+
+    def match(self, marks: Collection[str]) -> Generator[None, str, str | None]:
+        mark = yield from self._characters.match(marks)
+        self.taken.append(mark or "")
+        return mark
+
+    def read_name(self, end: str) -> Generator[None, str, str]:
+        return (yield from read_name(self._characters, end, self.taken.append))
 
 
 class _Value:

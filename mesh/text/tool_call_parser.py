@@ -30,7 +30,7 @@ from mesh.text.message_parts import (
     ToolCallArguments,
     ToolCallStart,
 )
-from mesh.text.tagged_arguments import TaggedArguments, read_name
+from mesh.text.tagged_arguments import TaggedArguments, is_name, read_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Mapping
@@ -45,7 +45,6 @@ _HEAD: Final = re.compile(
     rf"([A-Za-z0-9_.-]+)\s*(?:{re.escape(CALL_ID_MARK)}[A-Za-z0-9]+)?(?:{re.escape(ARGUMENTS_MARK)})?\s*"
 )
 _MAX_HEAD_CHARS: Final = 256
-_NAME: Final = re.compile(r"[\w.:/-]+")
 _TAGS_BY_CALL: Final = {tags.call: tags for tags in (QWEN_TAGS, MINIMAX_TAGS)}
 
 
@@ -71,6 +70,7 @@ class ToolCallParser:
         self._format = call_format
         self._names = frozenset(names)
         self._parameters = parameters or {}
+        self._schemas: dict[str, ParameterSchemas] = {}
         self._message_parts: list[MessagePart] = []
         # Content, unless a call follows or it becomes one.
         self._held: list[str] = []
@@ -82,6 +82,7 @@ class ToolCallParser:
         self._escaper = StringEscaper()
         self._awaits_end = False
         self._is_cut = False
+        self._is_stopped = False
         self._finder = MarkFinder((*call_format.openings, *call_format.endings))
         self._characters = Characters()
         self._machine = self._read()
@@ -107,13 +108,15 @@ class ToolCallParser:
         message_parts, self._message_parts = self._message_parts, []
         return message_parts
 
-    def flush(self, *, is_cut: bool = False) -> list[MessagePart]:
+    def flush(self, *, is_cut: bool = False, is_stopped: bool = False) -> list[MessagePart]:
         """The parts held back, at the end.
 
         Args:
             is_cut: Whether a limit ended the text: then a call without its end tags stays incomplete.
+            is_stopped: Whether a stop string ended the text: then a call stays incomplete within a value.
         """
         self._is_cut = is_cut
+        self._is_stopped = is_stopped
         self._characters.end()
         with suppress(StopIteration):
             self._machine.throw(EndOfText())
@@ -272,12 +275,13 @@ class ToolCallParser:
         """A name and its arguments between tags, or as JSON where the first of them would begin."""
         characters = self._characters
         name = yield from read_name(characters, tags.name_end, self._hold)
-        if name not in self._names and (only_known or not _NAME.fullmatch(name)):
+        if name not in self._names and (only_known or not is_name(name)):
             raise UnexpectedText
-        if not tags.call and name not in self._names:
-            # A word is no call.
+        is_word = not tags.call and name not in self._names
+        if is_word or only_known:
+            # A word is no call, nor is a tag that a text is about.
             yield from skip_space(characters, self._hold)
-            found = yield from characters.match((tags.key,))
+            found = yield from characters.match((tags.key,) if is_word else (tags.key, tags.call_end, "{"))
             characters.unread(found or "")
             if found is None:
                 raise UnexpectedText
@@ -288,8 +292,18 @@ class ToolCallParser:
             yield from self._skip_braces()
             yield from characters.match((tags.call_end,) if tags.call_end else ())
             return
-        schemas = ParameterSchemas(self._parameters.get(name))
-        yield from TaggedArguments(characters, tags, schemas, self._argue, lambda: self._is_cut).read()
+        if name not in self._schemas:
+            self._schemas[name] = ParameterSchemas(self._parameters.get(name))
+        yield from TaggedArguments(
+            characters,
+            self._format,
+            self._names,
+            tags,
+            schemas=self._schemas[name],
+            argue=self._argue,
+            is_cut=lambda: self._is_cut,
+            is_stopped=lambda: self._is_stopped,
+        ).read()
 
     def _skip_braces(self) -> Generator[None, str, None]:
         """Consume braces behind a call, which are one too many."""

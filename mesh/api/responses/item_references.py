@@ -38,7 +38,16 @@ def with_stored_items(
     ids = {index: _id_of(item, index) for index, item in enumerate(value) if _is_reference(item)}
     if not ids:
         return value
-    items = store.items(client, frozenset(ids.values()))
+    seen: set[str] = set()
+    for index, item_id in ids.items():
+        # Each could stand for an item of any size.
+        if item_id in seen:
+            raise InvalidRequest(
+                f"input[{index}].id: the item {item_id!r} is referred to twice: refer to it once",
+                param=f"input[{index}].id",
+            )
+        seen.add(item_id)
+    items = store.items(client, seen)
     for index, item_id in ids.items():
         if item_id not in items:
             raise InvalidRequest(

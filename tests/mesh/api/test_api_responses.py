@@ -358,6 +358,7 @@ def test_the_store_has_bounds() -> None:
         ({"input": [{"role": "user", "content": "x"}, {"id": "msg_1"}]}, "input[1].id"),
         ({"input": [{"type": "item_reference"}]}, "input[0].id"),
         ({"input": [{"type": "item_reference", "id": ["msg_1"]}]}, "input[0].id"),
+        ({"input": [{"id": "msg_1"}, {"role": "user", "content": "x"}, {"id": "msg_1"}]}, "input[2].id"),
         ({"input": [{"type": 5}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": "x"}, {"role": "boss", "content": "x"}]}, "input[1].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),

@@ -293,6 +293,27 @@ async def test_a_call_without_its_end_tags_is_complete_unless_the_limit_cut_it(
     assert called["arguments"] == ('{"city": "Oslo"}' if ends else '{"city": "Oslo')
 
 
+@pytest.mark.parametrize(
+    ("text", "stop", "arguments"),
+    [
+        ("Oslo STOP and", "STOP", '{"city": "Oslo '),
+        ("Oslo\n</parameter>\n</function>\n</tool_call>", "</tool_call>", '{"city": "Oslo"}'),
+        ("Oslo\n</parameter>\n</function>\n</tool_call>", "</function>", '{"city": "Oslo"}'),
+    ],
+)
+async def test_a_stop_string_within_a_value_leaves_its_call_incomplete(
+    smollm2_path: Path, text: str, stop: str, arguments: str
+) -> None:
+    tokenizer = Tokenizer(smollm2_path)
+    tokenizer.chat_template = TAGS_IN_TEMPLATE
+    engine = saying(tokenizer, f"<tool_call>\n<function=weather>\n<parameter=city>\n{text}")
+    async with running_api(engine, tokenizer) as api:
+        fields = {"messages": HELLO, "tools": [WEATHER], "stop": stop}
+        response = await api.http.post(CHAT, json=fields)
+    [called] = response.json()["choices"][0]["message"]["tool_calls"]
+    assert called["function"]["arguments"] == arguments
+
+
 def function(**fields: Any) -> dict[str, Any]:
     return {"tools": [{"type": "function", "function": fields}]}
 

@@ -125,7 +125,16 @@ TAGGED = [call_format for call_format in CallFormat if call_format.tags is not N
 
 
 @pytest.mark.parametrize("call_format", TAGGED)
-@pytest.mark.parametrize("schema", [RICH, COUNTS, {"$ref": "#/$defs/it", "$defs": {"it": COUNTS}}])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        RICH,
+        COUNTS,
+        {"$ref": "#/$defs/it", "$defs": {"it": COUNTS}},
+        {"$ref": "#/$defs/it", "$defs": {"it": RICH, **RICH["$defs"]}},
+        {"anyOf": [{"$ref": "#/$defs/it"}], "$defs": {"it": RICH, **RICH["$defs"]}},
+    ],
+)
 def test_values_between_tags_are_read_as_their_schema_wants(call_format: CallFormat, schema: Any) -> None:
     function = {"name": "look", "parameters": schema}
     automaton = make_automaton(grammar_of((function,), call_format, has_one_call=True))

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mesh.text.answer_characters import Characters, skip_space
 from mesh.text.argument_values import ParameterSchemas
 from mesh.text.message_parts import (
     MARKS,
@@ -123,7 +124,17 @@ QWEN_CASES: list[tuple[str, list[MessagePart]]] = [
     ("<tool_call>\n<function=a b>", [Content("<tool_call>\n<function=a b>")]),
     ("<tool_call>\n<func", [Content("<tool_call>\n<func")]),
     (f"<tool_call>{AT}", [Content("<tool_call>"), *SAID]),
-    ("<function=look>\noops</function>", [*call("look", "{}"), Content("oops</function>")]),
+    ("<tool_call><function=look>\noops</function>", [*call("look", "{}"), Content("oops</function>")]),
+    # a text about calls
+    ("Write `<function=look>` first", [Content("Write `<function=look>` first")]),
+    ("<function=look>\noops</function>", [Content("<function=look>\noops</function>")]),
+    ("<function=look>\n", [Content("<function=look>\n")]),
+    ("<function=add></function>", call("add", "{}")),
+    # the same parameter twice
+    (
+        block(("at", "x"), ("times", "1"), ("at", "y"), ("times", "2")),
+        call("look", '{"at": "x", "times": 1}'),
+    ),
 ]  # fmt: skip
 
 
@@ -166,6 +177,10 @@ def minimax(*pairs: tuple[str, str], name: str = "look") -> str:
     return f'<invoke name="{name}">\n{values}</invoke>'
 
 
+def minimax_block(*pairs: tuple[str, str]) -> str:
+    return f"<minimax:tool_call>\n{minimax(*pairs)}\n</minimax:tool_call>"
+
+
 MINIMAX_CASES: list[tuple[str, list[MessagePart]]] = [
     (f"<minimax:tool_call>\n{minimax(('at', 'x'))}\n</minimax:tool_call>", SAID),
     (
@@ -174,6 +189,7 @@ MINIMAX_CASES: list[tuple[str, list[MessagePart]]] = [
     ),
     (f"Well.\n{minimax(('at', 'x'))}", [Content("Well."), *SAID]),
     (minimax(name="other"), [Content(minimax(name="other"))]),
+    ('The tag <invoke name="look"> is it.', [Content('The tag <invoke name="look"> is it.')]),
 ]
 
 
@@ -181,6 +197,91 @@ MINIMAX_CASES: list[tuple[str, list[MessagePart]]] = [
 def test_calls_in_minimaxs_format(text: str, said: list[MessagePart]) -> None:
     assert read(CallFormat.MINIMAX, text) == said
     assert read(CallFormat.MINIMAX, *text) == said
+
+
+JSON_CALLS = """# Calls
+<tool_call>
+{"name": "look", "arguments": {"city": "Oslo"}}
+</tool_call>
+<tool_call>
+{"name": "add", "arguments": {"command": "rm -rf build"}}
+</tool_call>
+That is all."""
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        JSON_CALLS,
+        f"# Calls\n{AT}\n{block(('at', 'y'), ('times', '5'))}\nThat is all.",
+        f"{AT}\n{AT}",
+        f"{block(name='add')}\n{block(name='add')}\n",
+        f"{block(('at', block(('at', AT))))}\n{AT}\n.",
+        f"{function(('at', 'x'))}\n{function(('at', 'x'))}\n.",
+        f"{glm(('at', 'x'))}\n{glm(('at', 'x'), ('how', 'y'), between='')}\n{glm(name='add')}\nThat is all.",
+        f"{minimax_block(('at', 'x'))}\n{minimax_block(('at', 'x'), ('how', 'y'))}\nThat is all.",
+        '<tool_call>\n<function=look>\n{"at": "x"}\n</function>\n</tool_call>\n.',
+    ],
+)
+def test_calls_that_a_value_shows_are_part_of_it(shown: str) -> None:
+    arguments = json.dumps({"how": "x", "at": shown})
+    pairs = (("how", "x"), ("at", shown))
+    for call_format, text in (
+        (CallFormat.QWEN, block(*pairs)),
+        (CallFormat.GLM, glm(*pairs)),
+        (CallFormat.MINIMAX, minimax_block(*pairs)),
+    ):
+        assert read(call_format, text) == call("look", arguments)
+        assert read(call_format, *f"{text}\n{text}") == [
+            *call("look", arguments),
+            *call("look", arguments, 1),
+        ]
+
+
+def test_a_value_without_an_end_ends_where_another_call_begins() -> None:
+    qwen = AT.replace("</parameter>\n", "")
+    bare = AT.replace("</parameter>\n</function>\n", "")
+    shows = "<tool_call>\n<function=other>\n<parameter=a>\nx"
+    for text in (qwen, bare):
+        assert read(CallFormat.QWEN, f"{text}\n{AT}") == [*SAID, *call("look", '{"at": "x"}', 1)]
+    assert read(
+        CallFormat.GLM, glm(("at", "x"), between="").replace("</arg_value>", "") + glm(("at", "x"))
+    ) == [
+        *SAID,
+        *call("look", '{"at": "x"}', 1),
+    ]
+    # The call that it shows has no end, but the text has.
+    assert read(CallFormat.QWEN, block(("at", shows))) == call("look", json.dumps({"at": shows}))
+
+
+@pytest.mark.parametrize("length", range(len(AT)))
+def test_a_stop_string_completes_no_value(length: int) -> None:
+    text = AT[:length]
+    reader = OutputParser(format_of(CallFormat.QWEN))
+    message_parts = [*reader.push(text), *reader.flush(is_stopped=True)]
+    if "<parameter=at>" in text:
+        [(_, arguments)] = calls_of(message_parts)
+        assert (arguments == '{"at": "x"}') is ("</parameter>" in text)
+        assert '{"at": "x"}'.startswith(arguments)
+
+
+def test_a_block_that_ends_within_a_value_is_no_end_before_a_stop_string() -> None:
+    reader = OutputParser(format_of(CallFormat.QWEN))
+    text = "<tool_call>\n<function=look>\n<parameter=at>\nx\n</tool_call>\n"
+    [(_, arguments)] = calls_of([*reader.push(text), *reader.flush(is_stopped=True)])
+    assert arguments.startswith('{"at": "x')
+    assert not arguments.endswith("}")
+
+
+def test_lookahead_takes_time_in_proportion() -> None:
+    # With a copy of the rest for each character this would take minutes.
+    characters = Characters()
+    machine = skip_space(characters, lambda _char: None)
+    next(machine)
+    characters.unread(" " * 2_000_000)
+    with pytest.raises(StopIteration):
+        machine.send("x")
+    assert characters.rest() == "x"
 
 
 def test_models_whose_template_describes_json_are_read_too() -> None:
@@ -295,6 +396,56 @@ def test_only_what_must_be_a_text_is_taken_as_one(schema: Any, is_text: bool) ->
     assert ParameterSchemas({"additionalProperties": schema, **root}).is_text("x") is is_text
     assert ParameterSchemas({"additionalProperties": {"type": "string"}}).is_text("x")
     assert not ParameterSchemas(schema).is_text("x")
+
+
+TEXT: Any = {"type": "string"}
+REFERRED: Any = {"$defs": {"it": {"properties": {"x": TEXT}}}}
+CYCLES: Any = {"T": {"anyOf": [TEXT, *[{"$ref": "#/$defs/T"}] * 30]}}
+LAYERS: Any = {f"L{i}": {"anyOf": [{"$ref": f"#/$defs/L{i + 1}"}] * 40} for i in range(7)}
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_text"),
+    [
+        ({"$ref": "#/$defs/it", **REFERRED}, True),
+        ({"allOf": [{"$ref": "#/$defs/it"}, {"properties": {"y": {}}}], **REFERRED}, True),
+        ({"anyOf": [{"$ref": "#/$defs/it"}, {"required": ["y"]}], **REFERRED}, True),
+        ({"oneOf": [{"properties": {"x": TEXT}}, {"properties": {"x": {"const": "a"}}}]}, True),
+        ({"oneOf": [{"properties": {"x": TEXT}}, {"properties": {"x": {"type": "null"}}}]}, False),
+        ({"properties": {"x": {}}, "allOf": [{"properties": {"x": TEXT}}]}, True),
+        ({"anyOf": [{"additionalProperties": TEXT}, {"additionalProperties": False}]}, True),
+        ({"anyOf": [{"additionalProperties": TEXT}, {"additionalProperties": True}]}, False),
+        ({"$ref": "#"}, False),
+        ({"properties": {"x": TEXT}, "allOf": [{"$ref": "#"}]}, True),
+    ],
+)
+def test_parameters_are_found_through_references_and_branches(schema: Any, is_text: bool) -> None:  # noqa: FBT001
+    assert ParameterSchemas(schema).is_text("x") is is_text
+
+
+@pytest.mark.parametrize(
+    ("name", "definitions"),
+    [
+        ("T", CYCLES),
+        ("L0", {**LAYERS, "L7": TEXT}),
+        ("W", {"W": {"anyOf": [TEXT] * 10, "allOf": [{"enum": ["a"] * 20_000}]}}),
+    ],
+)
+def test_schemas_whose_paths_are_too_many_are_walked_in_time(name: str, definitions: Any) -> None:
+    # The number of paths through these is beyond any computer.
+    definitions = json.loads(json.dumps(definitions))
+    root: Any = {"properties": {"x": {"$ref": f"#/$defs/{name}"}}, "$defs": definitions}
+    schemas = ParameterSchemas(root)
+    assert json.loads(schemas.as_json("x", "a")) == "a"
+    assert schemas.is_text("x") is (name == "L0")
+    inner: Any = {**definitions, "L7": {"properties": {"x": TEXT}}}
+    assert ParameterSchemas({"$ref": f"#/$defs/{name}", "$defs": inner}).is_text("x") is (name == "L0")
+
+
+def test_constants_of_branches_are_texts() -> None:
+    kind = {"anyOf": [{"enum": ["5", "null"]}, {"$ref": "#/$defs/rest"}]}
+    schemas = ParameterSchemas({"properties": {"x": kind}, "$defs": {"rest": {"enum": [6, None]}}})
+    assert [schemas.as_json("x", text) for text in ("5", "null", "6")] == ['"5"', '"null"', "6"]
 
 
 TEXTS = st.text(max_size=8) | st.text('<>/ \n="abp', max_size=12) | st.sampled_from(sorted(MARKS))
