@@ -22,7 +22,14 @@ from mesh.serve.reconfiguration import PlacementExecutor
 from mesh.serve.stage_group import log_stage_error, wire_up
 from mesh.serve.stage_handle import StageLoss, new_ring_credentials
 from mesh.util.tasks import first_of, run_to_end
-from spanmesh_proto.errors import ClusterError, MeshError, ModelDoesNotFit, NotEnoughHosts, StageFailed
+from spanmesh_proto.errors import (
+    ClusterError,
+    InvalidModel,
+    MeshError,
+    ModelDoesNotFit,
+    NotEnoughHosts,
+    StageFailed,
+)
 from stages.transport.hidden_codec import HiddenType
 
 if TYPE_CHECKING:
@@ -97,6 +104,8 @@ class EmbeddingDeployment:
         self._maker = EmbeddingMaker(model, head, cache)
         self._executor = PlacementExecutor(self._maker, self._allocation, head.members)
         self._strikes: Counter[str] = Counter()
+        # What a host could not load, as against a file that cannot be sent to any host.
+        self._refused: InvalidModel | None = None
         self._link: EmbeddingLink | None = None
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -184,7 +193,7 @@ class EmbeddingDeployment:
             width=self._model.sizes.model.width,
         )
         self._engine.resume(self._link)
-        self._strikes.clear()
+        self._forget_failures()
 
     async def _supervise(self, crash_logs: CrashLogs) -> NoReturn:
         while True:
@@ -253,15 +262,19 @@ class EmbeddingDeployment:
             try:
                 await self._connect(await self._load())
                 break
-            except (ModelDoesNotFit, NotEnoughHosts) as error:
-                self._engine.give_up(StageFailed(error.message, retry_after_s=_RETRY_AFTER_S))
-                self._announce(f"waiting for hosts: {error.message}")
-                self._strikes.clear()
-                await self._head.members.change_within(_RETRY_S)
             except MeshError as error:
-                log.warning("repair_goes_on", model=self._model.name, reason=error.message)
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+                final = self._final(error)
+                if final is not None:
+                    # A file that was replaced may be put back.
+                    awaited = "the model" if isinstance(final, InvalidModel) else "hosts"
+                    self._engine.give_up(StageFailed(final.message, retry_after_s=_RETRY_AFTER_S))
+                    self._announce(f"waiting for {awaited}: {final.message}")
+                    self._forget_failures()
+                    await self._head.members.change_within(_RETRY_S)
+                else:
+                    log.warning("repair_goes_on", model=self._model.name, reason=error.message)
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _MOST_PAUSE_S)
         took_s = time.monotonic() - started_s
         self._state.incidents.repaired(took_s)
         log.info("repaired", model=self._model.name, seconds=round(took_s, 3))
@@ -272,17 +285,30 @@ class EmbeddingDeployment:
         (stage,), link = self._pipeline.stages, self._link
         try:
             await self._connect(await self._load())
-        except (ModelDoesNotFit, NotEnoughHosts) as error:
-            self._host_draining.report_stuck(stage.placement.host, error.message)
-            self._strikes.clear()
-            await self._head.members.change_within(_POLL_S)
         except MeshError as error:
-            log.warning("move_failed", model=self._model.name, reason=error.message)
-            await asyncio.sleep(_POLL_S)
+            final = self._final(error)
+            if final is not None:
+                self._host_draining.report_stuck(stage.placement.host, final.message)
+                self._forget_failures()
+                await self._head.members.change_within(_POLL_S)
+            else:
+                log.warning("move_failed", model=self._model.name, reason=error.message)
+                await asyncio.sleep(_POLL_S)
         else:
             self._in_background(_retired(link, stage.handle))
             self._state.incidents.moved()
         self._announce("serving")
+
+    def _final(self, error: MeshError) -> MeshError | None:
+        """Why no host can load the model now, if an attempt showed that; None if another may do."""
+        if isinstance(error, (ModelDoesNotFit, NotEnoughHosts)):
+            # Hosts that could not load the file may have been left out.
+            return self._refused or error
+        return error if isinstance(error, InvalidModel) and error is not self._refused else None
+
+    def _forget_failures(self) -> None:
+        self._strikes.clear()
+        self._refused = None
 
     async def _take_over(self) -> bool:
         """Take over the process of a former head; returns whether that worked."""
@@ -341,6 +367,8 @@ class EmbeddingDeployment:
 
     def _on_error(self, handle: StageHandle, error: MeshError) -> None:
         self._strikes[handle.member.name] += 1
+        if isinstance(error, InvalidModel):
+            self._refused = error
         log_stage_error(handle, error)
 
     async def _close_link(self) -> None:

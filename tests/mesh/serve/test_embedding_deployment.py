@@ -381,6 +381,74 @@ async def test_it_moves_when_its_host_is_to_leave(hosts: Hosts, tokenizer: Token
         assert mesh.backend().status()["repairs"] == {"losses": 0, "count": 0, "last_s": None, "moves": 1}
 
 
+def set_aside(path: Path) -> Path:
+    """Rename the file."""
+    return path.rename(path.with_stem("aside"))
+
+
+def replaced(path: Path) -> Path:
+    """Put another model in its place; returns where the old one is."""
+    aside = set_aside(path)
+    TinyEmbedder(seed=2).write(path)
+    return aside
+
+
+async def test_its_host_is_not_drained_for_a_replaced_model(
+    hosts: Hosts, tokenizer: Tokenizer, path: Path
+) -> None:
+    needed = needed_bytes(path)
+    hosts.join("attic", needed)
+    async with serving(hosts, tokenizer) as mesh:
+        await mesh.registry.load(order(path))
+        before = await mesh.embed()
+        hosts.join("desk", needed)
+        aside = replaced(path)
+        refused = r"attic cannot be drained: .*tiny\.gguf was changed since it was served"
+        with pytest.raises(ClusterError, match=refused):
+            await asyncio.wait_for(mesh.host_draining.drain("attic"), 20)
+        assert not mesh.host_draining.leaving
+        # A host that leaves by itself is told.
+        hosts.members.update("attic", is_leaving=True)
+        await until(lambda: any("leaves anyway in 15 s" in said for said in mesh.messages.said.announced))
+        assert mesh.where() == ["attic"]
+        assert np.array_equal(await mesh.embed(), before)
+        aside.rename(path)
+        await until(lambda: mesh.where() == ["desk"])
+        assert np.array_equal(await mesh.embed(), before)
+
+
+async def test_requests_are_refused_while_a_lost_model_is_replaced(
+    hosts: Hosts, tokenizer: Tokenizer, path: Path
+) -> None:
+    hosts.join("attic", needed_bytes(path))
+    async with serving(hosts, tokenizer) as mesh:
+        await mesh.registry.load(order(path))
+        before = await mesh.embed()
+        aside = replaced(path)
+        await mesh.end_process()
+        with pytest.raises(StageFailed, match=r"tiny\.gguf was changed since it was served") as refused:
+            await asyncio.wait_for(mesh.embed(), 20)
+        assert refused.value.retry_after_s
+        await until(lambda: mesh.model().state.phase.startswith("waiting for the model: "))
+        aside.rename(path)
+        await until(lambda: mesh.backend().status()["ready"])
+        assert np.array_equal(await mesh.embed(), before)
+        assert mesh.backend().status()["phase"] == "serving"
+
+
+async def test_a_file_that_is_gone_is_waited_for(hosts: Hosts, tokenizer: Tokenizer, path: Path) -> None:
+    hosts.join("attic", needed_bytes(path))
+    async with serving(hosts, tokenizer) as mesh:
+        await mesh.registry.load(order(path))
+        before = await mesh.embed()
+        aside = set_aside(path)
+        await mesh.end_process()
+        await until(lambda: mesh.model().state.phase.startswith("waiting for the model: "))
+        aside.rename(path)
+        await until(lambda: mesh.backend().status()["ready"])
+        assert np.array_equal(await mesh.embed(), before)
+
+
 @pytest.mark.parametrize("change", ["none", "of the file", "of the process"])
 async def test_the_next_head_takes_it_over_unless_something_changed(
     hosts: Hosts, tokenizer: Tokenizer, path: Path, change: str
