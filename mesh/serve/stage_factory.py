@@ -81,29 +81,44 @@ class ServedFiles:
         self._paths = part_paths(model)
         self._stamps = stamps
         self._changed = model
+        found, inodes = self._look()
+        # Of the files with these stamps; others may be in their place already.
+        self._inodes = inodes if found == stamps else ()
 
     async def are_touched(self) -> bool:
         """Whether their stamps differ from those that were found last. Files that are gone have none."""
-        return self._differ(await self._found())
+        found, _inodes = await asyncio.to_thread(self._look)
+        return self._differ(found)
 
-    async def are_others(self, have_same_hashes: Callable[[], Awaitable[bool | None]]) -> bool:
+    async def are_others(
+        self, have_same_hashes: Callable[[], Awaitable[bool | None]], *, is_needed: bool
+    ) -> bool:
         """Whether there are files with other content in their place. Files that are gone are none.
 
         Args:
             have_same_hashes: Returns whether what was hashed before has the same hashes now, or None if not
-                all was. Awaited if only times differ: files may have been copied, or put back.
+                all was. Awaited if files that are needed may have been copied, or put back.
+            is_needed: Whether anything is to be read that was not hashed before. Otherwise sizes and times of
+                modification decide, and nothing is hashed.
         """
-        found = await self._found()
+        found, inodes = await asyncio.to_thread(self._look)
         if not self._differ(found):
             return False
         if [stamp.size_bytes for stamp in found] != [stamp.size_bytes for stamp in self._stamps]:
             return True
+        are_unmodified = [each.mtime_ns for each in found] == [each.mtime_ns for each in self._stamps]
+        if are_unmodified and inodes == self._inodes:
+            # Renamed, linked, or with other permissions.
+            self._stamps = found
+            return False
+        if not is_needed:
+            return not are_unmodified
         are_same = await have_same_hashes()
         if are_same is None:
             # A file keeps the time of its last modification when it is moved.
-            are_same = [each.mtime_ns for each in found] == [each.mtime_ns for each in self._stamps]
+            are_same = are_unmodified
         if are_same:
-            self._stamps = found
+            self._stamps, self._inodes = found, inodes
         return not are_same
 
     def error(self) -> InvalidModel:
@@ -113,12 +128,13 @@ class ServedFiles:
             "back"
         )
 
-    async def _found(self) -> tuple[FileStamp, ...]:
-        """Stamps of the files; empty if one is gone."""
+    def _look(self) -> tuple[tuple[FileStamp, ...], tuple[tuple[int, int], ...]]:
+        """Stamps of the files, and their devices and inodes; empty if one is gone."""
         try:
-            return await asyncio.to_thread(stamps_of, self._paths)
-        except InvalidModel:
-            return ()
+            statuses = [path.stat() for path in self._paths]
+            return stamps_of(self._paths), tuple((each.st_dev, each.st_ino) for each in statuses)
+        except (InvalidModel, OSError):
+            return (), ()
 
     def _differ(self, found: tuple[FileStamp, ...]) -> bool:
         """Whether stamps that were found, if any, are others; notes the first such file."""
@@ -174,12 +190,13 @@ class StageMaker:
         cut = dict.fromkeys(layers for member, layers in wanted if not self._is_model_itself(member, layers))
         missing = tuple(layers for layers in cut if layers not in self._recipes)
         is_needed = bool(missing) or any(self._is_model_itself(*stage) for stage in wanted)
-        if wanted and await self._files.are_others(self._have_same_hashes):
+        if wanted and await self._files.are_others(self._have_same_hashes, is_needed=is_needed):
             error = self._files.error()
             if is_needed:
                 raise error
-            # A host that lacks weights is refused them. Others have them in their caches, or the hub has.
-            log.error("model_changed", reason=error.message)
+            # A host that lacks weights is refused those that are others now; see `VirtualStage`. Other hosts
+            # have them in their caches, or the hub has.
+            log.warning("model_changed", reason=error.message)
         if missing:
             recipes = await describe_stages(self._cache, self._options.model, missing)
             if await self._files.are_touched():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from spanmesh_proto.errors import InvalidModel, ModelError
-from stages.gguf.file_io import ModelFile, require_disk, write_atomically
+from stages.gguf.file_io import ModelFile, require_disk, unreadable, write_atomically
 from stages.gguf.reader import read_header
 from stages.layers import LayerRange, cuts_of
 from stages.slicing.layout import FORMAT_VERSION, lay_out, lay_out_whole
@@ -24,7 +24,7 @@ from stages.slicing.stage_writer import (
     write_stage,
 )
 from stages.weights.disk_cache import default_root, stage_store
-from stages.weights.hashing import ModelHashes, stamps_of
+from stages.weights.hashing import ModelHashes, region_sha256, stamps_of
 from stages.weights.piece_sources import KnownFile
 from stages.weights.recipe import Recipe, RecipeTensor
 
@@ -42,21 +42,25 @@ if TYPE_CHECKING:
 class VirtualStage:
     """Reads like the stage file of a recipe, without that file. Thread-safe.
 
+    Files that were touched, copied or put back have other stamps than when they were hashed. Each of their
+    pieces is hashed again before it is read.
+
     Args:
         recipe: The recipe.
         paths: Files of the model.
         stamps: Their stamps when they were hashed.
 
     Raises:
-        InvalidModel: If they have changed since, or cannot be read.
+        InvalidModel: If they have another size than then, or cannot be read.
     """
 
     def __init__(self, recipe: Recipe, paths: Sequence[Path], stamps: Sequence[FileStamp]) -> None:
-        if stamps_of(paths) != tuple(stamps):
-            raise InvalidModel(
-                f"{paths[0]} was changed since its layers were hashed; start `mesh serve` again, or put the "
-                "old file back"
-            )
+        self._paths = paths
+        found = stamps_of(paths)
+        if [stamp.size_bytes for stamp in found] != [stamp.size_bytes for stamp in stamps]:
+            raise self._changed()
+        self._is_trusted = found == tuple(stamps)
+        self._checked: set[int] = set()
         self.size_bytes = recipe.size_bytes
         self._header = recipe.header
         self._pieces = recipe.pieces
@@ -71,7 +75,7 @@ class VirtualStage:
         """Up to `count` bytes from `at` on, empty at the end; fewer at the end of a piece.
 
         Raises:
-            InvalidModel: If the model cannot be read, or has become shorter.
+            InvalidModel: If the model cannot be read, has become shorter, or has other bytes than before.
         """
         count = min(count, self.size_bytes - at)
         if count <= 0:
@@ -81,6 +85,7 @@ class VirtualStage:
         index = bisect_right(self._starts, at) - 1
         if index >= 0 and at < self._pieces[index].at + self._pieces[index].num_bytes:
             piece = self._pieces[index]
+            self._check(index)
             offset = at - piece.at
             file = piece.region.file
             data = piece.region.read(
@@ -93,6 +98,27 @@ class VirtualStage:
             return data
         following = self._starts[index + 1] if index + 1 < len(self._starts) else self.size_bytes
         return bytes(min(count, following - at))
+
+    def _check(self, index: int) -> None:
+        if self._is_trusted or index in self._checked:
+            return
+        piece = self._pieces[index]
+        file = piece.region.file
+        try:
+            found = region_sha256(
+                self._files.descriptor(file), piece.region, piece.tensor_offset, piece.num_bytes
+            )
+        except OSError as error:
+            raise unreadable(self._paths[file], error) from error
+        if found != piece.sha256:
+            raise self._changed()
+        self._checked.add(index)
+
+    def _changed(self) -> InvalidModel:
+        return InvalidModel(
+            f"{self._paths[0]} was changed since its layers were hashed; start `mesh serve` again, or put "
+            "the old file back"
+        )
 
 
 log = structlog.get_logger()
@@ -217,7 +243,7 @@ class StageCache:
         """Open a stage with a recipe, with or without its file; None without a recipe.
 
         Raises:
-            InvalidModel: If the model has changed since.
+            InvalidModel: If the model has another size now, or cannot be read; see `VirtualStage`.
         """
         described = self._described.get(sha256)
         if described is None:

@@ -60,11 +60,12 @@ class EmbeddingMaker:
         """
         hosts = [host for host, _ in stages]
         is_missing = self._recipe is None and not all(map(self._is_here, hosts))
-        if hosts and await self._files.are_others(self._has_same_hash):
-            if is_missing or any(map(self._is_here, hosts)):
+        is_needed = is_missing or any(map(self._is_here, hosts))
+        if hosts and await self._files.are_others(self._has_same_hash, is_needed=is_needed):
+            if is_needed:
                 raise self._files.error()
-            # A host that lacks the file is refused it; another one has it in its cache.
-            log.error("model_changed", reason=self._files.error().message)
+            # A host that lacks the file is refused another one; other hosts have it in their caches.
+            log.warning("model_changed", reason=self._files.error().message)
         if is_missing:
             recipe = await self._described()
             if await self._files.are_touched():

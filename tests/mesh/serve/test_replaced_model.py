@@ -221,6 +221,43 @@ async def test_the_old_file_may_be_put_back(model: Path, how: str) -> None:
                 assert await mesh.brought(name, layers) == stage
 
 
+@pytest.mark.parametrize("how", ["chmod", "link", "touch", "copy"])
+async def test_what_was_hashed_is_not_hashed_again_before_a_repair(
+    model: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = {layers: expected(model, layers) for layers in (LAYERS, OTHER_LAYERS)}
+    async with serving(model) as mesh:
+        await mesh.maker.describe(RING)
+        if how == "chmod":
+            os.chmod(model, 0o640)  # noqa: PTH101
+        elif how == "link":
+            os.link(model, model.with_name("backup.gguf"))
+        elif how == "touch":
+            os.utime(model)
+        else:
+            shutil.copy2(model, model.with_name("copy.gguf")).replace(model)
+        with monkeypatch.context() as patched:
+            patched.setattr("mesh.serve.stage_factory.described", None)
+            await mesh.maker.describe(RING)
+            # The pieces that a host lacks are checked when they are sent.
+            for name in ("attic", "desk"):
+                assert await mesh.fetched(mesh.stage(name, LAYERS)) == stages[LAYERS]
+        assert await mesh.brought("desk", OTHER_LAYERS) == stages[OTHER_LAYERS]
+
+
+@pytest.mark.parametrize("name", ["attic", "desk"])
+async def test_another_model_with_the_time_of_the_old_one_is_noticed(model: Path, name: str) -> None:
+    async with serving(model) as mesh:
+        await mesh.maker.describe(RING)
+        aside = replace_it(model)
+        shutil.copystat(aside, model)
+        await mesh.maker.describe([(name, LAYERS)])
+        with pytest.raises(InvalidModel, match=r"model\.gguf was changed since its layers were hashed"):
+            await mesh.fetched(mesh.stage(name, LAYERS))
+        with pytest.raises(InvalidModel, match=r"model\.gguf" + REMEDY):
+            await mesh.maker.describe([(name, OTHER_LAYERS)])
+
+
 async def test_a_whole_model_on_the_head_may_be_moved_away_and_back(model: Path) -> None:
     async with serving(model) as mesh:
         aside = replace_it(model)

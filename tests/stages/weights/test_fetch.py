@@ -129,10 +129,15 @@ async def test_a_model_that_was_changed_since_it_was_hashed_is_not_copied(
     async with head(tmp_path) as side:
         recipe = side.cache.describe(model, LAYERS)
         known = side.cache.known_files(recipe.sha256)
-        MODEL.write(model)  # the same bytes, but who knows
         source = dataclasses.replace(side.source, model=known)
+        dataclasses.replace(MODEL, seed=7).write(model)
         with pytest.raises(InvalidModel, match=r"model\.gguf was changed since its layers were hashed"):
             await fetch_stage(store, recipe.sha256, source)
+        # The same bytes, but who knows: they are checked.
+        MODEL.write(model)
+        fetched = await fetch_stage(store, recipe.sha256, source)
+    assert fetched.path.read_bytes() == cut_bytes(model)
+    assert fetched.transfer.head_bytes == recipe.weight_bytes
 
 
 async def test_only_layers_that_change_hands_are_sent(tmp_path: Path, model: Path, store: StageStore) -> None:

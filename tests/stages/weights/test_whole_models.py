@@ -79,6 +79,17 @@ def test_equal_models_have_equal_names_and_are_hashed_once(tmp_path: Path) -> No
     assert cache.describe_whole(other).sha256 != first.sha256
 
 
+def read_all(cache: StageCache, sha256: str) -> None:
+    stage = cache.open(sha256)
+    assert stage is not None
+    try:
+        at = 0
+        while data := stage.read(at, 2**20):
+            at += len(data)
+    finally:
+        stage.close()
+
+
 def test_a_model_that_was_changed_since_is_not_sent(tmp_path: Path) -> None:
     path = TinyEmbedder("bert").write(tmp_path / "model.gguf")
     cache = StageCache(tmp_path / "cache")
@@ -87,5 +98,8 @@ def test_a_model_that_was_changed_since_is_not_sent(tmp_path: Path) -> None:
     assert stage is not None
     stage.close()
     TinyEmbedder("bert", seed=2).write(path)
+    with pytest.raises(InvalidModel, match="was changed since its layers were hashed"):
+        read_all(cache, sha256)
+    path.write_bytes(path.read_bytes() + bytes(32))
     with pytest.raises(InvalidModel, match="was changed since its layers were hashed"):
         cache.open(sha256)
