@@ -28,13 +28,16 @@ def drain(name: str, url: str, api_key_file: Path | None) -> None:
 
     To be run on the head. If no other host can hold them, nothing changes and an error says so.
     """
-    ask_head(
+    answer = ask_head(
         f"{url.rstrip('/')}/mesh/drain?host={quote(name)}",
         key_of(api_key_file),
         method="POST",
         timeout_s=_DRAIN_TIMEOUT_S,
     )
-    click.echo(f"{name} holds no layers now and has left the mesh.")
+    if answer.get("drained") is False:
+        click.echo(f"{name} was lost before its layers had moved; they are recovered as after a failure.")
+    else:
+        click.echo(f"{name} holds no layers now and has left the mesh.")
 
 
 @click.command()

@@ -195,7 +195,15 @@ class ModelDeployment:
         Args:
             until_end: Stops the coordinator when it is closed.
         """
-        is_loaded, is_line_printed = await self._take_over(), False
+        is_loaded = await self._take_over()
+        if self._model.load_request is not None:
+            return await self._connected_at_last(until_end, is_loaded=is_loaded)
+        # While there is no supervisor yet.
+        async with self._host_draining.releasing():
+            return await self._connected_at_last(until_end, is_loaded=is_loaded)
+
+    async def _connected_at_last(self, until_end: AsyncExitStack, *, is_loaded: bool) -> Coordinator:
+        is_line_printed = False
         while True:
             watch = HostWatch(self._head.members)
             try:
@@ -221,13 +229,13 @@ class ModelDeployment:
             watch: Watches the hosts of the plan afterwards; all hosts before.
 
         Returns:
-            None if one of the hosts that were waited for has left meanwhile.
+            None if a host has left meanwhile.
         """
         await self._gather_hosts()
         self._watch(watch, self._head.members.ready)
         await self._before_planning()
         initial = await self._planning.make()
-        if self._missing_hosts():
+        if watch.look() or self._missing_hosts():
             return None
         placed = initial.plan
         self._pipeline.intended = placed.stages

@@ -232,14 +232,17 @@ def _on_demand(
 
 
 def _api_context(state: MeshState) -> ApiContext:
-    """Hooks into the mesh for the API; without effect until the head is open and the first model served."""
+    """Hooks into the mesh for the API; without effect until the head is open.
+
+    Models are loaded only once the first one is served; hosts may be sent away before.
+    """
 
     def served_head() -> HeadParts | None:
         return state.head if state.is_serving else None
 
     return ApiContext(
         link_runs=LinkRuns(partial(measured_links, state)),
-        host_admin=lambda: None if (head := served_head()) is None else head.host_draining,
+        host_admin=lambda: None if state.head is None else state.head.host_draining,
         inspection=lambda: None if state.head is None else state.head.inspection,
         model_admin=lambda: None if (head := served_head()) is None else head.models,
         on_demand=lambda: None if (head := served_head()) is None else head.on_demand,

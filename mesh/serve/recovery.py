@@ -111,10 +111,14 @@ class RingRepair:
 
     Args:
         context: Parts that it works with.
+        on_waiting: Called with the reason in each round that ends with a wait for hosts or for the model.
     """
 
-    def __init__(self, context: RecoveryContext) -> None:
+    def __init__(
+        self, context: RecoveryContext, on_waiting: Callable[[MeshError], None] = lambda _error: None
+    ) -> None:
         self._context = context
+        self._on_waiting = on_waiting
         self._strikes: Counter[str] = Counter()
         self._refused: InvalidModel | None = None
         self._announced = ""
@@ -209,5 +213,6 @@ class RingRepair:
             context.coordinator.give_up(StageFailed(error.message, retry_after_s=_RETRY_AFTER_S))
         self._strikes.clear()
         self._refused = None
+        self._on_waiting(error)
         if context.nodes_ready == hosts:
             await context.members.change_within(_RETRY_S)

@@ -59,7 +59,8 @@ class Supervisor:
             if loss is None and not self._context.pipeline.lost:
                 loss = await self._move()
             if loss is not None or self._context.pipeline.lost:
-                await RingRepair(self._context).run(loss or RingLoss("a host was evicted", ()))
+                repair = RingRepair(self._context, self._on_waiting)
+                await repair.run(loss or RingLoss("a host was evicted", ()))
 
     async def _wait_for_work(self) -> None:
         """Return when a stage is to be moved or is lost; replicas are loaded meanwhile."""
@@ -187,6 +188,14 @@ class Supervisor:
         is_final = isinstance(error, InvalidModel)
         stuck = [name for name in leaving if is_final or self._failed_moves[name] >= _STUCK_AFTER]
         await self._report_stuck(stuck, error)
+
+    def _on_waiting(self, error: MeshError) -> None:
+        """Release hosts that are to leave, or tell them why not, while a broken ring cannot be repaired."""
+        stages = self._context.pipeline.stages
+        for member in self._host_draining.leaving:
+            is_free = self._host_draining.release_if_free(member)
+            if not is_free and any(stage.is_on(member) for stage in stages):
+                self._host_draining.report_stuck(member.name, error.message)
 
     async def _report_stuck(self, names: Iterable[str], error: MeshError) -> None:
         """Tell hosts that their layers cannot be moved now, and wait."""

@@ -198,6 +198,7 @@ class Orders:
 
     def __init__(self) -> None:
         self.done: list[tuple[str, str]] = []
+        self.is_there = True
 
     async def drain(self, name: str) -> Mapping[str, Any]:
         return self._note("drain", name)
@@ -211,7 +212,7 @@ class Orders:
         if name != "attic":
             raise JoinError(f"no host is named {name!r}")
         self.done.append((what, name))
-        return {"host": name}
+        return {"host": name} | ({"drained": self.is_there} if what == "drain" else {})
 
 
 async def test_hosts_are_sent_away_by_name(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,12 +225,15 @@ async def test_hosts_are_sent_away_by_name(tokenizer: Tokenizer, capsys: pytest.
                 assert refused.json()["error"]["param"] == "host"
         assert await asyncio.to_thread(run, ["drain", "attic", "--url", api.url]) == 0
         assert "has left the mesh" in capsys.readouterr().out
+        orders.is_there = False
+        assert await asyncio.to_thread(run, ["drain", "attic", "--url", api.url]) == 0
+        assert "attic was lost before its layers had moved" in capsys.readouterr().out
         assert await asyncio.to_thread(run, ["evict", "attic", "--url", api.url]) == 0
         assert await asyncio.to_thread(run, ["drain", "full", "--url", api.url]) == 1
         assert "\nerror: full cannot be drained: nobody else has room\n" in capsys.readouterr().err
         assert await asyncio.to_thread(run, ["evict", "nobody", "--url", api.url]) == 1
         assert "no host is named 'nobody'" in capsys.readouterr().err
-    assert orders.done == [("drain", "attic"), ("evict", "attic")]
+    assert orders.done == [("drain", "attic"), ("drain", "attic"), ("evict", "attic")]
 
 
 async def test_nobody_is_sent_away_before_the_mesh_is_up(tokenizer: Tokenizer) -> None:

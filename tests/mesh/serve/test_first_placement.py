@@ -27,6 +27,7 @@ from mesh.serve.deployment import HostWatch, ModelDeployment
 from mesh.serve.head_failover import _saved_stages
 from mesh.serve.head_state import SavedModel
 from mesh.serve.host_draining import HostDraining
+from mesh.serve.main import _api_context
 from mesh.serve.options import LibraryOptions, SpeculationOptions
 from mesh.serve.preflight import check_model
 from mesh.serve.served_model import new_model
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
     from mesh.serve.head import Head
     from mesh.serve.served_model import ServedModel
+    from mesh.serve.status import MeshState
 
 pytestmark = pytest.mark.model
 
@@ -130,7 +132,7 @@ class Loading:
             is_own=lambda member: member.ray_node_name == OWN.ray_node_name,
         )
         self.allocations = HostAllocations(open_head.is_own)
-        host_draining = HostDraining(
+        self.host_draining = HostDraining(
             side.members,
             side.service,
             lambda: [(self.model.pipeline, self.model.state.incidents)],
@@ -143,7 +145,7 @@ class Loading:
             cast("Head", open_head),
             side.cache,
             self.allocations,
-            host_draining,
+            self.host_draining,
             proposers=None,
             former=former,
             term=7 if former is None else 8,
@@ -339,6 +341,38 @@ async def test_a_host_that_wants_to_leave_meanwhile_is_let_go(tmp_path: Path) ->
         await mesh.join("delta")
         await mesh.until(lambda: mesh.phase == "serving")
         assert mesh.stage_hosts() == {"beta", "delta"}
+
+
+async def test_hosts_are_drained_and_evicted_before_the_mesh_serves(tmp_path: Path) -> None:
+    async with loading(tmp_path) as mesh:
+        # While hosts are waited for.
+        for order in (mesh.host_draining.drain, mesh.host_draining.evict):
+            await mesh.join("beta")
+            answer = await asyncio.wait_for(order("beta"), 20)
+            assert answer["host"] == "beta"
+            await asyncio.gather(mesh.hosts.pop("beta").task, return_exceptions=True)
+            await mesh.until(lambda: mesh.phase == "waiting for 2 of 2 hosts")
+        # While stages are loaded there.
+        mesh.driver.held["gamma"] = "load"
+        await mesh.join("delta")
+        await mesh.join("gamma")
+        await mesh.until(lambda: mesh.is_loaded("delta"))
+        drained = await asyncio.wait_for(mesh.host_draining.drain("gamma"), 20)
+        assert drained == {"host": "gamma", "drained": True}
+        await asyncio.wait_for(mesh.hosts.pop("gamma").task, 20)
+        await mesh.join("epsilon")
+        await mesh.until(lambda: mesh.phase == "serving")
+        assert mesh.stage_hosts() == {"delta", "epsilon"}
+
+
+def test_hosts_may_be_sent_away_as_soon_as_the_head_is_open() -> None:
+    head_parts = SimpleNamespace(host_draining=object())
+    state = SimpleNamespace(head=None, is_serving=False)
+    api = _api_context(cast("MeshState", state))
+    assert api.host_admin() is None
+    state.head = head_parts
+    assert api.host_admin() is head_parts.host_draining
+    assert api.model_admin() is None
 
 
 async def test_hosts_that_are_too_small_without_it_wait_for_one_that_is_not(tmp_path: Path) -> None:

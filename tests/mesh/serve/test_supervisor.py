@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +119,51 @@ async def test_what_fits_nowhere_is_not_drained_and_nothing_changes(smollm2_path
         assert mesh.hosts() == ["a", "b", "c"]
         assert not mesh.host_draining.leaving
         assert mesh.messages.said.let_go == []
+
+
+async def test_a_drain_ends_when_its_host_is_lost(smollm2_path: Path) -> None:
+    async with serving(smollm2_path, ROOMY) as mesh:
+        wanted = await answer(mesh)
+        # Its layers are never loaded elsewhere before.
+        mesh.driver.starts.clear()
+        orders = [asyncio.create_task(mesh.host_draining.drain("c")) for _ in range(2)]
+        await mesh.until(lambda: mesh.pipeline.loading)
+        assert not any(order.done() for order in orders)
+        mesh.members.remove("c")
+        mesh.kill(2)
+        lost = {"host": "c", "drained": False}
+        assert await asyncio.wait_for(asyncio.gather(*orders), 10) == [lost, lost]
+        mesh.driver.starts.set()
+        await mesh.until(lambda: "c" not in mesh.hosts() and mesh.coordinator.is_ready)
+        assert await answer(mesh) == wanted
+        # It may join again, and be drained then.
+        mesh.members.admit(replace(host("c", 2**30), ray_node_name="c.2"))
+        assert await asyncio.wait_for(mesh.host_draining.drain("c"), 20) == {"host": "c", "drained": True}
+
+
+async def test_drains_are_answered_while_a_repair_waits_for_hosts(smollm2_path: Path) -> None:
+    said: list[str] = []
+    async with serving(smollm2_path, dict.fromkeys("abc", 1.0), say=said.append) as mesh:
+        wanted = await answer(mesh)
+        mesh.members.remove("c")
+        mesh.kill(2)
+        await mesh.until(lambda: said and said[-1].startswith("waiting for hosts: "))
+        mesh.members.admit(host("small", 2**20))
+        assert await asyncio.wait_for(mesh.host_draining.drain("small"), 20) == {
+            "host": "small",
+            "drained": True,
+        }
+        with pytest.raises(ClusterError, match=r"b cannot be drained: "):
+            await asyncio.wait_for(mesh.host_draining.drain("b"), 20)
+        # One that leaves by itself is told.
+        mesh.members.update("a", is_leaving=True)
+        await mesh.until(lambda: mesh.messages.said.announced)
+        assert "it leaves anyway in 15 s" in mesh.messages.said.announced[0]
+        mesh.members.update("a", is_leaving=False)
+        assert mesh.messages.said.let_go == ["small"]
+        mesh.members.admit(host("d", 2**40))
+        await mesh.until(lambda: mesh.coordinator.is_ready)
+        assert await answer(mesh) == wanted
 
 
 class FullHosts:
