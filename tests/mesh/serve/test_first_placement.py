@@ -346,12 +346,11 @@ async def test_a_host_that_wants_to_leave_meanwhile_is_let_go(tmp_path: Path) ->
 async def test_hosts_are_drained_and_evicted_before_the_mesh_serves(tmp_path: Path) -> None:
     async with loading(tmp_path) as mesh:
         # While hosts are waited for.
-        for order in (mesh.host_draining.drain, mesh.host_draining.evict):
-            await mesh.join("beta")
-            answer = await asyncio.wait_for(order("beta"), 20)
-            assert answer["host"] == "beta"
-            await asyncio.gather(mesh.hosts.pop("beta").task, return_exceptions=True)
-            await mesh.until(lambda: mesh.phase == "waiting for 2 of 2 hosts")
+        await mesh.join("beta")
+        await mesh.until(lambda: mesh.phase == "waiting for 1 of 2 hosts")
+        await asyncio.wait_for(mesh.host_draining.drain("beta"), 20)
+        await asyncio.wait_for(mesh.hosts.pop("beta").task, 20)
+        await mesh.until(lambda: mesh.phase == "waiting for 2 of 2 hosts")
         # While stages are loaded there.
         mesh.driver.held["gamma"] = "load"
         await mesh.join("delta")
@@ -360,9 +359,11 @@ async def test_hosts_are_drained_and_evicted_before_the_mesh_serves(tmp_path: Pa
         drained = await asyncio.wait_for(mesh.host_draining.drain("gamma"), 20)
         assert drained == {"host": "gamma", "drained": True}
         await asyncio.wait_for(mesh.hosts.pop("gamma").task, 20)
-        await mesh.join("epsilon")
-        await mesh.until(lambda: mesh.phase == "serving")
-        assert mesh.stage_hosts() == {"delta", "epsilon"}
+        await mesh.until(lambda: mesh.phase == "waiting for 1 of 2 hosts")
+        await asyncio.wait_for(mesh.host_draining.evict("delta"), 20)
+        await asyncio.gather(mesh.hosts.pop("delta").task, return_exceptions=True)
+        await mesh.until(lambda: mesh.phase == "waiting for 2 of 2 hosts")
+        assert not mesh.task.done()
 
 
 def test_hosts_may_be_sent_away_as_soon_as_the_head_is_open() -> None:
