@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from mesh.text.message_parts import CallFormat
+    from mesh.text.template_needs import Needs
     from mesh.text.tokenizer import Tokenizer
 
 
@@ -152,7 +153,7 @@ class ChatTemplate:
         return call_format_of(self._source)
 
     @cached_property
-    def needs(self) -> Repair:
+    def needs(self) -> Needs:
         """Repairs of conversations that the template needs; see `needs_of`. Blocks, the first time.
 
         Raises:
@@ -164,7 +165,7 @@ class ChatTemplate:
     @property
     def has_one_call(self) -> bool:
         """Whether a message holds at most one call for this template. Blocks, the first time; see `needs`."""
-        return Repair.SPLIT_CALLS in self.needs
+        return Repair.SPLIT_CALLS in self.needs.with_tools
 
     def render(
         self,
@@ -216,7 +217,7 @@ class ChatTemplate:
     def _accepted(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
         """The prompt of the first form of a conversation that the template takes."""
         refusals = []
-        for form in self._forms(messages):
+        for form in self._forms(messages, has_tools=bool(values["tools"])):
             try:
                 return self._rendered({**values, "messages": form})
             except TemplateRefusal as refusal:
@@ -225,20 +226,26 @@ class ChatTemplate:
             f"the model's chat template does not accept this conversation: {refusals[0]}", param="messages"
         )
 
-    def _forms(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
+    def _forms(
+        self, messages: Sequence[Mapping[str, Any]], *, has_tools: bool
+    ) -> Iterator[Sequence[Mapping[str, Any]]]:
         """Forms of a conversation: with the repairs that the template needs, then with more."""
         every = repaired(messages, EVERY)
-        is_plain = every == list(messages)
-        form: Sequence[Mapping[str, Any]] = messages if is_plain else repaired(messages, self.needs)
-        yield from _with_other_arguments(form)
-        if is_plain:
+        if every == list(messages):
+            yield from _with_other_arguments(messages)
             return
-        # For shapes that nothing was found out about, such as calls without results.
+        needs = self.needs.with_tools if has_tools else self.needs.without_tools
+        form: Sequence[Mapping[str, Any]] = repaired(messages, needs)
+        yield from _with_other_arguments(form)
+        # For shapes that nothing was found out about, and for templates that take no calls at all.
         seen = [form]
+        written_out = with_tool_note(messages, ())
         for form in (
             repaired(messages, EVERY & ~Repair.FOLD_SYSTEM),
             every,
-            repaired(with_tool_note(messages, ()), EVERY),
+            repaired(written_out, needs),
+            repaired(written_out, EVERY & ~Repair.FOLD_SYSTEM),
+            repaired(written_out, EVERY),
         ):
             if form not in seen:
                 seen.append(form)

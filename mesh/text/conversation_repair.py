@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections import deque
 from enum import Flag, auto
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,14 +25,18 @@ class Repair(Flag):
     """Messages of the assistant without text and calls are left out."""
     RESULTS_FIRST = auto()
     """Results move ahead of what stands between them and their calls."""
+    ADD_RESULTS = auto()
+    """A call without a result gets a note as its result, if anything is behind its message."""
     JOIN_LEADING_SYSTEM = auto()
     """System messages at the beginning become one."""
     PLACE_LATER_SYSTEM = auto()
     """Other system messages become text of the result before them, or of the user, where they are."""
     FOLD_SYSTEM = auto()
     """System messages at the beginning become the beginning of the first user message."""
+    SYSTEM_AS_USER = auto()
+    """Instructions that are the whole conversation become a message of the user."""
     ADD_USER = auto()
-    """A conversation without a user message gets one: its instructions, or a note."""
+    """A note of the user comes before calls, or answers, that came without one."""
     OPEN_WITH_USER = auto()
     """A note of the user comes before another that speaks first."""
     SPLIT_CALLS = auto()
@@ -52,6 +57,7 @@ _ID_CHARS: Final = 9
 _SYSTEM_BEGIN: Final = "[System message]\n"
 _SYSTEM_END: Final = "\n[End of system message]"
 _OPENING: Final = "(The user has said nothing yet.)"
+_NO_RESULT: Final = "(no result)"
 
 
 def repaired(messages: Sequence[Mapping[str, Any]], repairs: Repair) -> Messages:
@@ -86,6 +92,26 @@ def _results_first(messages: Messages) -> Messages:
     return found
 
 
+def _add_results(messages: Messages) -> Messages:
+    found: Messages = []
+    turns = _turns(messages)
+    for turn in turns:
+        calls = turn[0].get("tool_calls") or []
+        if not calls or (len(turn) == 1 and turn is turns[-1]):
+            found += turn
+            continue
+        answered = set(_owners(calls, _results(turn)))
+        missing = [_without_result(call) for index, call in enumerate(calls) if index not in answered]
+        end = 1 + max((index for index, message in enumerate(turn) if message["role"] == "tool"), default=0)
+        found += [*turn[:end], *missing, *turn[end:]]
+    return found
+
+
+def _without_result(call: Mapping[str, Any]) -> dict[str, Any]:
+    named = {"tool_call_id": call["id"]} if call.get("id") else {}
+    return {"role": "tool", "content": _NO_RESULT, **named}
+
+
 def _join_leading_system(messages: Messages) -> Messages:
     num_system = _num_leading_system(messages)
     return [*([_merged(messages[:num_system])] if num_system else []), *messages[num_system:]]
@@ -93,13 +119,15 @@ def _join_leading_system(messages: Messages) -> Messages:
 
 def _place_later_system(messages: Messages) -> Messages:
     num_system = _num_leading_system(messages)
-    later = [
-        {**message, "content": f"{_SYSTEM_BEGIN}{message['content']}{_SYSTEM_END}"}
-        if message["role"] == "system"
-        else message
-        for message in messages[num_system:]
-        if message["role"] != "system" or message["content"]
-    ]
+    later: Messages = []
+    for message in messages[num_system:]:
+        if message["role"] != "system":
+            later.append(message)
+        elif message["content"]:
+            later.append({**message, "content": f"{_SYSTEM_BEGIN}{message['content']}{_SYSTEM_END}"})
+        elif later and later[-1]["role"] == "assistant" and not later[-1].get("tool_calls"):
+            # Left out, it would make neighbours of two answers.
+            later.append(message)
     # With a result, since a user message would end the turn: some templates then drop the turn's reasoning.
     placed = _joined(later, lambda first, message: first["role"] == "tool" and message["role"] == "system")
     as_user = [{**message, "role": "user"} if message["role"] == "system" else message for message in placed]
@@ -115,13 +143,18 @@ def _fold_system(messages: Messages) -> Messages:
     return [{**_merged([*system, *first]), "role": "user"}, *rest[len(first) :]]
 
 
+def _system_as_user(messages: Messages) -> Messages:
+    is_whole = bool(messages) and _num_leading_system(messages) == len(messages)
+    return [{**_merged(messages), "role": "user"}] if is_whole else messages
+
+
 def _add_user(messages: Messages) -> Messages:
-    if any(message["role"] == "user" for message in messages):
-        return messages
-    num_system = _num_leading_system(messages)
-    if num_system == len(messages) and num_system:
-        return [{**_merged(messages), "role": "user"}]
-    return _opened(messages)
+    roles = [message["role"] for message in messages]
+    before = roles[: roles.index("user")] if "user" in roles else roles
+    # Once the model has gone on from results, a turn of the conversation had no user: its note stays.
+    went_on = "tool" in before and "assistant" in before[before.index("tool") :]
+    has_others = any(role != "system" for role in roles)
+    return _opened(messages) if went_on or (before is roles and has_others) else messages
 
 
 def _open_with_user(messages: Messages) -> Messages:
@@ -157,6 +190,8 @@ def _fold_after_results(messages: Messages) -> Messages:
 
 
 def _join_neighbours(messages: Messages) -> Messages:
+    # Text and the calls behind it, too, although some templates leave out text beside calls: apart from them
+    # it is refused once the turn has another answer, and if it were joined then, the prompt would change.
     groups: list[Messages] = []
     for message in messages:
         last = groups[-1][-1] if groups else None
@@ -192,9 +227,11 @@ def _short_ids(messages: Messages) -> Messages:
 _STEPS: Final[dict[Repair, Callable[[Messages], Messages]]] = {
     Repair.DROP_EMPTY: _drop_empty,
     Repair.RESULTS_FIRST: _results_first,
+    Repair.ADD_RESULTS: _add_results,
     Repair.JOIN_LEADING_SYSTEM: _join_leading_system,
     Repair.PLACE_LATER_SYSTEM: _place_later_system,
     Repair.FOLD_SYSTEM: _fold_system,
+    Repair.SYSTEM_AS_USER: _system_as_user,
     Repair.ADD_USER: _add_user,
     Repair.OPEN_WITH_USER: _open_with_user,
     Repair.SPLIT_CALLS: _split_calls,
@@ -228,20 +265,23 @@ def _others(turn: Messages) -> Messages:
 
 
 def _owners(calls: Sequence[Mapping[str, Any]], results: Messages) -> list[int]:
-    """Index of the call of each result: by its id, or else the next call that no result names.
+    """Index of the call of each result: the next one of its id, or else the next that no result names.
 
     Args:
         calls: One or more.
         results: Results of these calls, or of none that is known.
     """
-    by_id = {call["id"]: index for index, call in enumerate(calls) if call.get("id")}
-    named = {by_id.get(result.get("tool_call_id")) for result in results}
-    free = (index for index in range(len(calls)) if index not in named)
+    by_id: dict[str, deque[int]] = {}
+    for index, call in enumerate(calls):
+        if call.get("id"):
+            by_id.setdefault(call["id"], deque()).append(index)
+    named: list[int | None] = []
+    for result in results:
+        same = by_id.get(result.get("tool_call_id") or "")
+        named.append(None if same is None else same[0] if len(same) == 1 else same.popleft())
+    free = iter(sorted(set(range(len(calls))) - set(named)))
     last = len(calls) - 1
-    return [
-        next(free, last) if (owner := by_id.get(result.get("tool_call_id"))) is None else owner
-        for result in results
-    ]
+    return [next(free, last) if owner is None else owner for owner in named]
 
 
 def _short_id(text: str) -> str:

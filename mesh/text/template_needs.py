@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from mesh.text.conversation_repair import Repair
@@ -14,7 +15,20 @@ if TYPE_CHECKING:
     Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str | None]
 
 
-def needs_of(render: Render, *, knows_tools: bool) -> Repair:
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Repairs that a template needs.
+
+    Attributes:
+        without_tools: For conversations in which the model may call nothing.
+        with_tools: For others.
+    """
+
+    without_tools: Repair
+    with_tools: Repair
+
+
+def needs_of(render: Render, *, knows_tools: bool) -> Needs:
     """Repairs that a template needs: those of shapes that it refuses, leaves out or moves, in some place.
 
     What a shape needs depends on the template alone, not on where a conversation has it. So the beginning of
@@ -25,8 +39,18 @@ def needs_of(render: Render, *, knows_tools: bool) -> Repair:
         render: Returns the prompt of a conversation with some tools; None if the template refuses it.
         knows_tools: Whether the template knows calls and results.
     """
-    needs = _needs(render, _TALK, _TALK_PROBES, ())
-    return needs | _needs(render, _CALLED, _CALL_PROBES, (_TOOL,)) if knows_tools else needs
+    talk = _needs(render, _TALK, _TALK_PROBES, ()) or Repair(0)
+    if not knows_tools:
+        return Needs(talk, talk)
+    calls = _needs(render, _CALLED, _CALL_PROBES, (_TOOL,))
+    if calls is None:
+        return Needs(talk, talk)
+    calls_without_tools = _needs(render, _CALLED, _CALL_PROBES, ())
+    # Some templates place tools in the user's message: they refuse instructions alone with tools only.
+    return Needs(
+        without_tools=talk | (calls if calls_without_tools is None else calls_without_tools),
+        with_tools=(talk & ~Repair.SYSTEM_AS_USER) | calls,
+    )
 
 
 def _needs(
@@ -34,11 +58,11 @@ def _needs(
     control: Conversation,
     probes: Probes,
     tools: Sequence[Mapping[str, Any]],
-) -> Repair:
-    """Needs by probes whose shapes are all that sets them apart from a control, which must be accepted."""
+) -> Repair | None:
+    """Needs by probes whose shapes are all that sets them apart from a control; None if that is refused."""
     text = render(control, tools)
     if text is None:
-        return Repair(0)
+        return None
     is_shown = _shows(text, control)
 
     def takes(probe: Conversation) -> bool:
@@ -119,7 +143,8 @@ _TALK_PROBES: Final[Probes] = {
         (_SYSTEM, _USER, _NEWS, _ANSWER, _MORE),
     ),
     Repair.FOLD_SYSTEM: ((_SYSTEM, _USER),),
-    Repair.ADD_USER: ((_SYSTEM,),),
+    Repair.SYSTEM_AS_USER: ((_SYSTEM,),),
+    Repair.ADD_USER: ((_ANSWER,),),
     Repair.OPEN_WITH_USER: ((_ANSWER, _USER),),
     Repair.JOIN_NEIGHBOURS: (
         (_USER, _MORE),
@@ -130,11 +155,21 @@ _TALK_PROBES: Final[Probes] = {
 _CALLED: Final[Conversation] = (_USER, _calls(_ONE), _result(_ONE), _ANSWER, _MORE)
 _CALL_PROBES: Final[Probes] = {
     Repair.RESULTS_FIRST: ((_USER, _calls(_ONE), _MORE, _result(_ONE), _ANSWER, _LAST),),
+    Repair.ADD_RESULTS: (
+        (_USER, _calls(_ONE), _MORE),
+        (_USER, _calls(_ONE), _MORE, _ANSWER, _LAST),
+        (_USER, _calls(_ONE), _ANSWER, _MORE),
+    ),
     Repair.PLACE_LATER_SYSTEM: (
         (_USER, _calls(_ONE), _result(_ONE), _NEWS),
         (_USER, _calls(_ONE), _result(_ONE), _NEWS, _ANSWER, _MORE),
     ),
-    Repair.ADD_USER: ((_SYSTEM,), (_calls(_ONE), _result(_ONE))),
+    Repair.SYSTEM_AS_USER: ((_SYSTEM,),),
+    Repair.ADD_USER: (
+        (_calls(_ONE), _result(_ONE)),
+        (_SYSTEM, _calls(_ONE), _result(_ONE)),
+        (_calls(_ONE), _result(_ONE), _ANSWER, _USER),
+    ),
     Repair.SPLIT_CALLS: ((_USER, _calls(_ONE, _TWO), _result(_ONE), _result(_TWO), _ANSWER, _MORE),),
     Repair.FOLD_AFTER_RESULTS: (
         (_USER, _calls(_ONE), _result(_ONE), _MORE),

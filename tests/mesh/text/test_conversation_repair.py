@@ -45,6 +45,23 @@ NOTE = said("user", "(The user has said nothing yet.)")
             [said("user", ""), said("assistant", ""), calling(OSLO), SUN],
             [said("user", ""), calling(OSLO), SUN],
         ),
+        (
+            Repair.ADD_RESULTS,
+            [USER, calling(OSLO, ROME), RAIN, NEWS, MORE, calling(call("", "here")), ANSWER, calling(OSLO)],
+            [
+                *[USER, calling(OSLO, ROME), RAIN, result(OSLO["id"], "(no result)"), NEWS, MORE],
+                *[calling(call("", "here")), result(None, "(no result)"), ANSWER, calling(OSLO)],
+            ],
+        ),
+        # By their order, where ids do not tell.
+        (
+            Repair.ADD_RESULTS,
+            [calling(OSLO, OSLO, ROME), MORE, SUN, result("?", "a"), ANSWER],
+            [
+                *[calling(OSLO, OSLO, ROME), MORE, SUN, result("?", "a")],
+                *[result(ROME["id"], "(no result)"), ANSWER],
+            ],
+        ),
         # No call that it belongs to.
         (Repair.RESULTS_FIRST, [USER, ANSWER, MORE, SUN], [USER, ANSWER, MORE, SUN]),
         (
@@ -59,6 +76,11 @@ NOTE = said("user", "(The user has said nothing yet.)")
         ),
         (
             Repair.PLACE_LATER_SYSTEM,
+            [USER, ANSWER, said("system", ""), said("system", ""), FURTHER],
+            [USER, ANSWER, said("user", ""), FURTHER],
+        ),
+        (
+            Repair.PLACE_LATER_SYSTEM,
             [USER, calling(OSLO), SUN, NEWS, LATEST, MORE],
             [
                 USER,
@@ -70,8 +92,19 @@ NOTE = said("user", "(The user has said nothing yet.)")
         (Repair.FOLD_SYSTEM, [SYSTEM, NEWS, USER, ANSWER], [said("user", "sys1\n\nnews1\n\nask1"), ANSWER]),
         (Repair.FOLD_SYSTEM, [SYSTEM, ANSWER, USER], [said("user", "sys1"), ANSWER, USER]),
         (Repair.FOLD_SYSTEM, [said("system", ""), USER], [USER]),
-        (Repair.ADD_USER, [SYSTEM], [said("user", "sys1")]),
+        (Repair.SYSTEM_AS_USER, [SYSTEM, NEWS], [said("user", "sys1\n\nnews1")]),
+        (Repair.SYSTEM_AS_USER, [SYSTEM, ANSWER], [SYSTEM, ANSWER]),
+        (Repair.ADD_USER, [SYSTEM], [SYSTEM]),
+        (Repair.ADD_USER, [SYSTEM, ANSWER], [SYSTEM, NOTE, ANSWER]),
         (Repair.ADD_USER, [SYSTEM, calling(OSLO), SUN], [SYSTEM, NOTE, calling(OSLO), SUN]),
+        # As it was when the model went on from the result.
+        (
+            Repair.ADD_USER,
+            [SYSTEM, calling(OSLO), SUN, ANSWER, USER],
+            [SYSTEM, NOTE, calling(OSLO), SUN, ANSWER, USER],
+        ),
+        # In no turn of these the user had said nothing.
+        (Repair.ADD_USER, [calling(OSLO), SUN, USER, ANSWER, MORE], [calling(OSLO), SUN, USER, ANSWER, MORE]),
         (Repair.ADD_USER, [ANSWER, USER], [ANSWER, USER]),
         (Repair.OPEN_WITH_USER, [SYSTEM, ANSWER, USER], [SYSTEM, NOTE, ANSWER, USER]),
         (Repair.OPEN_WITH_USER, [SYSTEM], [SYSTEM]),
@@ -210,4 +243,4 @@ def test_long_conversations_are_repaired_in_one_pass() -> None:
     behind = repaired([USER, calls, *[result(None, text)] * 1000, *many], EVERY)
     assert time.process_time() - begin_s < 5
     assert len(message["content"]) > 20_000_000
-    assert [message["role"] for message in behind].count("tool") == 1000
+    assert [message["role"] for message in behind].count("tool") == 2000

@@ -7,6 +7,7 @@ import pytest
 
 from mesh.text.chat_template import CHATML, ChatTemplate, Ending
 from mesh.text.conversation_repair import Repair
+from mesh.text.template_needs import Needs
 from spanmesh_proto.errors import InvalidRequest
 from tests.support.chat_templates import OWN, collected_templates, template_of
 from tests.support.conversations import (
@@ -33,23 +34,38 @@ from tests.support.conversations import (
 COLLECTED = collected_templates()
 STRICT_SYSTEM = Repair.JOIN_LEADING_SYSTEM | Repair.PLACE_LATER_SYSTEM
 TWO_ROLES = STRICT_SYSTEM | Repair.OPEN_WITH_USER | Repair.JOIN_NEIGHBOURS
-WITH_CALLS = TWO_ROLES | Repair.RESULTS_FIRST | Repair.FOLD_AFTER_RESULTS | Repair.SHORT_IDS
+WITH_CALLS = (
+    TWO_ROLES
+    | Repair.RESULTS_FIRST
+    | Repair.ADD_RESULTS
+    | Repair.ADD_USER
+    | Repair.FOLD_AFTER_RESULTS
+    | Repair.SHORT_IDS
+)
+NO_USER = Repair.SYSTEM_AS_USER | Repair.ADD_USER
 NEEDS = {
-    "STRICT_SYSTEM": STRICT_SYSTEM | Repair.ADD_USER,
-    "TWO_ROLES": TWO_ROLES | Repair.FOLD_SYSTEM | Repair.ADD_USER,
-    "TWO_ROLES_AND_SYSTEM": TWO_ROLES | Repair.ADD_USER,
+    "STRICT_SYSTEM": STRICT_SYSTEM | NO_USER,
+    "TWO_ROLES": TWO_ROLES | Repair.FOLD_SYSTEM | NO_USER,
+    "TWO_ROLES_AND_SYSTEM": TWO_ROLES | NO_USER,
     "TWO_ROLES_WITH_CALLS": WITH_CALLS | Repair.DROP_EMPTY,
     "ONE_CALL": Repair.SPLIT_CALLS,
     "SILENT": STRICT_SYSTEM | Repair.SPLIT_CALLS,
     "MOVING": Repair.PLACE_LATER_SYSTEM,
     "CHATML": Repair(0),
 }
+# In addition, where the model may call something; none for others.
+COLLECTED_NEEDS_WITH_TOOLS = {
+    "meta-llama-Llama-3.1-8B-Instruct": NO_USER,
+    "meta-llama-Llama-3.3-70B-Instruct": NO_USER,
+}
 COLLECTED_NEEDS = {
-    "Qwen3.5-4B": STRICT_SYSTEM | Repair.ADD_USER,
-    "google-gemma-2-2b-it": TWO_ROLES | Repair.FOLD_SYSTEM | Repair.ADD_USER,
-    "mistralai-Mistral-Nemo-Instruct-2407": WITH_CALLS | Repair.ADD_USER,
-    "meta-llama-Llama-3.1-8B-Instruct": Repair.SPLIT_CALLS | Repair.ADD_USER,
-    "meta-llama-Llama-3.3-70B-Instruct": Repair.SPLIT_CALLS | Repair.ADD_USER,
+    "Qwen3.5-4B": STRICT_SYSTEM | NO_USER,
+    "google-gemma-2-2b-it": TWO_ROLES | Repair.FOLD_SYSTEM | NO_USER,
+    "NVIDIA-Nemotron-Nano-v2": STRICT_SYSTEM | Repair.SYSTEM_AS_USER,
+    "Mistral-Small-3.2-24B-Instruct-2506": WITH_CALLS,
+    "mistralai-Mistral-Nemo-Instruct-2407": WITH_CALLS | Repair.SYSTEM_AS_USER,
+    "meta-llama-Llama-3.1-8B-Instruct": Repair.SPLIT_CALLS,
+    "meta-llama-Llama-3.3-70B-Instruct": Repair.SPLIT_CALLS,
     "openai-gpt-oss-120b": STRICT_SYSTEM | Repair.SPLIT_CALLS,
     "deepseek-ai-DeepSeek-V3.1": Repair.PLACE_LATER_SYSTEM,
     "Qwen-Qwen3-0.6B": Repair(0),
@@ -77,14 +93,15 @@ ALL = [*(pytest.param(source, id=name) for name, source in OWN.items()), *REAL]
 @pytest.mark.parametrize("name", NEEDS)
 def test_what_a_template_needs_is_found_out(name: str) -> None:
     template = template_of(OWN[name])
-    assert template.needs == NEEDS[name]
+    assert template.needs == Needs(NEEDS[name], NEEDS[name])
     assert template.has_one_call is (Repair.SPLIT_CALLS in NEEDS[name])
 
 
 @pytest.mark.parametrize("name", COLLECTED_NEEDS)
 @pytest.mark.skipif(not COLLECTED, reason="no source of llama.cpp: see SPANMESH_LLAMA_CPP")
 def test_what_real_templates_need(name: str) -> None:
-    assert template_of(COLLECTED[name].read_text()).needs == COLLECTED_NEEDS[name]
+    needs, more = COLLECTED_NEEDS[name], COLLECTED_NEEDS_WITH_TOOLS.get(name, Repair(0))
+    assert template_of(COLLECTED[name].read_text()).needs == Needs(needs, needs | more)
 
 
 def shows_all(
@@ -116,7 +133,7 @@ def test_what_a_template_takes_stays_as_it_is(source: str) -> None:
     """None of these is changed by as much as a byte."""
     template = template_of(source)
     untouched = ChatTemplate.__new__(ChatTemplate)
-    untouched.__dict__ |= vars(template) | {"needs": Repair(0)}
+    untouched.__dict__ |= vars(template) | {"needs": Needs(Repair(0), Repair(0))}
     for conversation in CONVERSATIONS.values():
         assert template.render(conversation, tools=[TOOL]) == untouched.render(conversation, tools=[TOOL])
 
@@ -189,10 +206,84 @@ def test_the_last_message_is_continued_where_answers_are_joined() -> None:
     assert text.endswith("assistant\nsay1\n\nIt is")
 
 
-def test_calls_without_results_are_written_out_where_nothing_else_helps() -> None:
-    text = template_of(OWN["TWO_ROLES_WITH_CALLS"]).render([USER, calling(OSLO), MORE], tools=[TOOL])
-    assert "[TOOL_CALLS]" not in text
+MISTRAL = ["Mistral-Small-3.2-24B-Instruct-2506", "mistralai-Ministral-3-14B-Reasoning-2512"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(OWN["TWO_ROLES_WITH_CALLS"], id="TWO_ROLES_WITH_CALLS"),
+        *sources([*MISTRAL, "mistralai-Mistral-Nemo-Instruct-2407"]),
+    ],
+)
+def test_a_call_without_a_result_leaves_the_others_as_they_are(source: str) -> None:
+    """All calls in the model's own format, and the instructions where they were."""
+    template = template_of(source)
+    before = [SYSTEM, USER, calling(OSLO), SUN, ANSWER]
+    conversation = [*before, MORE, calling(ROME), LAST]
+    text = template.render(conversation, ending=Ending.MESSAGES)
+    assert text.startswith(template.render(before, ending=Ending.MESSAGES))
+    assert text.index("rome") < text.index("(no result)") < text.index("ask3")
+    assert text.count("[TOOL_CALLS]") == 2
+    assert "<tool_call>" not in text
+    assert "[TOOL_CALLS]" in template.render([USER, calling(OSLO)], ending=Ending.MESSAGES)
+    assert "(no result)" not in template.render([USER, calling(OSLO)], ending=Ending.MESSAGES)
+    assert ("sys1" in text) is ("sys1" in template.render(before, ending=Ending.MESSAGES))
+
+
+@pytest.mark.parametrize("source", sources(MISTRAL))
+def test_an_interrupted_call_leaves_the_instructions_a_system_message(source: str) -> None:
+    text = template_of(source).render([SYSTEM, USER, calling(OSLO), MORE], tools=[TOOL])
+    assert "[SYSTEM_PROMPT]sys1[/SYSTEM_PROMPT]" in text
+
+
+# Without a form for results, or with one that Jinja's sandbox refuses, as Kimi's.
+NO_RESULTS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no results') }}{% endif %}"
+    "<|{{ m.role }}|>{{ m.content }}{% endfor %}{# tools #}"
+)
+
+
+@pytest.mark.parametrize("source", [NO_RESULTS, *sources(["Kimi-K2-Instruct", "Kimi-K2-Thinking"])])
+def test_calls_are_written_out_where_nothing_else_helps(source: str) -> None:
+    """The beginning stays as it was before the first call."""
+    template = template_of(source)
+    before = template.render([SYSTEM, USER], ending=Ending.MESSAGES)
+    text = template.render([SYSTEM, USER, calling(OSLO), SUN, MORE], ending=Ending.MESSAGES)
+    assert text.startswith(before)
     assert text.index("ask1") < text.index('<tool_call>\n{"name": "look"') < text.index("ask2")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *(pytest.param(source, id=name) for name, source in OWN.items()),
+        *sources(["NVIDIA-Nemotron-Nano-v2", "meta-llama-Llama-3.1-8B-Instruct", *MISTRAL]),
+    ],
+)
+@pytest.mark.parametrize(
+    ("before", "later"),
+    [
+        # Without a user at first.
+        ([SYSTEM, calling(OSLO), SUN], [ANSWER, MORE]),
+        # Text that stands alone before calls, and the answer behind them.
+        ([USER, calling(OSLO), SUN, ANSWER, calling(ROME), RAIN], [FURTHER, MORE]),
+        ([SYSTEM, USER, calling(OSLO), MORE], [ANSWER, LAST]),
+    ],
+)
+def test_odd_beginnings_stay_as_they_are(source: str, before: Conversation, later: Conversation) -> None:
+    template = template_of(source)
+    earlier, prompt = (template.render(each, ending=Ending.MESSAGES) for each in (before, before + later))
+    assert prompt.startswith(earlier)
+
+
+@pytest.mark.parametrize("source", sources(["meta-llama-Llama-3.1-8B-Instruct"]))
+def test_what_is_taken_without_tools_stays_as_it_is(source: str) -> None:
+    """Llama's templates refuse instructions alone with tools only."""
+    template = template_of(source)
+    without, with_tools = (template.render([SYSTEM], tools=tools) for tools in ((), [TOOL]))
+    assert "sys1" in without.partition("<|eot_id|>")[0]
+    assert "sys1" in with_tools.partition("<|start_header_id|>user<|end_header_id|>")[2]
 
 
 def test_the_error_is_the_one_of_the_conversation_as_it_is_sent() -> None:
