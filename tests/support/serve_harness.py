@@ -192,6 +192,7 @@ async def serving(
     feature_needs: FeatureNeeds | None = None,
     say: Callable[[str], None] = lambda _phase: None,
     beside: Serving | None = None,
+    has_replicas: bool = True,
 ) -> AsyncIterator[Serving]:
     """Three stages on the first three hosts, tended while in the block.
 
@@ -203,6 +204,7 @@ async def serving(
         feature_needs: Hidden states that they read.
         say: Told what goes on.
         beside: Another model on the same hosts; then of `hosts` only the names count.
+        has_replicas: Whether spare hosts are given replicas of stages, after four seconds.
     """
     facts, cache, pipeline = read_model_facts(model), StageCache(), Pipeline()
     members, driver = (Members(), InProcessDriver()) if beside is None else (beside.members, beside.driver)
@@ -284,7 +286,7 @@ async def serving(
         sizes,
         capacity_of=allocation.capacity_for_replicas,
         clock_s=time.monotonic,
-        are_wanted=topology is None,
+        are_wanted=has_replicas and topology is None,
     )
     host_draining = (
         HostDraining(

@@ -122,7 +122,7 @@ async def test_what_fits_nowhere_is_not_drained_and_nothing_changes(smollm2_path
 
 
 async def test_a_drain_ends_when_its_host_is_lost(smollm2_path: Path) -> None:
-    async with serving(smollm2_path, ROOMY) as mesh:
+    async with serving(smollm2_path, ROOMY, has_replicas=False) as mesh:
         wanted = await answer(mesh)
         # Its layers are never loaded elsewhere before.
         mesh.driver.starts.clear()
@@ -194,7 +194,8 @@ class FullHosts:
 
 async def test_a_move_that_fails_on_one_host_goes_to_another(smollm2_path: Path) -> None:
     hosts = dict.fromkeys("abc", 1.1) | dict.fromkeys("de", 9.0)
-    async with serving(smollm2_path, hosts) as mesh:
+    # A replica would take over what cannot be loaded.
+    async with serving(smollm2_path, hosts, has_replicas=False) as mesh:
         wanted = await answer(mesh)
         full = FullHosts(mesh, lambda node, tried: not tried or node == tried[0])
         under_way = await some_way(mesh)
@@ -207,7 +208,8 @@ async def test_a_move_that_fails_on_one_host_goes_to_another(smollm2_path: Path)
 
 async def test_a_drain_that_fails_twice_is_given_up_and_the_mesh_serves_on(smollm2_path: Path) -> None:
     phases: list[str] = []
-    async with serving(smollm2_path, dict.fromkeys("abc", 1.1) | {"d": 9.0}, say=phases.append) as mesh:
+    hosts = dict.fromkeys("abc", 1.1) | {"d": 9.0}
+    async with serving(smollm2_path, hosts, say=phases.append, has_replicas=False) as mesh:
         full = FullHosts(mesh, lambda _node, _tried: True)
         under_way = await some_way(mesh)
         with pytest.raises(ClusterError, match=r"c cannot be drained: d\.1 has no room"):
@@ -220,7 +222,8 @@ async def test_a_drain_that_fails_twice_is_given_up_and_the_mesh_serves_on(smoll
 
 
 async def test_a_host_that_leaves_by_itself_is_told_and_goes_once_its_layers_fit(smollm2_path: Path) -> None:
-    async with serving(smollm2_path, dict.fromkeys("abc", 1.1) | {"d": 9.0}) as mesh:
+    hosts = dict.fromkeys("abc", 1.1) | {"d": 9.0}
+    async with serving(smollm2_path, hosts, has_replicas=False) as mesh:
         wanted = await answer(mesh)
         is_full = True
         full = FullHosts(mesh, lambda _node, _tried: is_full)
