@@ -242,6 +242,7 @@ def sleeper() -> Iterator[psutil.Process]:
         [sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True
     ) as process:
         yield psutil.Process(process.pid)
+        process.kill()
 
 
 async def test_an_address_that_is_still_being_written_is_waited_for(
