@@ -50,7 +50,7 @@ def test_a_port_in_use_is_found_out_before_any_work() -> None:
         (["serve", "--speculate", "draft"], 1, "mesh draft make"),
         (["serve", "--speculate", "replay", "--replay-file", __file__], 1, "records no answer"),
         (["serve", "--identity", __file__], 1, "is not private to this user"),
-        (["serve", "--identity", "missing/identity"], 1, "cannot keep the identity in missing/identity"),
+        (["serve", "--identity", "missing/identity"], 1, "/missing/identity: No such file or directory"),
         (["join"], 2, "--token-file"),
         (["join", "--token-file", "missing"], 1, "missing"),
         (["join", "rubbish"], 1, "not a join token"),

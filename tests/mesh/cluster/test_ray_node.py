@@ -36,7 +36,7 @@ pytestmark = pytest.mark.cluster
 
 # Connecting sets up Ray for a whole process, so it is done in one of its own.
 DRIVER = """
-import asyncio, sys
+import asyncio, json, sys
 from pathlib import Path
 from types import SimpleNamespace
 from mesh.cluster.ray_driver import RayDriver, result_of
@@ -61,20 +61,22 @@ async def main(ray_dir, token, address, *nodes):
     driver = RayDriver(SimpleNamespace(ray_dir=Path(ray_dir), token_path=Path(token)), address)
     greeters = [await driver.create(Greeter, ray_node_name=node) for node in nodes]
     places = [await result_of(greeter.where.remote(), "greeter") for greeter in greeters]
-    print("> places:", len(set(places)))
+    said = {"places": len(set(places))}
     for method in ("refuse", "crash", "die"):
         try:
             await result_of(getattr(greeters[0], method).remote(), "greeter 0")
         except (InvalidModel, StageFailed) as error:
-            print(f"> {method}:", type(error).__name__, error.message, error.param)
+            said[method] = f"{type(error).__name__} {error.message} {error.param}"
     found = driver.find("kept")
-    print("> kept:", await result_of(found.where.remote(), "kept") in places)
+    said["kept"] = await result_of(found.where.remote(), "kept") in places
     driver.kill(found)
     try:
         driver.find("never there")
     except StageFailed as error:
-        print("> missing:", error.message)
+        said["missing"] = error.message
     driver.close()
+    # Until it is closed Ray prints words of its own, perhaps within a line.
+    print("\\n" + json.dumps(said))
 
 asyncio.run(main(*sys.argv[1:]))
 """
@@ -145,14 +147,13 @@ def test_two_nodes_carry_actors_and_end_without_a_trace(
         worker.stop()
     assert head.is_running
     head.stop()
-    # Ray may put in a word of its own about the one that dies.
-    said = dict(line.split(": ", 1) for line in answer.stdout.splitlines() if line.startswith("> "))
-    assert said["> places"] == "2"
-    assert said["> refuse"] == "InvalidModel not a model model"
-    assert said["> crash"] == "StageFailed greeter 0 failed: KeyError: 'oops' None"
-    assert said["> kept"] == "True"
-    assert said["> missing"] == "the process never there has ended"
-    assert said["> die"].startswith("StageFailed greeter 0 went away: ")
+    said = json.loads(answer.stdout.splitlines()[-1])
+    assert said["places"] == 2
+    assert said["refuse"] == "InvalidModel not a model model"
+    assert said["crash"] == "StageFailed greeter 0 failed: KeyError: 'oops' None"
+    assert said["kept"] is True
+    assert said["missing"] == "the process never there has ended"
+    assert said["die"].startswith("StageFailed greeter 0 went away: ")
     assert len(processes - strangers) > 4
     assert heavy == []
     assert alive(processes - strangers, within_s=0) == []
