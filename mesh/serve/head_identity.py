@@ -101,6 +101,8 @@ class IdentityFile:
             self.path = path = path.resolve()
         except RuntimeError as error:
             raise _refusal(f"cannot keep the identity in {path}: its symbolic links form a loop") from error
+        # Refused before a lock is made beside it: it may be any file, named by mistake.
+        self._load()
         try:
             self._lock = os.open(path.with_name(f"{path.name}.lock"), os.O_CREAT | os.O_RDWR, 0o600)
         except OSError as error:

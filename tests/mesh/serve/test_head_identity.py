@@ -180,6 +180,15 @@ def test_a_damaged_file_is_named_with_a_remedy_and_kept(tmp_path: Path, harm: st
     assert path.read_text() == harmed
 
 
+def test_nothing_is_left_beside_a_file_that_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("named by mistake")
+    path.chmod(0o600)
+    with pytest.raises(ClusterError, match="no identity of a head"):
+        IdentityFile(path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_file_of_another_version_is_named_with_both(tmp_path: Path) -> None:
     path = tmp_path / "identity"
     start(path)
