@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import fcntl
 import hashlib
 import json
 import os
@@ -17,7 +16,7 @@ import structlog
 from mesh.cluster.admission import Admissions, new_secret
 from mesh.cluster.certificates import Certificate, make_certificate
 from mesh.cluster.join_token import JoinToken
-from mesh.util.files import write_private_file
+from mesh.util.files import locked, write_private_file
 from spanmesh_proto.errors import ClusterError
 from stages.gguf.file_io import sync_folder
 
@@ -104,15 +103,13 @@ class IdentityFile:
         # Refused before a lock is made beside it: it may be any file, named by mistake.
         self._load()
         try:
-            self._lock = os.open(path.with_name(f"{path.name}.lock"), os.O_CREAT | os.O_RDWR, 0o600)
+            self._lock = locked(path.with_name(f"{path.name}.lock"))
+        except BlockingIOError:
+            raise _refusal(f"another `mesh serve` uses the identity {path}: give each its own file") from None
         except OSError as error:
             raise _refusal(f"cannot keep the identity in {path}: {error.strerror}") from error
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.identity = self._load()
-        except BlockingIOError:
-            os.close(self._lock)
-            raise _refusal(f"another `mesh serve` uses the identity {path}: give each its own file") from None
         except BaseException:
             os.close(self._lock)
             raise

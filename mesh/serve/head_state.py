@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -26,6 +25,7 @@ from mesh.cluster.certificates import Certificate
 from mesh.cluster.join_token import JoinToken
 from mesh.cluster.ray_node import RayNodeRecord
 from mesh.serve.head_identity import HeadIdentity
+from mesh.util.files import locked
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError
 from stages.cancellable_work import CancellableWork
@@ -179,12 +179,7 @@ class HeadStateFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise
+        self._lock = locked(path.with_suffix(".lock"))
 
     def __enter__(self) -> Self:
         """Lock the file for the block."""

@@ -129,7 +129,7 @@ def _place_later_system(messages: Messages) -> Messages:
             # Left out, it would make neighbours of two answers.
             later.append(message)
     # With a result, since a user message would end the turn: some templates then drop the turn's reasoning.
-    placed = _joined(later, lambda first, message: first["role"] == "tool" and message["role"] == "system")
+    placed = _joined(later, lambda group, message: group[0]["role"] == "tool" and message["role"] == "system")
     as_user = [{**message, "role": "user"} if message["role"] == "system" else message for message in placed]
     return [*messages[:num_system], *as_user]
 
@@ -186,21 +186,17 @@ def _split_calls(messages: Messages) -> Messages:
 
 
 def _fold_after_results(messages: Messages) -> Messages:
-    return _joined(messages, lambda first, message: first["role"] == "tool" and message["role"] == "user")
+    return _joined(messages, lambda group, message: group[0]["role"] == "tool" and message["role"] == "user")
 
 
 def _join_neighbours(messages: Messages) -> Messages:
     # Text and the calls behind it, too, although some templates leave out text beside calls: apart from them
     # it is refused once the turn has another answer, and if it were joined then, the prompt would change.
-    groups: list[Messages] = []
-    for message in messages:
-        last = groups[-1][-1] if groups else None
-        is_same = last is not None and last["role"] == message["role"] and not last.get("tool_calls")
-        if is_same and message["role"] in {"user", "assistant"}:
-            groups[-1].append(message)
-        else:
-            groups.append([message])
-    return [_merged(group) for group in groups]
+    def joins(group: Messages, message: dict[str, Any]) -> bool:
+        is_same = group[-1]["role"] == message["role"] and not group[-1].get("tool_calls")
+        return is_same and message["role"] in {"user", "assistant"}
+
+    return _joined(messages, joins)
 
 
 def _short_ids(messages: Messages) -> Messages:
@@ -290,16 +286,16 @@ def _short_id(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:_ID_CHARS]
 
 
-def _joined(messages: Messages, joins: Callable[[dict[str, Any], dict[str, Any]], bool]) -> Messages:
+def _joined(messages: Messages, joins: Callable[[Messages, dict[str, Any]], bool]) -> Messages:
     """Messages, some of which became a part of the one before them.
 
     Args:
         messages: All messages.
-        joins: Whether a message, the second argument, becomes a part of the first.
+        joins: Whether a message becomes a part of those before it that are one message already.
     """
     groups: list[Messages] = []
     for message in messages:
-        if groups and joins(groups[-1][0], message):
+        if groups and joins(groups[-1], message):
             groups[-1].append(message)
         else:
             groups.append([message])

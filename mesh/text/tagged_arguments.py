@@ -198,7 +198,7 @@ class TaggedArguments:
         if mark == tags.key:
             return value.is_at_line_start and (yield from self._names_another())
         if mark == tags.value_end:
-            return (yield from self._look(self._argument_ends, at_end=True))
+            return (yield from self._look(self._argument_ends, at_end=True, is_behind_value=True))
         if mark == tags.call_end:
             return (yield from self._look(self._call_follows_block, at_end=True))
         return (yield from self._look(self._call_follows, at_end=True))
@@ -214,18 +214,25 @@ class TaggedArguments:
         return self._schemas.has(name) and name not in self._given
 
     def _look(
-        self, probe: Callable[[_Lookahead], Generator[None, str, bool]], *, at_end: bool
+        self,
+        probe: Callable[[_Lookahead], Generator[None, str, bool]],
+        *,
+        at_end: bool,
+        is_behind_value: bool = False,
     ) -> Generator[None, str, bool]:
-        """What a probe of the characters ahead finds; `at_end` if the text ends there.
+        """What a probe of the characters ahead finds.
 
-        Nothing is known about the end of a text that a stop string has cut, unless an end tag of the value
-        is before it.
+        Args:
+            probe: Takes characters, which are put back.
+            at_end: What counts as found if the text ends there. Where a stop string has cut it, nothing is
+                known about its end.
+            is_behind_value: Whether an end tag of the value is before: then a stop string changes nothing.
         """
         ahead = _Lookahead(self._characters)
         try:
             found = yield from probe(ahead)
         except EndOfText:
-            found = at_end and (probe == self._argument_ends or not self._is_stopped())
+            found = at_end and (is_behind_value or not self._is_stopped())
         self._characters.unread("".join(ahead.taken))
         return found
 

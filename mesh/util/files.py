@@ -1,7 +1,8 @@
-"""Private files, written atomically."""
+"""Private files, written atomically, and locks of files."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 from pathlib import Path
@@ -29,3 +30,25 @@ def write_private_file(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def locked(path: Path) -> int:
+    """Lock a file, for this process and as long as its descriptor is open.
+
+    Args:
+        path: The lock, not what it guards, which is replaced when it is written; made if it is missing.
+
+    Returns:
+        Its descriptor.
+
+    Raises:
+        BlockingIOError: If another descriptor holds the lock.
+        OSError: If the file cannot be made or opened.
+    """
+    lock = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
