@@ -71,7 +71,7 @@ class Characters:
         self._ahead.extendleft(reversed(text))
 
     def end(self) -> None:
-        """No characters follow: who waits for one, and who asks for one, is told so."""
+        """Note that no characters follow: from now on taking one raises `EndOfText`."""
         self._is_over = True
 
     def rest(self) -> str:
