@@ -59,11 +59,11 @@ def with_stored_items(
 
 
 def _is_reference(item: Any) -> bool:
-    """The type of a reference may be left out, as nothing else has an id alone."""
+    """Without a type it is what has an id, but no role or content, as a message would."""
     if not isinstance(item, dict):
         return False
-    has_type = item.get("type") == "item_reference"
-    return has_type or ("id" in item and not any(value for name, value in item.items() if name != "id"))
+    is_untyped = "id" in item and not any(item.get(name) for name in ("type", "role", "content"))
+    return is_untyped or item.get("type") == "item_reference"
 
 
 def _id_of(item: Mapping[str, Any], index: int) -> str:

@@ -356,6 +356,8 @@ def test_the_store_has_bounds() -> None:
         ({"input": ["x"]}, "input[0]"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id"),
         ({"input": [{"role": "user", "content": "x"}, {"id": "msg_1"}]}, "input[1].id"),
+        ({"input": [{"id": "msg_1", "status": "completed"}]}, "input[0].id"),
+        ({"input": [{"id": "msg_1", "content": "x"}]}, "input[0].role"),
         ({"input": [{"type": "item_reference"}]}, "input[0].id"),
         ({"input": [{"type": "item_reference", "id": ["msg_1"]}]}, "input[0].id"),
         ({"input": [{"id": "msg_1"}, {"role": "user", "content": "x"}, {"id": "msg_1"}]}, "input[2].id"),
