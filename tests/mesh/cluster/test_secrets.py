@@ -46,8 +46,10 @@ class Watch:
 
     def _look_at(self, process: psutil.Process) -> None:
         with contextlib.suppress(psutil.Error, OSError):
-            self.seen.add(" ".join(process.cmdline()))
-            if process.pid != self.pid:
+            command = process.cmdline()
+            self.seen.add(" ".join(command))
+            # Until a child runs its own program, the kernel shows its parent's command line and environment.
+            if command != psutil.Process(self.pid).cmdline():
                 self.environments[process.pid] = str(process.environ())
 
 
