@@ -149,7 +149,10 @@ def test_what_is_honest_is_far_from_the_bounds() -> None:
     assert matches(automaton, text)
 
 
-@given(st.lists(st.tuples(st.integers(0, MAX_CODE_POINT), st.integers(0, 3000)), max_size=4), st.characters())
+@given(
+    st.lists(st.tuples(st.integers(0, MAX_CODE_POINT), st.integers(0, 3000)), max_size=4),
+    st.characters(codec="utf-8"),
+)
 def test_ranges_of_code_points_are_ranges_of_bytes(pairs: list[tuple[int, int]], letter: str) -> None:
     ranges = [(low, min(low + width, MAX_CODE_POINT)) for low, width in pairs]
     for found, is_in in (
