@@ -322,7 +322,7 @@ def test_answers_are_parsed_into_models(client: openai.OpenAI) -> None:
 
 def test_calls_are_parsed_into_models(client: openai.OpenAI) -> None:
     tool = openai.pydantic_function_tool(Forecast, name="forecast")
-    # A small model that may call several times goes on up to `max_tokens`, and the client parses no cut answer.
+    # A small model that may call several times goes on up to `max_tokens`; the client parses no cut answer.
     asked: Any = {**ASKED, "max_tokens": 96, "parallel_tool_calls": False}
     answer = client.chat.completions.parse(**asked, tools=[tool], tool_choice="required")
     calls: Any = answer.choices[0].message.tool_calls

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
 
-# Starts two daemons in sessions of their own, one of which has a child that does not heed SIGTERM. It ends once
-# the first is called `sleep`: a daemon of that name is needed.
+# Starts two daemons in sessions of their own, one of which has a child that does not heed SIGTERM. It ends
+# once the first is called `sleep`: a daemon of that name is needed.
 COMMAND = """
 setsid sleep 100 & echo $! > "$0/first"
 setsid sh -c 'trap "" TERM; sleep 100 & echo $! > "$0/stubborn"; wait' "$0" & echo $! > "$0/second"
