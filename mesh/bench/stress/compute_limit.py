@@ -50,6 +50,7 @@ def compute_limit(
     prompt_tokens: int,
     answer_tokens: int,
     exact: bool,
+    repacks: bool = True,
 ) -> dict[int, float]:
     """Tokens a second that all workers together compute.
 
@@ -60,6 +61,7 @@ def compute_limit(
         prompt_tokens: Of each.
         answer_tokens: Of each.
         exact: Numeric mode.
+        repacks: Whether weights may be repacked for faster kernels.
 
     Returns:
         By the number of sessions in a batch.
@@ -73,7 +75,7 @@ def compute_limit(
     argv = [sys.executable, "-m", "mesh.bench.stress.compute_limit", str(model)]
     argv += ["--edges", ",".join(map(str, edges))]
     argv += ["--prompt-tokens", str(prompt_tokens), "--answer-tokens", str(answer_tokens)]
-    argv += ["--exact"] * exact
+    argv += ["--exact"] * exact + ["--no-repack"] * (not repacks)
     rates: dict[int, float] = {}
     for size in sorted(sizes):
         workers = [
@@ -131,15 +133,27 @@ def _through(stages: Sequence[StageRuntime], spans: Sequence[Span]) -> list[NDAr
 @click.option("--prompt-tokens", required=True, type=int)
 @click.option("--answer-tokens", required=True, type=int)
 @click.option("--exact", is_flag=True)
+@click.option("--no-repack", is_flag=True)
 def main(
-    model: Path, edges: str, sessions: int, prompt_tokens: int, answer_tokens: int, *, exact: bool
+    model: Path,
+    edges: str,
+    sessions: int,
+    prompt_tokens: int,
+    answer_tokens: int,
+    *,
+    exact: bool,
+    no_repack: bool,
 ) -> None:
     """One worker."""
     set_up_logs()  # to standard error: standard output is for the rate
     firsts = [int(word) for word in edges.split(",")]
     cache = StageCache()
     options = RuntimeOptions(
-        num_slots=sessions, ctx_size=prompt_tokens + answer_tokens, num_threads=1, exact=exact
+        num_slots=sessions,
+        ctx_size=prompt_tokens + answer_tokens,
+        num_threads=1,
+        exact=exact,
+        repacks=not no_repack,
     )
     if firsts[-1] != read_model_facts(model).n_layers:
         raise click.BadParameter(f"the last edge of {edges} is not the number of layers")

@@ -248,25 +248,26 @@ class LoadRun:
         bed, inside, places = self._bed, self._inside, self._subject.num_places
         rounds, seed = self._plan.rounds, self._plan.seed
         wider = _WIDER if places >= _WIDER[1] else (places // 2, places)
+        limit_options = None if inside is None else inside.limit
 
         def limit() -> list[Line]:
             return measurements.many_at_once(
                 bed,
                 min(_LIMIT_AT_ONCE, places),
-                limit=None if inside is None else inside.limit,
+                limit=limit_options,
                 rounds=rounds,
                 seed=seed,
             )
 
         measures: dict[LineName, Callable[[], list[Line]]] = {
-            "crowd": lambda: [
-                measurements.concurrency(
-                    bed, min(NUM_CONCURRENT, places), kernels=OWN, rounds=rounds, seed=seed
-                )
-            ],
+            "crowd": lambda: measurements.concurrency(
+                bed, min(NUM_CONCURRENT, places), kernels=OWN, limit=limit_options, rounds=rounds, seed=seed
+            ),
             "limit": limit,
             "wider": lambda: [measurements.more_at_once(bed, *wider, rounds=rounds, seed=seed)],
-            "prefill": lambda: [measurements.prefill(bed, kernels=OWN, rounds=rounds, seed=seed)],
+            "prefill": lambda: measurements.prefill(
+                bed, kernels=OWN, limit=limit_options, rounds=rounds, seed=seed
+            ),
             "second-turn": lambda: [measurements.second_turn(bed, rounds=rounds, seed=seed)],
             "itl": lambda: [measurements.decode_beside_prefill(bed, rounds=rounds, seed=seed)],
         }

@@ -54,8 +54,29 @@ _LARGE_BYTES: Final = 400 * _MB
 _MEMORY_TITLE: Final = "memory of a stage host beyond weights + KV, MB"
 
 
-def concurrency(bed: LoadTestBed, num_at_once: int, *, kernels: Kernels, rounds: int, seed: int) -> Line:
-    """Total tokens per second of requests that all begin at once, against the peer's if there is one."""
+def concurrency(
+    bed: LoadTestBed,
+    num_at_once: int,
+    *,
+    kernels: Kernels,
+    limit: LimitOptions | None,
+    rounds: int,
+    seed: int,
+) -> list[Line]:
+    """Load of some requests that all begin at once.
+
+    Args:
+        bed: Where.
+        num_at_once: How many.
+        kernels: Of the mesh.
+        limit: See `many_at_once`.
+        rounds: How often.
+        seed: Of the prompts.
+
+    Returns:
+        Total tokens per second. If there is a peer, over its rate; and what the processors can compute, over
+        its rate, too.
+    """
     ours: list[float] = []
     theirs: list[float] = []
     for number in range(rounds):
@@ -68,14 +89,20 @@ def concurrency(bed: LoadTestBed, num_at_once: int, *, kernels: Kernels, rounds:
         log.info("crowd", kernels=kernels, at_once=num_at_once, mesh=_latest(ours), peer=_latest(theirs))
     title = f"total tokens/s at {num_at_once} concurrent"
     if not theirs:
-        return Line(title, median(ours), None, note=_figures(ours))
-    return _against_peer(
-        f"{title}, mesh {kernels} over llama.cpp RPC with as many slots",
-        ours,
-        theirs,
-        CONCURRENCY_RATIO[kernels],
-        "{:.1f} against {:.1f}",
-    )
+        return [Line(title, median(ours), None, note=_figures(ours))]
+    lines = [
+        _against_peer(
+            f"{title}, mesh {kernels} over llama.cpp RPC with as many slots",
+            ours,
+            theirs,
+            CONCURRENCY_RATIO[kernels],
+            "{:.1f} against {:.1f}",
+        )
+    ]
+    if limit is not None:
+        most = max(_limits(bed, limit, answered, num_at_once, kernels=kernels).values())
+        lines.append(_limit_over_peer(f"{title}, {kernels}", most, theirs))
+    return lines
 
 
 @dataclass(frozen=True)
@@ -162,7 +189,15 @@ def many_at_once(
     ]
 
 
-def _limits(bed: LoadTestBed, limit: LimitOptions, ours: Outcome, num_at_once: int) -> dict[int, float]:
+def _limits(
+    bed: LoadTestBed,
+    limit: LimitOptions,
+    ours: Outcome,
+    num_at_once: int,
+    *,
+    kernels: Kernels = OWN,
+    answer_tokens: int = SHORT_ANSWER_TOKENS,
+) -> dict[int, float]:
     prompts = [one.record.num_input_tokens or 0 for one in ours.answers]
     mesh = bed.processes
     assert mesh is not None  # noqa: S101 - a limit is that of processes on this machine
@@ -173,8 +208,9 @@ def _limits(bed: LoadTestBed, limit: LimitOptions, ours: Outcome, num_at_once: i
             limit.edges,
             num_sessions=num_at_once,
             prompt_tokens=round(median(prompts)),
-            answer_tokens=SHORT_ANSWER_TOKENS,
+            answer_tokens=answer_tokens,
             exact=limit.exact,
+            repacks=kernels == OWN,
         )
     finally:
         mesh.resume()
@@ -198,8 +234,13 @@ def more_at_once(bed: LoadTestBed, fewer: int, more: int, *, rounds: int, seed: 
     )
 
 
-def prefill(bed: LoadTestBed, *, kernels: Kernels, rounds: int, seed: int) -> Line:
-    """Prompt tokens per second until the first token, against the peer's if there is one."""
+def prefill(
+    bed: LoadTestBed, *, kernels: Kernels, limit: LimitOptions | None, rounds: int, seed: int
+) -> list[Line]:
+    """Prompt tokens per second until the first token; see `concurrency`.
+
+    The processors compute as many prompts at once as can be, so their limit is above that of one prompt.
+    """
     num_words = _fitting_words(bed, _LONG_PROMPT_TOKENS, answer_tokens=1)
     ours: list[float] = []
     theirs: list[float] = []
@@ -213,14 +254,21 @@ def prefill(bed: LoadTestBed, *, kernels: Kernels, rounds: int, seed: int) -> Li
         log.info("prefill", kernels=kernels, mesh=_latest(ours), peer=_latest(theirs))
     title = f"prefill tokens/s, {num_words}-word prompt"
     if not theirs:
-        return Line(title, median(ours), None, note=_figures(ours))
-    return _against_peer(
-        f"{title}, mesh {kernels} over llama.cpp RPC",
-        ours,
-        theirs,
-        PREFILL_RATIO[kernels],
-        "{:.0f} against {:.0f}",
-    )
+        return [Line(title, median(ours), None, note=_figures(ours))]
+    lines = [
+        _against_peer(
+            f"{title}, mesh {kernels} over llama.cpp RPC",
+            ours,
+            theirs,
+            PREFILL_RATIO[kernels],
+            "{:.0f} against {:.0f}",
+        )
+    ]
+    if limit is not None:
+        prompts = max(_limits(bed, limit, answered, 1, kernels=kernels, answer_tokens=1).values())
+        num_tokens = answered.answers[0].record.num_input_tokens or 0
+        lines.append(_limit_over_peer(f"{title}, {kernels}", prompts * num_tokens, theirs))
+    return lines
 
 
 def second_turn(bed: LoadTestBed, *, rounds: int, seed: int) -> Line:
@@ -325,6 +373,17 @@ def _against_peer(
         median(our / their for our, their in pairs),
         wanted,
         note="; ".join(words.format(our, their) for our, their in pairs),
+    )
+
+
+def _limit_over_peer(title: str, most: float, theirs: Sequence[float]) -> Line:
+    """The ratio to the peer of a mesh whose processors only compute, with no network and no server."""
+    against = f"{most:.0f} against {median(theirs):.0f}"
+    return Line(
+        f"{title}: compute limit of all processors over llama.cpp RPC",
+        most / median(theirs),
+        None,
+        note=against,
     )
 
 

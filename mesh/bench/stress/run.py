@@ -33,7 +33,7 @@ from mesh.lab.network import Lab, lab_supported
 from mesh.lab.systems import MeshSystem, RpcSystem
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.text.tokenizer import Tokenizer
-from mesh.util.processors import num_usable
+from mesh.util.processors import num_usable, processor_name
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError, MeshError
 from stages.slicing.model_facts import read_model_facts
@@ -93,9 +93,10 @@ def run_stress(options: StressOptions) -> Report:
 
         lines: list[Line] = []
         failures: list[str] = []
+        limit = _limit(options, facts)
         if peer is not None and options.preset == "acceptance" and not options.exact:
             with _mesh_up(options, facts, lab, logs, api_keys, kernels=PEERS) as mesh:
-                lines, failures = _peers_kernels(options, bed_of(mesh))
+                lines, failures = _peers_kernels(options, bed_of(mesh), limit)
         mesh = stack.enter_context(_mesh_up(options, facts, lab, logs, api_keys, kernels=OWN))
         interval_s = _RARE_S if options.soak_minutes > _LONG_SOAK_MINUTES else SAMPLE_S
         watch = stack.enter_context(MemoryWatch(lab, interval_s))
@@ -103,7 +104,7 @@ def run_stress(options: StressOptions) -> Report:
             options,
             bed_of(mesh),
             Subject(options.exact, options.num_slots, Tokenizer(options.model)),
-            inside=_inside(options, facts, watch),
+            inside=_inside(options, facts, watch, limit),
             lines=lines,
             failures=failures,
         )
@@ -114,12 +115,14 @@ def run_stress(options: StressOptions) -> Report:
     return report
 
 
-def _inside(options: StressOptions, facts: ModelFacts, watch: MemoryWatch) -> InsideView:
+def _inside(options: StressOptions, facts: ModelFacts, watch: MemoryWatch, limit: LimitOptions) -> InsideView:
     workload = Workload(options.ctx_size, options.num_slots, kv_type=options.kv_type, is_exact=options.exact)
+    return InsideView(LabMemory(watch, StageSizes(facts, workload)), limit)
+
+
+def _limit(options: StressOptions, facts: ModelFacts) -> LimitOptions:
     edges = tuple(accumulate(even_split(facts.n_layers, options.num_stages), initial=0))
-    return InsideView(
-        LabMemory(watch, StageSizes(facts, workload)), LimitOptions(options.model, edges, options.exact)
-    )
+    return LimitOptions(options.model, edges, options.exact)
 
 
 @contextmanager
@@ -144,19 +147,20 @@ def _mesh_up(
         mesh.kill()
 
 
-def _peers_kernels(options: StressOptions, bed: LoadTestBed) -> tuple[list[Line], list[str]]:
+def _peers_kernels(
+    options: StressOptions, bed: LoadTestBed, limit: LimitOptions
+) -> tuple[list[Line], list[str]]:
     """Lines of a mesh with the peer's kernels, and why some are missing."""
     lines: list[Line] = []
+    rounds, seed = options.rounds, options.seed
     try:
         warm_up(bed)
         if "crowd" in options.lines:
-            lines.append(
-                measurements.concurrency(
-                    bed, NUM_CONCURRENT, kernels=PEERS, rounds=options.rounds, seed=options.seed
-                )
+            lines += measurements.concurrency(
+                bed, NUM_CONCURRENT, kernels=PEERS, limit=limit, rounds=rounds, seed=seed
             )
         if "prefill" in options.lines:
-            lines.append(measurements.prefill(bed, kernels=PEERS, rounds=options.rounds, seed=options.seed))
+            lines += measurements.prefill(bed, kernels=PEERS, limit=limit, rounds=rounds, seed=seed)
     except MeshError as error:
         return lines, [f"mesh {PEERS}: {error.message}"]
     return lines, []
@@ -182,6 +186,7 @@ def _conditions(options: StressOptions) -> dict[str, Any]:
         "chats": options.num_scripts,
         "seed": options.seed,
         "goodput": ", ".join(f"{slo.name} {slo.limit_ms:g} ms" for slo in options.slos) or "no limits",
+        "processor": processor_name(),
         "cores": num_usable(),
         "software": f"spanmesh {SOFTWARE_VERSION}",
     }

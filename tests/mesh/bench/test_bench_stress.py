@@ -478,9 +478,16 @@ def test_a_line_says_whether_it_is_met() -> None:
 
 
 @pytest.mark.model
-def test_the_compute_limit_is_that_of_all_workers_together(smollm2_path: Path) -> None:
+@pytest.mark.parametrize("repacks", [True, False])
+def test_the_compute_limit_is_that_of_all_workers_together(smollm2_path: Path, *, repacks: bool) -> None:
     found = compute_limit(
-        smollm2_path, (0, 15, 30), num_sessions=4, prompt_tokens=16, answer_tokens=8, exact=False
+        smollm2_path,
+        (0, 15, 30),
+        num_sessions=4,
+        prompt_tokens=16,
+        answer_tokens=8,
+        exact=False,
+        repacks=repacks,
     )
     assert set(found) <= {2, 4}
     assert all(1 < rate < 100_000 for rate in found.values())
