@@ -59,7 +59,7 @@ def with_stored_items(
 
 
 def _is_reference(item: Any) -> bool:
-    """Without a type it is what has an id, but no role or content, as a message would."""
+    """Whether an item is a reference: without a type, it has an id and, unlike a message, no role or content."""
     if not isinstance(item, dict):
         return False
     is_untyped = "id" in item and not any(item.get(name) for name in ("type", "role", "content"))

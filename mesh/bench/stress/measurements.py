@@ -377,7 +377,7 @@ def _against_peer(
 
 
 def _limit_over_peer(title: str, most: float, theirs: Sequence[float]) -> Line:
-    """The ratio to the peer of a mesh whose processors only compute, with no network and no server."""
+    """Ratio to the peer of a mesh whose processors only compute, as its stages do: see `compute_limit`."""
     against = f"{most:.0f} against {median(theirs):.0f}"
     return Line(
         f"{title}: compute limit of all processors over llama.cpp RPC",
