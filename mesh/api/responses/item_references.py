@@ -59,7 +59,7 @@ def with_stored_items(
 
 
 def _is_reference(item: Any) -> bool:
-    """Whether an item is a reference: without a type, it has an id and, unlike a message, no role or content."""
+    """Whether an item is a reference: untyped, it has an id and, unlike a message, no role or content."""
     if not isinstance(item, dict):
         return False
     is_untyped = "id" in item and not any(item.get(name) for name in ("type", "role", "content"))
