@@ -12,7 +12,8 @@ from typing import Final
 
 import click
 
-from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.span import Span
+from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 
 _PROMPT_TOKENS: Final = 64
 

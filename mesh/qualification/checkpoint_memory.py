@@ -30,7 +30,8 @@ from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.llama import init_backend
 from stages.runtime.process_memory import resident_bytes
-from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.span import Span
+from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.serving.slot_contents import KvSlots, SentHiddenStates, max_sent_bytes
 from stages.slicing.model_facts import read_model_facts
 

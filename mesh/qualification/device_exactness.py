@@ -28,7 +28,8 @@ from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import MeshError
 from stages.runtime.device_exactness import VERDICTS, Verdict, backend_of
 from stages.runtime.numerics import EXACT_MAX_ROWS
-from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.span import Span
+from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.source_model import read_source
 from stages.spawned_process import ProcessEnded, messages_of
 

@@ -28,7 +28,8 @@ from stages.certification.comparison import wire_loss
 from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.devices import layer_devices
-from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.span import Span
+from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.source_model import read_source
 from stages.spawned_process import ProcessEnded, messages_of
 from stages.transport.hidden_codec import HiddenType

@@ -34,7 +34,8 @@ from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.hidden_tap import LayerTap, StopTap
 from stages.runtime.llama import heard_log
-from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.span import Span
+from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.source_model import read_source
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Batch of rows for llama.cpp over numpy memory, and the spans that share one."""
+"""Batch of rows for llama.cpp over numpy memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import llama_cpp
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -67,29 +67,6 @@ class Batch:
         self._outputs[first : first + first_output] = 0
         self._outputs[first + first_output : stop] = 1
         self.struct.n_tokens = stop
-
-
-def runs_of_equals(sizes: Sequence[tuple[int, int]], most_rows: int) -> Iterator[list[int]]:
-    """Batches that llama.cpp computes in one pass without a shared cache.
-
-    Those are consecutive slots with equally many rows each.
-
-    Args:
-        sizes: Slot and number of rows of each span, padding included.
-        most_rows: Most rows of a batch, at least those of the largest span.
-
-    Yields:
-        Indices of the spans of a batch.
-    """
-    run: list[int] = []
-    for index in sorted(range(len(sizes)), key=lambda index: (sizes[index][1], sizes[index][0])):
-        slot, num_rows = sizes[index]
-        follows = run and sizes[run[-1]] == (slot - 1, num_rows)
-        if run and not (follows and (len(run) + 1) * num_rows <= most_rows):
-            yield run
-            run = []
-        run.append(index)
-    yield run
 
 
 def _pointer(array: NDArray[Any], kind: Any) -> Any:

@@ -52,6 +52,14 @@ class Numerics:
     min_rows: int
     has_shared_cache: bool
 
+    @property
+    def pads_for_speed(self) -> bool:
+        """Whether batches are padded to sizes that kernels compute faster, see `stages.runtime.row_times`.
+
+        Only kernels for repacked weights have such sizes.
+        """
+        return self.use_repacked_weights and not self.has_shared_cache
+
     def num_cells(self, ctx_size: int, num_slots: int) -> int:
         """Positions of the KV cache for `num_slots` sequences of `ctx_size` positions each."""
         cells = self.num_cells_seen(ctx_size, num_slots)

@@ -13,7 +13,7 @@ import numpy as np
 
 from spanmesh_proto.errors import InvalidWindow, ModelDoesNotFit, StageFailed, UncuttableModel
 from stages.graph_boundary import GraphBoundary
-from stages.runtime.batch import Batch, runs_of_equals
+from stages.runtime.batch import Batch
 from stages.runtime.checkpoints import StateCheckpoints, read_sequence, without_part, write_sequence
 from stages.runtime.devices import GpuPlacing
 from stages.runtime.feature_taps import FeatureTaps
@@ -23,9 +23,11 @@ from stages.runtime.kv_types import KV_TYPES
 from stages.runtime.llama import init_backend, last_complaint
 from stages.runtime.loaded_model import StageInfo, load_model, may_scale_rotations, read_metadata
 from stages.runtime.numerics import Numerics, numerics_for, prepare_process
+from stages.runtime.span import Span
+from stages.runtime.span_batches import SpanBatch, SpanBatches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -63,28 +65,6 @@ class RuntimeOptions:
     num_checkpoints: int = 0
     repacks: bool = True
     cpu_moe_layers: int = 0
-
-
-@dataclass(frozen=True)
-class Span:
-    """Consecutive rows of one slot, for a batch.
-
-    Attributes:
-        slot: Sequence slot.
-        start: Absolute position of the first row. The slot's rows from there on are dropped.
-        tokens: Token ids, one a row.
-        hidden: float32 (rows, n_embd); required except at the first stage.
-        num_outputs: At the tail, number of last rows that return logits.
-        checkpoints: In models with recurrent layers: positions of the slot's checkpoints that are kept, and
-            `start` if one is to be made before the first row. Empty to keep all and make none.
-    """
-
-    slot: int
-    start: int
-    tokens: Sequence[int]
-    hidden: NDArray[np.float32] | None = None
-    num_outputs: int = 0
-    checkpoints: tuple[int, ...] = ()
 
 
 class StageRuntime:
@@ -145,6 +125,17 @@ class StageRuntime:
         self._copies_at_call = not self.info.can_trim and self._checkpoints.hold_rows(0)
         self._feature_taps = FeatureTaps(
             self._tap, self._context, self.info.layers, n_layers=self.info.n_layers, n_embd=self.info.n_embd
+        )
+        self._span_batches = SpanBatches(
+            self._lengths,
+            most_rows=self._numerics.max_rows,
+            # Without trimming, padding could not be dropped again.
+            min_rows=self._numerics.min_rows if self.info.can_trim else 1,
+            ctx_size=options.ctx_size,
+            n_ctx_train=self.info.n_ctx_train,
+            has_runs=self.computes_runs,
+            pads_for_speed=self._numerics.pads_for_speed and self.info.can_trim,
+            make_filler=self._filler,
         )
         self._batch = Batch(self._numerics.max_rows, self.info.n_embd if self._takes_embeddings else None)
         self._incoming = np.zeros(
@@ -255,15 +246,22 @@ class StageRuntime:
             raise InvalidWindow(f"{num_rows} rows of {len(spans)} windows do not fit one batch")
         has_features = has_features and bool(self._feature_taps.layers)
         self._feature_taps.begin(are_wanted=has_features)
-        if not self.computes_runs:
-            return self._decode_batch(spans, has_features=has_features)
         outputs: dict[int, NDArray[np.float32]] = {}
-        sizes = [(span.slot, len(span.tokens) + self._padding(span)) for span in spans]
-        for run in runs_of_equals(sizes, self.max_rows):
-            batch = [spans[index] for index in run]
-            computed = self._decode_batch(batch, has_features=has_features)
-            outputs.update(zip((span.slot for span in batch), computed, strict=True))
+        for batch in self._span_batches.divide(spans):
+            begun_us = self.decode_cpu_us
+            try:
+                computed = self._decode_batch(batch, has_features=has_features)
+            finally:
+                for filler in batch.fillers:
+                    self._forget(filler.slot, filler.start)
+                    self._lengths[filler.slot] = filler.start
+            self._span_batches.learn(batch, self.decode_cpu_us - begun_us)
+            outputs.update(zip((span.slot for span in batch.spans), computed, strict=True))
         return [outputs[span.slot] for span in spans]
+
+    def run_around(self, slot: int, rows_of: Mapping[int, int]) -> range:
+        """See `SpanBatches.run_around`; if `computes_runs`."""
+        return self._span_batches.run_around(slot, rows_of)
 
     @property
     def computes_runs(self) -> bool:
@@ -511,16 +509,16 @@ class StageRuntime:
             llama_cpp.llama_model_free(self._model)
             self._model = None
 
-    def _decode_batch(self, spans: Sequence[Span], *, has_features: bool) -> list[NDArray[np.float32]]:
+    def _decode_batch(self, batch: SpanBatch, *, has_features: bool) -> list[NDArray[np.float32]]:
         """`decode` of checked spans, in one batch of llama.cpp."""
+        spans, paddings = batch.spans, batch.paddings
         for span in spans:
             self.trim(span.slot, span.start)
             if span.checkpoints and not self.info.can_trim:
                 self._checkpoints.retain(span.slot, span.checkpoints)
                 if span.start in span.checkpoints:
                     self._checkpoints.save(span.slot, span.start)
-        paddings = [self._padding(span) for span in spans]
-        num_rows = self._fill(spans, paddings)
+        num_rows = self._fill(batch)
         incoming = self._incoming[:num_rows] if self._has_inlet else None
         if self._tap is not None:
             self._tap.begin(incoming, has_features=has_features)
@@ -538,7 +536,7 @@ class StageRuntime:
             self._lengths[span.slot] = stop
             if padding:
                 self._forget(span.slot, stop)
-        return self._logits(spans) if self.info.is_tail else self._hidden_by_span(spans, paddings)
+        return self._logits(batch) if self.info.is_tail else self._hidden_by_span(spans, paddings)
 
     def _read_boundary(self) -> GraphBoundary:
         if self._options.observe_as is not None:
@@ -631,19 +629,17 @@ class StageRuntime:
                 f"this model's memory cannot be trimmed to position {start}: recurrent state has no positions"
             )
 
-    def _padding(self, span: Span) -> int:
-        """Padding rows of the span. The last trained position is never padded: a table may end there."""
-        if not self.info.can_trim:  # the padding could not be dropped again
-            return 0
-        rows = len(span.tokens)
-        room = self.info.n_ctx_train - span.start - rows
-        return max(0, min(self._numerics.min_rows - rows, room))
+    def _filler(self, slot: int, num_rows: int) -> Span:
+        """Padding rows of a slot, behind what it holds."""
+        hidden = None if self.info.is_first else np.zeros((num_rows, self.info.n_embd), np.float32)
+        num_outputs = num_rows if self.info.is_tail else 0
+        return Span(slot, self._lengths[slot], [0] * num_rows, hidden, num_outputs)
 
-    def _fill(self, spans: Sequence[Span], paddings: Sequence[int]) -> int:
+    def _fill(self, batch: SpanBatch) -> int:
         """Write the rows into the batch, and count them."""
         self._batch.clear()
         looks_up = self.info.is_first or self._boundary.takes_tokens
-        for span, padding in zip(spans, paddings, strict=True):
+        for span, padding in zip(batch.spans, batch.paddings, strict=True):
             rows = len(span.tokens)
             first_output = rows - span.num_outputs if self.info.is_tail else 0
             if self._has_inlet:
@@ -655,7 +651,7 @@ class StageRuntime:
             self._batch.add(span.slot, span.start, tokens, span.hidden, first_output)
             if padding:
                 zeros = np.zeros((padding, self.info.n_embd), np.float32) if self._takes_embeddings else None
-                no_output = padding if self.info.is_tail else 0
+                no_output = padding if self.info.is_tail and not batch.pads_logits(span) else 0
                 self._batch.add(span.slot, span.start + rows, [0] * padding, zeros, no_output)
         return int(self._batch.struct.n_tokens)
 
@@ -683,14 +679,16 @@ class StageRuntime:
         parts = _split(hidden, counts)
         return [part[: len(span.tokens)] for part, span in zip(parts, spans, strict=True)]
 
-    def _logits(self, spans: Sequence[Span]) -> list[NDArray[np.float32]]:
-        num_outputs = sum(span.num_outputs for span in spans)
+    def _logits(self, batch: SpanBatch) -> list[NDArray[np.float32]]:
+        spans, counts = batch.spans, batch.num_logits
+        num_outputs = sum(counts)
         if num_outputs == 0:
             return [np.empty((0, self.info.n_vocab), np.float32) for _ in spans]
         pointer = llama_cpp.llama_get_logits(self._context)
         logits = np.ctypeslib.as_array(pointer, shape=(num_outputs, self.info.n_vocab))
         # A copy: llama.cpp writes the next decode's logits to the same memory.
-        return _split(logits.copy(), [span.num_outputs for span in spans])
+        parts = _split(logits.copy(), counts)
+        return [part[: span.num_outputs] for part, span in zip(parts, spans, strict=True)]
 
 
 def _split(rows: NDArray[np.float32], counts: Sequence[int]) -> list[NDArray[np.float32]]:

@@ -14,32 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from spanmesh_proto import windows_pb2 as wire
-    from stages.runtime.stage_runtime import Span
+    from stages.runtime.span import Span
     from stages.sampling.verifier import WindowVerifier
     from stages.serving.prefix_blocks import FetchedPrefix
     from stages.transport.hidden_codec import EncodedHidden
-
-
-def run_around(slot: int, rows_of: Mapping[int, int], most_rows: int) -> range:
-    """Consecutive slots with equally many rows each, around a given one.
-
-    A longer run is divided from its beginning, so that a slot always meets the same neighbours: sessions that
-    are batched together come back together.
-
-    Args:
-        slot: A key of `rows_of`.
-        rows_of: Waiting rows by slot; a window without any is refused later, by itself.
-        most_rows: Most rows of a batch, at least those of the slot.
-    """
-    num_rows = rows_of[slot]
-    first = last = slot
-    while rows_of.get(first - 1) == num_rows:
-        first -= 1
-    while rows_of.get(last + 1) == num_rows:
-        last += 1
-    limit = max(1, most_rows // max(1, num_rows))
-    start = first + (slot - first) // limit * limit
-    return range(start, min(start + limit, last + 1))
 
 
 _MOST_PASSED_OVER: Final = 4
@@ -189,16 +167,20 @@ class WindowScheduler:
     Args:
         max_rows: Rows of one batch.
         is_live: Whether a window of (session, epoch) is still valid; called when it is taken.
-        takes_runs: Whether only consecutive slots with equally many rows each gain from a shared batch:
-            others would be computed one after the other, and delay one another.
+        run_of: If only some slots gain from a shared batch: returns, for a slot and the waiting rows by slot,
+            the slots around it that do. Others would be computed one after the other, and delay one another.
     """
 
     def __init__(
-        self, max_rows: int, is_live: Callable[[int, int], bool], *, takes_runs: bool = False
+        self,
+        max_rows: int,
+        is_live: Callable[[int, int], bool],
+        *,
+        run_of: Callable[[int, Mapping[int, int]], range] | None = None,
     ) -> None:
         self._max_rows = max_rows
         self._is_live = is_live
-        self._takes_runs = takes_runs
+        self._run_of = run_of
         # Arrivals pass this queue: unlike a condition variable it wakes the worker's thread without Python on
         # either side, and what was taken from it belongs to the thread that computes.
         self._arrivals: queue.SimpleQueue[tuple[QueuedWindow, ...] | Change | None] = queue.SimpleQueue()
@@ -353,17 +335,18 @@ class WindowScheduler:
         return chunk
 
     def _take_small(self) -> tuple[QueuedWindow, ...]:
-        return self._take_run() if self._takes_runs else self._take_any()
+        return self._take_any() if self._run_of is None else self._take_run(self._run_of)
 
-    def _take_run(self) -> tuple[QueuedWindow, ...]:
-        """Take the window that has waited longest, and its neighbours."""
+    def _take_run(self, run_of: Callable[[int, Mapping[int, int]], range]) -> tuple[QueuedWindow, ...]:
+        """Take the window that has waited longest, and those that gain from sharing its batch."""
         small = [window for window in self._firsts() if not window.is_chunk]
         if not small:
             return ()
         together = {window.span.slot: window for window in small if window.bundle == small[0].bundle}
         rows_of = {slot: len(window.span.tokens) for slot, window in together.items()}
-        run = run_around(small[0].span.slot, rows_of, self._max_rows)
-        taken = tuple(together[slot] for slot in run)
+        num_rows = len(small[0].span.tokens)
+        run = run_of(small[0].span.slot, rows_of)
+        taken = tuple(together[slot] for slot in run if rows_of.get(slot) == num_rows)
         for window in taken:
             self._waiting.remove(window)
         return taken

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from stages.runtime.stage_runtime import Span, StageRuntime
+    from stages.runtime.span import Span
+    from stages.runtime.stage_runtime import StageRuntime
     from stages.serving.prefix_blocks import FetchedPrefix
 
 

@@ -15,7 +15,7 @@ from spanmesh_proto.errors import InvalidWindow, MeshError, StageFailed, wire_of
 from stages.grammar.session_grammar import Grammars
 from stages.host.cpu_latency import CpuLatencyRequest
 from stages.runtime.process_memory import resident_bytes
-from stages.runtime.stage_runtime import Span, StageRuntime
+from stages.runtime.span import Span
 from stages.sampling.session_spec import SessionSpec
 from stages.sampling.verifier import WindowVerifier
 from stages.serving.scheduler import QueueBarrier, QueuedWindow, SlotAssigned, WindowScheduler
@@ -27,6 +27,7 @@ from stages.transport.hidden_codec import EncodedHidden
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
+    from stages.runtime.stage_runtime import StageRuntime
     from stages.serving.kv_disk import KvDisk
     from stages.serving.prefix_blocks import SlotCopy
     from stages.serving.sessions import StageSession
@@ -90,7 +91,9 @@ class StageEngine:
         self._sessions = SessionTable(runtime.num_slots)
         self._grammars = Grammars(runtime.info.n_vocab)
         self._scheduler = WindowScheduler(
-            runtime.max_rows, self._sessions.is_live, takes_runs=runtime.computes_runs
+            runtime.max_rows,
+            self._sessions.is_live,
+            run_of=runtime.run_around if runtime.computes_runs else None,
         )
         self._slots = KvSlots(runtime, SentHiddenStates(runtime.num_slots, most_sent_bytes))
         self._num_bundles = 0

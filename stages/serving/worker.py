@@ -275,7 +275,8 @@ class StageWorker(threading.Thread):
         try:
             has_features = self._feature_type is not None and any(one.wants_features for one in windows)
             outputs = self._runtime.decode(
-                [window.to_compute for window in windows], has_features=has_features
+                [replace(window.to_compute, may_be_padded=not window.is_chunk) for window in windows],
+                has_features=has_features,
             )
             for window in windows:
                 self._slots.computed(window.to_compute, window.num_committed)

@@ -15,7 +15,8 @@ from mesh.qualification.gpu_day.device_buffers import DeviceBuffers, heard_buffe
 from mesh.qualification.random_model import SHAPES, write_random_gguf
 from stages.layers import LayerRange
 from stages.runtime.devices import list_devices
-from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.span import Span
+from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.model_facts import read_model_facts
 from stages.weights.virtual_stages import StageCache
 

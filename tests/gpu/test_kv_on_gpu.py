@@ -14,7 +14,8 @@ from spanmesh_proto.errors import ModelDoesNotFit
 from stages.layers import LayerRange
 from stages.runtime.kv_state import KvRows
 from stages.runtime.kv_types import KV_TYPES
-from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.span import Span
+from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.weights.virtual_stages import StageCache
 from tests.support.float_models import write_float
 from tests.support.tiny_models import TinyModel

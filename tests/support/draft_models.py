@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from speculative.draft.model import DraftModel
-from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.span import Span
+from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

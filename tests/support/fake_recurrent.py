@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from stages.runtime.stage_runtime import Span
+    from stages.runtime.span import Span
 
 _STATE: Final = struct.Struct("<8xQ")
 _MODULUS: Final = 1 << 62

@@ -19,7 +19,7 @@ from spanmesh_proto.errors import InvalidWindow
 from stages.layers import LayerRange
 from stages.runtime.kv_state import KvRows
 from stages.runtime.loaded_model import StageInfo
-from stages.runtime.stage_runtime import Span
+from stages.runtime.span import Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.span import Span
+from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 
 
 def _exercise(runtime: StageRuntime, num_slots: int) -> None:

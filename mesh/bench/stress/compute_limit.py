@@ -29,7 +29,8 @@ from mesh.lab.host import Companion
 from mesh.util.logs import set_up_logs
 from mesh.util.processors import num_usable
 from stages.layers import LayerRange
-from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.span import Span
+from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.model_facts import read_model_facts
 from stages.weights.virtual_stages import StageCache
 

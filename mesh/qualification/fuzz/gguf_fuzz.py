@@ -22,7 +22,8 @@ from stages.gguf.file_io import ModelFile, atomic_write
 from stages.gguf.header import FORMATS, Value, ValueType
 from stages.gguf.reader import read_header
 from stages.layers import LayerRange
-from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.span import Span
+from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.layout import lay_out
 from stages.slicing.model_facts import read_model_facts
 from stages.slicing.source_model import read_source

@@ -11,7 +11,7 @@ import pytest
 
 from mesh.api.streaming import DelayedStream, EventStream
 from mesh.text.tokenizer import Tokenizer
-from stages.runtime.stage_runtime import Span
+from stages.runtime.span import Span
 from tests.mesh.api.test_client_disconnects import Gate
 from tests.support import api_harness
 from tests.support.ring_api import CHAT, RingApi, running_ring_api

@@ -15,7 +15,8 @@ from mesh.text.tokenizer import Tokenizer
 from speculative.draft.context import DraftOptions, DraftUnusable
 from speculative.draft.model import DraftModel
 from speculative.proposer import EMPTY
-from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.span import Span
+from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.sampling.sampler import Sampler, SamplingParams
 from tests.support.draft_models import greedy, greedy_alone, running_draft, wait_for
 from tests.support.tiny_models import N_VOCAB, TinyModel

@@ -13,7 +13,8 @@ from stages.certification.certify import CertifyOptions, certify
 from stages.certification.comparison import Difference, compare, wire_loss
 from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
-from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.span import Span
+from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.architectures import cutting_rules
 from stages.transport.hidden_codec import HiddenType
 from tests.support.short_models import short_gemma3_path  # noqa: F401 - a fixture

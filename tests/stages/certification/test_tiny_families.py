@@ -14,7 +14,8 @@ from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.checkpoints import StateCheckpoints
 from stages.runtime.numerics import EXACT_MAX_ROWS
-from stages.runtime.stage_runtime import Span, StageRuntime
+from stages.runtime.span import Span
+from stages.runtime.stage_runtime import StageRuntime
 from stages.slicing.model_facts import read_model_facts
 from tests.support.tiny_families import TINY_FAMILIES
 from tests.support.tiny_models import TinyModel

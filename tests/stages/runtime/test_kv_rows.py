@@ -16,7 +16,8 @@ from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.devices import list_devices
 from stages.runtime.kv_state import KvRows
-from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.span import Span
+from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from tests.support.tiny_families import TINY_FAMILIES
 from tests.support.tiny_models import TinyModel
 

@@ -17,7 +17,8 @@ from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.runtime import llama
 from stages.runtime.numerics import numerics_for
-from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.span import Span
+from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.model_facts import read_model_facts
 from tests.support.tiny_families import TINY_FAMILIES
 

@@ -9,7 +9,8 @@ import pytest
 from spanmesh_proto.errors import InvalidWindow
 from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
-from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.span import Span
+from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 
 pytestmark = pytest.mark.model
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from spanmesh_proto import windows_pb2 as wire
-from stages.runtime.stage_runtime import Span
+from stages.runtime.span import Span
 from stages.sampling.sampler import SamplingParams
 from stages.sampling.verifier import WindowVerifier
 from stages.serving import worker

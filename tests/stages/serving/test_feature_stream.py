@@ -16,6 +16,7 @@ from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import ProtocolError
 from speculative.controller import ControllerOptions
+from stages.runtime.span import Span
 from stages.serving import worker
 from stages.serving.feature_stream import FeatureStream
 from stages.transport.channels import CLIENT_OPTIONS, key_metadata
@@ -53,8 +54,6 @@ def expected(tokens: Sequence[int]) -> list[list[float]]:
     for stage in stages:
         stage.tap_features(NEEDS.layers)
     rows: dict[int, list[list[float]]] = {layer: [] for layer in NEEDS.layers}
-    from stages.runtime.stage_runtime import Span  # noqa: PLC0415 - brings llama.cpp
-
     for position, token in enumerate(tokens):
         hidden = None
         for stage in stages:

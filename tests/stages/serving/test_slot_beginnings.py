@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from spanmesh_proto.errors import PrefixMismatch, StageFailed
-from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.span import Span
+from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.serving.prefix_blocks import FetchedPrefix
 from stages.serving.slot_contents import KvSlots, SentHiddenStates
 from tests.support.fake_stage import FakeRuntime

@@ -2,13 +2,15 @@
 
 import sys
 import threading
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spanmesh_proto.errors import InvalidWindow, UnknownSession
-from stages.runtime.stage_runtime import Span
+from stages.runtime.runs import run_around
+from stages.runtime.span import Span
 from stages.sampling.sampler import SamplingParams
 from stages.sampling.session_spec import Resumed
 from stages.sampling.verifier import WindowVerifier
@@ -131,7 +133,8 @@ def test_batches_keep_order_and_fit(
     max_rows: int,
     takes_runs: bool,  # noqa: FBT001
 ) -> None:
-    scheduler = WindowScheduler(max_rows, lambda _session, _epoch: True, takes_runs=takes_runs)
+    run_of = partial(run_around, most_rows=max_rows) if takes_runs else None
+    scheduler = WindowScheduler(max_rows, lambda _session, _epoch: True, run_of=run_of)
     for index, (session, rows, is_verified) in enumerate(arrivals):
         scheduler.put(window(session, rows, id=index, num_outputs=rows if is_verified else 0))
     seen: dict[int, list[int]] = {}

@@ -11,7 +11,8 @@ from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError, ProtocolError
 from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
-from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.span import Span
+from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.serving.slot_contents import KvSlots, ReplicationCursor, SentHiddenStates
 from stages.serving.state_arrivals import StateArrivals, state_messages
 from tests.support.tiny_families import TINY_FAMILIES
