@@ -74,6 +74,17 @@ _SETTINGS: Final = {
     "RAY_worker_niceness": "0",
     # Serialised objects are compatible among Python's patch releases.
     "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor",
+    # The only workers are those of stages: one that starts ahead would be idle for ever.
+    "RAY_prestart_worker_first_driver": "0",
+    # What Ray counts of itself is read nowhere.
+    "RAY_enable_metrics_collection": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_event_stats": "0",
+    "RAY_debug_dump_period_milliseconds": "0",
+    # Of which there are ten a second: looks at the room on disks, and at transfers of objects. Stages use
+    # neither.
+    "RAY_local_fs_monitor_interval_ms": "5000",
+    "RAY_object_manager_timer_freq_ms": "5000",
 }
 
 
