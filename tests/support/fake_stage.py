@@ -19,10 +19,11 @@ from spanmesh_proto.errors import InvalidWindow
 from stages.layers import LayerRange
 from stages.runtime.kv_state import KvRows
 from stages.runtime.loaded_model import StageInfo
+from stages.runtime.runs import run_around
 from stages.runtime.span import Span
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -107,6 +108,9 @@ class FakeRuntime:
         self._lengths = [len(poison)] * num_slots
         self._feature_layers: tuple[int, ...] = ()
         self._features: dict[int, tuple[NDArray[np.float32], ...]] = {}
+
+    def run_around(self, slot: int, rows_of: Mapping[int, int]) -> range:
+        return run_around(slot, rows_of, self.max_rows)
 
     def check(self, span: Span) -> None:
         if span.start > self._lengths[span.slot]:

@@ -484,8 +484,8 @@ def test_slots_hold_what_is_believed_and_every_text_is_right(
 
 # What can go wrong with the replay of a session that cannot go back, each by hand.
 
-LONG: Final = tuple((7 * place) % 60 + 1 for place in range(100))
-OTHER: Final = tuple((13 * place) % 60 + 2 for place in range(100))
+LONG: Final = tuple((7 * place) % 60 + 1 for place in range(108))
+OTHER: Final = tuple((13 * place) % 60 + 2 for place in range(108))
 LIKE_LONG: Final = (*LONG[:20], *OTHER[20:])
 
 
