@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any, Final
@@ -47,6 +48,8 @@ _DECODING_TOKENS: Final = 192
 _SECOND_TURN_TOKENS: Final = 128
 # The decoding session is well under way when the prefill begins.
 _PREFILL_AT_S: Final = 1.0
+# Until a mesh that repairs itself tells its counts again.
+_LONGEST_SILENCE_S: Final = 60.0
 _MB: Final = 10**6
 # What a row costs around llama.cpp is a smaller share of a large model: 1.1 billion parameters in 4 bits,
 # say.
@@ -435,9 +438,23 @@ class _Totals:
         )
 
 
+def _counts(bed: LoadTestBed) -> list[dict[str, Any]] | None:
+    """What each stage counts; None if one tells nothing, as while a mesh repairs itself after a pause."""
+    status = bed.mesh.status()
+    stages: list[dict[str, Any]] = status["stages"]
+    if all("rows" in stage for stage in stages):
+        return stages
+    log.warning("no_counts", **{name: status.get(name) for name in ("ready", "lost", "repairs")})
+    return None
+
+
 def _totals(bed: LoadTestBed) -> _Totals:
-    stages = bed.mesh.status()["stages"]
-    if any("rows" not in stage for stage in stages):
+    stages = _counts(bed)
+    until_s = time.monotonic() + _LONGEST_SILENCE_S
+    while stages is None and time.monotonic() < until_s:
+        time.sleep(1.0)
+        stages = _counts(bed)
+    if stages is None:
         raise MeshError("the stages do not tell their counts: one of them did not answer the head in time")
     return _Totals(
         num_rows=sum(stage["rows"] for stage in stages),
