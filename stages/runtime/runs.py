@@ -70,7 +70,7 @@ class Run:
     """A batch of consecutive slots with equally many rows each, some of them padding.
 
     Attributes:
-        slots: Its slots, among them some that nobody asked for.
+        slots: Its slots; those that were not asked for are padding.
         num_rows: Rows of each; those beyond what was asked for are padding.
         num_needed: Rows of the batch without those that only make it faster.
     """

@@ -20,7 +20,7 @@ class SpanBatch:
     Attributes:
         spans: In the order in which they are computed, padding spans included.
         paddings: Number of padding rows behind each.
-        fillers: Those that nobody asked for: padding of slots between the others, or beside them.
+        fillers: Those that were not asked for: padding in slots between the others, or beside them.
         run: Its plan, to learn its time; None if nothing is padded for speed.
     """
 

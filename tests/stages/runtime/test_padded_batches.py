@@ -80,9 +80,11 @@ def test_what_is_padded_is_what_it_would_be_alone(stage: Path, batch_sizes: list
     random = np.random.default_rng(7)
     with closing(open_runtime(stage)) as padded, closing(open_runtime(stage)) as plain:
         ends = [0] * NUM_SLOTS
+        num_needed = 0
         for _ in range(150):
             num_rows = int(random.choice([1, 1, 1, 2, 3]))
             slots = sorted(int(each) for each in random.permutation(NUM_SLOTS)[: random.integers(1, 5)])
+            num_needed += num_rows * len(slots)
             starts = [ends[slot] if ends[slot] + num_rows <= CTX_SIZE else 0 for slot in slots]
             found, expected = (
                 runtime.decode(
@@ -99,6 +101,8 @@ def test_what_is_padded_is_what_it_would_be_alone(stage: Path, batch_sizes: list
                 ends[slot] = start + num_rows
             assert [padded.length(slot) for slot in range(NUM_SLOTS)] == ends
             assert [plain.length(slot) for slot in range(NUM_SLOTS)] == ends
+        # Each of the two computed them, and one of them padding as well.
+        assert sum(batch_sizes) > 2 * num_needed
 
 
 def test_three_rows_are_tried_as_four(stage: Path, batch_sizes: list[int]) -> None:
