@@ -15,7 +15,10 @@ from mesh.api.response_store import ResponseStore
 from mesh.embedding.registry import EmbeddingBackends
 from mesh.metrics.request_metrics import ObservedEngine, RequestStatistics
 from mesh.metrics.tracing import current_span
-from mesh.text.chat_template import chat_template_of
+from mesh.text.chat_template import template_source_of
+from mesh.text.message_parts import call_format_of
+from mesh.text.text_jobs import TextModel
+from mesh.text.text_service import TextService
 from spanmesh_proto.errors import ClusterError, InvalidRequest, ModelNotFound, Overloaded
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from mesh.api.load_request import LoadRequest
     from mesh.api.request_parsing import Body
     from mesh.engine import Engine
-    from mesh.text.chat_template import ChatTemplate
+    from mesh.text.message_parts import CallFormat
     from mesh.text.tokenizer import Tokenizer
     from spanmesh_proto.errors import MeshError
 
@@ -223,7 +226,8 @@ class Backend:
         engine: Generates token ids from token ids; need not be started before `ready`. Its requests are
             counted in `statistics`.
         tokenizer: Tokenizer of the model.
-        chat_template: Chat template of the model, or a default where the model has none.
+        texts: Renders conversations and tokenizes texts of clients.
+        call_format: Format of the model's calls, by its chat template.
         model_id: Model name in requests and answers; `default` names the first model as well.
         created: When the model was loaded, Unix seconds.
         status: Body of `/mesh/status`, JSON-serialisable.
@@ -249,14 +253,18 @@ class Backend:
     num_slots: int | None = None
     stage_counts: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] | None = None
     statistics: RequestStatistics = field(default_factory=RequestStatistics)
-    chat_template: ChatTemplate = field(init=False)
+    texts: TextService = field(init=False)
+    call_format: CallFormat = field(init=False)
 
     def __post_init__(self) -> None:
-        now_s = self.api.now_s
         self.engine = ObservedEngine(self.engine, self.statistics, self.api.steady_s)
-        self.chat_template = chat_template_of(
-            self.tokenizer, now=lambda: datetime.fromtimestamp(now_s()).astimezone()
-        )
+        source = template_source_of(self.tokenizer)
+        self.texts = TextService(TextModel(str(self.tokenizer.path), self.tokenizer.stamp, source))
+        self.call_format = call_format_of(source)
+
+    def now(self) -> datetime:
+        """The local time."""
+        return datetime.fromtimestamp(self.api.now_s()).astimezone()
 
     def require_ready(self) -> None:
         """Check that requests can be answered.

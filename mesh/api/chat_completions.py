@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -15,12 +14,12 @@ from mesh.api.auth import client_of
 from mesh.api.backend import body_of
 from mesh.api.chat_prompt import Conversation, ending_of, render_prompt, thinking_variables
 from mesh.api.errors import json_response
-from mesh.api.generation_job import make_job, several
+from mesh.api.generation_job import make_chat_job, several
 from mesh.api.on_demand.answers import answered
 from mesh.api.openai_format import CallIds, chat_logprobs
 from mesh.api.openapi import ChatCompletion, TokenCount, answers, takes
 from mesh.api.protocol import ChatBody, ConversationBody
-from mesh.api.streaming import respond
+from mesh.api.streaming import prepared, respond
 from mesh.api.structured_output import tool_use_of
 from mesh.text.message_parts import Content, Reasoning, ToolCallArguments, ToolCallStart, calls_of
 
@@ -48,8 +47,7 @@ async def chat_completions(request: Request) -> Response:
     body = await body_of(request, ChatBody)
 
     async def answer(backend: Backend) -> Response:
-        # A long conversation takes a while; other answers continue meanwhile.
-        jobs = await asyncio.to_thread(_jobs, backend, body, client_of(request.scope))
+        jobs = await prepared(request, backend, _jobs(backend, body, client_of(request.scope)))
         return await respond(request, backend, body, ChatFormat(backend), jobs)
 
     return await answered(request, body.model, answer, is_streamed=bool(body.stream))
@@ -66,17 +64,17 @@ async def count_input_tokens(request: Request) -> Response:
     body = await body_of(request, ChatBody)
 
     async def answer(backend: Backend) -> Response:
-        prompt = await asyncio.to_thread(render_prompt, backend, conversation_of(body))
+        work = render_prompt(backend, conversation_of(body), client_of(request.scope))
+        prompt = await prepared(request, backend, work)
         return json_response({"object": "chat.completion.input_tokens", "input_tokens": len(prompt.tokens)})
 
     return await answered(request, body.model, answer, needs_engine=False)
 
 
-def _jobs(backend: Backend, body: ChatBody, client: str | None) -> list[GenerationJob]:
-    conversation = conversation_of(body)
-    splits_reasoning = body.reasoning_format != "none"
-    prompt = render_prompt(backend, replace(conversation, splits_reasoning=splits_reasoning))
-    job = make_job(backend, body, prompt.tokens, prompt_param="messages", client=client, chat=prompt)
+async def _jobs(backend: Backend, body: ChatBody, client: str | None) -> list[GenerationJob]:
+    conversation = replace(conversation_of(body), splits_reasoning=body.reasoning_format != "none")
+    prompt = await render_prompt(backend, conversation, client)
+    job = await make_chat_job(backend, body, prompt, param="messages", client=client)
     return several([job], body.num_choices)
 
 
@@ -114,7 +112,7 @@ class ChatFormat:
 
     def __init__(self, backend: Backend) -> None:
         self._tokenizer = backend.tokenizer
-        self._new_call_id = CallIds(backend.api.random_bits, backend.chat_template.call_format)
+        self._new_call_id = CallIds(backend.api.random_bits, backend.call_format)
 
     def logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
         """Log probabilities of some tokens."""

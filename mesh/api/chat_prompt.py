@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from mesh.api.structured_output import ToolUse, call_grammar
-from mesh.text.chat_template import Ending, encode_prompt
+from mesh.text.chat_template import Ending
 from mesh.text.output_parser import OutputFormat
-from mesh.text.reasoning_parser import end_of_reasoning
-from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest
+from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,39 +16,6 @@ if TYPE_CHECKING:
     from mesh.api.backend import Backend
     from mesh.api.structured_output import AlternativeSchema, CallGrammar
     from mesh.text.message_parts import CallFormat
-    from mesh.text.tokenizer import Tokenizer
-
-
-# Below this number of characters per position tokenizing is cheap, and most texts have fewer.
-_SUSPICIOUS: Final = 8
-
-
-def refuse_too_long_text(
-    tokenizer: Tokenizer, num_chars: int, context_length: int, *, param: str, what: str
-) -> None:
-    """Check that a text could fit the context, by the longest token of the vocabulary.
-
-    Texts that pass are counted exactly later; no text that fits is refused.
-
-    Args:
-        tokenizer: Tokenizer of the served model.
-        num_chars: Length of the text.
-        context_length: Positions of a session.
-        param: The field that the text came from.
-        what: Name of the text, for the error.
-
-    Raises:
-        ContextLengthExceeded: With the numbers.
-    """
-    if num_chars <= _SUSPICIOUS * context_length:
-        return
-    least_tokens = -(-num_chars // tokenizer.longest_piece_bytes)
-    if least_tokens >= context_length:
-        raise ContextLengthExceeded(
-            f"{what} has {num_chars} characters, which are {least_tokens} tokens or more, and this model's "
-            f"context holds {context_length}: send less, or serve it with a larger --ctx-size",
-            param=param,
-        )
 
 
 @dataclass(frozen=True)
@@ -142,48 +108,38 @@ def thinking_variables(effort: str | None) -> dict[str, Any]:
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
-def render_prompt(backend: Backend, conversation: Conversation) -> ChatPrompt:
-    """Render a conversation and tokenize it. Blocks.
+async def render_prompt(backend: Backend, conversation: Conversation, client: str | None) -> ChatPrompt:
+    """Render a conversation and tokenize it.
 
     Args:
         backend: The served model.
         conversation: The conversation.
+        client: Identity of the API key, or None; used for fairness.
 
     Raises:
-        InvalidRequest: If the template rejects it.
+        InvalidRequest: If the template rejects it, or it took too much time or memory.
         ContextLengthExceeded: If it is far too long.
-        Overloaded: If the template is busy with other conversations.
+        Overloaded: If too many texts wait.
     """
-    template, tools = backend.chat_template, conversation.tools
-    try:
-        rendered = template.render(
-            conversation.messages,
-            conversation.variables,
-            tools=[] if tools is None else tools.for_template(),
-            ending=conversation.ending,
-        )
-        # A template that takes one call a message could not show two in the next turn.
-        has_one_call = tools is not None and (tools.has_one_call or template.has_one_call)
-    except InvalidRequest as error:
-        # The template reports `messages`, whichever field they came from.
-        param = conversation.param if error.param == "messages" else error.param
-        raise InvalidRequest(error.message, param=param) from None
-    refuse_too_long_text(
-        backend.tokenizer,
-        len(rendered),
-        backend.engine.context_length,
+    tools = conversation.tools
+    prompt = await backend.texts.prompt(
+        conversation.messages,
+        variables=conversation.variables,
+        tools=[] if tools is None else tools.for_template(),
+        ending=conversation.ending.name,
+        now=backend.now(),
+        most_tokens=backend.engine.context_length,
         param=conversation.param,
-        what="the prompt",
+        client=client,
     )
-    thought_end = end_of_reasoning(rendered)
     output_format = OutputFormat(
-        call_format=None if tools is None else template.call_format,
+        call_format=None if tools is None else backend.call_format,
         names=frozenset() if tools is None else tools.names,
-        has_one_call=has_one_call,
+        # A template that takes one call a message could not show two in the next turn.
+        has_one_call=tools is not None and (tools.has_one_call or prompt.has_one_call),
         splits_reasoning=conversation.splits_reasoning,
-        is_in_reasoning=thought_end is not None,
+        is_in_reasoning=prompt.thought_end is not None,
         shows_think_marks=not conversation.splits_reasoning,
         parameters={} if tools is None else tools.parameters,
     )
-    tokens = encode_prompt(backend.tokenizer, rendered)
-    return ChatPrompt(tokens, output_format, tools, template.call_format, thought_end)
+    return ChatPrompt(prompt.tokens, output_format, tools, backend.call_format, prompt.thought_end)

@@ -12,15 +12,16 @@ from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.auth import client_of
 from mesh.api.backend import body_of
-from mesh.api.chat_prompt import refuse_too_long_text
-from mesh.api.generation_job import GenerationJob, make_job, several
+from mesh.api.generation_job import GenerationJob, encode_prediction, make_job, several
 from mesh.api.on_demand.answers import answered
 from mesh.api.openai_format import completion_logprobs
 from mesh.api.openapi import TextCompletion, answers, takes
-from mesh.api.protocol import CompletionBody, Prompt
-from mesh.api.streaming import respond
-from mesh.api.tokenization import require_ids, text_of
+from mesh.api.protocol import CompletionBody
+from mesh.api.streaming import prepared, respond
+from mesh.api.tokenization import require_ids
 from mesh.text.message_parts import Content
+from mesh.text.text_encoder import refuse_too_long_text
+from mesh.text.text_service import TextRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,34 +49,44 @@ async def completions(request: Request) -> Response:
     client = client_of(request.scope)
 
     async def answer(backend: Backend) -> Response:
-        jobs = [await asyncio.to_thread(_job, backend, body, prompt, client) for prompt in body.prompt]
+        jobs = await prepared(request, backend, _jobs(backend, body, client))
         jobs = several(jobs, body.num_choices)
         return await respond(request, backend, body, CompletionFormat(backend.tokenizer), jobs)
 
     return await answered(request, body.model, answer, is_streamed=bool(body.stream))
 
 
-def _job(backend: Backend, body: CompletionBody, prompt: Prompt, client: str | None) -> GenerationJob:
-    tokenizer = backend.tokenizer
-    if isinstance(prompt, str):
-        refuse_too_long_text(
-            tokenizer, len(prompt), backend.engine.context_length, param="prompt", what="the prompt"
+async def _jobs(backend: Backend, body: CompletionBody, client: str | None) -> list[GenerationJob]:
+    most_tokens = backend.engine.context_length
+    texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
+    for text in texts:
+        refuse_too_long_text(backend.tokenizer, len(text), most_tokens, param="prompt", what="the prompt")
+    wanted = [TextRequest(text, "prompt") for text in texts]
+    of_texts = iter(await backend.texts.ids(wanted, most_tokens=most_tokens, client=client) if wanted else ())
+    prediction = await encode_prediction(backend, body.prediction, client)
+    jobs = []
+    for prompt in body.prompt:
+        if isinstance(prompt, str):
+            tokens, echo = next(of_texts), prompt
+        else:
+            tokens, echo = list(prompt), ""
+            require_ids(backend.tokenizer, tokens, param="prompt")
+            if body.echo:
+                echo = await backend.texts.text(tokens, client=client)
+        jobs.append(
+            await asyncio.to_thread(
+                make_job,
+                backend,
+                body,
+                tokens,
+                prompt_param="prompt",
+                client=client,
+                prediction=prediction,
+                default_max_tokens=DEFAULT_MAX_TOKENS,
+                echo=echo if body.echo else "",
+            )
         )
-        tokens = tokenizer.encode(prompt, add_special=True, parse_special=True)
-        echo = prompt
-    else:
-        tokens = list(prompt)
-        require_ids(tokenizer, tokens, param="prompt")
-        echo = text_of(backend, tokens) if body.echo else ""
-    return make_job(
-        backend,
-        body,
-        tokens,
-        prompt_param="prompt",
-        client=client,
-        default_max_tokens=DEFAULT_MAX_TOKENS,
-        echo=echo if body.echo else "",
-    )
+    return jobs
 
 
 class CompletionFormat:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from mesh.api.chat_prompt import refuse_too_long_text
 from mesh.api.structured_output import CallGrammar, grammar_of, schema_of
 from mesh.engine import GenerationRequest, SpeculationLimits
 from mesh.text.output_parser import OutputFormat
+from mesh.text.text_encoder import refuse_too_long_text
+from mesh.text.text_service import TextRequest
 from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest
 from stages.sampling.sampler import SamplingParams
 
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from mesh.api.backend import Backend
     from mesh.api.chat_prompt import ChatPrompt
     from mesh.api.protocol import GenerationBody, PredictionBody
-    from mesh.text.tokenizer import Tokenizer
 
 
 SEED_BITS: Final = 64
@@ -79,31 +80,35 @@ def _repetition(body: GenerationBody) -> tuple[float, int]:
     return penalty, max(last_n, _ALL)
 
 
-def encode_prediction(
-    tokenizer: Tokenizer, prediction: PredictionBody | None, context_length: int
+async def encode_prediction(
+    backend: Backend, prediction: PredictionBody | None, client: str | None
 ) -> tuple[int, ...]:
     """Token ids of a predicted output; empty if there is none.
 
     Args:
-        tokenizer: Tokenizer of the model.
+        backend: The served model.
         prediction: Text of the prediction.
-        context_length: Positions of a session: no answer is longer.
+        client: Identity of the API key, or None; used for fairness.
 
     Raises:
         InvalidRequest: If it is longer than any answer can be.
         ContextLengthExceeded: If it is so much longer that its tokens are not counted.
+        Overloaded: If too many texts wait.
     """
     if prediction is None:
         return ()
+    context_length = backend.engine.context_length
+    param = "prediction.content"
     refuse_too_long_text(
-        tokenizer, len(prediction.content), context_length, param="prediction.content", what="the prediction"
+        backend.tokenizer, len(prediction.content), context_length, param=param, what="the prediction"
     )
-    tokens = tokenizer.encode(prediction.content, add_special=False, parse_special=False)
+    text = TextRequest(prediction.content, param, add_special=False, parse_special=False)
+    (tokens,) = await backend.texts.ids([text], most_tokens=context_length, client=client)
     if len(tokens) > context_length:
         raise InvalidRequest(
             f"prediction.content has {len(tokens)} tokens and this model's context holds {context_length}:"
             " send what the answer will be, or leave it out",
-            param="prediction.content",
+            param=param,
         )
     return tuple(tokens)
 
@@ -149,6 +154,7 @@ def make_job(
     *,
     prompt_param: str,
     client: str | None,
+    prediction: tuple[int, ...] = (),
     default_max_tokens: int | None = None,
     echo: str = "",
     chat: ChatPrompt | None = None,
@@ -164,13 +170,14 @@ def make_job(
         prompt: Token ids.
         prompt_param: The field that the prompt came from, for errors.
         client: Identity of the API key, or None; used for fairness and for the history of answers.
+        prediction: Token ids of the predicted output; see `encode_prediction`.
         default_max_tokens: The limit if the request names none; None is all the room there is.
         echo: Text before the answer.
         chat: The rendered chat, if it is one; otherwise all of the answer is text.
 
     Raises:
-        InvalidRequest: If the prompt is empty, the prediction is longer than the context, or fields
-            contradict each other, or no grammar can describe the requested answer.
+        InvalidRequest: If the prompt is empty, or fields contradict each other, or no grammar can describe
+            the requested answer.
         ContextLengthExceeded: If it leaves no room for an answer.
     """
     if not prompt:
@@ -196,7 +203,7 @@ def make_job(
         end_tokens=frozenset() if body.ignore_eos else backend.tokenizer.end_tokens,
         sampling=sampling_of(body, backend.tokenizer.n_vocab, backend.api.random_bits),
         speculation=SpeculationLimits() if body.speculation is None else body.speculation.as_limits(),
-        prediction=encode_prediction(backend.tokenizer, body.prediction, context_length),
+        prediction=prediction,
         client=client,
         history_key=client,
         # Positions of a cached prefix are not computed, so nothing tells how likely their tokens are.
@@ -213,6 +220,27 @@ def make_job(
         bool(body.return_token_ids),
         output_format,
         warnings=() if held_to is None else held_to.left_out,
+    )
+
+
+async def make_chat_job(
+    backend: Backend, body: GenerationBody, chat: ChatPrompt, *, param: str, client: str | None
+) -> GenerationJob:
+    """`make_job` of a rendered chat, in a thread: grammars of large schemas take a while.
+
+    Raises:
+        RequestError: As `make_job` and `encode_prediction`.
+    """
+    prediction = await encode_prediction(backend, body.prediction, client)
+    return await asyncio.to_thread(
+        make_job,
+        backend,
+        body,
+        chat.tokens,
+        prompt_param=param,
+        client=client,
+        prediction=prediction,
+        chat=chat,
     )
 
 

@@ -71,6 +71,21 @@ async def cancel_on_disconnect(
     raise ClientGoneError
 
 
+async def prepared(request: Request, backend: Backend, work: Coroutine[None, None, Result]) -> Result:
+    """What is computed from a request's texts before its answer begins; ends with its client.
+
+    Args:
+        request: Request of the client, its body already read.
+        backend: The served model.
+        work: The work.
+
+    Raises:
+        ClientGoneError: If the client disconnected.
+        MeshError: What the work raises, or that the server shuts down.
+    """
+    return await cancel_on_disconnect(work, request.receive, backend.api.closing)
+
+
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter
 from pydantic import BeforeValidator, FailFast, Field
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
-from starlette.responses import Response  # noqa: TC002
+from starlette.responses import Response
 
+from mesh.api.auth import client_of
 from mesh.api.backend import backends_of, body_of
 from mesh.api.chat_completions import conversation_of
 from mesh.api.chat_prompt import render_prompt
@@ -17,7 +17,9 @@ from mesh.api.errors import json_response
 from mesh.api.on_demand.answers import answered
 from mesh.api.openapi import Detokenized, Tokenized, TokenizerFacts, answers, takes
 from mesh.api.protocol import MAX_MESSAGES, ConversationBody, Message, StrictBody, refuse_too_many_messages
-from mesh.text.detokenizer import AnswerText
+from mesh.api.streaming import prepared
+from mesh.text.text_encoder import refuse_too_long_text
+from mesh.text.text_service import TextRequest
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -63,16 +65,17 @@ async def tokenize(request: Request) -> Response:
         raise InvalidRequest("send either prompt or messages", param="prompt")
 
     async def answer(backend: Backend) -> Response:
-        tokens = await asyncio.to_thread(_tokens, backend, body)
-        found: dict[str, Any] = {
-            "count": len(tokens),
-            "max_model_len": backend.engine.context_length,
-            "tokens": tokens,
-            "token_strs": None,
-        }
-        if body.return_token_strs:
-            found["token_strs"] = [backend.tokenizer.name(token) for token in tokens]
-        return json_response(found)
+        client = client_of(request.scope)
+
+        async def list_tokens() -> bytes:
+            return await backend.texts.listing(
+                await _tokens(backend, body, client),
+                context_length=backend.engine.context_length,
+                has_names=bool(body.return_token_strs),
+                client=client,
+            )
+
+        return Response(await prepared(request, backend, list_tokens()), media_type="application/json")
 
     return await answered(request, body.model, answer, needs_engine=False)
 
@@ -89,7 +92,8 @@ async def detokenize(request: Request) -> Response:
 
     async def answer(backend: Backend) -> Response:
         require_ids(backend.tokenizer, body.tokens, param="tokens")
-        return json_response({"prompt": text_of(backend, body.tokens)})
+        work = backend.texts.text(body.tokens, client=client_of(request.scope))
+        return json_response({"prompt": await prepared(request, backend, work)})
 
     return await answered(request, body.model, answer, needs_engine=False)
 
@@ -125,15 +129,12 @@ def require_ids(tokenizer: Tokenizer, tokens: Sequence[int], *, param: str) -> N
         )
 
 
-def text_of(backend: Backend, tokens: Sequence[int]) -> str:
-    """Text of token ids."""
-    text = AnswerText(backend.tokenizer.piece)
-    return "".join(text.push(token) for token in tokens) + text.flush()
-
-
-def _tokens(backend: Backend, body: TokenizeBody) -> list[int]:
+async def _tokens(backend: Backend, body: TokenizeBody, client: str | None) -> list[int]:
     if body.messages:
-        return render_prompt(backend, conversation_of(body)).tokens
-    return backend.tokenizer.encode(
-        body.prompt or "", add_special=body.add_special_tokens is not False, parse_special=True
-    )
+        return (await render_prompt(backend, conversation_of(body), client)).tokens
+    most_tokens = backend.engine.context_length
+    prompt = body.prompt or ""
+    refuse_too_long_text(backend.tokenizer, len(prompt), most_tokens, param="prompt", what="the prompt")
+    text = TextRequest(prompt, "prompt", add_special=body.add_special_tokens is not False)
+    (tokens,) = await backend.texts.ids([text], most_tokens=most_tokens, client=client)
+    return tokens

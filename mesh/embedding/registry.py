@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
+from mesh.text.text_jobs import TextModel
+from mesh.text.text_service import TextService
 from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -58,6 +61,11 @@ class EmbeddingBackend:
     width: int
     longest: int
     status: Callable[[], Mapping[str, Any]]
+
+    @cached_property
+    def texts(self) -> TextService:
+        """Tokenizes texts of clients."""
+        return TextService(TextModel(str(self.tokenizer.path), self.tokenizer.stamp))
 
     def require_ready(self) -> None:
         """Check that requests can be answered.

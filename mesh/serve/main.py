@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
@@ -63,7 +62,7 @@ async def serve_mesh(options: ServeOptions, known: Preflight, interruption: Inte
     cache = StageCache()
     tracer = open_tracer()
     backends = Backends(backend_of(first, _api_context(first.state)))
-    await asyncio.to_thread(backends.first.chat_template.try_out)
+    await backends.first.texts.check(backends.first.now())
     app = create_app(backends, api_keys=known.api_keys, cors_origins=options.cors_origins, tracer=tracer)
     with (
         closing(tracer),

@@ -482,7 +482,7 @@ class ApiModelRegistry:
     async def add(self, model: ServedModel) -> None:
         """Route requests that name the model to it; while it loads they get 503."""
         backend = backend_of(model, self._backends.first.api)
-        await asyncio.to_thread(backend.chat_template.try_out)
+        await backend.texts.check(backend.now())
         self._backends.add(backend)
 
     def add_embeddings(self, backend: EmbeddingBackend) -> None:

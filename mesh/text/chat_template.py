@@ -9,23 +9,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from mesh.text.client_text import Marking
 from mesh.text.conversation_repair import EVERY, Repair, repaired
 from mesh.text.message_parts import call_format_of, knows_tools
-from mesh.text.template_needs import needs_of
-from mesh.text.template_process import (
-    Rendering,
-    TemplateProcess,
-    TemplateRefusal,
-    shared_template_process,
-)
-from spanmesh_proto.errors import InvalidRequest, RequestError
+from mesh.text.template_needs import content_forms_of, needs_of
+from mesh.text.template_renderer import TemplateRefusal, TemplateRenderer
+from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from datetime import datetime
 
     from mesh.text.message_parts import CallFormat
-    from mesh.text.template_needs import Needs
+    from mesh.text.template_needs import ContentForms, Needs
     from mesh.text.tokenizer import Tokenizer
 
 
@@ -118,8 +114,8 @@ class Ending(Enum):
 class ChatTemplate:
     """Chat template of one model; see `TemplateRenderer` for the features of templates.
 
-    Templates come from a file, so they run in Jinja's sandbox, in a process of their own, with bounds on
-    time, memory and output.
+    Templates come from a file, so they run in Jinja's sandbox, and in a process with bounds on time and
+    memory: see `mesh.text.text_worker`.
 
     Args:
         source: Jinja source.
@@ -127,7 +123,7 @@ class ChatTemplate:
         eos: Text of the token that ends a sequence.
         now: Returns the local time, for templates that date their system prompt.
         max_chars: Most characters of the prompt.
-        process: Process that renders; one for all unless given.
+        marking: Tells texts of clients from the template's own; by default nothing is told apart.
     """
 
     def __init__(
@@ -138,14 +134,14 @@ class ChatTemplate:
         eos: str,
         now: Callable[[], datetime],
         max_chars: int = MAX_PROMPT_CHARS,
-        process: TemplateProcess | None = None,
+        marking: Marking | None = None,
     ) -> None:
         self._source = source
         self._bos = bos
         self._eos = eos
         self._now = now
         self._max_chars = max_chars
-        self._process = shared_template_process() if process is None else process
+        self._marking = Marking(()) if marking is None else marking
 
     @property
     def call_format(self) -> CallFormat:
@@ -154,17 +150,21 @@ class ChatTemplate:
 
     @cached_property
     def needs(self) -> Needs:
-        """Repairs of conversations that the template needs; see `needs_of`. Blocks, the first time.
+        """Repairs of conversations that the template needs; see `needs_of`.
 
         Raises:
-            InvalidRequest: If the template takes too long or writes more than the bound.
-            Overloaded: If the template was busy with other conversations for too long.
+            InvalidRequest: If the template writes more than the bound.
         """
         return needs_of(self._tried, knows_tools=knows_tools(self._source))
 
     @property
+    def hidden_roles(self) -> frozenset[str]:
+        """Roles of messages whose texts the template shows in no form; see `content_forms_of`."""
+        return self._content_forms.hidden - (frozenset() if knows_tools(self._source) else {"tool"})
+
+    @property
     def has_one_call(self) -> bool:
-        """Whether a message holds at most one call for this template. Blocks, the first time; see `needs`."""
+        """Whether a message holds at most one call for this template; see `needs`."""
         return Repair.SPLIT_CALLS in self.needs.with_tools
 
     def render(
@@ -175,7 +175,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         ending: Ending = Ending.ANSWER,
     ) -> str:
-        """The prompt, up to where the assistant's answer begins or continues. Blocks.
+        """The prompt, up to where the assistant's answer begins or continues; it has `marking`'s stand-ins.
 
         Templates without support for tools get them, calls and results as text: see `with_tool_note`. Of
         shapes that a template does not take, the conversation is repaired; others stay as they are.
@@ -187,9 +187,8 @@ class ChatTemplate:
             ending: Ending of the prompt.
 
         Raises:
-            InvalidRequest: If the template cannot be parsed, fails, rejects the conversation, takes too long,
-                or writes more than the bound.
-            Overloaded: If the template was busy with other conversations for too long.
+            InvalidRequest: If the template cannot be parsed, fails, rejects the conversation, or writes more
+                than the bound.
         """
         if not knows_tools(self._source):
             messages, tools = with_tool_note(messages, tools), ()
@@ -204,14 +203,14 @@ class ChatTemplate:
         }
         text = self._accepted(messages, values)
         if ending is Ending.CONTINUED:
-            before, found, _ = text.rpartition(mark)
-            if not found:
+            place = self._marking.unmarked(text).rfind(mark)
+            if place < 0:
                 raise InvalidRequest(
                     "the model's chat template does not write the last message as it is: it cannot be"
                     " continued, leave continue_final_message out",
                     param="continue_final_message",
                 )
-            return before
+            return text[:place]
         return text
 
     def _accepted(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
@@ -262,10 +261,41 @@ class ChatTemplate:
                 continue
         return None
 
+    @cached_property
+    def _content_forms(self) -> ContentForms:
+        def render(
+            messages: Sequence[Mapping[str, Any]],
+            tools: Sequence[Mapping[str, Any]],
+            in_parts: frozenset[str],
+        ) -> str | None:
+            values = {"messages": messages, "tools": tools or None, "add_generation_prompt": True}
+            try:
+                return self._in_forms(values, in_parts)
+            except TemplateRefusal:
+                return None
+
+        return content_forms_of(render)
+
     def _rendered(self, values: Mapping[str, Any]) -> str:
-        text = self._process.render(
-            Rendering(self._source, self._bos, self._eos, values, self._now().isoformat(), self._max_chars)
-        )
+        return self._in_forms(values, self._content_forms.in_parts)
+
+    def _in_forms(self, values: Mapping[str, Any], in_parts: frozenset[str]) -> str:
+        """The prompt, the texts of messages of some roles given as parts."""
+        if in_parts:
+            messages = [
+                {**message, "content": [{"type": "text", "text": message["content"]}]}
+                if message["role"] in in_parts
+                else message
+                for message in values["messages"]
+            ]
+            values = {**values, "messages": messages}
+        marked = self._marking.marked_all(values)
+        # Roles are names of ours: a template may make marks of them.
+        marked["messages"] = [
+            {**theirs, "role": message["role"]}
+            for theirs, message in zip(marked["messages"], values["messages"], strict=True)
+        ]
+        text = self._renderer.render(marked, self._now(), self._max_chars)
         if text is None:
             raise InvalidRequest(
                 f"the model's chat template wrote more than {self._max_chars} characters: send less",
@@ -273,17 +303,13 @@ class ChatTemplate:
             )
         return text
 
-    def try_out(self) -> None:
-        """Render short conversations: starts the process, and finds templates that never work. Blocks."""
-        try:
-            self.render([{"role": "user", "content": "Hello"}])
-            _ = self.needs
-        except RequestError as error:
-            log.warning("chat_template_fails", reason=error.message)
+    @cached_property
+    def _renderer(self) -> TemplateRenderer:
+        return TemplateRenderer(self._source, bos=self._bos, eos=self._eos, marking=self._marking)
 
 
-def chat_template_of(tokenizer: Tokenizer, now: Callable[[], datetime]) -> ChatTemplate:
-    """The template of the model's file, or a default.
+def template_source_of(tokenizer: Tokenizer) -> str:
+    """Jinja source of the model's file, or a default.
 
     Without one, a model whose vocabulary has ChatML's two special tokens gets ChatML; any other gets lines of
     `role: text`, with `assistant:` last.
@@ -293,14 +319,7 @@ def chat_template_of(tokenizer: Tokenizer, now: Callable[[], datetime]) -> ChatT
         has_chatml = all(tokenizer.special_token(text) is not None for text in ("<|im_start|>", "<|im_end|>"))
         source = CHATML if has_chatml else PLAIN
         log.info("chat_template_missing", using="chatml" if has_chatml else "plain")
-    return ChatTemplate(source, bos=tokenizer.bos, eos=tokenizer.eos, now=now)
-
-
-def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Token ids of a rendered prompt, with one BOS where the template and the model both add one."""
-    if tokenizer.adds_bos:
-        prompt = prompt.removeprefix(tokenizer.bos)
-    return tokenizer.encode(prompt, add_special=True, parse_special=True)
+    return source
 
 
 def arguments_as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:

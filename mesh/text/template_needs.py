@@ -53,6 +53,44 @@ def needs_of(render: Render, *, knows_tools: bool) -> Needs:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ContentForms:
+    """Forms in which a template shows the texts of messages.
+
+    Attributes:
+        in_parts: Roles whose `content` it shows as a list of parts only: `[{"type": "text", "text": …}]`.
+        hidden: Roles whose texts it shows in neither form.
+    """
+
+    in_parts: frozenset[str]
+    hidden: frozenset[str]
+
+
+def content_forms_of(
+    render: Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], frozenset[str]], str | None],
+) -> ContentForms:
+    """Forms in which a template shows texts, found by what comes out.
+
+    Templates of models that see loop over parts, and some show nothing of a text that is none.
+
+    Args:
+        render: Returns the prompt of a conversation with some tools, in which messages of the given roles
+            have parts; None if the template refuses it.
+    """
+    in_parts: frozenset[str] = frozenset()
+    hidden: frozenset[str] = frozenset()
+    for role, (conversation, tools) in _FORM_PROBES.items():
+        text = render(conversation, tools, in_parts)
+        if text is not None and _shows(text, conversation):
+            continue
+        other = render(conversation, tools, in_parts | {role})
+        if other is not None and _shows(other, conversation):
+            in_parts |= {role}
+        elif text is not None or other is not None:
+            hidden |= {role}
+    return ContentForms(in_parts, hidden)
+
+
 def _needs(
     render: Render,
     control: Conversation,
@@ -176,4 +214,10 @@ _CALL_PROBES: Final[Probes] = {
         (_USER, _calls(_ONE), _result(_ONE), _MORE, _ANSWER, _LAST),
     ),
     Repair.SHORT_IDS: ((_USER, _calls(_LONG), _result(_LONG), _ANSWER, _MORE),),
+}
+_FORM_PROBES: Final[Mapping[str, tuple[Conversation, Sequence[Mapping[str, Any]]]]] = {
+    "user": ((_USER,), ()),
+    "assistant": (_TALK, ()),
+    "system": ((_SYSTEM, _USER), ()),
+    "tool": (_CALLED, (_TOOL,)),
 }

@@ -72,8 +72,29 @@ def _spelled(vocabulary: Vocabulary, token: int) -> str:
     return repr(vocabulary.texts[token].decode("utf-8", "replace"))
 
 
+@dataclass(frozen=True, slots=True)
+class SpecialToken:
+    """A token that llama.cpp makes where its name stands, whatever is around it.
+
+    Attributes:
+        token: Its id.
+        name: Its name, such as `<|im_end|>`.
+        is_user_defined: Whether it is an ordinary part of texts, such as `<table>`: no control token.
+        takes_white_before: Whether white space ahead of it is left out.
+        takes_white_behind: Whether white space behind it is.
+    """
+
+    token: int
+    name: str
+    is_user_defined: bool
+    takes_white_before: bool
+    takes_white_behind: bool
+
+
 _MAX_PIECE_BYTES: Final = 1024
 _NO_TOKEN: Final = -1
+_CONTROL: Final = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
+_NAMED: Final = _CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
 _UNUSED: Final = llama_cpp.LLAMA_TOKEN_ATTR_UNUSED
 # They drop spaces, and one token may stand for an unknown word of any length.
 _LOSSY: Final = frozenset({llama_cpp.LLAMA_VOCAB_TYPE_WPM, llama_cpp.LLAMA_VOCAB_TYPE_UGM})
@@ -92,6 +113,8 @@ class Tokenizer:
         InvalidModel: If llama.cpp cannot read it, or if it has no vocabulary, as most stage files.
 
     Attributes:
+        path: Absolute path of the file.
+        stamp: Size in bytes of the file, and its time of change in nanoseconds.
         n_vocab: Number of token ids.
         n_ctx_train: Positions that the model was trained for.
         is_lossless: Whether the tokens of a text hold all of it, as no WordPiece or Unigram vocabulary does.
@@ -103,8 +126,9 @@ class Tokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path.absolute()
         self._model = _load_vocabulary(path)
+        self.stamp = stamp_of(path)
         weakref.finalize(self, llama_cpp.llama_model_free, self._model)
         vocab = llama_cpp.llama_model_get_vocab(self._model)
         kind = llama_cpp.llama_vocab_type(vocab)
@@ -113,6 +137,7 @@ class Tokenizer:
                 f"{path} has no vocabulary, as it is one stage of a model; give the whole model"
             )
         self.is_lossless = kind not in _LOSSY
+        self._is_wordpiece = kind == llama_cpp.LLAMA_VOCAB_TYPE_WPM
         self._vocab = vocab
         self._pieces: dict[int, bytes] = {}
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(vocab)
@@ -183,6 +208,34 @@ class Tokenizer:
         return {token: mark for mark, token in tokens.items() if token is not None and not self.piece(token)}
 
     @cached_property
+    def special_tokens(self) -> tuple[SpecialToken, ...]:
+        """All tokens that have names."""
+        found = []
+        for token in range(self.n_vocab):
+            attr = llama_cpp.llama_vocab_get_attr(self._vocab, token)
+            if not attr & _NAMED:
+                continue
+            name = llama_cpp.llama_vocab_get_text(self._vocab, token).decode("utf-8", "replace")
+            if name:
+                found.append(
+                    SpecialToken(
+                        token,
+                        name,
+                        is_user_defined=not attr & _CONTROL,
+                        takes_white_before=bool(attr & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP),
+                        takes_white_behind=bool(attr & llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP),
+                    )
+                )
+        return tuple(found)
+
+    @cached_property
+    def sequence_ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Tokens that the model wants ahead of a sequence, and behind it."""
+        both = tuple(self.encode("", add_special=True, parse_special=False))
+        num_ahead = min(len(both), int(self._is_wordpiece or llama_cpp.llama_vocab_get_add_bos(self._vocab)))
+        return both[:num_ahead], both[num_ahead:]
+
+    @cached_property
     def texts(self) -> TokenTexts:
         """Bytes of every token, for grammars; SmolLM2: 0.1 s at the first call."""
         return TokenTexts(tuple(self.piece(token) for token in range(self.n_vocab)), self.end_tokens)
@@ -210,7 +263,7 @@ class Tokenizer:
             "eot": llama_cpp.llama_vocab_eot(vocab),
         }
         return Vocabulary(
-            name=self._path.name,
+            name=self.path.name,
             texts=texts,
             special={purpose: None if token == _NO_TOKEN else token for purpose, token in special.items()},
             num_used=num_used,
@@ -240,6 +293,12 @@ class Tokenizer:
         buffer = ctypes.create_string_buffer(256)
         size = llama_cpp.llama_model_meta_val_str(self._model, key.encode(), buffer, len(buffer))
         return buffer.value.decode("utf-8", "replace") if size >= 0 else ""
+
+
+def stamp_of(path: Path) -> tuple[int, int]:
+    """Size in bytes of a file, and its time of change in nanoseconds."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
 
 
 def _load_vocabulary(path: Path) -> llama_cpp.llama_model_p:

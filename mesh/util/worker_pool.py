@@ -36,6 +36,9 @@ log = structlog.get_logger()
 MAX_WAITING: Final = 64
 # A job that is not wanted any more usually ends sooner by itself, and a new process costs more than it.
 _GRACE_S: Final = 1.0
+# No limit ends a process by these signals: what did so was no job, and it gets a new process a few times.
+_FROM_OUTSIDE: Final = frozenset({-signal.SIGKILL, -signal.SIGTERM})
+_MAX_KILLED: Final = 3
 _MAX_ANSWER_BYTES: Final = 2**30
 _RETRY_AFTER_S: Final = 2
 
@@ -257,7 +260,7 @@ class WorkerPool:
         assert job is not None  # noqa: S101 - just taken
         answer, failure = b"", None
         try:
-            answer = worker.answer(job)
+            answer = self._answer(worker, job)
         except Exception as error:  # noqa: BLE001 - whoever waits for the job gets it
             failure = error
         with self._changed:
@@ -271,6 +274,18 @@ class WorkerPool:
         job.answer.set_exception(self._explained(failure, job))
         worker.end()
         self._start(worker)
+
+    def _answer(self, worker: _Worker, job: _Job) -> bytes:
+        for _ in range(_MAX_KILLED):
+            try:
+                return worker.answer(job)
+            except _OutputEnded as end:
+                if end.exit_code not in _FROM_OUTSIDE or job.is_abandoned or self._is_closed:
+                    raise
+                log.warning("worker_killed", module=self._module, exit_code=end.exit_code)
+            worker.end()
+            self._start(worker)
+        return worker.answer(job)
 
     def _explained(self, failure: Exception, job: _Job) -> Exception:
         if isinstance(failure, OSError):

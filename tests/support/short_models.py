@@ -15,10 +15,11 @@ from stages.slicing.stage_writer import StageWriter
 from stages.slicing.tensor_names import is_per_layer, layer_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 
-def write_short(source: Path, num_layers: int, output: Path) -> Path:
+def write_short(source: Path, num_layers: int, output: Path, texts: Mapping[str, str] | None = None) -> Path:
     """A whole model of the first layers of another, everything else as it was; its texts make no sense.
 
     What each layer, or each way of computing, must do by itself shows in a few of them as in all.
@@ -27,6 +28,7 @@ def write_short(source: Path, num_layers: int, output: Path) -> Path:
         source: The model, in one file.
         num_layers: How many to keep.
         output: The file to write.
+        texts: Texts of the metadata that are different.
 
     Returns:
         The file.
@@ -38,6 +40,7 @@ def write_short(source: Path, num_layers: int, output: Path) -> Path:
         else value
         for key, value in header.metadata.items()
     }
+    metadata |= {key: Value.of(ValueType.STRING, text) for key, text in (texts or {}).items()}
     metadata[f"{header.architecture}.block_count"] = Value.of(ValueType.UINT32, num_layers)
     tensors = tuple(
         StageTensor(

@@ -23,6 +23,7 @@ from mesh.api.request_parsing import read_body
 from mesh.api.streaming import ClientGoneError, cancel_on_disconnect
 from mesh.api.tokenization import require_ids
 from mesh.metrics.tracing import current_span
+from mesh.text.text_service import TextRequest
 from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from stages.embedding.vectors import shortened, to_base64
 
@@ -82,17 +83,24 @@ async def embeddings(request: Request) -> Response:
             f"numbers: send 1 to {backend.width}",
             param="dimensions",
         )
-    # Many texts take a while; other answers continue meanwhile.
-    texts = await asyncio.to_thread(_tokenised, backend, body.input)
+    client = client_of(request.scope)
+    api = backends.first.api
+    try:
+        texts = await cancel_on_disconnect(
+            _tokenised(backend, body.input, client), request.receive, api.closing
+        )
+    except ClientGoneError:
+        log.info("client_gone")
+        return Response(status_code=CLIENT_GONE_STATUS)
     num_tokens = sum(map(len, texts))
     reservation = reservation_of(request.scope)
     if reservation is not None:
         # Texts of one request are one answer; they share batches with those of others.
         reservation.acquire(1, backend.model_id, None)
         reservation.reserve(num_tokens)
-    work = backend.embedder.embed(texts, client_of(request.scope))
+    work = backend.embedder.embed(texts, client)
     try:
-        rows = await cancel_on_disconnect(work, request.receive, backends.first.api.closing)
+        rows = await cancel_on_disconnect(work, request.receive, api.closing)
     except ClientGoneError:
         if reservation is not None:
             reservation.spend(num_tokens)
@@ -142,7 +150,9 @@ def embedding_model(backends: Backends, name: str | None) -> EmbeddingBackend:
     return found
 
 
-def _tokenised(backend: EmbeddingBackend, inputs: Sequence[Prompt]) -> list[tuple[int, ...]]:
+async def _tokenised(
+    backend: EmbeddingBackend, inputs: Sequence[Prompt], client: str | None
+) -> list[tuple[int, ...]]:
     """Token ids of each text.
 
     Raises:
@@ -151,19 +161,21 @@ def _tokenised(backend: EmbeddingBackend, inputs: Sequence[Prompt]) -> list[tupl
         ContextLengthExceeded: Naming the first text that is too long.
     """
     tokenizer = backend.tokenizer
+    params = [f"input[{index}]" if len(inputs) > 1 else "input" for index in range(len(inputs))]
+    wanted = []
+    for given, param in zip(inputs, params, strict=True):
+        if not isinstance(given, str):
+            require_ids(tokenizer, given, param=param)
+            continue
+        if tokenizer.is_lossless and len(given) > _SUSPICIOUS * backend.longest:
+            _refuse_long(backend, -(-len(given) // tokenizer.longest_piece_bytes), param, "at least ")
+        wanted.append(TextRequest(given, param))
+    of_texts = iter(
+        await backend.texts.ids(wanted, most_tokens=backend.longest, client=client) if wanted else ()
+    )
     texts: list[tuple[int, ...]] = []
-    for index, given in enumerate(inputs):
-        param = f"input[{index}]" if len(inputs) > 1 else "input"
-        if isinstance(given, str):
-            if tokenizer.is_lossless and len(given) > _SUSPICIOUS * backend.longest:
-                _refuse_long(backend, -(-len(given) // tokenizer.longest_piece_bytes), param, "at least ")
-            try:
-                tokens = tuple(tokenizer.encode(given, add_special=True, parse_special=True))
-            except InvalidRequest as error:
-                raise InvalidRequest(f"{param}: {error.message}", param=param) from None
-        else:
-            tokens = given
-            require_ids(tokenizer, tokens, param=param)
+    for given, param in zip(inputs, params, strict=True):
+        tokens = tuple(next(of_texts)) if isinstance(given, str) else given
         if not tokens:
             raise InvalidRequest(f"{param} holds no token: send some text", param=param)
         _refuse_long(backend, len(tokens), param)

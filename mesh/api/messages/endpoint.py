@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter
@@ -13,12 +12,13 @@ from mesh.api.auth import client_of
 from mesh.api.backend import body_of
 from mesh.api.chat_prompt import Conversation, render_prompt
 from mesh.api.errors import json_response
-from mesh.api.generation_job import make_job
+from mesh.api.generation_job import make_chat_job
 from mesh.api.messages.events import error_events, respond
 from mesh.api.messages.protocol import CountBody, MessagesBody, messages_of
 from mesh.api.on_demand.answers import answered
 from mesh.api.openapi import MessageAnswer, TokenCount, answers, takes
 from mesh.api.protocol import JsonSchemaBody, ResponseFormatBody
+from mesh.api.streaming import prepared
 from mesh.api.structured_output import tool_use_of
 from mesh.text.chat_template import Ending
 
@@ -41,8 +41,7 @@ async def create_message(request: Request) -> Response:
     body = await body_of(request, MessagesBody)
 
     async def answer(backend: Backend) -> Response:
-        # A long conversation takes a while; other answers continue meanwhile.
-        job = await asyncio.to_thread(_job, backend, body, client_of(request.scope))
+        job = await prepared(request, backend, _job(backend, body, client_of(request.scope)))
         return await respond(request, backend, body, job)
 
     return await answered(
@@ -61,7 +60,8 @@ async def count_tokens(request: Request) -> Response:
     body = await body_of(request, CountBody)
 
     async def answer(backend: Backend) -> Response:
-        prompt = await asyncio.to_thread(render_prompt, backend, _conversation(body))
+        work = render_prompt(backend, _conversation(body), client_of(request.scope))
+        prompt = await prepared(request, backend, work)
         return json_response({"input_tokens": len(prompt.tokens)})
 
     return await answered(request, body.model, answer, needs_engine=False)
@@ -83,11 +83,9 @@ def _conversation(body: ConversationParams) -> Conversation:
     )
 
 
-def _job(backend: Backend, body: MessagesBody, client: str | None) -> GenerationJob:
-    prompt = render_prompt(backend, _conversation(body))
-    return make_job(
-        backend, _as_chat_body(body), prompt.tokens, prompt_param="messages", client=client, chat=prompt
-    )
+async def _job(backend: Backend, body: MessagesBody, client: str | None) -> GenerationJob:
+    prompt = await render_prompt(backend, _conversation(body), client)
+    return await make_chat_job(backend, _as_chat_body(body), prompt, param="messages", client=client)
 
 
 def _as_chat_body(body: MessagesBody) -> MessagesBody:

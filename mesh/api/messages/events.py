@@ -173,7 +173,7 @@ class _Message:
         self._max_tokens = body.max_tokens
         self._job = job
         self._id = f"msg_{backend.api.random_bits(_ID_BITS):032x}"
-        call_ids = CallIds(backend.api.random_bits, backend.chat_template.call_format, prefix="toolu_")
+        call_ids = CallIds(backend.api.random_bits, backend.call_format, prefix="toolu_")
         self._content = ContentBlocks(call_ids, shows_thinking=body.shows_thinking)
         self._has_begun = False
 

@@ -55,9 +55,9 @@ async def answered(
     backends = backends_of(request)
     lease = await _lease_to_wait_for(request, backends, model)
     choose = backends.ready if needs_engine else backends.named
-    if lease is None:
-        return await answer(choose(model))
     api = backends.first.api
+    if lease is None:
+        return await _unless_gone(answer(choose(model)))
     if is_streamed:
 
         async def stream() -> Response:
@@ -65,12 +65,20 @@ async def answered(
             return await answer(choose(model))
 
         return DelayedStream(stream, api.closing, api.ping_interval_s, format_error=format_error)
-    try:
+
+    async def answer_loaded() -> Response:
         await cancel_on_disconnect(lease.loaded(is_bounded=True), request.receive, api.closing)
+        return await answer(choose(model))
+
+    return await _unless_gone(answer_loaded())
+
+
+async def _unless_gone(answer: Awaitable[Response]) -> Response:
+    try:
+        return await answer
     except ClientGoneError:
         log.info("client_gone")
         return Response(status_code=CLIENT_GONE_STATUS)
-    return await answer(choose(model))
 
 
 async def _lease_to_wait_for(request: Request, backends: Backends, model: str | None) -> ModelLease | None:

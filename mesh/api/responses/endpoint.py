@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import bisect
 from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import APIRouter
@@ -14,13 +12,14 @@ from mesh.api.auth import client_of
 from mesh.api.backend import backend_of, body_of
 from mesh.api.chat_prompt import ChatPrompt, Conversation, render_prompt, thinking_variables
 from mesh.api.errors import json_response
-from mesh.api.generation_job import make_job
+from mesh.api.generation_job import make_chat_job
 from mesh.api.on_demand.answers import answered
 from mesh.api.openapi import Deleted, InputItems, ResponseAnswer, TokenCount, answers, takes
 from mesh.api.protocol import JsonSchemaBody, ResponseFormatBody
 from mesh.api.responses.events import Turn, early_error, respond
 from mesh.api.responses.item_references import with_stored_items
 from mesh.api.responses.protocol import ResponsesBody, input_items_of, messages_of
+from mesh.api.streaming import prepared
 from mesh.api.structured_output import tool_use_of
 from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest, NotFound
 
@@ -80,7 +79,8 @@ async def create_response(request: Request) -> Response:
 
     async def answer(backend: Backend) -> Response:
         client = client_of(request.scope)
-        turn = await asyncio.to_thread(_turn, backend, _with_items(backend, body, client), client)
+        work = _turn(backend, _with_items(backend, body, client), client)
+        turn = await prepared(request, backend, work)
         return await respond(request, backend, body, turn)
 
     return await answered(
@@ -121,7 +121,8 @@ async def count_input_tokens(request: Request) -> Response:
 
     async def answer(backend: Backend) -> Response:
         whole = _with_items(backend, body, client)
-        prompt = await asyncio.to_thread(lambda: _prompt(backend, whole, _messages(backend, whole, client)))
+        work = _prompt(backend, whole, _messages(backend, whole, client), client)
+        prompt = await prepared(request, backend, work)
         return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 
     return await answered(request, body.model, answer, needs_engine=False)
@@ -183,29 +184,35 @@ def _messages(backend: Backend, body: ResponsesBody, client: str | None) -> list
     return [*messages, *messages_of(body.input)]
 
 
-def _prompt(backend: Backend, body: ResponsesBody, messages: Sequence[Mapping[str, Any]]) -> ChatPrompt:
+async def _prompt(
+    backend: Backend, body: ResponsesBody, messages: Sequence[Mapping[str, Any]], client: str | None
+) -> ChatPrompt:
     """The prompt; without the conversation's oldest parts if it does not fit, and `truncation` is `auto`."""
     if body.truncation != "auto":
-        return render_prompt(backend, _conversation(body, messages))
+        return await render_prompt(backend, _conversation(body, messages), client)
     num_system = _num_system(messages)
     system, rest = messages[:num_system], messages[num_system:]
     cuts = _cuts(rest)
     context_length = backend.engine.context_length
     room = min(body.token_limit or _ANSWER_ROOM, context_length // 4)
 
-    def cut(place: int) -> ChatPrompt:
+    async def cut(place: int) -> ChatPrompt:
         first, resumed = cuts[place]
         kept = [*rest[first : first + 1], *rest[resumed:]]
-        return render_prompt(backend, _conversation(body, [*system, *kept]))
+        return await render_prompt(backend, _conversation(body, [*system, *kept]), client)
 
-    def fits(place: int) -> int:
+    async def fits(place: int) -> bool:
         try:
-            return int(len(cut(place).tokens) + room <= context_length)
+            return len((await cut(place)).tokens) + room <= context_length
         except ContextLengthExceeded:
-            return 0
+            return False
 
-    # The shortest is sent whether it fits or not: the error then names its length.
-    return cut(bisect.bisect_left(range(len(cuts) - 1), 1, key=fits))
+    # By bisection the first that fits. The shortest is sent in any case: the error then names its length.
+    low, high = 0, len(cuts) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if await fits(middle) else (middle + 1, high)
+    return await cut(low)
 
 
 def _cuts(messages: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
@@ -245,13 +252,11 @@ def _conversation(body: ResponsesBody, messages: Sequence[Mapping[str, Any]]) ->
     )
 
 
-def _turn(backend: Backend, body: ResponsesBody, client: str | None) -> Turn:
+async def _turn(backend: Backend, body: ResponsesBody, client: str | None) -> Turn:
     messages = _messages(backend, body, client)
-    prompt = _prompt(backend, body, messages)
+    prompt = await _prompt(backend, body, messages, client)
     try:
-        job = make_job(
-            backend, as_chat_body(body), prompt.tokens, prompt_param="input", client=client, chat=prompt
-        )
+        job = await make_chat_job(backend, as_chat_body(body), prompt, param="input", client=client)
     except InvalidRequest as error:
         raise as_responses_error(error) from None
     return Turn(messages, job, input_items_of(body.input))

@@ -264,7 +264,7 @@ class _ResponseBuilder:
         self._keeps = body.store is not False
         self._num_events = 0
         self._base = self._base_of(body)
-        call_ids = CallIds(backend.api.random_bits, backend.chat_template.call_format)
+        call_ids = CallIds(backend.api.random_bits, backend.call_format)
         self._output = Output(self._new_id, call_ids, body.namespaced)
 
     async def whole(self) -> dict[str, Any]:

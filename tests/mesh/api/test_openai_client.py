@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ import openai
 import pytest
 
 from mesh.engine import GenerationRequest
-from mesh.text.chat_template import chat_template_of, encode_prompt
+from mesh.text.chat_template import template_source_of
 from mesh.text.detokenizer import AnswerText
+from mesh.text.text_jobs import TextModel
+from mesh.text.text_worker import ModelTexts
 from mesh.text.tokenizer import Tokenizer
 from stages.sampling.sampler import SamplingParams
 from tests.support.whole_model_engine import WholeModelEngine
@@ -103,8 +105,9 @@ class Whole:
         return self._said[question, sampling]
 
     def _ask(self, question: str, sampling: SamplingParams) -> list[int]:
-        template = chat_template_of(self.tokenizer, now=datetime.now)
-        prompt = encode_prompt(self.tokenizer, template.render(_messages(question)))
+        source = template_source_of(self.tokenizer)
+        texts = ModelTexts(TextModel(str(self.tokenizer.path), self.tokenizer.stamp, source))
+        prompt = texts.prompt_ids(texts.template(datetime.now(UTC)).render(_messages(question)))
         ends = self.tokenizer.end_tokens
         request = GenerationRequest(tuple(prompt), MAX_TOKENS, ends, sampling)
 

@@ -6,17 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from mesh.text.chat_template import CHATML, PLAIN, ChatTemplate, chat_template_of, encode_prompt
+from mesh.text.chat_template import CHATML, PLAIN, ChatTemplate, template_source_of
+from mesh.text.text_jobs import TextModel
+from mesh.text.text_worker import ModelTexts
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import InvalidRequest
 
+NOW = datetime(2026, 11, 21, tzinfo=UTC)
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
+def _texts(tokenizer: Tokenizer) -> ModelTexts:
+    return ModelTexts(TextModel(str(tokenizer.path), tokenizer.stamp, template_source_of(tokenizer)))
+
+
 def _template(source: str, *, max_chars: int = 10_000) -> ChatTemplate:
-    return ChatTemplate(
-        source, bos="<s>", eos="</s>", now=lambda: datetime(2026, 11, 21, tzinfo=UTC), max_chars=max_chars
-    )
+    return ChatTemplate(source, bos="<s>", eos="</s>", now=lambda: NOW, max_chars=max_chars)
 
 
 def test_blocks_leave_no_lines_behind() -> None:
@@ -77,7 +82,7 @@ def test_output_is_bounded() -> None:
 
 @pytest.mark.model
 def test_smollm2_gets_its_own_template(smollm2_path: Path) -> None:
-    template = chat_template_of(Tokenizer(smollm2_path), now=datetime.now)
+    template = _texts(Tokenizer(smollm2_path)).template(NOW)
     assert template.render(HELLO) == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
@@ -89,21 +94,17 @@ def test_without_a_template_the_special_tokens_decide(smollm2_path: Path, gemma3
     with_chatml, without = Tokenizer(smollm2_path), Tokenizer(gemma3_path)
     with_chatml.chat_template = without.chat_template = None
     chatml = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
-    assert (
-        chat_template_of(with_chatml, now=datetime.now).render(HELLO)
-        == chatml
-        == _template(CHATML).render(HELLO)
-    )
-    plain = "user: Hello\nassistant:"
-    assert (
-        chat_template_of(without, now=datetime.now).render(HELLO) == plain == _template(PLAIN).render(HELLO)
-    )
+    assert template_source_of(with_chatml) == CHATML
+    assert _template(CHATML).render(HELLO) == chatml
+    assert template_source_of(without) == PLAIN
+    assert _template(PLAIN).render(HELLO) == "user: Hello\nassistant:"
 
 
 @pytest.mark.model
 def test_bos_comes_once(gemma3_path: Path) -> None:
     tokenizer = Tokenizer(gemma3_path)
+    texts = _texts(tokenizer)
     bos = tokenizer.special_token("<bos>")
-    written, added = encode_prompt(tokenizer, "<bos>Hello"), encode_prompt(tokenizer, "Hello")
+    written, added = texts.prompt_ids("<bos>Hello"), texts.prompt_ids("Hello")
     assert written == added
     assert written.count(bos or -1) == 1

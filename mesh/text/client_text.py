@@ -1,0 +1,257 @@
+"""Texts of clients in what a chat template renders: kept apart from the template's own marks.
+
+A control token such as `<|im_end|>` is made where the template writes its name, never where a client, a file
+or a tool wrote the same letters. So in texts of clients the characters with which names of control tokens
+begin and end are replaced by stand-ins before a template sees them, one for one, and put back when the prompt
+is split at control tokens: a name that holds a stand-in is no mark.
+
+Templates look into texts, too: `'</think>' in content`, `content.split(…)`, `content == …`. A `ClientText`
+answers such questions as the original would; where it goes through code that knows nothing of it, the
+stand-ins stay in, and the text can still not become a mark.
+
+Stand-ins are surrogates: no valid text holds one, and requests that do are refused. llama.cpp's own Jinja
+engine marks the parts of its strings for the same purpose (`common/jinja`, "input marking").
+"""
+# ruff: noqa: D102 - the methods of `ClientText` are those of `str`
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final, Self, SupportsIndex
+
+from spanmesh_proto.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+_FIRST: Final = 0xD800
+_LAST: Final = 0xDFFF
+_STAND_IN: Final = re.compile(f"[{chr(_FIRST)}-{chr(_LAST)}]")
+
+
+class Marking:
+    """Stand-ins for the characters with which the names of control tokens begin and end.
+
+    Args:
+        names: Names of control tokens, such as `<|im_end|>`.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        ends = sorted({end for name in names for end in (name[0], name[-1])})
+        # A vocabulary with more ends than surrogates would be one of random bytes.
+        pairs = list(zip(map(ord, ends), range(_FIRST, _LAST + 1), strict=False))
+        self._stand_ins = dict(pairs)
+        self._originals = {stand_in: original for original, stand_in in pairs}
+        self._ends = re.compile("[" + re.escape("".join(ends)) + "]") if ends else None
+
+    def marked(self, text: str) -> str:
+        """A client's text for a template: itself if it has no such character.
+
+        Raises:
+            InvalidRequest: If it has a lone surrogate, which UTF-8 cannot encode either.
+        """
+        if (found := None if text.isascii() else _STAND_IN.search(text)) is not None:
+            raise InvalidRequest(
+                f"the text has half a surrogate pair at character {found.start()}: send valid Unicode"
+            )
+        if self._ends is None or self._ends.search(text) is None:
+            return text
+        return ClientText(text.translate(self._stand_ins), text, self)
+
+    def unmarked(self, text: str) -> str:
+        """The original of a text; as long as the text."""
+        return text if text.isascii() else text.translate(self._originals)
+
+    def recognised(self, value: Any) -> Any:
+        """What a template computed: as a client's text again if it holds one."""
+        if type(value) is str and not value.isascii() and _STAND_IN.search(value) is not None:
+            return ClientText(value, self.unmarked(value), self)
+        return value
+
+    def marked_all(self, value: Any) -> Any:
+        """JSON with each text as a client's, keys too."""
+        if isinstance(value, str):
+            return self.marked(value)
+        if isinstance(value, list | tuple):
+            return [self.marked_all(each) for each in value]
+        if isinstance(value, dict):
+            return {self.marked(key): self.marked_all(each) for key, each in value.items()}
+        return value
+
+    def original_of(self, value: Any) -> Any:
+        """JSON with each text as the client wrote it."""
+        if isinstance(value, str):
+            return self.unmarked(str(value))
+        if isinstance(value, list | tuple):
+            return [self.original_of(each) for each in value]
+        if isinstance(value, dict):
+            return {self.original_of(key): self.original_of(each) for key, each in value.items()}
+        return value
+
+
+class ClientText(str):
+    """A text with stand-ins, which templates see as its original; the `str` itself has the stand-ins.
+
+    Methods that look into the text look into the original; those that return a part return a `ClientText`.
+
+    Args:
+        text: With stand-ins.
+        original: As the client wrote it, equally long.
+        marking: Makes the stand-ins.
+    """
+
+    __slots__ = ("_marking", "_original")
+
+    _marking: Marking
+    _original: str
+
+    def __new__(cls, text: str, original: str, marking: Marking) -> Self:
+        """See the class."""
+        made = super().__new__(cls, text)
+        made._original = original
+        made._marking = marking
+        return made
+
+    def _part(self, start: int, stop: int) -> ClientText:
+        return self[start:stop]
+
+    def _stretch(self, part: str, at: int) -> ClientText:
+        return self._part(at, at + len(part))
+
+    # Questions.
+
+    def __contains__(self, part: object) -> bool:
+        return _original(part) in self._original
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._original == _original(other))
+
+    def __ne__(self, other: object) -> bool:
+        return bool(self._original != _original(other))
+
+    def __lt__(self, other: str) -> bool:
+        return self._original < str(_original(other))
+
+    def __le__(self, other: str) -> bool:
+        return self._original <= str(_original(other))
+
+    def __gt__(self, other: str) -> bool:
+        return self._original > str(_original(other))
+
+    def __ge__(self, other: str) -> bool:
+        return self._original >= str(_original(other))
+
+    def __hash__(self) -> int:
+        return hash(self._original)
+
+    def _asked(name: str) -> Callable[..., Any]:  # noqa: N805 - runs in the class's body
+        method = getattr(str, name)
+
+        def ask(self: ClientText, *values: Any) -> Any:
+            return method(self._original, *map(_original, values))
+
+        ask.__name__ = name
+        return ask
+
+    startswith, endswith = _asked("startswith"), _asked("endswith")
+    find, rfind, index, rindex, count = map(_asked, ("find", "rfind", "index", "rindex", "count"))
+    isalnum, isalpha, isascii, isdecimal = map(_asked, ("isalnum", "isalpha", "isascii", "isdecimal"))
+    isdigit, isidentifier, islower = map(_asked, ("isdigit", "isidentifier", "islower"))
+    isnumeric, isprintable, isspace = map(_asked, ("isnumeric", "isprintable", "isspace"))
+    istitle, isupper = map(_asked, ("istitle", "isupper"))
+
+    # Parts.
+
+    def __getitem__(self, key: SupportsIndex | slice) -> ClientText:
+        return ClientText(str.__getitem__(self, key), self._original[key], self._marking)
+
+    def __iter__(self) -> Iterator[str]:
+        return (self._part(at, at + 1) for at in range(len(self)))
+
+    def strip(self, chars: str | None = None, /) -> ClientText:
+        return self.lstrip(chars).rstrip(chars)
+
+    def lstrip(self, chars: str | None = None, /) -> ClientText:
+        return self._part(len(self) - len(self._original.lstrip(_original(chars))), len(self))
+
+    def rstrip(self, chars: str | None = None, /) -> ClientText:
+        return self._part(0, len(self._original.rstrip(_original(chars))))
+
+    def removeprefix(self, prefix: str, /) -> ClientText:
+        return self._part(len(self) - len(self._original.removeprefix(_original(prefix))), len(self))
+
+    def removesuffix(self, suffix: str, /) -> ClientText:
+        return self._part(0, len(self._original.removesuffix(_original(suffix))))
+
+    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        return self._divided(self._original.split(_original(sep), maxsplit), sep)
+
+    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        return self._divided(self._original.rsplit(_original(sep), maxsplit), sep)
+
+    def splitlines(self, keepends: bool = False) -> list[str]:  # noqa: FBT001, FBT002 - as `str` has it
+        found: list[str] = []
+        at = 0
+        whole = self._original.splitlines(keepends=True)
+        for line, shown in zip(whole, self._original.splitlines(keepends), strict=True):
+            found.append(self._stretch(shown, at))
+            at += len(line)
+        return found
+
+    def partition(self, sep: str, /) -> tuple[str, str, str]:
+        return self._in_three(self._original.partition(_original(sep)))
+
+    def rpartition(self, sep: str, /) -> tuple[str, str, str]:
+        return self._in_three(self._original.rpartition(_original(sep)))
+
+    def _in_three(self, parts: tuple[str, str, str]) -> tuple[str, str, str]:
+        first, second, third = parts
+        middle = len(first) + len(second)
+        return self._stretch(first, 0), self._stretch(second, len(first)), self._stretch(third, middle)
+
+    def _divided(self, parts: list[str], sep: str | None) -> list[str]:
+        found: list[str] = []
+        at = 0
+        for part in parts:
+            if sep is None:
+                at = self._original.index(part, at)
+            found.append(self._stretch(part, at))
+            at += len(part) + (0 if sep is None else len(sep))
+        return found
+
+    # Other texts.
+
+    def __str__(self) -> str:
+        return self
+
+    def __add__(self, other: str) -> str:
+        return self._joined(str(self), other)
+
+    def __radd__(self, other: str) -> str:
+        return self._joined(other, str(self))
+
+    def _joined(self, first: str, second: str) -> str:
+        joined = str.__add__(first, second)
+        return ClientText(joined, self._marking.unmarked(joined), self._marking)
+
+    def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
+        replaced = new.join(self.split(old, count)) if old else str.replace(self, old, new, count)
+        return str(self._marking.recognised(replaced))
+
+    def _changed(name: str) -> Callable[..., Any]:  # noqa: N805
+        method = getattr(str, name)
+
+        def change(self: ClientText, *values: Any) -> Any:
+            return self._marking.marked(method(self._original, *map(_original, values)))
+
+        change.__name__ = name
+        return change
+
+    lower, upper, casefold, swapcase = map(_changed, ("lower", "upper", "casefold", "swapcase"))
+    title, capitalize, expandtabs = map(_changed, ("title", "capitalize", "expandtabs"))
+
+
+def _original(value: Any) -> Any:
+    if isinstance(value, ClientText):
+        return value._original  # noqa: SLF001 - of the same kind
+    return tuple(map(_original, value)) if isinstance(value, tuple) else value

@@ -1,0 +1,80 @@
+"""Jobs of the processes for text, and their form on the way there and back."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from spanmesh_proto.errors import WIRE, MeshError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_HEAD_BYTES: Final = struct.Struct("<I")
+_KINDS: Final = {kind.__name__: kind for kind in WIRE}
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A vocabulary and a chat template, for which processes for text keep what they need.
+
+    Attributes:
+        path: Path of the model, or of its first file if it is split.
+        stamp: Size and time of change of that file when it was loaded: another file has other ids.
+        template: Jinja source; empty without one.
+    """
+
+    path: str
+    stamp: tuple[int, int]
+    template: str = ""
+
+
+def packed_job(kind: str, model: TextModel, values: Mapping[str, Any]) -> tuple[bytes, bytes]:
+    """Header and payload of a job.
+
+    Args:
+        kind: Name of a function of `mesh.text.text_worker`.
+        model: The model that it is about.
+        values: Arguments, JSON-serialisable; texts may have lone surrogates.
+
+    Raises:
+        RecursionError: If they are nested too deeply.
+    """
+    header = json.dumps({"kind": kind, "model": asdict(model)}).encode()
+    return header, json.dumps(values, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def unpacked_job(header: bytes, payload: bytes) -> tuple[str, TextModel, dict[str, Any]]:
+    """Kind, model and arguments of a job."""
+    head = json.loads(header)
+    model = head["model"]
+    values: dict[str, Any] = json.loads(payload.decode("utf-8", "surrogatepass"))
+    return head["kind"], TextModel(model["path"], tuple(model["stamp"]), model["template"]), values
+
+
+def packed_answer(values: Mapping[str, Any], data: Sequence[bytes] = ()) -> bytes:
+    """An answer: values, JSON-serialisable, and bytes."""
+    head = json.dumps(values).encode()
+    return b"".join((_HEAD_BYTES.pack(len(head)), head, *data))
+
+
+def packed_error(error: MeshError) -> bytes:
+    """An answer that is an error."""
+    told = {"kind": type(error).__name__, "message": error.message, "param": error.param}
+    return packed_answer({"error": told})
+
+
+def unpacked_answer(answer: bytes) -> tuple[dict[str, Any], memoryview]:
+    """Values and bytes of an answer.
+
+    Raises:
+        MeshError: If it is one.
+    """
+    (num_bytes,) = _HEAD_BYTES.unpack_from(answer)
+    start = _HEAD_BYTES.size + num_bytes
+    values: dict[str, Any] = json.loads(answer[_HEAD_BYTES.size : start])
+    if (told := values.get("error")) is not None:
+        raise _KINDS[told["kind"]](told["message"], param=told["param"])
+    return values, memoryview(answer)[start:]

@@ -1,0 +1,204 @@
+"""Client of the processes for text; see `mesh.text.text_worker`."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from mesh.text.text_jobs import packed_job, unpacked_answer
+from mesh.util.processors import num_usable
+from mesh.util.worker_pool import WorkerEnded, WorkerPool
+from spanmesh_proto.errors import InvalidRequest, RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from datetime import datetime
+
+    from mesh.text.text_jobs import TextModel
+
+log = structlog.get_logger()
+
+# Of each key one may be busy for long, and another one answers all others meanwhile.
+_LEAST_WORKERS: Final = 2
+_MOST_WORKERS: Final = 4
+# Computing: ample for any template, and for the first use of a large vocabulary; more for long texts.
+_CPU_LIMIT_S: Final = 10.0
+_CPU_S_PER_BYTE: Final = 10e-6
+# By the clock, on a machine that does other things as well.
+_WALL_LIMIT_S: Final = 600.0
+# Of address space, stacks included: a word of a million letters takes 0.9 GB, vocabularies up to 0.2 GB each.
+_MEMORY_BYTES: Final = 4 * 2**30
+
+
+def num_text_workers() -> int:
+    """Processes for text that a head starts at most."""
+    return min(max(_LEAST_WORKERS, num_usable() // 2), _MOST_WORKERS)
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """A text to be tokenized.
+
+    Attributes:
+        text: The text.
+        param: The field that it came from, for errors.
+        add_special: Add the tokens that the model wants around a sequence, such as BOS.
+        parse_special: Whether names such as `<|im_end|>` become the control tokens that they name.
+    """
+
+    text: str
+    param: str
+    add_special: bool = True
+    parse_special: bool = True
+
+
+@dataclass(frozen=True)
+class PromptIds:
+    """A rendered conversation.
+
+    Attributes:
+        tokens: Token ids.
+        thought_end: End mark of the reasoning that the prompt begins, if it does.
+        has_one_call: Whether a message holds at most one call for the template.
+    """
+
+    tokens: list[int]
+    thought_end: str | None
+    has_one_call: bool
+
+
+class TextService:
+    """Texts of one model, in processes that are shared by all models and started at the first request.
+
+    Args:
+        model: The model.
+        pool: The processes, in which clients take turns; those of this process unless given.
+    """
+
+    def __init__(self, model: TextModel, pool: WorkerPool | None = None) -> None:
+        self._model = model
+        self._pool = shared_text_pool() if pool is None else pool
+
+    async def prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        variables: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]],
+        ending: str,
+        now: datetime,
+        most_tokens: int,
+        param: str,
+        client: str | None,
+    ) -> PromptIds:
+        """Render and tokenize a conversation; see `text_worker.do_prompt`.
+
+        Raises:
+            InvalidRequest: If the template rejects it, or it took too much time or memory.
+            ContextLengthExceeded: If it is far too long.
+            Overloaded: If too many texts wait.
+        """
+        values = {
+            "messages": messages,
+            "variables": variables,
+            "tools": tools,
+            "ending": ending,
+            "now": now.isoformat(),
+            "most_tokens": most_tokens,
+            "param": param,
+        }
+        told, data = await self._run("prompt", values, client, param=param)
+        return PromptIds(_ids(data).tolist(), told["thought_end"], told["has_one_call"])
+
+    async def ids(
+        self, texts: Sequence[TextRequest], *, most_tokens: int, client: str | None
+    ) -> list[list[int]]:
+        """Token ids of each of some texts; see `text_worker.do_ids`.
+
+        Raises:
+            InvalidRequest: If a text has a lone surrogate, or they took too much time or memory.
+            ContextLengthExceeded: If a text is far too long.
+            Overloaded: If too many texts wait.
+        """
+        values = {"given": [vars(each) for each in texts], "most_tokens": most_tokens}
+        told, data = await self._run("ids", values, client, param=texts[0].param if texts else None)
+        whole, at, found = _ids(data), 0, []
+        for count in told["counts"]:
+            found.append(whole[at : at + count].tolist())
+            at += count
+        return found
+
+    async def listing(
+        self,
+        ids: Sequence[int],
+        *,
+        context_length: int,
+        has_names: bool,
+        client: str | None,
+    ) -> bytes:
+        """The JSON of an answer that lists token ids, with their names if wanted."""
+        values = {"ids": ids, "context_length": context_length, "has_names": has_names}
+        _, data = await self._run("listing", values, client)
+        return bytes(data)
+
+    async def text(self, ids: Sequence[int], *, client: str | None) -> str:
+        """The text of token ids, control tokens left out."""
+        _, data = await self._run("text", {"ids": ids}, client)
+        return str(data, "utf-8")
+
+    async def check(self, now: datetime) -> None:
+        """Render and tokenize short conversations; logs what is wrong. Starts the processes."""
+        self._pool.start()
+        try:
+            told, _ = await self._run("check", {"now": now.isoformat()}, None)
+        except RequestError as error:
+            log.warning("chat_template_fails", reason=error.message)
+            return
+        for problem in told["problems"]:
+            log.warning(problem.pop("event"), **problem)
+
+    async def _run(
+        self,
+        kind: str,
+        values: Mapping[str, Any],
+        client: str | None,
+        *,
+        param: str | None = None,
+    ) -> tuple[dict[str, Any], memoryview]:
+        try:
+            header, payload = packed_job(kind, self._model, values)
+        except RecursionError:
+            raise InvalidRequest(
+                "the request is nested too deeply: send flatter values", param=param
+            ) from None
+        limit_s = _CPU_LIMIT_S + _CPU_S_PER_BYTE * len(payload)
+        try:
+            answer = await self._pool.run(header, payload, client=client, cpu_limit_s=limit_s)
+        except WorkerEnded as error:
+            # A 4xx: what ended a process once would end the next one as well.
+            raise InvalidRequest(
+                f"reading the request's texts {error.reason}: send shorter texts", param=param
+            ) from None
+        return unpacked_answer(answer)
+
+
+def _ids(data: memoryview) -> array[int]:
+    found = array("i")
+    found.frombytes(data)
+    return found
+
+
+@cache
+def shared_text_pool() -> WorkerPool:
+    """The processes for texts of all models; they end with this process."""
+    return WorkerPool(
+        "mesh.text.text_worker",
+        num_workers=num_text_workers(),
+        cpu_limit_s=_CPU_LIMIT_S,
+        wall_limit_s=_WALL_LIMIT_S,
+        memory_bytes=_MEMORY_BYTES,
+    )
