@@ -19,6 +19,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final, Self, SupportsIndex
 
+from markupsafe import Markup, escape
+
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -27,6 +29,18 @@ if TYPE_CHECKING:
 _FIRST: Final = 0xD800
 _LAST: Final = 0xDFFF
 _STAND_IN: Final = re.compile(f"[{chr(_FIRST)}-{chr(_LAST)}]")
+
+
+def require_unicode(text: str) -> None:
+    """Check a client's text.
+
+    Raises:
+        InvalidRequest: If it has a lone surrogate, which UTF-8 cannot encode.
+    """
+    if (found := None if text.isascii() else _STAND_IN.search(text)) is not None:
+        raise InvalidRequest(
+            f"the text has half a surrogate pair at character {found.start()}: send valid Unicode"
+        )
 
 
 class Marking:
@@ -48,19 +62,17 @@ class Marking:
         """A client's text for a template: itself if it has no such character.
 
         Raises:
-            InvalidRequest: If it has a lone surrogate, which UTF-8 cannot encode either.
+            InvalidRequest: If it has a lone surrogate.
         """
-        if (found := None if text.isascii() else _STAND_IN.search(text)) is not None:
-            raise InvalidRequest(
-                f"the text has half a surrogate pair at character {found.start()}: send valid Unicode"
-            )
+        require_unicode(text)
         if self._ends is None or self._ends.search(text) is None:
             return text
         return ClientText(text.translate(self._stand_ins), text, self)
 
     def unmarked(self, text: str) -> str:
         """The original of a text; as long as the text."""
-        return text if text.isascii() else text.translate(self._originals)
+        # The methods of `str`, since a `ClientText` answers for its original.
+        return text if str.isascii(text) else str.translate(text, self._originals)
 
     def recognised(self, value: Any) -> Any:
         """What a template computed: as a client's text again if it holds one."""
@@ -81,7 +93,7 @@ class Marking:
     def original_of(self, value: Any) -> Any:
         """JSON with each text as the client wrote it."""
         if isinstance(value, str):
-            return self.unmarked(str(value))
+            return self.unmarked(value)
         if isinstance(value, list | tuple):
             return [self.original_of(each) for each in value]
         if isinstance(value, dict):
@@ -224,7 +236,17 @@ class ClientText(str):
     def __str__(self) -> str:
         return self
 
+    def __repr__(self) -> str:
+        # Templates that write a list or an object as it is get Python's form of it.
+        return self._marking.marked(repr(self._original))
+
+    def __html__(self) -> str:
+        # Some templates call parts of a prompt HTML by `safe`, and what they join to those is escaped.
+        return str.__str__(self._marking.marked(str(escape(self._original))))
+
     def __add__(self, other: str) -> str:
+        if isinstance(other, Markup):
+            return NotImplemented  # it escapes what is ahead of it
         return self._joined(str(self), other)
 
     def __radd__(self, other: str) -> str:

@@ -11,6 +11,7 @@ from jinja2 import nodes
 from jinja2.compiler import CodeGenerator
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from markupsafe import Markup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -103,6 +104,11 @@ class _GenerationBlocks(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+def _mark_safe(value: Any) -> Markup:
+    # Jinja's own would escape a client's text, which can tell its HTML.
+    return Markup(str.__str__(value) if isinstance(value, str) else value)  # noqa: S704 - of no page
+
+
 def _to_json(  # noqa: PLR0917
     marking: Marking,
     value: Any,
@@ -159,6 +165,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         )
         self._marking = marking
         self.filters["tojson"] = functools.partial(_to_json, marking)
+        self.filters["safe"] = _mark_safe
         self.filters = {name: self._recognising(made) for name, made in self.filters.items()}
 
     def concat(self, parts: Iterable[str]) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from mesh.text.chat_template import ChatTemplate, Ending
+from mesh.text.client_text import require_unicode
 from mesh.text.detokenizer import AnswerText
 from mesh.text.reasoning_parser import end_of_reasoning
 from mesh.text.template_check import problems_of
@@ -151,6 +152,7 @@ def do_ids(texts: ModelTexts, *, given: Sequence[Mapping[str, Any]], most_tokens
     found = []
     for each in given:
         try:
+            require_unicode(each["text"])
             found.append(
                 texts.encoder.ids(
                     each["text"],

@@ -60,7 +60,11 @@ async def test_nothing_may_be_expected(api: Api, engine: ScriptedEngine, predict
             "part 1 is not of type text",
         ),
         ({"type": "content", "content": [{"type": "text"}]}, "prediction.content", "part 0 has no text"),
-        ({"type": "content", "content": "half: \ud800"}, None, "half a surrogate pair at character 6"),
+        (
+            {"type": "content", "content": "half: \ud800"},
+            "prediction.content",
+            "half a surrogate pair at character 6",
+        ),
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

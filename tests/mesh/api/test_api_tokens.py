@@ -57,7 +57,7 @@ async def test_a_conversation_is_counted_as_the_chat_would(
         ("/tokenize", {"prompt": ["x"]}, 400, "prompt"),
         ("/tokenize", {"messages": []}, 400, "messages"),
         ("/tokenize", {"prompt": "x", "model": "other"}, 404, "model"),
-        ("/tokenize", {"prompt": "\ud800"}, 400, None),
+        ("/tokenize", {"prompt": "\ud800"}, 400, "prompt"),
         ("/detokenize", {}, 400, "tokens"),
         ("/detokenize", {"tokens": "x"}, 400, "tokens"),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens[0]"),

@@ -172,7 +172,7 @@ def test_only_the_template_makes_control_tokens(texts: TextService, text: str) -
         "type": "function",
         "function": {"name": text, "arguments": {text: [text, {"path": text}]}},
     }
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "system", "content": text},
         {"role": "user", "content": text},
         {"role": "assistant", "content": text, "reasoning_content": text, "tool_calls": [call]},
@@ -180,7 +180,9 @@ def test_only_the_template_makes_control_tokens(texts: TextService, text: str) -
         {"role": "user", "content": text},
     ]
     parameters = {"type": text, "properties": {text: {"description": text, "type": text}}}
-    tools = [{"type": "function", "function": {"name": "f", "description": text, "parameters": parameters}}]
+    tools: list[dict[str, Any]] = [
+        {"type": "function", "function": {"name": "f", "description": text, "parameters": parameters}}
+    ]
 
     async def look() -> tuple[PromptIds, PromptIds]:
         harmless = json.dumps([messages, tools]).replace(json.dumps(text)[1:-1], "word")
