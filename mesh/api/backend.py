@@ -81,10 +81,10 @@ class LibraryModel:
 
 
 class ModelLease(Protocol):
-    """One request's use of a model: until its release the model is not unloaded for others."""
+    """One request's use of a model, and its right: until its release the model is not unloaded for others."""
 
     async def loaded(self, *, is_bounded: bool) -> None:
-        """Return once the model answers; have it loaded if it is not.
+        """Return once the model answers; have it loaded if it is not, and if the request may have that done.
 
         Args:
             is_bounded: Whether the wait has a limit: the client hears nothing meanwhile.
@@ -92,7 +92,8 @@ class ModelLease(Protocol):
         Raises:
             ClusterError: If it does not fit for now, or loading it fails or takes longer.
             Overloaded: If too many requests wait for it.
-            MeshError: If its file cannot be served.
+            MeshError: If its file cannot be served; the refusal of a request that may not have it loaded,
+                once it is not loading for others.
         """
 
     def release(self) -> None:
@@ -115,8 +116,14 @@ class OnDemandModels(Protocol):
     def answers(self, name: str) -> bool:
         """Whether a model answers that no order and no other model is about to unload."""
 
-    def lease(self, name: str) -> ModelLease:
-        """Begin the use of a model; taken at once, before anything is awaited."""
+    def lease(self, name: str, client: str | None, *, refusal: MeshError | None = None) -> ModelLease:
+        """Begin the use of a model; taken at once, before anything is awaited.
+
+        Args:
+            name: Name of the model.
+            client: Identity of the API key; None where the API is open.
+            refusal: Error for a request that may not have the model loaded; None if it may.
+        """
 
     def describe(self, name: str) -> Mapping[str, Any]:
         """Stages of a model that answers, as `ModelAdmin.load` returns them."""

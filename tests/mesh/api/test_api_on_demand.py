@@ -11,8 +11,9 @@ import pytest
 
 from mesh.api import auth
 from mesh.api.api_keys import ApiKeys, KeyRecord, digest_of
+from mesh.api.load_request import LoadRequest
 from mesh.serve.on_demand.policy import DemandRules
-from spanmesh_proto.errors import InvalidModel, StageFailed
+from spanmesh_proto.errors import InvalidModel, ModelDoesNotFit, StageFailed
 from tests.support.api_harness import KEY, MODEL, ScriptedEngine, tokenizer
 from tests.support.on_demand import SIZES, OnDemandApi, on_demand_api
 
@@ -329,6 +330,74 @@ async def test_a_key_that_may_not_load_is_told_so(tokenizer: Tokenizer) -> None:
         await until(lambda: num_waiting(mesh, "large") == 2)
         mesh.models.may_finish.set()
         assert [(await each).status_code for each in (first, second)] == [200, 200]
+
+
+@pytest.mark.parametrize("ends", ["fails", "stops", "succeeds"])
+async def test_a_request_that_may_only_wait_is_refused_when_the_loading_ends_without_the_model(
+    tokenizer: Tokenizer, ends: str
+) -> None:
+    async with on_demand_api(tokenizer, keys=two_keys()) as mesh:
+        http = mesh.api.http
+        await http.post(CHAT, json={"messages": HELLO, "model": "large"}, headers=MAY)
+        mesh.later(1000)
+        mesh.models.may_finish.clear()
+        if ends == "fails":
+            mesh.models.errors["middle"] = ModelDoesNotFit("it needs more than there is")
+        order = asyncio.create_task(mesh.models.load(LoadRequest(model="/elsewhere/middle.gguf", threads=1)))
+        await until(lambda: "load middle" in mesh.models.orders)
+        bob = asyncio.create_task(
+            http.post(CHAT, json={"messages": HELLO, "model": "middle"}, headers=MAY_NOT)
+        )
+        await until(lambda: num_waiting(mesh, "middle"))
+        if ends == "stops":
+            await mesh.models.unload("middle", 0.0)
+        mesh.models.may_finish.set()
+        await asyncio.gather(order, return_exceptions=True)
+        refused = await bob
+        if ends == "succeeds":
+            assert refused.status_code == 200
+            return
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
+        assert mesh.models.loaded == {"large"}
+        # Those with the right have it loaded all the same.
+        mesh.models.errors.clear()
+        assert (
+            await http.post(CHAT, json={"messages": HELLO, "model": "middle"}, headers=MAY)
+        ).status_code == 200
+
+
+async def test_a_right_counts_for_the_request_that_has_it(tokenizer: Tokenizer) -> None:
+    async with on_demand_api(tokenizer, keys=two_keys()) as mesh:
+        http, body = mesh.api.http, {"messages": HELLO, "model": "middle"}
+        mesh.models.may_finish.clear()
+        mesh.models.errors["middle"] = ModelDoesNotFit("it needs more than there is")
+        order = asyncio.create_task(mesh.models.load(LoadRequest(model="/elsewhere/middle.gguf", threads=1)))
+        await until(lambda: "load middle" in mesh.models.orders)
+        alice, bob = (asyncio.create_task(http.post(CHAT, json=body, headers=who)) for who in (MAY, MAY_NOT))
+        await until(lambda: num_waiting(mesh, "middle") == 2)
+        del mesh.models.errors["middle"]
+        await mesh.models.unload("middle", 0.0)
+        mesh.models.may_finish.set()
+        await asyncio.gather(order, return_exceptions=True)
+        assert [(await each).status_code for each in (alice, bob)] == [200, 403]
+        assert mesh.models.orders == ["load middle", "unload middle", "load middle"]
+
+
+async def test_no_key_keeps_the_places_of_others_while_a_model_loads(tokenizer: Tokenizer) -> None:
+    async with on_demand_api(tokenizer, keys=two_keys(), max_waiting=2) as mesh:
+        http, body = mesh.api.http, {"messages": HELLO, "model": "small"}
+        mesh.models.may_finish.clear()
+        order = asyncio.create_task(mesh.models.load(LoadRequest(model="/elsewhere/small.gguf", threads=1)))
+        await until(lambda: "load small" in mesh.models.orders)
+        waiting = [asyncio.create_task(http.post(CHAT, json=body, headers=MAY_NOT)) for _ in range(2)]
+        await until(lambda: num_waiting(mesh, "small") == 2)
+        refused = await http.post(CHAT, json=body, headers=MAY_NOT)
+        assert (refused.status_code, "2 of them with this API key" in refused.text) == (429, True)
+        waiting.append(asyncio.create_task(http.post(CHAT, json=body, headers=MAY)))
+        await until(lambda: num_waiting(mesh, "small") == 3)
+        mesh.models.may_finish.set()
+        assert [(await each).status_code for each in waiting] == [200, 200, 200]
+        await order
 
 
 async def test_without_keys_only_the_heads_machine_has_models_loaded(
