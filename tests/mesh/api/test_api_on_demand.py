@@ -297,6 +297,11 @@ async def test_who_leaves_wants_nothing_any_more(tokenizer: Tokenizer) -> None:
         assert mesh.models.loaded == {"large"}
 
 
+def load_request(model: str) -> LoadRequest:
+    """Order of an operator, for a file of the head's host."""
+    return LoadRequest.model_validate({"model": f"/elsewhere/{model}.gguf", "threads": 1})
+
+
 def two_keys() -> ApiKeys:
     return ApiKeys(
         [
@@ -343,7 +348,7 @@ async def test_a_request_that_may_only_wait_is_refused_when_the_loading_ends_wit
         mesh.models.may_finish.clear()
         if ends == "fails":
             mesh.models.errors["middle"] = ModelDoesNotFit("it needs more than there is")
-        order = asyncio.create_task(mesh.models.load(LoadRequest(model="/elsewhere/middle.gguf", threads=1)))
+        order = asyncio.create_task(mesh.models.load(load_request("middle")))
         await until(lambda: "load middle" in mesh.models.orders)
         bob = asyncio.create_task(
             http.post(CHAT, json={"messages": HELLO, "model": "middle"}, headers=MAY_NOT)
@@ -371,7 +376,7 @@ async def test_a_right_counts_for_the_request_that_has_it(tokenizer: Tokenizer) 
         http, body = mesh.api.http, {"messages": HELLO, "model": "middle"}
         mesh.models.may_finish.clear()
         mesh.models.errors["middle"] = ModelDoesNotFit("it needs more than there is")
-        order = asyncio.create_task(mesh.models.load(LoadRequest(model="/elsewhere/middle.gguf", threads=1)))
+        order = asyncio.create_task(mesh.models.load(load_request("middle")))
         await until(lambda: "load middle" in mesh.models.orders)
         alice, bob = (asyncio.create_task(http.post(CHAT, json=body, headers=who)) for who in (MAY, MAY_NOT))
         await until(lambda: num_waiting(mesh, "middle") == 2)
@@ -387,7 +392,7 @@ async def test_no_key_keeps_the_places_of_others_while_a_model_loads(tokenizer: 
     async with on_demand_api(tokenizer, keys=two_keys(), max_waiting=2) as mesh:
         http, body = mesh.api.http, {"messages": HELLO, "model": "small"}
         mesh.models.may_finish.clear()
-        order = asyncio.create_task(mesh.models.load(LoadRequest(model="/elsewhere/small.gguf", threads=1)))
+        order = asyncio.create_task(mesh.models.load(load_request("small")))
         await until(lambda: "load small" in mesh.models.orders)
         waiting = [asyncio.create_task(http.post(CHAT, json=body, headers=MAY_NOT)) for _ in range(2)]
         await until(lambda: num_waiting(mesh, "small") == 2)
