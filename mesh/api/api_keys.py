@@ -405,6 +405,10 @@ class ApiKeys:
         """Call a function with the identities of keys that are removed from the file."""
         self._listeners.append(listener)
 
+    def has(self, identity: str) -> bool:
+        """Whether there is a key of this identity, by the records that were read last."""
+        return identity in self._identities
+
     def find(self, key: str) -> KeyRecord | None:
         """The record of a key, or None if there is none. Takes the same time for every key."""
         self._look_again()

@@ -69,7 +69,7 @@ def create_app(
         ],
     )
     if api_keys is not None:
-        api_keys.on_removed(api.responses.forget)
+        api.responses.follow(api_keys)
     app.state.backends = backends
     app.state.needs_key = api_keys is not None
     inference = (chat_completions, completions, responses, messages, embeddings, tokenization)
