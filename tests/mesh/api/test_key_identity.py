@@ -127,6 +127,21 @@ async def test_a_name_that_is_given_again_inherits_no_caches(tokenizer: Tokenize
 
 
 @pytest.mark.model
+async def test_a_key_that_comes_back_finds_nothing_of_before(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    both, one = f"alice {ALICE}\nbob {BOB}\n", f"bob {BOB}\n"
+    path.write_text(both)
+    async with running_ring_api(tokenizer, keys=ApiKeys.from_file(path)) as running:
+        assert await ask(running, ALICE) == 0
+        assert await ask(running, BOB) == 0
+        path.write_text(one)
+        assert await ask(running, BOB) > 0
+        path.write_text(both)
+        assert await ask(running, ALICE) == 0
+        assert await ask(running, ALICE) > 0
+
+
+@pytest.mark.model
 async def test_lines_that_move_up_inherit_no_caches(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"{ALICE}\n{BOB}\n")
