@@ -19,7 +19,7 @@ from mesh.text.chat_template import chat_template_of
 from spanmesh_proto.errors import ClusterError, InvalidRequest, ModelNotFound, Overloaded
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 
     from starlette.requests import Request
 
@@ -126,6 +126,9 @@ class OnDemandModels(Protocol):
             client: Identity of the API key; None where the API is open.
             refusal: Error for a request that may not have the model loaded; None if it may.
         """
+
+    def forget(self, clients: Collection[str]) -> None:
+        """End the requests of removed keys that wait for a model: none is loaded for them."""
 
     def describe(self, name: str) -> Mapping[str, Any]:
         """Stages of a model that answers, as `ModelAdmin.load` returns them."""

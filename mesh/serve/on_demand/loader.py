@@ -30,6 +30,7 @@ from spanmesh_proto.errors import (
     ModelError,
     Overloaded,
     StageFailed,
+    Unauthorized,
 )
 
 if TYPE_CHECKING:
@@ -94,11 +95,13 @@ class _WaitingRequest:
     Attributes:
         arrived: Resolved once the model answers; fails with the error if it does not.
         since_s: Its arrival, in seconds of the clock.
+        client: Identity of its API key; None where the API is open.
         refusal: Its error if it may only wait while the model loads for others; None if it may have it done.
     """
 
     arrived: asyncio.Future[None]
     since_s: float
+    client: str | None
     refusal: MeshError | None
 
 
@@ -212,6 +215,14 @@ class OnDemandLoader:
         """
         return Lease(self, name, client, refusal)
 
+    def forget(self, clients: Collection[str]) -> None:
+        """End the requests of removed keys that wait; see `mesh.api.backend.OnDemandModels`."""
+        for name, use in self._uses.items():
+            for waiting in [each for each in use.waiting if each.client in clients]:
+                use.waiting.discard(waiting.client, waiting)
+                _settle(waiting, Unauthorized(f"the API key was removed before `{name}` was loaded"))
+        self._changed.set()
+
     def describe(self, name: str) -> Mapping[str, Any]:
         """Stages of a model that answers, JSON-serialisable."""
         return self._registry.describe(name)
@@ -253,12 +264,13 @@ class OnDemandLoader:
                 f" {self._retry_after_s(name)} s, or serve with a larger --max-waiting",
                 retry_after_s=self._retry_after_s(name),
             )
-        waiting = _WaitingRequest(asyncio.get_running_loop().create_future(), self._clock_s(), refusal)
+        arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = _WaitingRequest(arrived, self._clock_s(), client, refusal)
         use.waiting.add(client, waiting)
         self._changed.set()
         try:
             async with asyncio.timeout(self._options.library.load_wait_s if is_bounded else None):
-                await waiting.arrived
+                await arrived
         except TimeoutError:
             retry_after_s = self._retry_after_s(name)
             raise ClusterError(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mesh.api import auth
-from mesh.api.api_keys import ApiKeys, KeyRecord, digest_of
+from mesh.api.api_keys import ApiKeys, KeyRecord, add_key, digest_of, remove_key
 from mesh.api.load_request import LoadRequest
 from mesh.serve.on_demand.policy import DemandRules
 from spanmesh_proto.errors import InvalidModel, ModelDoesNotFit, StageFailed
@@ -19,6 +19,7 @@ from tests.support.on_demand import SIZES, OnDemandApi, on_demand_api
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
 
     import httpx
 
@@ -403,6 +404,25 @@ async def test_no_key_keeps_the_places_of_others_while_a_model_loads(tokenizer: 
         mesh.models.may_finish.set()
         assert [(await each).status_code for each in waiting] == [200, 200, 200]
         await order
+
+
+async def test_no_model_is_loaded_for_a_key_that_was_removed(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    add_key(path, KeyRecord("bob", digest_of("sk-of-bob")))
+    add_key(path, KeyRecord("alice", digest_of(KEY), may_load=True))
+    async with on_demand_api(tokenizer, keys=ApiKeys.from_file(path)) as mesh:
+        http = mesh.api.http
+        await http.post(CHAT, json={"messages": HELLO, "model": "large"}, headers=MAY)
+        body = {"messages": HELLO, "model": "middle"}
+        waiting = asyncio.create_task(http.post(CHAT, json=body, headers=MAY))
+        await until(lambda: num_waiting(mesh, "middle"))
+        remove_key(path, "alice")
+        assert (await http.get("/v1/models", headers=MAY_NOT)).status_code == 200
+        assert (await waiting).status_code == 401
+        mesh.later(1000)
+        await asyncio.sleep(0.05)
+        assert mesh.models.orders == ["load large"]
+        assert "middle" not in mesh.loader._uses
 
 
 async def test_without_keys_only_the_heads_machine_has_models_loaded(
