@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
 from starlette.responses import Response
 
-from mesh.api.auth import may_load, require_own_machine
+from mesh.api.auth import client_of, may_load, require_own_machine
 from mesh.api.backend import HostAdmin, HostInspection, ModelAdmin, backend_of, backends_of, body_of
 from mesh.api.errors import json_response
 from mesh.api.load_request import LoadRequest
@@ -70,7 +70,7 @@ def _name(request: Request) -> str:
 
 # A measurement sends over every link, to every host: any key may ask for a few small probes, and only the
 # head's own machine for many probes or bulk data, which take bandwidth from the stages. One run at a time,
-# while its client waits for it.
+# while its client waits for it; those of different keys in turn.
 log = structlog.get_logger()
 
 MAX_PROBES: Final = 1000
@@ -111,7 +111,7 @@ async def measure_links(request: Request) -> Response:
         require_own_machine(request, "ports are tried (ports)")
     if probes > MAX_PROBES_OF_ANY_KEY:
         require_own_machine(request, f"more than {MAX_PROBES_OF_ANY_KEY} probes are sent")
-    work = runs.run(probes, bulk_bytes, checks_ports=checks_ports)
+    work = runs.run(probes, bulk_bytes, client_of(request.scope), checks_ports=checks_ports)
     try:
         found = await cancel_on_disconnect(work, request.receive, backend.api.closing)
     except ClientGoneError:

@@ -54,6 +54,7 @@ class KeyRecord:
         max_concurrent: Most concurrent answers, or None for all slots of a model but one.
         is_named: Whether the line gives the name.
         may_load: Whether its requests may load models of the library.
+        num_removals: How often it was removed from the file while the server ran.
     """
 
     name: str
@@ -65,11 +66,16 @@ class KeyRecord:
     max_concurrent: int | None = None
     is_named: bool = True
     may_load: bool = False
+    num_removals: int = 0
 
     @property
     def identity(self) -> str:
-        """Key under which everything of it is kept: its digest, 64 hexadecimal digits."""
-        return self.digest.hex()
+        """Key under which everything of it is kept: its digest, 64 hexadecimal digits.
+
+        A key that was removed and comes back has another one: it finds nothing of what its requests left in
+        caches, those included that ran when it was removed.
+        """
+        return self.digest.hex() + (f"-{self.num_removals}" if self.num_removals else "")
 
     def is_expired(self, now_s: float) -> bool:
         """Whether it has expired.
@@ -376,8 +382,9 @@ class ApiKeys:
             where = "the server" if path is None else f"the API key file {path}"
             raise MeshError(f"{where} holds no key: make one with `mesh keys add NAME`")
         self._records = tuple(records)
-        # Of the records last read: while a file cannot be read no key counts as removed.
-        self._identities = _identities(records)
+        # The records last read: while a file cannot be read no key counts as removed.
+        self._latest = self._records
+        self._removals: Counter[bytes] = Counter()
         self._listeners: list[Callable[[Collection[str]], None]] = []
         self._path = path
         self._stamp = None if path is None else _stamp(path)
@@ -405,6 +412,10 @@ class ApiKeys:
         """Call a function with the identities of keys that are removed from the file."""
         self._listeners.append(listener)
 
+    def has(self, identity: str) -> bool:
+        """Whether there is a key of this identity, by the records that were read last."""
+        return any(record.identity == identity for record in self._latest)
+
     def find(self, key: str) -> KeyRecord | None:
         """The record of a key, or None if there is none. Takes the same time for every key."""
         self._look_again()
@@ -429,15 +440,15 @@ class ApiKeys:
             log.error("api_keys_unreadable", reason=error.message, effect="every request is refused")  # noqa: TRY400
         else:
             log.info("api_keys_changed", names=[record.name for record in records])
-            self._records, before = records, self._identities
-            self._identities = _identities(records)
-            if removed := before - self._identities:
+            digests = {record.digest for record in records}
+            gone = [record for record in self._latest if record.digest not in digests]
+            self._records = self._latest = tuple(
+                replace(record, num_removals=self._removals[record.digest]) for record in records
+            )
+            self._removals.update(record.digest for record in gone)
+            if gone:
                 for listener in self._listeners:
-                    listener(removed)
-
-
-def _identities(records: Sequence[KeyRecord]) -> frozenset[str]:
-    return frozenset(record.identity for record in records)
+                    listener({record.identity for record in gone})
 
 
 def _stamp(path: Path) -> _Stamp | None:

@@ -22,7 +22,7 @@ from mesh.api.web_ui import PageFiles
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from fastapi import FastAPI
 
@@ -69,7 +69,13 @@ def create_app(
         ],
     )
     if api_keys is not None:
-        api_keys.on_removed(api.responses.forget)
+        api.responses.follow(api_keys)
+
+        def end_waiting(removed: Collection[str]) -> None:
+            if (on_demand := api.on_demand()) is not None:
+                on_demand.forget(removed)
+
+        api_keys.on_removed(end_waiting)
     app.state.backends = backends
     app.state.needs_key = api_keys is not None
     inference = (chat_completions, completions, responses, messages, embeddings, tokenization)

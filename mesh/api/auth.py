@@ -148,26 +148,23 @@ def may_load(request: Request) -> bool:
     return is_own_machine(request) if right is None else right
 
 
-def require_may_load(request: Request, model: str) -> None:
-    """Refuse requests that may not have a model loaded.
+def load_refusal(request: Request, model: str) -> Forbidden | None:
+    """Error, with a remedy, for a request that may not have a model loaded; None if it may.
 
     Args:
         request: A request that passed the key gate.
         model: Name of the model, which is not loaded.
-
-    Raises:
-        Forbidden: With a remedy.
     """
     if may_load(request):
-        return
+        return None
     name = request.scope.get(KEY_NAME)
     if name is None:
-        raise Forbidden(
+        return Forbidden(
             f"the model `{model}` is not loaded, and without API keys only the head's own machine may load"
             " models: ask for it there, or give the server keys with --api-key-file",
             param="model",
         )
-    raise Forbidden(
+    return Forbidden(
         f"the model `{model}` is not loaded, and the API key {name} may not load models: have it allowed, by"
         " `may-load=yes` in its line of the key file, which `mesh keys add --may-load` writes, or name a"
         " model that is loaded, as `/v1/models` tells",

@@ -22,7 +22,7 @@ from mesh.text.text_service import TextService
 from spanmesh_proto.errors import ClusterError, InvalidRequest, ModelNotFound, Overloaded
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 
     from starlette.requests import Request
 
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 # Probes alone take about this long, over links of the length that a mesh can bear.
 _RETRY_AFTER_S: Final = 5
+# As long as `mesh top` waits for an answer; the probes of any key take less.
+_TURN_S: Final = 60.0
 
 DEFAULT_MODEL: Final = "default"
 
@@ -84,10 +86,10 @@ class LibraryModel:
 
 
 class ModelLease(Protocol):
-    """One request's use of a model: until its release the model is not unloaded for others."""
+    """One request's use of a model, and its right: until its release the model is not unloaded for others."""
 
     async def loaded(self, *, is_bounded: bool) -> None:
-        """Return once the model answers; have it loaded if it is not.
+        """Return once the model answers; have it loaded if it is not, and if the request may have that done.
 
         Args:
             is_bounded: Whether the wait has a limit: the client hears nothing meanwhile.
@@ -95,7 +97,8 @@ class ModelLease(Protocol):
         Raises:
             ClusterError: If it does not fit for now, or loading it fails or takes longer.
             Overloaded: If too many requests wait for it.
-            MeshError: If its file cannot be served.
+            MeshError: If its file cannot be served; the refusal of a request that may not have it loaded,
+                once it is not loading for others.
         """
 
     def release(self) -> None:
@@ -118,8 +121,17 @@ class OnDemandModels(Protocol):
     def answers(self, name: str) -> bool:
         """Whether a model answers that no order and no other model is about to unload."""
 
-    def lease(self, name: str) -> ModelLease:
-        """Begin the use of a model; taken at once, before anything is awaited."""
+    def lease(self, name: str, client: str | None, *, refusal: MeshError | None = None) -> ModelLease:
+        """Begin the use of a model; taken at once, before anything is awaited.
+
+        Args:
+            name: Name of the model.
+            client: Identity of the API key; None where the API is open.
+            refusal: Error for a request that may not have the model loaded; None if it may.
+        """
+
+    def forget(self, clients: Collection[str]) -> None:
+        """End the requests of removed keys that wait for a model: none is loaded for them."""
 
     def describe(self, name: str) -> Mapping[str, Any]:
         """Stages of a model that answers, as `ModelAdmin.load` returns them."""
@@ -147,38 +159,59 @@ class LinkMeasurement(Protocol):
 
 
 class LinkRuns:
-    """Measures links for one client at a time.
+    """Measures links for one client at a time, in the order in which they ask.
+
+    A client has one run under way or waiting, so that none keeps others from measuring.
 
     Args:
         measure: Measures them.
+        patience_s: Longest wait for the runs of others.
     """
 
-    def __init__(self, measure: LinkMeasurement) -> None:
+    def __init__(self, measure: LinkMeasurement, patience_s: float = _TURN_S) -> None:
         self._measure = measure
-        self._is_running = False
+        self._patience_s = patience_s
+        # asyncio's lock is given to those who wait in the order of their arrival.
+        self._turn = asyncio.Lock()
+        self._clients: set[str | None] = set()
 
-    async def run(self, num_probes: int, bulk_bytes: int, *, checks_ports: bool = False) -> Mapping[str, Any]:
+    async def run(
+        self, num_probes: int, bulk_bytes: int, client: str | None, *, checks_ports: bool = False
+    ) -> Mapping[str, Any]:
         """What was measured. Being cancelled ends it.
 
         Args:
             num_probes: Round trips of each size on each link.
             bulk_bytes: Sent over each link to find its bandwidth; 0 leaves that out.
+            client: Identity of the API key; None where the API is open.
             checks_ports: Whether hosts also try ports of each other's ranges.
 
         Raises:
-            Overloaded: If another run is not over.
+            Overloaded: If another run of the client is not over, or runs of others take too long.
         """
-        if self._is_running:
-            raise Overloaded(
-                "another client is measuring the links, and two measurements at once would disturb each"
-                f" other: try again in {_RETRY_AFTER_S} s",
-                retry_after_s=_RETRY_AFTER_S,
-            )
-        self._is_running = True
+        if client in self._clients:
+            raise _busy()
+        self._clients.add(client)
         try:
-            return await self._measure(num_probes, bulk_bytes, checks_ports=checks_ports)
+            try:
+                async with asyncio.timeout(self._patience_s):
+                    await self._turn.acquire()
+            except TimeoutError:
+                raise _busy() from None
+            try:
+                return await self._measure(num_probes, bulk_bytes, checks_ports=checks_ports)
+            finally:
+                self._turn.release()
         finally:
-            self._is_running = False
+            self._clients.discard(client)
+
+
+def _busy() -> Overloaded:
+    return Overloaded(
+        "another client is measuring the links, and two measurements at once would disturb each other: try"
+        f" again in {_RETRY_AFTER_S} s",
+        retry_after_s=_RETRY_AFTER_S,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,9 +19,30 @@ if TYPE_CHECKING:
 
 
 def json_bytes(value: Any) -> bytes:
-    """Compact UTF-8. A lone surrogate, which UTF-8 cannot encode, stays a JSON escape."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    """Compact JSON in UTF-8, of anything that `json.loads` returns.
+
+    A lone surrogate, which UTF-8 cannot encode, stays a JSON escape. NaN and infinity, which JSON lacks,
+    become null: requests may hold them, the latter also as `1e999`.
+    """
+    try:
+        text = _compact(value)
+    except ValueError:
+        text = _compact(_without_nonfinite(value))
     return text.encode("utf-8", "backslashreplace")
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def _without_nonfinite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _without_nonfinite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nonfinite(each) for each in value]
+    return value
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -11,6 +11,8 @@ from mesh.api.errors import json_bytes
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from mesh.api.api_keys import ApiKeys
+
 _MAX_RESPONSES: Final = 256
 _MAX_BYTES: Final = 16 * 2**20
 
@@ -42,15 +44,25 @@ class ResponseStore:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._by_client: dict[str | None, _Shelf] = {}
+        self._keys: ApiKeys | None = None
+
+    def follow(self, keys: ApiKeys) -> None:
+        """Drop the answers of keys when they are removed, and store none for them from then on."""
+        self._keys = keys
+        keys.on_removed(self.forget)
 
     def put(self, client: str | None, id: str, stored: StoredResponse) -> None:
         """Store an answer, and drop the client's oldest ones where there is no room.
+
+        No effect for a key that was removed while the answer was made: nothing would drop it any more.
 
         Args:
             client: Identity of the API key, or None where the API is open.
             id: Id of the answer.
             stored: The answer.
         """
+        if self._keys is not None and client is not None and not self._keys.has(client):
+            return
         shelf = self._by_client.setdefault(client, _Shelf())
         shelf.put(id, stored)
         while shelf.held and (len(shelf.held) > self._max_responses or shelf.num_bytes > self._max_bytes):

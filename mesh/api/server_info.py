@@ -25,6 +25,7 @@ from mesh.api.openapi import (
 )
 from mesh.metrics.prometheus import EmbeddingFigures, ModelFigures, exposition, targets
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
+from spanmesh_proto.errors import ClusterError, MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -144,8 +145,19 @@ _OF_MODEL: Final = (
 @router.head("/health", include_in_schema=False)
 @router.get("/health", response_model=None, responses=answers(Health), openapi_extra={"security": []})
 async def health(request: Request) -> Response:
-    """200 once requests can be answered, 503 with `Retry-After` before."""
-    backend_of(request).require_ready()
+    """200 once requests can be answered, 503 with `Retry-After` before.
+
+    Reasons name hosts, layers and sizes: where keys are needed `/mesh/status` has them, for those with a key.
+    """
+    try:
+        backend_of(request).require_ready()
+    except MeshError as error:
+        if not request.app.state.needs_key:
+            raise
+        raise ClusterError(
+            "requests cannot be answered for now: `/mesh/status` has the reason, for those with an API key",
+            retry_after_s=error.retry_after_s,
+        ) from None
     return json_response({"status": "ok"})
 
 

@@ -24,6 +24,7 @@ from mesh.bench.under_test.links import BULK_MB, NUM_PROBES, are_measured, measu
 from mesh.bench.under_test.options import remote_options, target_of
 from mesh.cli.option_types import Names, Numbers, choice_option, command_line, int_option
 from mesh.cli.shared_options import head_options, key_of
+from mesh.util.printable import say
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def net(url: str, api_key_file: Path | None, probes: int, megabytes: int, *, is_
     """
     found = measure_links(url.rstrip("/"), key_of(api_key_file), num_probes=probes, bulk_mb=megabytes)
     if is_json:
-        click.echo(json.dumps(found, indent=2))
+        say(json.dumps(found, indent=2))
     else:
         print_links(found)
     if not are_measured(found):
@@ -282,10 +283,10 @@ def spec(
             )
         )
     if report.lines:
-        click.echo(lines_text(report.lines))
-    click.echo(recommendation_text(report.recommendation, report.results.servers))
-    click.echo(f"report: {output / 'report.md'}")
+        say(lines_text(report.lines))
+    say(recommendation_text(report.recommendation, report.results.servers))
+    say(f"report: {output / 'report.md'}")
     for failure in report.results.failures:
-        click.echo(f"not measured: {failure}", err=True)
+        say(f"not measured: {failure}", err=True)
     if report.results.failures:
         context.exit(1)

@@ -21,6 +21,7 @@ from mesh.bench.shared_options import FILE, logs_folder, logs_option
 from mesh.lab.network import Lab, lab_supported
 from mesh.serve.options import demo_model
 from mesh.util.logs import set_up_logs
+from mesh.util.printable import say
 from mesh.util.processors import processor_name
 from spanmesh_proto.errors import MeshError
 
@@ -86,9 +87,9 @@ def main(
     except MeshError as error:
         raise click.ClickException(error.message) from error
     for comparison in comparisons:
-        click.echo(comparison.report())
-    click.echo(f"{settings.model.name}, {processor_name()}, tokens/s of one request:")
-    click.echo(side_by_side(comparisons))
+        say(comparison.report())
+    say(f"{settings.model.name}, {processor_name()}, tokens/s of one request:")
+    say(side_by_side(comparisons))
     if json_path is not None:
         json_path.write_text(json.dumps(_figures(comparisons), indent=2) + "\n", encoding="utf-8")
 

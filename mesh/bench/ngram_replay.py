@@ -23,6 +23,7 @@ import click
 from mesh.serve.options import demo_model
 from mesh.text.tokenizer import Tokenizer
 from mesh.util.logs import set_up_logs
+from mesh.util.printable import say
 from spanmesh_proto.errors import MeshError
 from speculative.acceptance import judge
 from speculative.lookup_proposers import NgramOptions, NgramProposer
@@ -367,11 +368,11 @@ def main(
         raise click.ClickException(str(error)) from error
     if not edits:
         raise click.ClickException("the releases have no file in common that changed")
-    click.echo(f"{len(edits)} edits")
+    say(f"{len(edits)} edits")
     rows = []
     for width in widths:
         rows.append(figures(measure(edits, width, options), width))
-        click.echo(as_line(rows[-1]))
+        say(as_line(rows[-1]))
     if json_path is not None:
         json_path.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 

@@ -12,6 +12,7 @@ import click
 from mesh.bench.shared_options import FOLDER, Url, goodput_option, json_option, seed_option
 from mesh.cli.option_types import Numbers, ParsedText, choice_option, float_option, int_option
 from mesh.cli.shared_options import key_of
+from mesh.util.printable import say
 
 
 class _Positive(ParsedText[float]):
@@ -156,7 +157,7 @@ def serve(
     key = key_of(api_key_file)
     report, code = run_load(LoadOptions(api_key=key or None, temperature=temperature, output=output, **given))
     if report is not None:
-        click.echo(as_json(report) if is_json else as_text(report))
+        say(as_json(report) if is_json else as_text(report))
         if output is not None:
-            click.echo(f"report: {output / 'report.md'}", err=is_json)
+            say(f"report: {output / 'report.md'}", err=is_json)
     return code

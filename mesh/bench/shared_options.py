@@ -18,6 +18,7 @@ import click
 
 from mesh.cli.option_types import ParsedText, float_option, int_option
 from mesh.lab.link import LinkConditions
+from mesh.util.printable import say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -213,8 +214,8 @@ def end_on_sigterm() -> None:
 
 def end_command(report: str, folder: Path, *, is_json: bool, is_good: bool) -> None:
     """Print a report and the place of its page, and exit with 1 unless all is well."""
-    click.echo(report)
+    say(report)
     if not is_json:
-        click.echo(f"report: {folder / 'report.md'}")
+        say(f"report: {folder / 'report.md'}")
     if not is_good:
         click.get_current_context().exit(1)

@@ -17,6 +17,7 @@ from mesh.cli.head_client import ask_head
 from mesh.cli.option_types import int_option
 from mesh.cli.shared_options import head_options, key_of
 from mesh.util.child_environment import API_KEY
+from mesh.util.printable import say
 from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -216,10 +217,10 @@ def agent(
         raise ClusterError(f"{url} does not describe its model {model!r} as a mesh does: another server?")
     endpoint = MeshEndpoint(url, key, name, context_length, max_output)
     if endpoint.context_length < _SHORT_CONTEXT:
-        click.echo(_short_context_hint(endpoint, (card.get("meta") or {}).get("n_ctx_train")), err=True)
+        say(_short_context_hint(endpoint, (card.get("meta") or {}).get("n_ctx_train")), err=True)
     setup = chosen.setup(endpoint)
     if is_shown:
-        click.echo(_shown(agent, setup, arguments, key))
+        say(_shown(agent, setup, arguments, key))
         return
     sys.stdout.flush()
     sys.stderr.flush()

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from mesh.cli.option_types import ParsedText, int_option
 from mesh.cli.shared_options import local_model
+from mesh.util.console import PrintableConsole
+from mesh.util.printable import say
 from mesh.util.progress import progress_bars
 from stages.certification.certify import CertifyOptions
 from stages.certification.isolated import certify_isolated
@@ -91,7 +92,7 @@ def certify(
             progress=lambda done, total: bar(done / total),
         )
     if as_json:
-        click.echo(json.dumps(_as_dict(report)))
+        say(json.dumps(_as_dict(report)))
     else:
         _print_table(report)
     if not (report.is_exact or report.is_exact_onward):
@@ -122,7 +123,7 @@ def _as_dict(report: EquivalenceReport) -> dict[str, object]:
 
 def _print_table(report: EquivalenceReport) -> None:
     for line in _family_lines(report):
-        click.echo(line)
+        say(line)
     table = Table(title=f"{report.model}: {report.architecture}, {report.n_layers} layers, exact mode")
     for heading in ("cut", "largest difference of logits", "at the cut", "equal tokens", "bit-equal"):
         table.add_column(heading, justify="right")
@@ -131,12 +132,12 @@ def _print_table(report: EquivalenceReport) -> None:
     if report.together is not None:
         table.add_row("all at once" if report.cuts else "none", *_cells(report.together))
     # A model's name may contain brackets.
-    console = Console(markup=False)
+    console = PrintableConsole(markup=False)
     console.print(table)
     if any(result.wire_losses for result in report.cuts):
         console.print(_losses(report))
     unequal = [result.cut for result in report.cuts if not result.difference.is_bit_equal]
-    click.echo(_conclusion(report, unequal))
+    say(_conclusion(report, unequal))
 
 
 def _family_lines(report: EquivalenceReport) -> list[str]:

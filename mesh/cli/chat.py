@@ -13,6 +13,7 @@ import click
 
 from mesh.cli.shared_options import head_options, key_of
 from mesh.util.completion_stream import CHAT_PATH, Chunk, stream_completion
+from mesh.util.printable import printable
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class ChatSession:
         model: Model name.
         system: System message, or None.
         fields: Further fields of each request.
-        write: Prints text at once.
+        write: Prints text at once; gets no control characters, which a model may write.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class ChatSession:
         self._model = model
         self._system = system
         self._fields = fields
-        self._write = write
+        self._write: Callable[[str], None] = lambda text: write(printable(text))
         self._messages: list[dict[str, str]] = []
         self._stats = "there is no answer yet"
 

@@ -13,6 +13,7 @@ from click.core import ParameterSource
 
 from mesh.cli.config_file import find_config, keys_of, nearest, read_config, settings_for
 from mesh.cli.main import command_named, configurable_commands
+from mesh.util.printable import say
 
 if TYPE_CHECKING:
     from mesh.cli.config_file import ConfigFile, Setting
@@ -53,7 +54,7 @@ def show(context: click.Context, *, origin: bool, command: str | None, flags: tu
         for name in dict.fromkeys((*tables, *([command] if command else _DEFAULT)))
     }
     for name in [command] if command else _DEFAULT:
-        click.echo("\n".join([f"[{name}]", *_lines(name, everything[name], flags, with_origin=origin), ""]))
+        say("\n".join([f"[{name}]", *_lines(name, everything[name], flags, with_origin=origin), ""]))
 
 
 @config.command(name="path")
@@ -62,9 +63,9 @@ def path_(context: click.Context) -> None:
     """Print the file that is read; exit with 1 if there is none."""
     file = _config_file(context)
     if file is None:
-        click.echo("no mesh.toml is read", err=True)
+        say("no mesh.toml is read", err=True)
         context.exit(1)
-    click.echo(file.path)
+    say(file.path)
 
 
 def _config_file(context: click.Context) -> ConfigFile | None:

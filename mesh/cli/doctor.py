@@ -13,6 +13,7 @@ from mesh.cli.head_client import ask_head
 from mesh.cli.option_types import int_option
 from mesh.cli.shared_options import key_of, port_range_option
 from mesh.util.child_environment import API_KEY
+from mesh.util.printable import say
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def doctor(
     if url is not None:
         checks += _of_mesh(url.rstrip("/"), key_of(api_key_file))
     if is_json:
-        click.echo(json.dumps([check.as_dict() for check in checks], indent=2))
+        say(json.dumps([check.as_dict() for check in checks], indent=2))
     else:
         _print(checks)
     click.get_current_context().exit(exit_code(checks))
@@ -95,9 +96,9 @@ def _print(checks: Sequence[Check]) -> None:
     for check in checks:
         if check.where != where:
             where = check.where
-            click.echo(where)
-        click.echo(f"  {_MARKS[check.outcome]} {check.what}: {check.detail}")
+            say(where)
+        say(f"  {_MARKS[check.outcome]} {check.what}: {check.detail}")
         if check.fix:
-            click.echo(f"       to do: {check.fix}")
+            say(f"       to do: {check.fix}")
     counts = {outcome: sum(check.outcome == outcome for check in checks) for outcome in _MARKS}
-    click.echo(f"{counts['ok']} passed, {counts['warn']} warnings, {counts['fail']} failed")
+    say(f"{counts['ok']} passed, {counts['warn']} warnings, {counts['fail']} failed")

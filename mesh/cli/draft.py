@@ -12,6 +12,7 @@ import click
 from mesh.cli.option_types import int_option
 from mesh.cli.shared_options import local_model
 from mesh.requantize import QUANT_TYPES, requantise
+from mesh.util.printable import say
 from mesh.util.progress import progress_bars
 from spanmesh_proto.errors import ModelError
 from stages.gguf.reader import read_header
@@ -60,7 +61,7 @@ def make(model: Path, quant_type: str, output: Path, *, plain: bool, force: bool
         bar = bars.add(f"writing {model.name} as {quant_type}")
         requantise(model, quant_type, output, is_plain=plain, progress=bar)
     before, after = read_header(model).file_bytes, output.stat().st_size
-    click.echo(f"{output}: {model.name} as {quant_type}, {after:,} bytes, {after / before:.0%} of the model")
+    say(f"{output}: {model.name} as {quant_type}, {after:,} bytes, {after / before:.0%} of the model")
 
 
 _KINDS: Final = {
@@ -95,7 +96,7 @@ def check(file: Path, target: Path, *, ctx_size: int, parallel: int, as_json: bo
 
     model = local_model(target).path
     found = check_drafter(file, model, DraftOptions(ctx_size=ctx_size, num_sessions=parallel))
-    click.echo(json.dumps(asdict(found), indent=2) if as_json else _as_text(found, file, model))
+    say(json.dumps(asdict(found), indent=2) if as_json else _as_text(found, file, model))
 
 
 def _as_text(found: CheckedDrafter, file: Path, model: Path) -> str:

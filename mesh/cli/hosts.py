@@ -9,6 +9,7 @@ import click
 
 from mesh.cli.head_client import ask_head
 from mesh.cli.shared_options import head_options, key_of
+from mesh.util.printable import say
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,9 +36,9 @@ def drain(name: str, url: str, api_key_file: Path | None) -> None:
         timeout_s=_DRAIN_TIMEOUT_S,
     )
     if answer.get("drained") is False:
-        click.echo(f"{name} was lost before its layers had moved; they are recovered as after a failure.")
+        say(f"{name} was lost before its layers had moved; they are recovered as after a failure.")
     else:
-        click.echo(f"{name} holds no layers now and has left the mesh.")
+        say(f"{name} holds no layers now and has left the mesh.")
 
 
 @click.command()
@@ -55,4 +56,4 @@ def evict(name: str, url: str, api_key_file: Path | None) -> None:
         method="POST",
         timeout_s=_EVICT_TIMEOUT_S,
     )
-    click.echo(f"{name} was removed. The old join token is void; `mesh serve` printed a new one.")
+    say(f"{name} was removed. The old join token is void; `mesh serve` printed a new one.")

@@ -11,6 +11,7 @@ import click
 
 from mesh.cli.option_types import MemorySize, int_option
 from mesh.cli.shared_options import gpu_options, port_range_option, storage_from, storage_options
+from mesh.util.printable import say
 
 if TYPE_CHECKING:
     from spanmesh_proto.addresses import PortRange
@@ -105,11 +106,11 @@ def _list_heads() -> int:
 
     heads = asyncio.run(discover_heads())
     for head in heads:
-        click.echo(f"{head.name} at {head.address}, spanmesh {head.software}, certificate {head.fingerprint}")
+        say(f"{head.name} at {head.address}, spanmesh {head.software}, certificate {head.fingerprint}")
     if not heads:
-        click.echo("no head was found: `mesh serve --discoverable` must run in this network", err=True)
+        say("no head was found: `mesh serve --discoverable` must run in this network", err=True)
         return 1
-    click.echo("to join one, give the token that it printed: mesh join --discover TOKEN", err=True)
+    say("to join one, give the token that it printed: mesh join --discover TOKEN", err=True)
     return 0
 
 

@@ -11,6 +11,7 @@ import click
 
 from mesh.api.api_keys import KeyRecord, add_key, default_key_file, digest_of, read_key_file, remove_key
 from mesh.cli.option_types import ParsedText
+from mesh.util.printable import say
 
 _SPAN = re.compile(r"(\d{1,6})([hdw])")
 _HOURS = {"h": 1, "d": 24, "w": 24 * 7}
@@ -104,16 +105,17 @@ def add(
         may_load=may_load,
     )
     add_key(path, record)
-    click.echo(key)
-    click.echo(f"the key {name} is in {path}, as a hash only: keep the printed key", err=True)
+    say(key)
+    say(f"the key {name} is in {path}, as a hash only: keep the printed key", err=True)
 
 
 @keys.command("list")
 @_FILE
 def list_(*, path: Path | None) -> None:
     """Show the names of all keys, their limits and rights."""
-    from rich.console import Console  # noqa: PLC0415 - keeps --help quick
     from rich.table import Table  # noqa: PLC0415
+
+    from mesh.util.console import PrintableConsole  # noqa: PLC0415 - keeps --help quick
 
     now_s = dt.datetime.now(dt.UTC).timestamp()
     records = read_key_file(path or default_key_file())
@@ -135,7 +137,7 @@ def list_(*, path: Path | None) -> None:
         right = (("yes" if record.may_load else "no"),) if has_rights else ()
         limited = ("no limit" if limit is None else str(limit) for limit in limits)
         table.add_row(name, *limited, at_once, when, *right)
-    Console().print(table)
+    PrintableConsole(markup=False).print(table)
 
 
 @keys.command()
@@ -148,4 +150,4 @@ def rm(*, name: str, path: Path | None) -> None:
     other begins so.
     """
     path = path or default_key_file()
-    click.echo(f"the key {remove_key(path, name)} was removed from {path}", err=True)
+    say(f"the key {remove_key(path, name)} was removed from {path}", err=True)

@@ -21,6 +21,7 @@ from mesh.cli.shared_options import (
     local_model,
     one_model_options,
 )
+from mesh.util.printable import say
 from spanmesh_proto.errors import MeshError
 from stages.units import format_size
 
@@ -92,12 +93,12 @@ def load(
     for stage in answer["stages"]:
         threads = "one thread" if stage["threads"] == 1 else f"{stage['threads']} threads"
         size = format_size(stage["bytes"])
-        click.echo(f"  {stage['host']}: layers {stage['layers']}, {size}, {threads}")
+        say(f"  {stage['host']}: layers {stage['layers']}, {size}, {threads}")
     if (context := answer.get("context")) is not None:
-        click.echo(f"  {context}")
+        say(f"  {context}")
     name = answer["model"]
     where = f"{head}/v1/embeddings" if order["embeddings"] else f"{head}/v1"
-    click.echo(f'{name} is served at {where} ({answer["plan"]}): send "model": "{name}".')
+    say(f'{name} is served at {where} ({answer["plan"]}): send "model": "{name}".')
 
 
 def _watched(head: str, key: str | None, order: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,7 +124,7 @@ def _watched(head: str, key: str | None, order: Mapping[str, Any]) -> dict[str, 
         phase = _phase(head, key, name) if asking.is_alive() else ""
         if phase and phase != said:
             said = phase
-            click.echo(f"{name}: {phase}", err=True)
+            say(f"{name}: {phase}", err=True)
     (found,) = outcome
     if isinstance(found, MeshError):
         raise found
@@ -182,4 +183,4 @@ def unload(name: str, url: str, api_key_file: Path | None, wait_s: float) -> Non
         timeout_s=wait_s + _UNLOAD_TIMEOUT_S,
     )
     ended = f" {answer['ended']} requests were ended." if answer["ended"] else ""
-    click.echo(f"{name} was unloaded, and its memory on the hosts is free.{ended}")
+    say(f"{name} was unloaded, and its memory on the hosts is free.{ended}")

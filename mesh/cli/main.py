@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from click.shell_completion import get_completion_class
 
+from mesh.util.printable import say
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import MeshError
 
@@ -158,10 +160,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except click.exceptions.Exit as finished:
         return finished.exit_code
     except click.ClickException as error:
-        error.show()
+        shown = io.StringIO()
+        error.show(shown)
+        # Values in it may come from a file.
+        say(shown.getvalue().removesuffix("\n"), err=True)
         return error.exit_code
     except MeshError as error:
-        click.echo(f"error: {error.message}", err=True)
+        say(f"error: {error.message}", err=True)
         return EXIT_ERROR
     except (click.Abort, KeyboardInterrupt):
         return EXIT_INTERRUPTED
@@ -185,7 +190,7 @@ def completion(context: click.Context, *, shell: str) -> None:
     """
     kind = get_completion_class(shell)
     assert kind is not None  # noqa: S101 - click has all three
-    click.echo(kind(context.find_root().command, {}, _PROGRAM, _VARIABLE).source())
+    say(kind(context.find_root().command, {}, _PROGRAM, _VARIABLE).source())
 
 
 _REST: Final = "Others"

@@ -13,6 +13,7 @@ import click
 
 from mesh.cli.option_types import MemorySize
 from mesh.cli.shared_options import local_model
+from mesh.util.printable import say
 from spanmesh_proto.errors import ModelError
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def list_(*, as_json: bool) -> None:
             }
             for entry in entries
         ]
-        click.echo(json.dumps({"models": lines}))
+        say(json.dumps({"models": lines}))
         return
     _print(entries)
 
@@ -83,7 +84,7 @@ def pull(reference: str) -> None:
     from mesh.hub import parse_reference  # noqa: PLC0415 - keeps --help quick
 
     parse_reference(reference)
-    click.echo(local_model(Path(reference)).path)
+    say(local_model(Path(reference)).path)
 
 
 @models.command()
@@ -96,7 +97,7 @@ def rm(names: tuple[str, ...]) -> None:
         entry = _named(_entries(), name)
         if not entry.remove():
             raise ModelError(f"{entry.name} is in use: first end the process that loads or fetches it")
-        click.echo(f"removed {entry.name}, {format_size(entry.size_bytes)}")
+        say(f"removed {entry.name}, {format_size(entry.size_bytes)}")
 
 
 @models.command()
@@ -115,7 +116,7 @@ def prune(limit_bytes: int | None) -> None:
     freed_bytes = sum(entry.size_bytes for entry in _entries() if not entry.is_whole and entry.remove())
     freed_bytes += stage_store().remove_leftovers(before_s=time.time() - 3600)
     freed_bytes += make_room(stage_store(), 0, limit_bytes)
-    click.echo(f"freed {format_size(freed_bytes)}")
+    say(f"freed {format_size(freed_bytes)}")
 
 
 def _entries() -> list[_Entry]:
@@ -174,16 +175,15 @@ def _named(entries: Sequence[_Entry], name: str) -> _Entry:
 
 
 def _print(entries: Sequence[_Entry]) -> None:
-    from rich.console import Console  # noqa: PLC0415 - keeps --help quick
-    from rich.markup import escape  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415 - keeps --help quick
 
+    from mesh.util.console import PrintableConsole  # noqa: PLC0415 - keeps --help quick
     from stages.units import format_size  # noqa: PLC0415
 
     table = Table("name", "kind", "holds", "size", "last used")
     for entry in entries:
         used = datetime.fromtimestamp(entry.used_at_s).astimezone().strftime("%Y-%m-%d %H:%M")
-        table.add_row(escape(entry.name), entry.kind, escape(entry.what), format_size(entry.size_bytes), used)
-    Console().print(table)
+        table.add_row(entry.name, entry.kind, entry.what, format_size(entry.size_bytes), used)
+    PrintableConsole(markup=False).print(table)
     total_bytes = sum(entry.size_bytes for entry in entries)
-    click.echo(f"{len(entries)} entries, {format_size(total_bytes)} in all")
+    say(f"{len(entries)} entries, {format_size(total_bytes)} in all")

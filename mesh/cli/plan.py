@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from mesh.cli.head_client import ask_head
@@ -16,6 +15,8 @@ from mesh.cli.option_types import MemorySize, choice_option, int_option
 from mesh.cli.shared_options import gpu_options, key_of, split_option
 from mesh.util import session_defaults
 from mesh.util.child_environment import API_KEY
+from mesh.util.console import PrintableConsole
+from mesh.util.printable import say
 from stages.runtime.kv_types import KV_TYPES
 from stages.units import format_size
 
@@ -163,7 +164,7 @@ def plan(
         context = _without_a_mesh(host_specs, hosts_file, rtt_ms, this_host)
     found = dry_run(read_source(model), facts, context, options)
     if is_json:
-        click.echo(json.dumps(found.as_dict(), indent=2))
+        say(json.dumps(found.as_dict(), indent=2))
         return
 
     print_plan(found)
@@ -226,7 +227,7 @@ def _without_a_mesh(
 def print_plan(found: DryRun) -> None:
     """Print stages, hosts without stages, and the forecast."""
     # A model's name may contain brackets.
-    console = Console(markup=False)
+    console = PrintableConsole(markup=False)
     model = found.model
     console.print(
         f"{model.name} ({model.architecture}), {model.layer_count}, {format_size(model.file_bytes)}",
@@ -273,7 +274,7 @@ def _on_gpus(memory: StageMemory) -> str:
     return shares + (experts if memory.cpu_moe_layers else "")
 
 
-def _print_forecast(console: Console, expected: Forecast) -> None:
+def _print_forecast(console: PrintableConsole, expected: Forecast) -> None:
     parts = (
         f"{expected.compute_ms:.1f} ms computing, {expected.wire_ms:.1f} ms on the wire, "
         f"{expected.handling_ms:.1f} ms handling"

@@ -8,6 +8,7 @@ import click
 
 from mesh.cli.option_types import ParsedText
 from mesh.cli.shared_options import local_model
+from mesh.util.printable import say
 from mesh.util.progress import progress_bars
 from stages.layers import LayerRange
 
@@ -46,4 +47,4 @@ def slice_(model: Path, layers: LayerRange, output: Path) -> None:
     with progress_bars() as bars:
         bar = bars.add(f"cutting {model.name}, layers {layers}")
         cut_stage(model, layers, output, progress=lambda done, total: bar(done / total))
-    click.echo(f"{output}: layers {layers} of {model.name}, {output.stat().st_size:,} bytes")
+    say(f"{output}: layers {layers} of {model.name}, {output.stat().st_size:,} bytes")

@@ -7,11 +7,12 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from mesh.cli.head_client import ask_head
 from mesh.cli.shared_options import head_options, key_of
+from mesh.util.console import PrintableConsole
+from mesh.util.printable import say
 from stages.units import format_size
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def status(url: str, api_key_file: Path | None, *, is_json: bool) -> None:
     """Show a running mesh: its hosts, its stages and their times."""
     answer = ask_head(url.rstrip("/") + "/mesh/status", key_of(api_key_file))
     if is_json:
-        click.echo(json.dumps(answer, indent=2))
+        say(json.dumps(answer, indent=2))
         return
 
     print_status(answer)
@@ -39,7 +40,7 @@ _MOST_PROMPTS: Final = 4
 def print_status(status: Mapping[str, Any]) -> None:
     """Model, hosts, stages, sessions, speculation."""
     # Models, devices and reasons may have any brackets in them.
-    console = Console(markup=False)
+    console = PrintableConsole(markup=False)
     model = status.get("model", {})
     state = "ready" if status.get("ready") else status.get("phase", "not ready")
     console.print(
@@ -149,7 +150,7 @@ def _place(stage: Mapping[str, Any]) -> str:
     return f"{stage['host']}[{start}, {stop})"
 
 
-def _print_counts(console: Console, status: Mapping[str, Any]) -> None:
+def _print_counts(console: PrintableConsole, status: Mapping[str, Any]) -> None:
     sessions, speculation = status.get("sessions"), status.get("speculation")
     if sessions:
         paused = f", {sessions['paused']} paused, not read by their clients" if sessions["paused"] else ""
@@ -205,7 +206,7 @@ def _groups(sessions: Mapping[str, Any]) -> str:
     return f", {num_groups} group{'s' * (num_groups > 1)} of at most {sessions['largest_group']}"
 
 
-def _print_incidents(console: Console, status: Mapping[str, Any]) -> None:
+def _print_incidents(console: PrintableConsole, status: Mapping[str, Any]) -> None:
     repairs, failures = status.get("repairs"), status.get("failures", ())
     if repairs and (repairs["count"] or repairs["moves"]):
         last = f", the last in {repairs['last_s']:.1f} s" if repairs["last_s"] is not None else ""
@@ -228,7 +229,7 @@ def features_text(features: Mapping[str, Any]) -> str:
     return f"{features['received']} of {features['wanted']} rows, {format_size(features['bytes'])}{off}"
 
 
-def _print_speculation(console: Console, speculation: Mapping[str, Any]) -> None:
+def _print_speculation(console: PrintableConsole, speculation: Mapping[str, Any]) -> None:
     counts = f"{speculation['accepted']} of {speculation['proposed']} proposed tokens accepted"
     void = f"{speculation['stale_rows']} rows void"
     lines = [f"speculation: {speculation['mode']}, {counts} in {speculation['windows']} windows, {void}"]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -50,11 +49,13 @@ def top(url: str, api_key_file: Path | None, interval_s: float, *, no_links: boo
 
     Ctrl-C ends it, without effect on the mesh.
     """
-    from rich.console import Console  # noqa: PLC0415 - keeps --help quick
     from rich.live import Live  # noqa: PLC0415
 
+    from mesh.util.console import PrintableConsole  # noqa: PLC0415 - keeps --help quick
+
     watch = _Watch(url.rstrip("/"), key_of(api_key_file), has_links=not no_links)
-    console = Console()
+    # Models and hosts may have any brackets in their names.
+    console = PrintableConsole(markup=False)
     picture = watch.look()
     if once:
         time.sleep(interval_s)
@@ -186,7 +187,7 @@ def _stages(
         table.add_row(
             str(stage["index"]),
             stage["host"],
-            escape(f"[{start}, {stop})"),
+            f"[{start}, {stop})",
             f"{its_pace.compute_ms:.2f}",
             f"{its_pace.queue_ms:.2f}",
             str(stage.get("queued_windows", "-")),
@@ -242,7 +243,7 @@ def _models(models: Sequence[Mapping[str, Any]]) -> Table:
         if embeddings:
             running = f"{embeddings['waiting']} waiting"
         num_tokens = embeddings.get("tokens", tokens.get("generated", 0))
-        table.add_row(escape(model["name"]), escape(state), running, str(num_tokens))
+        table.add_row(model["name"], state, running, str(num_tokens))
     return table
 
 
@@ -255,7 +256,7 @@ def _hosts(status: Mapping[str, Any]) -> Table:
         )
         if host["leaving"]:
             holds += "; leaving"
-        table.add_row(host["name"], host["address"], escape(holds), format_size(host["memory_bytes"]))
+        table.add_row(host["name"], host["address"], holds, format_size(host["memory_bytes"]))
     return table
 
 

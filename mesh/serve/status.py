@@ -8,7 +8,6 @@ import time
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-import click
 import structlog
 
 from mesh.cluster.join_token import decode
@@ -22,6 +21,7 @@ from mesh.serve.failures import Incidents
 from mesh.serve.options import speculation_refusal
 from mesh.serve.planning import plan_in_thread
 from mesh.serve.stage_factory import Transfers
+from mesh.util.printable import say
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto.addresses import join_address, split_address
 from spanmesh_proto.errors import ClusterError
@@ -369,7 +369,7 @@ def _num_stages(state: MeshState) -> int:
 def _say(text: str) -> None:
     # Serving continues without a reader of the output, as in `mesh serve | head`.
     with contextlib.suppress(OSError):
-        click.echo(text)
+        say(text)
 
 
 def _stages(count: int) -> str:

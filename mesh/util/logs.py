@@ -5,8 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from typing import TYPE_CHECKING, Final, TextIO
 
 import structlog
+from rich.traceback import Traceback
+
+from mesh.util.console import PrintableConsole
+from mesh.util.printable import printable, printable_values
+
+if TYPE_CHECKING:
+    from structlog.typing import EventDict, ExcInfo, WrappedLogger
 
 
 class _StandardError:
@@ -34,6 +42,9 @@ def set_up_logs(*, is_verbose: bool = False) -> None:
         is_verbose: Whether debug events are logged.
     """
     is_terminal = sys.stderr.isatty()
+    if logging.lastResort is not None:
+        # Of libraries, and of tasks whose failure asyncio reports.
+        logging.lastResort.setFormatter(_PrintableFormatter())
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -42,9 +53,8 @@ def set_up_logs(*, is_verbose: bool = False) -> None:
     # Tracebacks without local variables: those hold prompts and keys.
     renderer: list[structlog.typing.Processor] = (
         [
-            structlog.dev.ConsoleRenderer(
-                pad_event_to=20, exception_formatter=structlog.dev.RichTracebackFormatter(show_locals=False)
-            )
+            _escape_values,
+            structlog.dev.ConsoleRenderer(pad_event_to=20, exception_formatter=_write_traceback),
         ]
         if is_terminal
         else [
@@ -59,3 +69,29 @@ def set_up_logs(*, is_verbose: bool = False) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG if is_verbose else logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(file=_StandardError()),  # type: ignore[arg-type]
     )
+
+
+# What the renderer draws itself.
+_EXCEPTIONS: Final = frozenset({"exc_info", "stack_info"})
+
+
+def _escape_values(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """Escape control characters for a terminal; JSON has escapes of its own."""
+    return {
+        **printable_values({name: value for name, value in event.items() if name not in _EXCEPTIONS}),
+        **{name: event[name] for name in _EXCEPTIONS & event.keys()},
+    }
+
+
+def _write_traceback(output: TextIO, exc_info: ExcInfo) -> None:
+    """Write a traceback as structlog's `RichTracebackFormatter` does, its message in printable characters."""
+    output.write("\n")
+    console = PrintableConsole(file=output, color_system="truecolor")
+    console.print(Traceback.from_exception(*exc_info, show_locals=False, word_wrap=True))
+
+
+class _PrintableFormatter(logging.Formatter):
+    """Formatter of what is logged without a handler."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))

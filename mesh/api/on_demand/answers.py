@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import structlog
 from starlette.responses import Response
 
-from mesh.api.auth import require_may_load
+from mesh.api.auth import load_refusal
 from mesh.api.backend import backends_of
 from mesh.api.middleware import CLIENT_GONE_STATUS
 from mesh.api.on_demand.leases import lease_for
@@ -48,7 +48,8 @@ async def answered(
 
     Raises:
         ModelNotFound: Naming the models that are served.
-        Forbidden: If the model is not loaded, and the request may not have it loaded.
+        Forbidden: If the model is not loaded, or the loading that the request waited for ended without it,
+            and the request may not have it loaded.
         ClusterError: If the model is loading and not of the library, or does not fit for now.
         MeshError: What `answer` raises, and errors of loading.
     """
@@ -94,6 +95,8 @@ async def _lease_to_wait_for(request: Request, backends: Backends, model: str | 
     known = await on_demand.find(model)
     if known is None:
         return None
-    if known.phase != "loading":
-        require_may_load(request, model)
-    return lease_for(request.scope, on_demand, model)
+    refusal = load_refusal(request, model)
+    if refusal is not None and known.phase != "loading":
+        raise refusal
+    # While others have it loaded, everybody may wait for it.
+    return lease_for(request.scope, on_demand, model, refusal=refusal)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from mesh.api.auth import client_of
+
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from mesh.api.backend import ModelLease, OnDemandModels
+    from spanmesh_proto.errors import MeshError
 
 
 _LEASES: Final = "spanmesh.leases"
@@ -34,15 +37,18 @@ class ReleasedLeases:
                 lease.release()
 
 
-def lease_for(scope: Scope, on_demand: OnDemandModels, name: str) -> ModelLease:
+def lease_for(
+    scope: Scope, on_demand: OnDemandModels, name: str, *, refusal: MeshError | None = None
+) -> ModelLease:
     """Begin the use of a model, which ends with the request.
 
     Args:
         scope: ASGI scope of the request.
         on_demand: Loads models.
         name: Name of the model.
+        refusal: Error for a request that may use the model, but may not have it loaded; None if it may.
     """
-    lease = on_demand.lease(name)
+    lease = on_demand.lease(name, client_of(scope), refusal=refusal)
     leases: list[ModelLease] = scope[_LEASES]
     leases.append(lease)
     return lease

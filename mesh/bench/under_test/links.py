@@ -6,11 +6,11 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from rich.console import Console
 from rich.table import Table
 
 from mesh.bench.report_tools import markdown_table
 from mesh.cli.head_client import ask_head
+from mesh.util.console import PrintableConsole
 from spanmesh_proto.errors import InvalidRequest, MeshError
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def links_section(links: KnownLinks) -> tuple[str, str]:
 def print_links(found: Mapping[str, Any]) -> None:
     """Print the links, then their effect on the stages' order."""
     # What went wrong may have any brackets in it.
-    console = Console(markup=False)
+    console = PrintableConsole(markup=False)
     if not found["links"]:
         console.print(_ALONE, highlight=False)
         return

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from mesh.bench.shared_options import end_on_sigterm, model_argument, output_option, seed_option
+from mesh.util.printable import say
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,9 +61,9 @@ def fuzz(*, model: Path | None, seed: int, output: Path, is_json: bool, **num_ca
         report = feed(kind, FuzzOptions(count, seed, model, output))
         reports.append(report)
         if not is_json:
-            click.echo(as_text(report))
+            say(as_text(report))
     if is_json:
-        click.echo(json.dumps([as_dict(report) for report in reports], indent=2))
+        say(json.dumps([as_dict(report) for report in reports], indent=2))
     if not all(report.is_good for report in reports):
         click.get_current_context().exit(1)
 

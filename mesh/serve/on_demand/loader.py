@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, Protocol
 
 import structlog
 
 from mesh.api.backend import LibraryModel
+from mesh.coordinator.request_queue import FairQueue
 from mesh.serve.on_demand.library import load_request_of
 from mesh.serve.on_demand.policy import (
     AskRoom,
@@ -29,6 +30,7 @@ from spanmesh_proto.errors import (
     ModelError,
     Overloaded,
     StageFailed,
+    Unauthorized,
 )
 
 if TYPE_CHECKING:
@@ -87,20 +89,42 @@ class Room(Protocol):
 
 
 @dataclass(eq=False)
+class _WaitingRequest:
+    """A request that waits for a model.
+
+    Attributes:
+        arrived: Resolved once the model answers; fails with the error if it does not.
+        since_s: Its arrival, in seconds of the clock.
+        client: Identity of its API key; None where the API is open.
+        refusal: Its error if it may only wait while the model loads for others; None if it may have it done.
+    """
+
+    arrived: asyncio.Future[None]
+    since_s: float
+    client: str | None
+    refusal: MeshError | None
+
+
+@dataclass(eq=False)
 class _Use:
     """Requests for one model.
 
     Attributes:
+        waiting: Requests that wait for it to be loaded.
         num_held: Requests that use it, those that wait for it included.
-        waiting: Requests that wait for it to be loaded, by arrival, in seconds of the clock.
         loaded_at_s: When it was loaded; None if it is not.
         used_at_s: When the latest request ended, or it was loaded.
     """
 
+    waiting: FairQueue[_WaitingRequest]
     num_held: int = 0
-    waiting: dict[asyncio.Future[None], float] = field(default_factory=dict)
     loaded_at_s: float | None = None
     used_at_s: float = 0.0
+
+    @property
+    def waiting_since_s(self) -> float | None:
+        """Arrival of the oldest waiting request that may have the model loaded; None if there is none."""
+        return min((each.since_s for each in self.waiting if each.refusal is None), default=None)
 
 
 @dataclass(frozen=True)
@@ -184,9 +208,20 @@ class OnDemandLoader:
         """Whether a model answers that no order and no other model is about to unload."""
         return name not in self._leaving and self._phase(name) == "loaded"
 
-    def lease(self, name: str) -> Lease:
-        """Begin the use of a model: it is not unloaded for others until the lease is released."""
-        return Lease(self, name)
+    def lease(self, name: str, client: str | None, *, refusal: MeshError | None = None) -> Lease:
+        """Begin the use of a model, which is not unloaded for others until the lease is released.
+
+        See `mesh.api.backend.OnDemandModels`.
+        """
+        return Lease(self, name, client, refusal)
+
+    def forget(self, clients: Collection[str]) -> None:
+        """End the requests of removed keys that wait; see `mesh.api.backend.OnDemandModels`."""
+        for name, use in self._uses.items():
+            for waiting in [each for each in use.waiting if each.client in clients]:
+                use.waiting.discard(waiting.client, waiting)
+                _settle(waiting, Unauthorized(f"the API key was removed before `{name}` was loaded"))
+        self._changed.set()
 
     def describe(self, name: str) -> Mapping[str, Any]:
         """Stages of a model that answers, JSON-serialisable."""
@@ -205,20 +240,33 @@ class OnDemandLoader:
             del self._uses[name]
         self._changed.set()
 
-    async def loaded(self, name: str, *, is_bounded: bool) -> None:
-        """Return once a held model answers; see `mesh.api.backend.ModelLease`, whose errors it raises."""
+    async def loaded(
+        self, name: str, client: str | None, refusal: MeshError | None, *, is_bounded: bool
+    ) -> None:
+        """Return once a held model answers; see `mesh.api.backend.ModelLease`, whose errors it raises.
+
+        Args:
+            name: Name of the model.
+            client: Identity of the API key; None where the API is open.
+            refusal: Error for a request that may not have the model loaded; None if it may.
+            is_bounded: Whether the wait has a limit.
+        """
         if self.answers(name):
             return
+        if refusal is not None and self._phase(name) != "loading":
+            raise refusal
         self._refuse_known_failure(name)
-        use, most = self._use(name), self._options.max_waiting
-        if len(use.waiting) >= most:
+        use = self._use(name)
+        if not use.waiting.has_room(client):
+            own = "" if client is None else f", {use.waiting.num_of(client)} of them with this API key"
             raise Overloaded(
-                f"{most} requests wait for the model `{name}` to be loaded, which is the limit: try again in"
+                f"{len(use.waiting)} requests wait for the model `{name}` to be loaded{own}: try again in"
                 f" {self._retry_after_s(name)} s, or serve with a larger --max-waiting",
                 retry_after_s=self._retry_after_s(name),
             )
         arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        use.waiting[arrived] = self._clock_s()
+        waiting = _WaitingRequest(arrived, self._clock_s(), client, refusal)
+        use.waiting.add(client, waiting)
         self._changed.set()
         try:
             async with asyncio.timeout(self._options.library.load_wait_s if is_bounded else None):
@@ -231,7 +279,7 @@ class OnDemandLoader:
                 retry_after_s=retry_after_s,
             ) from None
         finally:
-            use.waiting.pop(arrived, None)
+            use.waiting.discard(client, waiting)
             self._changed.set()
 
     # The loop
@@ -347,14 +395,14 @@ class OnDemandLoader:
         registered = {model.name: model for model in self._registry.registered}
         demands = []
         for name in registered.keys() | self._uses.keys():
-            model, use = registered.get(name), self._uses.get(name, _Use())
+            model, use = registered.get(name), self._uses.get(name) or self._new_use()
             demands.append(
                 ModelDemand(
                     name,
                     "unloaded" if model is None else model.phase,
                     is_evictable=model is None or model.is_evictable,
                     num_held=use.num_held,
-                    waiting_since_s=min(use.waiting.values(), default=None),
+                    waiting_since_s=use.waiting_since_s,
                     loaded_at_s=use.loaded_at_s or 0.0,
                     used_at_s=use.used_at_s,
                 )
@@ -362,9 +410,13 @@ class OnDemandLoader:
         return demands
 
     def _note_registry(self) -> None:
-        """Begin the stay of models that answer now, and let their requests go on at once."""
+        """Begin the stay of models that answer now, and let their requests go on at once.
+
+        Requests that may only wait while a model loads for others fail once that ends without the model.
+        """
         registered = self._registry.registered
         loaded = {model.name for model in registered if model.phase == "loaded"}
+        loading = {model.name for model in registered if model.phase == "loading"}
         self._stopped |= {model.name for model in registered if model.phase == "unloading"}
         now_s = self._clock_s()
         for name in loaded:
@@ -374,26 +426,22 @@ class OnDemandLoader:
             if name not in self._leaving:
                 self._settle(name, None)
         for name, use in list(self._uses.items()):
-            if name not in loaded:
-                use.loaded_at_s = None
-                if not use.num_held:
-                    del self._uses[name]
+            if name in loaded:
+                continue
+            use.loaded_at_s = None
+            if name not in loading:
+                for waiting in use.waiting:
+                    if waiting.refusal is not None:
+                        _settle(waiting, waiting.refusal)
+            if not use.num_held:
+                del self._uses[name]
         self._changed.set()
 
     def _settle(self, name: str, error: MeshError | None) -> None:
         """Let the requests that wait for a model go on, or fail."""
         use = self._uses.get(name)
-        for arrived in () if use is None else list(use.waiting):
-            if arrived.done():
-                continue
-            if error is None:
-                arrived.set_result(None)
-            else:
-                arrived.set_exception(error)
-                # The client may have disconnected at this moment.
-                arrived.exception()
-        if use is not None:
-            use.waiting.clear()
+        while use is not None and (waiting := use.waiting.next()) is not None:
+            _settle(waiting, error)
 
     def _fail(self, name: str, error: MeshError) -> None:
         log.warning("model_not_loaded_on_demand", model=name, reason=error.message)
@@ -410,7 +458,12 @@ class OnDemandLoader:
         del self._failures[name]
 
     def _use(self, name: str) -> _Use:
-        return self._uses.setdefault(name, _Use())
+        if name not in self._uses:
+            self._uses[name] = self._new_use()
+        return self._uses[name]
+
+    def _new_use(self) -> _Use:
+        return _Use(FairQueue(self._options.max_waiting))
 
     def _phase(self, name: str) -> Literal["unloaded", "loading", "loaded", "unloading"]:
         found = next((model.phase for model in self._registry.registered if model.name == name), None)
@@ -457,23 +510,41 @@ class Lease:
     Args:
         loader: Loads the model.
         name: Name of the model.
+        client: Identity of the API key; None where the API is open.
+        refusal: Error for a request that may not have the model loaded; None if it may.
     """
 
-    def __init__(self, loader: OnDemandLoader, name: str) -> None:
+    def __init__(
+        self, loader: OnDemandLoader, name: str, client: str | None, refusal: MeshError | None
+    ) -> None:
         self._loader = loader
         self._name = name
+        self._client = client
+        self._refusal = refusal
         self._is_held = True
         loader.hold(name)
 
     async def loaded(self, *, is_bounded: bool) -> None:
         """Return once the model answers; see `mesh.api.backend.ModelLease`, whose errors it raises."""
-        await self._loader.loaded(self._name, is_bounded=is_bounded)
+        await self._loader.loaded(self._name, self._client, self._refusal, is_bounded=is_bounded)
 
     def release(self) -> None:
         """End the use; later calls have no effect."""
         if self._is_held:
             self._is_held = False
             self._loader.release(self._name)
+
+
+def _settle(waiting: _WaitingRequest, error: MeshError | None) -> None:
+    """Let a request go on, or fail; no effect if it does already."""
+    if waiting.arrived.done():
+        return
+    if error is None:
+        waiting.arrived.set_result(None)
+    else:
+        waiting.arrived.set_exception(error)
+        # The client may have disconnected at this moment.
+        waiting.arrived.exception()
 
 
 def _lost(name: str) -> MeshError:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mesh.api import auth
+from mesh.api.api_keys import ApiKeys
 from mesh.api.backend import LinkMeasurement, LinkRuns
 from mesh.cli.main import run
 from mesh.placement.links import Link
@@ -127,6 +128,41 @@ async def test_one_client_at_a_time_measures(tokenizer: Tokenizer) -> None:
         assert (await first).status_code == 200
         assert (await api.http.post("/mesh/links")).status_code == 200
     assert slow.outcomes == ["measured"] * 2
+
+
+async def test_no_key_keeps_another_from_measuring(tokenizer: Tokenizer) -> None:
+    """A loop of one key, whose next request follows at once, has another one measure in between."""
+    slow = Slow()
+    alice, bob = ({"authorization": f"Bearer sk-{name}"} for name in ("alice", "bob"))
+    keys = ApiKeys.from_plain({"alice": "sk-alice", "bob": "sk-bob"})
+    async with running_api(ScriptedEngine([]), tokenizer, link_runs=LinkRuns(slow), keys=keys) as api:
+        first = asyncio.create_task(api.http.post("/mesh/links", headers=bob))
+        await slow.begun.wait()
+        operator = asyncio.create_task(api.http.post("/mesh/links?probes=1000&bulk_bytes=5", headers=alice))
+        await asyncio.sleep(0.05)
+        for headers in (alice, bob):
+            assert (await api.http.post("/mesh/links", headers=headers)).status_code == 429
+        assert not operator.done()
+        slow.gate.set()
+        again = asyncio.create_task(api.http.post("/mesh/links", headers=bob))
+        assert [(await each).status_code for each in (first, operator)] == [200, 200]
+        assert (await again).status_code in {200, 429}
+    assert set(slow.outcomes) == {"measured"}
+
+
+async def test_the_wait_for_others_is_bounded_and_leaves_nothing(tokenizer: Tokenizer) -> None:
+    slow = Slow()
+    runs = LinkRuns(slow, patience_s=0.05)
+    keys = ApiKeys.from_plain({"alice": "sk-alice", "bob": "sk-bob"})
+    alice, bob = ({"authorization": f"Bearer sk-{name}"} for name in ("alice", "bob"))
+    async with running_api(ScriptedEngine([]), tokenizer, link_runs=runs, keys=keys) as api:
+        first = asyncio.create_task(api.http.post("/mesh/links", headers=bob))
+        await slow.begun.wait()
+        assert (await api.http.post("/mesh/links", headers=alice)).status_code == 429
+        slow.gate.set()
+        assert (await first).status_code == 200
+        assert (await api.http.post("/mesh/links", headers=alice)).status_code == 200
+    assert runs._clients == set()
 
 
 async def test_a_client_that_hangs_up_ends_its_run(tokenizer: Tokenizer) -> None:

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mesh.api import auth
-from mesh.api.api_keys import ApiKeys, KeyRecord, digest_of
+from mesh.api.api_keys import ApiKeys, KeyRecord, add_key, digest_of, remove_key
+from mesh.api.load_request import LoadRequest
 from mesh.serve.on_demand.policy import DemandRules
-from spanmesh_proto.errors import InvalidModel, StageFailed
+from spanmesh_proto.errors import InvalidModel, ModelDoesNotFit, StageFailed
 from tests.support.api_harness import KEY, MODEL, ScriptedEngine, tokenizer
 from tests.support.on_demand import SIZES, OnDemandApi, on_demand_api
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
 
     import httpx
 
@@ -296,6 +298,11 @@ async def test_who_leaves_wants_nothing_any_more(tokenizer: Tokenizer) -> None:
         assert mesh.models.loaded == {"large"}
 
 
+def load_request(model: str) -> LoadRequest:
+    """Order of an operator, for a file of the head's host."""
+    return LoadRequest.model_validate({"model": f"/elsewhere/{model}.gguf", "threads": 1})
+
+
 def two_keys() -> ApiKeys:
     return ApiKeys(
         [
@@ -329,6 +336,93 @@ async def test_a_key_that_may_not_load_is_told_so(tokenizer: Tokenizer) -> None:
         await until(lambda: num_waiting(mesh, "large") == 2)
         mesh.models.may_finish.set()
         assert [(await each).status_code for each in (first, second)] == [200, 200]
+
+
+@pytest.mark.parametrize("ends", ["fails", "stops", "succeeds"])
+async def test_a_request_that_may_only_wait_is_refused_when_the_loading_ends_without_the_model(
+    tokenizer: Tokenizer, ends: str
+) -> None:
+    async with on_demand_api(tokenizer, keys=two_keys()) as mesh:
+        http = mesh.api.http
+        await http.post(CHAT, json={"messages": HELLO, "model": "large"}, headers=MAY)
+        mesh.later(1000)
+        mesh.models.may_finish.clear()
+        if ends == "fails":
+            mesh.models.errors["middle"] = ModelDoesNotFit("it needs more than there is")
+        order = asyncio.create_task(mesh.models.load(load_request("middle")))
+        await until(lambda: "load middle" in mesh.models.orders)
+        bob = asyncio.create_task(
+            http.post(CHAT, json={"messages": HELLO, "model": "middle"}, headers=MAY_NOT)
+        )
+        await until(lambda: num_waiting(mesh, "middle"))
+        if ends == "stops":
+            await mesh.models.unload("middle", 0.0)
+        mesh.models.may_finish.set()
+        await asyncio.gather(order, return_exceptions=True)
+        refused = await bob
+        if ends == "succeeds":
+            assert refused.status_code == 200
+            return
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
+        assert mesh.models.loaded == {"large"}
+        # Those with the right have it loaded all the same.
+        mesh.models.errors.clear()
+        assert (
+            await http.post(CHAT, json={"messages": HELLO, "model": "middle"}, headers=MAY)
+        ).status_code == 200
+
+
+async def test_a_right_counts_for_the_request_that_has_it(tokenizer: Tokenizer) -> None:
+    async with on_demand_api(tokenizer, keys=two_keys()) as mesh:
+        http, body = mesh.api.http, {"messages": HELLO, "model": "middle"}
+        mesh.models.may_finish.clear()
+        mesh.models.errors["middle"] = ModelDoesNotFit("it needs more than there is")
+        order = asyncio.create_task(mesh.models.load(load_request("middle")))
+        await until(lambda: "load middle" in mesh.models.orders)
+        alice, bob = (asyncio.create_task(http.post(CHAT, json=body, headers=who)) for who in (MAY, MAY_NOT))
+        await until(lambda: num_waiting(mesh, "middle") == 2)
+        del mesh.models.errors["middle"]
+        await mesh.models.unload("middle", 0.0)
+        mesh.models.may_finish.set()
+        await asyncio.gather(order, return_exceptions=True)
+        assert [(await each).status_code for each in (alice, bob)] == [200, 403]
+        assert mesh.models.orders == ["load middle", "unload middle", "load middle"]
+
+
+async def test_no_key_keeps_the_places_of_others_while_a_model_loads(tokenizer: Tokenizer) -> None:
+    async with on_demand_api(tokenizer, keys=two_keys(), max_waiting=2) as mesh:
+        http, body = mesh.api.http, {"messages": HELLO, "model": "small"}
+        mesh.models.may_finish.clear()
+        order = asyncio.create_task(mesh.models.load(load_request("small")))
+        await until(lambda: "load small" in mesh.models.orders)
+        waiting = [asyncio.create_task(http.post(CHAT, json=body, headers=MAY_NOT)) for _ in range(2)]
+        await until(lambda: num_waiting(mesh, "small") == 2)
+        refused = await http.post(CHAT, json=body, headers=MAY_NOT)
+        assert (refused.status_code, "2 of them with this API key" in refused.text) == (429, True)
+        waiting.append(asyncio.create_task(http.post(CHAT, json=body, headers=MAY)))
+        await until(lambda: num_waiting(mesh, "small") == 3)
+        mesh.models.may_finish.set()
+        assert [(await each).status_code for each in waiting] == [200, 200, 200]
+        await order
+
+
+async def test_no_model_is_loaded_for_a_key_that_was_removed(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    add_key(path, KeyRecord("bob", digest_of("sk-of-bob")))
+    add_key(path, KeyRecord("alice", digest_of(KEY), may_load=True))
+    async with on_demand_api(tokenizer, keys=ApiKeys.from_file(path)) as mesh:
+        http = mesh.api.http
+        await http.post(CHAT, json={"messages": HELLO, "model": "large"}, headers=MAY)
+        body = {"messages": HELLO, "model": "middle"}
+        waiting = asyncio.create_task(http.post(CHAT, json=body, headers=MAY))
+        await until(lambda: num_waiting(mesh, "middle"))
+        remove_key(path, "alice")
+        assert (await http.get("/v1/models", headers=MAY_NOT)).status_code == 200
+        assert (await waiting).status_code == 401
+        mesh.later(1000)
+        await asyncio.sleep(0.05)
+        assert mesh.models.orders == ["load large"]
+        assert "middle" not in mesh.loader._uses
 
 
 async def test_without_keys_only_the_heads_machine_has_models_loaded(

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from mesh.api.api_keys import ApiKeys
 from mesh.coordinator.coordinator import Coordinator
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import ModelDoesNotFit
 from tests.support import api_harness
-from tests.support.api_harness import Api, running_api
+from tests.support.api_harness import Api, ScriptedEngine, running_api
 from tests.support.fake_stage import FakeRuntime
 from tests.support.ring_harness import RunningStage, running_coordinator, running_services
 
@@ -91,6 +92,17 @@ def said(lines: list[str]) -> str:
     """What a stream said, without ids and times."""
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     return "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+
+
+async def test_without_a_key_health_tells_no_reason(tokenizer: Tokenizer) -> None:
+    reason = ModelDoesNotFit("layers [1, 2) need 3 GB, 2 GB of attic are free: join a host", retry_after_s=7)
+    keys = ApiKeys.from_plain({"alice": "sk-alice"})
+    async with running_api(ScriptedEngine([]), tokenizer, keys=keys, refusal=lambda: reason) as api:
+        for headers in ({}, {"authorization": "Bearer sk-alice"}):
+            response = await api.http.get("/health", headers=headers)
+            assert (response.status_code, response.headers["retry-after"]) == (503, "7")
+            assert "/mesh/status" in response.json()["error"]["message"]
+            assert not any(word in response.text for word in ("layers", "GB", "attic", "host"))
 
 
 async def test_when_no_host_can_take_the_layers_everybody_is_told_so(mesh: Repairable) -> None:

@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from mesh.api.api_keys import ApiKeys, KeyRecord, digest_of
+from mesh.api.errors import json_bytes
 from mesh.api.response_store import ResponseStore, StoredResponse
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import StageFailed
@@ -586,3 +587,26 @@ async def test_tokens_of_a_prompt_are_counted_without_an_answer(tokenizer: Token
     assert answer.usage is not None
     assert counted.input_tokens == answer.usage.input_tokens
     assert found.json()["input_tokens"] == whole.json()["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(("number", "is_streamed"), [("1e999", False), ("-1e999", True)])
+async def test_numbers_that_json_lacks_come_back_as_null(
+    tokenizer: Tokenizer, number: str, *, is_streamed: bool
+) -> None:
+    parameters = f'{{"type": "object", "properties": {{"x": {{"type": "number", "maximum": {number}}}}}}}'
+    tool = f'{{"type": "function", "name": "f", "strict": false, "parameters": {parameters}}}'
+    body = f'{{"input": "x", "stream": {str(is_streamed).lower()}, "tools": [{tool}], "tool_choice": "none"}}'
+    async with running_api(saying(tokenizer, "Fine."), tokenizer) as api:
+        response = await api.http.post(RESPONSES, content=body, headers={"content-type": "application/json"})
+        assert response.status_code == 200, response.text
+        answer = events_of(response)[-1]["response"] if is_streamed else response.json()
+        stored = await api.http.get(f"{RESPONSES}/{answer['id']}")
+    assert answer["tools"][0]["parameters"]["properties"] == {"x": {"type": "number", "maximum": None}}
+    assert stored.json()["tools"] == answer["tools"]
+    assert "Infinity" not in response.text + stored.text
+
+
+def test_every_answer_is_json() -> None:
+    sent = '{"a": [NaN, {"b": -Infinity}, 1e999, 1.5], "c": "NaN \\ud83d"}'
+    written = json_bytes({**json.loads(sent), "d": (float("nan"), True, None)})
+    assert written == rb'{"a":[null,{"b":null},null,1.5],"c":"NaN \ud83d","d":[null,true,null]}'

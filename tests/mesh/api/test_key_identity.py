@@ -1,5 +1,6 @@
 """What belongs to an API key goes by its hash: neither its line nor its name hands that to another key."""
 
+import asyncio
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -126,6 +127,21 @@ async def test_a_name_that_is_given_again_inherits_no_caches(tokenizer: Tokenize
 
 
 @pytest.mark.model
+async def test_a_key_that_comes_back_finds_nothing_of_before(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    both, one = f"alice {ALICE}\nbob {BOB}\n", f"bob {BOB}\n"
+    path.write_text(both)
+    async with running_ring_api(tokenizer, keys=ApiKeys.from_file(path)) as running:
+        assert await ask(running, ALICE) == 0
+        assert await ask(running, BOB) == 0
+        path.write_text(one)
+        assert await ask(running, BOB) > 0
+        path.write_text(both)
+        assert await ask(running, ALICE) == 0
+        assert await ask(running, ALICE) > 0
+
+
+@pytest.mark.model
 async def test_lines_that_move_up_inherit_no_caches(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"{ALICE}\n{BOB}\n")
@@ -160,6 +176,36 @@ async def test_a_name_that_is_given_again_inherits_neither_answers_nor_limits(
         add_key(path, KeyRecord("team", digest_of(ALICE), requests_per_minute=2))
         assert (await api.http.get(where, headers=bearer(ALICE))).status_code == 404
     assert [request.client for request in engine.requests] == [digest_of(ALICE).hex()]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_an_answer_that_outlives_its_key_is_not_kept(
+    tokenizer: Tokenizer, tmp_path: Path, *, is_streamed: bool
+) -> None:
+    path = tmp_path / "keys"
+    add_key(path, KeyRecord("alice", digest_of(ALICE)))
+    add_key(path, KeyRecord("bob", digest_of(BOB)))
+    engine = ScriptedEngine([(300,), 0.3, (301,)])
+    async with running_api(engine, tokenizer, keys=ApiKeys.from_file(path)) as api:
+        assert api.backends is not None
+        body = {"input": "a secret", "stream": is_streamed}
+        asked = api.http.post("/v1/responses", json=body, headers=bearer(ALICE))
+        running = asyncio.create_task(asked)
+        async with asyncio.timeout(10):
+            while not engine.num_running:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        remove_key(path, "alice")
+        assert (await api.http.get("/v1/models", headers=bearer(BOB))).status_code == 200
+        made = await running
+        assert (made.status_code, "resp_" in made.text) == (200, True)
+        assert api.backends.first.api.responses._by_client == {}
+        add_key(path, KeyRecord("alice", digest_of(ALICE)))
+        where = f"/v1/responses/resp_{made.text.partition('resp_')[2].partition(chr(34))[0]}"
+        assert (await api.http.get(where, headers=bearer(ALICE))).status_code == 404
+        # What it is answered from now on is kept.
+        again = (await api.http.post("/v1/responses", json={"input": "x"}, headers=bearer(ALICE))).json()
+        found = await api.http.get(f"/v1/responses/{again['id']}", headers=bearer(ALICE))
+        assert found.status_code == 200
 
 
 def test_what_a_file_that_cannot_be_read_says_nothing_of_is_kept(tmp_path: Path) -> None:

@@ -198,3 +198,27 @@ def test_what_came_before_a_server_broke_off_stays_with_its_reason() -> None:
         for line in ("I am Ada.", "/show"):
             assert chat.take(line)
     assert shown == ["Hello", "\nerror: stage 2 went away\n", "user: I am Ada.\n", "assistant: Hello\n"]
+
+
+def test_an_answer_controls_no_terminal() -> None:
+    said = "Füße\n\t日本 👩\u200d👧\x1b]0;owned\x07\x9b2J\u202e\ud83d"
+    events = ({"choices": [{"delta": {"content": said}}]}, {"error": {"message": "lost \x1b[2J"}})
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+    shown: list[str] = []
+    with answering(f"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n{body}".encode()) as url:
+        chat = ChatSession(url, None, model="default", system=None, fields={}, write=shown.append)
+        for line in ("I am Ada.", "/show"):
+            assert chat.take(line)
+    escaped = "Füße\n\t日本 👩\u200d👧" + r"\u001b]0;owned\u0007\u009b2J\u202e\ud83d"
+    assert shown[:2] == [escaped, "\nerror: lost \\u001b[2J\n"]
+    assert shown[-1] == f"assistant: {escaped}\n"
+
+
+def test_what_a_server_says_controls_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with answering(refusing("400 No", "no host \x1b[2J\x9b2J\u202e")) as url:
+        assert run(["drain", "b", "--url", url]) == 1
+    assert run(["drain", "b", "--url", "ftp://\x1b[2J"]) == 2
+    assert run(["drain", "--no\x1b[2J"]) == 2
+    said = capsys.readouterr().err
+    assert "error: no host \\u001b[2J\\u009b2J\\u202e\n" in said
+    assert "\x1b" not in said

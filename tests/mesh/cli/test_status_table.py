@@ -143,3 +143,21 @@ def test_brackets_in_names_and_reasons_are_shown_as_they_are(
     model = {"name": "tiny[v2] [/INST]", "layers": 30, "numeric_mode": "fast"}
     said = shown(capsys, monkeypatch, model=model, phase="waiting: [ipv4:10.0.0.2:1] is away", hosts=[HOST])
     assert "tiny[v2] [/INST], 30 layers, fast: waiting: [ipv4:10.0.0.2:1] is away" in said
+
+
+def test_names_and_reasons_from_other_hosts_control_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hostile = "x\x1b[2J\x9b2J\u202e"
+    gpu = {"name": hostile, "free_bytes": 2**30, "speed_gb_per_s": 100.0}
+    said = shown(
+        capsys,
+        monkeypatch,
+        model={"name": hostile},
+        plan=hostile,
+        hosts=[HOST | {"name": hostile, "platform": hostile, "gpus": [gpu]}],
+        failures=[FAILURE | {"host": hostile, "reason": hostile}],
+        models=[{"name": hostile, "lost": hostile}, {"name": "b"}],
+    )
+    assert said.count(r"x\u001b[2J\u009b2J\u202e") == 9
+    assert not {"\x1b", "\x9b", "\u202e"} & set(said)
