@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, Protocol
 import structlog
 
 from mesh.api.backend import LibraryModel
-from mesh.coordinator.request_queue import FairQueue
+from mesh.util.fair_queue import FairQueue
 from mesh.serve.on_demand.library import load_request_of
 from mesh.serve.on_demand.policy import (
     AskRoom,
