@@ -123,6 +123,8 @@ class StageService(rpc.StageServicer):
         computes_in_loop: Whether the event loop of a stage with one thread computes short windows itself, see
             `StageWorker.compute_in_loop`; it should not where stages share one and their computing may stand
             still.
+        on_ended: Called once with the reason when nothing can be computed any more. The coordinator's streams
+            end then, and new ones are refused.
 
     Attributes:
         key_check: Interceptor for its server.
@@ -142,6 +144,7 @@ class StageService(rpc.StageServicer):
         most_sent_bytes: int = LEAST_SENT_BYTES,
         pause_s: Callable[[float], float] = pause_s,
         computes_in_loop: bool = True,
+        on_ended: Callable[[MeshError], None] = lambda _reason: None,
     ) -> None:
         self.handshakes = HandshakeMonitor()
         self.key_check = KeyCheck(mesh_key, self.handshakes.called)
@@ -157,7 +160,9 @@ class StageService(rpc.StageServicer):
             on_verdicts=self._answer,
             on_failures=self._report,
             on_features=self._send_features,
+            on_ended=self._end,
         )
+        self._on_ended = on_ended
         self._feature_stream: FeatureStream | None = None
         self._links: set[asyncio.Task[Any]] = set()
         self._verdicts: set[asyncio.Queue[wire.VerdictBundle | None]] = set()
@@ -397,7 +402,10 @@ class StageService(rpc.StageServicer):
             yield welcome
             while (reply := await replies.get()) is not None:
                 yield reply
-            if not reader.cancelled() and isinstance(reason := reader.exception(), MeshError):
+            reason: BaseException | None = self._engine.failure
+            if reader.done() and not reader.cancelled():
+                reason = reader.exception() or reason
+            if isinstance(reason, MeshError):
                 await self._refuse(context, reason)
         finally:
             reader.cancel()
@@ -487,6 +495,14 @@ class StageService(rpc.StageServicer):
         for bundles in self._verdicts:
             bundles.put_nowait(bundle)
 
+    def _end(self, reason: MeshError) -> None:
+        """End the coordinator's streams: to it the stage is lost."""
+        for replies in self._controls:
+            replies.put_nowait(None)
+        for bundles in self._verdicts:
+            bundles.put_nowait(None)
+        self._on_ended(reason)
+
     def _report(self, failures: list[wire.Failure]) -> None:
         for failure in failures:
             for replies in self._controls:
@@ -495,7 +511,7 @@ class StageService(rpc.StageServicer):
     async def _greet(
         self, hello: wire.Hello | None, context: grpc.aio.ServicerContext[Any, Any]
     ) -> wire.Welcome:
-        if (refusal := self._place.refusal(hello)) is not None:
+        if (refusal := self._place.refusal(hello) or self._engine.failure) is not None:
             await abort(context, refusal)
         return wire.Welcome(
             protocol_version=PROTOCOL_VERSION,
@@ -561,7 +577,10 @@ class StageService(rpc.StageServicer):
                     self._fetch(request.fetch, replies)
                 case "ping":
                     pong = wire.Pong(
-                        sent_us=request.ping.sent_us, stats=self.stats(), stage_us=monotonic_us()
+                        sent_us=request.ping.sent_us,
+                        stats=self.stats(),
+                        stage_us=monotonic_us(),
+                        activity=self._engine.activity(),
                     )
                     replies.put_nowait(wire.ControlReply(pong=pong))
 
