@@ -86,7 +86,8 @@ class ControlStream:
 
     Attributes:
         clock: Clock offset and round trip of the stage.
-        stats: The stage's latest counters; None before the first.
+        latest: The stage's latest reply to a ping; None before the first.
+        round_trip_s: Round trip of that, in seconds.
     """
 
     def __init__(
@@ -104,7 +105,8 @@ class ControlStream:
         on_blocks: Callable[[wire.ControlReply], None] = lambda _reply: None,
     ) -> None:
         self.clock = ClockOffset()
-        self.stats: wire.StageStats | None = None
+        self.latest: wire.Pong | None = None
+        self.round_trip_s = 0.0
         self._on_blocks = on_blocks
         self._clock_us = clock_us
         self._address = address
@@ -188,10 +190,16 @@ class ControlStream:
         await self._channel.close(None)
 
     async def _write(self) -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        try:
             while True:
                 await self._call.write(await self._requests.get())
                 self._requests.task_done()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # see `_read`
+        except Exception as error:
+            # Neither would be sent any more: ends of sessions, and pings.
+            log.exception("control_failed", address=self._address)
+            self._on_lost(StageFailed(f"the coordinator failed to write to {self._address}: {error!r}"))
 
     async def _read(self) -> None:
         reason: MeshError = StageFailed(f"the control stream to {self._address} ended")
@@ -201,8 +209,9 @@ class ControlStream:
                     self._on_failure(reply.failure)
                 elif reply.WhichOneof("kind") == "pong":
                     self._on_reply()
-                    self.stats = reply.pong.stats
-                    self.clock.add(reply.pong.sent_us, reply.pong.stage_us, self._clock_us())
+                    self.latest, received_us = reply.pong, self._clock_us()
+                    self.round_trip_s = (received_us - reply.pong.sent_us) / 1e6
+                    self.clock.add(reply.pong.sent_us, reply.pong.stage_us, received_us)
                     if (pong := self._pongs.get(reply.pong.sent_us)) is not None and not pong.done():
                         pong.set_result(reply.pong)
                 elif reply.WhichOneof("kind") in _ABOUT_BLOCKS:
