@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
+from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -74,6 +76,9 @@ log = structlog.get_logger()
 # When a process dies, all of its streams end within this time.
 _GATHER_S: Final = 0.05
 
+# Of so many sessions that ended last the slots are known, for failures that come late.
+_NUM_ENDED: Final = 1024
+
 # Terms are times in milliseconds, and no coordinator opens a million sessions in one.
 _IDS_PER_TERM: Final = 1 << 20
 
@@ -129,6 +134,8 @@ class Coordinator:
             context_length=options.context_length,
         )
         self._sessions: dict[int, Session] = {}
+        # Slots by session.
+        self._ended: deque[tuple[int, int]] = deque(maxlen=_NUM_ENDED)
         self._session_ids = session_ids(term)
         self._past = SpeculationReport()
         self._speculators = Speculators(
@@ -265,6 +272,7 @@ class Coordinator:
                 else:
                     self._keep(session, session.computed, floor)
                 del self._sessions[session.id]
+                self._ended.append((session.id, session.slot))
                 self._note_sessions()
                 session.close(self._to_keep(session))
                 self._past = self._past.merge(session.telemetry.report())
@@ -581,8 +589,9 @@ class Coordinator:
         error = from_code(failure.code, f"stage {stage_index}: {failure.message}")
         session = self._sessions.get(failure.session)
         if session is None:
-            # The session has ended, so it is unknown which slot the stage emptied.
-            self._slots.prefix_cache.forget_all()
+            # The session has ended, or began anew; the stage may have emptied its slot.
+            for slot in {slot for ended, slot in self._ended if ended == failure.session}:
+                self._slots.prefix_cache.forget(slot)
         else:
             with session.failing_alone():
                 if session.on_failure(failure.epoch, error):
@@ -594,7 +603,9 @@ class Coordinator:
         self._num_prefix_mismatches += is_mismatch
         event = "prefix_mismatch" if is_mismatch else "session_begins_anew"
         log.warning(event, session=session.id, slot=session.slot, reason=error.message)
-        self._slots.prefix_cache.forget_all()
+        # Those of others are not in doubt; should one be wrong all the same, that costs time only.
+        self._slots.prefix_cache.forget_client(session.request.client)
+        self._ended.append((session.id, session.slot))
         # Other sessions may wait for this one in the order of replays.
         pending = session.suspend()
         self._ring.close_session(session.id)
@@ -624,6 +635,7 @@ def _session_spec(session: int, prefix_match: PrefixMatch, request: GenerationRe
         prefix_match.source_slot,
         grammar=request.grammar,
         fetch=prefix_match.fetch,
+        client=b"" if request.client is None else hashlib.sha256(request.client.encode()).digest(),
     )
 
 

@@ -83,8 +83,8 @@ class FeatureModel:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can draft: the process that computes has not ended."""
-        return self._context.is_alive
+        """Whether it can draft: neither the process that computes nor the thread has ended."""
+        return self._context.is_alive and self._thread.failure is None
 
     def open(self, choose: Choose, client: str | None = None) -> FeatureProposer:
         """A proposer for one session; see `speculative.draft.model.DraftModel.open`."""

@@ -71,8 +71,8 @@ class DraftModel:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can draft: the process that computes has not ended."""
-        return self._context.is_alive
+        """Whether it can draft: neither the process that computes nor the thread has ended."""
+        return self._context.is_alive and self._thread.failure is None
 
     def open(self, choose: Choose, client: str | None = None) -> DraftProposer:
         """A proposer for one session; at most `options.num_sessions` may be open at once.

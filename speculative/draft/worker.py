@@ -241,6 +241,9 @@ class DraftThread:
         options: Number of sessions, and niceness.
         clock_s: Monotonic clock, seconds.
         ms_per_token: Time of a drafted token when no other session was computing.
+
+    Attributes:
+        failure: Error that nothing expected, after which it drafts no more; None while it works.
     """
 
     def __init__(
@@ -257,6 +260,7 @@ class DraftThread:
         self._sessions: list[DraftSession] = []
         self._running: list[DraftSession] = []
         self._is_closing = False
+        self.failure: Exception | None = None
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="draft", daemon=True)
         # A thread has no id before it runs, and must not run before its priority is set.
@@ -291,8 +295,8 @@ class DraftThread:
             Exception: The error that ended the session's drafting, if there was one.
         """
         with self._changed:
-            if session.error is not None:
-                raise session.error
+            if (error := session.error or self.failure) is not None:
+                raise error
             yield session.sequence
             self._abort_if_in_vain()
             if session.sequence.is_urgent:
@@ -321,6 +325,13 @@ class DraftThread:
         self._priority.raise_again()
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:  # noqa: BLE001 - whatever it is, each session is to be told
+            with self._changed:
+                self.failure = error
+
+    def _work(self) -> None:
         while True:
             with self._changed:
                 while not (parts := self._next_parts()) and not self._is_closing:
