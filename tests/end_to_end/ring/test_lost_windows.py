@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -137,17 +138,22 @@ async def end_of_stage(ring: RepairableRing) -> None:
             await asyncio.sleep(0.002)
 
 
-@pytest.mark.parametrize("writes", ["link", "frame"])
-async def test_a_link_that_cannot_write_is_lost(writes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("writes", ["link", "frame", "control"])
+async def test_a_stream_that_cannot_write_is_lost(writes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ring = RepairableRing()
     async with serving(ring, OPTIONS) as coordinator:
         link = ring.running[0].service._engine.next
         assert link is not None
         if writes == "link":
             link._call.write = once(link._call.write, MemoryError())  # type: ignore[method-assign]
+        elif writes == "control":
+            call = coordinator._ring._controls[1]._call
+            call.write = once(call.write, MemoryError(), after=0)  # type: ignore[method-assign]
         else:
             monkeypatch.setattr(stage_link, "_frame", once(stage_link._frame, MemoryError(), after=8))
-        assert await answer(coordinator) == TEXT
+        async with asyncio.timeout(PATIENCE_S):
+            while not ring.num_repairs:
+                assert await answer(coordinator) == TEXT
         assert ring.num_repairs == 1
 
 
@@ -232,6 +238,20 @@ async def test_an_error_in_the_callback_of_a_proposer_ends_its_session(
         session._wake()
         with pytest.raises(StageFailed, match="wrong"):
             await asyncio.wait_for(anything_of(parts), PATIENCE_S)
+
+
+async def test_a_failure_that_comes_late_costs_no_other_client_its_prefix() -> None:
+    ring = RepairableRing()
+    async with serving(ring, OPTIONS) as coordinator:
+        ended = {}
+        for client in ("ann", "bob"):
+            async for _ in coordinator.generate(replace(REQUEST, client=client)):
+                ended[client] = next(iter(coordinator._sessions))
+        for session in (ended["ann"], 12345678):
+            coordinator._on_failure(1, wire.Failure(session=session, code="stage_failed", message="late"))
+        for client, is_known in (("ann", False), ("bob", True)):
+            _, last = await collect(coordinator, replace(REQUEST, client=client))
+            assert bool(last.stats.num_cached) == is_known
 
 
 async def test_groups_that_fail_are_made_anew_with_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
