@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 _LONGEST_BATCH_S: Final = 60.0
 _LONGEST_FIRST_BATCH_S: Final = 600.0
 _SLOWER: Final = 8
-# Round trips for what gRPC has taken from a sender, which may not have arrived.
-_ROUND_TRIPS: Final = 2
 
 
 class LivenessMonitor:
@@ -100,13 +98,13 @@ class WindowMonitor:
     """Windows that were lost without a failure: awaited, and nowhere in the ring.
 
     A window in flight waits at a stage, is computed there, or is on its way. Where no stage has had anything
-    to do for a while, and none has anything left to send, it is lost. While others keep the stages busy, it
-    is lost once far more verdicts have come than can overtake it.
+    to do for a while, and each has read all that was sent to it, it is lost. While others keep the stages
+    busy, it is lost once far more verdicts have come than can overtake it.
 
     Args:
         num_slots: Concurrent sessions.
         interval_s: Interval of the pings to each stage, in seconds.
-        timeout_s: Time for what is on its way, besides round trips, in seconds.
+        timeout_s: Time without anything to do after which windows are lost, in seconds.
     """
 
     def __init__(self, num_slots: int, interval_s: float, timeout_s: float) -> None:
@@ -117,7 +115,7 @@ class WindowMonitor:
         self._most_overtaking = 64 * num_slots + 8 * num_slots**2
         self._still_s = 0.0
         self._seen: tuple[int, ...] = ()
-        self._done: tuple[int, ...] = ()
+        self._done: tuple[tuple[int, ...], ...] = ()
 
     def note_verdict(self) -> None:
         """Record that a verdict came."""
@@ -129,8 +127,8 @@ class WindowMonitor:
         pongs: Sequence[wire.Pong | None],
         *,
         num_overtaking: int | None,
-        num_unsent: int,
-        round_trip_s: float,
+        num_sent: int,
+        num_received: int,
     ) -> bool:
         """Record the end of an interval; returns whether windows are lost.
 
@@ -139,8 +137,8 @@ class WindowMonitor:
             pongs: Latest of each stage.
             num_overtaking: Verdicts since the latest one of the session that has waited longest; None if no
                 session waits for the stages.
-            num_unsent: Messages of the coordinator to the first stage that are not sent.
-            round_trip_s: Longest latest round trip to a stage, in seconds.
+            num_sent: Messages to the first stage so far.
+            num_received: Bundles of verdicts so far.
         """
         told = [pong for pong in pongs if pong is not None]
         seen, seen_before = tuple(pong.sent_us for pong in told), self._seen
@@ -153,20 +151,19 @@ class WindowMonitor:
         self._seen = seen
         done, done_before = tuple(map(_num_done, told)), self._done
         self._done = done
-        if num_unsent or done != done_before or not all(map(_is_still, told)):
+        sent = [num_sent, *(pong.activity.num_sent for pong in told)]
+        received = [*(pong.activity.num_received for pong in told), num_received]
+        if sent != received or done != done_before or any(map(_has_work, told)):
             self._still_s = 0.0
         else:
             self._still_s += min(elapsed_s, self._interval_s)
-        return (
-            num_overtaking > self._most_overtaking
-            or self._still_s > self._timeout_s + _ROUND_TRIPS * round_trip_s
-        )
+        return num_overtaking > self._most_overtaking or self._still_s > self._timeout_s
 
 
-def _num_done(pong: wire.Pong) -> int:
-    return pong.stats.num_windows + pong.stats.num_dropped_windows
+def _num_done(pong: wire.Pong) -> tuple[int, ...]:
+    stats, activity = pong.stats, pong.activity
+    return stats.num_windows, stats.num_dropped_windows, activity.num_received, activity.num_sent
 
 
-def _is_still(pong: wire.Pong) -> bool:
-    activity = pong.activity
-    return not (activity.batch_age_us or activity.num_unsent or pong.stats.num_queued_windows)
+def _has_work(pong: wire.Pong) -> bool:
+    return bool(pong.activity.batch_age_us or pong.stats.num_queued_windows)

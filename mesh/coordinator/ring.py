@@ -344,8 +344,8 @@ class Ring:
             elapsed_s,
             pongs,
             num_overtaking=self._num_overtaking(),
-            num_unsent=self._link.num_unsent,
-            round_trip_s=max(control.round_trip_s for control in self._controls),
+            num_sent=self._link.num_messages,
+            num_received=self._verdicts.num_bundles,
         ):
             self.give_up(StageFailed("windows were lost: sessions wait for them, and no stage has any"))
 

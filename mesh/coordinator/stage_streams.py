@@ -87,7 +87,6 @@ class ControlStream:
     Attributes:
         clock: Clock offset and round trip of the stage.
         latest: The stage's latest reply to a ping; None before the first.
-        round_trip_s: Round trip of that, in seconds.
     """
 
     def __init__(
@@ -106,7 +105,6 @@ class ControlStream:
     ) -> None:
         self.clock = ClockOffset()
         self.latest: wire.Pong | None = None
-        self.round_trip_s = 0.0
         self._on_blocks = on_blocks
         self._clock_us = clock_us
         self._address = address
@@ -209,9 +207,8 @@ class ControlStream:
                     self._on_failure(reply.failure)
                 elif reply.WhichOneof("kind") == "pong":
                     self._on_reply()
-                    self.latest, received_us = reply.pong, self._clock_us()
-                    self.round_trip_s = (received_us - reply.pong.sent_us) / 1e6
-                    self.clock.add(reply.pong.sent_us, reply.pong.stage_us, received_us)
+                    self.latest = reply.pong
+                    self.clock.add(reply.pong.sent_us, reply.pong.stage_us, self._clock_us())
                     if (pong := self._pongs.get(reply.pong.sent_us)) is not None and not pong.done():
                         pong.set_result(reply.pong)
                 elif reply.WhichOneof("kind") in _ABOUT_BLOCKS:
@@ -259,6 +256,7 @@ class VerdictStream:
         identity: TLS identity of this process; None if both ends are in one process.
 
     Attributes:
+        num_bundles: Messages so far.
         num_received_bytes: Size of all verdicts so far.
     """
 
@@ -274,6 +272,7 @@ class VerdictStream:
         host: str = "",
         identity: Identity | None = None,
     ) -> None:
+        self.num_bundles = 0
         self.num_received_bytes = 0
         self._address = address
         self._on_verdict = on_verdict
@@ -311,6 +310,7 @@ class VerdictStream:
                 times = BatchTimes(tuple(bundle.times))
                 for verdict in bundle.verdicts:
                     self._on_verdict(verdict, times)
+                self.num_bundles += 1
                 self.num_received_bytes += bundle.ByteSize()
         except grpc.aio.AioRpcError as error:
             reason = explain(error, self._address)

@@ -401,16 +401,18 @@ class Pong(_message.Message):
     def __init__(self, sent_us: _Optional[int] = ..., stats: _Optional[_Union[StageStats, _Mapping]] = ..., stage_us: _Optional[int] = ..., activity: _Optional[_Union[Activity, _Mapping]] = ...) -> None: ...
 
 class Activity(_message.Message):
-    __slots__ = ("has_ended", "batch_age_us", "batch_rows", "num_unsent")
+    __slots__ = ("has_ended", "batch_age_us", "batch_rows", "num_received", "num_sent")
     HAS_ENDED_FIELD_NUMBER: _ClassVar[int]
     BATCH_AGE_US_FIELD_NUMBER: _ClassVar[int]
     BATCH_ROWS_FIELD_NUMBER: _ClassVar[int]
-    NUM_UNSENT_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    NUM_SENT_FIELD_NUMBER: _ClassVar[int]
     has_ended: bool
     batch_age_us: int
     batch_rows: int
-    num_unsent: int
-    def __init__(self, has_ended: _Optional[bool] = ..., batch_age_us: _Optional[int] = ..., batch_rows: _Optional[int] = ..., num_unsent: _Optional[int] = ...) -> None: ...
+    num_received: int
+    num_sent: int
+    def __init__(self, has_ended: _Optional[bool] = ..., batch_age_us: _Optional[int] = ..., batch_rows: _Optional[int] = ..., num_received: _Optional[int] = ..., num_sent: _Optional[int] = ...) -> None: ...
 
 class StageStats(_message.Message):
     __slots__ = ("num_windows", "num_rows", "num_dropped_windows", "num_decodes", "compute_us", "num_queued_windows", "num_open_sessions", "num_sent_bytes", "resident_bytes", "decode_cpu_us", "blocks")

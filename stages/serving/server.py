@@ -166,6 +166,8 @@ class StageService(rpc.StageServicer):
         self._feature_stream: FeatureStream | None = None
         self._links: set[asyncio.Task[Any]] = set()
         self._verdicts: set[asyncio.Queue[wire.VerdictBundle | None]] = set()
+        # Of the latest link, and the latest stream of verdicts.
+        self._num_received = self._num_answered = 0
         self._replication_source = ReplicationSource(self._engine, runtime.num_slots, pause_s)
         self._replication_sink: ReplicationSink | None = None
         self._controls: dict[asyncio.Queue[wire.ControlReply | None], asyncio.Task[None]] = {}
@@ -430,6 +432,7 @@ class StageService(rpc.StageServicer):
             return
         bundles: asyncio.Queue[wire.VerdictBundle | None] = asyncio.Queue()
         self._verdicts.add(bundles)
+        self._num_answered = 0
         try:
             while (bundle := await bundles.get()) is not None:
                 yield bundle
@@ -492,6 +495,7 @@ class StageService(rpc.StageServicer):
             self._feature_stream.put(features)
 
     def _answer(self, bundle: wire.VerdictBundle) -> None:
+        self._num_answered += 1
         for bundles in self._verdicts:
             bundles.put_nowait(bundle)
 
@@ -548,7 +552,9 @@ class StageService(rpc.StageServicer):
             reader.cancel()
 
     async def _read_link(self, context: grpc.aio.ServicerContext[wire.Frame, wire.Welcome]) -> None:
+        self._num_received = 0
         while isinstance(frame := await context.read(), wire.Frame):
+            self._num_received += 1
             if frame.HasField("windows"):
                 if (count := len(frame.windows.windows)) > MOST_BUNDLED_WINDOWS:
                     raise ProtocolError(
@@ -580,9 +586,16 @@ class StageService(rpc.StageServicer):
                         sent_us=request.ping.sent_us,
                         stats=self.stats(),
                         stage_us=monotonic_us(),
-                        activity=self._engine.activity(),
+                        activity=self._activity(),
                     )
                     replies.put_nowait(wire.ControlReply(pong=pong))
+
+    def _activity(self) -> wire.Activity:
+        activity = self._engine.activity()
+        activity.num_received = self._num_received
+        if self._info.is_tail:
+            activity.num_sent = self._num_answered
+        return activity
 
     def _fetch(self, message: wire.Fetch, replies: asyncio.Queue[wire.ControlReply | None]) -> None:
         def reply(fetched: wire.Fetched) -> None:

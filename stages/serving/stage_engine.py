@@ -349,14 +349,14 @@ class StageEngine:
         )
 
     def activity(self) -> wire.Activity:
-        """What the stage does now."""
+        """What the stage computes now, and what it has sent on."""
         under_way = self._worker.under_way
         age_us = 0 if under_way is None else max(1, monotonic_us() - under_way.since_us)
         return wire.Activity(
             has_ended=self.failure is not None or not self._worker.is_alive(),
             batch_age_us=age_us,
             batch_rows=0 if under_way is None else under_way.num_rows,
-            num_unsent=0 if self.next is None else self.next.num_unsent,
+            num_sent=0 if self.next is None else self.next.num_messages,
         )
 
     async def stop(self) -> None:

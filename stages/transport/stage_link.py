@@ -56,6 +56,7 @@ class StageLink:
         identity: TLS identity of this process; None if both ends are in one process.
 
     Attributes:
+        num_messages: Messages that were given to `send` so far.
         num_sent_bytes: Size of all frames so far.
     """
 
@@ -79,7 +80,7 @@ class StageLink:
         self._waiting: asyncio.Queue[LinkMessage] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._is_closing = False
-        self._is_writing = False
+        self.num_messages = 0
         self.num_sent_bytes = 0
 
     async def open(self, timeout_s: float = 10) -> wire.Welcome:
@@ -108,13 +109,9 @@ class StageLink:
         self._tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._watch())]
         return welcome
 
-    @property
-    def num_unsent(self) -> int:
-        """Messages that wait, or that gRPC has not taken as a whole."""
-        return self._waiting.qsize() + self._is_writing
-
     def send(self, message: LinkMessage) -> None:
         """Queue a message. For the event loop."""
+        self.num_messages += 1
         self._waiting.put_nowait(message)
 
     async def close(self) -> None:
@@ -131,11 +128,8 @@ class StageLink:
     async def _write(self) -> None:
         try:
             while True:
-                message = await self._waiting.get()
-                self._is_writing = True
-                frame = _frame(message)
+                frame = _frame(await self._waiting.get())
                 await self._call.write(frame)
-                self._is_writing = False
                 self.num_sent_bytes += frame.ByteSize()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # see `_watch`

@@ -19,12 +19,18 @@ def pong(
     num_done: int = 10,
     num_rows: int = 100,
     num_queued: int = 0,
-    num_unsent: int = 0,
+    num_received: int = 7,
+    num_sent: int = 7,
     row_s: float = 0.01,
 ) -> wire.Pong:
     return wire.Pong(
         sent_us=number,
-        activity=wire.Activity(batch_age_us=int(age_s * 1e6), batch_rows=batch_rows, num_unsent=num_unsent),
+        activity=wire.Activity(
+            batch_age_us=int(age_s * 1e6),
+            batch_rows=batch_rows,
+            num_received=num_received,
+            num_sent=num_sent,
+        ),
         stats=wire.StageStats(
             num_windows=num_done,
             num_rows=num_rows,
@@ -77,23 +83,23 @@ class Ring:
         *told: wire.Pong,
         elapsed_s: float = INTERVAL_S,
         num_overtaking: int | None = 0,
-        num_unsent: int = 0,
-        round_trip_s: float = 0.01,
+        num_sent: int = 7,
+        num_received: int = 7,
         is_new: bool = True,
     ) -> bool:
         self._number += is_new
-        pongs = [wire.Pong(), *told][-2:]
+        pongs = [pong(), pong(), *told][-2:]
         for each in pongs:
             each.sent_us = self._number
         return self.windows.tick(
             elapsed_s,
             pongs,
             num_overtaking=num_overtaking,
-            num_unsent=num_unsent,
-            round_trip_s=round_trip_s,
+            num_sent=num_sent,
+            num_received=num_received,
         )
 
-    def num_ticks(self, *told: wire.Pong, most: int = 40, **seen: float) -> int | None:
+    def num_ticks(self, *told: wire.Pong, most: int = 40, **seen: int) -> int | None:
         """Intervals until windows count as lost."""
         lost = (tick for tick in range(1, most) if self.sees_lost(*told, **seen))  # type: ignore[arg-type]
         return next(lost, None)
@@ -105,15 +111,16 @@ def test_windows_that_are_nowhere_are_lost_within_two_seconds() -> None:
     assert ticks * INTERVAL_S <= 2
 
 
-@pytest.mark.parametrize(
-    "told", [pong(age_s=0.001), pong(num_queued=1), pong(num_unsent=1)], ids=["computed", "queued", "unsent"]
-)
+@pytest.mark.parametrize("told", [pong(age_s=0.001), pong(num_queued=1)], ids=["computed", "queued"])
 def test_windows_that_a_stage_has_are_not_lost(told: wire.Pong) -> None:
     assert Ring().num_ticks(told) is None
 
 
-def test_what_the_coordinator_has_not_sent_is_not_lost() -> None:
-    assert Ring().num_ticks(num_unsent=1) is None
+def test_what_is_on_its_way_is_not_lost_however_slow_the_network_is() -> None:
+    """A long chunk takes half a minute over a megabit a second, most of it in the buffers of the system."""
+    assert Ring().num_ticks(num_sent=8) is None
+    assert Ring().num_ticks(pong(num_received=6)) is None
+    assert Ring().num_ticks(num_received=6) is None
 
 
 def test_without_a_session_that_waits_nothing_is_lost() -> None:
@@ -121,12 +128,6 @@ def test_without_a_session_that_waits_nothing_is_lost() -> None:
     assert not any(ring.sees_lost(num_overtaking=None) for _ in range(20))
     # Nor does that time count for the next one.
     assert not ring.sees_lost()
-
-
-def test_a_slow_network_is_waited_for() -> None:
-    ticks = Ring().num_ticks(round_trip_s=1.0)
-    assert ticks is not None
-    assert ticks * INTERVAL_S > TIMEOUT_S + 2
 
 
 def test_progress_anywhere_and_verdicts_begin_the_wait_anew() -> None:
