@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mesh.coordinator.coordinator import Coordinator
+from mesh.coordinator.feature_streams import FeatureNeeds, FeatureStreams
 from mesh.coordinator.groups import WindowGroups
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.coordinator.session import Session
@@ -261,6 +262,19 @@ async def test_groups_that_fail_are_made_anew_with_the_ring(monkeypatch: pytest.
         answers = await asyncio.gather(*(answer(coordinator) for _ in range(4)))
         assert answers == [TEXT] * 4
         assert ring.num_repairs == 1
+
+
+async def test_features_that_cannot_be_taken_are_off_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        FeatureStreams, "_connected", once(lambda *_: None, ArithmeticError("wrong"), after=0)
+    )
+    ring = RepairableRing()
+    async with serving(ring, replace(OPTIONS, feature_needs=FeatureNeeds((0,), 3, 1))) as coordinator:
+        streams = coordinator._active_ring.features
+        assert streams is not None
+        assert streams.why_off is not None
+        assert "wrong" in streams.why_off
+        assert await answer(coordinator) == TEXT
 
 
 async def test_a_ring_whose_watch_fails_is_given_up() -> None:
