@@ -53,7 +53,7 @@ def once(method: Callable[..., Any], error: BaseException, *, after: int = 3) ->
     return called
 
 
-@pytest.mark.parametrize("index", [0, 2])
+@pytest.mark.parametrize("index", [0, pytest.param(2, marks=pytest.mark.sweep)])
 async def test_a_stage_whose_thread_fails_is_lost_at_once_and_replaced(index: int) -> None:
     ring = RepairableRing()
     async with serving(ring, OPTIONS) as coordinator:
@@ -95,7 +95,12 @@ async def test_a_stage_that_does_not_say_that_its_thread_ended_is_lost_by_its_po
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(SentHiddenStates, "copy"), (SlotTokens, "copy"), (SentHiddenStates, "find")]
+    ("owner", "name"),
+    [
+        (SentHiddenStates, "copy"),
+        pytest.param(SlotTokens, "copy", marks=pytest.mark.sweep),
+        pytest.param(SentHiddenStates, "find", marks=pytest.mark.sweep),
+    ],
 )
 async def test_memory_that_runs_out_in_a_slot_costs_its_session_time_only(
     owner: type, name: str, monkeypatch: pytest.MonkeyPatch
@@ -112,7 +117,9 @@ async def test_memory_that_runs_out_in_a_slot_costs_its_session_time_only(
         assert ring.num_repairs == 0
 
 
-@pytest.mark.parametrize("handler", ["_send_on", "_pass_on", "_report"])
+@pytest.mark.parametrize(
+    "handler", ["_send_on", pytest.param("_pass_on", marks=pytest.mark.sweep), "_report"]
+)
 async def test_what_a_stage_fails_to_hand_on_is_not_waited_for(
     handler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +146,7 @@ async def end_of_stage(ring: RepairableRing) -> None:
             await asyncio.sleep(0.002)
 
 
-@pytest.mark.parametrize("writes", ["link", "frame", "control"])
+@pytest.mark.parametrize("writes", ["link", pytest.param("frame", marks=pytest.mark.sweep), "control"])
 async def test_a_stream_that_cannot_write_is_lost(writes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ring = RepairableRing()
     async with serving(ring, OPTIONS) as coordinator:
@@ -191,7 +198,7 @@ async def test_a_request_whose_windows_are_lost_again_and_again_ends_and_others_
         assert await answer(coordinator) == TEXT
 
 
-@pytest.mark.parametrize("name", ["_report", "_take", "_prefill"])
+@pytest.mark.parametrize("name", ["_report", pytest.param("_prefill", marks=pytest.mark.sweep)])
 async def test_an_error_of_a_session_ends_it_and_no_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ring = RepairableRing()
     async with serving(ring, OPTIONS) as coordinator:
