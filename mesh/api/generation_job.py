@@ -190,7 +190,7 @@ def make_job(
             f" included: send at most {context_length - 1} tokens, or serve it with a larger --ctx-size",
             param=prompt_param,
         )
-    held_to, output_format = _held_to(body, chat)
+    held_to, output_format = _held_to(body, chat, client)
     if held_to is not None:
         # Computed here rather than in the event loop, which needs it next.
         _ = backend.tokenizer.texts.message
@@ -244,9 +244,11 @@ async def make_chat_job(
     )
 
 
-def _held_to(body: GenerationBody, chat: ChatPrompt | None) -> tuple[CallGrammar | None, OutputFormat]:
+def _held_to(
+    body: GenerationBody, chat: ChatPrompt | None, client: str | None
+) -> tuple[CallGrammar | None, OutputFormat]:
     """The grammar that the answer must match, if any, and the format of the answer."""
-    gbnf = grammar_of(body)
+    gbnf = grammar_of(body, client)
     grammar = None if gbnf is None else CallGrammar(gbnf)
     if chat is None:
         return grammar, OutputFormat()

@@ -192,25 +192,28 @@ def _but(letter: str) -> Chars:
     return Chars(complement(((ord(letter), ord(letter)),)))
 
 
-# Requests repeat their schemas.
+# Requests repeat their schemas. Each client's are kept apart: how long one takes shows whether it is known.
 _MAX_CACHED: Final = 64
 
 
-def grammar_of(body: GenerationBody) -> str | None:
+def grammar_of(body: GenerationBody, client: str | None = None) -> str | None:
     """GBNF that an answer must match; None if it is free.
 
     A large schema takes a second: not to be called in the event loop.
 
     Args:
         body: The checked body.
+        client: Identity of the API key, or None.
 
     Raises:
         InvalidRequest: If a schema cannot be expressed as a grammar, a grammar is invalid, or two are given.
     """
     found = {
-        "response_format": _of_format(body.response_format),
-        "json_schema": None if body.json_schema is None else _of_schema(body.json_schema, "json_schema"),
-        "grammar": _checked(body.grammar) if body.grammar else None,
+        "response_format": _of_format(body.response_format, client),
+        "json_schema": (
+            None if body.json_schema is None else _of_schema(body.json_schema, "json_schema", client)
+        ),
+        "grammar": _checked(body.grammar, client) if body.grammar else None,
     }
     given = [name for name, grammar in found.items() if grammar is not None]
     if len(given) > 1:
@@ -233,7 +236,7 @@ def schema_of(body: GenerationBody) -> AlternativeSchema | None:
     return AlternativeSchema(wanted.json_schema.schema_, "response_format.json_schema.schema")
 
 
-def _of_format(wanted: ResponseFormatBody | None) -> str | None:
+def _of_format(wanted: ResponseFormatBody | None, client: str | None) -> str | None:
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
@@ -243,24 +246,24 @@ def _of_format(wanted: ResponseFormatBody | None) -> str | None:
         raise InvalidRequest(f"{param} is missing: response_format.type json_schema needs it", param=param)
     if "schema_" not in wanted.json_schema.model_fields_set:
         raise InvalidRequest(f"{param}.schema is missing: send a JSON Schema", param=f"{param}.schema")
-    return _of_schema(wanted.json_schema.schema_, f"{param}.schema")
+    return _of_schema(wanted.json_schema.schema_, f"{param}.schema", client)
 
 
-def _of_schema(schema: Any, param: str) -> str:
+def _of_schema(schema: Any, param: str, client: str | None) -> str:
     try:
         # Properties of an answer come in the schema's order: it distinguishes schemas.
-        return _converted(json.dumps(schema), param)
+        return _converted(json.dumps(schema), param, client)
     except RecursionError:
         raise InvalidRequest(f"{param}: it is nested too deep: make it flatter", param=param) from None
 
 
 @lru_cache(_MAX_CACHED)
-def _checked(grammar: str) -> str:
+def _checked(grammar: str, _client: str | None) -> str:
     return checked_grammar(grammar, param="grammar")
 
 
 @lru_cache(_MAX_CACHED)
-def _converted(schema_json: str, param: str) -> str:
+def _converted(schema_json: str, param: str, _client: str | None) -> str:
     return schema_grammar(json.loads(schema_json), param=param)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
+from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -74,6 +76,9 @@ log = structlog.get_logger()
 # When a process dies, all of its streams end within this time.
 _GATHER_S: Final = 0.05
 
+# Of so many sessions that ended last the slots are known, for failures that come late.
+_NUM_ENDED: Final = 1024
+
 # Terms are times in milliseconds, and no coordinator opens a million sessions in one.
 _IDS_PER_TERM: Final = 1 << 20
 
@@ -129,6 +134,8 @@ class Coordinator:
             context_length=options.context_length,
         )
         self._sessions: dict[int, Session] = {}
+        # Slots by session.
+        self._ended: deque[tuple[int, int]] = deque(maxlen=_NUM_ENDED)
         self._session_ids = session_ids(term)
         self._past = SpeculationReport()
         self._speculators = Speculators(
@@ -265,6 +272,7 @@ class Coordinator:
                 else:
                     self._keep(session, session.computed, floor)
                 del self._sessions[session.id]
+                self._ended.append((session.id, session.slot))
                 self._note_sessions()
                 session.close(self._to_keep(session))
                 self._past = self._past.merge(session.telemetry.report())
@@ -310,7 +318,15 @@ class Coordinator:
         self, stages: Sequence[StageAddress], mesh_id: str, mesh_key: str, *, is_first: bool = False
     ) -> ActiveRing:
         options = self._options
-        terms = RingTerms(mesh_id, mesh_key, self._term, options.ping_interval_s, options.ping_timeout_s)
+        terms = RingTerms(
+            mesh_id,
+            mesh_key,
+            self._term,
+            options.ping_interval_s,
+            options.ping_timeout_s,
+            options.still_timeout_s,
+            options.num_slots,
+        )
         disk = DiskPrefixes(
             [stage.wire for stage in stages[:-1]],
             self._disk_history,
@@ -331,6 +347,7 @@ class Coordinator:
             identity=self._identity,
             token_texts=options.token_texts,
             on_blocks=disk.on_reply,
+            num_overtaking=self._num_overtaking,
         )
         features = None
         if options.feature_needs is not None:
@@ -359,7 +376,8 @@ class Coordinator:
         if self._replayer is not None:
             self._replayer.drop()
         for session in self._sessions.values():
-            session.suspend()
+            with session.failing_alone():
+                session.suspend()
 
     def _go_on_in(self, active_ring: ActiveRing) -> None:
         attribute_crash(self._sessions.values(), self._ring.loss, self._options.most_crashes)
@@ -377,21 +395,29 @@ class Coordinator:
         self._replayer.start()
 
     def _replay(self, session: Session, on_replayed: Callable[[], None], *, is_suspect: bool = False) -> None:
-        if self._sessions.pop(session.id, None) is None:
+        if session.id not in self._sessions:
             on_replayed()
             return
+        is_sent = False
 
         def on_sent() -> None:
-            if not session.is_over:
-                # The last token may be still to be sent.
-                self._expect(session, session.tokens[:-1])
-            on_replayed()
+            nonlocal is_sent
+            is_sent = True
+            try:
+                if not session.is_over:
+                    # The last token may be still to be sent.
+                    self._expect(session, session.tokens[:-1])
+            finally:
+                on_replayed()
 
-        prefix_match = self._match_again(session)
-        session_id = next(self._session_ids)
-        # Before it sends: it counts among the sessions that share the stages.
-        self._sessions[session_id] = session
-        session.replay(session_id, prefix_match, self._active_ring, on_sent, is_suspect=is_suspect)
+        with session.failing_alone():
+            prefix_match = self._match_again(session)
+            session_id = next(self._session_ids)
+            # Before it sends: it counts among the sessions that share the stages.
+            self._sessions[session_id] = self._sessions.pop(session.id)
+            session.replay(session_id, prefix_match, self._active_ring, on_sent, is_suspect=is_suspect)
+        if session.is_over and not is_sent:
+            on_replayed()
 
     def _match_again(self, session: Session) -> PrefixMatch:
         """Cached prefix of a session in a new ring: what it shares with sessions that replay before it."""
@@ -536,12 +562,8 @@ class Coordinator:
     def _on_verdict(self, verdict: wire.Verdict, times: BatchTimes) -> None:
         session = self._sessions.get(verdict.session)
         if session is not None:
-            try:
+            with session.failing_alone():
                 session.on_verdict(verdict, times)
-            except Exception as error:
-                # The stream of verdicts serves all sessions: an error of one must not end it.
-                log.exception("session_failed", session=session.id)
-                session.fail(StageFailed(f"the coordinator failed on a verdict: {error!r}"))
         self._active_ring.count(times.stages)
 
     def _on_carried_features(self, carried: Sequence[wire.Features]) -> None:
@@ -567,15 +589,13 @@ class Coordinator:
         error = from_code(failure.code, f"stage {stage_index}: {failure.message}")
         session = self._sessions.get(failure.session)
         if session is None:
-            # The session has ended, so it is unknown which slot the stage emptied.
-            self._slots.prefix_cache.forget_all()
-        elif session.on_failure(failure.epoch, error):
-            try:
-                self._begin_anew(session, error)
-            except Exception as raised:
-                # The stream of failures serves all sessions as well.
-                log.exception("session_failed", session=session.id)
-                session.fail(StageFailed(f"the coordinator failed to restart a session: {raised!r}"))
+            # The session has ended, or began anew; the stage may have emptied its slot.
+            for slot in {slot for ended, slot in self._ended if ended == failure.session}:
+                self._slots.prefix_cache.forget(slot)
+        else:
+            with session.failing_alone():
+                if session.on_failure(failure.epoch, error):
+                    self._begin_anew(session, error)
 
     def _begin_anew(self, session: Session, error: MeshError) -> None:
         """Replay a session in the same ring, with nothing cached."""
@@ -583,16 +603,25 @@ class Coordinator:
         self._num_prefix_mismatches += is_mismatch
         event = "prefix_mismatch" if is_mismatch else "session_begins_anew"
         log.warning(event, session=session.id, slot=session.slot, reason=error.message)
-        self._slots.prefix_cache.forget_all()
+        # Those of others are not in doubt; should one be wrong all the same, that costs time only.
+        self._slots.prefix_cache.forget_client(session.request.client)
+        self._ended.append((session.id, session.slot))
         # Other sessions may wait for this one in the order of replays.
         pending = session.suspend()
         self._ring.close_session(session.id)
         self._replay(session, pending.on_replayed, is_suspect=pending.is_suspect)
 
+    def _num_overtaking(self) -> int | None:
+        """See `WindowMonitor.tick`."""
+        found = [session.num_overtaking for session in self._sessions.values()]
+        return max((each for each in found if each is not None), default=None)
+
     def _on_lost(self, ring: Ring) -> None:
         if self._is_whole and ring is self._ring:
-            self._suspend()
-            self._broken.set()
+            try:
+                self._suspend()
+            finally:
+                self._broken.set()
 
 
 def _session_spec(session: int, prefix_match: PrefixMatch, request: GenerationRequest) -> SessionSpec:
@@ -606,6 +635,7 @@ def _session_spec(session: int, prefix_match: PrefixMatch, request: GenerationRe
         prefix_match.source_slot,
         grammar=request.grammar,
         fetch=prefix_match.fetch,
+        client=b"" if request.client is None else hashlib.sha256(request.client.encode()).digest(),
     )
 
 

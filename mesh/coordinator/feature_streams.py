@@ -197,6 +197,9 @@ class FeatureStreams:
                 reason = explain(error, stage.address)
             except (MeshError, ValueError) as error:
                 reason = error if isinstance(error, MeshError) else ProtocolError(str(error))
+            except Exception as error:
+                log.exception("features_failed", host=stage.host)
+                reason = StageFailed(f"the coordinator failed on features of {stage.address}: {error!r}")
             self._given.pop(stage.address, None)
             self.why_off = reason.message
             self._is_settled.set()

@@ -6,14 +6,20 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import structlog
+
 from mesh.coordinator.group_count import GroupCountSearch
 from mesh.coordinator.group_departures import GroupDepartures
+from spanmesh_proto.errors import StageFailed
 from speculative.cost_model import smoothed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from spanmesh_proto import windows_pb2 as wire
+    from spanmesh_proto.errors import MeshError
+
+log = structlog.get_logger()
 
 # Round trip before one was measured.
 _UNMEASURED_MS: Final = 50.0
@@ -44,6 +50,7 @@ class WindowGroups:
         send: Sends windows to the first stage in one message, where they share a batch.
         clock_ms: Monotonic clock, milliseconds.
         num_groups: Fixed number of groups; None to find the best one.
+        on_failed: Called with an error because of which windows that are held may never leave.
     """
 
     def __init__(
@@ -53,7 +60,9 @@ class WindowGroups:
         *,
         clock_ms: Callable[[], float],
         num_groups: int | None = None,
+        on_failed: Callable[[MeshError], None] = lambda _reason: None,
     ) -> None:
+        self._on_failed = on_failed
         self._send = send
         self._clock_ms = clock_ms
         self._departures = GroupDepartures()
@@ -172,6 +181,14 @@ class WindowGroups:
         self._is_check_due = False
         if self._is_closed:
             return
+        try:
+            self._let_leave()
+        except Exception as error:
+            log.exception("groups_failed")
+            self._on_failed(StageFailed(f"the coordinator failed to send windows: {error!r}"))
+
+    def _let_leave(self) -> None:
+        """Send what is due, and look again when the next group leaves at the latest."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

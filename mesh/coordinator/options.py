@@ -38,6 +38,8 @@ class CoordinatorOptions:
             flight, after which a session is ended.
         ping_interval_s: Interval of the pings to each stage, in seconds.
         ping_timeout_s: Silence after which a stage counts as lost, in seconds.
+        still_timeout_s: Time without anything to do at any stage after which windows that sessions wait for
+            count as lost, in seconds.
         token_texts: Returns the vocabulary, which a tail needs for grammars; None refuses grammars.
         feature_needs: Hidden states that a drafter reads; None if there is no such drafter.
         num_groups: Fixed number of groups of decoding sessions; None to find the best one.
@@ -58,6 +60,7 @@ class CoordinatorOptions:
     most_crashes: int = 2
     ping_interval_s: float = 0.25
     ping_timeout_s: float = 1.2
+    still_timeout_s: float = 1.2
     token_texts: Callable[[], TokenTexts] | None = None
     feature_needs: FeatureNeeds | None = None
     num_groups: int | None = None

@@ -179,6 +179,12 @@ class PrefixCache:
         self._cached.pop(slot, None)
         self._expected.pop(slot, None)
 
+    def forget_client(self, client: str | None) -> None:
+        """Record that the content of every slot with a prefix of this client is unknown."""
+        for slot, cached in (*self._cached.items(), *self._expected.items()):
+            if cached.client == client:
+                self.forget(slot)
+
     def forget_all(self) -> None:
         """Record that the content of every slot is unknown."""
         self._cached.clear()

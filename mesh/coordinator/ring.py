@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from mesh.coordinator.heartbeat import LivenessMonitor
+from mesh.coordinator.heartbeat import BatchMonitor, LivenessMonitor, WindowMonitor
 from mesh.coordinator.stage_streams import ControlStream, VerdictStream
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto import windows_pb2 as wire
@@ -34,8 +34,9 @@ class RingLoss:
         suspects: Indices of stages that may be lost, in order: those whose streams ended, those that did not
             answer, and those to which the stage before lost its link. A suspect may be alive and unreachable
             from there only; a stage that is no suspect answered just before.
-        is_crash: Whether a stage's own streams ended, as they do when its process ends. A stage that only
-            fell silent is frozen or disconnected.
+        is_crash: Whether a session may have caused it: a stage's own streams ended, as they do when its
+            process ends, or it stands still in a batch, or windows were lost. A stage that only fell silent
+            is frozen or disconnected.
         silent: Suspects that left every ping unanswered until the timeout.
     """
 
@@ -75,6 +76,9 @@ class RingTerms:
         term: Term of the coordinator; stages refuse a lower one than they have seen.
         ping_interval_s: Interval of the pings to each stage, in seconds.
         ping_timeout_s: Silence after which a stage is lost, in seconds.
+        still_timeout_s: Time without anything to do at any stage after which awaited windows are lost, in
+            seconds.
+        num_slots: Concurrent sessions.
     """
 
     mesh_id: str
@@ -82,6 +86,8 @@ class RingTerms:
     term: int = 0
     ping_interval_s: float = 0.25
     ping_timeout_s: float = 1.2
+    still_timeout_s: float = 1.2
+    num_slots: int = 1
 
     def hello(self) -> wire.Hello:
         """First message of the coordinator on each of its streams."""
@@ -97,8 +103,9 @@ class RingTerms:
 class Ring:
     """Streams of one ring: windows into stage 0, verdicts from the tail, control to every stage.
 
-    A stage is lost when one of its streams ends, when the stage before it loses its link to it, or when it
-    does not answer for too long, whichever comes first.
+    A stage is lost when one of its streams ends, when the stage before it loses its link to it, when it does
+    not answer for too long, or when it tells that it computes nothing any more, or one batch for too long.
+    If windows are lost, it is unknown at which stage: then all are to be examined.
 
     Args:
         stages: Addresses of the stages, in pipeline order.
@@ -111,6 +118,10 @@ class Ring:
         identity: TLS identity of the coordinator; None if all stages are in its process.
         token_texts: Returns the vocabulary, sent when a session first has a grammar.
         on_blocks: Called with (stage index, reply about blocks on its disk).
+        num_overtaking: See `WindowMonitor.tick`.
+
+    Attributes:
+        num_verdicts: Verdicts so far.
     """
 
     def __init__(
@@ -126,6 +137,7 @@ class Ring:
         identity: Identity | None = None,
         token_texts: Callable[[], TokenTexts] | None = None,
         on_blocks: Callable[[int, wire.ControlReply], None] = lambda _index, _reply: None,
+        num_overtaking: Callable[[], int | None] = lambda: None,
     ) -> None:
         hello = terms.hello()
         self._stages = tuple(stages)
@@ -141,6 +153,10 @@ class Ring:
         self._silent: set[int] = set()
         self._is_crash = False
         self._liveness = LivenessMonitor(len(stages), terms.ping_interval_s, terms.ping_timeout_s)
+        self._batches = BatchMonitor(len(stages), terms.ping_interval_s)
+        self._windows = WindowMonitor(terms.num_slots, terms.ping_interval_s, terms.still_timeout_s)
+        self._num_overtaking = num_overtaking
+        self.num_verdicts = 0
         self._watch: asyncio.Task[None] | None = None
         key = terms.mesh_key
         self._link = StageLink(
@@ -251,7 +267,8 @@ class Ring:
     @property
     def latest_stats(self) -> list[wire.StageStats | None]:
         """Latest counters of every stage, in pipeline order, as far as they have come."""
-        return [control.stats for control in self._controls]
+        pongs = [control.latest for control in self._controls]
+        return [None if pong is None else pong.stats for pong in pongs]
 
     async def stats(self) -> list[wire.StageStats]:
         """Counters of every stage, in pipeline order.
@@ -297,15 +314,50 @@ class Ring:
     async def _listen(self) -> None:
         """Ping every stage at each interval."""
         interval_s = self._terms.ping_interval_s
-        while True:
-            since_s = self._clock_s()
-            for control in self._controls:
-                control.ask()
-            await asyncio.sleep(interval_s)
-            for index in self._liveness.tick(self._clock_s() - since_s):
-                address, timeout_s = self._stages[index].address, self._terms.ping_timeout_s
-                self._silent.add(index)
-                self._lost(index, HostUnreachable(f"{address} has not answered for {timeout_s:g} s"))
+        try:
+            while True:
+                since_s = self._clock_s()
+                for control in self._controls:
+                    control.ask()
+                await asyncio.sleep(interval_s)
+                self._examine(self._clock_s() - since_s)
+        except Exception as error:
+            # A ring that is not watched must not be used: its next loss would be missed.
+            log.exception("watch_failed")
+            self.give_up(StageFailed(f"the coordinator failed to watch its stages: {error!r}"))
+
+    def _examine(self, elapsed_s: float) -> None:
+        """Look for losses after an interval."""
+        for index in self._liveness.tick(elapsed_s):
+            address, timeout_s = self._stages[index].address, self._terms.ping_timeout_s
+            self._silent.add(index)
+            self._lost(index, HostUnreachable(f"{address} has not answered for {timeout_s:g} s"))
+        pongs = [control.latest for control in self._controls]
+        for index, pong in enumerate(pongs):
+            if pong is not None and pong.activity.has_ended:
+                address = self._stages[index].address
+                self._lost(index, StageFailed(f"{address} computes nothing any more"), is_crash=True)
+        for index in self._batches.tick(elapsed_s, pongs):
+            address = self._stages[index].address
+            self._lost(index, StageFailed(f"{address} does not end a batch"), is_crash=True)
+        if self._windows.tick(
+            elapsed_s,
+            pongs,
+            num_overtaking=self._num_overtaking(),
+            num_sent=self._link.num_messages,
+            num_received=self._verdicts.num_bundles,
+        ):
+            self.give_up(StageFailed("windows were lost: sessions wait for them, and no stage has any"))
+
+    def give_up(self, reason: MeshError) -> None:
+        """Take the ring for lost, all stages alike."""
+        if self._is_unmonitored or self._suspects:
+            return
+        log.error("ring_given_up", reason=reason.message)
+        self._suspects.update(range(len(self._stages)))
+        self._is_crash = True
+        self._reason = reason.message
+        self._on_lost()
 
     def _check_all(self, welcomes: Sequence[wire.Welcome]) -> None:
         for index, (stage, welcome) in enumerate(zip(self._stages, welcomes, strict=True)):
@@ -314,6 +366,8 @@ class Ring:
 
     def _on_answer(self, verdict: wire.Verdict, times: BatchTimes) -> None:
         self._liveness.note_all()
+        self._windows.note_verdict()
+        self.num_verdicts += 1
         self._on_verdict(verdict, times)
 
     def _failed(self, index: int, failure: wire.Failure) -> None:

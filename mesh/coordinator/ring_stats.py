@@ -128,7 +128,9 @@ class ActiveRing:
         self.disk = disk
         self.features = features
         self.prefill_pace = PrefillPace(len(stages), max_rows)
-        self.groups = WindowGroups(len(stages), ring.send, clock_ms=clock_ms, num_groups=num_groups)
+        self.groups = WindowGroups(
+            len(stages), ring.send, clock_ms=clock_ms, num_groups=num_groups, on_failed=ring.give_up
+        )
         self._stages = tuple(stages)
         self._round_trips = RoundTrips(len(stages))
         self._totals = [_StageTotals() for _ in stages]

@@ -29,14 +29,14 @@ from mesh.coordinator.telemetry import SessionTelemetry
 from mesh.coordinator.window_outcomes import InFlightWindow, outcomes_of
 from mesh.engine import Committed, FeatureCounts
 from spanmesh_proto import windows_pb2 as wire
-from spanmesh_proto.errors import MeshError, PrefixMismatch, ProtocolError
+from spanmesh_proto.errors import MeshError, PrefixMismatch, ProtocolError, StageFailed
 from speculative.acceptance import judge_unread
 from speculative.proposer import EMPTY
 from stages.sampling.logprobs import from_wire
 from stages.sampling.session_spec import NOTHING_RESUMED, Resumed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from mesh.coordinator.feature_store import FeatureRows
     from mesh.coordinator.feature_streams import FeatureNeeds, ReceivedFeatures
@@ -139,6 +139,7 @@ class Session:
         self._is_suspect = False
         self._on_replayed: Callable[[], None] | None = None
         self._is_woken = False
+        self._num_verdicts_before = active_ring.ring.num_verdicts
         self.crash_history = CrashHistory()
         self.was_under_way = False
         self.is_slot_unknown = False
@@ -190,9 +191,29 @@ class Session:
         return self._output_queue.is_full
 
     @property
+    def num_overtaking(self) -> int | None:
+        """Verdicts on windows of others since its own latest; None if it waits for no stage."""
+        if self._is_still or self._is_held:
+            return None
+        return self._active_ring.ring.num_verdicts - self._num_verdicts_before
+
+    @property
     def prefill_progress(self) -> PrefillProgress:
         """See `Generation.prefill_progress`."""
         return self._generation.prefill_progress
+
+    @contextlib.contextmanager
+    def failing_alone(self) -> Iterator[None]:
+        """Do a part of its work: an error that nothing expects ends this session, and no other."""
+        try:
+            yield
+        except Exception as raised:
+            log.exception("session_failed", session=self.id)
+            error = StageFailed(f"the coordinator failed on a session: {raised!r}")
+            if self._is_over:
+                # The last tokens may not have reached the queue.
+                self._output_queue.put(error)
+            self.fail(error)
 
     def start(self, prompt: tuple[int, ...]) -> None:
         """Send the first chunks of the prompt; the others follow as these are computed."""
@@ -243,6 +264,7 @@ class Session:
             is_suspect: Whether `on_replayed` is called only with its next token, after which it waits for
                 `clear_suspicion`.
         """
+        self._on_replayed = on_replayed
         is_elsewhere = active_ring is not self._active_ring
         self.is_carried = is_elsewhere or prefix_match.is_carried
         self._features_from = self._begin_of_features() if is_elsewhere else 0
@@ -260,7 +282,6 @@ class Session:
         self._generation.skip(prefix_match.num_cached)
         self._active_ring = active_ring
         self._epoch = 0
-        self._on_replayed = on_replayed
         self._is_suspect = is_suspect
         self._is_suspended = False
         self.is_slot_unknown = False
@@ -278,7 +299,8 @@ class Session:
         self._is_suspect = False
         self.crash_history = CrashHistory()
         if not self._is_still:
-            self._go_on()
+            with self.failing_alone():
+                self._go_on()
 
     async def next_part(self) -> Committed:
         """The next committed tokens of the answer.
@@ -292,6 +314,7 @@ class Session:
         """Judge the oldest window, send what follows, then report."""
         if self._is_still:
             return
+        self._num_verdicts_before = self._active_ring.ring.num_verdicts
         if verdict.epoch != self._epoch:
             self.telemetry.add_stale_verdict(verdict.window_id)
             return
@@ -363,9 +386,9 @@ class Session:
         self.is_slot_unknown = True
         if not self._is_over:
             self._is_over = True
-            self._count_decoding(is_decoding=False)
             # After tokens that were committed before and are not yet in the queue.
             self._loop.call_soon(self._output_queue.put, error)
+            self._count_decoding(is_decoding=False)
             self._note_replayed()
 
     def close(self, keep: wire.Keep | None = None) -> None:
@@ -473,12 +496,15 @@ class Session:
             log.debug("windows_voided", session=self.id, epoch=self._epoch, num_windows=len(voided))
         self._is_over = step.finish is not None
         self._count_decoding(is_decoding=not self._is_over)
-        # One turn of the event loop later, so that what was sent is on the wire first.
-        self._loop.call_soon(
-            functools.partial(
-                self._report, step, in_flight, verdict, voided=voided, times=times, arrived_ms=arrived_ms
-            )
+        report = functools.partial(
+            self._report, step, in_flight, verdict, voided=voided, times=times, arrived_ms=arrived_ms
         )
+        # One turn of the event loop later, so that what was sent is on the wire first.
+        self._loop.call_soon(self._do_alone, report)
+
+    def _do_alone(self, work: Callable[[], None]) -> None:
+        with self.failing_alone():
+            work()
 
     def _judge_features(self, in_flight: InFlightWindow, verdict: wire.Verdict) -> None:
         """Release the features of the window's rows that count, those of the verdict among them."""
@@ -622,9 +648,11 @@ class Session:
     def _on_wake(self) -> None:
         self._is_woken = False
         if not self._is_still:
-            self._pump()
+            self._do_alone(self._pump)
 
     def _send(self, window: WindowPlan) -> None:
+        if not self._in_flight_windows:
+            self._num_verdicts_before = self._active_ring.ring.num_verdicts
         wants_features = self._wants_features(window)
         if wants_features and self._feature_store is not None:
             self._feature_store.sent(self._num_sent, window.start, len(window.tokens))

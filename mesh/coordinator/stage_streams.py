@@ -86,7 +86,7 @@ class ControlStream:
 
     Attributes:
         clock: Clock offset and round trip of the stage.
-        stats: The stage's latest counters; None before the first.
+        latest: The stage's latest reply to a ping; None before the first.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ControlStream:
         on_blocks: Callable[[wire.ControlReply], None] = lambda _reply: None,
     ) -> None:
         self.clock = ClockOffset()
-        self.stats: wire.StageStats | None = None
+        self.latest: wire.Pong | None = None
         self._on_blocks = on_blocks
         self._clock_us = clock_us
         self._address = address
@@ -188,10 +188,16 @@ class ControlStream:
         await self._channel.close(None)
 
     async def _write(self) -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        try:
             while True:
                 await self._call.write(await self._requests.get())
                 self._requests.task_done()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # see `_read`
+        except Exception as error:
+            # Neither would be sent any more: ends of sessions, and pings.
+            log.exception("control_failed", address=self._address)
+            self._on_lost(StageFailed(f"the coordinator failed to write to {self._address}: {error!r}"))
 
     async def _read(self) -> None:
         reason: MeshError = StageFailed(f"the control stream to {self._address} ended")
@@ -201,7 +207,7 @@ class ControlStream:
                     self._on_failure(reply.failure)
                 elif reply.WhichOneof("kind") == "pong":
                     self._on_reply()
-                    self.stats = reply.pong.stats
+                    self.latest = reply.pong
                     self.clock.add(reply.pong.sent_us, reply.pong.stage_us, self._clock_us())
                     if (pong := self._pongs.get(reply.pong.sent_us)) is not None and not pong.done():
                         pong.set_result(reply.pong)
@@ -250,6 +256,7 @@ class VerdictStream:
         identity: TLS identity of this process; None if both ends are in one process.
 
     Attributes:
+        num_bundles: Messages so far.
         num_received_bytes: Size of all verdicts so far.
     """
 
@@ -265,6 +272,7 @@ class VerdictStream:
         host: str = "",
         identity: Identity | None = None,
     ) -> None:
+        self.num_bundles = 0
         self.num_received_bytes = 0
         self._address = address
         self._on_verdict = on_verdict
@@ -302,6 +310,7 @@ class VerdictStream:
                 times = BatchTimes(tuple(bundle.times))
                 for verdict in bundle.verdicts:
                     self._on_verdict(verdict, times)
+                self.num_bundles += 1
                 self.num_received_bytes += bundle.ByteSize()
         except grpc.aio.AioRpcError as error:
             reason = explain(error, self._address)

@@ -157,7 +157,7 @@ class Proposers:
             # The target's own sampler and seed: draft and target then sample differently only where they
             # disagree.
             sampler = Sampler(request.sampling, len(request.prompt))
-            proposers.append(self._draft.open(sampler.sample))
+            proposers.append(self._draft.open(sampler.sample, request.client))
         return proposers
 
 

@@ -83,13 +83,14 @@ class FeatureModel:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can draft: the process that computes has not ended."""
-        return self._context.is_alive
+        """Whether it can draft: neither the process that computes nor the thread has ended."""
+        return self._context.is_alive and self._thread.failure is None
 
-    def open(self, choose: Choose) -> FeatureProposer:
+    def open(self, choose: Choose, client: str | None = None) -> FeatureProposer:
         """A proposer for one session; see `speculative.draft.model.DraftModel.open`."""
         sequence = FeatureSequence(self._kind.value, self._options, self._context.is_end, zeros=self._zeros)
-        return FeatureProposer(self._kind.value, self._thread, DraftSession(sequence, choose), sequence)
+        session = DraftSession(sequence, choose, client)
+        return FeatureProposer(self._kind.value, self._thread, session, sequence)
 
     def close(self) -> None:
         """End the thread at once and free all memory; proposers then propose nothing."""

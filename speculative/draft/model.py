@@ -71,19 +71,21 @@ class DraftModel:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can draft: the process that computes has not ended."""
-        return self._context.is_alive
+        """Whether it can draft: neither the process that computes nor the thread has ended."""
+        return self._context.is_alive and self._thread.failure is None
 
-    def open(self, choose: Choose) -> DraftProposer:
+    def open(self, choose: Choose, client: str | None = None) -> DraftProposer:
         """A proposer for one session; at most `options.num_sessions` may be open at once.
 
         Args:
             choose: Returns the token for an absolute position, given the draft's logits before it, float32,
                 shape (n_vocab,), and the tokens at all positions before it. Called on the draft's thread;
                 must not keep the array. With the target's own sampler and seed the two share their noise.
+            client: Client of the session, which reuses rows of the same client's sessions only; None where
+                the API is open.
         """
         sequence = DraftSequence(NAME, self._options, self._context.is_end)
-        return DraftProposer(self._thread, DraftSession(sequence, choose))
+        return DraftProposer(self._thread, DraftSession(sequence, choose, client))
 
     def close(self) -> None:
         """End the thread at once and free all memory; proposers then propose nothing."""

@@ -57,15 +57,15 @@ def share_rows(wanted: Sequence[int], max_rows: int) -> list[int]:
     return granted
 
 
-# A closed session leaves its rows behind. A later one that begins with the same tokens, the next turn of a
-# conversation or another with the same system prompt, reuses them.
+# A closed session leaves its rows behind. A later one of its client that begins with the same tokens, such as
+# the next turn of a conversation or another with the same system prompt, reuses them.
 class FreeSlot(NamedTuple):
     """A free slot and its content.
 
     Attributes:
         slot: The slot.
         num_shared: Number of the session's first tokens whose rows it holds.
-        former: Session that had it before.
+        former: Session of the same client that had it before.
     """
 
     slot: int
@@ -73,38 +73,69 @@ class FreeSlot(NamedTuple):
     former: DraftSequence | None
 
 
+class _Held(NamedTuple):
+    """What a free slot holds.
+
+    Attributes:
+        tokens: Tokens of its rows.
+        client: Client of the session that computed them.
+        former: That session; None for none.
+    """
+
+    tokens: Sequence[int] = ()
+    client: str | None = None
+    former: DraftSequence | None = None
+
+    def num_shared(self, tokens: Sequence[int], client: str | None) -> int:
+        """Number of first tokens whose rows a session of this client may reuse."""
+        return _num_shared(self.tokens, tokens) if client == self.client else 0
+
+
 class DraftSlots:
     """Free slots and their content.
+
+    Rows are reused only within one client: how soon the first draft comes shows what is there.
 
     Args:
         num_slots: Number of slots.
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._held: dict[int, list[int]] = {slot: [] for slot in range(num_slots)}
-        self._former: dict[int, DraftSequence] = {}
+        self._held: dict[int, _Held] = {slot: _Held() for slot in range(num_slots)}
 
-    def take(self, tokens: Sequence[int]) -> FreeSlot | None:
-        """The free slot with the longest prefix of `tokens`; None if none is free."""
-        if not self._held:
+    def take(self, tokens: Sequence[int], client: str | None = None) -> FreeSlot | None:
+        """The free slot with the longest prefix of `tokens` that is this client's; None if none is free."""
+        shared = {slot: held.num_shared(tokens, client) for slot, held in self._held.items()}
+        if not shared:
             return None
-        slot = max(self._held, key=lambda slot: _num_shared(self._held[slot], tokens))
-        return FreeSlot(slot, _num_shared(self._held.pop(slot), tokens), self._former.pop(slot, None))
+        slot = max(shared, key=lambda slot: shared[slot])
+        held = self._held.pop(slot)
+        return FreeSlot(slot, shared[slot], held.former if held.client == client else None)
 
-    def give_back(self, slot: int, tokens: Sequence[int], former: DraftSequence | None = None) -> None:
-        """Free a slot, which holds the rows of `tokens`, a part of `former`'s text."""
-        self._held[slot] = list(tokens)
-        if former is not None:
-            self._former[slot] = former
+    def give_back(
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        former: DraftSequence | None = None,
+        client: str | None = None,
+    ) -> None:
+        """Free a slot, which holds the rows of `tokens`, a part of `former`'s text, of this client."""
+        self._held[slot] = _Held(tuple(tokens), client, former)
+
+
+# Compared at once, in compiled code: the event loop may wait for the thread that compares.
+_NUM_COMPARED: Final = 1024
 
 
 def _num_shared(left: Sequence[int], right: Sequence[int]) -> int:
-    count = 0
-    for mine, other in zip(left, right, strict=False):
-        if mine != other:
-            break
-        count += 1
-    return count
+    shorter = min(len(left), len(right))
+    for start in range(0, shorter, _NUM_COMPARED):
+        stop = min(start + _NUM_COMPARED, shorter)
+        mine, others = tuple(left[start:stop]), tuple(right[start:stop])
+        if mine != others:
+            pairs = enumerate(zip(mine, others, strict=True), start)
+            return next(index for index, (one, other) in pairs if one != other)
+    return shorter
 
 
 class ThreadPriority:
@@ -179,6 +210,7 @@ class DraftSession:
     Attributes:
         sequence: Its text.
         choose: Returns the token for a position, given the logits and the tokens before it.
+        client: Its client, whose sessions reuse each other's rows; None where the API is open.
         on_ready: Called when a short proposal would now be longer.
         slot: Its sequence in the KV cache, once it has computed anything.
         error: Reason why it drafts no more.
@@ -186,6 +218,7 @@ class DraftSession:
 
     sequence: DraftSequence
     choose: Choose
+    client: str | None = None
     on_ready: Callable[[], None] | None = None
     slot: int | None = None
     error: Exception | None = None
@@ -208,6 +241,9 @@ class DraftThread:
         options: Number of sessions, and niceness.
         clock_s: Monotonic clock, seconds.
         ms_per_token: Time of a drafted token when no other session was computing.
+
+    Attributes:
+        failure: Error that nothing expected, after which it drafts no more; None while it works.
     """
 
     def __init__(
@@ -224,6 +260,7 @@ class DraftThread:
         self._sessions: list[DraftSession] = []
         self._running: list[DraftSession] = []
         self._is_closing = False
+        self.failure: Exception | None = None
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="draft", daemon=True)
         # A thread has no id before it runs, and must not run before its priority is set.
@@ -247,7 +284,7 @@ class DraftThread:
             if session.slot is not None:
                 sequence = session.sequence
                 reusable = sequence.tokens[: sequence.num_reusable]
-                self._slots.give_back(session.slot, reusable, sequence)
+                self._slots.give_back(session.slot, reusable, sequence, session.client)
             self._abort_if_in_vain()
 
     @contextlib.contextmanager
@@ -258,8 +295,8 @@ class DraftThread:
             Exception: The error that ended the session's drafting, if there was one.
         """
         with self._changed:
-            if session.error is not None:
-                raise session.error
+            if (error := session.error or self.failure) is not None:
+                raise error
             yield session.sequence
             self._abort_if_in_vain()
             if session.sequence.is_urgent:
@@ -288,6 +325,13 @@ class DraftThread:
         self._priority.raise_again()
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:  # noqa: BLE001 - whatever it is, each session is to be told
+            with self._changed:
+                self.failure = error
+
+    def _work(self) -> None:
         while True:
             with self._changed:
                 while not (parts := self._next_parts()) and not self._is_closing:
@@ -317,17 +361,19 @@ class DraftThread:
         return parts
 
     def _has_slot(self, session: DraftSession) -> bool:
-        if session.slot is None and (free := self._slots.take(session.sequence.tokens)) is not None:
-            session.slot = free.slot
-            self._adopt(session, free)
+        if session.slot is None:
+            free = self._slots.take(session.sequence.tokens, session.client)
+            if free is not None:
+                session.slot = free.slot
+                self._adopt(session, free)
         return session.slot is not None
 
     def _adopt(self, session: DraftSession, free: FreeSlot) -> None:
-        """Reuse rows of the same beginning: those in the slot, or more that a running session has."""
+        """Reuse rows of the same beginning: those in the slot, or more that a session of the client has."""
         tokens = session.sequence.tokens
         best, source, num_shared = free.former, None, free.num_shared
         for other in self._sessions:
-            if other is session or other.slot is None:
+            if other is session or other.slot is None or other.client != session.client:
                 continue
             shared = min(_num_shared(other.sequence.tokens, tokens), other.sequence.num_reusable)
             if shared > num_shared:

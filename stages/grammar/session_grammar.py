@@ -174,26 +174,33 @@ class Grammars:
         self._message: wire.Vocabulary | None = None
         self._tree: TokenTree | None = None
         self._vocabulary: wire.Vocabulary | None = None
-        self._cache: OrderedDict[str, TokenMasks] = OrderedDict()
+        self._cache: OrderedDict[tuple[bytes, str], TokenMasks] = OrderedDict()
 
     def take(self, message: wire.Vocabulary) -> None:
         """Store the vocabulary from the coordinator."""
         self._message = message
 
-    def masks(self, text: str) -> TokenMasks:
+    def masks(self, text: str, client: bytes = b"") -> TokenMasks:
         """Masks of a grammar and the latest vocabulary.
+
+        They are kept for sessions of the same client only: the time to the first token shows what is kept.
+
+        Args:
+            text: The grammar, GBNF.
+            client: See `SessionSpec`.
 
         Raises:
             InvalidRequest: If the grammar is invalid.
             ProtocolError: If there is no vocabulary, or it is not this model's.
         """
         tree = self._read()
-        masks = self._cache.get(text)
+        key = client, text
+        masks = self._cache.get(key)
         if masks is None or masks.automaton.is_half_full:
-            masks = self._cache[text] = TokenMasks(make_automaton(text), tree)
+            masks = self._cache[key] = TokenMasks(make_automaton(text), tree)
             if len(self._cache) > _MAX_CACHED:
                 self._cache.popitem(last=False)
-        self._cache.move_to_end(text)
+        self._cache.move_to_end(key)
         return masks
 
     def _read(self) -> TokenTree:

@@ -45,6 +45,7 @@ class SessionSpec:
         resumed: Former id and positions, after a recovery.
         grammar: GBNF that the answer must match; None for none.
         fetch: Id of the fetch that has read the cached prefix from disk at every stage; 0 for none.
+        client: Digest of its client; empty where the API is open.
 
     Raises:
         InvalidRequest: If more log probabilities are requested than a verdict may carry, or the grammar is
@@ -61,6 +62,7 @@ class SessionSpec:
     resumed: Resumed = NOTHING_RESUMED
     grammar: str | None = None
     fetch: int = 0
+    client: bytes = b""
 
     def __post_init__(self) -> None:
         if self.num_top_logprobs is not None and not 0 <= self.num_top_logprobs <= MAX_TOP_LOGPROBS:
@@ -109,6 +111,7 @@ class SessionSpec:
             num_resumed=self.resumed.num_positions,
             grammar=self.grammar or "",
             fetch=self.fetch,
+            client=self.client,
         )
 
     @classmethod
@@ -146,4 +149,5 @@ class SessionSpec:
             Resumed(message.resumed_session, message.num_resumed),
             message.grammar or None,
             message.fetch,
+            message.client,
         )

@@ -204,7 +204,7 @@ class WindowVerifier:
             num_prompt=spec.num_prompt,
             num_top_logprobs=spec.num_top_logprobs,
             cached=spec.cached,
-            open_masks=partial(grammars.masks, spec.grammar) if spec.grammar else None,
+            open_masks=partial(grammars.masks, spec.grammar, spec.client) if spec.grammar else None,
         )
 
     def verify(

@@ -327,6 +327,16 @@ class ModelActor:
         await self.stop()
         self._end_process()
 
+    def _on_failed(self, reason: MeshError) -> None:
+        """End the process, in which nothing can be computed any more: a lost process is replaced at once."""
+        log.error(
+            "process_ends",
+            stage=self._config.stage_index,
+            layers=str(self._config.layers),
+            reason=reason.message,
+        )
+        self._end_process()
+
     def _shown(self) -> Identity:
         if self._identity is None:
             raise ClusterError(f"stage {self._config.stage_index} has no certificate")
@@ -492,6 +502,7 @@ class StageActor(ModelActor):
             identity=self._shown,
             term=config.term,
             most_sent_bytes=max_sent_bytes(config.memory.cache_bytes),
+            on_ended=self._on_failed,
         )
 
     def _on_started(self) -> None:

@@ -19,6 +19,7 @@ import os
 import re
 import secrets
 import stat
+import time
 import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
@@ -52,6 +53,10 @@ _KEPT_SHARE: Final = 7 / 8
 _LEAST_FREE_BYTES: Final = 2**30
 _LEAST_FREE_SHARE: Final = 1 / 20
 _ENTRY_DIGITS: Final = 20
+# A block is written in less, unless the disk is much too slow; whoever has locked the ledger for longer is
+# stopped. Without a limit its stop would keep other stages from ending.
+_LOCK_PATIENCE_S: Final = 2.0
+_LOCK_POLL_S: Final = 0.01
 
 
 @dataclass(frozen=True)
@@ -89,9 +94,13 @@ class BlockStore:
             OSError: If the folders cannot be made or read.
         """
         self._make_folders()
-        with _Ledger(self._root) as ledger:
-            self._count(ledger)
-            self._make_room(ledger, 0, lambda _name: None)
+        try:
+            with _Ledger(self._root) as ledger:
+                self._count(ledger)
+                self._make_room(ledger, 0, lambda _name: None)
+        except TimeoutError as error:
+            # Reading does not need it.
+            log.warning("ledger_locked", reason=str(error))
         found = _files_in(self._folder)
         return {each.name: StoredBlock(each.num_bytes, each.state_positions) for each in found}
 
@@ -299,6 +308,9 @@ def _read(path: Path, num_bytes: int) -> NDArray[np.uint8]:
 class _Ledger:
     """Bytes of all block files of a root, locked for a `with` block.
 
+    Raises:
+        TimeoutError: When the block is entered, if another process does not unlock it in time.
+
     Attributes:
         num_bytes: The bytes; written at the end of the block.
         is_known: Whether they are known: not if the ledger was lost or damaged, until files are counted.
@@ -313,7 +325,7 @@ class _Ledger:
     def __enter__(self) -> Self:
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            self._lock()
             entry = os.pread(self._descriptor, len(_entry(0)) + 1, 0)
         except BaseException:
             os.close(self._descriptor)
@@ -322,6 +334,23 @@ class _Ledger:
         self.num_bytes = int(number) if number.isdigit() else 0
         self.is_known = entry == _entry(self.num_bytes)
         return self
+
+    def _lock(self) -> None:
+        until_s = time.monotonic() + _LOCK_PATIENCE_S
+        while not self._has_locked():
+            if time.monotonic() >= until_s:
+                raise TimeoutError(
+                    f"another process has locked {self._path} for {_LOCK_PATIENCE_S:g} s: if one is stopped, "
+                    "let it go on or end it"
+                )
+            time.sleep(_LOCK_POLL_S)
+
+    def _has_locked(self) -> bool:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def __exit__(self, *_exception: object) -> None:
         try:

@@ -123,6 +123,8 @@ class StageService(rpc.StageServicer):
         computes_in_loop: Whether the event loop of a stage with one thread computes short windows itself, see
             `StageWorker.compute_in_loop`; it should not where stages share one and their computing may stand
             still.
+        on_ended: Called once with the reason when nothing can be computed any more. The coordinator's streams
+            end then, and new ones are refused.
 
     Attributes:
         key_check: Interceptor for its server.
@@ -142,6 +144,7 @@ class StageService(rpc.StageServicer):
         most_sent_bytes: int = LEAST_SENT_BYTES,
         pause_s: Callable[[float], float] = pause_s,
         computes_in_loop: bool = True,
+        on_ended: Callable[[MeshError], None] = lambda _reason: None,
     ) -> None:
         self.handshakes = HandshakeMonitor()
         self.key_check = KeyCheck(mesh_key, self.handshakes.called)
@@ -157,10 +160,14 @@ class StageService(rpc.StageServicer):
             on_verdicts=self._answer,
             on_failures=self._report,
             on_features=self._send_features,
+            on_ended=self._end,
         )
+        self._on_ended = on_ended
         self._feature_stream: FeatureStream | None = None
         self._links: set[asyncio.Task[Any]] = set()
         self._verdicts: set[asyncio.Queue[wire.VerdictBundle | None]] = set()
+        # Of the latest link, and the latest stream of verdicts.
+        self._num_received = self._num_answered = 0
         self._replication_source = ReplicationSource(self._engine, runtime.num_slots, pause_s)
         self._replication_sink: ReplicationSink | None = None
         self._controls: dict[asyncio.Queue[wire.ControlReply | None], asyncio.Task[None]] = {}
@@ -397,7 +404,10 @@ class StageService(rpc.StageServicer):
             yield welcome
             while (reply := await replies.get()) is not None:
                 yield reply
-            if not reader.cancelled() and isinstance(reason := reader.exception(), MeshError):
+            reason: BaseException | None = self._engine.failure
+            if reader.done() and not reader.cancelled():
+                reason = reader.exception() or reason
+            if isinstance(reason, MeshError):
                 await self._refuse(context, reason)
         finally:
             reader.cancel()
@@ -422,6 +432,7 @@ class StageService(rpc.StageServicer):
             return
         bundles: asyncio.Queue[wire.VerdictBundle | None] = asyncio.Queue()
         self._verdicts.add(bundles)
+        self._num_answered = 0
         try:
             while (bundle := await bundles.get()) is not None:
                 yield bundle
@@ -484,8 +495,17 @@ class StageService(rpc.StageServicer):
             self._feature_stream.put(features)
 
     def _answer(self, bundle: wire.VerdictBundle) -> None:
+        self._num_answered += 1
         for bundles in self._verdicts:
             bundles.put_nowait(bundle)
+
+    def _end(self, reason: MeshError) -> None:
+        """End the coordinator's streams: to it the stage is lost."""
+        for replies in self._controls:
+            replies.put_nowait(None)
+        for bundles in self._verdicts:
+            bundles.put_nowait(None)
+        self._on_ended(reason)
 
     def _report(self, failures: list[wire.Failure]) -> None:
         for failure in failures:
@@ -495,7 +515,7 @@ class StageService(rpc.StageServicer):
     async def _greet(
         self, hello: wire.Hello | None, context: grpc.aio.ServicerContext[Any, Any]
     ) -> wire.Welcome:
-        if (refusal := self._place.refusal(hello)) is not None:
+        if (refusal := self._place.refusal(hello) or self._engine.failure) is not None:
             await abort(context, refusal)
         return wire.Welcome(
             protocol_version=PROTOCOL_VERSION,
@@ -532,7 +552,9 @@ class StageService(rpc.StageServicer):
             reader.cancel()
 
     async def _read_link(self, context: grpc.aio.ServicerContext[wire.Frame, wire.Welcome]) -> None:
+        self._num_received = 0
         while isinstance(frame := await context.read(), wire.Frame):
+            self._num_received += 1
             if frame.HasField("windows"):
                 if (count := len(frame.windows.windows)) > MOST_BUNDLED_WINDOWS:
                     raise ProtocolError(
@@ -561,9 +583,19 @@ class StageService(rpc.StageServicer):
                     self._fetch(request.fetch, replies)
                 case "ping":
                     pong = wire.Pong(
-                        sent_us=request.ping.sent_us, stats=self.stats(), stage_us=monotonic_us()
+                        sent_us=request.ping.sent_us,
+                        stats=self.stats(),
+                        stage_us=monotonic_us(),
+                        activity=self._activity(),
                     )
                     replies.put_nowait(wire.ControlReply(pong=pong))
+
+    def _activity(self) -> wire.Activity:
+        activity = self._engine.activity()
+        activity.num_received = self._num_received
+        if self._info.is_tail:
+            activity.num_sent = self._num_answered
+        return activity
 
     def _fetch(self, message: wire.Fetch, replies: asyncio.Queue[wire.ControlReply | None]) -> None:
         def reply(fetched: wire.Fetched) -> None:

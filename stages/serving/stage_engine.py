@@ -60,11 +60,13 @@ class StageEngine:
         on_verdicts: Called with verdicts of live sessions.
         on_failures: Called with failures; one of session 0 means the whole stage.
         on_features: Called with features of windows of live sessions.
+        on_ended: Called once with the reason when nothing can be computed any more.
 
     Attributes:
         stage_index: As given; another one after `rejoin`.
         next: The link to the next stage, while there is one.
         disk: Blocks of its rows on disk; None where none are kept.
+        failure: Why nothing is computed any more; None while the stage works.
     """
 
     def __init__(
@@ -78,10 +80,15 @@ class StageEngine:
         on_verdicts: Callable[[wire.VerdictBundle], None],
         on_failures: Callable[[list[wire.Failure]], None],
         on_features: Callable[[list[wire.Features]], None],
+        on_ended: Callable[[MeshError], None],
     ) -> None:
         self.stage_index = stage_index
         self.next: StageLink | None = None
         self.disk: KvDisk | None = None
+        self.failure: MeshError | None = None
+        self._on_ended = on_ended
+        # What others wait for the computing thread to do.
+        self._asked: set[asyncio.Future[Any]] = set()
         self._loop = asyncio.get_running_loop()
         self._info = runtime.info
         self._max_rows = runtime.max_rows
@@ -111,6 +118,7 @@ class StageEngine:
             on_verdicts=self._from_worker(self._answer),
             on_failures=self._from_worker(self._report),
             on_features=self._from_worker(on_features),
+            on_ended=self._from_worker(self._end),
         )
         self._cpu_latency = CpuLatencyRequest()
         self._worker.start()
@@ -135,9 +143,8 @@ class StageEngine:
                 SlotAssigned(session.id, spec.source_slot, session.slot, spec.cached, num_resumed, fetched)
             )
             # After the windows that compute what a later stage is to copy.
-            self._scheduler.change(
-                QueueBarrier(lambda: self._loop.call_soon_threadsafe(self._pass_on, message))
-            )
+            pass_on = self._from_worker(self._pass_on)
+            self._scheduler.change(QueueBarrier(lambda: pass_on(message)))
         except MeshError as error:
             self._report([_failure(message.session, 0, 0, error)])
         self._cpu_latency.update(len(self._sessions))
@@ -341,6 +348,17 @@ class StageEngine:
             blocks=None if self.disk is None else self.disk.stats(),
         )
 
+    def activity(self) -> wire.Activity:
+        """What the stage computes now, and what it has sent on."""
+        under_way = self._worker.under_way
+        age_us = 0 if under_way is None else max(1, monotonic_us() - under_way.since_us)
+        return wire.Activity(
+            has_ended=self.failure is not None or not self._worker.is_alive(),
+            batch_age_us=age_us,
+            batch_rows=0 if under_way is None else under_way.num_rows,
+            num_sent=0 if self.next is None else self.next.num_messages,
+        )
+
     async def stop(self) -> None:
         """Stop computing and free the memory."""
         if self.next is not None:
@@ -354,9 +372,12 @@ class StageEngine:
     def _in_worker(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
         """Run a function in the computing thread, between two batches, behind all that is queued."""
         done: asyncio.Future[Result] = self._loop.create_future()
+        if self.failure is not None:
+            done.set_exception(self.failure)
+            return done
 
         def settle(result: Result | None, error: BaseException | None) -> None:
-            if done.cancelled():
+            if done.done():
                 return
             if error is not None:
                 done.set_exception(error)
@@ -370,17 +391,41 @@ class StageEngine:
                 result, error = None, raised
             self._loop.call_soon_threadsafe(settle, result, error)
 
+        self._asked.add(done)
+        done.add_done_callback(self._asked.discard)
         self._scheduler.change(QueueBarrier(run))
         return done
+
+    def _end(self, error: BaseException) -> None:
+        """Compute nothing any more: windows are lost, or rows in doubt, of sessions that are not known."""
+        if self.failure is not None:
+            return
+        log.error("stage_ended", stage=self.stage_index, reason=repr(error), exc_info=error)
+        self.failure = StageFailed(f"stage {self.stage_index} ended: {error!r}")
+        self._scheduler.close()
+        for asked in tuple(self._asked):
+            if not asked.done():
+                asked.set_exception(self.failure)
+        self._on_ended(self.failure)
 
     def _pass_on(self, message: wire.Open) -> None:
         # Also for a session that has ended: later ones rely on the content of its slot at every stage.
         if self.next is not None:
             self.next.send(message)
 
-    def _from_worker(self, handler: Any) -> Any:
+    def _from_worker(self, handler: Callable[[Any], None]) -> Callable[[Any], None]:
         """A function for the computing thread that runs `handler` in the event loop, in order."""
-        return lambda messages: self._loop.call_soon_threadsafe(handler, messages)
+
+        def handle(message: Any) -> None:
+            try:
+                handler(message)
+            except Exception as error:  # noqa: BLE001 - what was to be sent is lost: sessions would wait for it
+                self._end(error)
+
+        def schedule(message: Any) -> None:
+            self._loop.call_soon_threadsafe(handle, message)
+
+        return schedule
 
     def _send_on(self, bundle: wire.WindowBundle) -> None:
         live = [self._sessions.is_live(window.session, window.epoch) for window in bundle.windows]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import structlog
 
 from spanmesh_proto import windows_pb2 as wire
-from spanmesh_proto.errors import MeshError, PrefixMismatch, StageFailed, wire_of
+from spanmesh_proto.errors import MeshError, StageFailed, wire_of
 from stages.sampling.logprobs import to_wire
 from stages.serving.scheduler import QueueBarrier
 from stages.transport.hidden_codec import TO_WIRE, HiddenType, encode
@@ -54,6 +54,18 @@ class WorkerCounts:
     decode_cpu_us: int = 0
 
 
+class UnderWay(NamedTuple):
+    """What is being computed.
+
+    Attributes:
+        since_us: When it began.
+        num_rows: Rows of the batch; 0 for a change of a slot.
+    """
+
+    since_us: int
+    num_rows: int
+
+
 class StageWorker(threading.Thread):
     """Thread that runs until its scheduler is closed, then frees the runtime.
 
@@ -72,6 +84,13 @@ class StageWorker(threading.Thread):
         on_verdicts: Called with the tail's verdicts on a batch, in this thread.
         on_failures: Called with windows that could not be computed, in this thread.
         on_features: Called with features of windows that want them, in this thread.
+        on_ended: Called with an error that no session can be failed for, in this thread: rows of any slot may
+            be in doubt, and nothing is computed any more.
+
+    Attributes:
+        counts: Counters.
+        under_way: What is being computed; None while it waits. To be read by other threads.
+        has_failed: Whether `on_ended` was called.
     """
 
     def __init__(
@@ -87,6 +106,7 @@ class StageWorker(threading.Thread):
         on_verdicts: Callable[[wire.VerdictBundle], None],
         on_failures: Callable[[list[wire.Failure]], None],
         on_features: Callable[[list[wire.Features]], None],
+        on_ended: Callable[[BaseException], None],
     ) -> None:
         super().__init__(name="stage-worker", daemon=True)
         self._runtime = runtime
@@ -99,6 +119,7 @@ class StageWorker(threading.Thread):
         self._on_verdicts = on_verdicts
         self._on_failures = on_failures
         self._on_features = on_features
+        self._on_ended = on_ended
         # None: no coordinator wants features.
         self._feature_type: HiddenType | None = None
         self._feature_row_bytes = 0
@@ -110,6 +131,8 @@ class StageWorker(threading.Thread):
         # Longest recent time of a batch, by its number of rows.
         self._longest_us: dict[int, int] = {}
         self.counts = WorkerCounts()
+        self.under_way: UnderWay | None = None
+        self.has_failed = False
 
     def send_as(self, hidden_type: HiddenType) -> None:
         """Set the format of hidden states for later windows."""
@@ -132,8 +155,8 @@ class StageWorker(threading.Thread):
         return tapped
 
     def run(self) -> None:
-        """Work until the queue is closed."""
-        while not self._scheduler.is_closed:
+        """Work until the queue is closed, or it has failed."""
+        while not (self._scheduler.is_closed or self.has_failed):
             self._scheduler.wait()
             with self._turn:
                 self._work()
@@ -169,15 +192,31 @@ class StageWorker(threading.Thread):
 
     def _work(self) -> None:
         """Compute all that waits."""
-        while (work := self._scheduler.take_ready()) is not None:
-            for change in work.changes:
-                self._change(change)
-            started_us = self._clock_us()
-            windows = self._without_invalid(self._without_held(work.windows, started_us))
-            if windows:
-                self._compute(windows, started_us)
-                self._finished_us = self._clock_us()
-                self._has_new_slots = False
+        try:
+            while not self.has_failed and self._work_once():
+                pass
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the stage must not seem to live on
+            self.has_failed = True
+            self._on_ended(error)
+        finally:
+            self.under_way = None
+
+    def _work_once(self) -> bool:
+        """Compute the next batch, if there is one; returns whether there was."""
+        self.under_way = UnderWay(self._clock_us(), 0)
+        work = self._scheduler.take_ready()
+        if work is None:
+            return False
+        for change in work.changes:
+            self._change(change)
+        started_us = self._clock_us()
+        self.under_way = UnderWay(started_us, sum(len(window.span.tokens) for window in work.windows))
+        windows = self._without_invalid(self._without_held(work.windows, started_us))
+        if windows:
+            self._compute(windows, started_us)
+            self._finished_us = self._clock_us()
+            self._has_new_slots = False
+        return True
 
     def _change(self, change: Change) -> None:
         if isinstance(change, QueueBarrier):
@@ -196,10 +235,11 @@ class StageWorker(threading.Thread):
                 self.sent_row_bytes,
                 fetched=assigned.fetched,
             )
-        except MeshError as error:
+        except Exception as raised:  # noqa: BLE001 - the emptied slot is known whatever it was
             # The slot holds another session's rows: no window may use them.
             self._slots.trim(assigned.slot, 0)
-            if assigned.cached:
+            error = _known(raised)
+            if assigned.cached or error is not raised:
                 failure = wire.Failure(
                     session=assigned.session, code=wire_of(error).code, message=error.message
                 )
@@ -211,10 +251,10 @@ class StageWorker(threading.Thread):
         for whole in windows:
             try:
                 window = self._with_held(whole)
-            except PrefixMismatch as error:
+            except Exception as error:  # noqa: BLE001 - the emptied slot is known whatever it was
                 # The session begins anew. Until then no window may go on from its former rows.
                 self._slots.trim(whole.span.slot, 0)
-                self._on_failures([failure_of(whole, error)])
+                self._on_failures([failure_of(whole, _known(error))])
                 continue
             if window.num_held and window.num_held == len(window.span.tokens):
                 self._send_again(window, started_us)
@@ -262,11 +302,11 @@ class StageWorker(threading.Thread):
         """The windows with decoded hidden states. An invalid one fails alone, not the batch."""
         valid = []
         for queued in windows:
-            window = queued.decoded()
             try:
+                window = queued.decoded()
                 self._runtime.check(window.to_compute)
-            except MeshError as error:
-                self._on_failures([failure_of(window, error)])
+            except Exception as error:  # noqa: BLE001 - nothing of the slot was changed
+                self._on_failures([failure_of(queued, _known(error))])
             else:
                 valid.append(window)
         return valid
@@ -281,9 +321,9 @@ class StageWorker(threading.Thread):
             for window in windows:
                 self._slots.computed(window.to_compute, window.num_committed)
             self._hand_on(windows, outputs, started_us)
-        except Exception as error:
-            known = error if isinstance(error, MeshError) else StageFailed(f"stage failed: {error!r}")
-            log.exception("windows_failed", num_windows=len(windows), reason=str(known))
+        except Exception as error:  # noqa: BLE001 - the emptied slots are known whatever it was
+            known = _known(error)
+            log.warning("windows_failed", num_windows=len(windows), reason=str(known))
             for window in windows:
                 self._slots.trim(window.span.slot, 0)
             self._on_failures([failure_of(window, known) for window in windows])
@@ -470,6 +510,14 @@ def _times(
         arrived_us=window.arrived_us,
     )
     return [*window.times, own]
+
+
+def _known(error: Exception) -> MeshError:
+    """The error for the coordinator; one that nothing expects is logged here, with its origin."""
+    if isinstance(error, MeshError):
+        return error
+    log.error("stage_error", reason=repr(error), exc_info=error)
+    return StageFailed(f"stage failed: {error!r}")
 
 
 def failure_of(window: QueuedWindow, error: MeshError) -> wire.Failure:

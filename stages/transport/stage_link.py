@@ -56,6 +56,7 @@ class StageLink:
         identity: TLS identity of this process; None if both ends are in one process.
 
     Attributes:
+        num_messages: Messages that were given to `send` so far.
         num_sent_bytes: Size of all frames so far.
     """
 
@@ -79,6 +80,7 @@ class StageLink:
         self._waiting: asyncio.Queue[LinkMessage] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._is_closing = False
+        self.num_messages = 0
         self.num_sent_bytes = 0
 
     async def open(self, timeout_s: float = 10) -> wire.Welcome:
@@ -109,6 +111,7 @@ class StageLink:
 
     def send(self, message: LinkMessage) -> None:
         """Queue a message. For the event loop."""
+        self.num_messages += 1
         self._waiting.put_nowait(message)
 
     async def close(self) -> None:
@@ -123,21 +126,40 @@ class StageLink:
         await self._channel.close(None)
 
     async def _write(self) -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # see `_watch`
+        try:
             while True:
                 frame = _frame(await self._waiting.get())
                 await self._call.write(frame)
                 self.num_sent_bytes += frame.ByteSize()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # see `_watch`
+        except Exception as error:
+            # Otherwise windows would wait here, and nothing would miss them.
+            log.exception("link_failed", address=self._address)
+            await self._end(StageFailed(f"the link to {self._address} failed: {error!r}"))
 
     async def _watch(self) -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError):
+        try:
             while isinstance(await self._call.read(), wire.Welcome):
                 pass
-        if not self._is_closing:
-            self._on_lost(await self._reason())
-            # A lost link is not closed by its owner.
-            self._tasks[0].cancel()
-            await self._channel.close(None)
+        except grpc.aio.AioRpcError:
+            pass
+        except Exception as error:
+            log.exception("link_failed", address=self._address)
+            await self._end(StageFailed(f"the link to {self._address} failed: {error!r}"))
+        await self._end(await self._reason())
+
+    async def _end(self, reason: MeshError) -> None:
+        """Report the loss, once, and close: a lost link is not closed by its owner."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self._on_lost(reason)
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        self._call.cancel()
+        await self._channel.close(None)
 
     async def _reason(self) -> MeshError:
         code = await self._call.code()

@@ -27,6 +27,17 @@ def test_nobody_begins_with_another_client_s_tokens() -> None:
         assert prefix_cache.match(LONG, client, {0, 1}) == PrefixMatch(0, 0, 0)
 
 
+def test_what_is_forgotten_of_a_client_is_kept_of_others() -> None:
+    prefix_cache = PrefixCache(4)
+    for slot, client in enumerate(("ann", "bob", None)):
+        prefix_cache.keep(slot, client, LONG)
+    prefix_cache.expect(3, "ann", LONG)
+    prefix_cache.forget_client("ann")
+    assert prefix_cache.match((*LONG, 1), "ann", {0, 3}).num_cached == 0
+    assert prefix_cache.match((*LONG, 1), "bob", {1}).num_cached == 40
+    assert prefix_cache.match((*LONG, 1), None, {2}).num_cached == 40
+
+
 def test_a_few_tokens_are_not_worth_it() -> None:
     prefix_cache = PrefixCache(1)
     prefix_cache.keep(0, None, LONG)

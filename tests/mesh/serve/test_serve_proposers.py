@@ -1,9 +1,16 @@
 """Who proposes for a request, in which order."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from mesh.engine import GenerationRequest, SpeculationLimits, SpeculationMode
 from mesh.serve.proposers import Proposers
+from speculative.draft.context import DraftOptions
+from speculative.draft.model import DraftProposer
+from tests.support.draft_models import running_draft
+from tests.support.tiny_models import TinyModel
 
 ASKED = GenerationRequest((1, 2, 3), 8)
 
@@ -30,6 +37,16 @@ def test_only_what_was_given() -> None:
     assert [proposer.name for proposer in Proposers("auto", keeps_history=True)(ASKED)] == ["ngram"]
     known = GenerationRequest((1, 2, 3), 8, history_key="ann")
     assert [proposer.name for proposer in Proposers("auto")(known)] == ["ngram"]
+
+
+def test_a_draft_model_is_told_whose_text_it_reads(tmp_path: Path) -> None:
+    path = TinyModel("llama").write(tmp_path / "tiny.gguf")
+    with running_draft(path, DraftOptions(ctx_size=64)) as draft:
+        for client in ("ann", None):
+            proposer = Proposers("draft", draft=draft)(replace(ASKED, client=client))[0]
+            assert isinstance(proposer, DraftProposer)
+            assert proposer._session.client == client
+            proposer.close()
 
 
 def test_an_answer_is_proposed_again_to_the_same_key_alone() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ import pytest
 from mesh.requantize import requantise
 from mesh.text.tokenizer import Tokenizer
 from speculative.draft.context import DraftOptions, DraftUnusable
-from speculative.draft.model import DraftModel
+from speculative.draft.model import DraftModel, DraftProposer
 from speculative.proposer import EMPTY
 from stages.runtime.span import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
@@ -225,6 +225,57 @@ def test_one_that_fails_harms_nobody_else(tiny: Path) -> None:
             failing.propose(1)
         with pytest.raises(RuntimeError, match="nobody listens"):
             unheard.propose(1)
+
+
+def test_a_client_s_text_saves_no_other_client_rows(tiny: Path) -> None:
+    prompt = [5 + number % 50 for number in range(100)]
+    with running_draft(tiny, OPTIONS) as model:
+        num_rows: list[int] = []
+        compute = model._thread._compute
+
+        def counting(parts: Sequence[Any]) -> None:
+            num_rows[-1] += sum(len(part.span.tokens) for part in parts)
+            compute(parts)
+
+        model._thread._compute = counting  # type: ignore[method-assign]
+
+        def rows_for(client: str | None) -> tuple[DraftProposer, int]:
+            """Its proposer, still open, and the rows that its first draft took."""
+            num_rows.append(0)
+            proposer = model.open(greedy, client)
+            proposer.extend(prompt)
+            wait_for(proposer, 1)
+            return proposer, num_rows[-1]
+
+        first, num_first = rows_for("ann")
+        assert num_first >= len(prompt)
+        # While it runs, and once it has ended.
+        second, num_second = rows_for("bob")
+        assert num_second >= len(prompt)
+        first.close()
+        third, num_third = rows_for(None)
+        assert num_third >= len(prompt)
+        second.close()
+        again, num_again = rows_for("ann")
+        assert num_again < len(prompt) / 2
+        for proposer in (third, again):
+            proposer.close()
+
+
+def test_a_thread_that_fails_is_no_silence(tiny: Path) -> None:
+    with running_draft(tiny, OPTIONS) as model:
+        proposer = model.open(greedy)
+
+        def broken() -> Any:
+            raise ArithmeticError("wrong")
+
+        model._thread._next_parts = broken  # type: ignore[method-assign]
+        proposer.extend([5, 6])
+        model._thread._thread.join(10)
+        assert not model.is_alive
+        with pytest.raises(ArithmeticError, match="wrong"):
+            proposer.propose(1)
+        proposer.close()
 
 
 def test_ids_that_the_target_does_not_know_are_never_proposed(tiny: Path) -> None:

@@ -10,7 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculative.draft.context import DraftOptions, probability
+from speculative.draft.session import DraftSequence
 from speculative.draft.worker import DraftSlots, ThreadPriority, share_rows
+
+FORMER = DraftSequence("draft", DraftOptions(), lambda _token: False)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +50,28 @@ def test_a_slot_with_the_same_beginning_is_found_again() -> None:
     slots.give_back(1, [1, 2, 3])
     assert slots.take([1, 2, 4, 5]) == (1, 2, None)
     assert slots.take([7, 8, 9]) == (0, 2, None)
+
+
+def test_a_slot_of_another_client_holds_nothing_to_reuse() -> None:
+    slots = DraftSlots(2)
+    for client in ("ann", None):
+        free = slots.take([1, 2, 3], client)
+        assert free is not None
+        slots.give_back(free.slot, [1, 2, 3], FORMER, client)
+    found = slots.take([1, 2, 3, 4], "bob")
+    assert found is not None
+    assert found[1:] == (0, None)
+    slots.give_back(found.slot, [1, 2, 3, 4], FORMER, "bob")
+    assert slots.take([1, 2, 3, 5], "bob") == (found.slot, 3, FORMER)
+
+
+@given(st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 3000))
+def test_common_beginnings_of_long_texts(num_common: int, num_held: int, num_asked: int) -> None:
+    common = [number % 7 for number in range(num_common)]
+    slots = DraftSlots(1)
+    assert slots.take([]) is not None
+    slots.give_back(0, [*common, *[8] * num_held])
+    assert slots.take([*common, *[9] * num_asked]) == (0, num_common, None)
 
 
 def test_probability() -> None:

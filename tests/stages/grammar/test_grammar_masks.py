@@ -191,6 +191,11 @@ def test_a_vocabulary_that_does_not_fit_is_refused() -> None:
     grammars.take(texts.message)
     first = grammars.masks('root ::= "a"')
     assert grammars.masks('root ::= "a"') is first
+    # How long a grammar takes shows whether it is there.
+    for client in (b"ann", b"bob"):
+        own = grammars.masks('root ::= "a"', client)
+        assert own is not first
+        assert grammars.masks('root ::= "a"', client) is own
     grammars.take(TokenTexts(texts.pieces, texts.end_tokens).message)
     assert grammars.masks('root ::= "a"') is first
     grammars.take(TokenTexts((b"b", b"bc", b""), frozenset({2})).message)

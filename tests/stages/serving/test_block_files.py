@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from stages.serving import block_store
 from stages.serving.block_file import (
     BlockLabel,
     DamagedBlock,
@@ -180,6 +182,31 @@ def test_a_disk_that_refuses_is_no_error(tmp_path: Path) -> None:
     (root / "ledger").unlink()
     (root / "ledger").mkdir()
     assert store.write(NAMES[0], block_of(), 1) is None
+
+
+def test_a_process_that_is_stopped_with_the_lock_costs_what_would_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_store, "_LOCK_PATIENCE_S", 0.05)
+    store = BlockStore(tmp_path, IDENTITY, 100_000)
+    store.open()
+    kept, damaged = (store.write(name, block_of(), 1) for name in NAMES[:2])
+    assert kept is not None
+    assert damaged is not None
+    (path,) = (tmp_path / IDENTITY.hex()).glob(f"{NAMES[1].hex()}*")
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    with (tmp_path / "ledger").open() as ledger:
+        # Locks are those of open files: that of another one, as of another process, is in the way.
+        fcntl.flock(ledger, fcntl.LOCK_EX)
+        again = BlockStore(tmp_path, IDENTITY, 100_000)
+        assert again.open().keys() == set(NAMES[:2])
+        assert again.write(NAMES[2], block_of(), 1) is None
+        found = again.read(NAMES[0], kept)
+        assert found is not None
+        assert same(found, block_of())
+        with pytest.raises(DamagedBlock):
+            again.read(NAMES[1], damaged)
+    assert again.write(NAMES[2], block_of(), 1) is not None
 
 
 @pytest.mark.parametrize("damage", ["lost", "garbage", "lower", "longer"])

@@ -41,6 +41,7 @@ class Stage:
             on_verdicts=lambda bundle: self.sent.put(("verdicts", bundle)),
             on_failures=lambda failures: self.sent.put(("failures", failures)),
             on_features=lambda features: self.sent.put(("features", features)),
+            on_ended=lambda error: self.sent.put(("ended", error)),
         )
         assert self.worker.tap_features((0,), HiddenType.F32) == (0,)
         self.worker.start()

@@ -17,11 +17,12 @@ from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.addresses import join_address
-from spanmesh_proto.errors import ClusterError, MeshError
+from spanmesh_proto.errors import ClusterError, MeshError, StageFailed
 from stages.layers import LayerRange
 from stages.runtime.process_memory import StageMemory
 from stages.runtime.stage_runtime import RuntimeOptions
 from stages.serving.actor import StageActor, StageConfig
+from stages.serving.scheduler import QueueBarrier
 from stages.serving.server import StageService
 from stages.transport.channels import key_metadata, open_channel
 from stages.transport.stage_link import StageLink
@@ -189,6 +190,27 @@ async def test_a_model_that_was_replaced_while_it_was_loaded_keeps_no_blocks(
         assert reasons == ([said] if is_replaced else [])
     finally:
         await actor.stop()
+
+
+async def test_a_stage_that_computes_nothing_any_more_ends_its_process_and_serves_no_peer(
+    configs: list[StageConfig],
+) -> None:
+    ended = asyncio.Event()
+    actor = StageActor(configs[1], end_process=ended.set)
+    await actor.load()
+    await certify(actor, "host-1")
+    address = f"127.0.0.1:{await actor.start('127.0.0.1')}"
+    service = actor._service
+    assert isinstance(service, StageService)
+    service._engine._scheduler.change(QueueBarrier(lambda: 1 / 0))
+    async with asyncio.timeout(20):
+        await ended.wait()
+    # The process that a test does not end.
+    with pytest.raises(StageFailed, match="ended: ZeroDivisionError"):
+        await layers_at(address, COORDINATOR, "host-1")
+    with pytest.raises(StageFailed, match="ended: ZeroDivisionError"):
+        await actor.rejoin(1, "another mesh", "another key", 0)
+    await actor.stop()
 
 
 async def test_a_stage_that_no_coordinator_wants_any_more_ends_its_process(

@@ -60,6 +60,7 @@ class Stage:
             on_verdicts=lambda _bundle: None,
             on_failures=lambda failures: pytest.fail(str(failures)),
             on_features=lambda _features: None,
+            on_ended=lambda error: pytest.fail(repr(error)),
         )
         self.worker.start()
 
