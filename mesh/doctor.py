@@ -7,7 +7,6 @@ import hashlib
 import json
 import socket
 import subprocess
-import sys
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -25,7 +24,7 @@ from mesh.cluster.addresses import (
 )
 from mesh.cluster.host_facts import llama_cpp_fault
 from mesh.cluster.port_plan import plan_ports
-from mesh.util.child_environment import inherited_environment
+from mesh.util.child_environment import inherited_environment, module_command, relative_entries
 from spanmesh_proto.addresses import PortRange
 from spanmesh_proto.errors import MeshError
 from stages.host.gpu_backends import CARDS
@@ -393,6 +392,7 @@ def this_host_checks(
         port_range: Ports that the mesh is to use here, or None for any free ones.
     """
     yield _packages(name)
+    yield from _python_path(name)
     fault = llama_cpp_fault()
     report = _self_report() if fault is None else fault.reason
     if isinstance(report, str):
@@ -456,11 +456,23 @@ def _packages(name: str) -> Check:
     return ok(name, "packages", "all required are installed")
 
 
+def _python_path(name: str) -> Iterator[Check]:
+    """Warning of a `PYTHONPATH` by which Python runs files of the folder where it is started."""
+    if entries := relative_entries():
+        yield warn(
+            name,
+            "PYTHONPATH",
+            f"has entries that depend on the working directory ({', '.join(map(repr, entries))}): `mesh` may "
+            "run files that lie there; what it starts leaves them out",
+            "leave out empty entries, as of a colon at either end, and write the others as absolute paths",
+        )
+
+
 def _self_report() -> dict[str, Any] | str:
     """Report of `stages.host.host_report`, or its failure, from a child: llama.cpp may abort."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "stages.host.host_report"],
+            module_command("stages.host.host_report"),
             env=inherited_environment(),
             capture_output=True,
             text=True,

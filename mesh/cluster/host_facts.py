@@ -9,7 +9,6 @@ import platform
 import re
 import signal
 import subprocess
-import sys
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -17,7 +16,7 @@ import psutil
 
 from mesh.placement.gpu_layers import check_gpu_layers
 from mesh.placement.host_capacity import Gpu, HostCapacity
-from mesh.util.child_environment import inherited_environment
+from mesh.util.child_environment import inherited_environment, module_command
 from mesh.util.processors import num_usable
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError
@@ -70,7 +69,7 @@ def llama_cpp_fault() -> LlamaCppFault | None:
     """
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "stages.host.processor_fit"],
+            module_command("stages.host.processor_fit"),
             env=inherited_environment(),
             capture_output=True,
             text=True,
@@ -111,7 +110,7 @@ def check_llama_cpp() -> None:
 def _probe(module: str, *arguments: str) -> str:
     """Output of a module that runs as a program."""
     return subprocess.run(
-        [sys.executable, "-m", module, *arguments],
+        module_command(module, *arguments),
         env=inherited_environment(),
         capture_output=True,
         text=True,

@@ -14,7 +14,6 @@ import secrets
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ import psutil
 import structlog
 
 from mesh.cluster.ray_environment import RayTlsFiles, child_environment
+from mesh.util.child_environment import module_command
 from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -305,7 +305,7 @@ class RayNode:
             RayTlsFiles(folder.path).write(config.identity)
         with folder.log_path.open("wb") as output:
             first = psutil.Popen(
-                [sys.executable, "-m", "mesh.cluster.ray_child", *start_arguments(config, folder.ray_dir)],
+                module_command("mesh.cluster.ray_child", *start_arguments(config, folder.ray_dir)),
                 env=child_environment(folder.token_path, folder.owner_path, config.linger_s),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

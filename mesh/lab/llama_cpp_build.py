@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import stages
+from mesh.util.child_environment import module_command
 from mesh.util.processors import num_usable
 from spanmesh_proto.errors import MeshError
 
@@ -119,7 +120,7 @@ def unpack_source(package_version: str, source: Path, log: Path) -> None:
     with tempfile.TemporaryDirectory(dir=source.parent) as scratch:
         requirement = f"{PACKAGE}=={package_version}"
         only_source = ["--no-deps", "--no-binary", PACKAGE, "--dest", scratch, requirement]
-        do([sys.executable, "-m", "pip", "download", *only_source], log)
+        do(module_command("pip", "download", *only_source), log)
         (archive,) = Path(scratch).glob("*.tar.gz")
         with tarfile.open(archive) as packed:
             packed.extractall(scratch, filter="data")

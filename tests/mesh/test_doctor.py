@@ -258,6 +258,15 @@ def test_a_host_looks_at_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert seen.free_disk_bytes > 0
 
 
+def test_a_path_that_depends_on_the_working_directory_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/opt/mine")
+    assert list(doctor._python_path("here")) == []
+    monkeypatch.setenv("PYTHONPATH", ":/opt/mine")
+    (check,) = doctor._python_path("here")
+    assert (check.outcome, check.what) == (Outcome.WARN, "PYTHONPATH")
+    assert "('')" in check.detail
+
+
 def test_this_host_names_a_port_that_is_taken_and_an_address_that_is_not_its_own(
     smollm2_path: Path, tmp_path: Path
 ) -> None:

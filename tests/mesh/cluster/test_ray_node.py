@@ -46,6 +46,9 @@ class Greeter:
     def where(self):
         import ray
         return ray.get_runtime_context().get_node_id()
+    def path(self):
+        import sys
+        return sys.path
     def refuse(self):
         raise InvalidModel("not a model", param="model")
     def crash(self):
@@ -62,6 +65,7 @@ async def main(ray_dir, token, address, *nodes):
     greeters = [await driver.create(Greeter, ray_node_name=node) for node in nodes]
     places = [await result_of(greeter.where.remote(), "greeter") for greeter in greeters]
     said = {"places": len(set(places))}
+    said["path"] = await result_of(greeters[1].path.remote(), "greeter 1")
     for method in ("refuse", "crash", "die"):
         try:
             await result_of(getattr(greeters[0], method).remote(), "greeter 0")
@@ -125,7 +129,7 @@ def alive(processes: set[psutil.Process], within_s: float) -> list[str]:
 
 
 def test_two_nodes_carry_actors_and_end_without_a_trace(
-    head: RayNode, strangers: set[psutil.Process]
+    head: RayNode, strangers: set[psutil.Process], tmp_path: Path
 ) -> None:
     address = asyncio.run(head.wait_ready())
     token = head.token_path.read_text()
@@ -141,6 +145,7 @@ def test_two_nodes_carry_actors_and_end_without_a_trace(
             text=True,
             check=True,
             timeout=60,
+            cwd=tmp_path,
         )
         processes |= descendants(os.getpid())
     finally:
@@ -149,6 +154,7 @@ def test_two_nodes_carry_actors_and_end_without_a_trace(
     head.stop()
     said = json.loads(answer.stdout.splitlines()[-1])
     assert said["places"] == 2
+    assert not {str(tmp_path), str(Path.cwd()), ""} & set(said["path"])
     assert said["refuse"] == "InvalidModel not a model model"
     assert said["crash"] == "StageFailed greeter 0 failed: KeyError: 'oops' None"
     assert said["kept"] is True
