@@ -106,7 +106,7 @@ _MUST_AGREE: Final = {
 
 
 def host_checks(where: str, report: Mapping[str, Any]) -> Iterator[Check]:
-    """Versions, devices, memory, disk, processors, stage files.
+    """Versions, devices, memory, disk, quota, processors, stage files.
 
     Args:
         where: Name of the host.
@@ -129,8 +129,26 @@ def host_checks(where: str, report: Mapping[str, Any]) -> Iterator[Check]:
         _LITTLE_DISK_BYTES,
         "remove stage files there that are not needed, or set XDG_CACHE_HOME to a larger disk",
     )
+    yield from _quota(where, report)
     yield _idle_states(where, report)
     yield from _files(where, report["files"])
+
+
+def _quota(where: str, report: Mapping[str, Any]) -> Iterator[Check]:
+    """A control group's limit of processor time, as containers and services have, if there is one."""
+    quota, available = report["processor_quota"], report["num_processors"]
+    if quota is None:
+        return
+    detail = f"a control group allows the time of {quota:g} of {available} processors"
+    if quota < 1:
+        yield warn(
+            where,
+            "quota",
+            f"{detail}: even one thread stands still for a part of each period",
+            "allow that container or service one processor at least",
+        )
+    else:
+        yield ok(where, "quota", f"{detail}; without --threads no more threads than that compute")
 
 
 def _idle_states(where: str, report: Mapping[str, Any]) -> Check:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Final
 
 import stages
 from mesh.util.child_environment import module_command
-from mesh.util.processors import num_usable
 from spanmesh_proto.errors import MeshError
+from stages.processors import num_usable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

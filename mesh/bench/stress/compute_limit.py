@@ -28,8 +28,8 @@ import click
 from mesh.lab.host import Companion
 from mesh.util.child_environment import module_command
 from mesh.util.logs import set_up_logs
-from mesh.util.processors import num_usable
 from stages.layers import LayerRange
+from stages.processors import num_usable
 from stages.runtime.span import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.model_facts import read_model_facts

@@ -48,9 +48,9 @@ from mesh.text.tokenizer import Tokenizer
 from mesh.util.child_environment import module_command
 from mesh.util.completion_stream import COMPLETION_PATH
 from mesh.util.logs import set_up_logs
-from mesh.util.processors import num_usable
 from spanmesh_proto.errors import InvalidModel, MeshError
 from speculative.draft import defaults
+from stages.processors import num_usable
 from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:
