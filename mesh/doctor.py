@@ -28,7 +28,7 @@ from mesh.util.child_environment import inherited_environment, module_command, r
 from spanmesh_proto.addresses import PortRange
 from spanmesh_proto.errors import MeshError
 from stages.host.gpu_backends import CARDS
-from stages.units import format_size
+from stages.units import format_duration, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -250,9 +250,10 @@ def _files(where: str, files: Mapping[str, bool | None]) -> Iterator[Check]:
 
 
 _MB: Final = 10**6
-# From here logs and limits per minute become confusing; from there certificates and join tokens fail.
+# From here logs and limits per minute become confusing; from there certificates of hosts end too early.
 _CLOCK_WARN_MS: Final = 2_000.0
-_CLOCK_FAIL_MS: Final = 60_000.0
+_CLOCK_FAIL_MS: Final = 10 * 86_400_000.0
+_MINUTE_MS: Final = 60_000.0
 
 
 def mesh_checks(
@@ -320,6 +321,8 @@ def _host(found: Mapping[str, Any], reference: Mapping[str, str] | None) -> Iter
     ahead_ms, within_ms = found["clock_ahead_ms"], found["clock_within_ms"]
     detail = f"{ahead_ms:+.0f} ms from the head's, within {within_ms:.0f} ms"
     off_ms = abs(ahead_ms) - within_ms
+    if off_ms > _MINUTE_MS:
+        detail = f"{format_duration(off_ms / 1000)} {'ahead of' if ahead_ms > 0 else 'behind'} the head's"
     fix = "set the clock and enable NTP, on Linux with timedatectl set-ntp true"
     if off_ms > _CLOCK_FAIL_MS:
         yield fail(where, "clock", detail, fix)
@@ -440,17 +443,25 @@ def token_checks(name: str, text: str) -> Iterator[Check]:
 
     try:
         token = decode(text)
-        token.check_expiry(time.time())
+    except MeshError as error:
+        yield fail(name, "join token", error.message, "copy the whole line that the head printed")
+        return
+    doubt = token.doubt(time.time())
+    try:
         head = asyncio.run(find_head(token))
     except MeshError as error:
         yield fail(
             name,
             "join token",
-            error.message,
+            f"{error.message}; {doubt}" if doubt else error.message,
             "use a new token of the head, allow TCP to it through the firewall, and check both clocks",
         )
     else:
-        yield ok(name, "join token", f"the head answers at {head.address} with the token's certificate")
+        found = f"the head answers at {head.address} with the token's certificate"
+        if doubt:
+            yield warn(name, "join token", f"{found}; {doubt}", "the head's clock counts: check both clocks")
+        else:
+            yield ok(name, "join token", found)
 
 
 def _packages(name: str) -> Check:

@@ -177,6 +177,8 @@ _POLL_S: Final = 0.1
 _WATCH_S: Final = 0.5
 _GRACE_S: Final = 3.0
 _KILL_TIMEOUT_S: Final = 10.0
+# The machine's start is known to the second, and may be rounded another way each time.
+_SAME_START_S: Final = 2.0
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,7 @@ class RayNodeRecord:
         name: Its name in the cluster.
         folder: Folder of its files.
         pid: Process id of its first process.
-        started_s: Start time of that process, Unix seconds: process ids are used again.
+        started_s: When that process started, see `started_s`: process ids are used again.
     """
 
     address: str
@@ -219,6 +221,16 @@ class RayNodeRecord:
     folder: str
     pid: int
     started_s: float
+
+
+def started_s(pid: int) -> float:
+    """Seconds from the start of this machine to that of a process: a clock that is set does not change it.
+
+    Raises:
+        psutil.NoSuchProcess: If the process has ended.
+    """
+    # The one is the other plus a whole number of seconds, which moves with the wall clock.
+    return psutil.Process(pid).create_time() - psutil.boot_time()
 
 
 def new_ray_token() -> str:
@@ -286,6 +298,7 @@ class RayNode:
         self._name = name
         self._folder = folder
         self._first = first
+        self._started_s = started_s(first.pid)
         self._descendants: set[psutil.Process] = set()
         self.ray_dir = folder.ray_dir
         self.token_path = folder.token_path
@@ -326,7 +339,7 @@ class RayNode:
         """
         try:
             first = psutil.Process(record.pid)
-            if abs(first.create_time() - record.started_s) < 1 and _is_alive(first):
+            if abs(started_s(record.pid) - record.started_s) < _SAME_START_S and _is_alive(first):
                 folder = _NodeFolder(PrivateFolder.of_another(Path(record.folder)), is_new=False)
                 return cls(record.address, record.name, folder, first)
         except BlockingIOError:
@@ -347,7 +360,7 @@ class RayNode:
             self._name,
             str(self._folder.path),
             self._first.pid,
-            self._first.create_time(),
+            self._started_s,
         )
 
     @property

@@ -185,7 +185,8 @@ def test_hosts_must_agree(name: str, version: str, outcome: dict[tuple[str, str]
 
 
 @pytest.mark.parametrize(
-    ("ahead_ms", "outcome"), [(-2_500.0, Outcome.WARN), (61_000.0, Outcome.FAIL), (1_999.0, None)]
+    ("ahead_ms", "outcome"),
+    [(-2_500.0, Outcome.WARN), (61_000.0, Outcome.WARN), (-864_061_000.0, Outcome.FAIL), (1_999.0, None)],
 )
 def test_clocks_apart(ahead_ms: float, outcome: Outcome | None) -> None:
     checks = bad(mesh_checks(STATUS, LINKS, [found("a"), found("b", ahead_ms=ahead_ms)]))

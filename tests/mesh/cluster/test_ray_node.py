@@ -26,6 +26,7 @@ from mesh.cluster.ray_node import (
     RayNodeRecord,
     _NodeFolder,
     new_ray_token,
+    started_s,
 )
 from spanmesh_proto.errors import ClusterError
 
@@ -257,7 +258,7 @@ async def test_an_address_that_is_still_being_written_is_waited_for(
 ) -> None:
     for name in ("lock", "owner"):
         (tmp_path / name).touch()
-    record = RayNodeRecord("127.0.0.1", "head.1", str(tmp_path), sleeper.pid, sleeper.create_time())
+    record = RayNodeRecord("127.0.0.1", "head.1", str(tmp_path), sleeper.pid, started_s(sleeper.pid))
     node = RayNode.adopt(record)
     try:
         ready_path = node.ray_dir / "ray_current_cluster"
@@ -273,11 +274,22 @@ async def test_an_address_that_is_still_being_written_is_waited_for(
 
 def test_a_node_whose_owner_file_is_gone_is_not_adopted(tmp_path: Path, sleeper: psutil.Process) -> None:
     (tmp_path / "lock").touch()
-    record = RayNodeRecord("127.0.0.1", "head.1", str(tmp_path), sleeper.pid, sleeper.create_time())
+    record = RayNodeRecord("127.0.0.1", "head.1", str(tmp_path), sleeper.pid, started_s(sleeper.pid))
     # It watches the file that it was started with, and would end however long a new one is locked.
     with pytest.raises(ClusterError, match="has lost its files in "):
         RayNode.adopt(record)
     assert not (tmp_path / "owner").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there does a node outlive its owner")
+def test_a_process_has_started_at_the_same_time_whatever_the_clock_is_set_to(
+    sleeper: psutil.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before_s, boot_s, created_s = started_s(sleeper.pid), psutil.boot_time(), sleeper.create_time()
+    # The kernel keeps the time since the machine's start, and counts that back from the wall clock.
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: boot_s + 60 * 86400)
+    assert psutil.Process(sleeper.pid).create_time() - created_s > 86400
+    assert started_s(sleeper.pid) == pytest.approx(before_s, abs=1.5)
 
 
 LINGERING = """
