@@ -29,6 +29,7 @@ from spanmesh_proto.addresses import PortRange
 from spanmesh_proto.errors import MeshError
 from stages.host.gpu_backends import CARDS
 from stages.units import format_duration, format_size
+from stages.weights.disk_cache import default_root
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -414,6 +415,11 @@ def this_host_checks(
     """
     yield _packages(name)
     yield from _python_path(name)
+    try:
+        default_root()
+    except MeshError as error:
+        yield fail(name, "home", error.message, "set HOME")
+        return
     fault = llama_cpp_fault()
     report = _self_report() if fault is None else fault.reason
     if isinstance(report, str):

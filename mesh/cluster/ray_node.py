@@ -28,6 +28,8 @@ from mesh.util.child_environment import module_command
 from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from mesh.cluster.port_plan import RayPorts
     from stages.transport.channels import Identity
 
@@ -54,11 +56,13 @@ class PrivateFolder:
         # Sockets go into it, and their paths end at 107 characters: no long TMPDIR.
         root = Path("/tmp")  # noqa: S108 - mkdtemp makes a folder that no other user can enter
         if not root.is_dir():
-            root = Path(tempfile.gettempdir())
+            with _naming_temporary_folder(root):
+                root = Path(tempfile.gettempdir())
         for left in root.glob(f"{prefix}*"):
             _remove_if_abandoned(left)
         # Created with mode 0700, or not at all if the name exists.
-        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+        with _naming_temporary_folder(root):
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
         folder = _open_folder(self.path)
         fcntl.flock(folder, fcntl.LOCK_SH)
         lock = _open_lock(self.path, folder, os.O_CREAT | os.O_EXCL)
@@ -105,6 +109,22 @@ class PrivateFolder:
         fcntl.flock(folder, fcntl.LOCK_SH)
         private.descriptors = (lock, folder)
         return private
+
+
+@contextlib.contextmanager
+def _naming_temporary_folder(folder: Path) -> Iterator[None]:
+    """Context in which files are made in a temporary folder, which may be full, read-only or missing.
+
+    Raises:
+        ClusterError: If one cannot be; with the folder, the reason and the remedy.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ClusterError(
+            f"cannot make files in {folder}: {error.strerror or error}; Ray needs a temporary folder: make "
+            "room there, or let this user write to it"
+        ) from error
 
 
 def _remove_if_abandoned(path: Path) -> None:
@@ -312,10 +332,11 @@ class RayNode:
         that started it ends.
         """
         folder = _NodeFolder(PrivateFolder("mesh-ray-"))
-        folder.token_path.touch(mode=0o600)
-        folder.token_path.write_text(config.token)
-        if config.identity is not None:
-            RayTlsFiles(folder.path).write(config.identity)
+        with _naming_temporary_folder(folder.path.parent):
+            folder.token_path.touch(mode=0o600)
+            folder.token_path.write_text(config.token)
+            if config.identity is not None:
+                RayTlsFiles(folder.path).write(config.identity)
         with folder.log_path.open("wb") as output:
             first = psutil.Popen(
                 module_command("mesh.cluster.ray_child", *start_arguments(config, folder.ray_dir)),

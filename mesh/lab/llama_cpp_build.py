@@ -7,7 +7,6 @@ comparison run the same kernels. Run as a program it builds, and prints the path
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import stages
 from mesh.util.child_environment import module_command
 from spanmesh_proto.errors import MeshError
 from stages.processors import num_usable
+from stages.user_folders import user_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,7 +112,7 @@ def build_name() -> str:
 
 def default_cache() -> Path:
     """The user's cache directory."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spanmesh"
+    return user_folder("XDG_CACHE_HOME", ".cache") / "spanmesh"
 
 
 def unpack_source(package_version: str, source: Path, log: Path) -> None:
