@@ -7,7 +7,6 @@ import hashlib
 import json
 import socket
 import subprocess
-import sys
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -25,11 +24,12 @@ from mesh.cluster.addresses import (
 )
 from mesh.cluster.host_facts import llama_cpp_fault
 from mesh.cluster.port_plan import plan_ports
-from mesh.util.child_environment import inherited_environment
+from mesh.util.child_environment import inherited_environment, module_command, relative_entries
 from spanmesh_proto.addresses import PortRange
 from spanmesh_proto.errors import MeshError
 from stages.host.gpu_backends import CARDS
-from stages.units import format_size
+from stages.units import format_duration, format_size
+from stages.weights.disk_cache import default_root
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -107,7 +107,7 @@ _MUST_AGREE: Final = {
 
 
 def host_checks(where: str, report: Mapping[str, Any]) -> Iterator[Check]:
-    """Versions, devices, memory, disk, processors, stage files.
+    """Versions, devices, memory, disk, quota, processors, stage files.
 
     Args:
         where: Name of the host.
@@ -130,8 +130,26 @@ def host_checks(where: str, report: Mapping[str, Any]) -> Iterator[Check]:
         _LITTLE_DISK_BYTES,
         "remove stage files there that are not needed, or set XDG_CACHE_HOME to a larger disk",
     )
+    yield from _quota(where, report)
     yield _idle_states(where, report)
     yield from _files(where, report["files"])
+
+
+def _quota(where: str, report: Mapping[str, Any]) -> Iterator[Check]:
+    """A control group's limit of processor time, as containers and services have, if there is one."""
+    quota, available = report["processor_quota"], report["num_processors"]
+    if quota is None:
+        return
+    detail = f"a control group allows the time of {quota:g} of {available} processors"
+    if quota < 1:
+        yield warn(
+            where,
+            "quota",
+            f"{detail}: even one thread stands still for a part of each period",
+            "allow that container or service one processor at least",
+        )
+    else:
+        yield ok(where, "quota", f"{detail}; without --threads no more threads than that compute")
 
 
 def _idle_states(where: str, report: Mapping[str, Any]) -> Check:
@@ -233,9 +251,10 @@ def _files(where: str, files: Mapping[str, bool | None]) -> Iterator[Check]:
 
 
 _MB: Final = 10**6
-# From here logs and limits per minute become confusing; from there certificates and join tokens fail.
+# From here logs and limits per minute become confusing; from there certificates of hosts end too early.
 _CLOCK_WARN_MS: Final = 2_000.0
-_CLOCK_FAIL_MS: Final = 60_000.0
+_CLOCK_FAIL_MS: Final = 10 * 86_400_000.0
+_MINUTE_MS: Final = 60_000.0
 
 
 def mesh_checks(
@@ -303,6 +322,8 @@ def _host(found: Mapping[str, Any], reference: Mapping[str, str] | None) -> Iter
     ahead_ms, within_ms = found["clock_ahead_ms"], found["clock_within_ms"]
     detail = f"{ahead_ms:+.0f} ms from the head's, within {within_ms:.0f} ms"
     off_ms = abs(ahead_ms) - within_ms
+    if off_ms > _MINUTE_MS:
+        detail = f"{format_duration(off_ms / 1000)} {'ahead of' if ahead_ms > 0 else 'behind'} the head's"
     fix = "set the clock and enable NTP, on Linux with timedatectl set-ntp true"
     if off_ms > _CLOCK_FAIL_MS:
         yield fail(where, "clock", detail, fix)
@@ -393,6 +414,12 @@ def this_host_checks(
         port_range: Ports that the mesh is to use here, or None for any free ones.
     """
     yield _packages(name)
+    yield from _python_path(name)
+    try:
+        default_root()
+    except MeshError as error:
+        yield fail(name, "home", error.message, "set HOME")
+        return
     fault = llama_cpp_fault()
     report = _self_report() if fault is None else fault.reason
     if isinstance(report, str):
@@ -422,17 +449,25 @@ def token_checks(name: str, text: str) -> Iterator[Check]:
 
     try:
         token = decode(text)
-        token.check_expiry(time.time())
+    except MeshError as error:
+        yield fail(name, "join token", error.message, "copy the whole line that the head printed")
+        return
+    doubt = token.doubt(time.time())
+    try:
         head = asyncio.run(find_head(token))
     except MeshError as error:
         yield fail(
             name,
             "join token",
-            error.message,
+            f"{error.message}; {doubt}" if doubt else error.message,
             "use a new token of the head, allow TCP to it through the firewall, and check both clocks",
         )
     else:
-        yield ok(name, "join token", f"the head answers at {head.address} with the token's certificate")
+        found = f"the head answers at {head.address} with the token's certificate"
+        if doubt:
+            yield warn(name, "join token", f"{found}; {doubt}", "the head's clock counts: check both clocks")
+        else:
+            yield ok(name, "join token", found)
 
 
 def _packages(name: str) -> Check:
@@ -456,11 +491,23 @@ def _packages(name: str) -> Check:
     return ok(name, "packages", "all required are installed")
 
 
+def _python_path(name: str) -> Iterator[Check]:
+    """Warning of a `PYTHONPATH` by which Python runs files of the folder where it is started."""
+    if entries := relative_entries():
+        yield warn(
+            name,
+            "PYTHONPATH",
+            f"has entries that depend on the working directory ({', '.join(map(repr, entries))}): `mesh` may "
+            "run files that lie there; what it starts leaves them out",
+            "leave out empty entries, as of a colon at either end, and write the others as absolute paths",
+        )
+
+
 def _self_report() -> dict[str, Any] | str:
     """Report of `stages.host.host_report`, or its failure, from a child: llama.cpp may abort."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "stages.host.host_report"],
+            module_command("stages.host.host_report"),
             env=inherited_environment(),
             capture_output=True,
             text=True,

@@ -1,4 +1,4 @@
-"""Byte sizes as text."""
+"""Byte sizes and times as text."""
 
 from __future__ import annotations
 
@@ -11,3 +11,12 @@ def format_size(size_bytes: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} GiB"
+
+
+def format_duration(seconds: float) -> str:
+    """`40 seconds`, `5 minutes`, `3 hours` or `60 days`; for messages."""
+    for unit, unit_s in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        # Two of a unit at least: 90 minutes say more than an hour.
+        if seconds >= 2 * unit_s:
+            return f"{seconds / unit_s:.0f} {unit}s"
+    return f"{seconds:.0f} seconds"

@@ -11,16 +11,17 @@ import re
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 import structlog
 
 from mesh.util.files import write_private_file
 from spanmesh_proto.errors import MeshError
+from stages.user_folders import user_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from pathlib import Path
 
 
 # A line is `NAME sha256:HEX`, then what limits the key, in any order: `requests-per-minute=60`,
@@ -208,7 +209,7 @@ _SHORTEST: Final = len("key-")
 
 def default_key_file() -> Path:
     """`$XDG_CONFIG_HOME/spanmesh/api-keys`, or `~/.config/spanmesh/api-keys`."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "spanmesh" / "api-keys"
+    return user_folder("XDG_CONFIG_HOME", ".config") / "spanmesh" / "api-keys"
 
 
 def read_key_file(path: Path) -> tuple[KeyRecord, ...]:

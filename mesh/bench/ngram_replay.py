@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 import time
 import zipfile
@@ -22,6 +21,7 @@ import click
 
 from mesh.serve.options import demo_model
 from mesh.text.tokenizer import Tokenizer
+from mesh.util.child_environment import module_command
 from mesh.util.logs import set_up_logs
 from mesh.util.printable import say
 from spanmesh_proto.errors import MeshError
@@ -143,7 +143,7 @@ def _fetch(release: Release, folder: Path) -> Path:
     target = folder / str(release)
     wheel = next(target.glob("*.whl"), None)
     if wheel is None:
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        pip = module_command("pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:")
         command = [*pip, "--dest", str(target), str(release)]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         wheel = next(target.glob("*.whl"), None)

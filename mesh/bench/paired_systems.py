@@ -10,7 +10,6 @@ mesh is measured twice: as users run it, and with the peer's kernels.
 from __future__ import annotations
 
 import statistics
-import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,6 +22,7 @@ from mesh.bench.blocking_client import Answer, Batch, chat
 from mesh.lab.llama_cpp_build import build_llama_rpc
 from mesh.lab.systems import MeshSystem, RpcSystem
 from mesh.placement.context_choice import least_context
+from mesh.util.child_environment import module_command
 from spanmesh_proto.errors import MeshError
 from stages.slicing.model_facts import read_model_facts
 
@@ -355,7 +355,7 @@ class Contest:
 
     def _time_in_process(self, kernels: Kernels) -> float:
         settings = self._settings
-        argv = [sys.executable, "-m", "mesh.bench.local_decode", str(settings.model)]
+        argv = module_command("mesh.bench.local_decode", str(settings.model))
         argv += ["--tokens", str(settings.num_tokens), "--threads", str(settings.num_threads)]
         argv += ["--exact"] * settings.exact + ["--no-repack"] * (kernels == PEERS)
         done = self._lab.exec(0, argv)

@@ -35,9 +35,10 @@ from mesh.lab.llama_cpp_build import build_llama_rpc
 from mesh.lab.network import Lab, lab_supported
 from mesh.requantize import requantise
 from mesh.text.tokenizer import Tokenizer
-from mesh.util.processors import num_usable, processor_name
+from mesh.util.processors import processor_name
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError, InvalidRequest, MeshError
+from stages.processors import num_usable
 from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:

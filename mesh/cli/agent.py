@@ -16,7 +16,7 @@ import click
 from mesh.cli.head_client import ask_head
 from mesh.cli.option_types import int_option
 from mesh.cli.shared_options import head_options, key_of
-from mesh.util.child_environment import API_KEY
+from mesh.util.child_environment import API_KEY, foreign_environment
 from mesh.util.printable import say
 from spanmesh_proto.errors import ClusterError
 
@@ -225,7 +225,7 @@ def agent(
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(  # noqa: S606 - the user named the program
-        str(program), [agent, *setup.arguments, *arguments], {**os.environ, **setup.environment}
+        str(program), [agent, *setup.arguments, *arguments], {**foreign_environment(), **setup.environment}
     )
 
 

@@ -71,7 +71,7 @@ def library_from(
     if idle_unload_min is not None and not folders:
         raise click.UsageError("--idle-unload is for models that requests load: name a folder by --library")
     return LibraryOptions(
-        folders=tuple(folder.resolve() for folder in folders),
+        folders=tuple(folder.absolute() for folder in folders),
         idle_unload_s=None if idle_unload_min is None else idle_unload_min * 60,
         min_stay_s=min_stay_s,
         load_wait_s=load_wait_s,

@@ -148,8 +148,8 @@ def _served_name(model: str) -> str:
 
 
 def _whole(path: Path | None) -> str | None:
-    """An absolute path: the head may run in another folder."""
-    return None if path is None else str(path.resolve())
+    """An absolute path: the head may run in another folder. Links are not followed, see `StageConfig`."""
+    return None if path is None else str(path.absolute())
 
 
 _WAIT_S: Final = 30.0

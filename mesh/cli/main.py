@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from click.shell_completion import get_completion_class
 
+from mesh.util.child_environment import protect_children
 from mesh.util.printable import say
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import MeshError
@@ -138,6 +139,7 @@ def _settings(name: str, config_path: Path | None) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: exit code 0, 1 for an error of ours, 2 for wrong usage, 130 after Ctrl-C."""
+    protect_children()
     code = run(arguments)
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -293,7 +293,7 @@ def storage_from(
     """What the user says; processes that are started from now on know it."""
     from stages.weights.disk_cache import StorageOptions  # noqa: PLC0415 - keeps --help quick
 
-    models = models_dir.resolve() if models_dir is not None else None
+    models = models_dir.absolute() if models_dir is not None else None
     storage = StorageOptions(models, cache_bytes, kv_disk_bytes)
     storage.to_environment()
     return storage

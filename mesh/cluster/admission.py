@@ -11,7 +11,7 @@ from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto.errors import InvalidJoinToken, JoinError, ProtocolVersionMismatch
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from mesh.cluster.host_facts import Versions
     from mesh.cluster.join_token import JoinToken
@@ -87,6 +87,8 @@ class Admissions:
 DAY_S: Final = 24 * 3600.0
 # Of admitted hosts, the latest. A mesh has tens; only names that are different at each start come near this.
 _MOST_REJOIN_SECRETS: Final = 1024
+# Less is the slow correction of a clock that runs.
+_CLOCK_WAS_SET_S: Final = 60.0
 
 
 class AdmissionControl:
@@ -96,35 +98,61 @@ class AdmissionControl:
     whatever became of the token. Secrets derived from one key and the name would do without a list, but
     a machine that had joined under several names could come back under the others after an eviction.
 
+    How long the token is still valid is known from a clock that does not jump: small computers without a
+    battery start with an old time, which is set right minutes later.
+
     Args:
         admissions: Token, and hosts of earlier heads.
-        token_lifetime_s: Validity of a token that replaces the first.
+        token_lifetime_s: Longest validity of the token from now on, and that of one that replaces it.
+        clock_s: Wall clock, Unix seconds.
+        steady_s: Clock that only runs, seconds.
 
     Attributes:
-        token: Current token.
         fetch_secret: Secret by which stages fetch their files. It is another one than the token's, which may
             expire while stages are still to be loaded, and which all holders of the token know.
     """
 
-    def __init__(self, admissions: Admissions, token_lifetime_s: float) -> None:
-        self.token = admissions.token
+    def __init__(
+        self,
+        admissions: Admissions,
+        token_lifetime_s: float,
+        *,
+        clock_s: Callable[[], float],
+        steady_s: Callable[[], float],
+    ) -> None:
+        self._token = admissions.token
+        self._clock_s = clock_s
+        self._steady_s = steady_s
+        # By the clock that only runs.
+        self._expires_s = steady_s() + min(self._token.expires_at_s - clock_s(), token_lifetime_s)
         self.fetch_secret = new_secret()
         self._token_lifetime_s = token_lifetime_s
         self._rejoin_secrets = dict(admissions.rejoin_secrets)
         self._evicted = dict.fromkeys(admissions.evicted)
 
     @property
+    def token(self) -> JoinToken:
+        """Current token. If the wall clock was set since it was made, its expiry is by the new time."""
+        expires_at_s = self._clock_s() + self._expires_s - self._steady_s()
+        if abs(expires_at_s - self._token.expires_at_s) > _CLOCK_WAS_SET_S:
+            self._token = replace(self._token, expires_at_s=int(expires_at_s))
+        return self._token
+
+    def listens_at(self, address: str) -> None:
+        """Set the address of the membership service, for the token."""
+        self._token = replace(self._token, addresses=(address,))
+
+    @property
     def admissions(self) -> Admissions:
         """The state, for the next head."""
         return Admissions(self.token, dict(self._rejoin_secrets), tuple(self._evicted))
 
-    def check(self, report: wire.HostReport, head: Versions, now_s: float) -> None:
+    def check(self, report: wire.HostReport, head: Versions) -> None:
         """Check that a host may join, and that it can work with the head.
 
         Args:
             report: First report of the host.
             head: Versions of the head.
-            now_s: Unix time at the head.
 
         Raises:
             InvalidJoinToken: If the host was evicted; or if it shows neither its rejoin secret nor the
@@ -135,7 +163,7 @@ class AdmissionControl:
             raise eviction(report.name)
         if not self._is_known(report):
             check_secret(report.secret, self.token)
-            self.token.check_expiry(now_s)
+            self.token.check_expiry(self._clock_s())
         check_versions(report, head)
 
     def rejoin_secret(self, report: wire.HostReport) -> str:
@@ -165,7 +193,7 @@ class AdmissionControl:
         if not hmac.compare_digest(secret.encode(), self.fetch_secret.encode()):
             raise InvalidJoinToken("stage files are sent to stages of this head only, and its secret differs")
 
-    def evict(self, name: str, connected: Collection[str], now_s: float) -> None:
+    def evict(self, name: str, connected: Collection[str]) -> None:
         """Refuse hosts of this name from now on, and replace the token by one with its full validity.
 
         Rejoin secrets of hosts that are not connected are void: the evicted host may have got them under
@@ -174,7 +202,6 @@ class AdmissionControl:
         Args:
             name: Name of the host.
             connected: Names of all hosts that are connected.
-            now_s: Unix time at the head.
         """
         self._evicted[name] = None
         self._rejoin_secrets = {
@@ -182,9 +209,9 @@ class AdmissionControl:
             for host, secret in self._rejoin_secrets.items()
             if host in connected and host != name
         }
-        self.token = replace(
-            self.token, secret=new_secret(), expires_at_s=int(now_s + self._token_lifetime_s)
-        )
+        self._expires_s = self._steady_s() + self._token_lifetime_s
+        expires_at_s = int(self._clock_s() + self._token_lifetime_s)
+        self._token = replace(self._token, secret=new_secret(), expires_at_s=expires_at_s)
         self.fetch_secret = new_secret()
 
     def can_rejoin(self, name: str) -> bool:

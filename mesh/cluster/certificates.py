@@ -22,15 +22,19 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from spanmesh_proto.addresses import split_address
 from spanmesh_proto.errors import HostUnreachable, InvalidJoinToken, JoinError, MeshError
 from stages.transport.channels import Identity, NewKey, peer_name
+from stages.units import format_duration
 from stages.weights.fetch import SERVER_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-# Longer than any mesh runs: it cannot be renewed without another join token.
-_LIFETIME: Final = dt.timedelta(days=3650)
-CLOCK_SKEW: Final = dt.timedelta(days=1)
+# Longer than any mesh runs, since it cannot be renewed without another join token; also if the head's clock
+# stood at 1970 when it was made and is set right later.
+_LIFETIME: Final = dt.timedelta(days=36500)
+# Certificates are valid from that long before they were signed, for hosts whose clock is behind. It costs
+# nothing: the authority is known by its fingerprint, and no key is older than its certificate.
+_BACKDATED: Final = dt.timedelta(days=3650)
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,10 @@ class Certificate:
 
 
 def make_certificate(now: dt.datetime) -> Certificate:
-    """A new P-256 key and a certificate for `SERVER_NAME`, valid for ten years.
+    """A new P-256 key and a certificate for `SERVER_NAME`, valid for a hundred years.
 
     Args:
-        now: Current time, aware; validity begins a day earlier, for hosts whose clock is behind.
+        now: Current time, aware; validity begins ten years earlier, for hosts whose clock is behind.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, SERVER_NAME)])
@@ -65,7 +69,7 @@ def make_certificate(now: dt.datetime) -> Certificate:
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - CLOCK_SKEW)
+        .not_valid_before(now - _BACKDATED)
         .not_valid_after(now + _LIFETIME)
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVER_NAME)]), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -87,6 +91,27 @@ def fingerprint_of(certificate_pem: bytes) -> bytes:
 def server_credentials(certificate: Certificate) -> grpc.ServerCredentials:
     """TLS credentials of the membership service's port."""
     return grpc.ssl_server_credentials([(certificate.private_key_pem, certificate.certificate_pem)])
+
+
+def check_validity(certificate_pem: bytes, now: dt.datetime) -> None:
+    """Check that the head's certificate is valid by this host's clock, as TLS does without a clear message.
+
+    Args:
+        certificate_pem: The head's.
+        now: Current time here, aware.
+
+    Raises:
+        JoinError: If it is not; with the difference.
+    """
+    certificate = x509.load_pem_x509_certificate(certificate_pem)
+    begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if begin <= now <= end:
+        return
+    ahead = now - (begin if now < begin else end)
+    raise JoinError(
+        f"this host's clock is {clock_difference(ahead)} the validity of the head's certificate, "
+        f"{begin:%Y-%m-%d} to {end:%Y-%m-%d}: set the clock, on Linux with `timedatectl set-ntp true`"
+    )
 
 
 async def fetch_pinned_certificate(address: str, fingerprint: bytes, *, timeout_s: float) -> bytes:
@@ -138,7 +163,13 @@ log = structlog.get_logger()
 # Lifetime of a certificate. A host's is renewed when two thirds of it are over, a stage's when its ring is
 # connected the next time after that.
 LIFETIME: Final = dt.timedelta(days=30)
+# Of a host's clock. Others renew their certificates when as much of their lifetime is left: a clock that is
+# further ahead finds them expired, and one that is further behind not valid yet.
+MOST_AHEAD: Final = LIFETIME / 3
+MOST_BEHIND: Final = _BACKDATED
 _MAX_REQUEST_BYTES: Final = 4096
+# Between looks at the wall clock.
+_LOOK_S: Final = 60.0
 
 
 def _now() -> dt.datetime:
@@ -224,7 +255,7 @@ class Authority:
             .issuer_name(self._certificate.subject)
             .public_key(key)
             .serial_number(x509.random_serial_number())
-            .not_valid_before(self._clock() - CLOCK_SKEW)
+            .not_valid_before(self._clock() - _BACKDATED)
             .not_valid_after(min(until, self._certificate.not_valid_after_utc))
             .add_extension(x509.SubjectAlternativeName([*names, _general_name(address)]), critical=False)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -265,15 +296,38 @@ def _general_name(address: str) -> x509.GeneralName:
         return x509.DNSName(address)
 
 
+def check_clock(ahead: dt.timedelta) -> None:
+    """Check that a host's clock is near enough to the head's for their certificates.
+
+    Args:
+        ahead: How far it is ahead; negative if it is behind.
+
+    Raises:
+        JoinError: With the difference, if certificates of the other hosts would not count here.
+    """
+    if not -MOST_BEHIND <= ahead <= MOST_AHEAD:
+        raise JoinError(
+            f"this host's clock is {clock_difference(ahead)} the head's, and certificates of hosts are valid "
+            f"for {LIFETIME.days} days only: set both clocks, on Linux with `timedatectl set-ntp true`"
+        )
+
+
+def clock_difference(ahead: dt.timedelta) -> str:
+    """`3 hours ahead of` or `60 days behind`."""
+    shown = format_duration(abs(ahead).total_seconds())
+    return f"{shown} behind" if ahead < dt.timedelta() else f"{shown} ahead of"
+
+
 def renewal_in_s(certificate_pem: bytes, now: dt.datetime) -> float:
     """Seconds until two thirds of the rest of a certificate's lifetime are over.
 
     Args:
         certificate_pem: Just received from the head.
-        now: Current time, aware. With any clock error the result is a second at least.
+        now: Current time, aware. With any clock error the result is a second at least, and no more than two
+            thirds of the longest lifetime.
     """
     left = x509.load_pem_x509_certificate(certificate_pem).not_valid_after_utc - now
-    return max(left.total_seconds() * 2 / 3, 1.0)
+    return max(min(left, LIFETIME).total_seconds() * 2 / 3, 1.0)
 
 
 class HostCertificate:
@@ -302,6 +356,12 @@ class HostCertificate:
         self._identity = self.with_certificate(certificate_pem)
         self._taken.set()
 
+    def clock_ahead(self) -> dt.timedelta:
+        """Time by which this host's clock is ahead of the head's, which has just signed; may be negative."""
+        # The beginning of the validity tells when it was signed.
+        certificate = x509.load_pem_x509_certificate(self.identity().certificate_pem)
+        return self._clock() - (certificate.not_valid_before_utc + _BACKDATED)
+
     def with_certificate(self, certificate_pem: bytes) -> Identity:
         """Identity of the latest request's key with another certificate for it."""
         return self._key.identity(certificate_pem, self._authority_pem)
@@ -317,6 +377,14 @@ class HostCertificate:
         return self._identity
 
     async def due(self) -> None:
-        """Return when there is a certificate and it is due for renewal."""
+        """Return when there is a certificate and it is due for renewal.
+
+        The time that has passed counts, and the wall clock as well, which may be set meanwhile.
+        """
         await self._taken.wait()
-        await asyncio.sleep(renewal_in_s(self.identity().certificate_pem, self._clock()))
+        certificate_pem = self.identity().certificate_pem
+        until = x509.load_pem_x509_certificate(certificate_pem).not_valid_after_utc
+        left_s = renewal_in_s(certificate_pem, self._clock())
+        while left_s > 0:
+            await asyncio.sleep(min(left_s, _LOOK_S))
+            left_s = 0.0 if self._clock() >= until else left_s - _LOOK_S

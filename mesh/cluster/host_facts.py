@@ -9,7 +9,6 @@ import platform
 import re
 import signal
 import subprocess
-import sys
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -17,11 +16,11 @@ import psutil
 
 from mesh.placement.gpu_layers import check_gpu_layers
 from mesh.placement.host_capacity import Gpu, HostCapacity
-from mesh.util.child_environment import inherited_environment
-from mesh.util.processors import num_usable
+from mesh.util.child_environment import inherited_environment, module_command
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError
 from stages.host.processor_fit import lacking, processor_flags
+from stages.processors import num_usable
 from stages.runtime.llama_libraries import may_have_layer_devices
 from stages.runtime.process_memory import free_memory_bytes
 
@@ -70,7 +69,7 @@ def llama_cpp_fault() -> LlamaCppFault | None:
     """
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "stages.host.processor_fit"],
+            module_command("stages.host.processor_fit"),
             env=inherited_environment(),
             capture_output=True,
             text=True,
@@ -111,7 +110,7 @@ def check_llama_cpp() -> None:
 def _probe(module: str, *arguments: str) -> str:
     """Output of a module that runs as a program."""
     return subprocess.run(
-        [sys.executable, "-m", module, *arguments],
+        module_command(module, *arguments),
         env=inherited_environment(),
         capture_output=True,
         text=True,
@@ -200,7 +199,7 @@ def read_host_facts(
 
     Args:
         memory_bytes: Requested memory, instead of all that is free now less Ray's own.
-        num_threads: Requested threads, instead of all physical cores that this process may run on.
+        num_threads: Requested threads, instead of all physical cores that this process may use.
         gpu_layers: Requested layers of each stage on GPUs; None for as many as fit.
         cpu_moe_layers: Requested first layers of a model whose experts stay with the processor; None for as
             few as give layers room on GPUs.
@@ -225,7 +224,7 @@ def read_host_facts(
 
 
 def default_num_threads() -> int:
-    """Physical cores that this process may use: hyper-threads slow one another down."""
+    """Physical cores that this process may use: hyper-threads slow one another down; see `num_usable`."""
     usable = num_usable()
     return max(1, min(psutil.cpu_count(logical=False) or usable, usable))
 

@@ -20,7 +20,7 @@ from mesh.cluster.port_plan import plan_ports
 from mesh.cluster.ray_node import MOST_STARTS, RayNode, RayNodeConfig
 from mesh.util.tasks import first_of
 from spanmesh_proto.addresses import split_address
-from spanmesh_proto.errors import ClusterError, HostUnreachable, JoinError, MeshError
+from spanmesh_proto.errors import ClusterError, HostUnreachable, InvalidJoinToken, JoinError, MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -283,6 +283,13 @@ class JoinOptions:
     cpu_moe_layers: int | None = None
 
 
+def _doubted(error: ClusterError | JoinError, token: JoinToken, now_s: float) -> ClusterError | JoinError:
+    """An error of the first attempt to join, with a remark if the age of the token may be the reason."""
+    doubt = token.doubt(now_s)
+    is_explained = not isinstance(error, InvalidJoinToken | HostUnreachable) or "expired" in error.message
+    return error if not doubt or is_explained else type(error)(f"{error.message}; {doubt}", param=error.param)
+
+
 async def join_mesh(
     options: JoinOptions,
     interruption: Interruption,
@@ -305,8 +312,8 @@ async def join_mesh(
         clock_s: Wall clock, Unix seconds.
 
     Raises:
-        InvalidJoinToken: If the token is malformed or wrong, or had expired before this host was admitted;
-            or if this host was evicted.
+        InvalidJoinToken: If the token is malformed or wrong, or had expired by the head's clock before this
+            host was admitted; or if this host was evicted.
         HostUnreachable: If the head cannot be reached, from the start or for `give_up_after_s`, or cannot
             reach this host.
         JoinError: If the head refuses this host.
@@ -320,8 +327,6 @@ async def join_mesh(
     num_false_starts = 0
     try:
         while True:
-            if not local_host.rejoin_secret:
-                token.check_expiry(clock_s())
             session = MembershipSession(token, local_host, interruption)
             try:
                 await session.run()
@@ -331,7 +336,7 @@ async def join_mesh(
                 num_false_starts += session.was_admitted and not session.was_ready
                 is_known = heard_s is not None or 0 < num_false_starts < MOST_STARTS
                 if not is_known or not may_pass(error):
-                    raise
+                    raise error if local_host.rejoin_secret else _doubted(error, token, clock_s()) from None
                 if heard_s is not None and time.monotonic() - heard_s > options.give_up_after_s:
                     log.warning("head_given_up", after_s=options.give_up_after_s)
                     raise

@@ -13,6 +13,7 @@ import msgpack
 
 from spanmesh_proto.addresses import split_address
 from spanmesh_proto.errors import ClusterError, InvalidJoinToken
+from stages.units import format_duration
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +31,7 @@ class JoinToken:
         addresses: Addresses of the membership service, `host:port`, the best first.
         secret: Proof of possession of the token.
         fingerprint: sha256 of the head's certificate in DER form, 32 bytes.
-        expires_at_s: Expiry, Unix seconds.
+        expires_at_s: Expiry, Unix seconds by the head's clock.
     """
 
     addresses: tuple[str, ...]
@@ -48,10 +49,26 @@ class JoinToken:
             InvalidJoinToken: With the time of its expiry.
         """
         if now_s >= self.expires_at_s:
-            when = datetime.fromtimestamp(self.expires_at_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-            raise InvalidJoinToken(
-                f"the join token expired at {when}; start `mesh serve` again for a new one"
-            )
+            raise InvalidJoinToken(f"{self._expiry(now_s)}; start `mesh serve` again for a new one")
+
+    def doubt(self, now_s: float) -> str:
+        """Remark on a failure to join with a token that has expired by another clock than the head's.
+
+        Only the head's counts, so that this is a likely reason at most.
+
+        Args:
+            now_s: Unix time here.
+
+        Returns:
+            Empty if it is valid by this clock.
+        """
+        if now_s < self.expires_at_s:
+            return ""
+        return f"by this host's clock {self._expiry(now_s)}: use the line that the head printed last"
+
+    def _expiry(self, now_s: float) -> str:
+        when = datetime.fromtimestamp(self.expires_at_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        return f"the join token expired at {when}, {format_duration(now_s - self.expires_at_s)} ago"
 
 
 def encode(token: JoinToken) -> str:

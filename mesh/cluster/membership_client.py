@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime as dt
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import grpc
+import structlog
 
-from mesh.cluster.certificates import HostCertificate, fetch_pinned_certificate
+from mesh.cluster.certificates import (
+    HostCertificate,
+    check_clock,
+    check_validity,
+    clock_difference,
+    fetch_pinned_certificate,
+)
 from mesh.cluster.link_probe import EchoServer, carry_out
 from mesh.cluster.membership_messages import KEEPALIVE, port_range_of, report_of
 from mesh.cluster.membership_server import RayAccess
@@ -27,10 +35,14 @@ if TYPE_CHECKING:
     from mesh.cluster.join_token import JoinToken
     from mesh.cluster.members import Member
 
+log = structlog.get_logger()
+
 # Together below the 5 s within which a join that cannot work must fail; the head dials back within 2 s of the
 # second.
 _CONNECT_TIMEOUT_S: Final = 1.8
 _ANSWER_TIMEOUT_S: Final = 2.8
+# From here a clock was not set, or set wrongly.
+_CLOCKS_APART: Final = dt.timedelta(minutes=1)
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,7 @@ async def find_head(token: JoinToken) -> HeadEndpoint:
     Raises:
         InvalidJoinToken: If a server answers with another certificate.
         HostUnreachable: If none answers in time.
+        JoinError: If the head's certificate is not valid by this host's clock.
     """
     attempts = [asyncio.create_task(_try(address, token.fingerprint)) for address in token.addresses]
     failures: list[MeshError] = []
@@ -66,6 +79,7 @@ async def find_head(token: JoinToken) -> HeadEndpoint:
 
 async def _try(address: str, fingerprint: bytes) -> HeadEndpoint:
     certificate_pem = await fetch_pinned_certificate(address, fingerprint, timeout_s=_CONNECT_TIMEOUT_S)
+    check_validity(certificate_pem, dt.datetime.now(dt.UTC))
     return HeadEndpoint(address, certificate_pem)
 
 
@@ -125,7 +139,7 @@ class Membership:
                 evicted.
             ProtocolVersionMismatch: If the two speak different versions.
             HostUnreachable: If either cannot reach the other; a head with a port range also at Ray's port.
-            JoinError: For any other reason of the head.
+            JoinError: For any other reason of the head; or if the clocks of the two are too far apart.
         """
         check_ports = await self._check.open(self._member.address, self._member.port_range)
         report = report_of(
@@ -158,6 +172,7 @@ class Membership:
         if head_range is not None:
             await check_ray_reachable(answer.ray_address, head_range, timeout_s=_CONNECT_TIMEOUT_S)
         self._certificate.take(answer.certificate)
+        self._compare_clocks()
         ray_identity = (
             self._certificate.with_certificate(answer.ray_certificate) if answer.ray_certificate else None
         )
@@ -166,6 +181,13 @@ class Membership:
         self._echo = EchoServer(self._link_secret, self._certificate.identity)
         self._echo_port = await self._echo.start(self._member.address, self._member.port_range)
         return RayAccess(answer.ray_address, answer.ray_token, ray_identity)
+
+    def _compare_clocks(self) -> None:
+        """Note a clock that differs, and refuse one by which certificates of other hosts would not count."""
+        ahead = self._certificate.clock_ahead()
+        check_clock(ahead)
+        if abs(ahead) > _CLOCKS_APART:
+            log.warning("clock_differs", here=f"{clock_difference(ahead)} the head's")
 
     async def report_ready(self) -> None:
         """Report that this host's Ray node runs."""

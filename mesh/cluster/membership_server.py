@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import grpc
@@ -52,6 +52,11 @@ _OPTIONS: Final = tuple(
 )
 
 
+def _since_boot_s() -> float:
+    """Seconds since this machine started, its sleep included; elsewhere than on Linux since some moment."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
 @dataclass(frozen=True)
 class RayAccess:
     """Access of a host's Ray node to the head's.
@@ -95,9 +100,10 @@ class MembershipService(rpc.MembershipServicer):
         versions: Versions of the head.
         authority: Signs the keys of admitted hosts.
         clock_s: Wall clock, Unix seconds.
+        steady_s: Clock that only runs, seconds.
         rate: Bandwidth for stage files, to all hosts together; None for no limit.
         port_range: Ports that the head may listen on; None for any free ones.
-        token_lifetime_s: Validity of a join token that replaces the first.
+        token_lifetime_s: Longest validity of the join token, and that of one that replaces it.
 
     Attributes:
         link_secret: Secret of the members' echo services.
@@ -113,11 +119,12 @@ class MembershipService(rpc.MembershipServicer):
         versions: Versions,
         authority: Authority,
         clock_s: Callable[[], float] = time.time,
+        steady_s: Callable[[], float] = _since_boot_s,
         rate: RateLimit | None = None,
         port_range: PortRange | None = None,
         token_lifetime_s: float = DAY_S,
     ) -> None:
-        self._admission = AdmissionControl(admissions, token_lifetime_s)
+        self._admission = AdmissionControl(admissions, token_lifetime_s, clock_s=clock_s, steady_s=steady_s)
         # Hosts admitted before and after an eviction measure their links: they need a common secret.
         self.link_secret = admissions.token.secret
         self._ray = ray
@@ -125,7 +132,6 @@ class MembershipService(rpc.MembershipServicer):
         self._sender = StageSender(cache, rate or RateLimit(None))
         self._versions = versions
         self._authority = authority
-        self._clock_s = clock_s
         self._port_range = port_range
         self._outboxes: dict[str, asyncio.Queue[wire.HeadReport]] = {}
         self._orders: dict[tuple[str, int], asyncio.Future[wire.LinkReport]] = {}
@@ -148,7 +154,7 @@ class MembershipService(rpc.MembershipServicer):
 
     def listens_at(self, address: str) -> None:
         """Set the address of the service, for the token."""
-        self._admission.token = replace(self._admission.token, addresses=(address,))
+        self._admission.listens_at(address)
 
     async def answers(self, name: str, timeout_s: float) -> bool:
         """Whether a host is a member and its `mesh join` replies in time."""
@@ -182,7 +188,7 @@ class MembershipService(rpc.MembershipServicer):
         is_away = self._members.find(name) is None and self._admission.can_rejoin(name)
         if name not in self._outboxes and not is_away:
             raise JoinError(f"no host named {name!r} has joined; `mesh status` lists those that have")
-        self._admission.evict(name, self._outboxes.keys(), self._clock_s())
+        self._admission.evict(name, self._outboxes.keys())
         self.announce(name, "evicted")
         self._members.remove(name)
         log.warning("host_evicted", host=name)
@@ -303,7 +309,7 @@ class MembershipService(rpc.MembershipServicer):
                 report = await anext(reports)
         except (TimeoutError, StopAsyncIteration):
             raise JoinError("the host sent nothing") from None
-        self._admission.check(report, self._versions, self._clock_s())
+        self._admission.check(report, self._versions)
         member = member_of(report)
         await check_reachable_back(
             report.address,
@@ -314,7 +320,7 @@ class MembershipService(rpc.MembershipServicer):
         )
         # An eviction may have voided what the host showed: the host decides how long the check takes. Until
         # its outbox is registered, by which it can be evicted itself, nothing must be awaited from here on.
-        self._admission.check(report, self._versions, self._clock_s())
+        self._admission.check(report, self._versions)
         self._members.admit(member)
         whose = (report.certificate_request, member.name, member.address)
         try:

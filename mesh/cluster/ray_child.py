@@ -16,6 +16,7 @@ from typing import Final
 
 from mesh.cluster.ray_environment import LINGER_S, OWNER_PATH, PARENT_PID
 from mesh.cluster.ray_reaper import Ownership, keep
+from mesh.util.child_environment import module_command
 
 _PR_SET_PDEATHSIG: Final = 1
 _POLL_S: Final = 0.5
@@ -50,7 +51,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     if sys.platform == "linux":
         ownership = Ownership(Path(os.environ[OWNER_PATH]), linger_s)
-        sys.exit(keep([sys.executable, "-m", "ray.scripts.scripts", *arguments], "raylet", ownership))
+        sys.exit(keep(module_command("ray.scripts.scripts", *arguments), "raylet", ownership))
     from ray.scripts.scripts import main as ray_main  # noqa: PLC0415 - the parent may die while Ray is imported
 
     sys.argv[1:] = [*arguments, "--block"]

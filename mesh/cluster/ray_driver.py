@@ -74,6 +74,7 @@ class RayDriver:
                 log_to_driver=False,
                 logging_level="ERROR",
                 _temp_dir=str(node.ray_dir),
+                job_config=_job_without_paths(),
             )
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ClusterError(f"cannot connect to Ray at {address}: {error}") from error
@@ -138,6 +139,19 @@ class RayDriver:
                     return str(node["NodeID"])
             await asyncio.sleep(_POLL_S)
         raise ClusterError(f"Ray knows no node {ray_node_name} after {_NODE_TIMEOUT_S:g} s")
+
+
+def _job_without_paths() -> Any:
+    """Configuration of a job whose workers import what their own host has installed, and nothing else.
+
+    Ray puts the driver's working directory and that of its program on the path of every worker, on all hosts,
+    unless the job brings a folder of its own. There is no option for it.
+    """
+    from ray.job_config import JobConfig  # noqa: PLC0415
+
+    job = JobConfig()
+    job._runtime_env_has_working_dir = lambda: True  # noqa: SLF001
+    return job
 
 
 async def result_of(call: Awaitable[Any], who: str) -> Any:

@@ -14,7 +14,6 @@ import secrets
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -25,9 +24,12 @@ import psutil
 import structlog
 
 from mesh.cluster.ray_environment import RayTlsFiles, child_environment
+from mesh.util.child_environment import module_command
 from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from mesh.cluster.port_plan import RayPorts
     from stages.transport.channels import Identity
 
@@ -54,11 +56,13 @@ class PrivateFolder:
         # Sockets go into it, and their paths end at 107 characters: no long TMPDIR.
         root = Path("/tmp")  # noqa: S108 - mkdtemp makes a folder that no other user can enter
         if not root.is_dir():
-            root = Path(tempfile.gettempdir())
+            with _naming_temporary_folder(root):
+                root = Path(tempfile.gettempdir())
         for left in root.glob(f"{prefix}*"):
             _remove_if_abandoned(left)
         # Created with mode 0700, or not at all if the name exists.
-        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+        with _naming_temporary_folder(root):
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
         folder = _open_folder(self.path)
         fcntl.flock(folder, fcntl.LOCK_SH)
         lock = _open_lock(self.path, folder, os.O_CREAT | os.O_EXCL)
@@ -105,6 +109,22 @@ class PrivateFolder:
         fcntl.flock(folder, fcntl.LOCK_SH)
         private.descriptors = (lock, folder)
         return private
+
+
+@contextlib.contextmanager
+def _naming_temporary_folder(folder: Path) -> Iterator[None]:
+    """Context in which files are made in a temporary folder, which may be full, read-only or missing.
+
+    Raises:
+        ClusterError: If one cannot be; with the folder, the reason and the remedy.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ClusterError(
+            f"cannot make files in {folder}: {error.strerror or error}; Ray needs a temporary folder: make "
+            "room there, or let this user write to it"
+        ) from error
 
 
 def _remove_if_abandoned(path: Path) -> None:
@@ -177,6 +197,8 @@ _POLL_S: Final = 0.1
 _WATCH_S: Final = 0.5
 _GRACE_S: Final = 3.0
 _KILL_TIMEOUT_S: Final = 10.0
+# The machine's start is known to the second, and may be rounded another way each time.
+_SAME_START_S: Final = 2.0
 
 
 @dataclass(frozen=True)
@@ -211,7 +233,7 @@ class RayNodeRecord:
         name: Its name in the cluster.
         folder: Folder of its files.
         pid: Process id of its first process.
-        started_s: Start time of that process, Unix seconds: process ids are used again.
+        started_s: When that process started, see `started_s`: process ids are used again.
     """
 
     address: str
@@ -219,6 +241,16 @@ class RayNodeRecord:
     folder: str
     pid: int
     started_s: float
+
+
+def started_s(pid: int) -> float:
+    """Seconds from the start of this machine to that of a process: a clock that is set does not change it.
+
+    Raises:
+        psutil.NoSuchProcess: If the process has ended.
+    """
+    # The one is the other plus a whole number of seconds, which moves with the wall clock.
+    return psutil.Process(pid).create_time() - psutil.boot_time()
 
 
 def new_ray_token() -> str:
@@ -286,6 +318,7 @@ class RayNode:
         self._name = name
         self._folder = folder
         self._first = first
+        self._started_s = started_s(first.pid)
         self._descendants: set[psutil.Process] = set()
         self.ray_dir = folder.ray_dir
         self.token_path = folder.token_path
@@ -299,13 +332,14 @@ class RayNode:
         that started it ends.
         """
         folder = _NodeFolder(PrivateFolder("mesh-ray-"))
-        folder.token_path.touch(mode=0o600)
-        folder.token_path.write_text(config.token)
-        if config.identity is not None:
-            RayTlsFiles(folder.path).write(config.identity)
+        with _naming_temporary_folder(folder.path.parent):
+            folder.token_path.touch(mode=0o600)
+            folder.token_path.write_text(config.token)
+            if config.identity is not None:
+                RayTlsFiles(folder.path).write(config.identity)
         with folder.log_path.open("wb") as output:
             first = psutil.Popen(
-                [sys.executable, "-m", "mesh.cluster.ray_child", *start_arguments(config, folder.ray_dir)],
+                module_command("mesh.cluster.ray_child", *start_arguments(config, folder.ray_dir)),
                 env=child_environment(folder.token_path, folder.owner_path, config.linger_s),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -326,7 +360,7 @@ class RayNode:
         """
         try:
             first = psutil.Process(record.pid)
-            if abs(first.create_time() - record.started_s) < 1 and _is_alive(first):
+            if abs(started_s(record.pid) - record.started_s) < _SAME_START_S and _is_alive(first):
                 folder = _NodeFolder(PrivateFolder.of_another(Path(record.folder)), is_new=False)
                 return cls(record.address, record.name, folder, first)
         except BlockingIOError:
@@ -347,7 +381,7 @@ class RayNode:
             self._name,
             str(self._folder.path),
             self._first.pid,
-            self._first.create_time(),
+            self._started_s,
         )
 
     @property

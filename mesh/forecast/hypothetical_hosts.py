@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tomllib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -15,7 +14,7 @@ from mesh.forecast.dry_run import HostProfile, KnownHost, PlanningContext
 from mesh.placement.gpu_layers import parse_gpu_layers
 from mesh.placement.host_capacity import Gpu, HostCapacity
 from mesh.placement.links import Link, Links
-from mesh.util.child_environment import inherited_environment
+from mesh.util.child_environment import inherited_environment, module_command
 from spanmesh_proto.errors import ClusterError, MeshError
 from stages.host.profile_request import StageTiming
 
@@ -174,7 +173,7 @@ def _in_a_child(requests: Sequence[ProfileRequest]) -> HostProfile:
     for request in requests:
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "stages.host.profiler"],
+                module_command("stages.host.profiler"),
                 input=json.dumps(request.as_dict()),
                 env=inherited_environment(),
                 capture_output=True,

@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
-from mesh.util.child_environment import inherited_environment
+from mesh.util.child_environment import inherited_environment, module_command
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class LineProcess:
         self._lab = lab
         self._host = host
         self._module = module
-        self._argv = [sys.executable, "-m", module, *arguments]
+        self._argv = module_command(module, *arguments)
         self._process: subprocess.Popen[bytes]
 
     def __enter__(self) -> Self:

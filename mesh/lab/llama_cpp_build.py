@@ -7,7 +7,6 @@ comparison run the same kernels. Run as a program it builds, and prints the path
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -19,8 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import stages
-from mesh.util.processors import num_usable
+from mesh.util.child_environment import module_command
 from spanmesh_proto.errors import MeshError
+from stages.processors import num_usable
+from stages.user_folders import user_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -111,7 +112,7 @@ def build_name() -> str:
 
 def default_cache() -> Path:
     """The user's cache directory."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spanmesh"
+    return user_folder("XDG_CACHE_HOME", ".cache") / "spanmesh"
 
 
 def unpack_source(package_version: str, source: Path, log: Path) -> None:
@@ -119,7 +120,7 @@ def unpack_source(package_version: str, source: Path, log: Path) -> None:
     with tempfile.TemporaryDirectory(dir=source.parent) as scratch:
         requirement = f"{PACKAGE}=={package_version}"
         only_source = ["--no-deps", "--no-binary", PACKAGE, "--dest", scratch, requirement]
-        do([sys.executable, "-m", "pip", "download", *only_source], log)
+        do(module_command("pip", "download", *only_source), log)
         (archive,) = Path(scratch).glob("*.tar.gz")
         with tarfile.open(archive) as packed:
             packed.extractall(scratch, filter="data")

@@ -18,6 +18,7 @@ from mesh.lab.host import Companion, Host
 from mesh.lab.link import LinkConditions
 from mesh.lab.router import Traffic
 from mesh.lab.tun import TUN_PATH
+from mesh.util.child_environment import module_command
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ class Lab:
     def round_trip_ms(self, source: int, destination: int, *, num_samples: int = 30) -> float:
         """Median round trip between two hosts, answered by the destination's kernel."""
         done = self.exec(
-            source, [sys.executable, "-m", "mesh.lab.tcp_ping", self.address(destination), str(num_samples)]
+            source, module_command("mesh.lab.tcp_ping", self.address(destination), str(num_samples))
         )
         if done.returncode != 0:
             raise MeshError(f"no round trip from host{source} to host{destination}: {done.stderr.strip()}")
@@ -252,7 +253,7 @@ class Lab:
             for index, hosts in enumerate(self._networks)
         }
         conditions = json.dumps({**asdict(self._conditions), "seed": self._seed, "networks": networks})
-        program = [sys.executable, "-m", "mesh.lab.router", conditions, *places]
+        program = module_command("mesh.lab.router", conditions, *places)
         # In a network of its own, so that other programs never see its new devices.
         self._router = Companion(["unshare", "--net", *program], "the lab's router")
         self._stack.callback(self._router.wait)
@@ -312,7 +313,7 @@ def lab_supported(*, is_ipv6: bool = False) -> str | None:
         return f"a lab needs {', '.join(missing)} (packages iproute2 and util-linux)"
     # In a namespace of its own, so that other programs never see the trial's device.
     trial = subprocess.run(
-        ["unshare", "--net", "--mount", "--pid", "--fork", sys.executable, "-m", "mesh.lab.tun"],
+        ["unshare", "--net", "--mount", "--pid", "--fork", *module_command("mesh.lab.tun")],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -75,7 +75,7 @@ def health_watcher(port: int) -> list[str]:
 
     One process polls: a new Python for each try would take a fifth of a core from the server.
     """
-    return [sys.executable, "-S", "-c", _UNTIL_HEALTHY, str(port), str(_POLL_S)]
+    return [sys.executable, "-I", "-S", "-c", _UNTIL_HEALTHY, str(port), str(_POLL_S)]
 
 
 def wait_listening(
@@ -108,7 +108,7 @@ def get_text(lab: Lab, host: int, port: int, path: str, *, api_key: str | None =
     Raises:
         MeshError: If it does not answer.
     """
-    argv = [sys.executable, "-S", "-c", _GET, f"http://127.0.0.1:{port}{path}"]
+    argv = [sys.executable, "-I", "-S", "-c", _GET, f"http://127.0.0.1:{port}{path}"]
     done = lab.exec(host, argv if api_key is None else [*argv, api_key])
     if done.returncode:
         words = (done.stderr.strip().splitlines() or [done.stdout])[-1]

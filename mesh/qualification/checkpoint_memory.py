@@ -25,6 +25,7 @@ from mesh.bench.shared_options import FILE
 from mesh.cli.option_types import Numbers, int_option
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.qualification.random_hybrid import write_random_hybrid
+from mesh.util.child_environment import module_command
 from spanmesh_proto.errors import MeshError
 from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
@@ -122,7 +123,7 @@ def measure(model: Path, workload: Workload, num_requests: int) -> Memory:
         path = Path(folder) / "stage.gguf"
         cut_stage(model, layers, path)
         sizes = (workload.num_slots, workload.num_checkpoints, memory.cache_bytes, num_requests)
-        argv = [sys.executable, "-m", __spec__.name, "--occupy", str(path), *map(str, sizes)]
+        argv = module_command(__spec__.name, "--occupy", str(path), *map(str, sizes))
         done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise MeshError(f"a stage ended with code {done.returncode}: {done.stderr[-500:]}")

@@ -12,7 +12,6 @@ neighbour's time between tokens, by its time alone, and the chunks that stages c
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 import time
@@ -50,6 +49,7 @@ from mesh.util.logs import set_up_logs
 from mesh.util.processors import processor_name
 from spanmesh_proto.errors import MeshError
 from stages.layers import LayerRange
+from stages.processors import num_usable
 from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:
@@ -391,7 +391,7 @@ def conditions(settings: Settings) -> dict[str, Any]:
         "prompt_tokens": settings.num_tokens,
         "stage_hosts": _NUM_STAGES,
         "threads_per_stage": settings.num_threads,
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": num_usable(),
         "processor": processor_name(),
     }
 

@@ -14,7 +14,6 @@ import os
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, Self
 
 import structlog
@@ -31,10 +30,12 @@ from spanmesh_proto.errors import ClusterError
 from stages.cancellable_work import CancellableWork
 from stages.gguf.file_io import sync_folder
 from stages.gguf.reader import part_paths
+from stages.user_folders import user_folder
 from stages.weights.hashing import stamps_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from mesh.serve.head_identity import IdentityFile
     from mesh.serve.options import ServeOptions
@@ -235,10 +236,8 @@ def default_state_path(name: str, address: str, join_port: int) -> Path:
         address: Address for other hosts.
         join_port: Port as given by the operator; 0 is any.
     """
-    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return (
-        Path(home) / "spanmesh" / f"head-{fingerprint(name=name, address=address, port=join_port)[:16]}.json"
-    )
+    file = f"head-{fingerprint(name=name, address=address, port=join_port)[:16]}.json"
+    return user_folder("XDG_STATE_HOME", ".local", "state") / "spanmesh" / file
 
 
 def _from_json(fields: Any) -> HeadState:

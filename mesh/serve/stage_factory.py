@@ -242,7 +242,7 @@ class StageMaker:
             stage_index=0,
             layers=layers,
             sha256="" if recipe is None else recipe.sha256,
-            whole=str(self._options.model.resolve()) if recipe is None else None,
+            whole=str(self._options.model.absolute()) if recipe is None else None,
             source=self._source_for(member, recipe),
             options=RuntimeOptions(
                 num_slots=workload.num_slots,

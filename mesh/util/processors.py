@@ -1,8 +1,7 @@
-"""Processors of this machine: number that this process may use, and name."""
+"""Name of this machine's processor."""
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 from contextlib import suppress
@@ -12,13 +11,6 @@ from typing import Final
 _CPUINFO: Final = Path("/proc/cpuinfo")
 # The same elsewhere, as on macOS.
 _NAME_COMMAND: Final = ("sysctl", "-n", "machdep.cpu.brand_string")
-
-
-def num_usable() -> int:
-    """Logical processors that this process may run on; all of them where the system keeps no such set."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def processor_name() -> str:

@@ -22,6 +22,7 @@ import structlog
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from stages.host.cpu_latency import DEVICE
 from stages.host.gpu_backends import builds_beside, vendors_here
+from stages.processors import num_bound, processor_quota
 from stages.runtime.devices import Device, list_devices
 from stages.runtime.llama import init_backend
 from stages.runtime.llama_libraries import gpu_backends
@@ -52,6 +53,8 @@ class HostSelfReport:
         can_stay_awake: Whether processors can be kept out of idle states while requests run, see
             `stages.host.cpu_latency`.
         has_latency_device: Whether there is a device for that, which only Linux has.
+        num_processors: Logical processors that its processes may run on.
+        processor_quota: Processors whose time a control group allows them; None for all of these.
         files: By the sha256 of its recipe, whether a stage file is intact; None if it is missing.
         unix_s: This host's clock at the end.
     """
@@ -67,6 +70,8 @@ class HostSelfReport:
     cache_dir: str
     can_stay_awake: bool
     has_latency_device: bool
+    num_processors: int
+    processor_quota: float | None
     files: dict[str, bool | None]
     unix_s: float
 
@@ -94,6 +99,8 @@ def report_host(hashes: Iterable[str] = ()) -> HostSelfReport:
         cache_dir=str(root),
         can_stay_awake=_is_writable(DEVICE),
         has_latency_device=DEVICE.exists(),
+        num_processors=num_bound(),
+        processor_quota=processor_quota(),
         files={sha256: _is_whole(root / "stages", sha256) for sha256 in hashes},
         unix_s=time.time(),
     )

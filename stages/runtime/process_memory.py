@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import psutil
 
+from stages.control_groups import ROOT, groups_with
 from stages.units import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from stages.control_groups import ControlGroup
 
 
 class _GroupFiles(NamedTuple):
@@ -29,7 +30,6 @@ _VERSION_1: Final = _GroupFiles(
     "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
 )
 _VERSION_2: Final = _GroupFiles("memory.max", "memory.current", ("inactive_file", "active_file"))
-_ROOT: Final = Path("/")
 
 
 def free_memory_bytes() -> int:
@@ -37,7 +37,7 @@ def free_memory_bytes() -> int:
     return min([psutil.virtual_memory().available, *free_in_groups_bytes()])
 
 
-def free_in_groups_bytes(root: Path = _ROOT) -> list[int]:
+def free_in_groups_bytes(root: Path = ROOT) -> list[int]:
     """Memory left by each control group with a limit, from this process's own upwards.
 
     A container's limit is one of these; the host's own memory does not show it. Pages of files count as free:
@@ -46,42 +46,17 @@ def free_in_groups_bytes(root: Path = _ROOT) -> list[int]:
     Args:
         root: Of the file system that holds `proc` and `sys`.
     """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    free = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-        files = _VERSION_1 if controllers else _VERSION_2
-        free += [left for folder in _upwards(mount, path) if (left := _free_in(folder, files)) is not None]
-    return free
+    return [left for group in groups_with("memory", root) if (left := _free_in(group)) is not None]
 
 
-def _upwards(mount: Path, path: str) -> Iterator[Path]:
-    """The group's folder and all above it. Inside a container the first may be invisible."""
-    folder = mount / path.lstrip("/")
-    while folder != mount:
-        yield folder
-        folder = folder.parent
-    yield mount
-
-
-def _free_in(folder: Path, files: _GroupFiles) -> int | None:
-    try:
-        limit = (folder / files.limit).read_text().strip()
-        used_bytes = int((folder / files.used).read_text())
-        stat = (folder / "memory.stat").read_text()
-    except OSError:
-        return None
-    if limit == "max":
+def _free_in(group: ControlGroup) -> int | None:
+    files = _VERSION_1 if group.version == 1 else _VERSION_2
+    limit, used, stat = group.read(files.limit), group.read(files.used), group.read("memory.stat")
+    if limit is None or used is None or stat is None or limit == "max":
         return None
     pages = dict(line.split() for line in stat.splitlines())
     dropped_bytes = sum(int(pages.get(name, 0)) for name in files.file_pages)
-    return max(0, int(limit) - used_bytes + dropped_bytes)
+    return max(0, int(limit) - int(used) + dropped_bytes)
 
 
 def resident_bytes() -> int:

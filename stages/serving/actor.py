@@ -65,7 +65,8 @@ class StageConfig:
         stage_index: Its place in the pipeline, from 0.
         layers: Its layers, for messages.
         sha256: Hash of the recipe of the stage file; empty for the model as it is.
-        whole: Path of the model's first file, if it is on the stage's host and the stage has all layers.
+        whole: Absolute path of the model's first file, if it is on the stage's host and the stage has all
+            layers. Links keep their names: llama.cpp finds the other parts by that of the first.
         source: Source of the file if this host's cache lacks it.
         cache_dir: The host's cache, or None for the default place.
         options: Options of the runtime.

@@ -17,6 +17,7 @@ import structlog
 from spanmesh_proto.errors import InvalidModel, ModelError
 from stages.gguf.file_io import atomic_write, write_atomically, write_error
 from stages.units import format_size
+from stages.user_folders import user_folder
 from stages.weights.assembly import note_path, wrong_pieces
 from stages.weights.recipe import Recipe
 
@@ -390,7 +391,7 @@ def hold(path: Path) -> int:
 
 def default_root() -> Path:
     """`$XDG_CACHE_HOME/spanmesh`, or `~/.cache/spanmesh`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spanmesh"
+    return user_folder("XDG_CACHE_HOME", ".cache") / "spanmesh"
 
 
 def stage_store(root: Path | None = None) -> StageStore:

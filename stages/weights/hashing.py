@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from spanmesh_proto.errors import InvalidModel
 from stages.gguf.file_io import ModelFile, Region, next_data, unreadable, write_atomically
+from stages.processors import num_usable
 from stages.weights.recipe import PIECE_BYTES
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def in_threads(
 
     Closing the iterator ends it: items that were not begun are skipped.
     """
-    pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="hash")
+    pool = ThreadPoolExecutor(min(_MOST_THREADS, num_usable()), thread_name_prefix="hash")
     try:
         tasks = [(item, pool.submit(work, item)) for item in items]
         for item, task in tasks:

@@ -12,17 +12,18 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from spanmesh_proto.errors import HubUnavailable, ModelError
+from spanmesh_proto.errors import ClusterError, HubUnavailable, ModelError
 from stages.gguf.file_io import require_disk, write_all, write_error
+from stages.user_folders import user_folder
 from stages.weights.assembly import note_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 
 log = structlog.get_logger()
@@ -174,10 +175,9 @@ def _token() -> str | None:
     """Token of this host's user, as `huggingface-cli login` stores it."""
     token = os.environ.get("HF_TOKEN")
     if not token:
-        home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
         try:
-            token = (home / "token").read_text()
-        except OSError:
+            token = (user_folder("HF_HOME", ".cache", "huggingface") / "token").read_text()
+        except (OSError, ClusterError):
             return None
     return token.strip() or None
 

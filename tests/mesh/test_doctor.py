@@ -60,6 +60,8 @@ LOOK: dict[str, Any] = {
     "cache_dir": "/var/cache",
     "can_stay_awake": True,
     "has_latency_device": True,
+    "num_processors": 8,
+    "processor_quota": None,
     "files": {"ab" * 32: True},
     "unix_s": 1.8e9,
 }
@@ -97,6 +99,7 @@ def test_a_sound_mesh_has_nothing_to_do() -> None:
         ({"free_disk_bytes": GIB}, "disk at /var/cache", Outcome.WARN),
         ({"can_stay_awake": False}, "processors", Outcome.WARN),
         ({"can_stay_awake": False, "has_latency_device": False}, "processors", Outcome.WARN),
+        ({"processor_quota": 0.5}, "quota", Outcome.WARN),
         ({"devices": []}, "device", Outcome.FAIL),
         ({"files": {"ab" * 32: False}}, "stage file abababababab", Outcome.FAIL),
         ({"files": {"ab" * 32: None}}, "stage file abababababab", Outcome.WARN),
@@ -108,6 +111,13 @@ def test_what_is_wrong_with_a_host_is_said_with_a_remedy(
     checks = list(host_checks("a", LOOK | changes))
     assert bad(checks) == {("a", what): outcome}
     assert all(check.fix for check in checks if check.outcome is not Outcome.OK)
+
+
+def test_a_quota_of_processor_time_is_named() -> None:
+    checks = {check.what: check for check in host_checks("a", LOOK | {"processor_quota": 2.5})}
+    assert checks["quota"].outcome is Outcome.OK
+    assert "2.5 of 8 processors" in checks["quota"].detail
+    assert "quota" not in {check.what for check in host_checks("a", LOOK)}
 
 
 def test_what_only_linux_does_is_no_fault_elsewhere() -> None:
@@ -175,7 +185,8 @@ def test_hosts_must_agree(name: str, version: str, outcome: dict[tuple[str, str]
 
 
 @pytest.mark.parametrize(
-    ("ahead_ms", "outcome"), [(-2_500.0, Outcome.WARN), (61_000.0, Outcome.FAIL), (1_999.0, None)]
+    ("ahead_ms", "outcome"),
+    [(-2_500.0, Outcome.WARN), (61_000.0, Outcome.WARN), (-864_061_000.0, Outcome.FAIL), (1_999.0, None)],
 )
 def test_clocks_apart(ahead_ms: float, outcome: Outcome | None) -> None:
     checks = bad(mesh_checks(STATUS, LINKS, [found("a"), found("b", ahead_ms=ahead_ms)]))
@@ -256,6 +267,15 @@ def test_a_host_looks_at_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "CPU" in [device.name for device in seen.devices]
     assert seen.backends == (gpu_backends() or ())
     assert seen.free_disk_bytes > 0
+
+
+def test_a_path_that_depends_on_the_working_directory_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/opt/mine")
+    assert list(doctor._python_path("here")) == []
+    monkeypatch.setenv("PYTHONPATH", ":/opt/mine")
+    (check,) = doctor._python_path("here")
+    assert (check.outcome, check.what) == (Outcome.WARN, "PYTHONPATH")
+    assert "('')" in check.detail
 
 
 def test_this_host_names_a_port_that_is_taken_and_an_address_that_is_not_its_own(

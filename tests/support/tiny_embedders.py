@@ -109,9 +109,10 @@ class TinyEmbedder:
     def family(self) -> Family:
         return FAMILIES[self.architecture]
 
-    def write(self, path: Path) -> Path:
+    def write(self, path: Path, *, tensors_per_file: int = 0) -> Path:
+        """Write the model, if wanted in several files; returns the file, or the first one."""
         family = self.family
-        writer = gguf.GGUFWriter(path, self.architecture)
+        writer = gguf.GGUFWriter(path, self.architecture, split_max_tensors=tensors_per_file)
         writer.add_name(f"Tiny {self.architecture}")
         writer.add_block_count(self.n_layers)
         writer.add_context_length(self.n_ctx)
@@ -150,7 +151,7 @@ class TinyEmbedder:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        return path
+        return min(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if tensors_per_file else path
 
     def _weights(self) -> Tensors:
         noise, family = np.random.default_rng(self.seed), self.family

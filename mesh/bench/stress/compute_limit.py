@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from mesh.lab.host import Companion
+from mesh.util.child_environment import module_command
 from mesh.util.logs import set_up_logs
-from mesh.util.processors import num_usable
 from stages.layers import LayerRange
+from stages.processors import num_usable
 from stages.runtime.span import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.model_facts import read_model_facts
@@ -73,7 +74,7 @@ def compute_limit(
     num_stages = len(edges) - 1
     num_workers = min(num_usable(), num_stages)
     sizes = {ceil(num_sessions / num_stages), ceil(num_sessions / num_workers)}
-    argv = [sys.executable, "-m", "mesh.bench.stress.compute_limit", str(model)]
+    argv = module_command("mesh.bench.stress.compute_limit", str(model))
     argv += ["--edges", ",".join(map(str, edges))]
     argv += ["--prompt-tokens", str(prompt_tokens), "--answer-tokens", str(answer_tokens)]
     argv += ["--exact"] * exact + ["--no-repack"] * (not repacks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,6 +14,7 @@ from mesh.bench.stress.report import write_report
 from mesh.bench.under_test.links import known_links
 from mesh.bench.under_test.mesh import reach_mesh, tokenizer_of
 from spanmesh_proto import SOFTWARE_VERSION
+from stages.processors import num_usable
 
 if TYPE_CHECKING:
     from mesh.bench.stress.options import RemoteStressOptions
@@ -84,6 +84,6 @@ def _conditions(options: RemoteStressOptions, url: str, served: ServedModel) -> 
         "chats": options.num_scripts,
         "seed": options.seed,
         "goodput": ", ".join(f"{slo.name} {slo.limit_ms:g} ms" for slo in options.slos) or "no limits",
-        "cores_of_the_client": os.cpu_count() or 1,
+        "cores_of_the_client": num_usable(),
         "software_of_the_client": f"spanmesh {SOFTWARE_VERSION}",
     }

@@ -33,9 +33,10 @@ from mesh.lab.network import Lab, lab_supported
 from mesh.lab.systems import MeshSystem, RpcSystem
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.text.tokenizer import Tokenizer
-from mesh.util.processors import num_usable, processor_name
+from mesh.util.processors import processor_name
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError, MeshError
+from stages.processors import num_usable
 from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from mesh.qualification.chaos.harness import FaultTestBed, FirstFailure, baselin
 from mesh.qualification.chaos.options import least_memory_bytes
 from mesh.qualification.chaos.report import Report, write_report
 from mesh.qualification.chaos.scenarios import try_faults, try_head_restart, try_leaving, try_no_room
-from mesh.util.processors import num_usable
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError, MeshError
+from stages.processors import num_usable
 from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:

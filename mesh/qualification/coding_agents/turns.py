@@ -7,7 +7,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from mesh.lab.systems import COMMAND, health_watcher, wait_until
 from mesh.qualification.coding_agents.engines import COPY, NOTE, note_text
 from mesh.qualification.coding_agents.npm_install import programs_folder
 from mesh.qualification.coding_agents.recording import read_recording
+from mesh.util.child_environment import module_command
 from mesh.util.files import write_private_file
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ class _Setting:
         arguments = {TurnKind.PLAIN: self._mesh_arguments, TurnKind.TOOL: self._scripted_arguments}[kind]
         with log.open("wb") as output:
             server = self._host.run(
-                [sys.executable, "-m", _SERVER, *arguments(recording)], stdout=output, stderr=output
+                module_command(_SERVER, *arguments(recording)), stdout=output, stderr=output
             )
         try:
             watcher = self._host.run(health_watcher(_PORT))

@@ -17,7 +17,6 @@ drafts, has some of them rejected.
 
 from __future__ import annotations
 
-import sys
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -46,11 +45,12 @@ from mesh.qualification.drafter_costs.figures import (
 from mesh.qualification.drafter_costs.timing import time_drafter
 from mesh.serve.options import demo_model
 from mesh.text.tokenizer import Tokenizer
+from mesh.util.child_environment import module_command
 from mesh.util.completion_stream import COMPLETION_PATH
 from mesh.util.logs import set_up_logs
-from mesh.util.processors import num_usable
 from spanmesh_proto.errors import InvalidModel, MeshError
 from speculative.draft import defaults
+from stages.processors import num_usable
 from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class ListeningMesh(MeshSystem):
     def _launch(self, host: int, arguments: list[str]) -> subprocess.Popen[bytes]:
         if host != 0:
             return super()._launch(host, arguments)
-        argv = [sys.executable, "-m", "mesh.qualification.drafter_costs.feature_listener", *arguments]
+        argv = module_command("mesh.qualification.drafter_costs.feature_listener", *arguments)
         self._processes[host] = process = start_logged(self._lab, host, argv, self.log(host))
         return process
 

@@ -41,8 +41,8 @@ from mesh.qualification.chaos.options import ChaosOptions
 from mesh.qualification.drafter_losses.results import Sample, WatchedAnswer, result_lines
 from mesh.serve.options import demo_model
 from mesh.util.logs import set_up_logs
-from mesh.util.processors import num_usable
 from spanmesh_proto.errors import InvalidModel, MeshError
+from stages.processors import num_usable
 from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ model.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Final, NoReturn
@@ -26,6 +25,7 @@ from mesh.qualification.gpu_day.runner import PhaseResult, ResultStore, run_all,
 from mesh.qualification.gpu_day.scale import DAY, SCALES, phases_of
 from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import MeshError
+from stages.processors import num_usable
 
 # What a phase may take: machines are lent by the quarter of an hour.
 _LIMIT_S: Final = 480.0
@@ -73,7 +73,7 @@ def main(
             click.echo(f"{folder} is ready; there: LLAMA_CPP_LIB_PATH=$PWD/lib python3 -m {_NAME} FOLDER")
             return
         folder.mkdir(parents=True, exist_ok=True)
-        bench = Bench(folder.resolve(), SCALES[scale], device, threads or _num_cores())
+        bench = Bench(folder.resolve(), SCALES[scale], device, threads or num_usable())
         phases = {phase.name: phase for phase in phases_of(bench.scale)}
         unknown = [name for name in wanted if name not in phases]
         if unknown:
@@ -104,10 +104,6 @@ def _exit_after(results: list[PhaseResult]) -> NoReturn:
         if result.failure:
             click.echo(f"{result.name} failed: {result.failure}", err=True)
     sys.exit(any(result.failure for result in results))
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import structlog
 
 from mesh.qualification.gpu_day.phases import Bench, model_path, run_phase
 from mesh.qualification.gpu_day.scale import phases_of
+from mesh.util.child_environment import module_command
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def _drop_model(bench: Bench, store: ResultStore, model: str) -> None:
 
 def _run_apart(phase: Phase, bench: Bench, limit_s: float) -> PhaseResult:
     """Run a phase in a process of its own, which takes its memory of the card with it."""
-    command = [sys.executable, "-m", "mesh.qualification.gpu_day", str(bench.folder), "--here"]
+    command = module_command("mesh.qualification.gpu_day", str(bench.folder), "--here")
     command += ["--phase", phase.name, "--scale", bench.scale.name, "--threads", str(bench.num_threads)]
     if bench.device is not None:
         command += ["--device", bench.device]

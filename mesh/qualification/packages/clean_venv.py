@@ -23,6 +23,7 @@ import click
 
 from mesh.cluster.addresses import LOOPBACK, free_port
 from mesh.qualification.packages.wheels_folder import DEMO, PROJECT, Wheel
+from mesh.util.child_environment import module_command
 from mesh.util.completion_stream import CHAT_PATH, stream_completion
 from spanmesh_proto.errors import ClusterError, MeshError
 
@@ -110,7 +111,7 @@ class CleanVenv:
 
     def make(self) -> None:
         """Make the environment, with Python's own pip alone."""
-        self._do([sys.executable, "-m", "venv", str(self._folder / "venv")])
+        self._do(module_command("venv", str(self._folder / "venv")))
 
     def install(self, wheel: Wheel, *options: str) -> None:
         """Install a wheel and what it needs from the folder, and from nowhere else; nothing is built.
@@ -118,7 +119,16 @@ class CleanVenv:
         Raises:
             ClusterError: If pip fails, as where the folder lacks a wheel.
         """
-        pip = [str(self._bin / "python"), "-m", "pip", "install", "--no-index", "--only-binary", ":all:"]
+        pip = [
+            str(self._bin / "python"),
+            "-P",
+            "-m",
+            "pip",
+            "install",
+            "--no-index",
+            "--only-binary",
+            ":all:",
+        ]
         self._do([*pip, "--find-links", str(self._wheels), *options, str(wheel.path)])
 
     def checks(self) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from random import Random
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from gguf.constants import GGMLQuantizationType
 
+from mesh.util.child_environment import module_command
 from spanmesh_proto.errors import MeshError
 from stages.gguf.file_io import write_all
 from stages.gguf.header import Value, ValueType
@@ -171,10 +171,10 @@ def run_child(*arguments: str) -> ChildRun:
     Raises:
         MeshError: If it fails.
     """
-    argv = [sys.executable, "-m", "mesh.qualification.weights.child", *arguments]
+    argv = module_command("mesh.qualification.weights.child", *arguments)
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise MeshError(f"{' '.join(argv[2:4])} failed: {done.stderr.strip()[-500:]}")
+        raise MeshError(f"{' '.join(argv[3:5])} failed: {done.stderr.strip()[-500:]}")
     return ChildRun(**json.loads(done.stdout.splitlines()[-1]))
 
 

@@ -6,7 +6,6 @@ import asyncio
 import datetime as dt
 import filecmp
 import signal
-import sys
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -18,6 +17,7 @@ from mesh.cluster.host_facts import read_versions
 from mesh.cluster.join_token import JoinToken
 from mesh.cluster.members import Members
 from mesh.cluster.membership_server import MembershipServer, MembershipService, RayAccess
+from mesh.util.child_environment import module_command
 from stages.certification.isolated import cut_stage
 from stages.weights.assembly import note_path
 from stages.weights.disk_cache import StageStore
@@ -198,8 +198,7 @@ async def _kill_one(arguments: tuple[str, ...], store: StageStore, recipe: Recip
     partial = store.partial(recipe.sha256)
     before = _note(partial)
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "mesh.qualification.weights.child", "fetch", *arguments),
+        *module_command("mesh.qualification.weights.child", "fetch", *arguments),
         stdout=asyncio.subprocess.DEVNULL,
     )
     try:

@@ -116,7 +116,7 @@ class EmbeddingMaker:
             stage_index=0,
             layers=placement.layers,
             sha256="" if is_own or recipe is None else recipe.sha256,
-            whole=str(self._model.sizes.model.path.resolve()) if is_own else None,
+            whole=str(self._model.sizes.model.path.absolute()) if is_own else None,
             source=self._head.source,
             options=RuntimeOptions(
                 num_slots=limits.most_texts,

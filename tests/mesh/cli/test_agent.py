@@ -60,12 +60,16 @@ async def test_an_agent_starts_with_everything_set(api: Api, tmp_path: Path) -> 
     for name in ("claude", "codex", "opencode"):
         stand_in(tmp_path, name)
     found = {}
+    path = {"PYTHONPATH": "lib"}
     for name in ("claude", "codex", "opencode"):
-        done = await mesh("agent", "--url", api.url, name, "-p", "hello", path=tmp_path)
+        done = await mesh("agent", "--url", api.url, name, "-p", "hello", path=tmp_path, **path)
         assert done.returncode == 0, done.stderr
         found[name] = json.loads(done.stdout)
         assert found[name][0][-2:] == ["-p", "hello"]
     claude = found["claude"][1]
+    # It runs programs of the user's, to which nothing of our own children's applies.
+    assert claude["PYTHONPATH"] == "lib"
+    assert "PYTHONSAFEPATH" not in claude
     assert (claude["ANTHROPIC_BASE_URL"], claude["ANTHROPIC_AUTH_TOKEN"]) == (api.url, KEY)
     assert claude["ANTHROPIC_MODEL"] == claude["ANTHROPIC_DEFAULT_HAIKU_MODEL"] == MODEL
     assert found["codex"][1]["MESH_API_KEY"] == KEY

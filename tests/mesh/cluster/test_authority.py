@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 import ipaddress
 
@@ -10,7 +11,15 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
-from mesh.cluster.certificates import Authority, HostCertificate, make_certificate, renewal_in_s
+from mesh.cluster import certificates
+from mesh.cluster.certificates import (
+    Authority,
+    HostCertificate,
+    check_clock,
+    check_validity,
+    make_certificate,
+    renewal_in_s,
+)
 from spanmesh_proto.errors import JoinError
 from stages.transport.channels import NewKey, peer_name
 
@@ -40,9 +49,9 @@ def test_a_certificate_names_the_host_as_it_was_admitted_and_nobody_else() -> No
 
 
 def test_a_certificate_does_not_outlive_the_authority() -> None:
-    late = Authority(make_certificate(NOW), clock=lambda: NOW + dt.timedelta(days=3645))
+    late = Authority(make_certificate(NOW), clock=lambda: NOW + dt.timedelta(days=36495))
     certificate = x509.load_pem_x509_certificate(late.sign(NewKey().request_pem(), "studio", "studio.lan"))
-    assert certificate.not_valid_after_utc == NOW + dt.timedelta(days=3650)
+    assert certificate.not_valid_after_utc == NOW + dt.timedelta(days=36500)
     assert names_in(certificate) == [peer_name("studio"), "studio.lan"]
 
 
@@ -98,6 +107,52 @@ def test_renewal_is_due_when_two_thirds_are_over_and_never_at_once() -> None:
     certificate_pem = AUTHORITY.sign(NewKey().request_pem(), "studio", "192.0.2.7")
     assert renewal_in_s(certificate_pem, NOW) == 20 * 86400
     assert renewal_in_s(certificate_pem, NOW + dt.timedelta(days=100)) == 1.0
+    # A clock that is behind makes it no later.
+    assert renewal_in_s(certificate_pem, NOW - dt.timedelta(days=100)) == 20 * 86400
+
+
+@pytest.mark.parametrize(
+    ("ahead", "said"),
+    [
+        (dt.timedelta(days=11), "is 11 days ahead of the head's"),
+        (dt.timedelta(days=-3660), "is 3660 days behind the head's"),
+        (dt.timedelta(days=9), None),
+        (dt.timedelta(days=-3600), None),
+    ],
+)
+def test_a_clock_by_which_certificates_would_not_count_is_refused(
+    ahead: dt.timedelta, said: str | None
+) -> None:
+    host = HostCertificate(AUTHORITY.certificate_pem, clock=lambda: NOW + ahead)
+    host.take(AUTHORITY.sign(host.request_pem(), "studio", "192.0.2.7"))
+    assert host.clock_ahead() == ahead
+    if said is None:
+        check_clock(ahead)
+    else:
+        with pytest.raises(JoinError, match=said):
+            check_clock(ahead)
+
+
+def test_a_head_whose_clock_stands_at_the_beginning_has_a_certificate_that_stays_valid() -> None:
+    begin = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
+    certificate_pem = make_certificate(begin).certificate_pem
+    for now in (begin - dt.timedelta(days=3000), begin, NOW):
+        check_validity(certificate_pem, now)
+    with pytest.raises(JoinError, match=r"is 365 days ahead of the validity of the head's certificate"):
+        check_validity(certificate_pem, begin + dt.timedelta(days=36865))
+
+
+async def test_a_clock_that_is_set_forward_makes_a_certificate_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where both clocks stood in the past and are set right."""
+    monkeypatch.setattr(certificates, "_LOOK_S", 0.01)
+    now = NOW
+    host = HostCertificate(AUTHORITY.certificate_pem, clock=lambda: now)
+    host.take(AUTHORITY.sign(host.request_pem(), "studio", "192.0.2.7"))
+    due = asyncio.ensure_future(host.due())
+    done, _ = await asyncio.wait([due], timeout=0.1)
+    assert not done
+    now += dt.timedelta(days=60)
+    await asyncio.wait_for(due, 20)
 
 
 def test_a_certificate_is_due_for_the_last_third_of_its_life() -> None:

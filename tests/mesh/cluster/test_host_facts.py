@@ -106,6 +106,18 @@ def compile_kernels(folder: Path, source: str, *, needs: str = "") -> None:
     )
 
 
+def test_nothing_is_imported_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("json", "numpy", "stages", "llama_cpp"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", ":lib")
+    llama_cpp_fault.cache_clear()
+    assert llama_cpp_fault() is None
+    assert measure_speed_gb_per_s(1) > 0
+
+
 def test_the_installed_llama_cpp_runs_here() -> None:
     assert llama_cpp_fault() is None
     check_llama_cpp()

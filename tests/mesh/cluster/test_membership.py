@@ -81,6 +81,7 @@ async def head(
     ray: RayAccess = RAY,
     port_range: PortRange | None = None,
     clock_s: Callable[[], float] = time.time,
+    steady_s: Callable[[], float] | None = None,
     former: tuple[Certificate, Admissions] | None = None,
 ) -> AsyncIterator[HeadSide]:
     """A head, of a new mesh or with what a former one knew, at the address in its token."""
@@ -102,6 +103,8 @@ async def head(
         versions=VERSIONS,
         authority=authority,
         clock_s=clock_s,
+        # A clock that is put forward shows that time passes, unless another one shows that.
+        steady_s=steady_s or clock_s,
         rate=rate,
         port_range=port_range,
     )

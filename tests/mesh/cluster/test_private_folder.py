@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -187,3 +189,12 @@ def test_a_lock_that_is_a_pipe_keeps_nobody_waiting(prefix: str, takes: Callable
     os.mkfifo(folder / "lock", 0o600)
     with pytest.raises(ClusterError, match=r"not a regular file|left alone"):
         takes(folder)
+
+
+def test_a_temporary_folder_that_takes_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_options: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(ClusterError, match=r"cannot make files in /tmp: No space left on device.*make room"):
+        PrivateFolder("mesh-test-")

@@ -26,6 +26,7 @@ from mesh.cluster.ray_node import (
     RayNodeRecord,
     _NodeFolder,
     new_ray_token,
+    started_s,
 )
 from spanmesh_proto.errors import ClusterError
 
@@ -46,6 +47,9 @@ class Greeter:
     def where(self):
         import ray
         return ray.get_runtime_context().get_node_id()
+    def path(self):
+        import sys
+        return sys.path
     def refuse(self):
         raise InvalidModel("not a model", param="model")
     def crash(self):
@@ -62,6 +66,7 @@ async def main(ray_dir, token, address, *nodes):
     greeters = [await driver.create(Greeter, ray_node_name=node) for node in nodes]
     places = [await result_of(greeter.where.remote(), "greeter") for greeter in greeters]
     said = {"places": len(set(places))}
+    said["path"] = await result_of(greeters[1].path.remote(), "greeter 1")
     for method in ("refuse", "crash", "die"):
         try:
             await result_of(getattr(greeters[0], method).remote(), "greeter 0")
@@ -125,7 +130,7 @@ def alive(processes: set[psutil.Process], within_s: float) -> list[str]:
 
 
 def test_two_nodes_carry_actors_and_end_without_a_trace(
-    head: RayNode, strangers: set[psutil.Process]
+    head: RayNode, strangers: set[psutil.Process], tmp_path: Path
 ) -> None:
     address = asyncio.run(head.wait_ready())
     token = head.token_path.read_text()
@@ -141,6 +146,7 @@ def test_two_nodes_carry_actors_and_end_without_a_trace(
             text=True,
             check=True,
             timeout=60,
+            cwd=tmp_path,
         )
         processes |= descendants(os.getpid())
     finally:
@@ -149,6 +155,7 @@ def test_two_nodes_carry_actors_and_end_without_a_trace(
     head.stop()
     said = json.loads(answer.stdout.splitlines()[-1])
     assert said["places"] == 2
+    assert not {str(tmp_path), str(Path.cwd()), ""} & set(said["path"])
     assert said["refuse"] == "InvalidModel not a model model"
     assert said["crash"] == "StageFailed greeter 0 failed: KeyError: 'oops' None"
     assert said["kept"] is True
@@ -251,7 +258,7 @@ async def test_an_address_that_is_still_being_written_is_waited_for(
 ) -> None:
     for name in ("lock", "owner"):
         (tmp_path / name).touch()
-    record = RayNodeRecord("127.0.0.1", "head.1", str(tmp_path), sleeper.pid, sleeper.create_time())
+    record = RayNodeRecord("127.0.0.1", "head.1", str(tmp_path), sleeper.pid, started_s(sleeper.pid))
     node = RayNode.adopt(record)
     try:
         ready_path = node.ray_dir / "ray_current_cluster"
@@ -267,11 +274,22 @@ async def test_an_address_that_is_still_being_written_is_waited_for(
 
 def test_a_node_whose_owner_file_is_gone_is_not_adopted(tmp_path: Path, sleeper: psutil.Process) -> None:
     (tmp_path / "lock").touch()
-    record = RayNodeRecord("127.0.0.1", "head.1", str(tmp_path), sleeper.pid, sleeper.create_time())
+    record = RayNodeRecord("127.0.0.1", "head.1", str(tmp_path), sleeper.pid, started_s(sleeper.pid))
     # It watches the file that it was started with, and would end however long a new one is locked.
     with pytest.raises(ClusterError, match="has lost its files in "):
         RayNode.adopt(record)
     assert not (tmp_path / "owner").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there does a node outlive its owner")
+def test_a_process_has_started_at_the_same_time_whatever_the_clock_is_set_to(
+    sleeper: psutil.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before_s, boot_s, created_s = started_s(sleeper.pid), psutil.boot_time(), sleeper.create_time()
+    # The kernel keeps the time since the machine's start, and counts that back from the wall clock.
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: boot_s + 60 * 86400)
+    assert psutil.Process(sleeper.pid).create_time() - created_s > 86400
+    assert started_s(sleeper.pid) == pytest.approx(before_s, abs=1.5)
 
 
 LINGERING = """

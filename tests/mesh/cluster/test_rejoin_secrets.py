@@ -21,7 +21,7 @@ from mesh.cluster.membership_client import Membership, find_head
 from mesh.cluster.membership_messages import report_of
 from mesh.cluster.membership_server import MembershipServer
 from mesh.cluster.reachability import CheckListener
-from spanmesh_proto.errors import InvalidJoinToken, JoinError
+from spanmesh_proto.errors import HostUnreachable, InvalidJoinToken, JoinError
 from stages.weights.disk_cache import StageStore
 from stages.weights.fetch import fetch_stage
 from tests.mesh.cluster.test_membership import HOST, VERSIONS, HeadSide, head, until
@@ -50,6 +50,10 @@ class Clock:
 
 def a_clock() -> Clock:
     return Clock(time.time())
+
+
+def admission_at(clock: Clock, admissions: Admissions) -> AdmissionControl:
+    return AdmissionControl(admissions, HOUR_S, clock_s=clock, steady_s=clock)
 
 
 def in_a_day(clock: Clock) -> int:
@@ -195,7 +199,7 @@ async def test_a_host_that_is_away_can_be_evicted(tmp_path: Path) -> None:
         await until_gone(side)
         with pytest.raises(JoinError, match="no host named 'attic' has joined"):
             side.service.evict("attic")
-        assert side.service.token == side.token
+        assert side.service.token.secret == side.token.secret
         side.service.evict("studio")
         assert side.service.admissions.evicted == ("studio",)
         await refused(side, "studio was evicted", rejoin=secret)
@@ -260,7 +264,7 @@ async def test_a_mesh_join_outlasts_its_token_over_a_loss_of_the_head(tmp_path: 
         await again.start("127.0.0.1", int(side.source.address.rpartition(":")[2]))
         await until(side.members, 1)
         assert len(host.nodes) == 1
-        # A process that begins now is told of the expiry before it tries anything.
+        # A process that begins now is told of the expiry.
         with pytest.raises(InvalidJoinToken, match="expired at"):
             await Host(side, clock_s=clock).outcome()
         side.service.dismiss("studio", "goodbye")
@@ -280,7 +284,7 @@ def report(name: str, *, secret: str = "", rejoin_secret: str = "") -> wire.Host
 
 
 def test_only_so_many_secrets_are_kept_the_latest_ones() -> None:
-    admission = AdmissionControl(Admissions(JoinToken((), "s", bytes(32), 2**39)), HOUR_S)
+    admission = admission_at(a_clock(), Admissions(JoinToken((), "s", bytes(32), 2**39)))
     first = admission.rejoin_secret(report("host-0", secret="s"))
     for number in range(1, 1024):
         admission.rejoin_secret(report(f"host-{number}", secret="s"))
@@ -295,17 +299,58 @@ def test_only_so_many_secrets_are_kept_the_latest_ones() -> None:
 
 def test_an_empty_secret_is_none() -> None:
     admissions = Admissions(JoinToken((), "s", bytes(32), 1000), {"studio": "r"})
-    admission = AdmissionControl(admissions, HOUR_S)
+    clock = Clock(999.0)
+    admission = admission_at(clock, admissions)
+    admission.check(report("studio", secret="s"), VERSIONS)
+    with contextlib.suppress(InvalidJoinToken):
+        admission.check(report("attic", rejoin_secret="r"), VERSIONS)
+        pytest.fail("another host's secret admitted a host")
+    clock.now_s = 2000.0
     for shown in ("", "s", "r "):
         with pytest.raises(InvalidJoinToken):
-            admission.check(report("studio", rejoin_secret=shown), VERSIONS, 2000.0)
-    admission.check(report("studio", rejoin_secret="r"), VERSIONS, 2000.0)
+            admission.check(report("studio", rejoin_secret=shown), VERSIONS)
+    admission.check(report("studio", rejoin_secret="r"), VERSIONS)
     with pytest.raises(InvalidJoinToken, match="expired"):
-        admission.check(report("studio", secret="s"), VERSIONS, 2000.0)
-    admission.check(report("studio", secret="s"), VERSIONS, 999.0)
-    with contextlib.suppress(InvalidJoinToken):
-        admission.check(report("attic", rejoin_secret="r"), VERSIONS, 999.0)
-        pytest.fail("another host's secret admitted a host")
+        admission.check(report("studio", secret="s"), VERSIONS)
+
+
+def test_a_token_lives_by_a_clock_that_only_runs() -> None:
+    wall, steady = Clock(1000.0), Clock(50.0)
+    token = JoinToken((), "s", bytes(32), int(1000 + HOUR_S))
+    admission = AdmissionControl(Admissions(token), HOUR_S, clock_s=wall, steady_s=steady)
+    assert admission.token == token
+    # The clock is set right, from 1970.
+    wall.now_s, steady.now_s = 1.9e9, 50.0 + HOUR_S / 2
+    admission.check(report("studio", secret="s"), VERSIONS)
+    # What is kept for the next head is right by the new time.
+    assert admission.admissions.token.expires_at_s == int(1.9e9 + HOUR_S / 2)
+    # It is set back, and the token ends all the same.
+    wall.now_s, steady.now_s = 5000.0, 50.0 + HOUR_S
+    with pytest.raises(InvalidJoinToken, match=r"expired at 1970-01-01 01:23:20 UTC, 0 seconds ago"):
+        admission.check(report("studio", secret="s"), VERSIONS)
+
+
+def test_no_clock_makes_a_token_live_longer_than_it_may() -> None:
+    wall, steady = Clock(1000.0), Clock(50.0)
+    token = JoinToken((), "s", bytes(32), int(1.9e9))
+    admission = AdmissionControl(Admissions(token), HOUR_S, clock_s=wall, steady_s=steady)
+    steady.now_s += HOUR_S
+    with pytest.raises(InvalidJoinToken, match="expired"):
+        admission.check(report("studio", secret="s"), VERSIONS)
+
+
+async def test_a_host_joins_whatever_its_clock_says_of_the_token(tmp_path: Path) -> None:
+    """The head's clock counts; that of a host is named only if the host does not get in."""
+    late = Clock(time.time() + 2 * DAY_S)
+    async with head(tmp_path, int(time.time() + DAY_S)) as side:
+        host = Host(side, clock_s=late)
+        await until(side.members, 1)
+        side.service.dismiss("studio", "goodbye")
+        await host.outcome()
+    with pytest.raises(
+        HostUnreachable, match=r"by this host's clock the join token expired at .*, 24 hours ago"
+    ):
+        await Host(side, clock_s=late).outcome()
 
 
 async def test_no_log_shows_a_secret(tmp_path: Path) -> None:

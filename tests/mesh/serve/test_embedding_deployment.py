@@ -28,10 +28,12 @@ from mesh.serve.pipeline import Pipeline
 from mesh.serve.stage_factory import Transfers
 from mesh.serve.stage_handle import StageHandle
 from spanmesh_proto.errors import ClusterError, InvalidModel, InvalidRequest, ModelDoesNotFit, StageFailed
+from stages.gguf.reader import part_paths
 from stages.weights.fetch import FetchSource
 from stages.weights.virtual_stages import StageCache
 from tests.support import api_harness
 from tests.support.api_harness import MODEL, ScriptedEngine, backend_of
+from tests.support.linked_parts import linked_parts
 from tests.support.serve_harness import InProcessDriver, Messages, host, written_at_once
 from tests.support.tiny_embedders import TinyEmbedder
 
@@ -263,6 +265,18 @@ async def test_models_are_loaded_where_they_fit_and_unloaded(
     # With the head all of them end.
     assert mesh.held_bytes() == {"attic": 0, "desk": 0}
     assert list(mesh.backends.embeddings) == []
+
+
+async def test_one_whose_parts_are_links_to_other_names_is_loaded(
+    hosts: Hosts, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    parts = part_paths(TinyEmbedder().write(tmp_path / "parts.gguf", tensors_per_file=10))
+    assert len(parts) > 1
+    path = linked_parts(parts)
+    hosts.join("attic", needed_bytes(path))
+    async with serving(hosts, tokenizer) as mesh:
+        await mesh.registry.load(order(path))
+        assert (await mesh.embed("parts")).shape == (3, 64)
 
 
 @pytest.mark.parametrize("is_loading", [False, True])

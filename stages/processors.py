@@ -1,0 +1,63 @@
+"""Processors that this process may use: by its affinity mask, and by quotas of its control groups."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final
+
+from stages.control_groups import ROOT, groups_with
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from stages.control_groups import ControlGroup
+
+# Both in microseconds: time that a group may compute in each period, all processors together.
+_QUOTA_V1: Final = "cpu.cfs_quota_us"
+_PERIOD_V1: Final = "cpu.cfs_period_us"
+_MAX_V2: Final = "cpu.max"
+_NO_QUOTA: Final = frozenset({"max", "-1"})
+
+
+def num_usable(root: Path = ROOT) -> int:
+    """Threads that can compute at once in this process, 1 at least.
+
+    A quota counts rounded down: threads beyond it would use up the time of the others, and all of them, which
+    wait for one another, would stand still until the next period.
+
+    Args:
+        root: Of the file system that holds the files of control groups.
+    """
+    quota = processor_quota(root)
+    return num_bound() if quota is None else max(1, min(num_bound(), int(quota)))
+
+
+def num_bound() -> int:
+    """Logical processors that this process may run on; all of them where the system keeps no such set."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def processor_quota(root: Path = ROOT) -> float | None:
+    """Processors whose time this process and its neighbours in a control group may use together.
+
+    It is the smallest of all groups, from this process's own upwards; a container or a service has one. None
+    without any.
+
+    Args:
+        root: Of the file system that holds `proc` and `sys`.
+    """
+    quotas = [quota for group in groups_with("cpu", root) if (quota := _quota_of(group)) is not None]
+    return min(quotas, default=None)
+
+
+def _quota_of(group: ControlGroup) -> float | None:
+    if group.version == 1:
+        words = [group.read(_QUOTA_V1), group.read(_PERIOD_V1)]
+    else:
+        words = [*(group.read(_MAX_V2) or "").split(), None, None]
+    quota_us, period_us = words[:2]
+    if quota_us is None or period_us is None or quota_us in _NO_QUOTA:
+        return None
+    return int(quota_us) / int(period_us)
