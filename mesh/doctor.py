@@ -21,6 +21,7 @@ from mesh.cluster.addresses import (
     check_port_free,
     free_port,
     is_loopback,
+    is_of_this_machine,
     primary_address,
 )
 from mesh.cluster.host_facts import llama_cpp_fault
@@ -492,7 +493,8 @@ def _api_port(name: str, port: int, url: str | None) -> Check:
 def _is_here(url: str, port: int) -> bool:
     """Whether a URL is that of a server on this host and port."""
     parts = urlsplit(url)
-    return parts.port == port and is_loopback(parts.hostname or "")
+    host = parts.hostname or ""
+    return parts.port == port and (is_loopback(host) or is_of_this_machine(host))
 
 
 def _range(name: str, port_range: PortRange, *, is_in_use: bool) -> Iterator[Check]:

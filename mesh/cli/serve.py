@@ -66,7 +66,8 @@ _SECTIONS: Final = {
     "cors_origins",
     multiple=True,
     metavar="ORIGIN",
-    help="Allow web pages of this origin; may be given several times.",
+    help="Allow web pages of this origin, or a program of it, such as app://notes.example; may be given "
+    "several times.",
 )
 @click.option(
     "--linger",

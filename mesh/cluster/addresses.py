@@ -8,10 +8,15 @@ import ipaddress
 import itertools
 import os
 import socket
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+import psutil
 
 from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import ClusterError, PortInUse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 LOOPBACK: Final = "127.0.0.1"
 # Documentation addresses (RFC 5737, RFC 3849): routed like any other, and never assigned to a host.
@@ -73,10 +78,34 @@ def advertised(text: str) -> str:
 
 def is_loopback(host: str) -> bool:
     """Whether a name or an address means this machine to itself only."""
+    address = _parsed(host)
+    return host.lower() == "localhost" if address is None else address.is_loopback
+
+
+def is_of_this_machine(*hosts: str) -> bool:
+    """Whether all of some addresses are this machine's at this moment; names are none."""
+    wanted = [_parsed(host) for host in hosts]
+    own = {_parsed(address) for address in _interface_addresses()}
+    return all(address is not None and (address.is_loopback or address in own) for address in wanted)
+
+
+def _interface_addresses() -> Iterator[str]:
+    """All addresses of this machine's interfaces; link-local ones of IPv6 with the interface's name."""
+    for addresses in psutil.net_if_addrs().values():
+        for each in addresses:
+            if each.family in {socket.AF_INET, socket.AF_INET6}:
+                yield each.address
+
+
+def _parsed(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """An address; one of IPv4 in the form that sockets of both versions give it is one of IPv4."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(text)
     except ValueError:
-        return host.lower() == "localhost"
+        return None
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        return address.ipv4_mapped
+    return address
 
 
 def free_port(host: str) -> int:

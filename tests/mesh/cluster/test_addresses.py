@@ -6,7 +6,14 @@ import socket
 
 import pytest
 
-from mesh.cluster.addresses import advertised, check_port_free, free_port, is_loopback, primary_address
+from mesh.cluster.addresses import (
+    advertised,
+    check_port_free,
+    free_port,
+    is_loopback,
+    is_of_this_machine,
+    primary_address,
+)
 from spanmesh_proto.addresses import join_address, split_address
 from spanmesh_proto.errors import ClusterError, PortInUse
 from tests.support.ipv6 import needs_ipv6
@@ -23,11 +30,23 @@ def test_what_is_no_address_is_refused(text: str) -> None:
         split_address(text)
 
 
-@pytest.mark.parametrize(("host", "expected"), [("127.0.0.1", True), ("::1", True), ("localhost", True)])
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("::ffff:127.0.0.1", True), ("::1", True), ("localhost", True)],
+)
 def test_loopback_is_known(host: str, *, expected: bool) -> None:
     assert is_loopback(host) is expected
     assert not is_loopback("192.0.2.1")
     assert not is_loopback("0.0.0.0")
+
+
+def test_addresses_of_this_machine_are_known() -> None:
+    own = primary_address()
+    assert is_of_this_machine(own, "127.0.0.1")
+    assert ":" in own or is_of_this_machine(f"::ffff:{own}")
+    for other in ("203.0.113.9", "2001:db8::9", "0.0.0.0", "localhost", ""):
+        assert not is_of_this_machine(other)
+        assert not is_of_this_machine(own, other)
 
 
 def test_the_primary_address_can_be_listened_on() -> None:
