@@ -22,7 +22,7 @@ from mesh.cluster.addresses import (
     free_port,
     is_loopback,
     is_of_this_machine,
-    primary_address,
+    own_addresses,
 )
 from mesh.cluster.host_facts import llama_cpp_fault
 from mesh.cluster.port_plan import plan_ports
@@ -527,24 +527,38 @@ def _outgoing_ports() -> PortRange | None:
 
 
 def _address(name: str, advertise: str | None) -> Check:
-    """Whether packets to this host's address for others come back here."""
+    """Whether packets to this host's addresses for others come back here."""
     fix = "give an address of this host that the others reach, with --advertise"
     try:
-        address = advertised(advertise) if advertise else primary_address()
+        addresses = (advertised(advertise),) if advertise else own_addresses(must_be_clear=True)
     except MeshError as error:
-        return fail(name, "address", error.message, fix)
-    if address == LOOPBACK:
+        return (
+            warn(name, "address", error.message, fix)
+            if advertise is None
+            else fail(name, "address", error.message, fix)
+        )
+    if addresses == (LOOPBACK,):
         return warn(name, "address", "this host has no route to a network, so no other can join", fix)
-    try:
-        port = free_port(address)
-        with (
-            socket.create_server((address, port), family=_family(address)),
-            socket.create_connection((address, port), _CONNECT_TIMEOUT_S),
-        ):
-            return ok(name, "address", f"{address} is usable and reachable from this host")
-    except (OSError, MeshError) as error:
-        reason = error.message if isinstance(error, MeshError) else error.strerror or str(error)
-        return fail(name, "address", f"{address}: {reason}", fix)
+    for address in addresses:
+        try:
+            port = free_port(address)
+            with (
+                socket.create_server((address, port), family=_family(address)),
+                socket.create_connection((address, port), _CONNECT_TIMEOUT_S),
+            ):
+                pass
+        except (OSError, MeshError) as error:
+            reason = error.message if isinstance(error, MeshError) else error.strerror or str(error)
+            return fail(name, "address", f"{address}: {reason}", fix)
+    first, *others = addresses
+    if not others:
+        return ok(name, "address", f"{first} is usable and reachable from this host")
+    return ok(
+        name,
+        "address",
+        f"{first}, of the default route, and {', '.join(others)} are usable and reachable from this host: a "
+        "join token of it names them all, and hosts take the one that they reach",
+    )
 
 
 def _family(address: str) -> socket.AddressFamily:

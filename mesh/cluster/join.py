@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
 
-from mesh.cluster.addresses import primary_address
+from mesh.cluster.addresses import is_loopback, primary_address, resolved
 from mesh.cluster.host_facts import read_host_facts
 from mesh.cluster.join_token import decode
 from mesh.cluster.members import Member, check_name
@@ -71,6 +71,7 @@ class LocalHost:
         self._facts: HostFacts | None = None
         self._node: Node | None = None
         self._node_name = ""
+        self._where: tuple[str, ...] = ()
         self._ports: RayPorts | None = None
         self._access: RayAccess | None = None
 
@@ -86,6 +87,12 @@ class LocalHost:
             PortInUse: If too few ports of this host's range are free.
         """
         options = self._options
+        where = self._address(split_address(head_address)[0])
+        if self._node is not None and where != self._where:
+            # Its processes, and those of stages, listen and connect by the former address.
+            log.info("address_is_another", was=self._where, now=where)
+            self.close()
+        self._where = where
         if self._node is None or not self._node.is_running or self._facts is None:
             self.close()
             self._ports = None if options.port_range is None else plan_ports(options.port_range)
@@ -99,11 +106,28 @@ class LocalHost:
             )
         return Member(
             name=options.name,
-            address=options.advertise or primary_address(split_address(head_address)[0]),
+            address=options.advertise or where[0],
             facts=self._facts,
             ray_node_name=self._node_name,
             port_range=options.port_range,
+            head_address=split_address(head_address)[0],
         )
+
+    def _address(self, head: str) -> tuple[str, ...]:
+        """IP addresses by which the others reach this host at this moment: a name may have several.
+
+        Args:
+            head: Address of the head, without its port.
+
+        Raises:
+            HostUnreachable: If no route leads to the head any more.
+        """
+        if self._options.advertise is not None:
+            return resolved(self._options.advertise)
+        address = primary_address(head)
+        if is_loopback(address) and not any(map(is_loopback, resolved(head))):
+            raise HostUnreachable(f"no route leads from this host to the head at {head} any more")
+        return (address,)
 
     def node(self, member: Member, access: RayAccess) -> Node | None:
         """The Ray node for this cluster: the running one, or a new one.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 from mesh.api.app import create_app
 from mesh.api.backend import ApiContext, Backends, LinkRuns
 from mesh.api.http_server import serve_api
-from mesh.cluster.discovery import announced, head_found
+from mesh.cluster.discovery import announced, heads_found
 from mesh.metrics.tracing import closing, open_tracer
 from mesh.serve.allocations import HostAllocations
 from mesh.serve.deployment import ModelDeployment
@@ -83,7 +83,7 @@ async def serve_mesh(options: ServeOptions, known: Preflight, interruption: Inte
         async with (
             serve_api(app, options.host, options.port, is_insecure=options.is_insecure) as url,
             open_head(options, known.facts, cache, interruption, identity=identity, former=former) as head,
-            announced(head_found(options.name, head.service.token), is_wanted=options.is_discoverable),
+            announced(heads_found(options.name, head.service.token), is_wanted=options.is_discoverable),
         ):
             mesh = _Mesh(
                 given,
