@@ -8,6 +8,7 @@ import ipaddress
 import itertools
 import os
 import socket
+import time
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from pathlib import Path
@@ -19,7 +20,7 @@ from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import ClusterError, PortInUse
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 LOOPBACK: Final = "127.0.0.1"
 # Documentation addresses (RFC 5737, RFC 3849): routed like any other, and never assigned to a host.
@@ -90,11 +91,14 @@ class InterfaceAddress:
 
 
 def interface_addresses() -> tuple[InterfaceAddress, ...]:
-    """Addresses of all interfaces, as they are at this moment."""
-    states = psutil.net_if_stats()
+    """Addresses of all interfaces, as they are at this moment; empty where the system does not tell."""
+    try:
+        states, told = psutil.net_if_stats(), psutil.net_if_addrs()
+    except OSError:
+        return ()
     passing = _passing_addresses()
     found = []
-    for interface, addresses in psutil.net_if_addrs().items():
+    for interface, addresses in told.items():
         is_up = interface not in states or states[interface].isup
         for each in addresses:
             # Link-local ones of IPv6 have the name of their interface behind them.
@@ -212,6 +216,13 @@ def advertised(text: str) -> str:
     try:
         address = ipaddress.ip_address(text.removeprefix("[").removesuffix("]"))
     except ValueError:
+        if not is_loopback(text) and any(map(is_loopback, resolved(text))):
+            # As in /etc/hosts of Debian: servers would listen there, out of reach.
+            raise ClusterError(
+                f"--advertise {text} means {', '.join(resolved(text))} on this host, which others cannot "
+                "reach: name an address, or correct /etc/hosts",
+                param="--advertise",
+            ) from None
         return text
     if address.is_unspecified:
         raise ClusterError(
@@ -249,6 +260,38 @@ def _parsed(text: str) -> IPv4Address | IPv6Address | None:
     if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
         return address.ipv4_mapped
     return address
+
+
+class AddressWatch:
+    """Tells when this host has lost an address. One that it never had is not lost.
+
+    Args:
+        host: The address, or a name for addresses that are all this host's.
+        patience_s: Time for which an address may be away, as while a wireless network is lost.
+        clock_s: Monotonic clock, seconds.
+        is_own: Whether all of some addresses are this host's.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        patience_s: float,
+        *,
+        clock_s: Callable[[], float] = time.monotonic,
+        is_own: Callable[..., bool] = is_of_this_machine,
+    ) -> None:
+        self._addresses = resolved(host)
+        self._patience_s = patience_s
+        self._clock_s = clock_s
+        self._is_own = is_own
+        self._had_s: float | None = None
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether it had the address at an earlier look, and not at those of a while by now."""
+        if self._is_own(*self._addresses):
+            self._had_s = self._clock_s()
+        return self._had_s is not None and self._clock_s() - self._had_s > self._patience_s
 
 
 def free_port(host: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import secrets
 import time
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
 
-from mesh.cluster.addresses import is_loopback, primary_address, resolved
+from mesh.cluster.addresses import AddressWatch, is_loopback, primary_address, resolved
+from mesh.cluster.discovery import discover_heads, with_found
 from mesh.cluster.host_facts import read_host_facts
 from mesh.cluster.join_token import decode
 from mesh.cluster.members import Member, check_name
@@ -223,7 +225,12 @@ class MembershipSession:
                 node = local_host.node(member, access)
                 if node is None:
                     raise ClusterError("the head has a new Ray cluster")
-                await first_of(_listen(membership), self._serve(membership, node), self._leave(membership))
+                await first_of(
+                    _listen(membership),
+                    self._serve(membership, node),
+                    self._leave(membership),
+                    _watch_address(member.address),
+                )
             except MeshError as error:
                 if not self._wants_to_leave.is_set():
                     raise
@@ -250,6 +257,18 @@ class MembershipSession:
 async def _listen(membership: Membership) -> None:
     async for state in membership.states():
         log.info("head_says", state=state)
+
+
+# Longer than it takes until the connection to the head counts as lost, if that is by the same address.
+_ADDRESS_PATIENCE_S: Final = 5.0
+_WATCH_S: Final = 1.0
+
+
+async def _watch_address(address: str) -> None:
+    watch = AddressWatch(address, _ADDRESS_PATIENCE_S)
+    while not watch.has_lost:  # noqa: ASYNC110 - no event tells of it
+        await asyncio.sleep(_WATCH_S)
+    raise ClusterError(f"this host has no longer the address {address}")
 
 
 _FIRST_S: Final = 0.5
@@ -294,6 +313,7 @@ class JoinOptions:
         port_range: Ports that this host may listen on; None for any free ones.
         cpu_moe_layers: First layers of a model whose experts stay with this host's processor; None for as few
             as give layers room on its GPUs.
+        is_discovering: Whether the head is looked for by mDNS as well, at first and whenever it is lost.
     """
 
     token: str = field(repr=False)
@@ -305,6 +325,7 @@ class JoinOptions:
     gpu_layers: int | None = None
     port_range: PortRange | None = None
     cpu_moe_layers: int | None = None
+    is_discovering: bool = False
 
 
 async def join_mesh(
@@ -336,7 +357,7 @@ async def join_mesh(
         JoinError: If the head refuses this host.
         ClusterError: If Ray fails to start in all attempts, or too few ports of the range are free.
     """
-    token = decode(options.token)
+    token = given = decode(options.token)
     check_name(options.name)
     local_host = LocalHost(options, start_node)
     delays_s = backoff_s(jitter)
@@ -346,6 +367,10 @@ async def join_mesh(
         while True:
             if not local_host.rejoin_secret:
                 token.check_expiry(clock_s())
+            if options.is_discovering:
+                # A head that was lost may have another address now; while the network is lost, none is found.
+                with contextlib.nullcontext() if heard_s is None else contextlib.suppress(ClusterError):
+                    token = with_found(given, await discover_heads())
             session = MembershipSession(token, local_host, interruption)
             try:
                 await session.run()
