@@ -20,7 +20,8 @@ from mesh.cluster.addresses import (
     check_port_free,
     free_port,
     is_loopback,
-    primary_address,
+    is_of_this_machine,
+    own_addresses,
 )
 from mesh.cluster.host_facts import llama_cpp_fault
 from mesh.cluster.port_plan import plan_ports
@@ -539,7 +540,8 @@ def _api_port(name: str, port: int, url: str | None) -> Check:
 def _is_here(url: str, port: int) -> bool:
     """Whether a URL is that of a server on this host and port."""
     parts = urlsplit(url)
-    return parts.port == port and is_loopback(parts.hostname or "")
+    host = parts.hostname or ""
+    return parts.port == port and (is_loopback(host) or is_of_this_machine(host))
 
 
 def _range(name: str, port_range: PortRange, *, is_in_use: bool) -> Iterator[Check]:
@@ -572,24 +574,38 @@ def _outgoing_ports() -> PortRange | None:
 
 
 def _address(name: str, advertise: str | None) -> Check:
-    """Whether packets to this host's address for others come back here."""
+    """Whether packets to this host's addresses for others come back here."""
     fix = "give an address of this host that the others reach, with --advertise"
     try:
-        address = advertised(advertise) if advertise else primary_address()
+        addresses = (advertised(advertise),) if advertise else own_addresses(must_be_clear=True)
     except MeshError as error:
-        return fail(name, "address", error.message, fix)
-    if address == LOOPBACK:
+        return (
+            warn(name, "address", error.message, fix)
+            if advertise is None
+            else fail(name, "address", error.message, fix)
+        )
+    if addresses == (LOOPBACK,):
         return warn(name, "address", "this host has no route to a network, so no other can join", fix)
-    try:
-        port = free_port(address)
-        with (
-            socket.create_server((address, port), family=_family(address)),
-            socket.create_connection((address, port), _CONNECT_TIMEOUT_S),
-        ):
-            return ok(name, "address", f"{address} is usable and reachable from this host")
-    except (OSError, MeshError) as error:
-        reason = error.message if isinstance(error, MeshError) else error.strerror or str(error)
-        return fail(name, "address", f"{address}: {reason}", fix)
+    for address in addresses:
+        try:
+            port = free_port(address)
+            with (
+                socket.create_server((address, port), family=_family(address)),
+                socket.create_connection((address, port), _CONNECT_TIMEOUT_S),
+            ):
+                pass
+        except (OSError, MeshError) as error:
+            reason = error.message if isinstance(error, MeshError) else error.strerror or str(error)
+            return fail(name, "address", f"{address}: {reason}", fix)
+    first, *others = addresses
+    if not others:
+        return ok(name, "address", f"{first} is usable and reachable from this host")
+    return ok(
+        name,
+        "address",
+        f"{first}, of the default route, and {', '.join(others)} are usable and reachable from this host: a "
+        "join token of it names them all, and hosts take the one that they reach",
+    )
 
 
 def _family(address: str) -> socket.AddressFamily:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from mesh.api.errors import error_response
 from mesh.api.rate_limit import RESERVATION, RateLimits
-from mesh.cluster.addresses import is_loopback
+from mesh.cluster.addresses import is_loopback, is_of_this_machine
 from spanmesh_proto.errors import Forbidden, MeshError, RequestError, Unauthorized
 
 if TYPE_CHECKING:
@@ -112,7 +112,12 @@ def _key_of(scope: Scope) -> str:
 
 
 # A proxy on this machine has its address, for clients elsewhere.
-_MARKS_OF_PROXIES: Final = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
+_MARKS_OF_PROXIES: Final = (
+    *("forwarded", "via", "x-real-ip", "x-client-ip", "x-cluster-client-ip", "true-client-ip"),
+    *("cf-connecting-ip", "fastly-client-ip", "x-original-forwarded-for", "x-envoy-external-address"),
+)
+# For, Host, Proto, Port, Server and others; some proxies send only one of them.
+_MARKS_BEGIN: Final = "x-forwarded"
 
 
 def require_own_machine(request: Request, what: str) -> None:
@@ -130,10 +135,25 @@ def require_own_machine(request: Request, what: str) -> None:
 
 
 def is_own_machine(request: Request) -> bool:
-    """Whether a request comes from this machine, and through no proxy that names itself."""
-    client = request.client
-    is_near = client is not None and is_loopback(client.host)
-    return is_near and not any(mark in request.headers for mark in _MARKS_OF_PROXIES)
+    """Whether a request comes from this machine, and through no proxy that names itself.
+
+    A server that listens at one address of the machine is asked from there by that address, not by loopback.
+    """
+    headers = request.headers
+    if any(mark in headers for mark in _MARKS_OF_PROXIES):
+        return False
+    return _comes_from_here(request) and not any(name.startswith(_MARKS_BEGIN) for name in headers)
+
+
+def _comes_from_here(request: Request) -> bool:
+    client, server = request.client, request.scope.get("server")
+    if client is None:
+        return False
+    if is_loopback(client.host):
+        return True
+    # Looked at anew each time, since addresses change; both ends, so that nothing that leads packets of other
+    # machines to this process makes them this machine's.
+    return server is not None and is_of_this_machine(client.host, server[0])
 
 
 def may_load(request: Request) -> bool:
@@ -173,7 +193,13 @@ def load_refusal(request: Request, model: str) -> Forbidden | None:
 
 
 ANY_ORIGIN: Final = "*"
-_ORIGIN: Final = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9.-]+)(:\d{1,5})?")
+# What browsers send for pages in sandboxed frames, which any page may open, and for files.
+_ANYBODYS_ORIGINS: Final = frozenset({ANY_ORIGIN, "null", "file://"})
+_SITE: Final = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9._-]+)(?P<port>:[1-9]\d{0,4})?")
+# Of programs and extensions, whose hosts are names of their own making. Browsers keep their case.
+_PROGRAM: Final = re.compile(r"(?!https?:)[a-z][a-z0-9+.-]*://[A-Za-z0-9._~-]+(?P<port>:[1-9]\d{0,4})?")
+_IMPLIED_PORTS: Final = {"http": ":80", "https": ":443"}
+_HIGHEST_PORT: Final = 65535
 
 
 def require_key_beyond_loopback(host: str, *, has_keys: bool, is_insecure: bool = False) -> None:
@@ -198,18 +224,31 @@ def check_origins(origins: Sequence[str], *, has_keys: bool) -> None:
     """Check the origins of web pages that may use the API.
 
     Raises:
-        MeshError: If one is not an origin, or all origins are allowed and no key is needed.
+        MeshError: If one is not an origin, or one that every page may have is allowed and no key is needed.
     """
     for origin in origins:
-        if origin == ANY_ORIGIN and not has_keys:
-            raise MeshError(
-                "--cors-origin '*' lets every web page opened on this machine use the model: name the origins"
-                " that may, or give --api-key-file",
-                param="--cors-origin",
-            )
-        if origin != ANY_ORIGIN and not _ORIGIN.fullmatch(origin):
-            raise MeshError(
-                f"--cors-origin {origin!r} is not an origin: write it as a browser does, in lower case and"
-                " without a path, such as https://chat.example.org",
-                param="--cors-origin",
-            )
+        if origin in _ANYBODYS_ORIGINS:
+            if not has_keys:
+                raise MeshError(
+                    f"--cors-origin {origin!r} lets every web page opened on this machine use the model: name"
+                    " the origins that may, or give --api-key-file",
+                    param="--cors-origin",
+                )
+        elif problem := _problem_of(origin):
+            raise MeshError(f"--cors-origin {origin!r} is not an origin: {problem}", param="--cors-origin")
+
+
+def _problem_of(origin: str) -> str:
+    """Why no browser sends this as an origin; empty if one may."""
+    found = _SITE.fullmatch(origin) or _PROGRAM.fullmatch(origin)
+    if found is None:
+        return (
+            "write it as a browser does, scheme://host or scheme://host:port, in lower case and without a"
+            " path, such as https://chat.example.org, app://notes.example or chrome-extension://ID"
+        )
+    port = found["port"] or ""
+    if port and port == _IMPLIED_PORTS.get(origin.partition(":")[0]):
+        return f"browsers leave out the port {port[1:]} of this scheme, so leave it out here"
+    if port and int(port[1:]) > _HIGHEST_PORT:
+        return f"{port[1:]} is no port"
+    return ""

@@ -43,7 +43,7 @@ def is_own_origin(origin: str, host_header: str) -> bool:
         ipaddress.ip_address(name)
     except ValueError:
         own = socket.gethostname().lower()
-        return name.lower() in {"localhost", own, f"{own}.local"}
+        return names_this_machine(name) or name.lower() in {own, f"{own}.local"}
     return True
 
 
@@ -147,7 +147,9 @@ def names_this_machine(host_header: str) -> bool:
     name = host_header.strip()
     if name.startswith("["):
         return is_loopback(name[1:].partition("]")[0])
-    return is_loopback(name.partition(":")[0])
+    name = name.partition(":")[0].lower().removesuffix(".")
+    # Names below localhost lead to loopback by RFC 6761: no owner of a name can lead them elsewhere.
+    return is_loopback(name) or name.endswith(".localhost")
 
 
 class LocalHosts:

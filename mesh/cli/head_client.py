@@ -122,7 +122,10 @@ def _exchange(
             ) from None
         # For a server that is not HTTP, urllib does not catch http.client's own errors.
         reason = str(getattr(failure, "reason", failure)).strip() or type(failure).__name__
-        raise ClusterError(f"no mesh answers at {url} ({reason}); start one with `mesh serve`") from None
+        raise ClusterError(
+            f"no mesh answers at {url} ({reason}); start one with `mesh serve`, or give the address at "
+            "which it listens with --url"
+        ) from None
 
 
 def _refusal(failure: error.HTTPError) -> str | None:

@@ -87,7 +87,7 @@ def join(
 
     storage_from(models_dir=models_dir, cache_bytes=cache_bytes, kv_disk_bytes=kv_disk_bytes)
     options = JoinOptions(
-        token=_with_found_addresses(text) if discover else text,
+        token=text,
         name=name or socket.gethostname(),
         advertise=advertised(advertise) if advertise else None,
         memory_bytes=memory_bytes,
@@ -96,6 +96,7 @@ def join(
         gpu_layers=gpu_layers,
         port_range=port_range,
         cpu_moe_layers=parse_cpu_moe(n_cpu_moe, is_all=cpu_moe),
+        is_discovering=discover,
     )
     return run_interruptible(lambda interruption: join_mesh(options, interruption))
 
@@ -112,11 +113,3 @@ def _list_heads() -> int:
         return 1
     say("to join one, give the token that it printed: mesh join --discover TOKEN", err=True)
     return 0
-
-
-def _with_found_addresses(text: str) -> str:
-    """The token, with addresses of its head in the local network before its own."""
-    from mesh.cluster.discovery import discover_heads, with_found  # noqa: PLC0415 - keeps --help quick
-    from mesh.cluster.join_token import decode, encode  # noqa: PLC0415
-
-    return encode(with_found(decode(text), asyncio.run(discover_heads())))

@@ -66,7 +66,8 @@ _SECTIONS: Final = {
     "cors_origins",
     multiple=True,
     metavar="ORIGIN",
-    help="Allow web pages of this origin; may be given several times.",
+    help="Allow web pages of this origin, or a program of it, such as app://notes.example; may be given "
+    "several times.",
 )
 @click.option(
     "--linger",
@@ -122,7 +123,8 @@ _SECTIONS: Final = {
 @click.option(
     "--advertise",
     metavar="IP",
-    help="Address at which joined hosts reach this one.  [default: the one of the default route]",
+    help="Address at which joined hosts reach this one.  [default: all that it has, that of the default "
+    "route first]",
 )
 @click.option("--name", help="Name of this host in the mesh; its host name unless given.")
 @port_range_option
@@ -213,7 +215,7 @@ def serve(
         raise click.UsageError(
             "--topology fixes which hosts hold which layers: leave out --stages, --split and --wait-for"
         )
-    from mesh.cluster.addresses import advertised, primary_address  # noqa: PLC0415 - keeps --help quick
+    from mesh.cluster.addresses import advertised, own_addresses  # noqa: PLC0415 - keeps --help quick
     from mesh.cluster.host_facts import check_llama_cpp  # noqa: PLC0415
     from mesh.placement.gpu_layers import parse_cpu_moe  # noqa: PLC0415
 
@@ -231,13 +233,18 @@ def serve(
         wait_for = len(topology.missing(own))
     if model is None and not folders and split is None and topology is None:
         stages = stages or demo_num_stages(wait_for)
+    address, *others = (
+        own_addresses(must_be_clear=wait_for > 0) if advertise is None else (advertised(advertise),)
+    )
     pulled = local_model(model or (library_model(folders) if folders else demo_model()))
     options = ServeOptions(
         model=pulled.path,
         host=host,
         port=port,
         name=name,
-        advertise=advertised(advertise) if advertise else primary_address(),
+        advertise=address,
+        other_addresses=tuple(others),
+        is_address_given=advertise is not None,
         join_port=join_port,
         token_hours=token_hours,
         token_path=token_file,

@@ -138,9 +138,9 @@ class AdmissionControl:
             self._token = replace(self._token, expires_at_s=int(expires_at_s))
         return self._token
 
-    def listens_at(self, address: str) -> None:
-        """Set the address of the membership service, for the token."""
-        self._token = replace(self._token, addresses=(address,))
+    def listens_at(self, *addresses: str) -> None:
+        """Set the addresses of the membership service, `host:port`, the preferred one first, for the token."""
+        self._token = replace(self._token, addresses=addresses)
 
     @property
     def admissions(self) -> Admissions:

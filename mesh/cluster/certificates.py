@@ -229,26 +229,31 @@ class Authority:
         """
         return self._sign(request_pem, host, address, self._certificate.not_valid_after_utc)
 
-    def own_identity(self, hosts: Sequence[str], address: str) -> Identity:
+    def own_identity(self, hosts: Sequence[str], *addresses: str) -> Identity:
         """Identity of the head's own process, valid as long as the authority's certificate.
 
         Args:
             hosts: Names of the head's host.
-            address: Its address for other hosts.
+            addresses: Its addresses for other hosts.
         """
         key = NewKey()
-        certificate = self._issue(key.public_key, hosts, address, self._certificate.not_valid_after_utc)
+        certificate = self._issue(key.public_key, hosts, addresses, self._certificate.not_valid_after_utc)
         return key.identity(certificate.public_bytes(serialization.Encoding.PEM), self.certificate_pem)
 
     def _sign(self, request_pem: bytes, host: str, address: str, until: dt.datetime) -> bytes:
-        certificate = self._issue(_requested_key(request_pem, host), [host], address, until)
+        certificate = self._issue(_requested_key(request_pem, host), [host], [address], until)
         log.info("certificate_signed", host=host, until=certificate.not_valid_after_utc.isoformat())
         return certificate.public_bytes(serialization.Encoding.PEM)
 
     def _issue(
-        self, key: ec.EllipticCurvePublicKey, hosts: Sequence[str], address: str, until: dt.datetime
+        self,
+        key: ec.EllipticCurvePublicKey,
+        hosts: Sequence[str],
+        addresses: Sequence[str],
+        until: dt.datetime,
     ) -> x509.Certificate:
         names = [x509.DNSName(peer_name(host)) for host in hosts]
+        where = [_general_name(address) for address in addresses]
         return (
             x509.CertificateBuilder()
             .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0])]))
@@ -257,7 +262,7 @@ class Authority:
             .serial_number(x509.random_serial_number())
             .not_valid_before(self._clock() - _BACKDATED)
             .not_valid_after(min(until, self._certificate.not_valid_after_utc))
-            .add_extension(x509.SubjectAlternativeName([*names, _general_name(address)]), critical=False)
+            .add_extension(x509.SubjectAlternativeName([*names, *where]), critical=False)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(
                 x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import importlib
 import ipaddress
+import itertools
 import socket
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -31,6 +32,7 @@ SERVICE: Final = "_spanmesh._tcp.local."
 _FINGERPRINT_CHARS: Final = 16
 _POLL_S: Final = 3.0
 _MOST_HEADS: Final = 64
+_MOST_ADDRESSES: Final = 8
 # mDNS limits a service name to 63 bytes, of which a dot and the fingerprint follow the host's name.
 _NAME_CHARS: Final = 63 - 1 - _FINGERPRINT_CHARS
 
@@ -54,9 +56,10 @@ class HeadFound:
     protocol: int = PROTOCOL_VERSION
 
 
-def head_found(name: str, token: JoinToken) -> HeadFound:
-    """The announcement of a head; none of it is secret."""
-    return HeadFound(name, token.addresses[0], token.fingerprint.hex()[:_FINGERPRINT_CHARS])
+def heads_found(name: str, token: JoinToken) -> tuple[HeadFound, ...]:
+    """The announcement of a head, by each of its addresses; none of it is secret."""
+    fingerprint = token.fingerprint.hex()[:_FINGERPRINT_CHARS]
+    return tuple(HeadFound(name, address, fingerprint) for address in token.addresses)
 
 
 def with_found(token: JoinToken, heads: Sequence[HeadFound]) -> JoinToken:
@@ -67,11 +70,11 @@ def with_found(token: JoinToken, heads: Sequence[HeadFound]) -> JoinToken:
 
 
 @contextlib.asynccontextmanager
-async def announced(head: HeadFound, *, is_wanted: bool) -> AsyncIterator[None]:
+async def announced(heads: Sequence[HeadFound], *, is_wanted: bool) -> AsyncIterator[None]:
     """Announce a head while in the block.
 
     Args:
-        head: The announcement.
+        heads: The announcement, by each address of the head; all have the same port.
         is_wanted: Whether to announce at all.
 
     Raises:
@@ -81,11 +84,12 @@ async def announced(head: HeadFound, *, is_wanted: bool) -> AsyncIterator[None]:
         yield
         return
     zeroconf = _zeroconf()
-    host, port = split_address(head.address)
+    head, hosts = heads[0], [split_address(each.address)[0] for each in heads]
+    _, port = split_address(head.address)
     info = zeroconf.asyncio.AsyncServiceInfo(
         SERVICE,
         f"{head.name[:_NAME_CHARS]}.{head.fingerprint}.{SERVICE}",
-        addresses=[ipaddress.ip_address(host).packed],
+        addresses=[ipaddress.ip_address(host).packed for host in hosts],
         port=port,
         properties={
             "name": head.name,
@@ -96,14 +100,14 @@ async def announced(head: HeadFound, *, is_wanted: bool) -> AsyncIterator[None]:
         server=f"{head.fingerprint}.local.",
     )
     try:
-        service = zeroconf.asyncio.AsyncZeroconf(interfaces=[host])
+        service = zeroconf.asyncio.AsyncZeroconf(interfaces=hosts)
     except OSError as error:
-        raise ClusterError(f"cannot announce the head by mDNS at {host}: {error}") from error
+        raise ClusterError(f"cannot announce the head by mDNS at {', '.join(hosts)}: {error}") from error
     try:
         await service.async_register_service(info)
     except (OSError, zeroconf.Error) as error:
         await service.async_close()
-        raise ClusterError(f"cannot announce the head by mDNS at {host}: {error}") from error
+        raise ClusterError(f"cannot announce the head by mDNS at {', '.join(hosts)}: {error}") from error
     try:
         yield
     finally:
@@ -114,7 +118,7 @@ async def announced(head: HeadFound, *, is_wanted: bool) -> AsyncIterator[None]:
 async def discover_heads(
     *, seconds: float = _POLL_S, interfaces: Sequence[str] | None = None
 ) -> tuple[HeadFound, ...]:
-    """Announced heads within some seconds, sorted by name.
+    """Announced heads within some seconds, sorted by name; one that has several addresses is there by each.
 
     Args:
         seconds: Listening time.
@@ -148,22 +152,24 @@ async def discover_heads(
         await asyncio.gather(*(info.async_request(service.zeroconf, 1000) for info in infos))
     finally:
         await service.async_close()
-    heads = (_head(info) for info in infos)
-    return tuple(head for head in heads if head is not None)
+    return tuple(itertools.chain.from_iterable(_heads(info) for info in infos))
 
 
-def _head(info: Any) -> HeadFound | None:
+def _heads(info: Any) -> tuple[HeadFound, ...]:
     """None if the announcement, which is untrusted, is malformed."""
     try:
         told = {key.decode(): value.decode() for key, value in info.properties.items() if value is not None}
         check_name(told["name"])
-        address = join_address(socket.inet_ntop(socket.AF_INET, info.addresses[0]), int(info.port))
-        split_address(address)
+        packed = info.addresses[:_MOST_ADDRESSES]
+        addresses = [join_address(socket.inet_ntop(socket.AF_INET, each), int(info.port)) for each in packed]
+        for address in addresses:
+            split_address(address)
         if not all(told[key].replace(".", "").isalnum() for key in ("fingerprint", "software")):
-            return None
-        return HeadFound(told["name"], address, told["fingerprint"], told["software"], int(told["protocol"]))
-    except (KeyError, IndexError, ValueError, OSError, MeshError):
-        return None
+            return ()
+        versions = told["software"], int(told["protocol"])
+    except (KeyError, ValueError, OSError, MeshError):
+        return ()
+    return tuple(HeadFound(told["name"], each, told["fingerprint"], *versions) for each in addresses)
 
 
 def _zeroconf() -> ModuleType:

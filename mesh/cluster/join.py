@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import secrets
 import time
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
 
-from mesh.cluster.addresses import primary_address
+from mesh.cluster.addresses import AddressWatch, is_loopback, primary_address, resolved
+from mesh.cluster.discovery import discover_heads, with_found
 from mesh.cluster.host_facts import read_host_facts
 from mesh.cluster.join_token import decode
 from mesh.cluster.members import Member, check_name
@@ -71,6 +73,7 @@ class LocalHost:
         self._facts: HostFacts | None = None
         self._node: Node | None = None
         self._node_name = ""
+        self._where: tuple[str, ...] = ()
         self._ports: RayPorts | None = None
         self._access: RayAccess | None = None
 
@@ -86,6 +89,12 @@ class LocalHost:
             PortInUse: If too few ports of this host's range are free.
         """
         options = self._options
+        where = self._address(split_address(head_address)[0])
+        if self._node is not None and where != self._where:
+            # Its processes, and those of stages, listen and connect by the former address.
+            log.info("address_is_another", was=self._where, now=where)
+            self.close()
+        self._where = where
         if self._node is None or not self._node.is_running or self._facts is None:
             self.close()
             self._ports = None if options.port_range is None else plan_ports(options.port_range)
@@ -99,11 +108,28 @@ class LocalHost:
             )
         return Member(
             name=options.name,
-            address=options.advertise or primary_address(split_address(head_address)[0]),
+            address=options.advertise or where[0],
             facts=self._facts,
             ray_node_name=self._node_name,
             port_range=options.port_range,
+            head_address=split_address(head_address)[0],
         )
+
+    def _address(self, head: str) -> tuple[str, ...]:
+        """IP addresses by which the others reach this host at this moment: a name may have several.
+
+        Args:
+            head: Address of the head, without its port.
+
+        Raises:
+            HostUnreachable: If no route leads to the head any more.
+        """
+        if self._options.advertise is not None:
+            return resolved(self._options.advertise)
+        address = primary_address(head)
+        if is_loopback(address) and not any(map(is_loopback, resolved(head))):
+            raise HostUnreachable(f"no route leads from this host to the head at {head} any more")
+        return (address,)
 
     def node(self, member: Member, access: RayAccess) -> Node | None:
         """The Ray node for this cluster: the running one, or a new one.
@@ -199,7 +225,12 @@ class MembershipSession:
                 node = local_host.node(member, access)
                 if node is None:
                     raise ClusterError("the head has a new Ray cluster")
-                await first_of(_listen(membership), self._serve(membership, node), self._leave(membership))
+                await first_of(
+                    _listen(membership),
+                    self._serve(membership, node),
+                    self._leave(membership),
+                    _watch_address(member.address),
+                )
             except MeshError as error:
                 if not self._wants_to_leave.is_set():
                     raise
@@ -226,6 +257,18 @@ class MembershipSession:
 async def _listen(membership: Membership) -> None:
     async for state in membership.states():
         log.info("head_says", state=state)
+
+
+# Longer than it takes until the connection to the head counts as lost, if that is by the same address.
+_ADDRESS_PATIENCE_S: Final = 5.0
+_WATCH_S: Final = 1.0
+
+
+async def _watch_address(address: str) -> None:
+    watch = AddressWatch(address, _ADDRESS_PATIENCE_S)
+    while not watch.has_lost:  # noqa: ASYNC110 - no event tells of it
+        await asyncio.sleep(_WATCH_S)
+    raise ClusterError(f"this host has no longer the address {address}")
 
 
 _FIRST_S: Final = 0.5
@@ -270,6 +313,7 @@ class JoinOptions:
         port_range: Ports that this host may listen on; None for any free ones.
         cpu_moe_layers: First layers of a model whose experts stay with this host's processor; None for as few
             as give layers room on its GPUs.
+        is_discovering: Whether the head is looked for by mDNS as well, at first and whenever it is lost.
     """
 
     token: str = field(repr=False)
@@ -281,6 +325,7 @@ class JoinOptions:
     gpu_layers: int | None = None
     port_range: PortRange | None = None
     cpu_moe_layers: int | None = None
+    is_discovering: bool = False
 
 
 def _doubted(error: ClusterError | JoinError, token: JoinToken, now_s: float) -> ClusterError | JoinError:
@@ -319,7 +364,7 @@ async def join_mesh(
         JoinError: If the head refuses this host.
         ClusterError: If Ray fails to start in all attempts, or too few ports of the range are free.
     """
-    token = decode(options.token)
+    token = given = decode(options.token)
     check_name(options.name)
     local_host = LocalHost(options, start_node)
     delays_s = backoff_s(jitter)
@@ -327,6 +372,10 @@ async def join_mesh(
     num_false_starts = 0
     try:
         while True:
+            if options.is_discovering:
+                # A head that was lost may have another address now; while the network is lost, none is found.
+                with contextlib.nullcontext() if heard_s is None else contextlib.suppress(ClusterError):
+                    token = with_found(given, await discover_heads())
             session = MembershipSession(token, local_host, interruption)
             try:
                 await session.run()

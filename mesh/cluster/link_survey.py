@@ -86,7 +86,7 @@ class LinkSurvey:
         return found
 
     async def _between(self, member: Member, other: Member, options: LinkProbeOptions) -> list[Link]:
-        target = join_address(other.address, other.echo_port)
+        target = join_address(other.address_for(member), other.echo_port)
         order = order_of(next(self._ids), {other.name: target}, options)
         timeout_s = _REPORT_S + options.patience_s
         try:

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from mesh.cluster.addresses import bind_address
 from spanmesh_proto.errors import JoinError
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ class Member:
         echo_port: Port of its echo service; 0 if it has none.
         is_leaving: Whether it is to leave as soon as its layers have moved.
         port_range: Ports that it may listen on; None for any free ones.
+        other_addresses: IP addresses besides `address` at which some members may reach it; only the head's
+            host has such.
+        head_address: Address at which it reaches the head's host; empty for that host's `address`.
     """
 
     name: str
@@ -45,6 +49,17 @@ class Member:
     echo_port: int = 0
     is_leaving: bool = False
     port_range: PortRange | None = None
+    other_addresses: tuple[str, ...] = ()
+    head_address: str = ""
+
+    def address_for(self, peer: Member) -> str:
+        """Address at which another member reaches this one."""
+        return peer.head_address if peer.head_address in self.other_addresses else self.address
+
+    @property
+    def bind_address(self) -> str:
+        """Address at which its servers for other members listen."""
+        return bind_address(self.address, self.other_addresses)
 
 
 def check_name(name: str) -> None:

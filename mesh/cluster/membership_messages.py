@@ -75,6 +75,7 @@ def report_of(
         port_range=ports_message(member.port_range),
         check_ports=check_ports if member.port_range is not None else (),
         cpu_moe_layers=facts.cpu_moe_layers,
+        head_address=member.head_address,
     )
 
 
@@ -110,6 +111,7 @@ def member_of(report: wire.HostReport) -> Member:
         ),
         ray_node_name=report.ray_node_name,
         port_range=port_range_of(report),
+        head_address=report.head_address,
     )
 
 

@@ -20,7 +20,7 @@ from mesh.cluster.stage_files import StageSender
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto import membership_pb2_grpc as rpc
-from spanmesh_proto.addresses import join_address
+from spanmesh_proto.addresses import join_address, split_address
 from spanmesh_proto.errors import HostUnreachable, JoinError, MeshError, PortInUse
 from stages.transport.channels import SERVER_OPTIONS, abort, listen_within
 from stages.weights.fetch import MAX_REQUEST_BYTES, RateLimit
@@ -152,9 +152,14 @@ class MembershipService(rpc.MembershipServicer):
         """Current secret by which stages fetch their files."""
         return self._admission.fetch_secret
 
-    def listens_at(self, address: str) -> None:
-        """Set the address of the service, for the token."""
-        self._admission.listens_at(address)
+    def listens_at(self, *addresses: str) -> None:
+        """Set the addresses of the service, `host:port`, the preferred one first, for the token."""
+        self._admission.listens_at(*addresses)
+
+    def reached_by(self, member: Member) -> str:
+        """Address of the service, `host:port`, at which a member reaches it."""
+        first, *others = self.token.addresses
+        return next((each for each in others if split_address(each)[0] == member.head_address), first)
 
     async def answers(self, name: str, timeout_s: float) -> bool:
         """Whether a host is a member and its `mesh join` replies in time."""
@@ -251,7 +256,7 @@ class MembershipService(rpc.MembershipServicer):
             yield wire.HeadReport(
                 protocol_version=PROTOCOL_VERSION,
                 software_version=SOFTWARE_VERSION,
-                ray_address=self._ray.address,
+                ray_address=self._ray_address(member),
                 ray_token=self._ray.token,
                 state="admitted",
                 certificate=admitted.certificate,
@@ -362,6 +367,13 @@ class MembershipService(rpc.MembershipServicer):
             if report.ray_is_running:
                 self._members.update(name, is_ready=True, echo_port=report.echo_port)
                 log.info("host_ready", host=name)
+
+    def _ray_address(self, member: Member) -> str:
+        """Address of the Ray cluster for a host, which may reach the head by another than its first."""
+        reached = self.reached_by(member)
+        if reached == self.token.addresses[0]:
+            return self._ray.address
+        return join_address(split_address(reached)[0], split_address(self._ray.address)[1])
 
     def _on_leaving(self, name: str) -> None:
         log.info("host_wants_to_leave", host=name)

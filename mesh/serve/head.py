@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from mesh.cluster.addresses import is_loopback
+from mesh.cluster.addresses import bind_address, is_loopback
 from mesh.cluster.certificates import Authority
 from mesh.cluster.join_token import encode
 from mesh.cluster.link_probe import EchoServer
@@ -118,11 +118,10 @@ class Head:
         """Whether a member is this host."""
         return member.ray_node_name == self.own.ray_node_name
 
-    @property
-    def source(self) -> FetchSource:
-        """Address from which hosts fetch stage files, with the current credentials."""
+    def source_for(self, member: Member) -> FetchSource:
+        """Address from which a host fetches stage files, with the current credentials."""
         service = self.service
-        return FetchSource(service.token.addresses[0], self.authority.certificate_pem, service.fetch_secret)
+        return FetchSource(service.reached_by(member), self.authority.certificate_pem, service.fetch_secret)
 
 
 @asynccontextmanager
@@ -152,8 +151,8 @@ async def open_head(
     """
     certificate = identity.certificate
     authority = Authority(certificate)
-    ray_identity = authority.own_identity([options.name], options.advertise)
-    adopted = _adopted(former, identity)
+    ray_identity = authority.own_identity([options.name], options.advertise, *options.other_addresses)
+    adopted = _adopted(former, identity, options)
     async with _ray_node(options, adopted, ray_identity) as (node, ray_address):
         ray = RayAccess(ray_address, node.token_path.read_text(), ray_identity if node.is_encrypted else None)
         own = Member(
@@ -163,6 +162,7 @@ async def open_head(
             ray_node_name=node.record.name,
             is_ready=True,
             port_range=options.port_range,
+            other_addresses=options.other_addresses,
         )
         with _ray_driver(node, ray.address, interruption, are_kept=options.linger_s > 0) as driver:
             members = Members()
@@ -208,7 +208,7 @@ async def _survey(
     secret = service.link_secret
     echo = EchoServer(secret, lambda: identity)
     try:
-        port = await echo.start(own.address, own.port_range)
+        port = await echo.start(own.bind_address, own.port_range)
         yield LinkSurvey(replace(own, echo_port=port), members, service, secret, identity)
     finally:
         await echo.stop()
@@ -253,7 +253,7 @@ def _start(options: ServeOptions, identity: Identity) -> RayNode:
     )
 
 
-def _adopted(former: HeadState | None, identity: HeadIdentity) -> RayNode | None:
+def _adopted(former: HeadState | None, identity: HeadIdentity, options: ServeOptions) -> RayNode | None:
     """The Ray node of a former head of the same mesh, if it still runs; one of another mesh is ended."""
     if former is None:
         return None
@@ -261,6 +261,13 @@ def _adopted(former: HeadState | None, identity: HeadIdentity) -> RayNode | None
         node = RayNode.adopt(former.ray)
     except ClusterError as error:
         log.info("begins_anew", reason=error.message)
+        return None
+    addresses = (options.advertise, *options.other_addresses)
+    if former.ray.address not in addresses:
+        # Its processes connect to one another by that address.
+        reason = f"this host was {former.ray.address} and is {options.advertise} now"
+        log.info("begins_anew", reason=reason)
+        node.stop()
         return None
     if not identity.is_of(former.certificate_pem):
         # Its processes, and the hosts that joined it, trust another authority.
@@ -300,11 +307,12 @@ async def _served(
     server = MembershipServer(service, certificate)
     try:
         # Ctrl-C may come when the server listens already.
-        port = await server.start(options.advertise, port, own_ports(options.port_range))
-        address = join_address(options.advertise, port)
-        service.listens_at(address)
+        where = bind_address(options.advertise, options.other_addresses)
+        port = await server.start(where, port, own_ports(options.port_range))
+        addresses = [join_address(each, port) for each in (options.advertise, *options.other_addresses)]
+        service.listens_at(*addresses)
         hours = (service.token.expires_at_s - time.time()) / 3600
-        log.info("membership_open", address=address, token_hours=round(hours, 1))
+        log.info("membership_open", addresses=addresses, token_hours=round(hours, 1))
         yield
     finally:
         await server.stop()

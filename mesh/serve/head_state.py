@@ -233,7 +233,7 @@ def default_state_path(name: str, address: str, join_port: int) -> Path:
 
     Args:
         name: Name of its host.
-        address: Address for other hosts.
+        address: Address for other hosts as given by the operator; empty if it was found.
         join_port: Port as given by the operator; 0 is any.
     """
     file = f"head-{fingerprint(name=name, address=address, port=join_port)[:16]}.json"
@@ -451,7 +451,9 @@ def open_head_state(
     """
     # Grows from one start to the next even without a state file, as long as the clock does.
     term = time.time_ns() // 1_000_000
-    path = options.state_path or default_state_path(options.name, options.advertise, options.join_port)
+    # An address that was found may be another one when the head is started again.
+    address = options.advertise if options.is_address_given else ""
+    path = options.state_path or default_state_path(options.name, address, options.join_port)
     try:
         file = HeadStateFile(path) if options.linger_s > 0 else None
     except OSError as error:

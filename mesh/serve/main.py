@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
+
+import structlog
 
 from mesh.api.app import create_app
 from mesh.api.backend import ApiContext, Backends, LinkRuns
 from mesh.api.http_server import serve_api
-from mesh.cluster.discovery import announced, head_found
+from mesh.cluster.addresses import AddressWatch, is_loopback, own_addresses
+from mesh.cluster.discovery import announced, heads_found
 from mesh.metrics.tracing import closing, open_tracer
 from mesh.serve.allocations import HostAllocations
 from mesh.serve.deployment import ModelDeployment
@@ -28,6 +33,7 @@ from mesh.serve.options import fitted_to
 from mesh.serve.proposers import open_proposers
 from mesh.serve.served_model import backend_of, new_model
 from mesh.serve.status import HeadParts, MeshState, measured_links, print_join_line, print_served
+from mesh.util.fresh_start import start_command_anew
 from mesh.util.tasks import first_of
 from spanmesh_proto.errors import ClusterError
 from stages.gguf.reader import model_name
@@ -82,7 +88,7 @@ async def serve_mesh(options: ServeOptions, known: Preflight, interruption: Inte
         async with (
             serve_api(app, options.host, options.port, is_insecure=options.is_insecure) as url,
             open_head(options, known.facts, cache, interruption, identity=identity, former=former) as head,
-            announced(head_found(options.name, head.service.token), is_wanted=options.is_discoverable),
+            announced(heads_found(options.name, head.service.token), is_wanted=options.is_discoverable),
         ):
             mesh = _Mesh(
                 given,
@@ -98,7 +104,8 @@ async def serve_mesh(options: ServeOptions, known: Preflight, interruption: Inte
                 mesh.models.first_serves()
                 print_served(options, first.state, url, head)
 
-            await mesh.run(on_served)
+            with _address_watched(head, options):
+                await mesh.run(on_served)
 
 
 class _Mesh:
@@ -251,3 +258,47 @@ def _api_context(state: MeshState) -> ApiContext:
 async def _watch_ray(head: Head) -> NoReturn:
     await head.node.ended()
     raise ClusterError("the head's Ray node ended; see what else runs on this host and start again")
+
+
+log = structlog.get_logger()
+
+# Time for which the address may be away, as while a wireless network is lost.
+_ADDRESS_PATIENCE_S: Final = 4.0
+_WATCH_S: Final = 1.0
+
+
+@contextmanager
+def _address_watched(head: Head, options: ServeOptions) -> Iterator[None]:
+    """Context in which the command begins anew when this host has another address.
+
+    In a thread: Ray's calls wait for its processes, which connect by the former address, and the event loop
+    with them.
+    """
+    ended = threading.Event()
+    watch = threading.Thread(target=_watch_address, args=(head, options, ended), daemon=True)
+    watch.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watch.join()
+
+
+def _watch_address(head: Head, options: ServeOptions, ended: threading.Event) -> None:
+    address = head.own.address
+    watch = AddressWatch(address, _ADDRESS_PATIENCE_S)
+    is_known = False
+    while not ended.wait(_WATCH_S):
+        if is_known is not watch.has_lost:
+            is_known = not is_known
+            log.error("own_address_gone", address=address) if is_known else log.info(
+                "own_address_back", address=address
+            )
+        if not is_known or options.is_address_given:
+            continue
+        now, *_ = own_addresses(must_be_clear=False)
+        # Hosts that were waited for do not come by loopback: a network has to be there first.
+        if not (options.num_hosts and is_loopback(now)):
+            log.warning("begins_anew", reason=f"this host was {address} and is {now} now")
+            head.node.stop()
+            start_command_anew()

@@ -187,6 +187,8 @@ class ServeOptions:
         port: TCP port of the API.
         name: Name of this host.
         advertise: Address of this host for joined hosts.
+        other_addresses: Further IP addresses of it, by which some hosts may reach it instead.
+        is_address_given: Whether the operator named the address: one that was found may be another next time.
         join_port: TCP port for joining hosts, 0 for any free one.
         token_hours: Validity of the join token.
         token_path: File for the join token, or None.
@@ -249,6 +251,8 @@ class ServeOptions:
     is_exact: bool
     api_key_path: Path | None
     wire: HiddenType | None = HiddenType.F32
+    other_addresses: tuple[str, ...] = ()
+    is_address_given: bool = True
     is_insecure: bool = False
     cors_origins: tuple[str, ...] = ()
     linger_s: float = 0.0

@@ -10,7 +10,7 @@ import structlog
 
 from mesh.api.api_keys import ApiKeys
 from mesh.api.auth import check_origins, require_key_beyond_loopback
-from mesh.cluster.addresses import check_port_free
+from mesh.cluster.addresses import bind_address, check_port_free
 from mesh.cluster.host_facts import HostFacts, find_gpus, read_host_facts
 from mesh.cluster.members import check_name
 from mesh.draft.drafter import Drafter, own_head, read_drafter
@@ -124,7 +124,8 @@ def check(options: ServeOptions) -> Preflight:
         )
     check_numbers(options)
     check_port_free(options.host, options.port, "--port")
-    check_port_free(options.advertise, options.join_port, "--join-port")
+    where = bind_address(options.advertise, options.other_addresses)
+    check_port_free(where, options.join_port, "--join-port")
     check_name(options.name)
     if options.is_discoverable and ":" in options.advertise:
         raise ClusterError(

@@ -279,7 +279,7 @@ class StageMaker:
     def _source_for(self, member: Member, recipe: Recipe | None) -> FetchSource:
         """Source of the weights: this host reads the model's file; all others fetch by the recipe."""
         weights = self._options.weights
-        source = replace(self._head.source, hub=weights.hub, is_hub_first=weights.is_hub_first)
+        source = replace(self._head.source_for(member), hub=weights.hub, is_hub_first=weights.is_hub_first)
         if recipe is None or not self._head.is_own(member):
             return source
         self._cache.store.keep(recipe)

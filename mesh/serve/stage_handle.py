@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -13,7 +13,7 @@ import structlog
 from mesh.cluster.port_plan import own_ports
 from mesh.cluster.ray_driver import exited_pid, result_of
 from mesh.coordinator.ring import StageAddress
-from spanmesh_proto.addresses import join_address
+from spanmesh_proto.addresses import join_address, split_address
 from spanmesh_proto.errors import MeshError, StageFailed
 from stages.serving.actor import StageActor
 
@@ -114,6 +114,15 @@ class StageHandle:
             raise StageFailed(f"{self.who} does not serve yet")
         return StageAddress(self.member.name, self._address, self.config.layers, wire=self._wire)
 
+    def reached_from(self, peer: Member) -> StageAddress:
+        """Address at which a process on another member's host reaches it.
+
+        Raises:
+            StageFailed: If it does not serve yet.
+        """
+        at = self.address
+        return replace(at, address=join_address(self.member.address_for(peer), split_address(at.address)[1]))
+
     @property
     def serves_at(self) -> str | None:
         """`host:port` of its server, or None if it does not serve yet."""
@@ -184,7 +193,7 @@ class StageHandle:
         if self._address is not None:
             return
         await self._certify()
-        where: list[Any] = [self.member.address]
+        where: list[Any] = [self.member.bind_address]
         if ports := own_ports(self.member.port_range):
             where.append(ports)
         port = await self._soon(self._process.start.remote(*where))
@@ -211,7 +220,7 @@ class StageHandle:
             HostUnreachable: If it cannot reach that.
             StageFailed: If it does not answer.
         """
-        address = following.address
+        address = following.reached_from(self.member)
         await self._soon(self._process.connect.remote(address.address, address.host))
 
     async def follow(self, stage: StageHandle, credentials: RingCredentials) -> None:
@@ -224,7 +233,7 @@ class StageHandle:
         Raises:
             StageFailed: If it does not answer.
         """
-        at = stage.address
+        at = stage.reached_from(self.member)
         await self._soon(
             self._process.follow.remote(
                 at.address, at.host, credentials.mesh_id, credentials.mesh_key, credentials.term

@@ -314,7 +314,10 @@ def join_line(token: str, port_range: PortRange | None) -> str:
         token: Join token.
         port_range: Ports of the head; None for any free ones.
     """
-    first = f"The first connection is TCP to {decode(token).addresses[0]}."
+    addresses = decode(token).addresses
+    first = f"The first connection is TCP to {' or '.join(addresses)}."
+    if len(addresses) > 1:
+        first += " A host takes the address that it reaches first;\n--advertise lets all take one."
     if port_range is None:
         command = f"mesh join {token}"
         ports = (

@@ -117,7 +117,7 @@ class EmbeddingMaker:
             layers=placement.layers,
             sha256="" if is_own or recipe is None else recipe.sha256,
             whole=str(self._model.sizes.model.path.absolute()) if is_own else None,
-            source=self._head.source,
+            source=self._head.source_for(member),
             options=RuntimeOptions(
                 num_slots=limits.most_texts,
                 ctx_size=limits.longest,

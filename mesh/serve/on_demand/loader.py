@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, Protocol
 import structlog
 
 from mesh.api.backend import LibraryModel
-from mesh.util.fair_queue import FairQueue
 from mesh.serve.on_demand.library import load_request_of
 from mesh.serve.on_demand.policy import (
     AskRoom,
@@ -23,6 +22,7 @@ from mesh.serve.on_demand.policy import (
     next_step,
 )
 from mesh.serve.options import ctx_size_for
+from mesh.util.fair_queue import FairQueue
 from spanmesh_proto.errors import (
     ClusterError,
     MeshError,

@@ -31,6 +31,11 @@ tokenizer = api_harness.tokenizer
 CHAT = "/v1/chat/completions"
 ASKED = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
 ORIGIN = "https://chat.example.org"
+PROGRAMS = (
+    *("app://notes.example", "chrome-extension://abcdefghijklmnopabcdefghijklmnop", "tauri://localhost"),
+    *("vscode-webview://0a1b", "moz-extension://0a1b-2c", "safari-web-extension://0A1B-2C", "app://x:8080"),
+    *("capacitor://localhost", "ionic://localhost", "ftp://x"),
+)
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND")
 
 
@@ -180,6 +185,19 @@ async def test_pages_of_named_origins_may_ask_and_read(tokenizer: Tokenizer, key
             assert not any(name.startswith("access-control") for name in asked.headers)
 
 
+@pytest.mark.parametrize("origin", [*PROGRAMS[:4], "null"])
+async def test_programs_that_are_named_may_ask_and_read(tokenizer: Tokenizer, origin: str) -> None:
+    async with running_api(ScriptedEngine([(300,)]), tokenizer, cors_origins=[origin]) as api:
+        asked = await preflight(api, origin)
+        answer = await api.http.post(CHAT, json=ASKED, headers={"origin": origin})
+        for response in (asked, answer):
+            assert response.status_code == 200
+            assert response.headers["access-control-allow-origin"] == origin
+        for other in (f"{origin}.evil.example", origin.upper(), "https://evil.example"):
+            assert (await preflight(api, other)).status_code == 405
+            assert (await api.http.post(CHAT, json=ASKED, headers={"origin": other})).status_code == 401
+
+
 async def test_where_no_origin_is_named_a_preflight_is_no_different(tokenizer: Tokenizer) -> None:
     async with running_api(ScriptedEngine([(300,)]), tokenizer) as api:
         asked = await preflight(api, ORIGIN)
@@ -201,18 +219,37 @@ async def test_where_no_key_is_needed_no_page_can_make_a_browser_change_anything
 
 
 @pytest.mark.parametrize(
-    "origin", ["chat.example.org", f"{ORIGIN}/", "https://*.example.org", "null", "", "ftp://x", f"{ORIGIN} "]
+    "origin",
+    [
+        *(
+            "chat.example.org",
+            f"{ORIGIN}/",
+            "https://*.example.org",
+            "",
+            f"{ORIGIN} ",
+            "HTTPS://x",
+            "http://X",
+        ),
+        *("app://", "app:notes", "app://notes/page", "APP://notes", "1app://notes", "app://a b", "app://u@h"),
+        *("http://x:0", "http://x:65536", "app://x:65536", "http://x:80", "https://x:443", "Null", "**"),
+    ],
 )
 def test_what_is_no_origin_is_named(origin: str) -> None:
-    with pytest.raises(MeshError, match="is not an origin"):
+    with pytest.raises(MeshError, match=re.escape(f"--cors-origin {origin!r} is not an origin")) as caught:
         check_origins([ORIGIN, origin], has_keys=True)
+    assert caught.value.param == "--cors-origin"
 
 
-def test_all_pages_need_keys() -> None:
-    check_origins(["*"], has_keys=True)
-    check_origins([ORIGIN, "http://localhost:3000", "http://[::1]:3000"], has_keys=False)
-    with pytest.raises(MeshError, match="--api-key-file"):
-        check_origins(["*"], has_keys=False)
+def test_programs_and_extensions_have_origins_too() -> None:
+    check_origins(PROGRAMS, has_keys=False)
+
+
+@pytest.mark.parametrize("origin", ["*", "null", "file://"])
+def test_all_pages_need_keys(origin: str) -> None:
+    check_origins([origin], has_keys=True)
+    check_origins([ORIGIN, "http://localhost:3000", "http://[::1]:3000", "https://x:80"], has_keys=False)
+    with pytest.raises(MeshError, match=re.escape(f"--cors-origin {origin!r}") + ".*--api-key-file"):
+        check_origins([origin], has_keys=False)
 
 
 # Names
@@ -229,7 +266,11 @@ def test_all_pages_need_keys() -> None:
         ("[::1]", True),
         ("evil.example", False),
         ("evil.example:8000", False),
+        ("localhost.:8000", True),
+        ("chat.LocalHost:8000", True),
+        ("[::ffff:127.0.0.1]:8000", True),
         ("localhost.evil.example", False),
+        ("notlocalhost", False),
         ("127.0.0.1.evil.example", False),
         ("127.0.0.1@evil.example", False),
         ("192.168.1.4", False),

@@ -1,12 +1,26 @@
 """Addresses and ports of this host."""
 
 import contextlib
+import ipaddress
 import re
 import socket
 
 import pytest
 
-from mesh.cluster.addresses import advertised, check_port_free, free_port, is_loopback, primary_address
+from mesh.cluster.addresses import (
+    AddressWatch,
+    InterfaceAddress,
+    advertised,
+    bind_address,
+    check_port_free,
+    free_port,
+    is_loopback,
+    is_of_this_machine,
+    lasting,
+    own_addresses,
+    primary_address,
+    ranked,
+)
 from spanmesh_proto.addresses import join_address, split_address
 from spanmesh_proto.errors import ClusterError, PortInUse
 from tests.support.ipv6 import needs_ipv6
@@ -23,11 +37,109 @@ def test_what_is_no_address_is_refused(text: str) -> None:
         split_address(text)
 
 
-@pytest.mark.parametrize(("host", "expected"), [("127.0.0.1", True), ("::1", True), ("localhost", True)])
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("::ffff:127.0.0.1", True), ("::1", True), ("localhost", True)],
+)
 def test_loopback_is_known(host: str, *, expected: bool) -> None:
     assert is_loopback(host) is expected
     assert not is_loopback("192.0.2.1")
     assert not is_loopback("0.0.0.0")
+
+
+def test_addresses_of_this_machine_are_known() -> None:
+    own = primary_address()
+    assert is_of_this_machine(own, "127.0.0.1")
+    assert ":" in own or is_of_this_machine(f"::ffff:{own}")
+    for other in ("203.0.113.9", "2001:db8::9", "0.0.0.0", "localhost", ""):
+        assert not is_of_this_machine(other)
+        assert not is_of_this_machine(own, other)
+
+
+def on(interface: str, text: str, *, is_lasting: bool = True, is_up: bool = True) -> InterfaceAddress:
+    found = ipaddress.ip_interface(text)
+    return InterfaceAddress(interface, found.ip, found.network, is_lasting, is_up)
+
+
+LOOP = (on("lo", "127.0.0.1/8"), on("lo", "::1/128"), on("eth0", "fe80::1/64"))
+HOUSE = on("eth0", "192.168.7.1/24")
+TUNNEL = on("tun0", "10.8.0.6/24")
+DOCKER = on("docker0", "172.17.0.1/16")
+TEMPORARY = on("eth0", "2001:db8:1::abcd/64", is_lasting=False)
+LASTING = on("eth0", "2001:db8:1::2/64")
+
+
+@pytest.mark.parametrize(
+    ("found", "routed", "best"),
+    [
+        ((), (), ()),
+        ((HOUSE,), (), ("192.168.7.1",)),
+        ((HOUSE, TUNNEL), ("10.8.0.6",), ("10.8.0.6", "192.168.7.1")),
+        ((HOUSE, TUNNEL), (), ("192.168.7.1", "10.8.0.6")),
+        # Another address in the same network leads no further.
+        ((HOUSE, on("eth0", "192.168.7.9/24")), ("192.168.7.9",), ("192.168.7.9",)),
+        ((HOUSE, DOCKER, on("eth1", "169.254.3.4/16")), (), ("192.168.7.1",)),
+        ((DOCKER,), (), ("172.17.0.1",)),
+        ((HOUSE, DOCKER), ("172.17.0.1",), ("172.17.0.1", "192.168.7.1")),
+        ((HOUSE, on("eth1", "10.1.1.1/24", is_up=False)), (), ("192.168.7.1",)),
+        ((on("eth1", "169.254.3.4/16"),), (), ("169.254.3.4",)),
+        # One version of IP for all.
+        ((LASTING, HOUSE), ("192.168.7.1", "2001:db8:1::2"), ("192.168.7.1",)),
+        ((TEMPORARY, LASTING), (), ("2001:db8:1::2",)),
+        ((TEMPORARY,), (), ("2001:db8:1::abcd",)),
+    ],
+)
+def test_addresses_for_other_hosts_are_found_and_ranked(
+    found: tuple[InterfaceAddress, ...], routed: tuple[str, ...], best: tuple[str, ...]
+) -> None:
+    assert ranked((*LOOP, *found), routed) == best
+
+
+def test_an_address_that_goes_is_replaced_by_one_that_stays() -> None:
+    assert lasting("2001:db8:1::abcd", (*LOOP, TEMPORARY, LASTING)) == "2001:db8:1::2"
+    elsewhere = on("eth1", "2001:db8:1::3/64")
+    assert lasting("2001:db8:1::abcd", (TEMPORARY, elsewhere)) == "2001:db8:1::abcd"
+    assert lasting("2001:db8:1::2", (TEMPORARY, LASTING)) == "2001:db8:1::2"
+    assert lasting("192.0.2.1", ()) == "192.0.2.1"
+
+
+def test_several_networks_without_a_route_need_a_name_if_hosts_are_to_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = [*LOOP, HOUSE, TUNNEL]
+    monkeypatch.setattr("mesh.cluster.addresses.interface_addresses", lambda: tuple(found))
+    monkeypatch.setattr("mesh.cluster.addresses.primary_address", lambda *_towards: "127.0.0.1")
+    with pytest.raises(ClusterError, match=r"192\.168\.7\.1, 10\.8\.0\.6 .*--advertise") as caught:
+        own_addresses(must_be_clear=True)
+    assert caught.value.param == "--advertise"
+    assert own_addresses(must_be_clear=False) == ("192.168.7.1", "10.8.0.6")
+    found.remove(TUNNEL)
+    assert own_addresses(must_be_clear=True) == ("192.168.7.1",)
+    found.remove(HOUSE)
+    assert own_addresses(must_be_clear=True) == ("127.0.0.1",)
+
+
+def test_servers_listen_where_hosts_come_from() -> None:
+    assert bind_address("192.168.7.1", ()) == "192.168.7.1"
+    assert bind_address("192.168.7.1", ("10.8.0.6",)) == "0.0.0.0"
+    assert bind_address("fd00::1", ("fd01::1",)) == "::"
+
+
+def test_an_address_is_lost_when_it_was_there_and_stays_away() -> None:
+    looks = [(0, False), (9, False), (10, True), (14, False), (15, False), (16, True), (17, False)]
+    now = {"s": 0, "is_own": False}
+    watch = AddressWatch("192.0.2.1", 4.0, clock_s=lambda: now["s"], is_own=lambda *_addresses: now["is_own"])
+    seen = []
+    for now["s"], now["is_own"] in looks:
+        seen.append(watch.has_lost)
+    assert seen == [False, False, False, False, True, False, False]
+
+
+def test_a_name_that_means_loopback_here_is_not_advertised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesh.cluster.addresses.resolved", lambda _name: ("127.0.1.1",))
+    with pytest.raises(ClusterError, match=r"--advertise alpha means 127\.0\.1\.1 .*/etc/hosts"):
+        advertised("alpha")
+    assert advertised("localhost") == "localhost"
 
 
 def test_the_primary_address_can_be_listened_on() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.cluster.discovery import SERVICE, HeadFound, announced, discover_heads, head_found, with_found
+from mesh.cluster.discovery import SERVICE, HeadFound, announced, discover_heads, heads_found, with_found
 from mesh.cluster.join_token import JoinToken
 from spanmesh_proto.errors import ClusterError
 
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 TOKEN = JoinToken(("10.0.0.9:1234",), "a-secret-that-stays-here", bytes(range(32)), 2_000_000_000)
-HEAD = head_found("alpha", replace(TOKEN, addresses=("127.0.0.1:4321",)))
+HEADS = heads_found("alpha", replace(TOKEN, addresses=("127.0.0.1:4321",)))
+(HEAD,) = HEADS
 
 
 async def test_a_head_that_is_announced_is_found_and_gone_afterwards() -> None:
     pytest.importorskip("zeroconf")
-    async with announced(HEAD, is_wanted=True):
+    async with announced(HEADS, is_wanted=True):
         heads = await discover_heads(seconds=1.5, interfaces=["127.0.0.1"])
     assert HEAD in heads
     assert HEAD not in await discover_heads(seconds=0.5, interfaces=["127.0.0.1"])
@@ -29,12 +30,12 @@ async def test_a_head_that_is_announced_is_found_and_gone_afterwards() -> None:
 
 async def test_a_head_that_is_not_to_be_found_announces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zeroconf", None)
-    async with announced(HEAD, is_wanted=False):
+    async with announced(HEADS, is_wanted=False):
         pass
     with pytest.raises(ClusterError, match=r"pip install 'spanmesh\[discover\]'"):
         await discover_heads(seconds=0.1)
     with pytest.raises(ClusterError, match="mDNS needs the package zeroconf"):
-        async with announced(HEAD, is_wanted=True):
+        async with announced(HEADS, is_wanted=True):
             pass
 
 
@@ -55,7 +56,7 @@ def test_nothing_secret_is_announced() -> None:
 async def test_a_head_with_a_long_name_is_found_by_all_of_it() -> None:
     pytest.importorskip("zeroconf")
     head = replace(HEAD, name="a" * 63)
-    async with announced(head, is_wanted=True):
+    async with announced([head], is_wanted=True):
         assert head in await discover_heads(seconds=1.5, interfaces=["127.0.0.1"])
 
 
@@ -74,7 +75,7 @@ async def test_a_name_that_is_none_hides_nobody(monkeypatch: pytest.MonkeyPatch)
         async def async_cancel(self) -> None:
             pass
 
-    async with announced(HEAD, is_wanted=True):
+    async with announced(HEADS, is_wanted=True):
         monkeypatch.setattr(asyncio_zeroconf, "AsyncServiceBrowser", Browser)
         assert await discover_heads(seconds=0.1, interfaces=["127.0.0.1"]) == (HEAD,)
     assert len(seen) == 3

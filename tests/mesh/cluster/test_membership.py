@@ -508,6 +508,32 @@ async def test_the_address_that_answers_is_used(tmp_path: Path) -> None:
         assert found.address == side.token.addresses[0]
 
 
+async def test_a_host_uses_the_address_of_the_head_that_it_reached(tmp_path: Path) -> None:
+    async with head(tmp_path) as side:
+        (reached,) = side.token.addresses
+        port = reached.rpartition(":")[2]
+        side.service.listens_at(f"192.0.2.9:{port}", reached)
+        assert (await join(side.token)).address == RAY.address
+        from_there = dataclasses.replace(HOST, head_address="127.0.0.1")
+        for ray_address in ("127.0.0.1:6379", "192.0.2.9:6379"):
+            side.service._ray = dataclasses.replace(RAY, address=ray_address)
+            assert (await join(side.token, from_there)).address == "127.0.0.1:6379"
+        assert side.service.reached_by(HOST) == f"192.0.2.9:{port}"
+        assert side.service.reached_by(from_there) == reached
+        # What a host tells counts only if it is the head's.
+        liar = dataclasses.replace(HOST, head_address="203.0.113.9")
+        assert side.service.reached_by(liar) == f"192.0.2.9:{port}"
+
+
+def test_a_member_with_several_addresses_is_reached_by_that_which_its_peer_knows() -> None:
+    own = dataclasses.replace(HOST, address="10.8.0.6", other_addresses=("192.168.7.1",))
+    peers = {"": "10.8.0.6", "10.8.0.6": "10.8.0.6", "192.168.7.1": "192.168.7.1", "203.0.113.9": "10.8.0.6"}
+    for head_address, at in peers.items():
+        assert own.address_for(dataclasses.replace(HOST, head_address=head_address)) == at
+        assert HOST.address_for(dataclasses.replace(HOST, head_address=head_address)) == HOST.address
+    assert (own.bind_address, HOST.bind_address) == ("0.0.0.0", HOST.address)
+
+
 async def test_what_speaks_no_tls_is_no_head() -> None:
     async with stranger(b"220 mail.example ready\r\n" * 10, hangs_up=False) as port:
         with pytest.raises(HostUnreachable, match="not a mesh head"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -63,12 +64,13 @@ class Host:
         *,
         name: str = "studio",
         memory_bytes: int = 2**30,
+        advertise: str | None = "127.0.0.1",
         clock_s: Callable[[], float] = time.time,
     ) -> None:
         self.nodes: list[StandIn] = []
         self.num_false_starts = num_false_starts
         self.interruption = Interruption()
-        options = JoinOptions(encode(side.token), name, "127.0.0.1", memory_bytes, 1, give_up_after_s)
+        options = JoinOptions(encode(side.token), name, advertise, memory_bytes, 1, give_up_after_s)
         self.task = asyncio.create_task(
             join_mesh(
                 options,
@@ -143,6 +145,31 @@ async def test_a_host_that_lost_its_head_comes_back_with_the_node_that_it_has(tm
         await host.outcome()
         await again.stop()
         assert len(host.nodes) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have one address of loopback only")
+async def test_a_host_that_comes_back_with_another_address_starts_its_node_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = ["127.0.0.1"]
+    monkeypatch.setattr("mesh.cluster.join.primary_address", lambda *_towards: own[-1])
+    async with head(tmp_path) as side:
+        host = Host(side, advertise=None)
+        await until(side.members, 1)
+        own.append("127.0.0.2")
+        await side.server.kill()
+        await until(side.members, 0)
+        again = MembershipServer(side.service, side.certificate)
+        await again.start("127.0.0.1", int(side.source.address.rpartition(":")[2]))
+        await until(side.members, 1)
+        (member,) = side.members
+        assert member.address == "127.0.0.2"
+        assert [node.config.address for node in host.nodes] == own
+        assert [node.is_running for node in host.nodes] == [False, True]
+        assert member.ray_node_name == host.nodes[1].config.name
+        side.service.dismiss("studio", "goodbye")
+        await host.outcome()
+        await again.kill()
 
 
 async def test_a_head_that_stays_away_is_given_up(tmp_path: Path) -> None:

@@ -30,3 +30,10 @@ def test_who_is_to_join_learns_the_command_and_the_ports() -> None:
     anywhere = join_line(TOKEN, None)
     assert f"\n  mesh join {TOKEN}\n" in anywhere
     assert "TCP to 10.0.0.7:20056. Ray and the stages use free ports of every host:" in anywhere
+
+
+def test_who_may_come_by_several_addresses_learns_of_each() -> None:
+    token = encode(JoinToken(("10.8.0.6:20056", "192.168.7.1:20056"), "secret", bytes(32), 2**39))
+    line = join_line(token, None)
+    assert "TCP to 10.8.0.6:20056 or 192.168.7.1:20056. A host takes the address that it reaches" in line
+    assert "--advertise" in line
