@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mesh.coordinator.request_queue import FairQueue
+from mesh.util.fair_queue import FairQueue
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

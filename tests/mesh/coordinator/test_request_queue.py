@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.coordinator.request_queue import FairQueue, HoldTimes, SlotPool
+from mesh.coordinator.request_queue import HoldTimes, SlotPool
+from mesh.util.fair_queue import FairQueue
 from spanmesh_proto.errors import Overloaded
 
 CLIENTS = ("ann", "bob", "cy", None)

@@ -1,0 +1,204 @@
+"""Pool of worker processes: bounds of jobs, replacement, turns of clients, cancellation, the end."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mesh.util.worker_pool import WorkerEnded, WorkerPool
+from spanmesh_proto.errors import Overloaded
+from tests.support import pool_worker
+
+# A file, since isolated processes know no tests.
+WORKER = str(Path(pool_worker.__file__))
+
+
+def make_pool(
+    num_workers: int = 2, max_waiting: int = 64, *, wall_limit_s: float = 60, memory_mib: int = 1024
+) -> WorkerPool:
+    memory_bytes = memory_mib * 2**20
+    found = WorkerPool(
+        "tests",
+        num_workers=num_workers,
+        cpu_limit_s=10,
+        wall_limit_s=wall_limit_s,
+        memory_bytes=memory_bytes,
+        environment={"KNOWN": "yes"},
+        max_waiting=max_waiting,
+    )
+    found._command = (sys.executable, "-I", WORKER, str(memory_bytes))
+    return found
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    found = make_pool()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def lone() -> Iterator[WorkerPool]:
+    """A pool with one worker, which runs."""
+    found = make_pool(num_workers=1, max_waiting=4)
+    found.run_blocking(b"echo")
+    yield found
+    found.close()
+
+
+def pid_of(pool: WorkerPool) -> int:
+    found: int = json.loads(pool.run_blocking(b"look"))["pid"]
+    return found
+
+
+async def test_large_jobs_come_back_whole(pool: WorkerPool) -> None:
+    payload = os.urandom(2**20) * 16
+    assert await pool.run(b"echo", payload) == payload
+
+
+def test_it_serves_several_loops_and_callers_without_one(pool: WorkerPool) -> None:
+    for _ in range(2):
+        assert asyncio.run(pool.run(b"echo", b"a")) == b"a"
+    assert pool.run_blocking(b"echo", b"b") == b"b"
+
+
+def test_workers_have_the_given_environment_and_no_other(pool: WorkerPool) -> None:
+    # The interpreter and `mesh` set some of their own.
+    own = {"LC_CTYPE", "GRPC_EXPERIMENTS", "GRPC_VERBOSITY"}
+    environment = json.loads(pool.run_blocking(b"look"))["environment"]
+    assert {name: value for name, value in environment.items() if name not in own} == {"KNOWN": "yes"}
+
+
+def test_what_a_job_prints_damages_no_answer(pool: WorkerPool) -> None:
+    assert pool.run_blocking(b"print") == b""
+    assert pool.run_blocking(b"echo", b"whole") == b"whole"
+
+
+@pytest.mark.parametrize(
+    ("header", "cpu_limit_s", "code", "reason"),
+    [
+        (b"spin", 0.1, -signal.SIGPROF, "took more than 0.1 s of computing"),
+        (b"fill", None, 75, "needed more than 1024 MiB of memory"),
+        (b"crash", None, -signal.SIGSEGV, r"ended its process \(SIGSEGV\)"),
+        (b"fail", None, 1, r"ended its process \(code 1\)"),
+    ],
+)
+def test_a_job_that_ends_its_worker_is_reported_and_the_next_one_is_done(
+    lone: WorkerPool, header: bytes, cpu_limit_s: float | None, code: int, reason: str
+) -> None:
+    with pytest.raises(WorkerEnded, match=reason) as failed:
+        lone.run_blocking(header, cpu_limit_s=cpu_limit_s)
+    assert failed.value.exit_code == code
+    assert lone.run_blocking(b"echo", b"next") == b"next"
+
+
+def test_a_job_has_the_time_of_the_clock_and_the_memory_of_its_pool() -> None:
+    pool = make_pool(num_workers=1, wall_limit_s=0.2, memory_mib=256)
+    try:
+        with pytest.raises(WorkerEnded, match=r"took longer than 0\.2 s"):
+            pool.run_blocking(b"sleep 30")
+        with pytest.raises(WorkerEnded, match="256 MiB of memory"):
+            pool.run_blocking(b"echo", bytes(300 * 2**20))
+    finally:
+        pool.close()
+
+
+def test_a_worker_that_ended_while_idle_is_replaced_before_the_next_job(lone: WorkerPool) -> None:
+    pid = pid_of(lone)
+    os.kill(pid, signal.SIGKILL)
+    assert pid_of(lone) != pid
+
+
+def test_a_job_chooses_its_stack(lone: WorkerPool) -> None:
+    assert lone.run_blocking(b"descend 300", b"16777216") == b"300"
+
+
+async def test_one_client_leaves_a_worker_to_others(pool: WorkerPool) -> None:
+    long = [asyncio.create_task(pool.run(b"sleep 30", client="ann")) for _ in range(4)]
+    await asyncio.sleep(0)
+    assert await asyncio.wait_for(pool.run(b"echo", b"short", client="bob"), 20) == b"short"
+    for task in long:
+        task.cancel()
+    await asyncio.gather(*long, return_exceptions=True)
+    # What runs still counts, until it has ended.
+    assert await asyncio.wait_for(pool.run(b"echo", b"mine", client="ann"), 20) == b"mine"
+
+
+async def test_clients_take_turns(lone: WorkerPool) -> None:
+    order: list[str] = []
+
+    async def run(client: str) -> None:
+        await lone.run(b"echo", client=client)
+        order.append(client)
+
+    gate = asyncio.create_task(lone.run(b"sleep 0.2"))
+    await asyncio.sleep(0)
+    await asyncio.gather(gate, *(asyncio.create_task(run(client)) for client in ("ann", "ann", "bob")))
+    assert order == ["ann", "bob", "ann"]
+
+
+async def test_waiting_jobs_are_bounded_and_leave_the_queue_with_their_client(lone: WorkerPool) -> None:
+    gate = asyncio.create_task(lone.run(b"sleep 30"))
+    await asyncio.sleep(0.1)
+    waiting = [asyncio.create_task(lone.run(b"echo", client="ann")) for _ in range(4)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="4 requests wait to be read, 4 of them with this API key"):
+        await lone.run(b"echo", client="ann")
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    later = asyncio.create_task(lone.run(b"echo", b"later", client="ann"))
+    await asyncio.sleep(0)
+    gate.cancel()
+    assert await asyncio.wait_for(later, 20) == b"later"
+
+
+async def test_a_job_that_is_not_wanted_may_end_by_itself(lone: WorkerPool) -> None:
+    pid = pid_of(lone)
+    short = asyncio.create_task(lone.run(b"sleep 0.2"))
+    await asyncio.sleep(0.05)
+    short.cancel()
+    await asyncio.sleep(0)
+    assert await lone.run(b"echo", b"next") == b"next"
+    assert pid_of(lone) == pid
+
+
+async def test_closing_ends_processes_and_jobs(pool: WorkerPool) -> None:
+    closing = make_pool(num_workers=1)
+    process = psutil.Process(pid_of(closing))
+    running = asyncio.create_task(closing.run(b"sleep 30"))
+    await asyncio.sleep(0.1)
+    waiting = asyncio.create_task(closing.run(b"echo"))
+    await asyncio.sleep(0)
+    closing.close()
+    assert not process.is_running()
+    with pytest.raises(WorkerEnded):
+        await running
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    with pytest.raises(Overloaded, match="shutting down"):
+        await closing.run(b"echo")
+
+
+def test_workers_end_when_their_parent_is_killed() -> None:
+    program = (
+        "import json, os, signal, sys; from mesh.util.worker_pool import WorkerPool;"
+        "pool = WorkerPool('tests', num_workers=1, cpu_limit_s=9, wall_limit_s=9, memory_bytes=2**30);"
+        f"pool._command = (sys.executable, '-I', {WORKER!r}, str(2**30));"
+        "print(json.loads(pool.run_blocking(b'look'))['pid'], flush=True);"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    parent = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=False)
+    assert parent.returncode == -signal.SIGKILL
+    until_s = time.monotonic() + 30
+    while psutil.pid_exists(int(parent.stdout)):
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
