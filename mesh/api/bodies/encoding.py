@@ -3,15 +3,16 @@
 Reading them creates objects of known classes only, whatever the bytes hold, and validates nothing again. It
 is done in short steps: the interpreter's lock is free between them, and other threads go on.
 
-A value is MessagePack. Models are maps with the key `""`: their class, their extra fields, and the names of
-the fields that were set. What MessagePack lacks are its extensions: tuples, large numbers, objects with such
-a key, and long texts, which follow after the value. Long or deep containers are divided by extensions, too.
+The bytes are a row of pieces. A piece is a long text, or a list of values in MessagePack; the last one holds
+the body. Models are maps with the key `MODEL`: their class, their extra fields, and the names of the fields
+that were set. Extensions stand for what MessagePack lacks: large numbers, and containers that are not lists,
+or long, or deep, whose values are in earlier pieces. So no reading is nested in another one, and a body,
+however deep, takes no more of the stack than others.
 """
 
 from __future__ import annotations
 
 import codecs
-import itertools
 import struct
 import sys
 from functools import lru_cache
@@ -23,19 +24,22 @@ from pydantic import BaseModel
 from mesh.api.protocol import AllowedTools
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
 _PACKAGE: Final = "mesh.api."
-_MODEL_KEY: Final = ""
-_LIST, _TUPLE, _DICT, _RUN, _NUMBER, _TEXT, _ALLOWED_TOOLS = range(7)
+# Keys of JSON's objects are texts.
+MODEL: Final = b""
+_LIST, _TUPLE, _DICT, _ALLOWED_TOOLS, _NUMBER, _TEXT = range(6)
 # A step of reading makes about so many values, and a text of so many bytes.
-_RUN_VALUES: Final = 2048
+_STEP_VALUES: Final = 2048
 _STEP_BYTES: Final = 2**20
 _LONG_CHARS: Final = 64 * 1024
 # MessagePack's own limit is some hundreds.
 _MAX_LEVELS: Final = 100
-_HEAD: Final = struct.Struct("<QI")
-_LENGTH: Final = struct.Struct("<Q")
+# Number of pieces; size of a piece, and whether it is a text; number of an earlier piece.
+_COUNT: Final = struct.Struct("<I")
+_PIECE: Final = struct.Struct("<Q?")
+_PLACE: Final = struct.Struct("<I")
 _MOST: Final = 2**63
 
 
@@ -45,10 +49,10 @@ def encode(body: BaseModel) -> bytes:
     Raises:
         TypeError: If it has a value that JSON has not.
     """
-    texts: list[bytes] = []
-    tree = _pack(_Encoder(texts).node(body).value)
-    lengths = (_LENGTH.pack(len(text)) for text in texts)
-    return b"".join([_HEAD.pack(len(tree), len(texts)), *lengths, tree, *texts])
+    pieces = _Pieces()
+    pieces.add([pieces.node(body).value])
+    heads = (_PIECE.pack(len(data), is_text) for data, is_text in pieces.found)
+    return b"".join([_COUNT.pack(len(pieces.found)), *heads, *(data for data, _ in pieces.found)])
 
 
 class _Node:
@@ -68,11 +72,24 @@ class _Node:
         self.num_levels = num_levels
 
 
-class _Encoder:
-    def __init__(self, texts: list[bytes]) -> None:
-        self._texts = texts
+class _Pieces:
+    """The pieces of a body, those of inner containers first.
+
+    Attributes:
+        found: Bytes of each, and whether it is a text.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[tuple[bytes, bool]] = []
+
+    def add(self, values: list[Any]) -> int:
+        """Add a list of values as a piece; returns its number."""
+        packed = msgpack.packb(values, unicode_errors="surrogatepass", strict_types=True)
+        self.found.append((packed, False))
+        return len(self.found) - 1
 
     def node(self, value: Any) -> _Node:  # noqa: PLR0911 - one for each kind
+        """A value for a piece, whose long parts have become earlier pieces."""
         match value:
             case None | bool() | float():
                 return _Node(value)
@@ -96,17 +113,17 @@ class _Encoder:
     def _text(self, text: str) -> _Node:
         if len(text) <= _LONG_CHARS:
             return _Node(text)
-        self._texts.append(text.encode("utf-8", "surrogatepass"))
-        return _Node(msgpack.ExtType(_TEXT, b"%x" % (len(self._texts) - 1)))
+        self.found.append((text.encode("utf-8", "surrogatepass"), True))
+        return _Node(msgpack.ExtType(_TEXT, _PLACE.pack(len(self.found) - 1)))
 
     def _dict(self, given: dict[str, Any]) -> _Node:
         values = {key: self.node(value) for key, value in given.items()}
         num_values = len(values) + sum(node.num_values for node in values.values())
         num_levels = 1 + max((node.num_levels for node in values.values()), default=0)
-        is_plain = _MODEL_KEY not in given and all(len(key) <= _LONG_CHARS for key in given)
-        if is_plain and num_values <= _RUN_VALUES and num_levels < _MAX_LEVELS:
+        has_short_names = all(len(key) <= _LONG_CHARS for key in given)
+        if has_short_names and num_values <= _STEP_VALUES and num_levels < _MAX_LEVELS:
             return _Node({key: node.value for key, node in values.items()}, num_values, num_levels)
-        pairs = [node for key, value in values.items() for node in (self._text(key), value)]
+        pairs = (node for key, value in values.items() for node in (self._text(key), value))
         return self._sequence(_DICT, pairs)
 
     def _model(self, model: BaseModel) -> _Node:
@@ -116,7 +133,7 @@ class _Encoder:
         nodes = (extra, *values.values())
         return _Node(
             {
-                _MODEL_KEY: [*about, list(model.model_fields_set)],
+                MODEL: [*about, list(model.model_fields_set)],
                 **{key: node.value for key, node in values.items()},
             },
             len(values) + sum(node.num_values for node in nodes),
@@ -124,26 +141,20 @@ class _Encoder:
         )
 
     def _sequence(self, kind: int, nodes: Iterable[_Node]) -> _Node:
-        runs: list[list[Any]] = [[]]
+        values: list[Any] = []
+        places: list[int] = []
         num_values = num_levels = 0
         for node in nodes:
-            if num_values + node.num_values > _RUN_VALUES and runs[-1]:
-                runs.append([])
-                num_values = 0
-            runs[-1].append(node.value)
+            if num_values + node.num_values > _STEP_VALUES and values:
+                places.append(self.add(values))
+                values, num_values = [], 0
+            values.append(node.value)
             num_values += node.num_values
             num_levels = max(num_levels, 1 + node.num_levels)
-        if len(runs) > 1:
-            packed = [msgpack.ExtType(_RUN, _pack(run)) for run in runs]
-            return _Node(msgpack.ExtType(kind, _pack(packed)))
-        if kind == _LIST and num_levels < _MAX_LEVELS:
-            return _Node(runs[0], 1 + num_values, num_levels)
-        return _Node(msgpack.ExtType(kind, _pack([msgpack.ExtType(_RUN, _pack(runs[0]))])))
-
-
-def _pack(value: Any) -> bytes:
-    data: bytes = msgpack.packb(value, unicode_errors="surrogatepass", strict_types=True)
-    return data
+        if kind == _LIST and not places and num_levels < _MAX_LEVELS:
+            return _Node(values, 1 + num_values, num_levels)
+        places.append(self.add(values))
+        return _Node(msgpack.ExtType(kind, b"".join(map(_PLACE.pack, places))))
 
 
 def decode(data: bytes | memoryview) -> Any:
@@ -153,13 +164,31 @@ def decode(data: bytes | memoryview) -> Any:
         ValueError: If the bytes are of nothing known.
     """
     view = memoryview(data)
-    tree_bytes, num_texts = _HEAD.unpack_from(view)
-    at = _HEAD.size + num_texts * _LENGTH.size
-    ends = [at + tree_bytes]
-    for index in range(num_texts):
-        ends.append(ends[-1] + _LENGTH.unpack_from(view, _HEAD.size + index * _LENGTH.size)[0])
-    texts = [_text(view[start:end]) for start, end in itertools.pairwise(ends)]
-    return _Decoder(texts).value(view[at : ends[0]])
+    (num_pieces,) = _COUNT.unpack_from(view)
+    at = _COUNT.size
+    heads = [_PIECE.unpack_from(view, at + index * _PIECE.size) for index in range(num_pieces)]
+    at += num_pieces * _PIECE.size
+    found: list[Any] = []
+
+    def extension(code: int, data: bytes) -> Any:
+        if code == _NUMBER:
+            return int(data, 16)
+        places = [place for (place,) in _PLACE.iter_unpack(data)]
+        if code == _TEXT:
+            return found[places[0]]
+        return _MAKERS[code]([value for place in places for value in found[place]])
+
+    for num_bytes, is_text in heads:
+        piece, at = view[at : at + num_bytes], at + num_bytes
+        if is_text:
+            found.append(_text(piece))
+        else:
+            found.append(
+                msgpack.unpackb(
+                    piece, unicode_errors="surrogatepass", object_hook=_object, ext_hook=extension
+                )
+            )
+    return found[-1][0]
 
 
 def _text(data: memoryview) -> str:
@@ -169,31 +198,8 @@ def _text(data: memoryview) -> str:
     return "".join([*parts, decoder.decode(b"", final=True)])
 
 
-class _Decoder:
-    def __init__(self, texts: Sequence[str]) -> None:
-        self._texts = texts
-
-    def value(self, data: memoryview | bytes) -> Any:
-        return msgpack.unpackb(
-            data, unicode_errors="surrogatepass", object_hook=_object, ext_hook=self._extension
-        )
-
-    def _extension(self, code: int, data: bytes) -> Any:
-        if code == _NUMBER:
-            return int(data, 16)
-        if code == _TEXT:
-            return self._texts[int(data, 16)]
-        found = self.value(data)
-        if code == _RUN:
-            return found
-        values: list[Any] = []
-        for run in found:
-            values += run
-        return _MAKERS[code](values)
-
-
-def _object(given: dict[str, Any]) -> Any:
-    about = given.pop(_MODEL_KEY, None)
+def _object(given: dict[Any, Any]) -> Any:
+    about = given.pop(MODEL, None)
     if about is None:
         return given
     name, extra, fields_set = about
