@@ -99,15 +99,15 @@ class _Pieces:
                 is_small = -_MOST <= value < _MOST
                 return _Node(value if is_small else msgpack.ExtType(_NUMBER, b"%x" % value))
             case list():
-                return self._sequence(_LIST, map(self.node, value))
+                return self._sequence(_LIST, ((self.node(each),) for each in value))
             case tuple():
-                return self._sequence(_TUPLE, map(self.node, value))
+                return self._sequence(_TUPLE, ((self.node(each),) for each in value))
             case dict():
                 return self._dict(value)
             case BaseModel():
                 return self._model(value)
             case AllowedTools():
-                return self._sequence(_ALLOWED_TOOLS, map(self.node, (value.mode, value.names)))
+                return self._sequence(_ALLOWED_TOOLS, [(self.node(value.mode), self.node(value.names))])
         raise TypeError(f"a body holds a {type(value).__name__}")
 
     def _text(self, text: str) -> _Node:
@@ -123,7 +123,7 @@ class _Pieces:
         has_short_names = all(len(key) <= _LONG_CHARS for key in given)
         if has_short_names and num_values <= _STEP_VALUES and num_levels < _MAX_LEVELS:
             return _Node({key: node.value for key, node in values.items()}, num_values, num_levels)
-        pairs = (node for key, value in values.items() for node in (self._text(key), value))
+        pairs = ((self._text(key), value) for key, value in values.items())
         return self._sequence(_DICT, pairs)
 
     def _model(self, model: BaseModel) -> _Node:
@@ -140,17 +140,19 @@ class _Pieces:
             2 + max(node.num_levels for node in nodes),
         )
 
-    def _sequence(self, kind: int, nodes: Iterable[_Node]) -> _Node:
+    def _sequence(self, kind: int, groups: Iterable[tuple[_Node, ...]]) -> _Node:
+        """A container of values, those of a group in one piece."""
         values: list[Any] = []
         places: list[int] = []
         num_values = num_levels = 0
-        for node in nodes:
-            if num_values + node.num_values > _STEP_VALUES and values:
+        for group in groups:
+            size = sum(node.num_values for node in group)
+            if num_values + size > _STEP_VALUES and values:
                 places.append(self.add(values))
                 values, num_values = [], 0
-            values.append(node.value)
-            num_values += node.num_values
-            num_levels = max(num_levels, 1 + node.num_levels)
+            values += (node.value for node in group)
+            num_values += size
+            num_levels = max(num_levels, *(1 + node.num_levels for node in group))
         if kind == _LIST and not places and num_levels < _MAX_LEVELS:
             return _Node(values, 1 + num_values, num_levels)
         places.append(self.add(values))
@@ -176,7 +178,7 @@ def decode(data: bytes | memoryview) -> Any:
         places = [place for (place,) in _PLACE.iter_unpack(data)]
         if code == _TEXT:
             return found[places[0]]
-        return _MAKERS[code]([value for place in places for value in found[place]])
+        return _MAKERS[code](found[place] for place in places)
 
     for num_bytes, is_text in heads:
         piece, at = view[at : at + num_bytes], at + num_bytes
@@ -216,11 +218,25 @@ def _object(given: dict[Any, Any]) -> Any:
     return model
 
 
-_MAKERS: Final[dict[int, Callable[[list[Any]], Any]]] = {
-    _LIST: list,
-    _TUPLE: tuple,
-    _DICT: lambda values: dict(zip(values[::2], values[1::2], strict=True)),
-    _ALLOWED_TOOLS: lambda values: AllowedTools(*values),
+def _list(runs: Iterable[list[Any]]) -> list[Any]:
+    values: list[Any] = []
+    for run in runs:
+        values += run
+    return values
+
+
+def _dict(runs: Iterable[list[Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for run in runs:
+        found.update(zip(run[::2], run[1::2], strict=True))
+    return found
+
+
+_MAKERS: Final[dict[int, Callable[[Iterable[list[Any]]], Any]]] = {
+    _LIST: _list,
+    _TUPLE: lambda runs: tuple(_list(runs)),
+    _DICT: _dict,
+    _ALLOWED_TOOLS: lambda runs: AllowedTools(*_list(runs)),
 }
 
 

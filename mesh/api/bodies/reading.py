@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
@@ -161,10 +162,20 @@ async def _parsed_elsewhere(request: Request, data: bytes, kind: type[Body], mos
         message, param = msgpack.unpackb(answer[1:], unicode_errors="surrogatepass")
         raise InvalidRequest(message, param=param)
     loop = asyncio.get_running_loop()
-    body: Any = await loop.run_in_executor(_decoding_thread(), decode, memoryview(answer)[1:])
+    body: Any = await loop.run_in_executor(_decoding_thread(), _decoded, memoryview(answer)[1:])
     if not isinstance(body, kind):
         raise TypeError(f"{kind.__name__} was parsed as {type(body).__name__}")
     return body
+
+
+def _decoded(data: memoryview) -> Any:
+    # The collector would look for cycles again and again while objects are made, with the interpreter's lock
+    # held and more of them each time. A body has none.
+    gc.disable()
+    try:
+        return decode(data)
+    finally:
+        gc.enable()
 
 
 async def _hang_up(request: Request) -> None:
