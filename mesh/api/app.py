@@ -10,6 +10,7 @@ from starlette.middleware import Middleware
 
 from mesh.api import admin, chat_completions, completions, server_info, tokenization, web_ui
 from mesh.api.auth import KeyGate
+from mesh.api.bodies.budget import BodyBudget, BoundedBodies
 from mesh.api.embeddings import endpoint as embeddings
 from mesh.api.errors import on_http_exception, on_mesh_error
 from mesh.api.messages import endpoint as messages
@@ -64,6 +65,7 @@ def create_app(
             Middleware(Cors, origins=cors_origins, has_keys=api_keys is not None),
             Middleware(PageFiles, has_keys=api_keys is not None),
             Middleware(KeyGate, keys=api_keys, now_s=api.now_s, steady_s=api.steady_s),
+            Middleware(BoundedBodies, budget=BodyBudget()),
             Middleware(ReleasedLeases),
             Middleware(Traced, tracer=tracer, model=backends.first.model_id),
         ],

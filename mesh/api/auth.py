@@ -20,6 +20,17 @@ if TYPE_CHECKING:
 
 
 OPEN_PATHS: Final = frozenset({"/health"})
+# Requests that cost about as much as reading the prompt of a chat does, and have no answer generated.
+_COUNTING_PATHS: Final = frozenset(
+    {
+        "/tokenize",
+        "/detokenize",
+        "/v1/chat/completions/input_tokens",
+        "/v1/responses/input_tokens",
+        "/v1/messages/count_tokens",
+        "/v1/embeddings",
+    }
+)
 KEY_NAME: Final = "spanmesh.key_name"
 _CLIENT: Final = "spanmesh.client"
 _MAY_LOAD: Final = "spanmesh.may_load"
@@ -76,6 +87,8 @@ class KeyGate:
 
         try:
             reservation.begin()
+            if scope["path"] in _COUNTING_PATHS:
+                reservation.begin_counting()
         except RequestError as error:
             await error_response(error)(scope, receive, send_with_limits)
             return

@@ -10,7 +10,8 @@ from datetime import datetime
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
-from mesh.api.request_parsing import UnknownFields, read_body
+from mesh.api.bodies.reading import read_body
+from mesh.api.request_parsing import UnknownFields
 from mesh.api.response_store import ResponseStore
 from mesh.embedding.registry import EmbeddingBackends
 from mesh.metrics.request_metrics import ObservedEngine, RequestStatistics
@@ -412,6 +413,6 @@ def backend_of(request: Request) -> Backend:
 
 
 async def body_of(request: Request, kind: type[Body]) -> Body:
-    """The JSON body of a request, checked; see `request_parsing.read_body`, whose errors it raises."""
+    """The JSON body of a request, checked; see `read_body`, whose errors it raises."""
     backends = backends_of(request)
     return await read_body(request, kind, backends.unknown_fields, context_length=backends.context_length)

@@ -12,10 +12,13 @@ from starlette.responses import Response
 from spanmesh_proto.errors import MeshError, Unauthorized, wire_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from starlette.exceptions import HTTPException
     from starlette.requests import Request
+
+
+_ENCODER: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def json_bytes(value: Any) -> bytes:
@@ -24,15 +27,50 @@ def json_bytes(value: Any) -> bytes:
     A lone surrogate, which UTF-8 cannot encode, stays a JSON escape. NaN and infinity, which JSON lacks,
     become null: requests may hold them, the latter also as `1e999`.
     """
+    return _json_text(value).encode("utf-8", "backslashreplace")
+
+
+def large_json_bytes(value: Any) -> bytes:
+    """As `json_bytes`; see `json_steps`."""
+    return "".join(json_steps(value)).encode("utf-8", "backslashreplace")
+
+
+# Members of a container that are written in one step; those of a shorter one are written one by one.
+_STEP: Final = 64
+
+
+def json_steps(value: Any) -> Iterator[str]:
+    """Compact JSON in pieces, for a thread: between them other threads have the interpreter."""
+    if isinstance(value, dict) and value:
+        members: list[Any] = list(value.items())
+        begin, end = "{", "}"
+    elif isinstance(value, list | tuple) and value:
+        members = list(value)
+        begin, end = "[", "]"
+    else:
+        yield _json_text(value)
+        return
+    if len(members) > _STEP:
+        for start in range(0, len(members), _STEP):
+            step = members[start : start + _STEP]
+            yield begin if not start else ","
+            yield _json_text(dict(step) if begin == "{" else step)[1:-1]
+    else:
+        for index, member in enumerate(members):
+            yield "," if index else begin
+            if begin == "{":
+                # Keys may be numbers, which JSON writes as texts.
+                yield _json_text({member[0]: 0})[1:-2]
+                member = member[1]  # noqa: PLW2901 - its value
+            yield from json_steps(member)
+    yield end
+
+
+def _json_text(value: Any) -> str:
     try:
-        text = _compact(value)
+        return _ENCODER.encode(value)
     except ValueError:
-        text = _compact(_without_nonfinite(value))
-    return text.encode("utf-8", "backslashreplace")
-
-
-def _compact(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return _ENCODER.encode(_without_nonfinite(value))
 
 
 def _without_nonfinite(value: Any) -> Any:

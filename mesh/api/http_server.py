@@ -37,6 +37,9 @@ PATIENCE_S: Final = 60.0
 _LEAST_BYTES_PER_S: Final = 16 * 1024
 # The rate of one token a second; a slower reader would keep a slot busy for little.
 _LEAST_READ_BYTES_PER_S: Final = 256
+# A client that has sent all but so much of a refused body keeps its connection.
+_MOST_DISCARDED_BYTES: Final = 256 * 1024
+_LINGER_S: Final = 1.0
 _MOST_CONNECTIONS: Final = 1024
 _RETRY_AFTER_S: Final = 5
 
@@ -53,7 +56,9 @@ class Connection(H11Protocol):
     An answer is written as it is read: once the buffers between are full, writing waits, and the session with
     it. This bounds that wait; the request then ends as if the client had disconnected. A slow reader keeps
     its connection as long as it takes 256 bytes a second over each `patience_s`. A request that was begun has
-    as long to arrive, and a little more for each byte.
+    as long to arrive, and a little more for each byte, not counting time in which the server reads nothing
+    since the body waits for its turn. Of a body that was answered before it was read only a little is
+    received, to be thrown away; then the connection is closed.
 
     Args:
         max_connections: Most connections, idle ones included; requests of further ones get 503.
@@ -69,6 +74,7 @@ class Connection(H11Protocol):
         self._watch: asyncio.TimerHandle | None = None
         self._arrival: asyncio.TimerHandle | None = None
         self._arrival_due_s = 0.0
+        self._num_discarded = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         """Count it, and bound the wait for its first request like that for a next one."""
@@ -83,6 +89,7 @@ class Connection(H11Protocol):
         """More of a request; a timer runs until it is complete."""
         super().data_received(data)
         self._watch_arrival(len(data))
+        self._watch_rest(len(data))
 
     def send_400_response(self, msg: str) -> None:
         """Answer malformed HTTP with an error object; close the connection if an answer has begun."""
@@ -160,7 +167,19 @@ class Connection(H11Protocol):
             self._arrival = self.loop.call_at(self._arrival_due_s, self._look_at_arrival)
         self._arrival_due_s += num_bytes / _LEAST_BYTES_PER_S
 
+    def _watch_rest(self, num_bytes: int) -> None:
+        """Read only a little of a body that is answered already, and leave time to read the answer."""
+        if self.conn.our_state is not h11.DONE or self.conn.their_state is not h11.SEND_BODY:
+            self._num_discarded = 0
+            return
+        self._num_discarded += num_bytes
+        if self._num_discarded > _MOST_DISCARDED_BYTES and not self.flow.read_paused:
+            self.flow.pause_reading()
+            self.loop.call_later(_LINGER_S, self.transport.abort)
+
     def _look_at_arrival(self) -> None:
+        if self.flow.read_paused:
+            self._arrival_due_s = max(self._arrival_due_s, self.loop.time() + self._patience_s)
         if self.loop.time() < self._arrival_due_s:
             self._arrival = self.loop.call_at(self._arrival_due_s, self._look_at_arrival)
             return

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from mesh.api.errors import json_bytes
+from mesh.api.errors import json_bytes, json_steps
 from mesh.text.message_parts import CallFormat, Content
 from speculative.lookup_proposers import PredictionProposer
 
@@ -91,6 +91,8 @@ def _ratio(amount: float, per: float) -> float:
 # prompts; a stream has them in its first chunk, or in the first of each choice.
 ANSWER_FIELD: Final = "token_ids"
 PROMPT_FIELD: Final = "prompt_token_ids"
+# Tokens whose log probabilities or ids are written within a millisecond or so.
+MOST_AT_ONCE: Final = 128
 
 
 def ids_member(name: str, ids: Sequence[int] | None) -> str:
@@ -213,11 +215,11 @@ class ResponseWriter:
         """
         events = b""
         for piece in message_parts or (_NOTHING,):
-            logprobs = (
-                "null"
-                if tokens is None
-                else json.dumps(self.endpoint_format.logprobs(tokens), ensure_ascii=False)
-            )
+            logprobs = "null"
+            if tokens is not None:
+                found = self.endpoint_format.logprobs(tokens)
+                is_long = len(tokens) > MOST_AT_ONCE
+                logprobs = "".join(json_steps(found)) if is_long else json.dumps(found, ensure_ascii=False)
             choice = self.endpoint_format.delta(index, piece, logprobs)
             events += self._event(choice, ids_member(ANSWER_FIELD, token_ids))
             # Everything of a step goes with its first part.

@@ -58,6 +58,10 @@ class TokenBucket:
 
 
 RESERVATION: Final = "spanmesh.visit"
+# Not a model's name, which is never empty.
+_COUNTING: Final = ""
+# Of keys without a limit.
+_MOST_COUNTING: Final = 32
 # Rounding errors must refuse nothing: far less than one token, and than one second.
 _EPSILON: Final = 1e-6
 
@@ -142,6 +146,7 @@ class TokenReservation:
         self._concurrency = ConcurrencyLimit()
         self._num_places = 0
         self._since_s = 0.0
+        self._counting_since_s: float | None = None
 
     def begin(self) -> None:
         """Count the request.
@@ -187,6 +192,27 @@ class TokenReservation:
         self._since_s = self._now_s()
         return self._num_places
 
+    def begin_counting(self) -> None:
+        """Take a place for a request that has texts tokenized, and no answer generated, until it is over.
+
+        A key has as many of these as places for answers, beside them: an agent counts while it is answered.
+
+        Raises:
+            RateLimited: If the key has taken all.
+        """
+        most = self._max_concurrent or _MOST_COUNTING
+        places = self._limits.places(_COUNTING)
+        if not places.num_free(most):
+            seconds = places.retry_after_s()
+            raise RateLimited(
+                f"the API key {self._name} may have {most} requests at once that count tokens or make"
+                f" vectors, and has {places.num_taken}: try again in {seconds} s, or have it allowed more, by"
+                " `concurrent=N` in its line of the key file",
+                retry_after_s=seconds,
+            )
+        places.num_taken += 1
+        self._counting_since_s = self._now_s()
+
     def release(self, num_left: int) -> None:
         """Give back places that further answers do not need.
 
@@ -213,6 +239,9 @@ class TokenReservation:
     def settle(self) -> None:
         """Give back unused tokens, and all places."""
         self.release(0)
+        if self._counting_since_s is not None:
+            self._limits.places(_COUNTING).release(self._now_s() - self._counting_since_s)
+            self._counting_since_s = None
         if self._limits.tokens is not None:
             self._limits.tokens.draw(self._num_spent - self._num_reserved, self._now_s())
         self._num_reserved = self._num_spent = 0

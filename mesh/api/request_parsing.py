@@ -9,24 +9,29 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import structlog
 from pydantic import BaseModel, ValidationError
 
-from spanmesh_proto.errors import InvalidRequest, RequestTooLarge
+from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from starlette.requests import Request
 
-
-# A parser makes an object for each value: two mebibytes of nested brackets block all other answers for most
-# of a second. Text, however long, is one value, and costs next to nothing.
+# A parser makes an object for each value: two mebibytes of nested brackets take most of a second. Text,
+# however long, is one value, and costs next to nothing.
 _LEAST_VALUES: Final = 16384
 _VALUES_PER_POSITION: Final = 4
 _MOST_VALUES: Final = 2**18
+_SIMPLE_BYTES: Final = 64 * 1024
+_SIMPLE_VALUES: Final = 2048
 
 
 def max_values(context_length: int) -> int:
     """Most values of a body: a full context as token ids, and ample fields beside."""
     return min(_LEAST_VALUES + _VALUES_PER_POSITION * context_length, _MOST_VALUES)
+
+
+def is_simple(data: bytes) -> bool:
+    """Whether parsing and checking a JSON text takes no more than a few milliseconds, whatever is in it."""
+    return len(data) <= _SIMPLE_BYTES and _count(data) <= _SIMPLE_VALUES
 
 
 def has_at_most(data: bytes, most: int) -> bool:
@@ -122,44 +127,20 @@ def _is_one_of(value: Any, harmless: tuple[Any, ...]) -> bool:
     return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in harmless)
 
 
-_MOST_BYTES: Final = 16 * 1024 * 1024
-_LEAST_BYTES: Final = 1024 * 1024
-_BYTES_PER_POSITION: Final = 256
-
 Body = TypeVar("Body", bound=BaseModel)
 
 
-def max_body_bytes(context_length: int) -> int:
-    """Most bytes of a body: ample for a full context, few enough to parse quickly.
-
-    Parsing blocks all other answers, since it cannot be divided among threads.
-    """
-    return min(_LEAST_BYTES + _BYTES_PER_POSITION * context_length, _MOST_BYTES)
-
-
-async def read_body(
-    request: Request, kind: type[Body], unknown: UnknownFields, *, context_length: int
-) -> Body:
-    """Read, parse and check a JSON body.
-
-    The content type must be JSON's: a web page cannot send that to another origin without a preflight, so no
-    page can make a visitor's browser use a server on the visitor's own machine.
+def parse_body(data: bytes, kind: type[Body], most_values: int) -> Body:
+    """Parse and check a JSON body.
 
     Args:
-        request: Request with the body.
+        data: The body.
         kind: Model of the body.
-        unknown: Records unknown fields.
-        context_length: Positions of a session; longer ones permit larger bodies.
+        most_values: Most values that it may hold.
 
     Raises:
-        RequestTooLarge: As soon as it is known, before the rest is received.
         InvalidRequest: Naming the field at fault, if it is one.
     """
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json":
-        raise InvalidRequest("send the body as JSON, with the header `Content-Type: application/json`")
-    data = await _read(request, max_body_bytes(context_length))
-    most_values = max_values(context_length)
     if not has_at_most(data, most_values):
         raise InvalidRequest(f"the body holds more than {most_values} values: send less")
     fields = _parse(data)
@@ -167,27 +148,8 @@ async def read_body(
         body = kind.model_validate(fields)
     except ValidationError as error:
         raise as_invalid_request(error) from None
-    extra = body.model_extra or {}
-    refuse_unsupported(extra)
-    unknown.note(name for name in extra if name not in NAMES)
+    refuse_unsupported(body.model_extra or {})
     return body
-
-
-async def _read(request: Request, most_bytes: int) -> bytes:
-    told = request.headers.get("content-length", "")
-    num_bytes = int(told) if told.isdecimal() else 0
-    data = bytearray()
-    if num_bytes <= most_bytes:
-        async for part in request.stream():
-            data += part
-            num_bytes = len(data)
-            if num_bytes > most_bytes:
-                break
-    if num_bytes > most_bytes:
-        raise RequestTooLarge(
-            f"the body is larger than {most_bytes} bytes, which is more than a context holds"
-        )
-    return bytes(data)
 
 
 def _parse(data: bytes) -> dict[str, Any]:

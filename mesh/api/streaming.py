@@ -12,9 +12,17 @@ import structlog
 from starlette.responses import Response
 
 from mesh.api.answer_stream import ChoiceGroup, echoed_tokens, metered
-from mesh.api.errors import error_body, error_response, json_bytes, json_response
+from mesh.api.errors import error_body, error_response, json_bytes, json_response, large_json_bytes
 from mesh.api.middleware import CLIENT_GONE_STATUS, log_unexpected
-from mesh.api.openai_format import ANSWER_FIELD, PROMPT_FIELD, EndpointFormat, ResponseWriter, timings, usage
+from mesh.api.openai_format import (
+    ANSWER_FIELD,
+    MOST_AT_ONCE,
+    PROMPT_FIELD,
+    EndpointFormat,
+    ResponseWriter,
+    timings,
+    usage,
+)
 from mesh.text.message_parts import Content, joined
 from spanmesh_proto.errors import ClusterError, MeshError, wire_of
 
@@ -358,6 +366,41 @@ async def respond(
     except ClientGoneError:
         log.info("client_gone")
         return Response(status_code=CLIENT_GONE_STATUS)
+    is_long = any(map(_is_long, jobs, answers))
+    return await _made(is_long, lambda: _written(_whole(backend, writer, jobs, answers), is_long=is_long))
+
+
+async def _made(is_long: bool, make: Callable[..., Result], *args: Any) -> Result:  # noqa: FBT001
+    """What a function makes; in a thread if it takes long, so that other answers continue meanwhile."""
+    return await asyncio.to_thread(make, *args) if is_long else make(*args)
+
+
+def _written(answer: dict[str, Any], *, is_long: bool) -> Response:
+    if is_long:
+        return Response(large_json_bytes(answer), media_type="application/json")
+    return json_response(answer)
+
+
+def _is_long(job: GenerationJob, answer: tuple[Sequence[AnswerPart], AnswerPart]) -> bool:
+    """Whether an answer is reported token by token, and has many."""
+    if not (job.wants_logprobs or job.wants_token_ids):
+        return False
+    return _num_reported(job) + sum(len(part.token_ids) for part in answer[0]) > MOST_AT_ONCE
+
+
+def _num_reported(job: GenerationJob) -> int:
+    """Tokens of the prompt that come back in the answer."""
+    return len(job.request.prompt) if job.request.scores_prompt or job.wants_token_ids else 0
+
+
+def _whole(
+    backend: Backend,
+    writer: ResponseWriter,
+    jobs: Sequence[GenerationJob],
+    answers: Sequence[tuple[list[AnswerPart], AnswerPart]],
+) -> dict[str, Any]:
+    """An answer that is not streamed. Thread-safe."""
+    endpoint_format = writer.endpoint_format
     more: dict[str, Any] = {}
     choices = []
     for index, (job, (parts, last)) in enumerate(zip(jobs, answers, strict=True)):
@@ -379,7 +422,7 @@ async def respond(
         more["warnings"] = jobs[0].warnings
     if len(jobs) == 1:
         more["timings"] = timings(jobs[0], last_parts[0])
-    return json_response(writer.whole(choices, **more))
+    return writer.whole(choices, **more)
 
 
 def _progress(reading: PromptReading, writer: ResponseWriter) -> bytes:
@@ -431,15 +474,14 @@ class _Stream:
     ) -> AnswerPart:
         writer = self._writer
         wants_ids = job.wants_token_ids
-        opening = writer.opening_event(index, job.request.prompt if wants_ids else None)
+        is_long = _num_reported(job) > MOST_AT_ONCE
+        opening = await _made(is_long, writer.opening_event, index, job.request.prompt if wants_ids else None)
         is_first = True
         async with aclosing(self._choice_group.parts(index)) as parts:
             async for part in parts:
                 events = opening
                 if is_first and (job.echo or job.request.scores_prompt):
-                    echoed = _echoed(job, part, self._tokenizer) if job.wants_logprobs else None
-                    none = () if wants_ids else None
-                    events += writer.part_events(index, [Content(job.echo)], echoed, none)
+                    events += await _made(is_long, self._echo, index, job, part)
                 is_first = False
                 ids = part.token_ids if wants_ids else None
                 if part.message_parts or part.tokens or ids:
@@ -455,6 +497,12 @@ class _Stream:
                     events += writer.closing_event(index, part.finish, times, ids, job.warnings)
                 await emit(events)
         return part
+
+    def _echo(self, index: int, job: GenerationJob, first: AnswerPart) -> bytes:
+        """The prompt, which the answer begins with. Thread-safe."""
+        echoed = _echoed(job, first, self._tokenizer) if job.wants_logprobs else None
+        none = () if job.wants_token_ids else None
+        return self._writer.part_events(index, [Content(job.echo)], echoed, none)
 
 
 def _echoed(job: GenerationJob, first: AnswerPart, tokenizer: Tokenizer) -> list[AnswerToken]:

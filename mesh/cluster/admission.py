@@ -139,7 +139,7 @@ class AdmissionControl:
         return self._token
 
     def listens_at(self, *addresses: str) -> None:
-        """Set the addresses of the membership service, `host:port`, the preferred one first, for the token."""
+        """Set the addresses of the membership service, `host:port`, the preferred one first."""
         self._token = replace(self._token, addresses=addresses)
 
     @property

@@ -14,12 +14,12 @@ from starlette.responses import Response
 
 from mesh.api.auth import client_of
 from mesh.api.backend import DEFAULT_MODEL, backends_of
+from mesh.api.bodies.reading import read_body
 from mesh.api.errors import json_bytes
 from mesh.api.middleware import CLIENT_GONE_STATUS
 from mesh.api.openapi import EmbeddingList, answers, takes
 from mesh.api.protocol import Prompt, StrictBody, parse_several
 from mesh.api.rate_limit import reservation_of
-from mesh.api.request_parsing import read_body
 from mesh.api.streaming import ClientGoneError, cancel_on_disconnect
 from mesh.api.tokenization import require_ids
 from mesh.metrics.tracing import current_span

@@ -179,3 +179,25 @@ async def test_keys_do_not_share_their_shares(tokenizer: Tokenizer) -> None:
             response = await api.http.get("/v1/models", headers={"authorization": "Bearer sk-of-carol"})
             assert response.status_code == 200
             assert not any(name.startswith("x-ratelimit") for name in response.headers)
+
+
+@pytest.mark.parametrize("limited", [{"max_concurrent": 1}], indirect=True)
+async def test_requests_that_count_tokens_have_places_of_their_own(limited: Limited) -> None:
+    data = request_bytes({"prompt": "Hello"}, path="/tokenize", key=KEY)
+    client = await RawClient.connect(limited.api)
+    await client.send(data[:-1])
+
+    async def count() -> httpx.Response:
+        return await limited.api.http.post("/tokenize", json={"prompt": "Hello"}, headers=HEADERS)
+
+    async with asyncio.timeout(20):
+        while (refused := await count()).status_code == 200:
+            pass
+    assert refused.status_code == 429
+    assert "1 requests at once that count tokens" in refused.json()["error"]["message"]
+    assert int(refused.headers["retry-after"]) > 0
+    assert (await limited.post()).status_code == 200
+    await client.send(data[-1:])
+    assert (await client.read_until(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+    assert (await count()).status_code == 200
+    client.hang_up()

@@ -1,0 +1,64 @@
+"""Answers that are written in a thread, since they report thousands of tokens: they say the same."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from mesh.api.errors import json_bytes, large_json_bytes
+from mesh.text.tokenizer import Tokenizer
+from tests.support import api_harness
+from tests.support.api_harness import Api, ScriptedEngine, running_api
+
+tokenizer = api_harness.tokenizer
+
+COMPLETIONS = "/v1/completions"
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("\ud800"),
+    lambda inner: (
+        st.lists(inner, max_size=5)
+        | st.lists(inner, max_size=3).map(lambda values: values * 40)
+        | st.tuples(inner)
+        | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=5)
+    ),
+    max_leaves=20,
+)
+
+
+@given(value=VALUES)
+@example(value={str(number): [number] for number in range(200)})
+def test_steps_write_the_same_json(value: Any) -> None:
+    assert large_json_bytes(value) == json_bytes(value)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": ["Hello world", "One two three"], "echo": True, "logprobs": 2, "max_tokens": 2},
+        {"prompt": "Hello world", "return_token_ids": True, "echo": True},
+    ],
+)
+async def test_long_answers_say_what_short_ones_do(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], *, is_streamed: bool
+) -> None:
+    engine = ScriptedEngine([(300,), (301,)], likeliest=((300, -0.25), (2, -1.5)))
+    async with running_api(engine, tokenizer, random_bits=lambda _bits: 7, now_s=lambda: 1e9) as api:
+        short = await _answer(api, {**fields, "stream": is_streamed})
+        monkeypatch.setattr("mesh.api.streaming.MOST_AT_ONCE", 0)
+        monkeypatch.setattr("mesh.api.openai_format.MOST_AT_ONCE", 0)
+        assert await _answer(api, {**fields, "stream": is_streamed}) == short
+
+
+async def _answer(api: Api, fields: dict[str, Any]) -> list[Any]:
+    answer = await api.http.post(COMPLETIONS, json=fields)
+    assert answer.status_code == 200
+    lines = answer.text.split("\n\n") if fields["stream"] else [answer.text]
+    found = [json.loads(line.removeprefix("data: ")) for line in lines if line[-1:] == "}"]
+    for each in found:
+        each.pop("timings", None)
+    # Choices of a stream come in any order.
+    return sorted(found, key=lambda each: [choice["index"] for choice in each["choices"]])
