@@ -217,7 +217,7 @@ async def serving(
     head = SimpleNamespace(
         driver=driver,
         authority=authority,
-        source=FetchSource("127.0.0.1:1", b"", ""),
+        source_for=lambda _member: FetchSource("127.0.0.1:1", b"", ""),
         # All are this host, so that all copy from the model itself.
         is_own=lambda _member: True,
         members=members,

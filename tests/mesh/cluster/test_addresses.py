@@ -4,6 +4,7 @@ import contextlib
 import ipaddress
 import re
 import socket
+from typing import Any
 
 import pytest
 
@@ -127,7 +128,7 @@ def test_servers_listen_where_hosts_come_from() -> None:
 
 def test_an_address_is_lost_when_it_was_there_and_stays_away() -> None:
     looks = [(0, False), (9, False), (10, True), (14, False), (15, False), (16, True), (17, False)]
-    now = {"s": 0, "is_own": False}
+    now: dict[str, Any] = {"s": 0, "is_own": False}
     watch = AddressWatch("192.0.2.1", 4.0, clock_s=lambda: now["s"], is_own=lambda *_addresses: now["is_own"])
     seen = []
     for now["s"], now["is_own"] in looks:

@@ -168,7 +168,7 @@ async def serving(
         authority=hosts.authority,
         members=hosts.members,
         service=messages,
-        source=FetchSource("127.0.0.1:1", b"", ""),
+        source_for=lambda _member: FetchSource("127.0.0.1:1", b"", ""),
         own=SimpleNamespace(name="none of them", address="127.0.0.1"),
         # All are this host, so that all read the model itself.
         is_own=lambda _member: True,

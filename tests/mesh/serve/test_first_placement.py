@@ -127,7 +127,7 @@ class Loading:
                 side.authority.own_identity(["alpha"], "127.0.0.1"),
             ),
             authority=side.authority,
-            source=side.source,
+            source_for=lambda _member: side.source,
             token=encode(side.token),
             is_own=lambda member: member.ray_node_name == OWN.ray_node_name,
         )

@@ -96,7 +96,7 @@ def head_of(side: HeadSide, members: Members) -> Head:
         SimpleNamespace(
             driver=None,
             authority=side.authority,
-            source=side.source,
+            source_for=lambda _member: side.source,
             members=members,
             is_own=lambda member: member.ray_node_name == "attic.1",
         ),
