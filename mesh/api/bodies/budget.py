@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
@@ -19,6 +20,8 @@ MOST_BODY_BYTES: Final = 16 * 2**20
 CLIENT_BYTES: Final = 2 * MOST_BODY_BYTES
 TOTAL_BYTES: Final = 8 * MOST_BODY_BYTES
 _MAX_WAITING: Final = 256
+# Such a body is freed at once, not when the collector looks for garbage the next time.
+_LARGE_BYTES: Final = 2**20
 # Less than the time within which a request must arrive.
 _MAX_WAIT_S: Final = 30.0
 _RETRY_AFTER_S: Final = 5
@@ -136,6 +139,11 @@ class BodyHold:
         self._num_bytes = 0
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes that it holds."""
+        return self._num_bytes
+
+    @property
     def is_wanted(self) -> bool:
         """Whether another request waits for bytes."""
         return self._budget.is_wanted
@@ -181,4 +189,9 @@ class BoundedBodies:
         try:
             await self._app(scope, receive, send)
         finally:
+            is_large = hold.num_bytes >= _LARGE_BYTES
             hold.keep(0)
+            if is_large:
+                # The traceback of a refusal and its frames refer to each other, and to the body. Only young
+                # objects are looked at, which are few.
+                asyncio.get_running_loop().call_soon(gc.collect, 1)
