@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
@@ -31,6 +30,7 @@ from mesh.serve.served_model import backend_of, new_model
 from mesh.serve.status import HeadParts, MeshState, measured_links, print_join_line, print_served
 from mesh.util.tasks import first_of
 from spanmesh_proto.errors import ClusterError
+from stages.cancellable_work import in_own_thread
 from stages.gguf.reader import model_name
 from stages.weights.virtual_stages import StageCache
 
@@ -63,7 +63,7 @@ async def serve_mesh(options: ServeOptions, known: Preflight, interruption: Inte
     cache = StageCache()
     tracer = open_tracer()
     backends = Backends(backend_of(first, _api_context(first.state)))
-    await asyncio.to_thread(backends.first.chat_template.try_out)
+    await in_own_thread(backends.first.chat_template.try_out)
     app = create_app(backends, api_keys=known.api_keys, cors_origins=options.cors_origins, tracer=tracer)
     with (
         closing(tracer),

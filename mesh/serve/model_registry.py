@@ -26,7 +26,7 @@ from spanmesh_proto.errors import (
     ModelNotFound,
     StageFailed,
 )
-from stages.cancellable_work import CancellableWork
+from stages.cancellable_work import CancellableWork, in_own_thread
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -482,7 +482,7 @@ class ApiModelRegistry:
     async def add(self, model: ServedModel) -> None:
         """Route requests that name the model to it; while it loads they get 503."""
         backend = backend_of(model, self._backends.first.api)
-        await asyncio.to_thread(backend.chat_template.try_out)
+        await in_own_thread(backend.chat_template.try_out)
         self._backends.add(backend)
 
     def add_embeddings(self, backend: EmbeddingBackend) -> None:

@@ -17,6 +17,7 @@ import grpc
 import structlog
 
 from spanmesh_proto.errors import ClusterError, MeshError, ModelDoesNotFit
+from stages.cancellable_work import in_own_thread
 from stages.gguf.reader import part_paths
 from stages.runtime.devices import layer_devices
 from stages.runtime.kv_types import KV_TYPES
@@ -190,7 +191,7 @@ class ModelActor:
             ModelDoesNotFit: If it does not.
         """
         self._require_free(self._config.beside_bytes)
-        await asyncio.to_thread(self._require_free_on_gpus, self._config.beside_gpu_bytes)
+        await in_own_thread(self._require_free_on_gpus, self._config.beside_gpu_bytes)
 
     async def load(self) -> Transfer:
         """Bring the stage file to this host if it is missing, and load it.
@@ -208,8 +209,8 @@ class ModelActor:
         fetched = await self._bring(cache)
         self._held = hold(fetched.path)
         self._require_free(0)
-        await asyncio.to_thread(self._require_free_on_gpus, {})
-        self._runtime = await asyncio.to_thread(self._load_file, fetched.path)
+        await in_own_thread(self._require_free_on_gpus, {})
+        self._runtime = await in_own_thread(self._load_file, fetched.path)
         self._progress = StageProgress("ready", 1.0)
         if fetched.transfer != Transfer():
             self._settling = asyncio.create_task(_settle(cache, config.sha256))
@@ -397,12 +398,12 @@ async def _open_disk(
             paths = part_paths(Path(config.whole))
             key = hashlib.sha256(os.fsencode(config.whole)).hexdigest()
             index = root / "sources" / f"{key}-files.json"
-            sha256 = await asyncio.to_thread(content_sha256, paths, index)
+            sha256 = await in_own_thread(content_sha256, paths, index)
             if stamps_of(paths) != loaded_stamps:
                 reason = f"{config.whole} was changed since it was loaded: load the model again"
                 log.warning("disk_not_opened", stage=config.stage_index, reason=reason)
                 return
-        identity = await asyncio.to_thread(rows_identity, setting, sha256)
+        identity = await in_own_thread(rows_identity, setting, sha256)
         await service.keep_blocks(BlockStore(root / "kv", identity, most_bytes))
     except (MeshError, OSError) as error:
         # Without it prompts are computed.
@@ -518,7 +519,7 @@ class StageActor(ModelActor):
 async def _settle(store: StageStore, sha256: str) -> None:
     """Write the file to disk while the stage already computes."""
     try:
-        await asyncio.to_thread(store.settle, sha256)
+        await in_own_thread(store.settle, sha256)
     except (MeshError, OSError) as error:
         # It is verified again when it is next used, nothing else.
         log.warning("stage_not_settled", sha256=sha256[:12], reason=str(error))
