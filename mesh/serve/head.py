@@ -153,7 +153,7 @@ async def open_head(
     certificate = identity.certificate
     authority = Authority(certificate)
     ray_identity = authority.own_identity([options.name], options.advertise)
-    adopted = _adopted(former, identity)
+    adopted = _adopted(former, identity, options.advertise)
     async with _ray_node(options, adopted, ray_identity) as (node, ray_address):
         ray = RayAccess(ray_address, node.token_path.read_text(), ray_identity if node.is_encrypted else None)
         own = Member(
@@ -194,7 +194,7 @@ async def open_head(
                         authority,
                         certificate,
                         write_token,
-                        former if former is not None and node.record == former.ray else None,
+                        former if node is adopted else None,
                     )
 
 
@@ -253,8 +253,8 @@ def _start(options: ServeOptions, identity: Identity) -> RayNode:
     )
 
 
-def _adopted(former: HeadState | None, identity: HeadIdentity) -> RayNode | None:
-    """The Ray node of a former head of the same mesh, if it still runs; one of another mesh is ended."""
+def _adopted(former: HeadState | None, identity: HeadIdentity, address: str) -> RayNode | None:
+    """The Ray node of a former head of the same mesh, if it still runs at this address; another is ended."""
     if former is None:
         return None
     try:
@@ -265,6 +265,11 @@ def _adopted(former: HeadState | None, identity: HeadIdentity) -> RayNode | None
     if not identity.is_of(former.certificate_pem):
         # Its processes, and the hosts that joined it, trust another authority.
         log.info("begins_anew", reason="--identity names another mesh than the one that crashed here")
+        node.stop()
+        return None
+    if former.ray.address != address:
+        # It and its stages listen at an address that this host no longer has, or is not to use.
+        log.info("begins_anew", reason=f"the head that crashed here had the address {former.ray.address}")
         node.stop()
         return None
     log.info("ray_adopted", node=former.ray.name)

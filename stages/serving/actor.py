@@ -106,6 +106,45 @@ class StageConfig:
         """Folder of the host's cache."""
         return Path(self.cache_dir) if self.cache_dir else default_root()
 
+    @property
+    def content(self) -> StageContent:
+        """What it makes a stage load."""
+        return StageContent(self.layers, self.sha256, self.whole is not None, self.options, self.memory)
+
+
+@dataclass(frozen=True)
+class StageContent:
+    """What a stage has loaded.
+
+    Attributes:
+        layers: Its layers.
+        sha256: Hash of the recipe of the stage file; empty for the model as it is.
+        is_whole: Whether it is the model as it is.
+        options: Options of the runtime.
+        memory: Memory that it takes.
+    """
+
+    layers: LayerRange
+    sha256: str
+    is_whole: bool
+    options: RuntimeOptions
+    memory: StageMemory
+
+    def computes_as(self, other: StageContent) -> bool:
+        """Whether one can take the place of the other in a ring, wherever their layers are computed."""
+        placed = replace(
+            self.options,
+            num_threads=other.options.num_threads,
+            gpu_layers=other.options.gpu_layers,
+            cpu_moe_layers=other.options.cpu_moe_layers,
+        )
+        return (self.layers, self.sha256, self.is_whole, placed) == (
+            other.layers,
+            other.sha256,
+            other.is_whole,
+            other.options,
+        )
+
 
 @dataclass(frozen=True)
 class StageProgress:
@@ -242,6 +281,11 @@ class ModelActor:
         """Progress of `load`."""
         self._last_call_s = time.monotonic()
         return self._progress
+
+    async def content(self) -> StageContent | None:
+        """What it has loaded, for a head that takes it over; None before that."""
+        self._last_call_s = time.monotonic()
+        return self._config.content if self._progress.phase == "ready" else None
 
     async def certificate_request(self) -> bytes:
         """Generate a key for connections to come; returns the certificate request, PEM."""

@@ -147,7 +147,7 @@ class Serving:
     def saved(self) -> tuple[SavedModel, ...]:
         """Models that the next head is to load again."""
         first = SimpleNamespace(setup="", pipeline=Pipeline())
-        return head_state(self.head, cast("ServedModel", first), self.registry.noted, 7).models
+        return head_state(self.head, cast("ServedModel", first), self.registry.saved, 7).models
 
 
 async def until(is_so: Callable[[], object]) -> None:
@@ -251,7 +251,7 @@ async def test_models_are_loaded_where_they_fit_and_unloaded(
         with pytest.raises(ModelDoesNotFit, match=r"does not fit on one host: it needs .*; free are "):
             await mesh.registry.load(order(path, name="third"))
         assert not mesh.is_served("third")
-        assert [model.name for model in mesh.registry.noted] == ["tiny", "second"]
+        assert [model.load_request.served_name for model in mesh.registry.saved] == ["tiny", "second"]
 
         assert await mesh.registry.unload("tiny", 1.0) == {"model": "tiny", "unloaded": True, "ended": 0}
         assert mesh.held_bytes() == {"attic": 0, "desk": needed}
@@ -473,7 +473,7 @@ async def test_the_next_head_takes_it_over_unless_something_changed(
         assert np.array_equal(await mesh.embed(), before) == (change != "of the file")
         assert hosts.driver.num_created == (1 if change == "none" else 2)
         assert mesh.held_bytes() == {"attic": needed}
-        assert [model.name for model in mesh.registry.noted] == ["tiny"]
+        assert [model.load_request.served_name for model in mesh.registry.saved] == ["tiny"]
         await mesh.registry.unload("tiny", 1.0)
     await hosts.driver.close()
     assert all(actor.is_dead for actor in hosts.driver._actors.values())
