@@ -517,7 +517,7 @@ async def test_what_is_taken_over_stays_recorded_meanwhile(
 
 @pytest.mark.parametrize("what", ["the file is damaged", "its host is away", "it cannot be wired"])
 async def test_what_is_not_taken_over_is_ended(
-    hosts: Hosts, tokenizer: Tokenizer, path: Path, what: str
+    hosts: Hosts, tokenizer: Tokenizer, path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     hosts.join("attic", needed_bytes(path))
     saved = await former_of(hosts, tokenizer, path)
@@ -533,7 +533,7 @@ async def test_what_is_not_taken_over_is_ended(
         async def fail(*_: object) -> None:
             raise StageFailed("it cannot be wired")
 
-        process.stage.rejoin = fail  # type: ignore[method-assign]
+        monkeypatch.setattr(process.stage, "rejoin", fail)
     async with serving(hosts, tokenizer, former=saved, term=8) as mesh:
         if what == "its host is away":
             await until(lambda: [each.state.phase for each in mesh.registry] == ["taking over"])

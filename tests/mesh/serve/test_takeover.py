@@ -226,7 +226,9 @@ async def test_a_head_may_die_at_every_step(
     assert work != "move" or is_late or "stages_taken_over" in taken_over
 
 
-async def test_what_is_no_whole_ring_is_ended_and_the_model_loaded_anew(tmp_path: Path) -> None:
+async def test_what_is_no_whole_ring_is_ended_and_the_model_loaded_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver = HoldingDriver()
     async with loading(tmp_path, driver=driver) as mesh:
         await mesh.join("beta")
@@ -257,7 +259,7 @@ async def test_what_is_no_whole_ring_is_ended_and_the_model_loaded_anew(tmp_path
             async def fail(*_: object) -> None:
                 raise StageFailed("it cannot be wired")
 
-            driver.find(record.stages[1].actor).stage.rejoin = fail
+            monkeypatch.setattr(driver.find(record.stages[1].actor).stage, "rejoin", fail)
             return record
 
         for spoil in (half, other_half, only_a_copy, another_address, other_content, no_wiring):
