@@ -23,6 +23,7 @@ from mesh.cluster.ray_node import MOST_STARTS, RayNode, RayNodeConfig
 from mesh.util.tasks import first_of
 from spanmesh_proto.addresses import split_address
 from spanmesh_proto.errors import ClusterError, HostUnreachable, InvalidJoinToken, JoinError, MeshError
+from stages.cancellable_work import in_own_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -99,7 +100,7 @@ class LocalHost:
             self.close()
             self._ports = None if options.port_range is None else plan_ports(options.port_range)
             self._node_name = f"{options.name}.{secrets.token_hex(4)}"
-            self._facts = await asyncio.to_thread(
+            self._facts = await in_own_thread(
                 read_host_facts,
                 memory_bytes=options.memory_bytes,
                 num_threads=options.num_threads,

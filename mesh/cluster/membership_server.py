@@ -22,6 +22,7 @@ from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto import membership_pb2_grpc as rpc
 from spanmesh_proto.addresses import join_address, split_address
 from spanmesh_proto.errors import HostUnreachable, JoinError, MeshError, PortInUse
+from stages.cancellable_work import in_own_thread
 from stages.transport.channels import SERVER_OPTIONS, abort, listen_within
 from stages.weights.fetch import MAX_REQUEST_BYTES, RateLimit
 
@@ -290,7 +291,7 @@ class MembershipService(rpc.MembershipServicer):
         """A stage's recipe, or bytes of its file."""
         try:
             self._admission.check_fetch(request.secret)
-            reader = await asyncio.to_thread(self._sender.open, request)
+            reader = await in_own_thread(self._sender.open, request)
         except MeshError as error:
             log.warning("fetch_refused", peer=context.peer(), reason=error.message)
             await abort(context, error)

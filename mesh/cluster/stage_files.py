@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from spanmesh_proto.errors import InvalidModel
+from stages.cancellable_work import CancellableWork
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -76,10 +78,12 @@ class StageSender:
             InvalidModel: If the model cannot be read any more.
         """
         wanted = [(each.start, each.num_bytes) for each in request.ranges]
-        for start, count in wanted or [(request.offset, reader.size_bytes)]:
-            at, stop = start, min(start + count, reader.size_bytes)
-            while at < stop:
-                data = await asyncio.to_thread(reader.read, at, min(_CHUNK_BYTES, stop - at))
-                await self._rate.take(len(data))
-                yield data
-                at += len(data)
+        with ThreadPoolExecutor(1, "send") as thread:
+            reading = CancellableWork(thread)
+            for start, count in wanted or [(request.offset, reader.size_bytes)]:
+                at, stop = start, min(start + count, reader.size_bytes)
+                while at < stop:
+                    data = await reading.run(partial(reader.read, at, min(_CHUNK_BYTES, stop - at)))
+                    await self._rate.take(len(data))
+                    yield data
+                    at += len(data)

@@ -121,6 +121,9 @@ class ModelDeployment:
         term: Term of this head.
         before_planning: Awaited unless stages are taken over: models with precedence place their stages
             first.
+
+    Attributes:
+        former: As given, until it is known whether it is taken over; None afterwards.
     """
 
     def __init__(
@@ -155,7 +158,7 @@ class ModelDeployment:
         self._planning = InitialPlacement(options, known, head, self._allocation, self._announce)
         self._maker = StageMaker(options, known, head, cache, model.state.transfers)
         self._executor = PlacementExecutor(self._maker, self._allocation, head.members)
-        self._former = former
+        self.former = former
         self._planned_ctx_size = known.workload.ctx_size
         self._term = term
         self._before_planning = before_planning
@@ -217,7 +220,8 @@ class ModelDeployment:
                 if placed is not None:
                     return await self._loaded_and_connected(placed, watch, until_end)
             except MeshError as error:
-                if not await self._may_be_placed_again(error, watch):
+                # A ring that was taken over and cannot be connected is no reason not to serve.
+                if not is_loaded and not await self._may_be_placed_again(error, watch):
                     raise
                 await self._give_up_placement(error, watch)
             is_loaded = False
@@ -312,9 +316,12 @@ class ModelDeployment:
         return frozenset(member.ray_node_name for member in self._head.members.ready)
 
     async def _take_over(self) -> bool:
-        former = self._former
-        if former is None:
-            return False
+        try:
+            return self.former is not None and await self._is_taken_over(self.former)
+        finally:
+            self.former = None
+
+    async def _is_taken_over(self, former: SavedRing) -> bool:
         self._announce("taking over")
         if former.stages:
             # Its sessions count on the context that the ring was started with.

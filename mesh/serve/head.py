@@ -194,7 +194,7 @@ async def open_head(
                         authority,
                         certificate,
                         write_token,
-                        former if former is not None and node.record == former.ray else None,
+                        former if node is adopted else None,
                     )
 
 
@@ -254,7 +254,10 @@ def _start(options: ServeOptions, identity: Identity) -> RayNode:
 
 
 def _adopted(former: HeadState | None, identity: HeadIdentity, options: ServeOptions) -> RayNode | None:
-    """The Ray node of a former head of the same mesh, if it still runs; one of another mesh is ended."""
+    """The Ray node of a former head of the same mesh, if it still runs at an address of this host.
+
+    Any other is ended.
+    """
     if former is None:
         return None
     try:

@@ -17,16 +17,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, Self
 
 import structlog
+from pydantic import TypeAdapter, ValidationError
 
 from mesh.api.load_request import LoadRequest
 from mesh.cluster.admission import Admissions
 from mesh.cluster.certificates import Certificate
 from mesh.cluster.join_token import JoinToken
-from mesh.cluster.ray_node import RayNodeRecord
+from mesh.cluster.ray_node import RayNodeRecord  # noqa: TC001 - read by pydantic
 from mesh.serve.head_identity import HeadIdentity
 from mesh.util.files import locked
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
-from spanmesh_proto.errors import ClusterError
+from spanmesh_proto.errors import ClusterError, InvalidRequest
 from stages.cancellable_work import CancellableWork
 from stages.gguf.file_io import sync_folder
 from stages.gguf.reader import part_paths
@@ -83,7 +84,7 @@ class SavedRing(Protocol):
 
     @property
     def stages(self) -> tuple[SavedStage, ...]:
-        """The ring, in pipeline order; empty if the model was never served."""
+        """The ring, in pipeline order; empty while it is not whole, as during a repair."""
 
     @property
     def copies(self) -> tuple[SavedStage, ...]:
@@ -128,9 +129,9 @@ class HeadState:
         join_port: Port of the membership service.
         certificate_pem: Certificate of the mesh's authority.
         private_key_pem: Private key of the mesh's authority.
-        setup: Fingerprint of all settings that its stages were loaded with; see `fingerprint`.
-        stages: The ring, in pipeline order; empty if the mesh never served.
-        copies: Replicas on spare hosts.
+        setup: See `SavedRing.setup`.
+        stages: See `SavedRing.stages`.
+        copies: See `SavedRing.copies`.
         models: Models loaded beside the first, in the order of loading.
         rejoin_secrets: Secrets by which hosts that were admitted may join again, by host name.
         evicted: Names of evicted hosts.
@@ -171,14 +172,15 @@ class HeadStateFile:
         path: Path of the file; its folder is created if needed.
 
     Attributes:
-        path: As given.
+        path: As given, with symbolic links followed.
 
     Raises:
         BlockingIOError: If a running head uses the file.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        # Each name of a file has the same lock.
+        self.path = path = Path(os.path.realpath(path))
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = locked(path.with_suffix(".lock"))
 
@@ -193,12 +195,11 @@ class HeadStateFile:
     def load(self) -> HeadState | None:
         """State left by the last head; None if that stopped normally or its state cannot be read."""
         try:
-            fields = json.loads(self.path.read_text())
-            return _from_json(fields)
+            return _from_json(self.path.read_bytes())
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            log.warning("head_state_unreadable", path=str(self.path), reason=repr(error))
+        except (OSError, ValueError) as error:
+            log.warning("head_state_unreadable", path=str(self.path), reason=str(error))
             return None
 
     def save(self, state: HeadState) -> None:
@@ -240,21 +241,36 @@ def default_state_path(name: str, address: str, join_port: int) -> Path:
     return user_folder("XDG_STATE_HOME", ".local", "state") / "spanmesh" / file
 
 
-def _from_json(fields: Any) -> HeadState:
-    if fields.pop("format") != _FORMAT:
-        raise ValueError("written by another version")
-    fields["ray"] = RayNodeRecord(**fields["ray"])
-    fields["models"] = tuple(SavedModel(**_with_stages(model)) for model in fields.get("models", ()))
-    for model in fields["models"]:
-        _ = model.load_request
-    fields["evicted"] = tuple(fields.get("evicted", ()))
-    return HeadState(**_with_stages(fields))
+_CONTENT: Final = TypeAdapter(HeadState)
+_VERSION: Final = TypeAdapter(dict[str, Any])
 
 
-def _with_stages(fields: dict[str, Any]) -> dict[str, Any]:
-    return fields | {
-        name: tuple(SavedStage(**stage) for stage in fields[name]) for name in ("stages", "copies")
-    }
+def _from_json(text: bytes) -> HeadState:
+    """State in a file of this format. Fields that a newer version added are left out.
+
+    Raises:
+        ValueError: If it is damaged, or has another format.
+    """
+    try:
+        if _VERSION.validate_json(text).get("format") != _FORMAT:
+            raise ValueError("it was written by another version")
+        state = _CONTENT.validate_json(text, strict=True)
+    except ValidationError as error:
+        # Not the values: the mesh's secrets are among them.
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        wrong = "; ".join(f"{'.'.join(map(str, each['loc'])) or 'file'}: {each['msg']}" for each in found[:3])
+        raise ValueError(f"it is damaged: {wrong}") from None
+    return dataclasses.replace(state, models=tuple(filter(_is_known, state.models)))
+
+
+def _is_known(model: SavedModel) -> bool:
+    """Whether this version has the options of a model."""
+    try:
+        _ = model.load_request.served_name
+    except (ValueError, InvalidRequest):
+        log.warning("model_not_restored", model=model.order.get("model"), reason="of another version")
+        return False
+    return True
 
 
 _POLL_S: Final = 0.5
@@ -485,5 +501,8 @@ def setup_of(options: ServeOptions, known: Preflight) -> str:
         topology=options.topology,
         gpu_layers=options.gpu_layers,
         cpu_moe_layers=options.cpu_moe_layers,
+        # As the operator asks for now; a repair may have placed the layers otherwise.
+        cut=(options.num_stages, options.split, options.wire),
+        shares=(options.num_threads, options.memory_bytes, options.kv_disk_bytes),
         software=(SOFTWARE_VERSION, PROTOCOL_VERSION),
     )

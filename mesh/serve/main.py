@@ -199,7 +199,13 @@ class _Mesh:
             self._deployment.run(on_served),
             self.models.run(),
             self._state_writer.keep_written(
-                lambda: head_state(self._head, self._first, self.models.noted, self._state_writer.term)
+                lambda: head_state(
+                    self._head,
+                    self._first,
+                    self.models.saved,
+                    self._state_writer.term,
+                    undecided=self._deployment.former,
+                )
             ),
             _watch_ray(self._head),
             *(() if self._on_demand is None else (self._on_demand.run(),)),

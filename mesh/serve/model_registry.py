@@ -6,13 +6,15 @@ import asyncio
 import contextvars
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
 import structlog
 
 from mesh.serve.deployment import ModelDeployment
 from mesh.serve.embeddings.deployment import EmbeddingDeployment
 from mesh.serve.embeddings.model import EmbeddingModel, check_embedding_model, new_embedding_model
+from mesh.serve.head_failover import end_ring, saved_model
+from mesh.serve.head_state import SavedModel
 from mesh.serve.options import fitted_to, options_of_load
 from mesh.serve.preflight import check_model
 from mesh.serve.proposers import open_proposers
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
     from mesh.embedding.registry import EmbeddingBackend
     from mesh.serve.allocations import HostAllocations
     from mesh.serve.head import Head
-    from mesh.serve.head_state import SavedModel
     from mesh.serve.host_draining import HostDraining
     from mesh.serve.preflight import Preflight
     from mesh.serve.served_model import ServedModel
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
 
 
 log = structlog.get_logger()
-
-Checked = TypeVar("Checked")
 
 _RETRY_AFTER_S: Final = 2
 # A restored model that finds no room is tried again when hosts change, or after this time.
@@ -74,7 +73,7 @@ class _Slot:
     Attributes:
         load_request: Options of the model.
         is_restored: Whether a former head had loaded it.
-        former: Its ring of the former head, if it may be taken over.
+        former: Its ring of the former head, if it may be taken over; none of it is left after an attempt.
         model: The model, once its file was checked.
         task: Task that deploys and supervises it.
         settled: Resolved once it answers; fails with the error if it does not.
@@ -108,6 +107,15 @@ class _Slot:
             self.is_cancelled = True
             self.task.cancel()
         await asyncio.wait([self.task])
+
+    @property
+    def saved(self) -> SavedModel:
+        """Record of the model for the next head: while it is taken over, the ring of the former one."""
+        if self.former is not None and not self.has_decided.is_set():
+            return self.former
+        if self.model is not None:
+            return saved_model(self.model)
+        return SavedModel(self.load_request.model_dump(), setup="")
 
     @property
     def registered(self) -> RegisteredModel:
@@ -159,6 +167,7 @@ class ModelRegistry:
         self._until_written = until_written
         self._slots: dict[str, _Slot] = {}
         self._first_serves = asyncio.Event()
+        self._are_restored = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
 
     def __iter__(self) -> Iterator[ServedModel | EmbeddingModel]:
@@ -166,9 +175,9 @@ class ModelRegistry:
         return iter([slot.model for slot in self._slots.values() if slot.model is not None])
 
     @property
-    def noted(self) -> list[ServedModel | EmbeddingModel]:
-        """Models that a next head is to load again."""
-        return [slot.model for slot in self._slots.values() if slot.model is not None and slot.is_noted]
+    def saved(self) -> tuple[SavedModel, ...]:
+        """Models that a next head is to load again, in the order of loading."""
+        return tuple(slot.saved for slot in self._slots.values() if slot.is_noted)
 
     @property
     def registered(self) -> list[RegisteredModel]:
@@ -188,6 +197,7 @@ class ModelRegistry:
         try:
             for saved in self._former:
                 self._restore(saved)
+            self._are_restored.set()
             await asyncio.Event().wait()
         finally:
             await asyncio.gather(*(slot.end() for slot in self._slots.values()))
@@ -195,9 +205,9 @@ class ModelRegistry:
 
     async def settled(self) -> None:
         """Wait until it is known which former models are taken over: their stages hold memory."""
-        for saved in self._former:
-            slot = self._slots.get(saved.load_request.served_name)
-            if slot is not None:
+        await self._are_restored.wait()
+        for slot in list(self._slots.values()):
+            if slot.is_restored:
                 await slot.has_decided.wait()
 
     async def load(self, load_request: LoadRequest) -> dict[str, Any]:
@@ -298,7 +308,7 @@ class ModelRegistry:
             self._begin(slot)
         except MeshError as error:
             log.warning("model_not_restored", model=saved.order.get("model"), reason=error.message)
-            self._end(saved)
+            self._end(slot.former)
         else:
             slot.is_noted = True
 
@@ -307,10 +317,8 @@ class ModelRegistry:
         try:
             while True:
                 try:
-                    await self._serve_once(name, slot)
+                    await self._serve_until_it_fails(name, slot)
                 except (ModelDoesNotFit, ClusterError) as error:
-                    slot.has_decided.set()
-                    slot.former = None
                     if not slot.is_restored or slot.load_request.evictable:
                         raise
                     log.warning("model_waits", model=name, reason=error.message)
@@ -325,10 +333,18 @@ class ModelRegistry:
             log.exception("model_failed", model=name)
             _fail(slot, StageFailed(f"loading {name} failed: {error!r}"))
         finally:
-            slot.has_decided.set()
             del self._slots[name]
             log.info("model_ended", model=name)
             self._changed()
+
+    async def _serve_until_it_fails(self, name: str, slot: _Slot) -> None:
+        try:
+            await self._serve_once(name, slot)
+        finally:
+            # The attempt may have failed before it came to the stages of the former head.
+            slot.has_decided.set()
+            former, slot.former = slot.former, None
+            self._end(former)
 
     async def _serve_once(self, name: str, slot: _Slot) -> None:
         """Deploy and supervise it until that fails."""
@@ -365,7 +381,7 @@ class ModelRegistry:
     async def _serve_embeddings(self, name: str, slot: _Slot) -> None:
         """Deploy and supervise an embedding model until that fails."""
         load_request = slot.load_request
-        known = await self._checked(slot, lambda: check_embedding_model(load_request))
+        known = await CancellableWork().run(lambda: check_embedding_model(load_request))
         slot.model = model = new_embedding_model(name, load_request, known, self._first.state.transfers)
         deployment = EmbeddingDeployment(
             model,
@@ -390,18 +406,9 @@ class ModelRegistry:
         options, first = options_of_load(slot.load_request, self._first.options), self._first.known
         own = self._head.own
         taken_bytes = self._allocations.held_bytes(own)
-        return await self._checked(
-            slot, lambda: check_model(options, lambda: first.facts, taken_bytes=taken_bytes)
+        return await CancellableWork().run(
+            lambda: check_model(options, lambda: first.facts, taken_bytes=taken_bytes)
         )
-
-    async def _checked(self, slot: _Slot, check: Callable[[], Checked]) -> Checked:
-        """Result of a check in a thread; former stages of a model that fails it are ended."""
-        try:
-            return await CancellableWork().run(check)
-        except MeshError:
-            if slot.former is not None:
-                self._end(slot.former)
-            raise
 
     async def _turn(self, slot: _Slot) -> None:
         """Wait for the first model, which has precedence; nothing can be taken over."""
@@ -420,15 +427,10 @@ class ModelRegistry:
         for listener in self._listeners:
             listener()
 
-    def _end(self, saved: SavedModel) -> None:
-        """End the stages of a former head's model that will not be served."""
-        if not self._can_adopt:
-            return
-        for stage in (*saved.stages, *saved.copies):
-            try:
-                self._head.driver.kill(self._head.driver.find(stage.actor))
-            except MeshError as error:
-                log.debug("stage_had_ended", reason=error.message)
+    def _end(self, former: SavedModel | None) -> None:
+        """End the stages of a former head's model that are not taken over."""
+        if former is not None:
+            end_ring(self._head.driver, former)
 
 
 def _description(model: ServedModel | EmbeddingModel) -> dict[str, Any]:

@@ -8,7 +8,6 @@ reservation: two models never count on the same memory.
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -60,19 +59,14 @@ async def plan_in_thread(
     Raises:
         MeshError: What `make` raises.
     """
-    # Not one of the threads that everybody shares: those may all be busy with files for minutes.
-    thread = ThreadPoolExecutor(1, "planning")
-    work = CancellableWork(thread)
+    work = CancellableWork()
     until_s = clock_s() + _MOST_S
 
     def is_time_up() -> bool:
         work.check()
         return clock_s() >= until_s
 
-    try:
-        return await work.run(lambda: make(is_time_up))
-    finally:
-        thread.shutdown(wait=False)
+    return await work.run(lambda: make(is_time_up))
 
 
 async def settled_plan(

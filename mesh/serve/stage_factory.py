@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,7 @@ import structlog
 from mesh.serve.stage_handle import StageHandle, new_ring_credentials
 from mesh.util.progress import progress_bars
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
-from stages.cancellable_work import CancellableWork
+from stages.cancellable_work import CancellableWork, in_own_thread
 from stages.gguf.reader import part_paths
 from stages.runtime.stage_runtime import RuntimeOptions
 from stages.serving.actor import StageConfig
@@ -87,7 +86,7 @@ class ServedFiles:
 
     async def are_touched(self) -> bool:
         """Whether their stamps differ from those that were found last. Files that are gone have none."""
-        found, _inodes = await asyncio.to_thread(self._look)
+        found, _inodes = await in_own_thread(self._look)
         return self._differ(found)
 
     async def are_others(
@@ -101,7 +100,7 @@ class ServedFiles:
             is_needed: Whether anything is to be read that was not hashed before. Otherwise sizes and times of
                 modification decide, and nothing is hashed.
         """
-        found, inodes = await asyncio.to_thread(self._look)
+        found, inodes = await in_own_thread(self._look)
         if not self._differ(found):
             return False
         if [stamp.size_bytes for stamp in found] != [stamp.size_bytes for stamp in self._stamps]:

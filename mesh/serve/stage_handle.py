@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mesh.cluster.ray_driver import RayDriver
     from mesh.util.progress import ProgressTask
     from stages.layers import LayerRange
-    from stages.serving.actor import ModelActor, StageConfig, StageProgress
+    from stages.serving.actor import ModelActor, StageConfig, StageContent, StageProgress
     from stages.transport.hidden_codec import HiddenType
     from stages.weights.assembly import Transfer
 
@@ -153,6 +153,20 @@ class StageHandle:
         self.actor_name = actor_name
         self._address = serves_at
         self.is_loaded = True
+
+    async def confirm(self, timeout_s: float) -> None:
+        """Ask a process that was taken over what it has loaded; its memory and threads are noted as they are.
+
+        Args:
+            timeout_s: Longest wait for the answer, in seconds.
+
+        Raises:
+            StageFailed: If it is gone, does not answer, or has loaded anything else than this stage.
+        """
+        content: StageContent | None = await self._within(timeout_s, self._process.content.remote())
+        if content is None or not self.config.content.computes_as(content):
+            raise StageFailed(f"{self.who} has loaded something else than was recorded")
+        self.config = replace(self.config, options=content.options, memory=content.memory)
 
     async def check_memory(self) -> None:
         """Check that its host has enough memory; before anything is loaded.

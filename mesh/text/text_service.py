@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from mesh.text.text_jobs import packed_job, unpacked_answer
-from stages.processors import num_usable
 from mesh.util.worker_pool import WorkerEnded, WorkerPool
 from spanmesh_proto.errors import InvalidRequest, RequestError
+from stages.processors import num_usable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

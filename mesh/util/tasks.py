@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import structlog
 import uvloop
 
+from stages.cancellable_work import in_own_thread
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
     from contextlib import AbstractContextManager
@@ -129,7 +131,7 @@ Value = TypeVar("Value")
 @asynccontextmanager
 async def entered_in_thread(manager: AbstractContextManager[Value]) -> AsyncIterator[Value]:
     """Enter a context manager in a thread; it is closed after the block, or at once on cancellation."""
-    entering = asyncio.create_task(asyncio.to_thread(manager.__enter__))
+    entering = asyncio.create_task(in_own_thread(manager.__enter__))
     try:
         value = await asyncio.shield(entering)
     except asyncio.CancelledError:

@@ -12,6 +12,7 @@ import structlog
 from spanmesh_proto import embedding_pb2 as wire
 from spanmesh_proto import embedding_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError, Overloaded, ProtocolError
+from stages.cancellable_work import in_own_thread
 from stages.embedding.vectors import to_bytes
 from stages.transport.channels import HandshakeMonitor, KeyCheck, abort
 
@@ -96,7 +97,7 @@ class EmbeddingService(rpc.EmbeddingServicer):
 
     async def close(self) -> None:
         """Stop computing and free the memory."""
-        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+        await in_own_thread(self._thread.shutdown, cancel_futures=True)
         self._runtime.close()
 
     async def _computed(self, request: wire.EmbedRequest | None) -> wire.Vectors:

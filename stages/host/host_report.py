@@ -5,7 +5,6 @@ Run as a program: sha256 digests of recipes of stage files as arguments; prints 
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 import json
 import os
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
+from stages.cancellable_work import in_own_thread
 from stages.host.cpu_latency import DEVICE
 from stages.host.gpu_backends import builds_beside, vendors_here
 from stages.processors import num_bound, processor_quota
@@ -135,7 +135,7 @@ class HostReporter:
 
     async def report(self, hashes: list[str]) -> dict[str, Any]:
         """See `report_host`; JSON-serialisable."""
-        return asdict(await asyncio.to_thread(report_host, hashes))
+        return asdict(await in_own_thread(report_host, hashes))
 
     async def clock_s(self) -> float:
         """Unix time of this host."""

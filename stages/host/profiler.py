@@ -6,7 +6,6 @@ llama.cpp's memory with it; on other hosts Ray starts one, see `StageProfiler`.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import numpy as np
 import structlog
 
 from spanmesh_proto.errors import MeshError, ModelDoesNotFit
+from stages.cancellable_work import in_own_thread
 from stages.host.cpu_latency import CpuLatencyRequest
 from stages.host.profile_request import ProfileRequest, StageTiming
 from stages.runtime.process_memory import free_memory_bytes
@@ -124,7 +124,7 @@ class StageProfiler:
     async def profile(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Time the stage of a request; see `profile_stage`."""
         request = ProfileRequest.from_dict(fields)
-        return asdict(await asyncio.to_thread(profile_stage, request))
+        return asdict(await in_own_thread(profile_stage, request))
 
 
 def main() -> None:

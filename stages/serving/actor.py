@@ -17,6 +17,7 @@ import grpc
 import structlog
 
 from spanmesh_proto.errors import ClusterError, MeshError, ModelDoesNotFit
+from stages.cancellable_work import in_own_thread
 from stages.gguf.reader import part_paths
 from stages.runtime.devices import layer_devices
 from stages.runtime.kv_types import KV_TYPES
@@ -106,6 +107,45 @@ class StageConfig:
         """Folder of the host's cache."""
         return Path(self.cache_dir) if self.cache_dir else default_root()
 
+    @property
+    def content(self) -> StageContent:
+        """What it makes a stage load."""
+        return StageContent(self.layers, self.sha256, self.whole is not None, self.options, self.memory)
+
+
+@dataclass(frozen=True)
+class StageContent:
+    """What a stage has loaded.
+
+    Attributes:
+        layers: Its layers.
+        sha256: Hash of the recipe of the stage file; empty for the model as it is.
+        is_whole: Whether it is the model as it is.
+        options: Options of the runtime.
+        memory: Memory that it takes.
+    """
+
+    layers: LayerRange
+    sha256: str
+    is_whole: bool
+    options: RuntimeOptions
+    memory: StageMemory
+
+    def computes_as(self, other: StageContent) -> bool:
+        """Whether one can take the place of the other in a ring, wherever their layers are computed."""
+        placed = replace(
+            self.options,
+            num_threads=other.options.num_threads,
+            gpu_layers=other.options.gpu_layers,
+            cpu_moe_layers=other.options.cpu_moe_layers,
+        )
+        return (self.layers, self.sha256, self.is_whole, placed) == (
+            other.layers,
+            other.sha256,
+            other.is_whole,
+            other.options,
+        )
+
 
 @dataclass(frozen=True)
 class StageProgress:
@@ -191,7 +231,7 @@ class ModelActor:
             ModelDoesNotFit: If it does not.
         """
         self._require_free(self._config.beside_bytes)
-        await asyncio.to_thread(self._require_free_on_gpus, self._config.beside_gpu_bytes)
+        await in_own_thread(self._require_free_on_gpus, self._config.beside_gpu_bytes)
 
     async def load(self) -> Transfer:
         """Bring the stage file to this host if it is missing, and load it.
@@ -209,8 +249,8 @@ class ModelActor:
         fetched = await self._bring(cache)
         self._held = hold(fetched.path)
         self._require_free(0)
-        await asyncio.to_thread(self._require_free_on_gpus, {})
-        self._runtime = await asyncio.to_thread(self._load_file, fetched.path)
+        await in_own_thread(self._require_free_on_gpus, {})
+        self._runtime = await in_own_thread(self._load_file, fetched.path)
         self._progress = StageProgress("ready", 1.0)
         if fetched.transfer != Transfer():
             self._settling = asyncio.create_task(_settle(cache, config.sha256))
@@ -242,6 +282,11 @@ class ModelActor:
         """Progress of `load`."""
         self._last_call_s = time.monotonic()
         return self._progress
+
+    async def content(self) -> StageContent | None:
+        """What it has loaded, for a head that takes it over; None before that."""
+        self._last_call_s = time.monotonic()
+        return self._config.content if self._progress.phase == "ready" else None
 
     async def certificate_request(self) -> bytes:
         """Generate a key for connections to come; returns the certificate request, PEM."""
@@ -408,12 +453,12 @@ async def _open_disk(
             paths = part_paths(Path(config.whole))
             key = hashlib.sha256(os.fsencode(config.whole)).hexdigest()
             index = root / "sources" / f"{key}-files.json"
-            sha256 = await asyncio.to_thread(content_sha256, paths, index)
+            sha256 = await in_own_thread(content_sha256, paths, index)
             if stamps_of(paths) != loaded_stamps:
                 reason = f"{config.whole} was changed since it was loaded: load the model again"
                 log.warning("disk_not_opened", stage=config.stage_index, reason=reason)
                 return
-        identity = await asyncio.to_thread(rows_identity, setting, sha256)
+        identity = await in_own_thread(rows_identity, setting, sha256)
         await service.keep_blocks(BlockStore(root / "kv", identity, most_bytes))
     except (MeshError, OSError) as error:
         # Without it prompts are computed.
@@ -530,7 +575,7 @@ class StageActor(ModelActor):
 async def _settle(store: StageStore, sha256: str) -> None:
     """Write the file to disk while the stage already computes."""
     try:
-        await asyncio.to_thread(store.settle, sha256)
+        await in_own_thread(store.settle, sha256)
     except (MeshError, OSError) as error:
         # It is verified again when it is next used, nothing else.
         log.warning("stage_not_settled", sha256=sha256[:12], reason=str(error))

@@ -12,6 +12,7 @@ import structlog
 
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import InvalidWindow, MeshError, StageFailed, wire_of
+from stages.cancellable_work import in_own_thread
 from stages.grammar.session_grammar import Grammars
 from stages.host.cpu_latency import CpuLatencyRequest
 from stages.runtime.process_memory import resident_bytes
@@ -367,7 +368,7 @@ class StageEngine:
             await self.disk.close()
         self._scheduler.close()
         self._cpu_latency.update(0)
-        await asyncio.to_thread(self._worker.join)
+        await in_own_thread(self._worker.join)
 
     def _in_worker(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
         """Run a function in the computing thread, between two batches, behind all that is queued."""

@@ -19,7 +19,7 @@ import structlog
 from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto import membership_pb2_grpc as rpc
 from spanmesh_proto.errors import HostUnreachable, InvalidModel, MeshError
-from stages.cancellable_work import CancellableWork
+from stages.cancellable_work import CancellableWork, in_own_thread
 from stages.gguf.file_io import require_disk, write_error
 from stages.transport.channels import CLIENT_OPTIONS
 from stages.transport.stage_link import explain
@@ -107,13 +107,13 @@ async def fetch_stage(
         InvalidModel: If pieces have a wrong hash three times.
         ModelError: If the disk is full.
     """
-    present = await asyncio.to_thread(store.find, sha256)
+    present = await in_own_thread(store.find, sha256)
     if present is not None:
         return FetchedStage(present, Transfer())
     path = store.partial(sha256)
     async with _locked(path):
         # The former holder of the lock may have brought it.
-        present = await asyncio.to_thread(store.find, sha256)
+        present = await in_own_thread(store.find, sha256)
         if present is not None:
             path.unlink()  # made a moment ago, to be locked
             return FetchedStage(present, Transfer())
@@ -121,7 +121,7 @@ async def fetch_stage(
             head = _Head(rpc.MembershipStub(channel), sha256, source)
             recipe = await _recipe(store, head, sha256)
             missing_bytes = max(0, recipe.weight_bytes - path.stat().st_blocks * 512)
-            await asyncio.to_thread(_make_room, store, recipe, missing_bytes, storage)
+            await in_own_thread(_make_room, store, recipe, missing_bytes, storage)
             require_disk(path, missing_bytes)
             try:
                 with Assembly(recipe, path) as assembly:
@@ -140,8 +140,8 @@ async def fetch_stage(
             hub_bytes=transfer.hub_bytes,
             wrong_pieces=transfer.wrong_pieces,
         )
-        adopted = await asyncio.to_thread(store.adopt, path, recipe)
-        await asyncio.to_thread(make_room, store, 0, storage.cache_bytes, keep={sha256})
+        adopted = await in_own_thread(store.adopt, path, recipe)
+        await in_own_thread(make_room, store, 0, storage.cache_bytes, keep={sha256})
         return FetchedStage(adopted, transfer)
 
 
@@ -183,7 +183,7 @@ class _Head:
 
 
 async def _recipe(store: StageStore, head: _Head, sha256: str) -> Recipe:
-    recipe = await asyncio.to_thread(store.recipe, sha256)
+    recipe = await in_own_thread(store.recipe, sha256)
     if recipe is None:
         num_fruitless = 0
         while recipe is None:
@@ -194,7 +194,7 @@ async def _recipe(store: StageStore, head: _Head, sha256: str) -> Recipe:
                 if num_fruitless >= _MAX_FRUITLESS_ATTEMPTS:
                     raise
                 await asyncio.sleep(_PAUSE_S)
-        await asyncio.to_thread(store.keep, recipe)
+        await in_own_thread(store.keep, recipe)
     return recipe
 
 

@@ -17,6 +17,7 @@ from mesh.placement.replanner import NewStage, Replan
 from mesh.serve.deployment import announce_layers
 from mesh.serve.embeddings.maker import EmbeddingMaker
 from mesh.serve.failures import CrashLogs
+from mesh.serve.head_failover import adopted, end_ring, returned_host, ring_fault
 from mesh.serve.pipeline import PipelineStage
 from mesh.serve.reconfiguration import PlacementExecutor
 from mesh.serve.stage_group import log_stage_error, wire_up
@@ -51,7 +52,6 @@ _POLL_S: Final = 2.0
 _PATIENCE_S: Final = 5.0
 # Hosts look for a new head every second or so.
 _WAIT_FOR_HOST_S: Final = 8.0
-_ANSWER_S: Final = 2.0
 # After a failed attempt, longer after each.
 _FIRST_PAUSE_S: Final = 0.3
 _MOST_PAUSE_S: Final = 3.0
@@ -119,9 +119,7 @@ class EmbeddingDeployment:
             MeshError: If a step fails. Once requests are answered, failures are recovered from.
         """
         try:
-            if await self._take_over():
-                await self._connect(self._pipeline.stages)
-            else:
+            if not await self._take_over():
                 await self._before_planning()
                 await self._connect(await self._load())
             self._announce("serving")
@@ -311,59 +309,64 @@ class EmbeddingDeployment:
         self._refused = None
 
     async def _take_over(self) -> bool:
-        """Take over the process of a former head; returns whether that worked."""
-        former = self._former
+        """Take over the process of a former head, and answer with it; returns whether that worked.
+
+        However it ends otherwise, the process is not left.
+        """
+        former, is_taken_over = self._former, False
         if former is None or not former.stages:
             return False
-        saved, sizes = former.stages[0], self._model.sizes
         self._announce("taking over")
-        placement = StagePlacement(saved.host, sizes.layers, sizes.memory)
-        # Until it is known whether it runs, its memory counts as used.
-        self._pipeline.intended = (placement,)
         try:
-            if former.setup != self._model.setup:
-                raise StageFailed("the model or its options have changed")
-            await self._maker.describe([(saved.host, sizes.layers)])
-            member = await self._returned(saved)
-            memory = sizes.memory_on(self._allocation.capacity_of(member)) or sizes.memory
-            placement = replace(placement, memory=memory)
-            handle = self._maker.make(placement, member, wire=HiddenType.F32, num_threads=saved.num_threads)
-            handle.adopt(saved.actor, saved.address)
-            if (loss := await handle.loss(_ANSWER_S)) is not None:
-                raise StageFailed(loss.reason)
+            await self._connect((await self._adopted(former),))
+            is_taken_over = True
         except MeshError as error:
-            log.warning("stage_not_taken_over", stage=saved.actor, reason=error.message)
-            self._end_saved(saved)
-            return False
+            log.warning("stage_not_taken_over", stage=former.stages[0].actor, reason=error.message)
         finally:
             self._pipeline.intended = ()
-        self._pipeline.stages = (PipelineStage(placement, HiddenType.F32, handle),)
-        self._note(Plan((placement,), "as before"))
-        log.info("stages_taken_over", model=self._model.name, stages=1, copies=0)
-        return True
+            if not is_taken_over:
+                end_ring(self._head.driver, former)
+        if is_taken_over:
+            self._note(Plan(self._pipeline.placements, "as before"))
+            log.info("stages_taken_over", model=self._model.name, stages=1, copies=0)
+        return is_taken_over
+
+    async def _adopted(self, former: SavedRing) -> PipelineStage:
+        """The process of a former head.
+
+        Raises:
+            MeshError: If it is not what would be loaded now, or does not run.
+        """
+        saved, sizes = former.stages[0], self._model.sizes
+        if former.setup != self._model.setup:
+            raise StageFailed("the model or its options have changed")
+        if (fault := ring_fault(former.stages, len(sizes.layers))) is not None or len(former.stages) > 1:
+            raise StageFailed(fault or "an embedding model is not cut")
+        # Until it is known whether it runs, its memory counts as used.
+        self._pipeline.intended = (StagePlacement(saved.host, sizes.layers, sizes.memory),)
+        member = await self._returned(saved)
+        await self._maker.describe([(member.name, sizes.layers)])
+        memory = sizes.memory_on(self._allocation.capacity_of(member)) or sizes.memory
+        placement = StagePlacement(member.name, sizes.layers, memory)
+        handle = await adopted(
+            self._maker.make(placement, member, wire=HiddenType.F32, num_threads=saved.num_threads), saved
+        )
+        return PipelineStage(replace(placement, memory=handle.config.memory), HiddenType.F32, handle)
 
     async def _returned(self, saved: SavedStage) -> Member:
         """The host of a former process, once it has found this head.
 
         Raises:
-            StageFailed: If it does not return in time.
+            StageFailed: If it does not return in time; see `returned_host`.
         """
         members = self._head.members
         try:
             async with asyncio.timeout(_WAIT_FOR_HOST_S):
-                while True:
-                    for member in members.ready:
-                        if member.ray_node_name == saved.ray_node:
-                            return member
+                while all(member.ray_node_name != saved.ray_node for member in members.ready):
                     await members.changed()
         except TimeoutError:
-            raise StageFailed(f"host {saved.host} has not returned") from None
-
-    def _end_saved(self, saved: SavedStage) -> None:
-        try:
-            self._head.driver.kill(self._head.driver.find(saved.actor))
-        except MeshError as error:
-            log.debug("stage_had_ended", reason=error.message)
+            log.warning("hosts_missing", hosts=[saved.ray_node])
+        return returned_host(self._head, saved)
 
     def _on_error(self, handle: StageHandle, error: MeshError) -> None:
         self._strikes[handle.member.name] += 1

@@ -218,6 +218,50 @@ def test_two_joined_hosts_serve_a_model_and_one_takes_over_from_the_other(mesh: 
     assert not token_path.exists()
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_head_that_dies_with_a_stage_is_followed_by_one_that_serves_all_layers(
+    mesh: Mesh, tmp_path: Path, victim: int
+) -> None:
+    port, state = free_port("127.0.0.1"), tmp_path / "state.json"
+    places = ("--port", str(port), "--advertise", "127.0.0.1", "--state", str(state), "--linger", "90")
+    arguments = ("serve", *places, "--threads", "1", "--ctx-size", "512", "--stages", "2")
+
+    def stages(head: Running) -> list[psutil.Process]:
+        found = [each for each in head.descendants() if "StageActor" in " ".join(each.cmdline())]
+        return sorted(found, key=lambda each: each.create_time())
+
+    def recorded() -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(state.read_bytes())["stages"]
+        return found
+
+    head = mesh.start(*arguments)
+    until(lambda: is_healthy(port), "the first head does not serve")
+    text = answers(port)
+    until(lambda: len(recorded()) == 2, "the ring is not recorded")
+    before, whole, family = stages(head), state.read_bytes(), head.descendants()
+    # It outlives its head, and has the stages of the next one, too.
+    raylet = before[0].parent()
+    assert raylet is not None
+    before[victim].kill()
+    until(lambda: recorded() == [], "the ring is recorded while it is repaired", 30)
+    head.process.kill()
+    head.process.wait()
+    if victim == 0:
+        # What an earlier version recorded: the stages that ran at that moment.
+        fields = json.loads(whole)
+        state.write_text(json.dumps(fields | {"stages": fields["stages"][1:]}))
+    following = mesh.start(*arguments)
+    until(lambda: is_healthy(port), "the next head does not serve")
+    assert answers(port) == text
+    assert not following.saw("stages_taken_over")
+    until(lambda: not any(each.is_running() for each in before), "a stage of the broken ring is left")
+    family |= set(raylet.children(recursive=True))
+    assert following.interrupt()[0] == 130
+    until(lambda: not any(each.is_running() for each in family), "a process is left")
+    assert not state.exists()
+
+
 def test_a_head_that_waits_turns_strangers_away_within_5_s(mesh: Mesh, tmp_path: Path) -> None:
     token_path = tmp_path / "token"
     head = mesh.start(

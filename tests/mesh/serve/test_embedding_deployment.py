@@ -149,7 +149,7 @@ class Serving:
     def saved(self) -> tuple[SavedModel, ...]:
         """Models that the next head is to load again."""
         first = SimpleNamespace(setup="", pipeline=Pipeline())
-        return head_state(self.head, cast("ServedModel", first), self.registry.noted, 7).models
+        return head_state(self.head, cast("ServedModel", first), self.registry.saved, 7).models
 
 
 async def until(is_so: Callable[[], object]) -> None:
@@ -253,7 +253,7 @@ async def test_models_are_loaded_where_they_fit_and_unloaded(
         with pytest.raises(ModelDoesNotFit, match=r"does not fit on one host: it needs .*; free are "):
             await mesh.registry.load(order(path, name="third"))
         assert not mesh.is_served("third")
-        assert [model.name for model in mesh.registry.noted] == ["tiny", "second"]
+        assert [model.load_request.served_name for model in mesh.registry.saved] == ["tiny", "second"]
 
         assert await mesh.registry.unload("tiny", 1.0) == {"model": "tiny", "unloaded": True, "ended": 0}
         assert mesh.held_bytes() == {"attic": 0, "desk": needed}
@@ -400,6 +400,12 @@ def set_aside(path: Path) -> Path:
     return path.rename(path.with_stem("aside"))
 
 
+def damage(path: Path) -> None:
+    """Put a file in its place that is no model."""
+    set_aside(path)
+    path.write_bytes(b"GGUF")
+
+
 def replaced(path: Path) -> Path:
     """Put another model in its place; returns where the old one is."""
     aside = set_aside(path)
@@ -482,12 +488,71 @@ async def test_the_next_head_takes_it_over_unless_something_changed(
         # Not in place: the process still reads the former one.
         TinyEmbedder(seed=2).write(path.with_stem("other")).replace(path)
     async with serving(hosts, tokenizer, former=saved, term=8) as mesh:
+        # The first model plans once it is known what the others hold, however early it asks.
         await mesh.registry.settled()
+        if change == "none":
+            assert mesh.held_bytes() == {"attic": needed}
         await until(mesh.is_served)
         assert np.array_equal(await mesh.embed(), before) == (change != "of the file")
         assert hosts.driver.num_created == (1 if change == "none" else 2)
         assert mesh.held_bytes() == {"attic": needed}
-        assert [model.name for model in mesh.registry.noted] == ["tiny"]
+        assert [model.load_request.served_name for model in mesh.registry.saved] == ["tiny"]
         await mesh.registry.unload("tiny", 1.0)
     await hosts.driver.close()
     assert all(actor.is_dead for actor in hosts.driver._actors.values())
+
+
+async def former_of(hosts: Hosts, tokenizer: Tokenizer, path: Path) -> tuple[SavedModel, ...]:
+    """What a head recorded that was killed while it served the model."""
+    async with serving(hosts, tokenizer) as former:
+        await former.registry.load(order(path))
+        saved = former.saved()
+        former.model().pipeline.stages = ()
+    return saved
+
+
+async def test_what_is_taken_over_stays_recorded_meanwhile(
+    hosts: Hosts, tokenizer: Tokenizer, path: Path
+) -> None:
+    hosts.join("attic", needed_bytes(path))
+    saved = await former_of(hosts, tokenizer, path)
+    records = []
+    async with serving(hosts, tokenizer, former=saved, term=8) as mesh:
+        await asyncio.sleep(0)
+        while not mesh.is_served():
+            records.append(mesh.registry.saved)
+            await asyncio.sleep(0)
+        records.append(mesh.registry.saved)
+        # The head may die again at any time.
+        assert all(record == saved for record in records)
+        await mesh.registry.unload("tiny", 1.0)
+        assert mesh.registry.saved == ()
+
+
+@pytest.mark.parametrize("what", ["the file is damaged", "its host is away", "it cannot be wired"])
+async def test_what_is_not_taken_over_is_ended(
+    hosts: Hosts, tokenizer: Tokenizer, path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    hosts.join("attic", needed_bytes(path))
+    saved = await former_of(hosts, tokenizer, path)
+    (process,) = hosts.driver.actors
+    if what == "the file is damaged":
+        damage(path)
+    elif what == "its host is away":
+        away = hosts.members.find("attic")
+        assert away is not None
+        hosts.members.remove("attic")
+    else:
+
+        async def fail(*_: object) -> None:
+            raise StageFailed("it cannot be wired")
+
+        monkeypatch.setattr(process.stage, "rejoin", fail)
+    async with serving(hosts, tokenizer, former=saved, term=8) as mesh:
+        if what == "its host is away":
+            await until(lambda: [each.state.phase for each in mesh.registry] == ["taking over"])
+            await mesh.registry.unload("tiny", 0.0)
+        elif what == "it cannot be wired":
+            await until(mesh.is_served)
+            assert hosts.driver.num_created == 2
+        await until(lambda: process.is_dead)

@@ -70,7 +70,14 @@ class HoldingDriver(InProcessDriver):
         self._by_name: dict[str, InProcessActor] = {}
 
     def find(self, name: str) -> InProcessActor:
-        return self._by_name[name]
+        actor = self._by_name.get(name)
+        if actor is None or actor.is_dead:
+            raise StageFailed(f"the process {name} has ended")
+        return actor
+
+    def names(self) -> list[str]:
+        """Names of all that run."""
+        return [name for name, actor in self._by_name.items() if not actor.is_dead]
 
     async def create(self, kind: type, *arguments: Any, ray_node_name: str, **more: Any) -> InProcessActor:
         actor = await super().create(kind, *arguments, ray_node_name=ray_node_name, **more)
@@ -100,12 +107,15 @@ class Loading:
     Attributes:
         hosts: Those that joined.
         logs: All that was logged.
+        deployment: Of the model.
         task: Loads the model, then supervises it.
     """
 
-    def __init__(self, side: HeadSide, new: Callable[[], ServedModel]) -> None:
+    def __init__(
+        self, side: HeadSide, new: Callable[[], ServedModel], driver: HoldingDriver | None = None
+    ) -> None:
         self.side = side
-        self.driver = HoldingDriver()
+        self.driver = driver or HoldingDriver()
         self.hosts: dict[str, Host] = {}
         self.logs: list[MutableMapping[str, Any]] = []
         self._new = new
@@ -140,7 +150,7 @@ class Loading:
             clock_s=time.monotonic,
             until_written=written_at_once,
         )
-        deployment = ModelDeployment(
+        self.deployment = ModelDeployment(
             self.model,
             cast("Head", open_head),
             side.cache,
@@ -151,7 +161,7 @@ class Loading:
             term=7 if former is None else 8,
             before_planning=written_at_once,
         )
-        self.task = asyncio.create_task(deployment.run(lambda: None))
+        self.task = asyncio.create_task(self.deployment.run(lambda: None))
 
     async def stop(self) -> None:
         self.task.cancel()
@@ -159,12 +169,16 @@ class Loading:
 
     async def restart(self) -> None:
         """Go on as the next head after a crash."""
+        self.start(await self.crash())
+
+    async def crash(self) -> SavedModel:
+        """End as a head that is killed; returns what it recorded."""
         pipeline = self.model.pipeline
         former = SavedModel({}, self.model.setup, _saved_stages(pipeline))
-        # A head that is killed ends nothing.
+        # It ends nothing.
         pipeline.stages = ()
         await self.stop()
-        self.start(former)
+        return former
 
     async def join(self, name: str, memory_bytes: int = 2**30) -> None:
         before = len(self.side.members.ready)
@@ -208,7 +222,11 @@ def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def loading(
-    tmp_path: Path, *, load_request: LoadRequest | None = None, **asked: Any
+    tmp_path: Path,
+    *,
+    load_request: LoadRequest | None = None,
+    driver: HoldingDriver | None = None,
+    **asked: Any,
 ) -> AsyncIterator[Loading]:
     path = TinyModel("llama").write(tmp_path / "tiny.gguf")
     options = replace(
@@ -225,7 +243,7 @@ async def loading(
     known = check_model(options, lambda: OWN.facts)
     async with head(tmp_path) as side:
         with capture_logs() as logs:
-            mesh = Loading(side, lambda: new_model("tiny", options, known, load_request=load_request))
+            mesh = Loading(side, lambda: new_model("tiny", options, known, load_request=load_request), driver)
             mesh.logs = logs
             try:
                 yield mesh

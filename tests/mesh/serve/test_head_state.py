@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from structlog.testing import capture_logs
 
 from mesh.api.load_request import LoadRequest
 from mesh.cluster.ray_node import RayNodeRecord
-from mesh.serve.head_failover import kill_unrecorded_actors
+from mesh.serve.head_failover import kill_unrecorded_actors, ring_fault
 from mesh.serve.head_state import (
     HeadState,
     HeadStateFile,
@@ -70,13 +72,115 @@ def test_two_heads_do_not_share_it(tmp_path: Path) -> None:
         HeadStateFile(tmp_path / "head.json")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', json.dumps({"format": 1, "term": 1})])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        "null",
+        "7",
+        '{"format": 2}',
+        json.dumps({"format": 1, "term": 1}),
+        "[" * 100_000,
+        "\0\xff",
+    ],
+)
 def test_what_cannot_be_read_is_not_taken_over(tmp_path: Path, text: str) -> None:
     (tmp_path / "head.json").write_text(text)
     with HeadStateFile(tmp_path / "head.json") as file:
         assert file.load() is None
         file.save(STATE)
         assert file.load() == STATE
+
+
+def test_half_a_file_is_none_and_no_secret_is_logged(tmp_path: Path) -> None:
+    with HeadStateFile(tmp_path / "head.json") as file:
+        file.save(STATE)
+        whole = (tmp_path / "head.json").read_bytes()
+        fields = json.loads(whole)
+        damaged = [whole[: len(whole) * part // 16] for part in range(16)]
+        damaged += [json.dumps(fields | {name: None}).encode() for name in fields]
+        stage = fields["stages"][0]
+        damaged += [json.dumps(fields | {"stages": [stage | {name: [name]}]}).encode() for name in stage]
+        damaged.append(json.dumps({**fields, "secret": 5}).encode())
+        for content in damaged:
+            (tmp_path / "head.json").write_bytes(content)
+            with capture_logs() as logs:
+                assert file.load() is None
+            assert [entry["event"] for entry in logs] == ["head_state_unreadable"]
+            assert STATE.secret not in str(logs)
+            assert STATE.private_key_pem not in str(logs)
+
+
+def test_what_a_newer_version_adds_is_left_out(tmp_path: Path) -> None:
+    with HeadStateFile(tmp_path / "head.json") as file:
+        file.save(STATE)
+        fields = json.loads((tmp_path / "head.json").read_text())
+        fields["moon"] = fields["ray"]["moon"] = fields["stages"][0]["moon"] = "full"
+        (tmp_path / "head.json").write_text(json.dumps(fields))
+        assert file.load() == STATE
+        # A model whose options are not known here is not restored; the mesh keeps its identity.
+        fields["models"][0]["order"]["moon"] = "full"
+        (tmp_path / "head.json").write_text(json.dumps(fields))
+        assert file.load() == dataclasses.replace(STATE, models=())
+
+
+def test_a_link_is_the_same_file(tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to(tmp_path / "head.json")
+    with HeadStateFile(tmp_path / "link.json") as file:
+        with pytest.raises(BlockingIOError):
+            HeadStateFile(tmp_path / "head.json")
+        file.save(STATE)
+    assert (tmp_path / "link.json").is_symlink()
+    with HeadStateFile(tmp_path / "head.json") as file:
+        assert file.load() == STATE
+
+
+def stages(*layers: tuple[int, int]) -> tuple[SavedStage, ...]:
+    return tuple(
+        SavedStage(f"stage-{index}", "b", "b.2", start, stop, 2, "f32", f"10.0.0.2:{4000 + index}", 512)
+        for index, (start, stop) in enumerate(layers)
+    )
+
+
+WHOLE = stages((0, 10), (10, 20), (20, 30))
+
+
+def changed(index: int, **changes: Any) -> tuple[SavedStage, ...]:
+    return (*WHOLE[:index], dataclasses.replace(WHOLE[index], **changes), *WHOLE[index + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("recorded", "fault"),
+    [
+        (WHOLE, None),
+        (stages((0, 30)), None),
+        ((), "no stage holds layer 0 of 30"),
+        (WHOLE[1:], "no stage holds layer 0 of 30"),
+        ((WHOLE[0], WHOLE[2]), "no stage holds layer 10 of 30"),
+        (WHOLE[:2], "no stage holds layer 20 of 30"),
+        (stages((0, 10), (9, 30)), "follows layer 10 and holds [9, 30)"),
+        ((WHOLE[0], *WHOLE), "follows layer 10 and holds [0, 10)"),
+        ((WHOLE[1], WHOLE[0], WHOLE[2]), "no stage holds layer 0"),
+        (stages((0, 10), (10, 10), (10, 30)), "holds [10, 10)"),
+        (stages((0, 10), (10, 31)), "they hold 31 layers, and the model has 30"),
+        (changed(1, address=None), "does not serve"),
+        (changed(2, wire="f4"), "does not serve in a way that is known here"),
+        (changed(1, actor="stage-0"), "a process is named twice"),
+        (changed(2, ctx_size=1024), "their sessions differ in length"),
+    ],
+)
+def test_a_ring_is_whole_or_none(recorded: tuple[SavedStage, ...], fault: str | None) -> None:
+    found = ring_fault(recorded, 30)
+    assert found is None if fault is None else fault in (found or "")
+
+
+def test_no_part_of_a_ring_is_whole() -> None:
+    cuts = [(0, 4), (4, 9), (9, 10), (10, 22), (22, 30)]
+    for size in range(len(cuts) + 1):
+        for part in itertools.combinations(stages(*cuts), size):
+            assert (ring_fault(part, 30) is None) == (size == len(cuts))
 
 
 def test_heads_of_other_names_and_places_have_other_files() -> None:
