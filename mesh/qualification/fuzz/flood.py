@@ -228,12 +228,14 @@ async def _measure(
     peaks_bytes = dict.fromkeys(ports, 0)
     async with HeadWatch(mesh, keys[0], num_streams=_NUM_STREAMS, num_tokens=_STREAM_TOKENS):
         await asyncio.sleep(_WARM_UP_S)
-    rest = await asyncio.to_thread(footprint_of, mesh)
+    rest = after = await asyncio.to_thread(footprint_of, mesh)
     for number in range(_ROUNDS):
         for where, port in ports.items():
             watch = HeadWatch(mesh, keys[0], num_streams=_NUM_STREAMS, num_tokens=_STREAM_TOKENS)
             async with watch:
                 await _flood_apart(port, keys[1], options.seed + number, options.num_cases)
+            # What a turn left must not slow the next.
+            after = await settled(mesh, rest, _SETTLE_S)
             records[where] += watch.records
             peaks_bytes[where] = max(peaks_bytes[where], watch.peak_bytes)
             for record in watch.records:
@@ -257,14 +259,13 @@ async def _measure(
         }
         if value > _MAX_RATIO * beside and name.startswith(("first", "99th")):
             tally.fail("fault", b"", f"{name}: {value:.0f} ms where the flood thrown away costs {beside:.0f}")
-    await _judge_rest(mesh, tally, rest)
+    _judge_rest(mesh, tally, rest, after)
     for where, peak_bytes in peaks_bytes.items():
         tally.figures[f"most memory, flood {where}, MiB"] = peak_bytes / _MIB
 
 
-async def _judge_rest(mesh: ServedMesh, tally: Tally, rest: Footprint) -> None:
-    """Wait for what the flood left to go, and note what remains."""
-    after = await settled(mesh, rest, _SETTLE_S)
+def _judge_rest(mesh: ServedMesh, tally: Tally, rest: Footprint, after: Footprint) -> None:
+    """Note what the flood left."""
     for name, then, now in (
         ("processes", rest.num_processes, after.num_processes),
         ("threads", rest.num_threads, after.num_threads),
