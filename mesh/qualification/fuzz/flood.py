@@ -41,7 +41,6 @@ _MESH_OPTIONS: Final = (
     "--stages", "1", "--threads", "1", "--ctx-size", str(_CONTEXT), "--parallel", "12",
 )  # fmt: skip
 _ROUNDS: Final = 2
-_MAX_HANG_UP_S: Final = 6.0
 _PART_BYTES: Final = 256 * 1024
 _ROOM_BYTES: Final = 512
 _WARM_UP_S: Final = 5.0
@@ -71,10 +70,12 @@ def flood_bodies(max_bytes: int) -> list[tuple[str, bytes]]:
     return [(path, json.dumps(body).encode()) for path, body in bodies]
 
 
-def flood(port: int, key: str, seed: int, duration_s: float, max_bytes: int) -> None:
+def flood(
+    port: int, key: str, seed: int, *, duration_s: float, max_bytes: int, max_hang_up_s: float = 6.0
+) -> None:
     """Send bodies over 64 connections to a port of this machine, and hang up at random; blocks.
 
-    Each connection takes up to six seconds, and the next one begins at its end, whatever became of it: how
+    Each connection takes up to some seconds, and the next one begins at its end, whatever became of it: how
     much is sent does not depend on the server's pace.
 
     Args:
@@ -83,6 +84,7 @@ def flood(port: int, key: str, seed: int, duration_s: float, max_bytes: int) -> 
         seed: The same seed sends the same bodies at the same times.
         duration_s: How long, in seconds.
         max_bytes: Size of a body.
+        max_hang_up_s: When a connection ends at the latest, in seconds.
     """
     requests = []
     for path, body in flood_bodies(max_bytes):
@@ -91,19 +93,24 @@ def flood(port: int, key: str, seed: int, duration_s: float, max_bytes: int) -> 
             f"Content-Type: application/json\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         requests.append(head.encode() + body)
-    asyncio.run(_flood(port, requests, seed, time.monotonic() + duration_s))
+    asyncio.run(_flood(port, requests, seed, time.monotonic() + duration_s, max_hang_up_s))
 
 
-async def _flood(port: int, requests: Sequence[bytes], seed: int, end_s: float) -> None:
+async def _flood(port: int, requests: Sequence[bytes], seed: int, end_s: float, max_hang_up_s: float) -> None:
     # Not for secrets: the same seed must make the same flood.
     randoms = [Random(f"{seed} {number}") for number in range(_NUM_CONNECTIONS)]  # noqa: S311
-    await asyncio.gather(*(_connect_until(port, requests, random, end_s) for random in randoms))
+    await asyncio.gather(
+        *(_connect_until(port, requests, random, end_s, max_hang_up_s) for random in randoms)
+    )
 
 
-async def _connect_until(port: int, requests: Sequence[bytes], random: Random, end_s: float) -> None:
-    while (begin_s := time.monotonic()) < end_s:
+async def _connect_until(
+    port: int, requests: Sequence[bytes], random: Random, end_s: float, max_hang_up_s: float
+) -> None:
+    begin_s = time.monotonic()
+    while True:
         data = memoryview(random.choice(requests))
-        hang_up_s = random.uniform(0, _MAX_HANG_UP_S)
+        hang_up_s = random.uniform(0, max_hang_up_s)
         # A server may refuse before all is sent; TimeoutError is an OSError, too.
         with suppress(OSError):
             async with asyncio.timeout(hang_up_s):
@@ -117,6 +124,9 @@ async def _connect_until(port: int, requests: Sequence[bytes], random: Random, e
                 finally:
                     writer.transport.abort()
         await asyncio.sleep(max(begin_s + hang_up_s - time.monotonic(), 0))
+        begin_s = time.monotonic()
+        if begin_s >= end_s:
+            return
 
 
 def throw_away(port_sender: Connection) -> None:
@@ -280,8 +290,12 @@ def _judge_rest(mesh: ServedMesh, tally: Tally, rest: Footprint, after: Footprin
 async def _flood_apart(port: int, key: str, seed: int, duration_s: float) -> None:
     """Run `flood` in a process of its own, so that it does not delay the streams' clients."""
     context = multiprocessing.get_context("spawn")
-    arguments = (port, key, seed, duration_s, max_body_bytes(_CONTEXT))
-    process = context.Process(target=flood, args=arguments, daemon=True)
+    process = context.Process(
+        target=flood,
+        args=(port, key, seed),
+        kwargs={"duration_s": duration_s, "max_bytes": max_body_bytes(_CONTEXT)},
+        daemon=True,
+    )
     process.start()
     try:
         await asyncio.to_thread(process.join)

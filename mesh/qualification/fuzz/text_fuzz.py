@@ -151,8 +151,8 @@ class TextCases:
         found = hostile_text(random, self._max_bytes if length is None else length, self._marks)
         text = found.text
         body = _encoded(make(text))
-        if len(body) > self._max_bytes:
-            # To the largest body that is read: others are refused by their length.
+        while len(body) > self._max_bytes:
+            # To nearly the largest body that is read: larger ones are refused by their length.
             text = text[: (len(text) * (self._max_bytes - _ROOM_BYTES)) // len(body)]
             body = _encoded(make(text))
         hang_up_s = random.uniform(0, _MAX_HANG_UP_S) if random.random() < _HANG_UP_SHARE else None
