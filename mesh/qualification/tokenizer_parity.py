@@ -47,7 +47,7 @@ LARGE_STACK_BYTES: Final = 4 * 2**30
 _PRE_NAME: Final = re.compile(r'tokenizer_pre\s*==\s*"([^"]+)"')
 _SOURCE_FILE: Final = "src/llama-vocab.cpp"
 _NUM_RWKV_WORDS: Final = 2000
-_MODULE: Final = "mesh.qualification.tokenizer_parity"
+_IMPORTS: Final = ("mesh.qualification.fuzz.altered_models", "mesh.serve.options", "mesh.text.tokenizer")
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,9 @@ class TokenizingProcess:
     """
 
     def __init__(self, load: Callable[[Path], Encode], path: Path, stack_bytes: int) -> None:
-        # Forked from a process that has imported everything: thousands of them are started.
+        # Forked from a process that has imported what takes long: thousands of them are started.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([_MODULE])
+        context.set_forkserver_preload(list(_IMPORTS))
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, load, path, stack_bytes), daemon=True)
         self._theirs = theirs

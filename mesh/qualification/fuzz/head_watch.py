@@ -13,7 +13,6 @@ import psutil
 
 from mesh.bench.http_client import Client, WholeBody, parse_url
 from mesh.bench.load_generator import Job, Load
-from mesh.bench.request_record import UNFINISHED
 from mesh.lab.memory_watch import role_of
 from mesh.util.completion_stream import COMPLETION_PATH
 
@@ -29,6 +28,7 @@ _LOOK_S: Final = 0.5
 # Of one processor: pings, health checks and clocks take some percent.
 _IDLE_SHARE: Final = 0.2
 _TIMEOUT_S: Final = 300.0
+_DRAIN_S: Final = 60.0
 _OK: Final = 200
 
 
@@ -123,7 +123,7 @@ class HeadWatch:
 
     Attributes:
         health_ms: Times of the answers of `/health`.
-        records: Streams that ended.
+        records: Streams that ended, or were cut off a minute after the block.
         peak_bytes: Most memory seen.
     """
 
@@ -147,6 +147,7 @@ class HeadWatch:
             clock_s=time.perf_counter,
         )
         self._tasks: list[asyncio.Task[None]] = []
+        self._is_over = False
         self.health_ms: list[float] = []
         self.records: list[Record] = []
         self.peak_bytes = 0
@@ -163,7 +164,10 @@ class HeadWatch:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End."""
+        """End, once the streams under way have ended, for which there is a minute."""
+        self._is_over = True
+        if self._num_streams and error is None:
+            await asyncio.wait(self._tasks[-1:], timeout=_DRAIN_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -183,13 +187,12 @@ class HeadWatch:
             "stream_options": {"include_usage": True},
         }
         number = 0
-        while self._mesh.is_running():
+        while self._mesh.is_running() and not self._is_over:
             yield Job(number, "neighbour", json.dumps(body).encode())
             number += 1
 
     def _ended(self, record: Record) -> None:
-        if record.failure is None or record.failure.kind != UNFINISHED:
-            self.records.append(record)
+        self.records.append(record)
 
     async def _probe(self) -> None:
         while self._mesh.is_running():
