@@ -93,7 +93,13 @@ def build_llama_rpc(cache: Path | None = None) -> LlamaRpc:
 
 
 def unpacked_source(cache: Path | None = None) -> Path | None:
-    """Folder of llama.cpp's source, of the installed version; None if it was never unpacked there."""
+    """Folder of llama.cpp's source, of the installed version; None if it was never unpacked there.
+
+    Without a cache, `SPANMESH_LLAMA_CPP` may name the folder, as `make test` does.
+    """
+    named = os.environ.get("SPANMESH_LLAMA_CPP")
+    if named and cache is None:
+        return Path(named)
     folder = _home(cache) / "source" / LLAMA_CPP
     return folder if folder.is_dir() else None
 

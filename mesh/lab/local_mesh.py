@@ -64,7 +64,9 @@ class ServedMesh:
 
 
 @contextmanager
-def served_mesh(model: Path, folder: Path, key: str, options: Sequence[str]) -> Iterator[ServedMesh]:
+def served_mesh(
+    model: Path, folder: Path, key: str, options: Sequence[str], other_keys: Sequence[str] = ()
+) -> Iterator[ServedMesh]:
     """Run a mesh for the block.
 
     Args:
@@ -72,6 +74,7 @@ def served_mesh(model: Path, folder: Path, key: str, options: Sequence[str]) -> 
         folder: Folder for its log and its file of API keys.
         key: The API key that opens it.
         options: Further options of `mesh serve`.
+        other_keys: Further API keys, with the limits of any key.
 
     Raises:
         MeshError: If it does not start; with the end of its output.
@@ -80,6 +83,8 @@ def served_mesh(model: Path, folder: Path, key: str, options: Sequence[str]) -> 
     keys, log = folder / "api-keys", folder / "mesh-serve.log"
     keys.unlink(missing_ok=True)
     add_key(keys, KeyRecord("bench", digest_of(key), max_concurrent=_ANSWERS_AT_ONCE))
+    for number, other in enumerate(other_keys):
+        add_key(keys, KeyRecord(f"other-{number}", digest_of(other)))
     command = [str(Path(sys.executable).with_name("mesh")), "serve", str(model)]
     where = ["--port", str(port), "--advertise", "127.0.0.1", "--api-key-file", str(keys)]
     with log.open("wb") as output:

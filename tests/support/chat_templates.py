@@ -1,6 +1,5 @@
 """Chat templates that refuse what well-known ones refuse, in few words, and those of llama.cpp's source."""
 
-import os
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -100,8 +99,7 @@ def template_of(source: str) -> ChatTemplate:
 def collected_templates() -> dict[str, Path]:
     """Files of templates in llama.cpp's source, by name; none if there is no source.
 
-    `SPANMESH_LLAMA_CPP` names a folder with it, as `make test` does.
+    `SPANMESH_LLAMA_CPP` names a folder with it, as `make test` does; see `unpacked_source`.
     """
-    named = os.environ.get("SPANMESH_LLAMA_CPP")
-    folder = Path(named) if named else unpacked_source()
+    folder = unpacked_source()
     return {} if folder is None else {path.stem: path for path in folder.glob("models/templates/*.jinja")}

@@ -38,6 +38,24 @@ _CASES = click.IntRange(1)
 @click.option(
     "--tokens", type=_CASES, metavar="N", help="Number of join tokens: mistyped, damaged and random."
 )
+@click.option(
+    "--texts",
+    type=_CASES,
+    metavar="N",
+    help="Number of API requests with texts that are hard to read, from clients that hang up.",
+)
+@click.option(
+    "--prompts",
+    type=_CASES,
+    metavar="N",
+    help="Number of conversations, compared with what reaches the model through each API.",
+)
+@click.option(
+    "--flood",
+    type=_CASES,
+    metavar="SECONDS",
+    help="Length of each of four turns of a flood of the largest bodies, beside streams of another key.",
+)
 @seed_option("Of all randomness.")
 @output_option("bench-fuzz", "Folder for failing inputs and logs.")
 @click.option("--json", "is_json", is_flag=True, help="Print the reports as JSON.")
@@ -75,6 +93,9 @@ _KINDS: Final = {
     "gguf": "mesh.qualification.fuzz.gguf_fuzz:fuzz_ggufs",
     "drafters": "mesh.qualification.fuzz.drafter_fuzz:fuzz_drafters",
     "tokens": "mesh.qualification.fuzz.token_fuzz:fuzz_tokens",
+    "texts": "mesh.qualification.fuzz.text_fuzz:fuzz_texts",
+    "flood": "mesh.qualification.fuzz.flood:fuzz_flood",
+    "prompts": "mesh.qualification.fuzz.prompt_fuzz:fuzz_prompts",
 }
 
 

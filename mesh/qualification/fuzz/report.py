@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from mesh.bench.stress.memory import growth_of
@@ -52,6 +52,7 @@ class FuzzReport:
         growth: Its memory after the warm-up and at the end; None if there were too few samples to tell.
         kept: Files with the first failing input of each sort.
         duration_s: Of the whole run.
+        figures: What was measured beside, by name with its unit.
     """
 
     kind: str
@@ -65,6 +66,7 @@ class FuzzReport:
     growth: Growth | None
     kept: tuple[Path, ...]
     duration_s: float
+    figures: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_good(self) -> bool:
@@ -91,6 +93,7 @@ def as_dict(report: FuzzReport) -> dict[str, Any]:
         "flat": None if growth is None else growth.is_flat,
         "kept": [str(path) for path in report.kept],
         "duration_s": round(report.duration_s, 1),
+        "figures": {name: _rounded(value) for name, value in report.figures.items()},
     }
 
 
@@ -104,9 +107,15 @@ def as_text(report: FuzzReport) -> str:
         f"  {failures}",
         f"  memory: {_memory(report)}",
         f"  answers: {outcomes}",
+        *(f"  {name}: {_rounded(value):g}" for name, value in report.figures.items()),
         *(f"  kept: {path}" for path in report.kept),
     ]
     return "\n".join(lines)
+
+
+def _rounded(value: float) -> float:
+    """To three digits behind the point, which counts do not need."""
+    return round(value, 3)
 
 
 def _memory(report: FuzzReport) -> str:
@@ -136,6 +145,10 @@ class Tally:
         kind: Such as `http`; begins the names of kept files.
         options: Options of the run.
         now_s: A steady clock, in seconds.
+
+    Attributes:
+        num_cases: Inputs that were counted.
+        figures: For the report.
     """
 
     def __init__(self, kind: str, options: FuzzOptions, now_s: Callable[[], float]) -> None:
@@ -149,6 +162,7 @@ class Tally:
         self._sizes_bytes: list[float] = []
         self._kept: list[Path] = []
         self.num_cases = 0
+        self.figures: dict[str, float] = {}
 
     def count(self, outcome: str) -> None:
         """One input was fed and answered so."""
@@ -183,4 +197,5 @@ class Tally:
             growth=growth_of(self._times_s, self._sizes_bytes),
             kept=tuple(self._kept),
             duration_s=self._now_s() - self._begin_s,
+            figures=dict(self.figures),
         )
