@@ -14,6 +14,7 @@ import os
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, Self
 
 import structlog
@@ -36,7 +37,6 @@ from stages.weights.hashing import stamps_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from mesh.serve.head_identity import IdentityFile
     from mesh.serve.options import ServeOptions
