@@ -7,6 +7,7 @@ comparison run the same kernels. Run as a program it builds, and prints the path
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import subprocess
 import sys

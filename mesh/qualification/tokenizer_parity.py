@@ -8,6 +8,7 @@ llama.cpp splits a text by functions that call themselves for each character: a 
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import re
 import signal
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
@@ -27,6 +28,8 @@ from mesh.lab.llama_cpp_build import unpacked_source
 from mesh.qualification.fuzz.altered_models import PRE_KIND, text_array, text_value, write_vocabulary
 from mesh.qualification.fuzz.hostile_texts import RUNS, run_of
 from mesh.serve.options import demo_model
+from mesh.text.text_jobs import TextModel
+from mesh.text.text_service import TextRequest, TextService
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import InvalidModel, MeshError, RequestError
 from stages.gguf.header import Value, ValueType
@@ -236,21 +239,28 @@ def llama_encode(path: Path) -> Encode:
     return encode
 
 
-def product_encode(path: Path) -> Encode:
-    """Tokenizing as the head does it.
+class ProductEncoding:
+    """Tokenizing as the head does it: in the processes for clients' texts.
+
+    Args:
+        path: The vocabulary.
 
     Raises:
         InvalidModel: If the vocabulary cannot be loaded.
     """
-    tokenizer = Tokenizer(path)
 
-    def encode(text: str) -> Sequence[int] | None:
+    def __init__(self, path: Path) -> None:
+        tokenizer = Tokenizer(path)
+        self._texts = TextService(TextModel(str(tokenizer.path), tokenizer.stamp))
+
+    def encode(self, text: str) -> Sequence[int] | None:
+        """Ids of a text; None for a refusal with a 4xx."""
+        request = TextRequest(text, "prompt", add_special=False)
         try:
-            return tokenizer.encode(text, add_special=False, parse_special=False)
+            (found,) = asyncio.run(self._texts.ids([request], most_tokens=len(text), client=None))
         except RequestError:
             return None
-
-    return encode
+        return found
 
 
 @dataclass(frozen=True)
@@ -358,9 +368,10 @@ def _outcome(found: Sequence[int] | None, expected: Sequence[int] | None) -> tup
     return "differs", f"{len(found)} ids in place of {len(expected)}, the first that differs is {place}"
 
 
-def _usual(path: Path) -> TokenizingProcess:
-    """The product's tokenizing, in a thread as any other."""
-    return TokenizingProcess(product_encode, path, 0)
+@contextmanager
+def product(path: Path) -> Iterator[ProductEncoding]:
+    """The product's tokenizing, for `compare`."""
+    yield ProductEncoding(path)
 
 
 @click.command()
@@ -380,7 +391,7 @@ def main(model: Path | None, kinds: tuple[str, ...], runs: tuple[str, ...], leng
     with tempfile.TemporaryDirectory(prefix="spanmesh-vocabularies-") as name:
         files = vocabularies(source, model or demo_model(), Path(name))
         wanted = (file for file in files if not kinds or any(kind in file.name for kind in kinds))
-        for case in compare(wanted, _usual, runs=runs or tuple(RUNS), lengths=lengths or LENGTHS):
+        for case in compare(wanted, product, runs=runs or tuple(RUNS), lengths=lengths or LENGTHS):
             outcomes[case.outcome] += 1
             if case.outcome != "equal":
                 shown = f"{case.num_chars} x {case.run}" if case.run else "all"

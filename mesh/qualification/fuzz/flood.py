@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from mesh.api.request_parsing import max_body_bytes
+from mesh.api.bodies.reading import max_body_bytes
 from mesh.lab.local_mesh import ServedMesh, served_mesh
 from mesh.qualification.fuzz.altered_models import write_altered
 from mesh.qualification.fuzz.head_watch import HeadWatch, footprint_of, settled

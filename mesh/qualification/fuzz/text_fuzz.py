@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.api.request_parsing import max_body_bytes
+from mesh.api.bodies.reading import max_body_bytes
 from mesh.bench.http_client import Client, parse_url
 from mesh.cli.head_client import ask_head
 from mesh.lab.local_mesh import ServedMesh, served_mesh

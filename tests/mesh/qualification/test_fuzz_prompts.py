@@ -102,7 +102,6 @@ def test_a_vocabulary_gets_further_control_tokens(smollm2_path: Path, tmp_path: 
 
 
 @pytest.mark.model
-@pytest.mark.xfail(reason="clients' texts still make control tokens", strict=True)
 def test_only_templates_make_control_tokens_and_nothing_is_hidden(smollm2_path: Path, tmp_path: Path) -> None:
     report = fuzz_prompts(FuzzOptions(4, 7, smollm2_path, tmp_path))
     assert report.is_good, [path.with_suffix(".txt").read_text() for path in report.kept]
@@ -118,7 +117,6 @@ def test_what_is_compared_is_compared_through_all_apis(smollm2_path: Path, tmp_p
 
 @pytest.mark.model
 @pytest.mark.sweep
-@pytest.mark.xfail(reason="clients' texts still make control tokens", strict=True)
 def test_all_templates_of_llama_cpp(smollm2_path: Path, tmp_path: Path) -> None:
     report = fuzz_prompts(FuzzOptions(400, 11, smollm2_path, tmp_path))
     assert report.is_good, [path.with_suffix(".txt").read_text() for path in report.kept]

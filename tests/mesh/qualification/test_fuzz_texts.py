@@ -103,7 +103,6 @@ async def test_a_flood_sends_bodies_and_hangs_up_whatever_it_is_told() -> None:
 @pytest.mark.model
 @pytest.mark.cluster
 @pytest.mark.sociable
-@pytest.mark.xfail(reason="a run of 28,000 letters still ends the head", strict=True)
 def test_a_head_stands_texts_that_are_hard_to_read(
     tmp_path: Path, stage_cache_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ from mesh.qualification.tokenizer_parity import (
     compare,
     known_kinds,
     llama_encode,
-    product_encode,
+    product,
     vocabularies,
 )
 
@@ -28,10 +28,6 @@ pytestmark = pytest.mark.model
 needs_source = pytest.mark.skipif(
     unpacked_source() is None, reason="no source of llama.cpp: see SPANMESH_LLAMA_CPP"
 )
-
-
-def usual(path: Path) -> TokenizingProcess:
-    return TokenizingProcess(product_encode, path, 0)
 
 
 @needs_source
@@ -77,16 +73,15 @@ def test_other_ids_and_refusals_are_told_apart(smollm2_path: Path) -> None:
 def test_a_file_that_is_no_vocabulary_is_not_loaded(tmp_path: Path) -> None:
     path = tmp_path / "none.gguf"
     path.write_bytes(b"GGUF")
-    (found,) = compare([VocabularyFile("none", path)], usual)
+    (found,) = compare([VocabularyFile("none", path)], product)
     assert found.outcome == "not loaded"
 
 
 @pytest.mark.sweep
 @needs_source
-@pytest.mark.xfail(reason="a long run still ends what tokenizes", strict=True)
 def test_all_vocabularies_give_the_ids_of_a_large_stack(smollm2_path: Path, tmp_path: Path) -> None:
     source = unpacked_source()
     assert source is not None
     files = vocabularies(source, smollm2_path, tmp_path)
-    wrong = [case for case in compare(files, usual, lengths=[100, 60_000]) if not case.is_good]
+    wrong = [case for case in compare(files, product, lengths=[100, 60_000]) if not case.is_good]
     assert not wrong
