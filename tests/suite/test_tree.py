@@ -21,6 +21,7 @@ FEW_LINES: Final = 40
 SMALL: Final = {
     "mesh.cluster.device_probe": "a child process",
     "mesh.lab.tcp_ping": "a child process",
+    "mesh.util.fresh_start": "ends the process that calls it",
 }
 
 
