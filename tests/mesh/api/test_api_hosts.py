@@ -185,7 +185,7 @@ async def test_the_command_says_where_bandwidths_are_measured(
 ) -> None:
     async with running_api(ScriptedEngine([]), tokenizer, link_runs=LinkRuns(measuring(NEAR))) as api:
         # As if the command ran on another machine.
-        monkeypatch.setattr(auth, "is_own_machine", lambda _request: False)
+        monkeypatch.setattr(auth, "_comes_from_here", lambda _request: False)
         assert await asyncio.to_thread(run, ["bench", "net", "--url", api.url]) == 1
         said = capsys.readouterr().err
         assert "error: bandwidths are measured (bulk_bytes) from the head's own machine only" in said

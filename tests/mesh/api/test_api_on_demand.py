@@ -433,7 +433,7 @@ async def test_without_keys_only_the_heads_machine_has_models_loaded(
         body = {"messages": HELLO, "model": "small"}
         refused = await mesh.api.http.post(CHAT, json=body, headers=behind_a_proxy)
         assert (refused.status_code, "the head's own machine" in refused.text) == (403, True)
-        monkeypatch.setattr(auth, "is_own_machine", lambda _request: False)
+        monkeypatch.setattr(auth, "_comes_from_here", lambda _request: False)
         assert (await ask(mesh, "small")).status_code == 403
         status = (await mesh.api.http.get("/mesh/status")).json()
         assert status["rights"] == {"load": False, "unload": False}
@@ -446,7 +446,7 @@ async def test_a_key_that_may_load_does_so_by_name_and_from_anywhere(
 ) -> None:
     async with on_demand_api(tokenizer, keys=two_keys()) as mesh:
         http = mesh.api.http
-        monkeypatch.setattr(auth, "is_own_machine", lambda _request: False)
+        monkeypatch.setattr(auth, "_comes_from_here", lambda _request: False)
         assert (await http.get("/mesh/status", headers=MAY)).json()["rights"] == {
             "load": True,
             "unload": False,

@@ -142,7 +142,7 @@ async def test_links_are_measured_by_the_head_before_the_load(
         target = RemoteTarget(parse_url(f"{api.url}/v1"), None)
         near = await asyncio.to_thread(known_links, target)
         # As if the benchmark ran on another machine than the head's.
-        monkeypatch.setattr(auth, "is_own_machine", lambda _request: False)
+        monkeypatch.setattr(auth, "_comes_from_here", lambda _request: False)
         far = await asyncio.to_thread(known_links, target)
     assert near.found is not None
     assert far.found is not None
