@@ -12,6 +12,7 @@ import structlog
 
 from mesh.api.app import create_app
 from mesh.api.backend import ApiContext, Backends, LinkRuns
+from mesh.api.bodies.reading import shared_body_pool
 from mesh.api.http_server import serve_api
 from mesh.cluster.addresses import AddressWatch, is_loopback, own_addresses
 from mesh.cluster.discovery import announced, heads_found
@@ -69,6 +70,7 @@ async def serve_mesh(options: ServeOptions, known: Preflight, interruption: Inte
     tracer = open_tracer()
     backends = Backends(backend_of(first, _api_context(first.state)))
     await backends.first.texts.check(backends.first.now())
+    shared_body_pool().start()
     app = create_app(backends, api_keys=known.api_keys, cors_origins=options.cors_origins, tracer=tracer)
     with (
         closing(tracer),

@@ -8,6 +8,8 @@ over, and memory, files and core dumps have limits. What a job prints by other m
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import resource
 import signal
@@ -28,6 +30,8 @@ ANSWER: Final = struct.Struct("<Q")
 EXIT_MEMORY: Final = 75
 
 _NUM_FILES: Final = 32
+# What a larger job has left in the heap would stay there until the next one.
+_LARGE_BYTES: Final = 2**18
 
 
 def serve(
@@ -53,8 +57,11 @@ def serve(
             answers.write(ANSWER.pack(len(answer)))
             answers.write(answer)
             answers.flush()
+            num_bytes = sum(JOB.unpack(frame)[:2]) + len(answer)
             # Not kept until the next job.
             del answer
+            if num_bytes > _LARGE_BYTES:
+                _give_back()
 
 
 def _answer(
@@ -95,6 +102,14 @@ def _bound(memory_bytes: int) -> None:
             resource.setrlimit(which, (limit, limit))
     # Ctrl-C is handled by the parent, whose end closes our input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _give_back() -> None:
+    """Return free memory to the system, where the C library can."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _take_output() -> IO[bytes]:
