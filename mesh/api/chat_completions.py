@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -64,7 +65,8 @@ async def count_input_tokens(request: Request) -> Response:
     body = await body_of(request, ChatBody)
 
     async def answer(backend: Backend) -> Response:
-        work = render_prompt(backend, conversation_of(body), client_of(request.scope))
+        conversation = await asyncio.to_thread(conversation_of, body)
+        work = render_prompt(backend, conversation, client_of(request.scope))
         prompt = await prepared(request, backend, work)
         return json_response({"object": "chat.completion.input_tokens", "input_tokens": len(prompt.tokens)})
 
@@ -72,7 +74,9 @@ async def count_input_tokens(request: Request) -> Response:
 
 
 async def _jobs(backend: Backend, body: ChatBody, client: str | None) -> list[GenerationJob]:
-    conversation = replace(conversation_of(body), splits_reasoning=body.reasoning_format != "none")
+    # In a thread, since a conversation of thousands of messages takes a while.
+    conversation = await asyncio.to_thread(conversation_of, body)
+    conversation = replace(conversation, splits_reasoning=body.reasoning_format != "none")
     prompt = await render_prompt(backend, conversation, client)
     job = await make_chat_job(backend, body, prompt, param="messages", client=client)
     return several([job], body.num_choices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter
@@ -131,7 +132,8 @@ def require_ids(tokenizer: Tokenizer, tokens: Sequence[int], *, param: str) -> N
 
 async def _tokens(backend: Backend, body: TokenizeBody, client: str | None) -> list[int]:
     if body.messages:
-        return (await render_prompt(backend, conversation_of(body), client)).tokens
+        conversation = await asyncio.to_thread(conversation_of, body)
+        return (await render_prompt(backend, conversation, client)).tokens
     most_tokens = backend.engine.context_length
     prompt = body.prompt or ""
     refuse_too_long_text(backend.tokenizer, len(prompt), most_tokens, param="prompt", what="the prompt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from contextlib import contextmanager
@@ -71,6 +72,9 @@ async def serve_mesh(options: ServeOptions, known: Preflight, interruption: Inte
     backends = Backends(backend_of(first, _api_context(first.state)))
     await backends.first.texts.check(backends.first.now())
     shared_body_pool().start()
+    # What is there by now stays, and need not be looked through each time that garbage is collected.
+    gc.collect()
+    gc.freeze()
     app = create_app(backends, api_keys=known.api_keys, cors_origins=options.cors_origins, tracer=tracer)
     with (
         closing(tracer),

@@ -7,12 +7,16 @@ import struct
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import msgpack
+
 from spanmesh_proto.errors import WIRE, MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _HEAD_BYTES: Final = struct.Struct("<I")
+_IS_JSON: Final = b"j"
+_IS_MSGPACK: Final = b"m"
 _KINDS: Final = {kind.__name__: kind for kind in WIRE}
 
 
@@ -43,14 +47,24 @@ def packed_job(kind: str, model: TextModel, values: Mapping[str, Any]) -> tuple[
         RecursionError: If they are nested too deeply.
     """
     header = json.dumps({"kind": kind, "model": asdict(model)}).encode()
-    return header, json.dumps(values, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    try:
+        # Several times as fast as JSON, in one stretch of which nothing else of the head goes on.
+        return header, _IS_MSGPACK + msgpack.packb(values, unicode_errors="surrogatepass")
+    except (ValueError, OverflowError):
+        # Of large numbers and deep values it knows less.
+        return header, _IS_JSON + json.dumps(values, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
 def unpacked_job(header: bytes, payload: bytes) -> tuple[str, TextModel, dict[str, Any]]:
     """Kind, model and arguments of a job."""
     head = json.loads(header)
     model = head["model"]
-    values: dict[str, Any] = json.loads(payload.decode("utf-8", "surrogatepass"))
+    form, data = payload[:1], memoryview(payload)[1:]
+    values: dict[str, Any]
+    if form == _IS_JSON:
+        values = json.loads(str(data, "utf-8", "surrogatepass"))
+    else:
+        values = msgpack.unpackb(data, unicode_errors="surrogatepass", strict_map_key=False)
     return head["kind"], TextModel(model["path"], tuple(model["stamp"]), model["template"]), values
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
@@ -35,6 +36,9 @@ def job_header(kind: type[BaseModel], most_values: int) -> bytes:
     return data
 
 
+_NICENESS: Final = 10
+
+
 def handle(header: bytes, payload: bytes) -> bytes:
     """The encoded body after `PARSED`, or message and field of the error after `REFUSED`."""
     module, name, most_values = msgpack.unpackb(header)
@@ -57,4 +61,6 @@ def _kind(module: str, name: str) -> Any:
 
 
 if __name__ == "__main__":
+    # Large bodies wait for what computes tokens, not the other way round.
+    os.nice(_NICENESS)
     serve(handle)

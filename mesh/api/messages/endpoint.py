@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter
@@ -60,7 +61,8 @@ async def count_tokens(request: Request) -> Response:
     body = await body_of(request, CountBody)
 
     async def answer(backend: Backend) -> Response:
-        work = render_prompt(backend, _conversation(body), client_of(request.scope))
+        conversation = await asyncio.to_thread(_conversation, body)
+        work = render_prompt(backend, conversation, client_of(request.scope))
         prompt = await prepared(request, backend, work)
         return json_response({"input_tokens": len(prompt.tokens)})
 
@@ -84,7 +86,8 @@ def _conversation(body: ConversationParams) -> Conversation:
 
 
 async def _job(backend: Backend, body: MessagesBody, client: str | None) -> GenerationJob:
-    prompt = await render_prompt(backend, _conversation(body), client)
+    # In a thread, since a conversation of thousands of messages takes a while.
+    prompt = await render_prompt(backend, await asyncio.to_thread(_conversation, body), client)
     return await make_chat_job(backend, _as_chat_body(body), prompt, param="messages", client=client)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import APIRouter
@@ -121,7 +122,8 @@ async def count_input_tokens(request: Request) -> Response:
 
     async def answer(backend: Backend) -> Response:
         whole = _with_items(backend, body, client)
-        work = _prompt(backend, whole, _messages(backend, whole, client), client)
+        messages = await asyncio.to_thread(_messages, backend, whole, client)
+        work = _prompt(backend, whole, messages, client)
         prompt = await prepared(request, backend, work)
         return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 
@@ -253,13 +255,14 @@ def _conversation(body: ResponsesBody, messages: Sequence[Mapping[str, Any]]) ->
 
 
 async def _turn(backend: Backend, body: ResponsesBody, client: str | None) -> Turn:
-    messages = _messages(backend, body, client)
+    # In a thread, since a conversation of thousands of items takes a while.
+    messages = await asyncio.to_thread(_messages, backend, body, client)
     prompt = await _prompt(backend, body, messages, client)
     try:
         job = await make_chat_job(backend, as_chat_body(body), prompt, param="input", client=client)
     except InvalidRequest as error:
         raise as_responses_error(error) from None
-    return Turn(messages, job, input_items_of(body.input))
+    return Turn(messages, job, await asyncio.to_thread(input_items_of, body.input))
 
 
 def _instructed(messages: Sequence[Mapping[str, Any]], instructions: str | None) -> list[Mapping[str, Any]]:
