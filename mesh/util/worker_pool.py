@@ -38,7 +38,7 @@ MAX_WAITING: Final = 64
 _GRACE_S: Final = 1.0
 # No limit ends a process by these signals: what did so was no job, and it gets a new process a few times.
 _FROM_OUTSIDE: Final = frozenset({-signal.SIGKILL, -signal.SIGTERM})
-_MAX_KILLED: Final = 3
+_MAX_KILLED: Final = 8
 _MAX_ANSWER_BYTES: Final = 2**30
 _RETRY_AFTER_S: Final = 2
 
