@@ -275,7 +275,7 @@ async def test_a_key_that_may_not_load_has_no_button_and_is_told_why(
     browser: Page, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = ApiKeys([KeyRecord("bob", digest_of(KEY))])
-    monkeypatch.setattr("mesh.api.auth.is_loopback", lambda _host: False)
+    monkeypatch.setattr("mesh.api.auth._comes_from_here", lambda _request: False)
     async with on_demand_api(tokenizer, keys=keys, status=lambda: STATUS) as mesh:
         await browser.open(f"{mesh.api.url}/")
         await browser.until("!document.querySelector('#gate').hidden")
