@@ -15,7 +15,6 @@ import resource
 import signal
 import struct
 import sys
-import threading
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Final
 
@@ -34,10 +33,7 @@ _NUM_FILES: Final = 32
 _LARGE_BYTES: Final = 2**18
 
 
-def serve(
-    handle: Callable[[bytes, bytes], bytes],
-    stack_bytes: Callable[[bytes, bytes], int] | None = None,
-) -> None:
+def serve(handle: Callable[[bytes, bytes], bytes]) -> None:
     """Do jobs until the standard input ends, which it also does when the parent was killed.
 
     The first argument of the command line is the limit of the address space in bytes.
@@ -45,15 +41,13 @@ def serve(
     Args:
         handle: Answers a job, given its header and its payload. It encodes its own errors: one that it
             raises ends the process, and the job with it.
-        stack_bytes: Stack that a job needs, in bytes: it then runs in a thread of its own. None runs all in
-            the main thread.
     """
     _bound(int(sys.argv[1]))
     jobs, answers = sys.stdin.buffer, _take_output()
     # Without a parent there is no use in an answer.
     with suppress(BrokenPipeError):
         while len(frame := jobs.read(JOB.size)) == JOB.size:
-            answer = _answer(frame, jobs, answers, handle, stack_bytes)
+            answer = _answer(frame, jobs, answers, handle)
             answers.write(ANSWER.pack(len(answer)))
             answers.write(answer)
             answers.flush()
@@ -69,7 +63,6 @@ def _answer(
     jobs: IO[bytes],
     answers: IO[bytes],
     handle: Callable[[bytes, bytes], bytes],
-    stack_bytes: Callable[[bytes, bytes], int] | None,
 ) -> bytes:
     """Read a job and do it within its limits, which leave out the writing of the answer: that waits."""
     header_bytes, payload_bytes, cpu_limit_s, wall_limit_s = JOB.unpack(frame)
@@ -79,9 +72,7 @@ def _answer(
         header, payload = jobs.read(header_bytes), jobs.read(payload_bytes)
         answers.write(BEGUN)
         answers.flush()
-        if stack_bytes is None:
-            return handle(header, payload)
-        return _in_thread(handle, header, payload, stack_bytes(header, payload))
+        return handle(header, payload)
     except MemoryError:
         os._exit(EXIT_MEMORY)
     finally:
@@ -117,27 +108,3 @@ def _take_output() -> IO[bytes]:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return answers
-
-
-def _in_thread(
-    handle: Callable[[bytes, bytes], bytes], header: bytes, payload: bytes, stack_bytes: int
-) -> bytes:
-    answers: list[bytes] = []
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            answers.append(handle(header, payload))
-        except BaseException as error:  # noqa: BLE001 - raised again by the caller
-            failures.append(error)
-
-    threading.stack_size(stack_bytes)
-    try:
-        thread = threading.Thread(target=work)
-        thread.start()
-    except RuntimeError as error:  # the system has no memory for such a stack
-        raise MemoryError from error
-    thread.join()
-    if failures:
-        raise failures[0]
-    return answers[0]

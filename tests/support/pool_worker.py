@@ -27,15 +27,8 @@ def handle(header: bytes, payload: bytes) -> bytes:
             print("to the standard output", flush=True)
         case ["look"]:
             return json.dumps({"environment": dict(os.environ), "pid": os.getpid()}).encode()
-        case ["descend", levels]:
-            return str(_depth(int(levels))).encode()
     return b""
 
 
-def _depth(levels: int) -> int:
-    # Through C, whose stack each level takes a part of.
-    return 0 if not levels else 1 + max(map(_depth, [levels - 1]))
-
-
 if __name__ == "__main__":
-    serve(handle, lambda header, payload: int(payload) if header.startswith(b"descend") else 2**20)
+    serve(handle)

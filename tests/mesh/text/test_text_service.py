@@ -16,6 +16,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from mesh.text import text_service
+from mesh.text.text_encoder import with_stack
 from mesh.text.text_jobs import TextModel
 from mesh.text.text_service import PromptIds, TextRequest, TextService, shared_text_pool
 from mesh.text.tokenizer import Tokenizer
@@ -208,6 +209,14 @@ def test_a_word_of_any_length_gets_its_ids(
         # A run is one word for each of these: its beginning has the ids of a shorter one.
         assert ids[:1000] == tokenizer.encode(letter * 10_000, add_special=True, parse_special=True)[:1000]
         assert asyncio.run(service.text(ids, client=None)) == letter * 100_000
+
+
+def test_a_text_has_the_stack_that_it_needs() -> None:
+    def depth(levels: int) -> int:
+        # Through C, whose stack each level takes a part of.
+        return 0 if not levels else 1 + max(map(depth, [levels - 1]))
+
+    assert with_stack(2**25, lambda: [depth(300)]) == [300]
 
 
 def test_control_tokens_in_masses_take_no_time(texts: TextService) -> None:

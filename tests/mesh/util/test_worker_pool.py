@@ -117,10 +117,6 @@ def test_a_worker_that_ended_while_idle_is_replaced_before_the_next_job(lone: Wo
     assert pid_of(lone) != pid
 
 
-def test_a_job_chooses_its_stack(lone: WorkerPool) -> None:
-    assert lone.run_blocking(b"descend 300", b"16777216") == b"300"
-
-
 async def test_one_client_leaves_a_worker_to_others(pool: WorkerPool) -> None:
     long = [asyncio.create_task(pool.run(b"sleep 30", client="ann")) for _ in range(4)]
     await asyncio.sleep(0)
