@@ -142,7 +142,7 @@ class WorkerPool:
 
         Raises:
             WorkerEnded: If the job ended its worker.
-            Overloaded: If too many jobs wait, of this client or of all.
+            Overloaded: If too many jobs wait, of this client or of all, or something ends each worker.
         """
         job = self._submit(header, payload, client, cpu_limit_s)
         try:
@@ -297,6 +297,13 @@ class WorkerPool:
         if not isinstance(failure, _OutputEnded):
             return failure
         code = failure.exit_code
+        if code in _FROM_OUTSIDE and not job.is_abandoned and not self._is_closed:
+            return Overloaded(
+                f"something outside ended the request's process {_MAX_KILLED + 1} times, at last by"
+                f" {signal.Signals(-code).name}: try again in {_RETRY_AFTER_S} s, and see whether the head's"
+                " machine has memory left",
+                retry_after_s=_RETRY_AFTER_S,
+            )
         if code == -signal.SIGPROF:
             reason = f"took more than {job.cpu_limit_s:g} s of computing"
         elif code == -signal.SIGALRM:

@@ -56,6 +56,12 @@ _CASES = click.IntRange(1)
     metavar="SECONDS",
     help="Length of each of four turns of a flood of the largest bodies, beside streams of another key.",
 )
+@click.option(
+    "--kills",
+    type=_CASES,
+    metavar="N",
+    help="Number of kills of the processes that read bodies and texts, beside streams.",
+)
 @seed_option("Of all randomness.")
 @output_option("bench-fuzz", "Folder for failing inputs and logs.")
 @click.option("--json", "is_json", is_flag=True, help="Print the reports as JSON.")
@@ -95,6 +101,7 @@ _KINDS: Final = {
     "tokens": "mesh.qualification.fuzz.token_fuzz:fuzz_tokens",
     "texts": "mesh.qualification.fuzz.text_fuzz:fuzz_texts",
     "flood": "mesh.qualification.fuzz.flood:fuzz_flood",
+    "kills": "mesh.qualification.fuzz.worker_kills:fuzz_kills",
     "prompts": "mesh.qualification.fuzz.prompt_fuzz:fuzz_prompts",
 }
 

@@ -103,11 +103,18 @@ async def test_a_flood_sends_bodies_and_hangs_up_whatever_it_is_told() -> None:
 @pytest.mark.model
 @pytest.mark.cluster
 @pytest.mark.sociable
-def test_a_head_stands_texts_that_are_hard_to_read(
-    tmp_path: Path, stage_cache_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("kind", "num_cases"), [("texts", 16), ("kills", 8)])
+def test_a_head_stands_texts_that_are_hard_to_read_and_kills_of_what_reads_them(
+    kind: str,
+    num_cases: int,
+    tmp_path: Path,
+    stage_cache_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(stage_cache_dir))
-    code = run(["bench", "fuzz", "--texts", "16", "--seed", "1", "-o", str(tmp_path / "out"), "--json"])
+    options = [f"--{kind}", str(num_cases), "--seed", "1", "-o", str(tmp_path / "out"), "--json"]
+    code = run(["bench", "fuzz", *options])
     (report,) = json.loads(capsys.readouterr().out)
     assert (code, report["good"], report["kept"]) == (0, True, []), report
-    assert report["cases"] == 16
+    assert report["cases"] == num_cases

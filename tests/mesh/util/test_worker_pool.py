@@ -87,7 +87,7 @@ def test_what_a_job_prints_damages_no_answer(pool: WorkerPool) -> None:
     [
         (b"spin", 0.1, -signal.SIGPROF, "took more than 0.1 s of computing"),
         (b"fill", None, 75, "needed more than 1024 MiB of memory"),
-        (b"crash", None, -signal.SIGSEGV, r"ended its process \(SIGSEGV\)"),
+        (b"end SIGSEGV", None, -signal.SIGSEGV, r"ended its process \(SIGSEGV\)"),
         (b"fail", None, 1, r"ended its process \(code 1\)"),
     ],
 )
@@ -115,6 +115,12 @@ def test_a_worker_that_ended_while_idle_is_replaced_before_the_next_job(lone: Wo
     pid = pid_of(lone)
     os.kill(pid, signal.SIGKILL)
     assert pid_of(lone) != pid
+
+
+def test_processes_that_are_ended_from_outside_are_not_the_jobs_doing(lone: WorkerPool) -> None:
+    with pytest.raises(Overloaded, match=r"outside ended .* 9 times, at last by SIGTERM: try again in 2 s"):
+        lone.run_blocking(b"end SIGTERM")
+    assert lone.run_blocking(b"echo", b"next") == b"next"
 
 
 async def test_one_client_leaves_a_worker_to_others(pool: WorkerPool) -> None:
