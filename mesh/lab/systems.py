@@ -17,6 +17,7 @@ import psutil
 
 from mesh.api.api_keys import KeyRecord, add_key, digest_of
 from spanmesh_proto.errors import MeshError
+from stages.openmp_tuning import SPIN_COUNT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -239,6 +240,8 @@ class RpcSystem:
                 os.killpg(process.pid, number)
 
     def _launch(self, host: int, argv: list[str]) -> subprocess.Popen[bytes]:
+        # As users run it: what spanmesh sets for its own threads is not for these.
+        argv = ["env", f"--unset={SPIN_COUNT}", *argv]
         process = start_logged(self._lab, host, argv, self._log(host))
         self._processes.append(process)
         return process

@@ -40,7 +40,7 @@ class RuntimeOptions:
     Attributes:
         num_slots: Number of concurrent sequences.
         ctx_size: Positions of each.
-        num_threads: Threads of llama.cpp; they spin, so no more than free cores.
+        num_threads: Threads of llama.cpp; they wait for one another, so no more than free cores.
         exact: Numeric mode, see `stages.runtime.numerics`.
         kv_type: Format of the KV cache, one of `stages.runtime.kv_types.KV_TYPES`.
         observe_layers: Layers whose outputs `observed` returns after a decode; for certification.
