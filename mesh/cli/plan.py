@@ -76,7 +76,10 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--exact", is_flag=True, help="Plan for exact mode.")
 @int_option("--threads", metavar="N", help="Threads of this host for computing.")
 @click.option(
-    "--memory", type=MemorySize(), metavar="SIZE", help="Memory for stages on this host, such as 8G."
+    "--memory",
+    type=MemorySize(),
+    metavar="SIZE",
+    help="Memory for stages and texts on this host, such as 8G.",
 )
 @gpu_options
 @int_option(
@@ -126,11 +129,13 @@ def plan(
         raise click.UsageError(
             "--url, --host-spec and --hosts-file each give the hosts: leave out all but one"
         )
-    from mesh.forecast.dry_run import DryRunOptions, dry_run  # noqa: PLC0415 - keeps --help quick
+    from mesh.api.bodies.reading import worker_bytes  # noqa: PLC0415 - keeps --help quick
+    from mesh.forecast.dry_run import DryRunOptions, dry_run  # noqa: PLC0415
     from mesh.placement.gpu_layers import parse_cpu_moe  # noqa: PLC0415
     from mesh.placement.memory_estimate import Workload  # noqa: PLC0415
     from mesh.placement.topology import read_topology  # noqa: PLC0415
     from mesh.serve.options import ctx_size_for  # noqa: PLC0415
+    from mesh.text.text_service import text_bytes_of  # noqa: PLC0415
     from stages.runtime.kv_types import check_kv_type  # noqa: PLC0415
     from stages.slicing.model_facts import read_model_facts  # noqa: PLC0415
     from stages.slicing.source_model import read_source  # noqa: PLC0415
@@ -145,6 +150,8 @@ def plan(
             exact,
             num_checkpoints=0 if facts.can_trim else checkpoints,
         ),
+        worker_bytes=worker_bytes(),
+        text_bytes=text_bytes_of(model),
         num_stages=stages,
         split=split,
         topology=None if topology is None else read_topology(topology),
@@ -241,6 +248,12 @@ def print_plan(found: DryRun) -> None:
     for index, stage in enumerate(found.plan.stages):
         if stage.memory.gpus:
             console.print(f"stage {index}: {_on_gpus(stage.memory)}", highlight=False, soft_wrap=True)
+    console.print(
+        f"{found.head}, the head: {format_size(found.worker_bytes + found.text_bytes)} for processes that "
+        f"read texts and bodies, {format_size(found.text_bytes)} of it for the vocabulary",
+        highlight=False,
+        soft_wrap=True,
+    )
     for host, reason in found.left_out.items():
         console.print(f"{host} is left out: {reason}", highlight=False, soft_wrap=True)
     if found.forecast is not None:

@@ -99,7 +99,7 @@ _SECTIONS: Final = {
     "--memory",
     type=MemorySize(),
     metavar="SIZE",
-    help="Memory for stages and draft model on this host, such as 8G.  [default: all that is free]",
+    help="Memory for stages, draft model and texts on this host, such as 8G.  [default: all that is free]",
 )
 @gpu_options
 @click.option(

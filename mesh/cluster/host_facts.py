@@ -9,7 +9,7 @@ import platform
 import re
 import signal
 import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import psutil
@@ -167,20 +167,17 @@ class HostFacts:
     gpu_layers: int | None = None
     cpu_moe_layers: int | None = None
 
-    def capacity(self, name: str, *, draft_bytes: int = 0) -> HostCapacity:
+    def capacity(self, name: str) -> HostCapacity:
         """Capacity for the planner.
 
         Args:
             name: Name of the host.
-            draft_bytes: Memory of a draft model; where it is is unknown, so it counts everywhere.
         """
-        gpus = tuple(replace(gpu, free_bytes=max(0, gpu.free_bytes - draft_bytes)) for gpu in self.gpus)
         return HostCapacity(
             name,
-            max(0, self.memory_bytes - draft_bytes),
+            max(0, self.memory_bytes),
             self.speed_gb_per_s,
-            draft_bytes=draft_bytes,
-            gpus=gpus,
+            gpus=self.gpus,
             gpu_layers=self.gpu_layers,
             cpu_moe_layers=self.cpu_moe_layers,
         )

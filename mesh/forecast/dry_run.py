@@ -124,6 +124,8 @@ class DryRunOptions:
 
     Attributes:
         workload: What stages hold besides weights.
+        worker_bytes: Memory of the head's processes for texts and bodies, vocabularies aside.
+        text_bytes: Memory of the model's vocabulary in all processes for texts.
         num_stages: Number of stages, or None for the planner's choice.
         split: Layers of each stage, or None for the planner's choice.
         topology: Locked placement, or None for the planner's choice.
@@ -133,6 +135,8 @@ class DryRunOptions:
     """
 
     workload: Workload
+    worker_bytes: int
+    text_bytes: int
     num_stages: int | None = None
     split: tuple[int, ...] | None = None
     topology: Topology | None = None
@@ -148,11 +152,14 @@ class DryRun:
     Attributes:
         model: Facts of the model.
         plan: The plan.
-        hosts: All hosts.
+        hosts: All hosts, the head's with what processes for texts and bodies leave.
         left_out: Hosts without a stage, with the reasons.
         timings: Times of each stage, in order; None if they were not measured.
         forecast: Forecast for one session; None if there is none.
         basis: Basis of the forecast, or the reason why there is none.
+        head: Name of the coordinator's host; not necessarily one of them.
+        worker_bytes: Memory of the head's processes for texts and bodies, vocabularies aside.
+        text_bytes: Memory of the model's vocabulary in all processes for texts, on the head's host.
         context: Choice of the context; None if one was asked for.
     """
 
@@ -163,6 +170,9 @@ class DryRun:
     timings: tuple[StageTiming, ...] | None
     forecast: Forecast | None
     basis: str
+    head: str
+    worker_bytes: int
+    text_bytes: int
     context: ContextChoice | None = None
 
     def free_after_bytes(self, host: str) -> int:
@@ -181,6 +191,11 @@ class DryRun:
             },
             "reason": self.plan.reason,
             "context": None if self.context is None else self.context.as_dict(),
+            "head": {
+                "host": self.head,
+                "worker_bytes": self.worker_bytes,
+                "text_bytes": self.text_bytes,
+            },
             "stages": [
                 {
                     "host": stage.host,
@@ -219,6 +234,7 @@ def dry_run(
         UncuttableModel: If the model cannot be cut as requested.
         NotEnoughHosts: If there is no host, or a host to which layers are locked is missing.
     """
+    context = _with_texts(context, options.worker_bytes + options.text_bytes)
     placed = _placed(model, context, options)
     sizes = StageSizes(model, options.workload)
     chosen: ContextChoice | None = None
@@ -256,8 +272,22 @@ def dry_run(
         timings=timings,
         forecast=predicted,
         basis=basis,
+        head=context.head,
+        worker_bytes=options.worker_bytes,
+        text_bytes=options.text_bytes,
         context=chosen,
     )
+
+
+def _with_texts(context: PlanningContext, text_bytes: int) -> PlanningContext:
+    """The same hosts, the head's with what processes for texts and bodies leave."""
+    hosts = [
+        replace(host, capacity=host.capacity.on_head(text_bytes=text_bytes))
+        if host.capacity.name == context.head
+        else host
+        for host in context.hosts
+    ]
+    return replace(context, hosts=tuple(hosts))
 
 
 def _with_context(

@@ -24,6 +24,7 @@ class HostCapacity:
         memory_bytes: Its own memory for stages.
         speed_gb_per_s: Speed at which its processor reads weights.
         draft_bytes: Memory of a draft model besides, for messages.
+        text_bytes: Memory of processes for texts and bodies besides, for messages.
         gpus: Its GPUs, each with the memory for stages.
         gpu_layers: Layers of each stage on GPUs; None for as many as fit, see
             `mesh.placement.gpu_layers`.
@@ -36,6 +37,7 @@ class HostCapacity:
     memory_bytes: int
     speed_gb_per_s: float
     draft_bytes: int = 0
+    text_bytes: int = 0
     gpus: tuple[Gpu, ...] = ()
     gpu_layers: int | None = None
     others_bytes: int = 0
@@ -44,7 +46,7 @@ class HostCapacity:
     @cached_property
     def kind(self) -> HostCapacity:
         """The same without what does not matter for a plan: equal for interchangeable hosts."""
-        return replace(self, name="", draft_bytes=0, others_bytes=0)
+        return replace(self, name="", draft_bytes=0, text_bytes=0, others_bytes=0)
 
     @property
     def uses_gpus(self) -> bool:
@@ -89,7 +91,22 @@ class HostCapacity:
         gpus = tuple(replace(gpu, free_bytes=gpu.free_bytes - taken.get(gpu.name, 0)) for gpu in self.gpus)
         return replace(self, memory_bytes=self.memory_bytes - memory.total_bytes, gpus=gpus)
 
-    def beside(self, held: Collection[StageMemory], *, draft_bytes: int = 0) -> HostCapacity:
+    def on_head(self, *, draft_bytes: int = 0, text_bytes: int = 0) -> HostCapacity:
+        """Capacity left by what a model takes on the head's host besides its stages.
+
+        Args:
+            draft_bytes: Memory of its draft model; where it is is unknown, so it counts everywhere.
+            text_bytes: Memory of processes for texts and bodies, in the host's own memory.
+        """
+        return replace(
+            self.reduced(draft_bytes=draft_bytes, text_bytes=text_bytes),
+            draft_bytes=draft_bytes,
+            text_bytes=text_bytes,
+        )
+
+    def beside(
+        self, held: Collection[StageMemory], *, draft_bytes: int = 0, text_bytes: int = 0
+    ) -> HostCapacity:
         """Capacity left for one model beside others.
 
         All models share the memory's bandwidth: each of their stages slows the host down.
@@ -97,18 +114,30 @@ class HostCapacity:
         Args:
             held: Memory of their stages.
             draft_bytes: Memory of their draft models; where they are is unknown, so it counts everywhere.
+            text_bytes: Memory of processes for their texts.
         """
-        if not held and not draft_bytes:
+        if not held and not draft_bytes and not text_bytes:
             return self
         left = self.at_speed(self.fastest_gb_per_s / (1 + len(held)))
         for memory in held:
             left = left.without(memory)
         return replace(
-            left,
-            memory_bytes=max(0, left.memory_bytes - draft_bytes),
-            gpus=tuple(replace(gpu, free_bytes=max(0, gpu.free_bytes - draft_bytes)) for gpu in left.gpus),
-            others_bytes=sum(memory.total_bytes for memory in held) + draft_bytes,
+            left.reduced(draft_bytes=draft_bytes, text_bytes=text_bytes),
+            others_bytes=sum(memory.total_bytes for memory in held) + draft_bytes + text_bytes,
         )
+
+    def reduced(self, *, draft_bytes: int, text_bytes: int) -> HostCapacity:
+        """Capacity left by draft models, wherever they are, and by processes for texts, on the host."""
+        gpus = tuple(
+            replace(
+                gpu,
+                free_bytes=max(
+                    0, gpu.free_bytes - draft_bytes - (text_bytes if gpu.shares_host_memory else 0)
+                ),
+            )
+            for gpu in self.gpus
+        )
+        return replace(self, memory_bytes=max(0, self.memory_bytes - draft_bytes - text_bytes), gpus=gpus)
 
     @property
     def is_overdrawn(self) -> bool:
@@ -122,8 +151,9 @@ class HostCapacity:
             if self.uses_gpus
         )
         draft = f" beside {format_size(self.draft_bytes)} for the draft model" if self.draft_bytes else ""
+        texts = f" beside {format_size(self.text_bytes)} for reading texts" if self.text_bytes else ""
         others = f" beside {format_size(self.others_bytes)} of other models" if self.others_bytes else ""
-        return f"{format_size(max(0, self.memory_bytes))} on {self.name}{on_gpus}{draft}{others}"
+        return f"{format_size(max(0, self.memory_bytes))} on {self.name}{on_gpus}{draft}{texts}{others}"
 
 
 @dataclass(frozen=True)

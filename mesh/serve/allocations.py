@@ -32,21 +32,36 @@ class HostAllocations:
     """Allocations of all models, in the order in which the models were loaded.
 
     Args:
-        is_head: Whether a member is the head's own host, where draft models run.
+        is_head: Whether a member is the head's own host, where draft models run and texts are read.
+        worker_bytes: Memory of the head's processes for texts and bodies, vocabularies aside.
     """
 
-    def __init__(self, is_head: Callable[[Member], bool]) -> None:
+    def __init__(self, is_head: Callable[[Member], bool], *, worker_bytes: int = 0) -> None:
         self.is_head = is_head
+        self._worker_bytes = worker_bytes
         self._allocations: list[ModelAllocation] = []
 
     def __iter__(self) -> Iterator[ModelAllocation]:
         return iter(tuple(self._allocations))
 
     def open(
-        self, name: str, pipeline: Pipeline, *, draft_bytes: int = 0, most_threads: int | None = None
+        self,
+        name: str,
+        pipeline: Pipeline,
+        *,
+        draft_bytes: int = 0,
+        text_bytes: int = 0,
+        most_threads: int | None = None,
     ) -> ModelAllocation:
         """Open the allocation of a model; see `ModelAllocation`."""
-        allocation = ModelAllocation(self, name, pipeline, draft_bytes=draft_bytes, most_threads=most_threads)
+        allocation = ModelAllocation(
+            self,
+            name,
+            pipeline,
+            draft_bytes=draft_bytes,
+            text_bytes=text_bytes,
+            most_threads=most_threads,
+        )
         self._allocations.append(allocation)
         return allocation
 
@@ -74,15 +89,19 @@ class HostAllocations:
         ]
 
     def held_bytes(self, member: Member, *, without: Collection[str] = ()) -> int:
-        """Bytes of a host's own memory that models take, draft models and replicas included.
+        """Bytes of a host's own memory that models take, with draft models, processes for texts and replicas.
 
         Args:
             member: The host.
             without: Names of models that do not count.
         """
         counted = [allocation for allocation in self._allocations if allocation.name not in without]
-        drafts = sum(allocation.draft_bytes for allocation in counted) if self.is_head(member) else 0
-        return drafts + sum(
+        on_head = (
+            self._worker_bytes + sum(allocation.draft_bytes + allocation.text_bytes for allocation in counted)
+            if self.is_head(member)
+            else 0
+        )
+        return on_head + sum(
             sum(placement.memory.total_bytes for placement in allocation.pipeline.held_on(member.name))
             + sum(
                 replica.config.memory.total_bytes for replica in allocation.pipeline.replicas_on(member.name)
@@ -91,7 +110,7 @@ class HostAllocations:
         )
 
     def capacity_without(
-        self, member: Member, gone: Collection[str], *, draft_bytes: int = 0
+        self, member: Member, gone: Collection[str], *, draft_bytes: int = 0, text_bytes: int = 0
     ) -> HostCapacity:
         """Capacity of a host for a further model, once some models are unloaded; replicas give way to it.
 
@@ -99,9 +118,10 @@ class HostAllocations:
             member: The host.
             gone: Names of the models that are unloaded by then.
             draft_bytes: Memory of the further model's draft model, on the head.
+            text_bytes: Memory of its vocabulary in processes for texts, on the head.
         """
         staying = [allocation for allocation in self._allocations if allocation.name not in gone]
-        return self.capacity_beside(member, staying, draft_bytes=draft_bytes)
+        return self.capacity_beside(member, staying, draft_bytes=draft_bytes, text_bytes=text_bytes)
 
     def capacity_beside(
         self,
@@ -109,6 +129,7 @@ class HostAllocations:
         others: Sequence[ModelAllocation],
         *,
         draft_bytes: int,
+        text_bytes: int,
         beside_replicas: bool = False,
     ) -> HostCapacity:
         """Capacity of a host for one model beside others.
@@ -117,10 +138,15 @@ class HostAllocations:
             member: The host.
             others: Allocations of the other models.
             draft_bytes: Memory of the model's draft model, on the head.
+            text_bytes: Memory of its vocabulary in processes for texts, on the head.
             beside_replicas: Whether replicas of the others keep their memory.
         """
-        is_head = self.is_head(member)
-        host = member.facts.capacity(member.name, draft_bytes=draft_bytes if is_head else 0)
+        host = member.facts.capacity(member.name)
+        drafts = texts = 0
+        if self.is_head(member):
+            host = host.on_head(draft_bytes=draft_bytes, text_bytes=self._worker_bytes + text_bytes)
+            drafts = sum(other.draft_bytes for other in others)
+            texts = sum(other.text_bytes for other in others)
         held = [placement.memory for other in others for placement in other.pipeline.held_on(member.name)]
         if beside_replicas:
             held += [
@@ -128,8 +154,17 @@ class HostAllocations:
                 for other in others
                 for replica in other.pipeline.replicas_on(member.name)
             ]
-        drafts = sum(other.draft_bytes for other in others) if is_head else 0
-        return host.beside(held, draft_bytes=drafts)
+        return host.beside(held, draft_bytes=drafts, text_bytes=texts)
+
+    def capacity_for_stages(self, member: Member) -> HostCapacity:
+        """Capacity of a host for the stages and replicas of all models together."""
+        host = member.facts.capacity(member.name)
+        if not self.is_head(member):
+            return host
+        return host.on_head(
+            draft_bytes=sum(allocation.draft_bytes for allocation in self._allocations),
+            text_bytes=self._worker_bytes + sum(allocation.text_bytes for allocation in self._allocations),
+        )
 
     def _named(self, allocation: ModelAllocation, what: str) -> str:
         return what if allocation is self._allocations[0] else f"{allocation.name} {what}"
@@ -143,6 +178,7 @@ class ModelAllocation:
         name: Model name for clients.
         pipeline: Stages and replicas of the model.
         draft_bytes: Memory of its draft model, on the head.
+        text_bytes: Memory of its vocabulary in all processes for texts, on the head.
         most_threads: Threads of each host for this model; None for those that no other model computes with.
 
     Attributes:
@@ -156,12 +192,14 @@ class ModelAllocation:
         pipeline: Pipeline,
         *,
         draft_bytes: int = 0,
+        text_bytes: int = 0,
         most_threads: int | None = None,
     ) -> None:
         self._allocations = allocations
         self.name = name
         self.pipeline = pipeline
         self.draft_bytes = draft_bytes
+        self.text_bytes = text_bytes
         self._most_threads = most_threads
         self.noted: tuple[StagePlacement, ...] = ()
 
@@ -192,12 +230,7 @@ class ModelAllocation:
     def evictable_replicas(self, member: Member) -> tuple[EvictableReplica, ...]:
         """Replicas of other models that leave too little room on a host for the stages intended there."""
         host, allocations = member.name, tuple(self._allocations)
-        drafts = (
-            sum(allocation.draft_bytes for allocation in allocations)
-            if self._allocations.is_head(member)
-            else 0
-        )
-        left = member.facts.capacity(host, draft_bytes=drafts)
+        left = self._allocations.capacity_for_stages(member)
         becoming = {placement.layers for placement in self.pipeline.intended if placement.host == host}
         staying = [
             replica for replica in self.pipeline.replicas_on(host) if replica.config.layers not in becoming
@@ -226,5 +259,9 @@ class ModelAllocation:
 
     def _capacity(self, member: Member, *, beside_replicas: bool) -> HostCapacity:
         return self._allocations.capacity_beside(
-            member, tuple(self._others()), draft_bytes=self.draft_bytes, beside_replicas=beside_replicas
+            member,
+            tuple(self._others()),
+            draft_bytes=self.draft_bytes,
+            text_bytes=self.text_bytes,
+            beside_replicas=beside_replicas,
         )

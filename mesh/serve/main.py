@@ -13,7 +13,7 @@ import structlog
 
 from mesh.api.app import create_app
 from mesh.api.backend import ApiContext, Backends, LinkRuns
-from mesh.api.bodies.reading import shared_body_pool
+from mesh.api.bodies.reading import shared_body_pool, worker_bytes
 from mesh.api.http_server import serve_api
 from mesh.cluster.addresses import AddressWatch, is_loopback, own_addresses
 from mesh.cluster.discovery import announced, heads_found
@@ -145,7 +145,7 @@ class _Mesh:
         self._first = first
         self._head = head
         self._state_writer = state_writer
-        allocations = HostAllocations(head.is_own)
+        allocations = HostAllocations(head.is_own, worker_bytes=worker_bytes())
         host_draining = HostDraining(
             head.members,
             head.service,

@@ -203,7 +203,7 @@ class ServeOptions:
         kv_type: Format of the KV caches, one of `stages.runtime.kv_types.KV_TYPES`.
         num_checkpoints: Checkpoints of each session, in models with recurrent layers.
         max_waiting: Requests that may wait for a session.
-        memory_bytes: Memory for stages and a draft model on this host, or None for all that is free.
+        memory_bytes: Memory for stages, a draft model and texts on this host, or None for all that is free.
         num_threads: Threads of this host for computing, or None for one per core.
         speculation: Options of speculation.
         is_exact: Whether to compute so that text does not depend on the batch.

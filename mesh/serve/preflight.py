@@ -1,4 +1,4 @@
-"""Preflight checks, before any long work, with recorded answers and the draft model's memory."""
+"""Preflight checks, before any long work, with recorded answers and memory beside stages on the head."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import structlog
 
 from mesh.api.api_keys import ApiKeys
 from mesh.api.auth import check_origins, require_key_beyond_loopback
+from mesh.api.bodies.reading import worker_bytes
 from mesh.cluster.addresses import bind_address, check_port_free
 from mesh.cluster.host_facts import HostFacts, find_gpus, read_host_facts
 from mesh.cluster.members import check_name
@@ -21,6 +22,7 @@ from mesh.placement.host_assignment import never
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.placement.planner import Plan, check_stages, plan
 from mesh.serve.options import ctx_size_for, fitted_to
+from mesh.text.text_service import text_bytes_of
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
 from stages.gguf.reader import part_paths
@@ -85,6 +87,7 @@ class Preflight:
         facts: Facts of this host.
         stamps: Stamps of the model's files when they were read.
         draft_bytes: Memory of the draft model on this host.
+        text_bytes: Memory of the vocabulary in all processes for texts on this host.
         draft_ctx_size: Positions of one session of the draft model; beyond them nothing is drafted.
         drafter: The draft model, or the model's own head; None if nothing drafts.
     """
@@ -96,6 +99,7 @@ class Preflight:
     facts: HostFacts
     stamps: tuple[FileStamp, ...]
     draft_bytes: int = 0
+    text_bytes: int = 0
     draft_ctx_size: int = 0
     drafter: Drafter | None = None
 
@@ -141,6 +145,7 @@ def check(options: ServeOptions) -> Preflight:
             gpu_layers=options.gpu_layers if options.gpu_layers or not options.is_exact else 0,
             cpu_moe_layers=options.cpu_moe_layers,
         ),
+        taken_bytes=worker_bytes(),
     )
     known = replace(known, api_keys=api_keys)
     if options.num_hosts == 0:
@@ -156,7 +161,7 @@ def check_model(
     Args:
         options: Options of the model.
         facts_of_host: Reads the facts of this host; called last, since it takes some time.
-        taken_bytes: Memory of this host that other models hold.
+        taken_bytes: Memory of this host that other models hold, and processes that read texts of all models.
 
     Raises:
         InvalidModel: If the model or the draft is no GGUF or truncated, or the model has no vocabulary.
@@ -185,7 +190,8 @@ def check_model(
         options.topology.check(model)
     drafter = _drafter(options.speculation, model)
     facts = facts_of_host()
-    free_bytes = facts.memory_bytes - taken_bytes
+    text_bytes = text_bytes_of(options.model)
+    free_bytes = facts.memory_bytes - taken_bytes - text_bytes
     draft_ctx_size = _draft_ctx_size(options, drafter, StageSizes(model, workload), free_bytes)
     return Preflight(
         model,
@@ -195,6 +201,7 @@ def check_model(
         facts,
         stamps,
         _draft_bytes(options, drafter, draft_ctx_size, free_bytes),
+        text_bytes,
         draft_ctx_size,
         drafter,
     )
@@ -250,7 +257,9 @@ def placed(
 
 def own_capacity(name: str, known: Preflight) -> HostCapacity:
     """Capacity of this host for the planner."""
-    return known.facts.capacity(name, draft_bytes=known.draft_bytes)
+    return known.facts.capacity(name).on_head(
+        draft_bytes=known.draft_bytes, text_bytes=worker_bytes() + known.text_bytes
+    )
 
 
 def _drafter(wanted: SpeculationOptions, model: ModelFacts) -> Drafter | None:

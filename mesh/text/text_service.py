@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from mesh.text.text_jobs import packed_job, unpacked_answer
+from mesh.text.text_memory import vocabulary_bytes
 from mesh.util.worker_pool import WorkerEnded, WorkerPool
 from spanmesh_proto.errors import InvalidRequest, RequestError
+from stages.gguf.reader import read_one_header
 from stages.processors import num_usable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from datetime import datetime
+    from pathlib import Path
 
     from mesh.text.text_jobs import TextModel
 
@@ -37,6 +40,18 @@ _MEMORY_BYTES: Final = 4 * 2**30
 def num_text_workers() -> int:
     """Processes for text that a head starts at most."""
     return min(max(_LEAST_WORKERS, num_usable() // 2), _MOST_WORKERS)
+
+
+def text_bytes_of(model: Path) -> int:
+    """Memory of a model's vocabulary in all processes for texts, from the header of its file.
+
+    Args:
+        model: Path of the model, or of its first file if it is split.
+
+    Raises:
+        InvalidModel: If the file cannot be read, is no GGUF, or is truncated.
+    """
+    return num_text_workers() * vocabulary_bytes(read_one_header(model))
 
 
 @dataclass(frozen=True)

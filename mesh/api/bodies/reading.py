@@ -16,6 +16,8 @@ from mesh.api.bodies.budget import MOST_BODY_BYTES, hold_of
 from mesh.api.bodies.encoding import decode
 from mesh.api.bodies.worker import REFUSED, job_header
 from mesh.api.request_parsing import NAMES, is_simple, max_values, parse_body
+from mesh.text.text_memory import PROCESS_BYTES
+from mesh.text.text_service import num_text_workers
 from mesh.util.tasks import first_of
 from mesh.util.worker_pool import WorkerEnded, WorkerPool
 from spanmesh_proto.errors import InvalidRequest, Overloaded, RequestTooLarge
@@ -57,6 +59,11 @@ def shared_body_pool() -> WorkerPool:
         wall_limit_s=_WALL_LIMIT_S,
         memory_bytes=_MEMORY_BYTES,
     )
+
+
+def worker_bytes() -> int:
+    """Memory of the processes for bodies and for texts on the head's host, vocabularies aside."""
+    return (_NUM_WORKERS + num_text_workers()) * PROCESS_BYTES
 
 
 @cache

@@ -99,7 +99,10 @@ class EmbeddingDeployment:
         self._term = term
         self._before_planning = before_planning
         self._allocation = allocations.open(
-            model.name, model.pipeline, most_threads=model.load_request.threads
+            model.name,
+            model.pipeline,
+            text_bytes=model.known.text_bytes,
+            most_threads=model.load_request.threads,
         )
         self._maker = EmbeddingMaker(model, head, cache)
         self._executor = PlacementExecutor(self._maker, self._allocation, head.members)

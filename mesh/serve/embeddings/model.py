@@ -16,6 +16,7 @@ from mesh.placement.embedding_host import EmbeddingSizes
 from mesh.serve.failures import Incidents
 from mesh.serve.head_state import fingerprint
 from mesh.serve.pipeline import Pipeline
+from mesh.text.text_service import text_bytes_of
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto.errors import ModelNotFound
@@ -43,12 +44,14 @@ class EmbeddingPreflight:
         tokenizer: Tokenizer of the model.
         setup: Fingerprint of all settings that it is loaded with.
         stamps: Stamps of the model's files when they were read.
+        text_bytes: Memory of the vocabulary in all processes for texts on the head's host.
     """
 
     sizes: EmbeddingSizes
     tokenizer: Tokenizer
     setup: str
     stamps: tuple[FileStamp, ...]
+    text_bytes: int
 
 
 def check_embedding_model(load_request: LoadRequest) -> EmbeddingPreflight:
@@ -69,7 +72,7 @@ def check_embedding_model(load_request: LoadRequest) -> EmbeddingPreflight:
         limits=sizes.limits,
         software=(SOFTWARE_VERSION, PROTOCOL_VERSION),
     )
-    return EmbeddingPreflight(sizes, Tokenizer(path), setup, stamps)
+    return EmbeddingPreflight(sizes, Tokenizer(path), setup, stamps, text_bytes_of(path))
 
 
 @dataclass

@@ -46,7 +46,13 @@ class RoomCheck:
         return (
             tuple((member.ray_node_name, member.facts) for member in self._head.members.ready),
             tuple(
-                (each.name, each.draft_bytes, each.pipeline.placements, each.pipeline.intended)
+                (
+                    each.name,
+                    each.draft_bytes,
+                    each.text_bytes,
+                    each.pipeline.placements,
+                    each.pipeline.intended,
+                )
                 for each in self._allocations
             ),
         )
@@ -66,14 +72,16 @@ class RoomCheck:
         known = await self._known(load_request, options)
         options = fitted_to(options, known.model)
         own, facts = self._head.own, self._first.known.facts
-        left_bytes = facts.memory_bytes - self._allocations.held_bytes(own, without=gone)
-        if known.draft_bytes > left_bytes:
+        left_bytes = facts.memory_bytes - self._allocations.held_bytes(own, without=gone) - known.text_bytes
+        if known.draft_bytes and known.draft_bytes > left_bytes:
             return ModelDoesNotFit(
                 f"{load_request.served_name} does not fit: its draft model needs"
                 f" {format_size(known.draft_bytes)} of {own.name}; free are {format_size(max(0, left_bytes))}"
             )
         hosts = [
-            self._allocations.capacity_without(member, gone, draft_bytes=known.draft_bytes)
+            self._allocations.capacity_without(
+                member, gone, draft_bytes=known.draft_bytes, text_bytes=known.text_bytes
+            )
             for member in self._head.members.ready
         ]
         try:

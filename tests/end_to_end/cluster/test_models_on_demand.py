@@ -17,8 +17,10 @@ import psutil
 import pytest
 
 from mesh.api.api_keys import KeyRecord, add_key, digest_of
+from mesh.api.bodies.reading import worker_bytes
 from mesh.cluster.addresses import free_port
 from mesh.placement.memory_estimate import StageSizes, Workload
+from mesh.text.text_service import text_bytes_of
 from stages.layers import LayerRange
 from stages.slicing.model_facts import read_model_facts
 from tests.support.api_harness import KEY, NO_AUTHORITIES
@@ -125,9 +127,9 @@ def mesh(tmp_path: Path, stage_cache_dir: Path) -> Iterator[Mesh]:
     )
     assert total_bytes(one) == total_bytes(two)
     # Beside the first there is room for one of the others, not for both.
-    running = Mesh(
-        tmp_path, library, total_bytes(first) + total_bytes(one) + total_bytes(one) // 2, stage_cache_dir
-    )
+    for_texts = worker_bytes() + text_bytes_of(first) + text_bytes_of(one)
+    memory_bytes = total_bytes(first) + total_bytes(one) * 3 // 2 + for_texts
+    running = Mesh(tmp_path, library, memory_bytes, stage_cache_dir)
     yield running
     if running.process.poll() is None:
         running.process.send_signal(signal.SIGINT)

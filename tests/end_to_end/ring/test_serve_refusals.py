@@ -9,11 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from mesh.api.bodies.reading import worker_bytes
 from mesh.cluster.addresses import free_port
+from mesh.text.text_service import num_text_workers
 
 pytestmark = pytest.mark.model
 
 MESH = str(Path(sys.executable).with_name("mesh"))
+# SmolLM2's vocabulary takes 30 MiB of each process for texts.
+FOR_TEXTS_BYTES = worker_bytes() + num_text_workers() * 30 * 2**20
+TIGHT = str(1100 * 2**20 + FOR_TEXTS_BYTES)
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -41,7 +46,7 @@ def test_a_port_in_use_is_found_out_before_any_work() -> None:
         (["serve", "--parallel", "0"], 2, "--parallel"),
         (["serve", "--memory", "much"], 2, "8G"),
         (["serve", "--memory", "100M"], 1, "does not fit"),
-        (["serve", "--memory", "1100M", "--ctx-size", "8192"], 1, "it would fit with --kv-type q8_0 or"),
+        (["serve", "--memory", TIGHT, "--ctx-size", "8192"], 1, "it would fit with --kv-type q8_0 or"),
         (["serve", "--kv-type", "q9"], 2, "'q9' is not one of"),
         (["serve", "--stages", "99"], 1, "1 to 30 stages"),
         (["serve", "--split", "10,10"], 1, "has 30"),

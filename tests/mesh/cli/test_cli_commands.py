@@ -84,7 +84,9 @@ class TestPlans:
         assert found["basis"] == "no timing: --no-timing"
         (stage,) = found["stages"]
         parts = sum(stage[f"{part}_bytes"] for part in ("weight", "cache", "buffer"))
-        assert parts < stage["total_bytes"] == 8 * 2**30 - stage["free_after_bytes"]
+        head = found["head"]
+        offered_bytes = 8 * 2**30 - head["worker_bytes"] - head["text_bytes"]
+        assert parts < stage["total_bytes"] == offered_bytes - stage["free_after_bytes"]
 
     def test_a_context_is_chosen_unless_one_is_asked_for(
         self, smollm2_path: Path, capsys: pytest.CaptureFixture[str]
@@ -98,12 +100,14 @@ class TestPlans:
         }
         longest = found["stages"][0]["cache_bytes"]
         # 95 MiB of weights leave room for some more than the least.
-        found = planned(capsys, *asked, "--memory", "1100M")
+        memory_bytes = str(800 * 2**20 + found["head"]["worker_bytes"] + found["head"]["text_bytes"])
+        found = planned(capsys, *asked, "--memory", memory_bytes)
         assert 4096 <= found["context"]["positions"] < 8192
         assert found["context"]["larger"]["positions"] == 8192
         assert found["stages"][0]["cache_bytes"] < longest
-        assert run(["plan", *asked, "--memory", "1100M"]) == 0
+        assert run(["plan", *asked, "--memory", memory_bytes]) == 0
         printed = capsys.readouterr().out
+        assert re.search(r", the head: \d+\.\d MiB for processes that read texts and bodies, ", printed)
         assert "at most half of what the weights leave on " in printed
         assert "; --ctx-size 8192 would take " in printed
         assert planned(capsys, *asked, "--memory", "8G", "--ctx-size", "4096")["context"] is None
@@ -111,7 +115,7 @@ class TestPlans:
     def test_hosts_on_paper_get_shares_and_reasons(
         self, smollm2_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        specs = ["--host-spec", "a:450M:20:1", "--host-spec", "b:450M:20:1", "--host-spec", "c:100M:20:1"]
+        specs = ["--host-spec", "a:900M:20:1", "--host-spec", "b:450M:20:1", "--host-spec", "c:100M:20:1"]
         found = planned(
             capsys, str(smollm2_path), *specs, "--threads", "1", "--ctx-size", "512", "--parallel", "1",
             "--rtt-ms", "10", "--prompt-tokens", "32", "--stages", "2",

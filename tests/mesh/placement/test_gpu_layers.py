@@ -87,9 +87,19 @@ def test_a_host_s_gpus_and_the_user_s_word_reach_the_head(wanted: int | None, cp
 
 def test_a_draft_model_is_counted_wherever_it_may_lie() -> None:
     facts = HostFacts(4 * 2**30, 4, 20.0, read_versions(), (GPU,))
-    capacity = facts.capacity("head", draft_bytes=2**30)
+    capacity = facts.capacity("head").on_head(draft_bytes=2**30)
     assert capacity.memory_bytes == 3 * 2**30
     assert capacity.gpus[0].free_bytes == 19 * 2**30
+
+
+def test_texts_are_counted_in_the_hosts_own_memory() -> None:
+    for shares, on_gpu in ((False, 0), (True, 2**30)):
+        gpu = replace(GPU, shares_host_memory=shares)
+        facts = HostFacts(4 * 2**30, 4, 20.0, read_versions(), (gpu,))
+        capacity = facts.capacity("head").on_head(text_bytes=2**30)
+        assert capacity.memory_bytes == 3 * 2**30
+        assert capacity.gpus[0].free_bytes == GPU.free_bytes - on_gpu
+        assert "beside 1.0 GiB for reading texts" in str(capacity)
 
 
 def test_llama_cpp_is_told_where_each_layer_goes() -> None:

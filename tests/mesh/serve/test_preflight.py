@@ -5,13 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from mesh.api.bodies.reading import worker_bytes
 from mesh.cluster.addresses import free_port
 from mesh.cluster.host_facts import HostFacts, read_versions
 from mesh.placement.memory_estimate import StageSizes
 from mesh.serve.head_state import setup_of
 from mesh.serve.options import ServeOptions, SpeculationOptions
 from mesh.serve.preflight import Preflight, _draft_ctx_size, check, check_model, own_capacity
+from mesh.text.text_memory import vocabulary_bytes
+from mesh.text.text_service import num_text_workers
 from spanmesh_proto.errors import ClusterError, MeshError, ModelDoesNotFit
+from stages.gguf.reader import read_one_header
 from stages.transport.hidden_codec import HiddenType
 from tests.support.ipv6 import needs_ipv6
 from tests.support.tiny_models import TinyModel
@@ -104,19 +108,29 @@ def test_a_draft_leaves_less_for_stages(tiny: Path) -> None:
     drafting = replace(options(tiny), speculation=SpeculationOptions(draft_path=tiny))
     known = check(drafting)
     beside = own_capacity("studio", known)
-    assert (plain.memory_bytes, plain.draft_bytes) == (1000 * MIB, 0)
+    assert (plain.memory_bytes + plain.text_bytes, plain.draft_bytes) == (1000 * MIB, 0)
     assert beside.memory_bytes + beside.draft_bytes == plain.memory_bytes
     assert beside.draft_bytes > tiny.stat().st_size
 
     # Just enough for the model alone is too little for both.
     sizes = StageSizes(known.model, known.workload)
-    enough = sizes.memory(sizes.whole).total_bytes
+    enough = sizes.memory(sizes.whole).total_bytes + plain.text_bytes
     check(replace(options(tiny), memory_bytes=enough))
+    # The processes that read texts take what they take, too.
+    with pytest.raises(ModelDoesNotFit, match=r"beside .* for reading texts"):
+        check(replace(options(tiny), memory_bytes=enough - 1))
     with pytest.raises(ModelDoesNotFit, match=r"for the draft model"):
         check(replace(drafting, memory_bytes=enough))
     with pytest.raises(ModelDoesNotFit, match=r"the draft model tiny.gguf needs .* of this host") as refused:
         check(replace(drafting, memory_bytes=MIB))
     assert refused.value.param == "--draft"
+
+
+def test_each_model_counts_its_vocabulary_for_each_process(tiny: Path) -> None:
+    known = known_of(options(tiny))
+    assert known.text_bytes == num_text_workers() * vocabulary_bytes(read_one_header(tiny))
+    # The processes themselves are there once, whatever they have loaded.
+    assert own_capacity("studio", known).text_bytes == worker_bytes() + known.text_bytes
 
 
 def known_of(given: ServeOptions) -> Preflight:
