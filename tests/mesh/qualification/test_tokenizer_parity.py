@@ -6,8 +6,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
+from click.testing import CliRunner
 
 from mesh.lab.llama_cpp_build import unpacked_source
+from mesh.qualification import tokenizer_parity
 from mesh.qualification.fuzz.altered_models import PRE_KIND, text_value, write_vocabulary
 from mesh.qualification.tokenizer_parity import (
     TokenizingProcess,
@@ -75,6 +77,19 @@ def test_a_file_that_is_no_vocabulary_is_not_loaded(tmp_path: Path) -> None:
     path.write_bytes(b"GGUF")
     (found,) = compare([VocabularyFile("none", path)], product)
     assert found.outcome == "not loaded"
+
+
+@needs_source
+def test_an_interrupted_comparison_goes_on(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [VocabularyFile(name, smollm2_path) for name in ("first", "second", "third")]
+    monkeypatch.setattr(tokenizer_parity, "vocabularies", lambda *_: iter(files))
+    common = ["--model", str(smollm2_path), "--run", "tabs", "--length", "100", "--length", "200"]
+    found = CliRunner().invoke(tokenizer_parity.main, [*common, "--from", "second"])
+    assert found.stdout == "second: equal 2\nthird: equal 2\nin all: equal 4\n"
+    assert found.exit_code == 0
+    found = CliRunner().invoke(tokenizer_parity.main, [*common, "--from", "fourth"])
+    assert "no vocabulary has such a name" in found.stderr
+    assert found.exit_code == 2
 
 
 @pytest.mark.sweep
