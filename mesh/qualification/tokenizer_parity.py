@@ -395,7 +395,7 @@ def main(
     """Compare tokenizing with llama.cpp on a large stack; exits with 1 if ids differ or a process ended.
 
     llama.cpp's source is that of `SPANMESH_LLAMA_CPP`, or the one that the lab has unpacked. All vocabularies
-    take some 100 minutes on 2 processors; a line is printed when one is done.
+    take some 150 minutes on 2 processors; a line is printed when one is done.
     """
     source = unpacked_source()
     if source is None:
