@@ -183,16 +183,18 @@ async def test_a_batch_has_its_time_from_the_one_before_it_on() -> None:
         if tuple(texts[0]) == TWO:
             await slow.wait()
         else:
-            await asyncio.sleep(0.15)
-            asyncio.get_running_loop().call_later(0.15, slow.set)
+            await asyncio.sleep(1.2)
+            asyncio.get_running_loop().call_later(1.2, slow.set)
         return await ScriptedLink.embed(link, texts)
 
     link.embed = one_of_two  # type: ignore[method-assign]
-    async with running_engine(most_batch_s=lambda *_told: 0.25) as engine, asyncio.timeout(10):
+    async with running_engine(most_batch_s=lambda *_told: 2.0) as engine, asyncio.timeout(10):
         engine.resume(link)
-        first, second = asked(engine, ONE), asked(engine, TWO)
-        await asyncio.gather(first, second)
+        first = asked(engine, ONE)
+        await until(lambda: engine.num_requests and not engine.num_waiting)
+        await asyncio.gather(first, asked(engine, TWO))
         assert engine.is_ready
+        assert engine.statistics.num_batches == 2
 
 
 async def test_requests_wait_for_a_while_and_are_refused_from_then_on() -> None:
