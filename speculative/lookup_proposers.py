@@ -40,6 +40,33 @@ class NgramOptions:
             raise ValueError(f"{self}: tokens_per_evidence must be positive, max_indexed_tokens 2 or more")
 
 
+# Tokens that are indexed at a time: about two milliseconds.
+_PART: Final = 4096
+
+
+class _Reading:
+    """Text on its way into an index, part by part.
+
+    Args:
+        index: The index.
+        tokens: The text.
+
+    Attributes:
+        tokens: As given.
+    """
+
+    def __init__(self, index: NgramIndex, tokens: Sequence[int]) -> None:
+        self.tokens = tokens
+        self._index = index
+        self._num_read = 0
+
+    def read_on(self) -> bool:
+        """Enter the next part; returns whether there is more."""
+        self._index.extend(self.tokens[self._num_read : self._num_read + _PART])
+        self._num_read += _PART
+        return self._num_read < len(self.tokens)
+
+
 class NgramProposer:
     """Proposer from one session's own text; see `speculative.proposer.Proposer`.
 
@@ -57,20 +84,35 @@ class NgramProposer:
         self._cursor = IndexCursor(
             self._index, is_own_text=True, tokens_per_evidence=options.tokens_per_evidence
         )
+        self._reading: _Reading | None = None
         self._has_begun = False
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Index committed tokens: constant time each. Of a long prompt, only the end."""
+        """Index committed tokens: constant time each. Of a long prompt, only the end, see `read_on`."""
         if self._has_begun:
+            self._read_all()
             self._index.extend(tokens, self._cursor.advance(tokens))
         elif tokens:
-            # Repeats within the prompt say nothing about the answer.
-            self._index.extend(tokens[-self._most_prompt :])
-            self._cursor.start(tokens)
+            self._reading = _Reading(self._index, tokens[-self._most_prompt :])
             self._has_begun = True
+            self.read_on()
+
+    def read_on(self) -> bool:
+        """See `PartReader.read_on`."""
+        reading = self._reading
+        if reading is not None and not reading.read_on():
+            self._reading = None
+            # Repeats within the prompt say nothing about the answer.
+            self._cursor.start(reading.tokens)
+        return self._reading is not None
+
+    def _read_all(self) -> None:
+        while self.read_on():
+            pass
 
     def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
         """Continuation of the known text after the committed tokens and `after`."""
+        self._read_all()
         return self._cursor.predict(max_tokens, after, self.name)
 
     def listen(self, on_ready: Callable[[], None]) -> None:
@@ -101,20 +143,33 @@ class PredictionProposer:
     def __init__(self, prediction: Sequence[int], tokens_per_evidence: float = 4.0) -> None:
         prediction = prediction[:_MOST_PREDICTED]
         index = NgramIndex(2 * len(prediction) + 2)
-        index.extend(prediction)
+        self._reading: _Reading | None = _Reading(index, prediction)
         self._cursor = IndexCursor(index, is_own_text=False, tokens_per_evidence=tokens_per_evidence)
         self._has_begun = False
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Take the prompt, then committed tokens, which are searched in the prediction."""
         if self._has_begun:
+            self._read_all()
             self._cursor.advance(tokens)
         elif tokens:
             self._cursor.start((), _TRUST)
             self._has_begun = True
+            self.read_on()
+
+    def read_on(self) -> bool:
+        """See `PartReader.read_on`."""
+        if self._reading is not None and not self._reading.read_on():
+            self._reading = None
+        return self._reading is not None
+
+    def _read_all(self) -> None:
+        while self.read_on():
+            pass
 
     def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
         """Continuation of the prediction after the committed tokens and `after`."""
+        self._read_all()
         return self._cursor.predict(max_tokens, after, self.name)
 
     def listen(self, on_ready: Callable[[], None]) -> None:

@@ -50,6 +50,17 @@ class Proposer(Protocol):
 
 
 @runtime_checkable
+class PartReader(Protocol):
+    """Proposer that reads a long text in parts, between which the event loop goes on."""
+
+    def read_on(self) -> bool:
+        """Read the next part, which takes some milliseconds; returns whether there is more.
+
+        What is left when it is asked for tokens, it reads first.
+        """
+
+
+@runtime_checkable
 class FeatureReader(Protocol):
     """Proposer that drafts from hidden states of the target, as EAGLE-3 and MTP drafters do."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from http import HTTPStatus
@@ -32,15 +33,51 @@ def json_bytes(value: Any) -> bytes:
 
 def large_json_bytes(value: Any) -> bytes:
     """As `json_bytes`; see `json_steps`."""
-    return "".join(json_steps(value)).encode("utf-8", "backslashreplace")
+    return b"".join(step.encode("utf-8", "backslashreplace") for step in json_steps(value))
 
 
-# Members of a container that are written in one step; those of a shorter one are written one by one.
+def json_size(value: Any) -> int:
+    """Length of `large_json_bytes`, in bytes; see `json_steps`."""
+    return sum(len(step.encode("utf-8", "backslashreplace")) for step in json_steps(value))
+
+
+# Members of a container that are written in one step, unless they are large; those of a shorter one are
+# written one by one.
 _STEP: Final = 64
+# Characters of a text that are written in one step.
+_STEP_CHARS: Final = 64 * 1024
+# What is written in a millisecond or so: characters, of which each value counts as some.
+_MOST_AT_ONCE_CHARS: Final = 256 * 1024
+_CHARS_OF_VALUE: Final = 16
+
+
+def is_large_json(value: Any) -> bool:
+    """Whether writing a value as JSON takes so long that it belongs in a thread; looks at no more of it."""
+    left, waiting = _MOST_AT_ONCE_CHARS, [value]
+    while waiting:
+        each = waiting.pop()
+        left -= _CHARS_OF_VALUE
+        if isinstance(each, str):
+            left -= len(each)
+        elif isinstance(each, dict | list | tuple):
+            if _CHARS_OF_VALUE * len(each) > left:
+                return True
+            waiting += each
+            if isinstance(each, dict):
+                waiting += each.values()
+        if left < 0:
+            return True
+    return False
 
 
 def json_steps(value: Any) -> Iterator[str]:
     """Compact JSON in pieces, for a thread: between them other threads have the interpreter."""
+    if isinstance(value, str) and len(value) > _STEP_CHARS:
+        yield '"'
+        for start in range(0, len(value), _STEP_CHARS):
+            yield _json_text(value[start : start + _STEP_CHARS])[1:-1]
+        yield '"'
+        return
     if isinstance(value, dict) and value:
         members: list[Any] = list(value.items())
         begin, end = "{", "}"
@@ -50,13 +87,13 @@ def json_steps(value: Any) -> Iterator[str]:
     else:
         yield _json_text(value)
         return
-    if len(members) > _STEP:
-        for start in range(0, len(members), _STEP):
-            step = members[start : start + _STEP]
+    for start in range(0, len(members), _STEP):
+        step = members[start : start + _STEP]
+        if len(members) > _STEP and not is_large_json(step):
             yield begin if not start else ","
             yield _json_text(dict(step) if begin == "{" else step)[1:-1]
-    else:
-        for index, member in enumerate(members):
+            continue
+        for index, member in enumerate(step, start):
             yield "," if index else begin
             if begin == "{":
                 # Keys may be numbers, which JSON writes as texts.
@@ -86,6 +123,13 @@ def _without_nonfinite(value: Any) -> Any:
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A response with one JSON value."""
     return Response(json_bytes(value), status, headers, media_type="application/json")
+
+
+async def written_response(value: Any) -> Response:
+    """`json_response` of a value that may be large, which is then written in a thread."""
+    if not is_large_json(value):
+        return json_response(value)
+    return Response(await asyncio.to_thread(large_json_bytes, value), media_type="application/json")
 
 
 # Too many requests, or no stage to answer: both are temporary.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.api.errors import json_bytes
+from mesh.api.errors import is_large_json, json_size
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -51,8 +52,10 @@ class ResponseStore:
         self._keys = keys
         keys.on_removed(self.forget)
 
-    def put(self, client: str | None, id: str, stored: StoredResponse) -> None:
+    async def put(self, client: str | None, id: str, stored: StoredResponse) -> None:
         """Store an answer, and drop the client's oldest ones where there is no room.
+
+        A conversation of many MiB is measured in a thread.
 
         No effect for a key that was removed while the answer was made: nothing would drop it any more.
 
@@ -61,10 +64,13 @@ class ResponseStore:
             id: Id of the answer.
             stored: The answer.
         """
+        parts = [stored.messages, stored.response, stored.input_items]
+        is_large = is_large_json(parts)
+        num_bytes = await asyncio.to_thread(json_size, parts) if is_large else json_size(parts)
         if self._keys is not None and client is not None and not self._keys.has(client):
             return
         shelf = self._by_client.setdefault(client, _Shelf())
-        shelf.put(id, stored)
+        shelf.put(id, stored, num_bytes)
         while shelf.held and (len(shelf.held) > self._max_responses or shelf.num_bytes > self._max_bytes):
             shelf.remove(next(iter(shelf.held)))
 
@@ -105,8 +111,7 @@ class _Shelf:
         self.held: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
         self.num_bytes = 0
 
-    def put(self, id: str, stored: StoredResponse) -> None:
-        num_bytes = len(json_bytes([stored.messages, stored.response, stored.input_items]))
+    def put(self, id: str, stored: StoredResponse, num_bytes: int) -> None:
         self.held[id] = (stored, num_bytes)
         self.num_bytes += num_bytes
 

@@ -223,7 +223,8 @@ class EventStream(Response):
             if not sink.started:
                 await error_response(error)(scope, receive, send)
                 return
-            await sink.write(self.format_error(error))
+            # In a thread, since it may repeat all that the request said.
+            await sink.write(await asyncio.to_thread(self.format_error, error))
         else:
             if self.done:
                 await sink.write(self.done)
@@ -367,10 +368,10 @@ async def respond(
         log.info("client_gone")
         return Response(status_code=CLIENT_GONE_STATUS)
     is_long = any(map(_is_long, jobs, answers))
-    return await _made(is_long, lambda: _written(_whole(backend, writer, jobs, answers), is_long=is_long))
+    return await made(is_long, lambda: _written(_whole(backend, writer, jobs, answers), is_long=is_long))
 
 
-async def _made(is_long: bool, make: Callable[..., Result], *args: Any) -> Result:  # noqa: FBT001
+async def made(is_long: bool, make: Callable[..., Result], *args: Any) -> Result:  # noqa: FBT001
     """What a function makes; in a thread if it takes long, so that other answers continue meanwhile."""
     return await asyncio.to_thread(make, *args) if is_long else make(*args)
 
@@ -475,13 +476,13 @@ class _Stream:
         writer = self._writer
         wants_ids = job.wants_token_ids
         is_long = _num_reported(job) > MOST_AT_ONCE
-        opening = await _made(is_long, writer.opening_event, index, job.request.prompt if wants_ids else None)
+        opening = await made(is_long, writer.opening_event, index, job.request.prompt if wants_ids else None)
         is_first = True
         async with aclosing(self._choice_group.parts(index)) as parts:
             async for part in parts:
                 events = opening
                 if is_first and (job.echo or job.request.scores_prompt):
-                    events += await _made(is_long, self._echo, index, job, part)
+                    events += await made(is_long, self._echo, index, job, part)
                 is_first = False
                 ids = part.token_ids if wants_ids else None
                 if part.message_parts or part.tokens or ids:

@@ -80,18 +80,27 @@ class BatchMonitor:
         for stage, pong in enumerate(pongs):
             age_s = 0.0 if pong is None else pong.activity.batch_age_us / 1e6
             self._busy_s[stage] = min(self._busy_s[stage] + counted_s, age_s)
-            if pong is not None and self._busy_s[stage] > longest_batch_s(pong):
+            if pong is not None and self._busy_s[stage] > _longest_batch_s(pong):
                 found.append(stage)
         return tuple(found)
 
 
-def longest_batch_s(pong: wire.Pong) -> float:
-    """Longest time, in seconds, that the batch under way at a stage may take."""
-    stats = pong.stats
-    if not stats.num_rows:
+def longest_batch_s(num_rows: int, earlier_rows: int, earlier_s: float) -> float:
+    """Longest time, in seconds, that a batch may take.
+
+    Args:
+        num_rows: Its rows.
+        earlier_rows: Rows of all batches before it; 0 if it is the first.
+        earlier_s: Time that these took together, in seconds.
+    """
+    if not earlier_rows:
         return _LONGEST_FIRST_BATCH_S
-    row_s = stats.compute_us / stats.num_rows / 1e6
-    return max(_LONGEST_BATCH_S, _SLOWER * pong.activity.batch_rows * row_s)
+    return max(_LONGEST_BATCH_S, _SLOWER * num_rows * earlier_s / earlier_rows)
+
+
+def _longest_batch_s(pong: wire.Pong) -> float:
+    stats = pong.stats
+    return longest_batch_s(pong.activity.batch_rows, stats.num_rows, stats.compute_us / 1e6)
 
 
 class WindowMonitor:

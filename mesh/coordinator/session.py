@@ -220,7 +220,7 @@ class Session:
         self._open()
         if self._speculator is not None:
             self._speculator.listen(self._wake)
-            self._speculator.begin(prompt)
+            self._speculator.begin(prompt, self._loop.call_soon)
             self._pump()
 
     def suspend(self) -> PendingReplay:

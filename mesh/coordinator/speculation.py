@@ -10,7 +10,7 @@ import structlog
 
 from speculative.controller import Controller, SharedMeasures
 from speculative.outcome import Decision, ProposalContext
-from speculative.proposer import EMPTY, ChainProposer, FeatureReader, Proposal
+from speculative.proposer import EMPTY, ChainProposer, FeatureReader, PartReader, Proposal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -63,15 +63,27 @@ class Speculator:
         self._untold: list[int] = []
         # A proposer rests until it is first asked.
         self._is_resting = True
+        self._is_closed = False
         self._decision = Decision(0, "no decision yet")
 
     def listen(self, on_ready: Callable[[], None]) -> None:
         """Set the callback, from any thread, for when the proposer has more to propose."""
         self._proposer.listen(on_ready)
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        """Pass the prompt to the proposer."""
+    def begin(self, prompt: Sequence[int], call_soon: Callable[[Callable[[], None]], object]) -> None:
+        """Pass the prompt to the proposer, which reads a part of long texts in each turn of the event loop.
+
+        Args:
+            prompt: Token ids.
+            call_soon: Has a function called in the next turn.
+        """
         self._proposer.extend(prompt)
+
+        def read_on() -> None:
+            if not self._is_closed and any(proposer.read_on() for proposer in self._guarded):
+                call_soon(read_on)
+
+        read_on()
 
     def next_proposal(self, generation: Generation) -> Proposal:
         """Proposed tokens to send now; if there are none the caller waits or sends a plain window."""
@@ -159,6 +171,7 @@ class Speculator:
 
     def close(self) -> None:
         """End the session."""
+        self._is_closed = True
         self._catch_up()
         self._proposer.close()
         self._controller.close()
@@ -204,6 +217,7 @@ class GuardedProposer:
         self._proposer = proposer
         # Checked once: a check of a runtime protocol is slow, and this is asked several times a token.
         self._reader = proposer if isinstance(proposer, FeatureReader) else None
+        self._part_reader = proposer if isinstance(proposer, PartReader) else None
         self._n_vocab = n_vocab
         self._session = session
         self._is_off = False
@@ -233,6 +247,14 @@ class GuardedProposer:
                 self._proposer.extend(tokens)
             except Exception as error:  # noqa: BLE001 - whatever it is, the answer goes on
                 self._switch_off(repr(error))
+
+    def read_on(self) -> bool:
+        """See `PartReader.read_on`."""
+        try:
+            return not self._is_off and self._part_reader is not None and self._part_reader.read_on()
+        except Exception as error:  # noqa: BLE001
+            self._switch_off(repr(error))
+            return False
 
     def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
         """See `Proposer.propose`."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 import numpy as np
 import structlog
 
+from mesh.coordinator.heartbeat import longest_batch_s
 from mesh.coordinator.request_queue import HoldTimes
 from mesh.embedding.batching import TextQueue, TextsRequest, texts_of
 from mesh.metrics.embedding_metrics import EmbeddingStatistics
@@ -34,6 +35,8 @@ _MOST_FAILURES: Final = 2
 _PATIENCE_S: Final = 20.0
 _RETRY_AFTER_S: Final = 5
 _LOADING_RETRY_S: Final = 2
+# While this process stands still, no more than so much passes for a batch: its answer may be there unread.
+_LOOK_S: Final = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,10 +58,12 @@ class _Batch:
 
     Attributes:
         parts: Its texts.
+        num_tokens: Tokens of all of them.
         call: Its computation on the host.
     """
 
     parts: Sequence[BatchPart]
+    num_tokens: int
     call: asyncio.Future[ComputedBatch]
 
 
@@ -71,6 +76,7 @@ class EmbeddingEngine:
         max_waiting: Requests that may wait.
         clock_s: Monotonic clock, seconds.
         patience_s: Longest wait of requests while there is no host, in seconds.
+        most_batch_s: Longest time of a batch, as `longest_batch_s` has it.
 
     Attributes:
         statistics: Counts since the model was loaded.
@@ -85,12 +91,14 @@ class EmbeddingEngine:
         max_waiting: int,
         clock_s: Callable[[], float],
         patience_s: float = _PATIENCE_S,
+        most_batch_s: Callable[[int, int, float], float] = longest_batch_s,
     ) -> None:
         self.statistics = EmbeddingStatistics()
         self.refusal: MeshError | None = None
         self._width = width
         self._clock_s = clock_s
         self._patience_s = patience_s
+        self._most_batch_s = most_batch_s
         self._queue = TextQueue(limits, max_waiting)
         self._hold_times = HoldTimes(1)
         self._jobs: dict[TextsRequest, _Job] = {}
@@ -181,7 +189,10 @@ class EmbeddingEngine:
             self._fail(request, job, error)
 
     async def broken(self) -> MeshError:
-        """Return the reason when the host does not answer."""
+        """Return the reason when the host is of no use: `HostUnreachable` if there is no connection to it.
+
+        With any other the process stands still, and another connection does not help.
+        """
         await self._broken.wait()
         return self._failure or StageFailed("the embedding model does not answer")
 
@@ -223,27 +234,52 @@ class EmbeddingEngine:
 
     async def _compute(self, link: BatchLink, parts: Sequence[BatchPart]) -> None:
         texts = texts_of(parts)
-        batch = _Batch(parts, asyncio.ensure_future(link.embed(texts)))
+        batch = _Batch(parts, sum(map(len, texts)), asyncio.ensure_future(link.embed(texts)))
         self._batches.add(batch)
+        is_answered = False
         try:
-            await asyncio.wait([batch.call])
+            is_answered = await self._is_answered(batch)
         finally:
             self._batches.discard(batch)
             if not batch.call.done():
                 batch.call.cancel()
                 await asyncio.gather(batch.call, return_exceptions=True)
+        if not is_answered:
+            still = StageFailed("the embedding model does not end a batch")
+            self._on_failure(link, parts, still, is_still=True)
+            return
         if batch.call.cancelled():
             # By its clients, or with the channel of a host that was given up.
             self._on_failure(link, parts, HostUnreachable("the connection to the embedding model was closed"))
             return
         error = batch.call.exception()
         if error is None:
-            self._deliver(parts, batch.call.result(), sum(map(len, texts)))
+            self._deliver(parts, batch.call.result(), batch.num_tokens)
         elif isinstance(error, MeshError):
             self._on_failure(link, parts, error)
         else:
             log.error("batch_failed_unexpectedly", error=repr(error))
             self._on_failure(link, parts, StageFailed(f"a batch of texts failed: {type(error).__name__}"))
+
+    async def _is_answered(self, batch: _Batch) -> bool:
+        """Wait for a batch; returns whether it ended before the host must stand still.
+
+        The host computes the batches under way one after the other, so that time counts from the latest
+        that it computed, and for all of them.
+        """
+        num_computed, waited_s = self.statistics.num_batches, 0.0
+        while not batch.call.done():
+            told = self.statistics
+            if told.num_batches > num_computed:
+                num_computed, waited_s = told.num_batches, 0.0
+            num_tokens = sum(each.num_tokens for each in self._batches)
+            left_s = self._most_batch_s(num_tokens, told.num_tokens, told.compute_s) - waited_s
+            if left_s <= 0:
+                return False
+            step_s = min(_LOOK_S, left_s)
+            await asyncio.wait([batch.call], timeout=step_s)
+            waited_s += step_s
+        return True
 
     def _deliver(self, parts: Sequence[BatchPart], computed: ComputedBatch, num_tokens: int) -> None:
         self.statistics.computed(len(computed.rows), num_tokens, computed.compute_s)
@@ -258,8 +294,10 @@ class EmbeddingEngine:
                     job.is_done.set_result(None)
             start = stop
 
-    def _on_failure(self, link: BatchLink, parts: Sequence[BatchPart], error: MeshError) -> None:
-        """Let the texts wait again, and report the host if it does not answer."""
+    def _on_failure(
+        self, link: BatchLink, parts: Sequence[BatchPart], error: MeshError, *, is_still: bool = False
+    ) -> None:
+        """Let the texts wait again, and report the host if it does not answer or stands still."""
         wanted = [part for part in parts if part.request in self._jobs]
         if not wanted:
             return
@@ -273,7 +311,7 @@ class EmbeddingEngine:
                 )
                 self._fail(part.request, self._jobs[part.request], failed)
         self._changed.set()
-        if isinstance(error, HostUnreachable) and link is self._link:
+        if (is_still or isinstance(error, HostUnreachable)) and link is self._link:
             self._link, self._failure = None, error
             self._broken.set()
 

@@ -1,16 +1,19 @@
 """The n-gram proposer: continuing, departing, coming back."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculative.lookup_proposers import NgramOptions, NgramProposer
+from speculative.lookup_proposers import NgramOptions, NgramProposer, PredictionProposer
 from speculative.proposer import EMPTY
 
+# Read in several parts.
+LONG = Random(1).choices(range(50_000), k=30_000)
 texts = st.integers(1, 4).flatmap(lambda letters: st.lists(st.integers(0, letters - 1), max_size=40))
 
 
@@ -211,3 +214,24 @@ def test_a_token_takes_little_memory() -> None:
 def test_options_that_make_no_sense_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         NgramOptions(**options)
+
+
+@pytest.mark.parametrize("make", [NgramProposer, lambda: PredictionProposer(LONG)])
+@pytest.mark.parametrize("num_parts", [0, 2, 99])
+def test_a_long_text_says_the_same_however_much_of_it_was_read_before(
+    make: Callable[[], NgramProposer | PredictionProposer], num_parts: int
+) -> None:
+    ready, late = make(), make()
+    for proposer in (ready, late):
+        proposer.extend(LONG)
+    while ready.read_on():
+        pass
+    for _ in range(num_parts):
+        late.read_on()
+    for place in (25_000, 100, 14_000):
+        committed = LONG[place : place + 20]
+        for proposer in (ready, late):
+            proposer.extend(committed)
+        said = ready.propose(16)
+        assert said.tokens == tuple(LONG[place + 20 : place + 20 + len(said.tokens)]) != ()
+        assert late.propose(16) == said

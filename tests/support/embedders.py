@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mesh.coordinator.heartbeat import longest_batch_s
 from mesh.embedding.engine import EmbeddingEngine
 from mesh.embedding.link import ComputedBatch
 from mesh.embedding.registry import EmbeddingBackend
@@ -17,7 +18,7 @@ from stages.embedding.model_file import BatchLimits
 from stages.embedding.vectors import normalised
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -67,7 +68,11 @@ class ScriptedLink:
 
 @asynccontextmanager
 async def running_engine(
-    limits: BatchLimits | None = None, *, max_waiting: int = 64, patience_s: float = 20.0
+    limits: BatchLimits | None = None,
+    *,
+    max_waiting: int = 64,
+    patience_s: float = 20.0,
+    most_batch_s: Callable[[int, int, float], float] = longest_batch_s,
 ) -> AsyncIterator[EmbeddingEngine]:
     """An engine without a host."""
     engine = EmbeddingEngine(
@@ -76,6 +81,7 @@ async def running_engine(
         max_waiting=max_waiting,
         clock_s=time.monotonic,
         patience_s=patience_s,
+        most_batch_s=most_batch_s,
     )
     running = asyncio.create_task(engine.run())
     try:

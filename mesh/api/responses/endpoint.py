@@ -12,12 +12,12 @@ from starlette.responses import Response  # noqa: TC002
 from mesh.api.auth import client_of
 from mesh.api.backend import backend_of, body_of
 from mesh.api.chat_prompt import ChatPrompt, Conversation, render_prompt, thinking_variables
-from mesh.api.errors import json_response
+from mesh.api.errors import json_response, written_response
 from mesh.api.generation_job import make_chat_job
 from mesh.api.on_demand.answers import answered
 from mesh.api.openapi import Deleted, InputItems, ResponseAnswer, TokenCount, answers, takes
 from mesh.api.protocol import JsonSchemaBody, ResponseFormatBody
-from mesh.api.responses.events import Turn, early_error, respond
+from mesh.api.responses.events import Turn, early_error, repeated_fields, respond
 from mesh.api.responses.item_references import with_stored_items
 from mesh.api.responses.protocol import ResponsesBody, input_items_of, messages_of
 from mesh.api.streaming import prepared
@@ -95,7 +95,7 @@ async def get_response(request: Request, response_id: str) -> Response:
     stored = backend_of(request).api.responses.get(client_of(request.scope), response_id)
     if stored is None:
         raise _unknown(response_id)
-    return json_response(stored.response)
+    return await written_response(stored.response)
 
 
 @router.get(
@@ -106,7 +106,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
     stored = backend_of(request).api.responses.get(client_of(request.scope), response_id)
     if stored is None:
         raise _unknown(response_id)
-    return json_response(_page(stored.input_items, request.query_params))
+    return await written_response(_page(stored.input_items, request.query_params))
 
 
 @router.post(
@@ -262,7 +262,8 @@ async def _turn(backend: Backend, body: ResponsesBody, client: str | None) -> Tu
         job = await make_chat_job(backend, as_chat_body(body), prompt, param="input", client=client)
     except InvalidRequest as error:
         raise as_responses_error(error) from None
-    return Turn(messages, job, await asyncio.to_thread(input_items_of, body.input))
+    repeated = await asyncio.to_thread(repeated_fields, body)
+    return Turn(messages, job, await asyncio.to_thread(input_items_of, body.input), repeated)
 
 
 def _instructed(messages: Sequence[Mapping[str, Any]], instructions: str | None) -> list[Mapping[str, Any]]:

@@ -10,13 +10,13 @@ import structlog
 from starlette.responses import Response
 
 from mesh.api.answer_stream import AnswerPart, answer_parts, metered
-from mesh.api.errors import error_body, json_bytes, json_response
+from mesh.api.errors import error_body, is_large_json, json_bytes, large_json_bytes, written_response
 from mesh.api.middleware import CLIENT_GONE_STATUS
 from mesh.api.openai_format import CallIds, chat_logprobs, timings, usage
 from mesh.api.protocol import AllowedTools
 from mesh.api.response_store import StoredResponse
 from mesh.api.responses.protocol import messages_of
-from mesh.api.streaming import ClientGoneError, EventStream, PromptReading, cancel_on_disconnect
+from mesh.api.streaming import ClientGoneError, EventStream, PromptReading, cancel_on_disconnect, made
 from mesh.text.message_parts import Content, Reasoning, ToolCallArguments, ToolCallStart
 
 if TYPE_CHECKING:
@@ -199,6 +199,21 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
 }
 
 
+def repeated_fields(body: ResponsesBody) -> dict[str, Any]:
+    """Fields of a request as its response repeats them; for a thread, as a schema may have many values."""
+    repeated = set(_REPEATED) - {"tool_choice"}
+    said = body.model_dump(include=repeated, exclude_none=True, exclude_unset=True, by_alias=True)
+    choice = body.tool_choice
+    if isinstance(choice, str):
+        said["tool_choice"] = choice
+    elif isinstance(choice, tuple):
+        said["tool_choice"] = {"type": "function", "name": choice[0]}
+    elif isinstance(choice, AllowedTools):
+        tools = [{"type": "function", "name": name} for name in choice.names]
+        said["tool_choice"] = {"type": "allowed_tools", "mode": choice.mode, "tools": tools}
+    return said
+
+
 @dataclass(frozen=True)
 class Turn:
     """One turn of a conversation.
@@ -207,11 +222,13 @@ class Turn:
         messages: The conversation before it, without the request's instructions.
         job: The job of its answer.
         input_items: Items of the request's input.
+        repeated: See `repeated_fields`.
     """
 
     messages: Sequence[Mapping[str, Any]]
     job: GenerationJob
     input_items: Sequence[Mapping[str, Any]]
+    repeated: Mapping[str, Any]
 
 
 async def respond(request: Request, backend: Backend, body: ResponsesBody, turn: Turn) -> Response:
@@ -245,7 +262,7 @@ async def respond(request: Request, backend: Backend, body: ResponsesBody, turn:
     except ClientGoneError:
         log.info("client_gone")
         return Response(status_code=CLIENT_GONE_STATUS)
-    return json_response(response)
+    return await written_response(response)
 
 
 def early_error(error: BaseException) -> bytes:
@@ -263,7 +280,7 @@ class _ResponseBuilder:
         self._turn = turn
         self._keeps = body.store is not False
         self._num_events = 0
-        self._base = self._base_of(body)
+        self._base = self._base_of()
         call_ids = CallIds(backend.api.random_bits, backend.call_format)
         self._output = Output(self._new_id, call_ids, body.namespaced)
 
@@ -272,27 +289,27 @@ class _ResponseBuilder:
         async with aclosing(self._parts()) as parts:
             async for part in parts:
                 self._take(part)
-        return self._finished(part)
+        return await self._finished(part)
 
     async def produce(self, emit: Callable[[bytes], Awaitable[None]]) -> None:
         """Emit the response's events as they come."""
         async with aclosing(self._parts()) as parts:
             async for part in parts:
-                # The first events go with the first text, so that a refusal can still be a status.
-                events = self._opening()
-                events += self._numbered(self._take(part))
+                events = self._take(part)
                 if part.finish is not None:
-                    response = self._finished(part)
-                    events += self._numbered(
-                        [{"type": f"response.{response['status']}", "response": response}]
-                    )
-                await emit(events)
+                    response = await self._finished(part)
+                    events.append({"type": f"response.{response['status']}", "response": response})
+                # The first events go with the first text, so that a refusal can still be a status. They and
+                # the last repeat what the request said.
+                is_told = self._num_events > 0 and part.finish is None
+                is_large = not is_told and is_large_json([self._base, events])
+                await emit(await made(is_large, self._opened, events))
 
     def failed(self, error: BaseException) -> bytes:
         """Events that end a stream with an error."""
         told = error_body(error)["error"]
         response = self._response("failed", error={"code": told["code"], "message": told["message"]})
-        return self._opening() + self._numbered([{"type": "response.failed", "response": response}])
+        return self._opened([{"type": "response.failed", "response": response}])
 
     def _parts(self) -> AsyncGenerator[AnswerPart, None]:
         return answer_parts(self._backend.engine, self._backend.tokenizer.piece_with, self._turn.job)
@@ -308,15 +325,15 @@ class _ResponseBuilder:
             events += self._output.end(is_cut=part.finish == "length")
         return events
 
-    def _opening(self) -> bytes:
-        if self._num_events:
-            return b""
-        response = self._response("in_progress")
-        return self._numbered(
-            [{"type": f"response.{name}", "response": response} for name in ("created", "in_progress")]
-        )
+    def _opened(self, events: list[Event]) -> bytes:
+        """Some events, after those that begin a response if these are its first."""
+        if not self._num_events:
+            response = self._response("in_progress")
+            names = ("created", "in_progress")
+            events = [*({"type": f"response.{name}", "response": response} for name in names), *events]
+        return self._numbered(events)
 
-    def _finished(self, part: AnswerPart) -> dict[str, Any]:
+    async def _finished(self, part: AnswerPart) -> dict[str, Any]:
         job = self._turn.job
         counts = usage([job], [part])
         is_cut = part.finish == "length"
@@ -340,23 +357,13 @@ class _ResponseBuilder:
                 {**item, "id": item.get("id") or self._new_id("msg_")} for item in self._turn.input_items
             ]
             stored = StoredResponse(messages, response, items)
-            self._backend.api.responses.put(job.request.client, response["id"], stored)
+            await self._backend.api.responses.put(job.request.client, response["id"], stored)
         return response
 
     def _response(self, status: str, **fields: Any) -> dict[str, Any]:
         return {**self._base, "status": status, "output": [], **fields}
 
-    def _base_of(self, body: ResponsesBody) -> dict[str, Any]:
-        repeated = set(_REPEATED) - {"tool_choice"}
-        said = body.model_dump(include=repeated, exclude_none=True, exclude_unset=True, by_alias=True)
-        choice = body.tool_choice
-        if isinstance(choice, str):
-            said["tool_choice"] = choice
-        elif isinstance(choice, tuple):
-            said["tool_choice"] = {"type": "function", "name": choice[0]}
-        elif isinstance(choice, AllowedTools):
-            tools = [{"type": "function", "name": name} for name in choice.names]
-            said["tool_choice"] = {"type": "allowed_tools", "mode": choice.mode, "tools": tools}
+    def _base_of(self) -> dict[str, Any]:
         return {
             "id": self._new_id("resp_"),
             "object": "response",
@@ -369,16 +376,17 @@ class _ResponseBuilder:
             **({"warnings": self._turn.job.warnings} if self._turn.job.warnings else {}),
             **dict.fromkeys(_REPEATED),
             **_DEFAULTS,
-            **said,
+            **self._turn.repeated,
         }
 
     def _numbered(self, events: Sequence[Event]) -> bytes:
-        data = b""
+        data = []
         for event in events:
             numbered = {**event, "sequence_number": self._num_events}
-            data += b"event: " + event["type"].encode() + b"\ndata: " + json_bytes(numbered) + b"\n\n"
+            write = large_json_bytes if is_large_json(numbered) else json_bytes
+            data += [b"event: ", event["type"].encode(), b"\ndata: ", write(numbered), b"\n\n"]
             self._num_events += 1
-        return data
+        return b"".join(data)
 
     def _new_id(self, beginning: str) -> str:
         return f"{beginning}{self._backend.api.random_bits(_ID_BITS):032x}"

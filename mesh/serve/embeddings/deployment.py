@@ -25,6 +25,7 @@ from mesh.serve.stage_handle import StageLoss, new_ring_credentials
 from mesh.util.tasks import first_of, run_to_end
 from spanmesh_proto.errors import (
     ClusterError,
+    HostUnreachable,
     InvalidModel,
     MeshError,
     ModelDoesNotFit,
@@ -215,22 +216,25 @@ class EmbeddingDeployment:
                 return _HOST_LEFT
             if member.is_leaving:
                 return None
-            is_broken = await self._is_broken_within(_POLL_S)
+            fault = await self._fault_within(_POLL_S)
             (stage,) = self._pipeline.stages
             if stage.handle is None:
                 continue
             if (loss := await stage.handle.loss(_PATIENCE_S)) is not None:
                 return loss
-            if is_broken and (loss := await self._reconnect()) is not None:
+            if fault is not None and not isinstance(fault, HostUnreachable):
+                # It lives and stands still.
+                return StageLoss(fault.message)
+            if fault is not None and (loss := await self._reconnect()) is not None:
                 return loss
 
-    async def _is_broken_within(self, seconds: float) -> bool:
-        """Wait, at most until hosts change; returns whether the process did not answer a batch."""
+    async def _fault_within(self, seconds: float) -> MeshError | None:
+        """Wait, at most until hosts change; returns why the process did not answer a batch, if so."""
         broken = asyncio.create_task(self._engine.broken())
         changed = asyncio.create_task(self._head.members.changed())
         try:
             await asyncio.wait({broken, changed}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            return broken.done()
+            return broken.result() if broken.done() else None
         finally:
             for task in (broken, changed):
                 task.cancel()

@@ -1,11 +1,13 @@
 """`/v1/responses`: what it takes, the events it sends, and what it keeps."""
 
 import json
+import threading
 from typing import Any
 
 import httpx
 import pytest
 
+from mesh.api import errors
 from mesh.api.api_keys import ApiKeys, KeyRecord, digest_of
 from mesh.api.errors import json_bytes
 from mesh.api.response_store import ResponseStore, StoredResponse
@@ -328,18 +330,18 @@ async def test_items_that_are_not_kept_cannot_be_referred_to(tokenizer: Tokenize
             assert reference["id"] in refused.json()["error"]["message"]
 
 
-def test_the_store_has_bounds() -> None:
+async def test_the_store_has_bounds() -> None:
     store = ResponseStore(max_responses=3, max_bytes=200)
     small = StoredResponse([], {"a": 1})
     for name in "abcd":
-        store.put("alice", name, small)
-    store.put("bob", "e", small)
+        await store.put("alice", name, small)
+    await store.put("bob", "e", small)
     assert [name for name in "abcde" if store.get("alice", name)] == ["b", "c", "d"]
     assert store.get("bob", "e") is small
-    store.put("alice", "large", StoredResponse([{"content": "x" * 150}], {}))
+    await store.put("alice", "large", StoredResponse([{"content": "x" * 150}], {}))
     assert store.get("alice", "large") is not None
     assert store.get("alice", "b") is None
-    store.put("alice", "huge", StoredResponse([{"content": "x" * 300}], {}))
+    await store.put("alice", "huge", StoredResponse([{"content": "x" * 300}], {}))
     assert not any(store.get("alice", name) for name in ("large", "huge", "d"))
     assert (store.remove("alice", "x"), store.remove("nobody", "x"), store.remove("bob", "e")) == (
         False,
@@ -610,3 +612,37 @@ def test_every_answer_is_json() -> None:
     sent = '{"a": [NaN, {"b": -Infinity}, 1e999, 1.5], "c": "NaN \\ud83d"}'
     written = json_bytes({**json.loads(sent), "d": (float("nan"), True, None)})
     assert written == rb'{"a":[null,{"b":null},null,1.5],"c":"NaN \ud83d","d":[null,true,null]}'
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_what_a_response_repeats_is_written_beside_the_event_loop(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, *, is_streamed: bool
+) -> None:
+    longest = 0
+    loop_thread, written = threading.get_ident(), errors._json_text
+
+    def watched(value: Any) -> str:
+        nonlocal longest
+        text = written(value)
+        if threading.get_ident() == loop_thread:
+            longest = max(longest, len(text))
+        return text
+
+    monkeypatch.setattr(errors, "_json_text", watched)
+    body: dict[str, Any] = {
+        "input": [
+            {"role": "user", "content": "Hi."},
+            {"type": "reasoning", "content": [], "x": "y" * 300_000},
+        ],
+        "metadata": {"note": "n" * 500_000},
+        "stream": is_streamed,
+    }
+    async with running_api(saying(tokenizer, "It is fine."), tokenizer) as api:
+        answer = await api.http.post(RESPONSES, json=body)
+        response = events_of(answer)[-1]["response"] if is_streamed else answer.json()
+        assert (response["status"], response["metadata"]) == ("completed", body["metadata"])
+        where = f"{RESPONSES}/{response['id']}"
+        assert (await api.http.get(where)).json() == response
+        items = (await api.http.get(f"{where}/input_items")).json()["data"]
+        assert items[0]["x"] == body["input"][1]["x"]
+    assert longest < 100_000

@@ -208,14 +208,14 @@ async def test_an_answer_that_outlives_its_key_is_not_kept(
         assert found.status_code == 200
 
 
-def test_what_a_file_that_cannot_be_read_says_nothing_of_is_kept(tmp_path: Path) -> None:
+async def test_what_a_file_that_cannot_be_read_says_nothing_of_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"alice {ALICE}\nbob {BOB}\n")
     keys, store = ApiKeys.from_file(path), ResponseStore()
     keys.on_removed(store.forget)
     alice, bob = found(keys, ALICE).identity, found(keys, BOB).identity
     for client in (alice, bob):
-        store.put(client, "r", StoredResponse([], {}))
+        await store.put(client, "r", StoredResponse([], {}))
     path.write_text("one two three\n")
     assert keys.find(ALICE) is None
     assert store.get(alice, "r")

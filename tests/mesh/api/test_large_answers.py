@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mesh.api.errors import json_bytes, large_json_bytes
+from mesh.api.errors import is_large_json, json_bytes, json_size, json_steps, large_json_bytes
 from mesh.text.tokenizer import Tokenizer
 from tests.support import api_harness
 from tests.support.api_harness import Api, ScriptedEngine, running_api
@@ -29,8 +29,23 @@ VALUES = st.recursive(
 
 @given(value=VALUES)
 @example(value={str(number): [number] for number in range(200)})
+@example(value='"\n\u4e2d\ud800' * 50_000)
+@example(value=["x" * 100_000] * 70)
 def test_steps_write_the_same_json(value: Any) -> None:
     assert large_json_bytes(value) == json_bytes(value)
+    assert json_size(value) == len(json_bytes(value))
+
+
+@pytest.mark.parametrize("value", ["x" * 2**21, ["x" * 2**18] * 70, {str(n): "x" * 2**15 for n in range(70)}])
+def test_no_step_is_long(value: Any) -> None:
+    assert is_large_json(value)
+    assert max(map(len, json_steps(value))) <= 2**18 + 2**16
+
+
+@pytest.mark.parametrize("value", [[1] * 10_000, {"a": ["x" * 200_000, {"b": [None] * 100}]}])
+def test_what_is_written_at_once_is_not_large(value: Any) -> None:
+    assert not is_large_json(value)
+    assert is_large_json([value, value, "x" * 200_000])
 
 
 @pytest.mark.model

@@ -7,10 +7,12 @@ from mesh.coordinator.speculation import GuardedProposer, Speculator
 from mesh.engine import GenerationRequest
 from speculative.acceptance import Judgement, SpanClass
 from speculative.controller import ControllerOptions, SharedMeasures
+from speculative.lookup_proposers import NgramProposer, PredictionProposer
 from speculative.outcome import StageMeasure, WindowOutcome
-from speculative.proposer import EMPTY, Proposal
+from speculative.proposer import EMPTY, Proposal, Proposer
 
 PROMPT = (1, 2, 3)
+PART_TOKENS = 4096
 STAGES = (StageMeasure(1, 0.0, 4.0),) * 3
 
 
@@ -43,9 +45,9 @@ def prefilled() -> Generation:
     return generation
 
 
-def speculator(listener: Listener, shared: SharedMeasures) -> Speculator:
+def speculator(*proposers: Proposer, shared: SharedMeasures) -> Speculator:
     return Speculator(
-        [GuardedProposer(listener, n_vocab=64, session=1)],
+        [GuardedProposer(each, n_vocab=64, session=1) for each in proposers],
         ControllerOptions(),
         shared,
         end_tokens=(),
@@ -68,8 +70,8 @@ def lost(sent_ms: float) -> WindowOutcome:
 def test_it_asks_for_nothing_before_it_may() -> None:
     """A draft model that was never asked must not be told to catch up: that would have it read the prompt."""
     listener = Listener()
-    resting = speculator(listener, SharedMeasures())
-    resting.begin(PROMPT)
+    resting = speculator(listener, shared=SharedMeasures())
+    resting.begin(PROMPT, lambda _call: None)
     assert resting.next_proposal(prefilled()) == EMPTY
     assert listener.asked == []
 
@@ -78,8 +80,8 @@ def test_once_speculation_rests_the_proposer_is_told_so_once() -> None:
     listener, shared = Listener(), SharedMeasures()
     shared.add_plain(plain(0.0))
     shared.add_plain(plain(50.0))
-    active = speculator(listener, shared)
-    active.begin(PROMPT)
+    active = speculator(listener, shared=shared)
+    active.begin(PROMPT, lambda _call: None)
     generation = prefilled()
     active.next_proposal(generation)
     assert len(listener.asked) == 1
@@ -88,3 +90,33 @@ def test_once_speculation_rests_the_proposer_is_told_so_once() -> None:
     active.next_proposal(generation)
     active.next_proposal(generation)
     assert listener.asked[1:] == [0]
+
+
+def test_long_texts_are_read_in_parts_one_in_each_turn_of_the_loop() -> None:
+    prompt = [index * index % 61 for index in range(30_000)]
+    proposers = NgramProposer(), PredictionProposer(prompt)
+    turns: list[Callable[[], None]] = []
+    session = speculator(*proposers, shared=SharedMeasures())
+    session.begin(prompt, turns.append)
+    indices = [each._cursor._index for each in proposers]
+    num_turns, num_read = 0, sum(index.stop for index in indices)
+    assert num_read <= 3 * PART_TOKENS
+    while turns:
+        turns.pop()()
+        now = sum(index.stop for index in indices)
+        # Where one text ends, another one may begin.
+        assert num_read < now <= num_read + 2 * PART_TOKENS
+        num_turns, num_read = num_turns + 1, now
+    assert (num_turns, num_read) == (12, 2 * len(prompt))
+
+
+def test_a_session_that_has_ended_reads_no_further() -> None:
+    turns: list[Callable[[], None]] = []
+    proposer = NgramProposer()
+    session = speculator(proposer, shared=SharedMeasures())
+    session.begin(range(20_000), turns.append)
+    session.close()
+    num_read = proposer._cursor._index.stop
+    turns.pop()()
+    assert not turns
+    assert proposer._cursor._index.stop == num_read < 20_000

@@ -12,11 +12,12 @@ from spanmesh_proto.errors import ClusterError, HostUnreachable, Overloaded, Sta
 from tests.support.embedders import ScriptedLink, running_engine, vector_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
     from mesh.embedding.engine import EmbeddingEngine
+    from mesh.embedding.link import ComputedBatch
 
 ONE, TWO, THREE = (1, 2, 3), (4, 5), (6,)
 
@@ -141,6 +142,59 @@ async def test_what_fails_twice_is_answered_with_the_error_and_spares_the_others
         # The host answers, so it is not replaced.
         assert engine.is_ready
         assert engine.statistics.finished == {"stop": 1, "error": 1}
+
+
+async def test_a_host_that_never_answers_is_given_up_and_its_texts_with_the_second() -> None:
+    bounds = []
+
+    def most_batch_s(num_tokens: int, earlier_tokens: int, _earlier_s: float) -> float:
+        bounds.append((num_tokens, earlier_tokens))
+        return 0.05
+
+    links = [ScriptedLink(), ScriptedLink()]
+    async with running_engine(most_batch_s=most_batch_s) as engine, asyncio.timeout(10):
+        for link in links:
+            link.gate.clear()
+        engine.resume(links[0])
+        first, second = await under_way(engine, links[0], ONE), await under_way(engine, links[0], TWO)
+        for link in links:
+            engine.resume(link)
+            fault = await engine.broken()
+            assert isinstance(fault, StageFailed), "another connection to it does not help"
+            assert not engine.is_ready
+        await until(lambda: [link.num_cancelled for link in links] == [2, 2])
+        for request in (first, second):
+            with pytest.raises(StageFailed, match="does not end a batch") as failed:
+                await request
+            assert failed.value.retry_after_s
+        assert (engine.num_requests, engine.num_waiting) == (0, 0)
+        # The host computes both, one after the other.
+        assert bounds[-1][0] in {len(ONE), len(TWO)}
+        assert (len(ONE) + len(TWO), 0) in bounds
+        links[1].gate.set()
+        engine.resume(links[1])
+        assert np.array_equal(await engine.embed([THREE]), [vector_of(THREE)])
+
+
+async def test_a_batch_has_its_time_from_the_one_before_it_on() -> None:
+    link, slow = ScriptedLink(), asyncio.Event()
+
+    async def one_of_two(texts: Sequence[Sequence[int]]) -> ComputedBatch:
+        if tuple(texts[0]) == TWO:
+            await slow.wait()
+        else:
+            await asyncio.sleep(1.2)
+            asyncio.get_running_loop().call_later(1.2, slow.set)
+        return await ScriptedLink.embed(link, texts)
+
+    link.embed = one_of_two  # type: ignore[method-assign]
+    async with running_engine(most_batch_s=lambda *_told: 2.0) as engine, asyncio.timeout(10):
+        engine.resume(link)
+        first = asked(engine, ONE)
+        await until(lambda: engine.num_requests and not engine.num_waiting)
+        await asyncio.gather(first, asked(engine, TWO))
+        assert engine.is_ready
+        assert engine.statistics.num_batches == 2
 
 
 async def test_requests_wait_for_a_while_and_are_refused_from_then_on() -> None:

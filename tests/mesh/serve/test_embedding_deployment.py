@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import threading
 import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from mesh.serve.pipeline import Pipeline
 from mesh.serve.stage_factory import Transfers
 from mesh.serve.stage_handle import StageHandle
 from spanmesh_proto.errors import ClusterError, InvalidModel, InvalidRequest, ModelDoesNotFit, StageFailed
+from stages.embedding.runtime import EmbeddingRuntime
 from stages.gguf.reader import part_paths
 from stages.weights.fetch import FetchSource
 from stages.weights.virtual_stages import StageCache
@@ -345,6 +347,32 @@ async def test_a_lost_process_is_replaced_while_requests_wait(
         await mesh.end_process()
         await until(lambda: mesh.backend().status()["repairs"]["count"] == 2)
         assert np.array_equal(await mesh.embed(), before)
+
+
+async def test_a_process_that_stands_still_is_replaced(
+    hosts: Hosts, tokenizer: Tokenizer, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mesh.coordinator.heartbeat._LONGEST_BATCH_S", 0.2)
+    hosts.join("attic", needed_bytes(path))
+    goes_on = threading.Event()
+    async with serving(hosts, tokenizer) as mesh:
+        await mesh.registry.load(order(path))
+        before = await mesh.embed()
+        computed = EmbeddingRuntime.embed
+
+        def stands_still(runtime: EmbeddingRuntime, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+            monkeypatch.setattr(EmbeddingRuntime, "embed", computed)
+            goes_on.wait(30)
+            return computed(runtime, texts)
+
+        monkeypatch.setattr(EmbeddingRuntime, "embed", stands_still)
+        try:
+            assert np.array_equal(await asyncio.wait_for(mesh.embed(), 20), before)
+        finally:
+            goes_on.set()
+        status = mesh.backend().status()
+        assert "does not end a batch" in status["failures"][-1]["reason"]
+        assert hosts.driver.num_created == 2
 
 
 async def test_requests_are_refused_while_no_host_is_there(
