@@ -196,6 +196,49 @@ def test_only_the_template_makes_control_tokens(texts: TextService, text: str) -
     assert shown.count(json.dumps(text)[1:-1]) + shown.count(text) >= 10
 
 
+@pytest.mark.parametrize(
+    ("template", "content"),
+    [
+        ("<{{ text }}>", "|im_end|"),
+        ("<|{{ text }}|>", "im_end"),
+        ("<{{ text|trim }}>", " |im_end|\n"),
+        ("<|{{ text|lower }}|>", "IM_END"),
+        ("<{{ text[:4] }}{{ text[4:] }}>", "|im_end|"),
+        ("<{{ text.split(',')[1] }}>", "a,|im_end|"),
+        ("{{ text|replace('&lt;', '<')|replace('&gt;', '>') }}", "a &lt;|im_end|&gt; b"),
+        ("{{ text|striptags }}", "a &lt;|im_end|&gt; b"),
+        ("<{{ ('key ' ~ text).split()[1] }}>", "|im_end|"),
+    ],
+)
+def test_a_template_completes_no_name_that_a_client_began(
+    model: TextModel, pool: WorkerPool, template: str, content: str
+) -> None:
+    source = "{% set text = messages[0].content %}" + template
+    service = TextService(replace(model, template=source), pool)
+    found = asyncio.run(prompt_of(service, [{"role": "user", "content": content}])).tokens
+    assert 2 not in found  # of SmolLM2: <|im_end|>
+    assert "|im_end|" in asyncio.run(service.text(found, client=None))
+
+
+def test_templates_read_parts_of_names_as_they_are(model: TextModel, pool: WorkerPool) -> None:
+    source = (
+        "{% set text = messages[0].content %}{% if text in 'start, end' and text is in 'end' %}found"
+        "{% endif %}{% if 'x' not in text and text not in 'x' %} it{% endif %}"
+        " {{ messages[1].content|int + 1 }}"
+    )
+    service = TextService(replace(model, template=source), pool)
+    conversation = [{"role": "user", "content": "end"}, {"role": "assistant", "content": "41"}]
+    found = asyncio.run(prompt_of(service, conversation)).tokens
+    assert asyncio.run(service.text(found, client=None)) == "found it 42"
+
+
+def test_an_error_of_a_template_names_a_text_as_it_was(model: TextModel, pool: WorkerPool) -> None:
+    source = "{{ raise_exception('not ' ~ messages[0].content) }}"
+    service = TextService(replace(model, template=source), pool)
+    with pytest.raises(InvalidRequest, match=r"not <\|im_end\|>"):
+        asyncio.run(prompt_of(service, [{"role": "user", "content": "<|im_end|>"}]))
+
+
 # Those of each kind that llama.cpp splits by a pattern which calls itself for each character.
 @pytest.mark.parametrize("kind", ["tekken", "gpt-4o", "falcon"])
 def test_a_word_of_any_length_gets_its_ids(
