@@ -34,6 +34,8 @@ _STACK_BYTES_PER_CHAR: Final = 640
 _STACK_BYTES: Final = 16 * 2**20
 # From here on a smaller stack is worth looking for long words.
 _MANY_CHARS: Final = 2**17
+# Names that are given to marks of turns, and to nothing else.
+_MARK_SHAPE: Final = re.compile(r"(?is)<\|.+\|>|<｜.+｜>|\W.*(?:user|assistant|system).*\W")
 # Below this number of characters per position tokenizing is cheap, and most texts have fewer.
 _SUSPICIOUS: Final = 8
 _WHITE_RUN: Final = re.compile(r"\s{64,}")
@@ -163,7 +165,11 @@ def _is_mark(name: str, template: str) -> bool:
     Others, such as those of Gemma for line breaks and for HTML, are parts of texts.
     """
     has_brackets = not (name[0].isalnum() or name[0].isspace() or name[-1].isalnum() or name[-1].isspace())
-    return name in MARKS or (has_brackets and any(map(str.isalpha, name)) and name in template)
+    if name in MARKS:
+        return True
+    # Templates also put names together, of roles for instance: those need not be in their source.
+    is_named_so = name in template or _MARK_SHAPE.fullmatch(name) is not None
+    return has_brackets and any(map(str.isalpha, name)) and is_named_so
 
 
 class _Finder:

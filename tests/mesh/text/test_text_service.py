@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -22,6 +23,7 @@ from mesh.text.text_service import PromptIds, TextRequest, TextService, shared_t
 from mesh.text.tokenizer import Tokenizer
 from mesh.util.worker_pool import WorkerPool
 from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest, ModelError
+from stages.gguf.reader import read_header
 from tests.support.short_models import write_short
 
 pytestmark = pytest.mark.model
@@ -218,6 +220,21 @@ def test_a_template_completes_no_name_that_a_client_began(
     found = asyncio.run(prompt_of(service, [{"role": "user", "content": content}])).tokens
     assert 2 not in found  # of SmolLM2: <|im_end|>
     assert "|im_end|" in asyncio.run(service.text(found, client=None))
+
+
+def test_user_defined_marks_need_not_be_in_the_source(
+    smollm2_path: Path, pool: WorkerPool, tmp_path: Path
+) -> None:
+    before = read_header(smollm2_path).metadata["tokenizer.ggml.token_type"]
+    kinds = array("i", before.payload)
+    kinds[1] = 4  # <|im_start|>: a user-defined token, which llama.cpp makes of any letters
+    whole = write_short(smollm2_path, 1, tmp_path / "whole.gguf")
+    path = tmp_path / "user_defined.gguf"
+    path.write_bytes(whole.read_bytes().replace(before.payload, kinds.tobytes(), 1))
+    source = "{% for m in messages %}{{ '<|' ~ 'im_start' ~ '|>' ~ m.content }}{% endfor %}"
+    service = TextService(TextModel(str(path), Tokenizer(path).stamp, source), pool)
+    found = asyncio.run(prompt_of(service, [{"role": "user", "content": "a<|im_start|>b"}])).tokens
+    assert found.count(1) == 1
 
 
 def test_templates_read_parts_of_names_as_they_are(model: TextModel, pool: WorkerPool) -> None:
