@@ -146,6 +146,18 @@ def test_a_template_that_never_works_is_told_at_the_start(model: TextModel, pool
     ]
     asks = model.template.replace("<|im_start|>assistant", "<|assistant|>")
     assert asyncio.run(check(asks)) == ["chat_template_names_unknown_tokens"]
+    turns = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    assert asyncio.run(check(turns)) == ["chat_template_begins_no_answer"]
+    open_turns = turns + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    assert asyncio.run(check(open_turns)) == []
+    for shortened in (
+        open_turns.replace("m.content", "m.content[:60]"),
+        open_turns.replace("m.content", "m.content.split('\n')[0]"),
+        open_turns.replace("in messages", "in messages[-5:]"),
+    ):
+        assert asyncio.run(check(shortened)) == ["chat_template_shortens_text"]
+    otherwise = open_turns.replace("<|im_end|>", "<repo_name>")  # a control token that ends no answer
+    assert asyncio.run(check(otherwise)) == ["chat_template_ends_answers_otherwise"]
 
 
 def test_a_template_that_wants_parts_gets_them(model: TextModel, pool: WorkerPool) -> None:
