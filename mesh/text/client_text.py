@@ -3,7 +3,8 @@
 A control token such as `<|im_end|>` is made where the template writes its name, never where a client, a file
 or a tool wrote the same letters. So in texts of clients the characters with which names of control tokens
 begin and end are replaced by stand-ins before a template sees them, one for one, and put back when the prompt
-is split at control tokens: a name that holds a stand-in is no mark.
+is split at control tokens: a name that holds a stand-in is no mark. Templates write `<` and `>` around texts
+of clients, too, such as keys of schemas: the inner parts of names get stand-ins as well.
 
 Templates look into texts, too: `'</think>' in content`, `content.split(…)`, `content == …`. A `ClientText`
 answers such questions as the original would; where it goes through code that knows nothing of it, the
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 _FIRST: Final = 0xD800
 _LAST: Final = 0xDFFF
 _STAND_IN: Final = re.compile(f"[{chr(_FIRST)}-{chr(_LAST)}]")
+# White space around a text that a template may strip; a longer text is not looked at for it.
+_MOST_WHITE: Final = 64
+# The inner parts of shorter names, such as `s` of `</s>`, are in ordinary texts all the time.
+_LEAST_INNER_CHARS: Final = 3
 
 
 def require_unicode(text: str) -> None:
@@ -51,12 +56,19 @@ class Marking:
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        ends = sorted({end for name in names for end in (name[0], name[-1])})
-        # A vocabulary with more ends than surrogates would be one of random bytes.
-        pairs = list(zip(map(ord, ends), range(_FIRST, _LAST + 1), strict=False))
-        self._stand_ins = dict(pairs)
+        all_names = sorted(set(names))
+        ends = sorted({end for name in all_names for end in (name[0], name[-1])})
+        others = sorted(set("".join(all_names)).difference(ends))
+        # A vocabulary with more of them than surrogates would be one of random bytes.
+        pairs = list(zip(map(ord, [*ends, *others]), range(_FIRST, _LAST + 1), strict=False))
+        self._of_all = dict(pairs)
+        self._of_ends = dict(pairs[: len(ends)])
         self._originals = {stand_in: original for original, stand_in in pairs}
         self._ends = re.compile("[" + re.escape("".join(ends)) + "]") if ends else None
+        # Changes of case are frequent in templates. No text of a client is within two names.
+        self._names = "\ud800".join(all_names).lower()
+        self._most_chars = max(map(len, all_names), default=0)
+        self._inner = _inner_parts(all_names)
 
     def marked(self, text: str) -> str:
         """A client's text for a template: itself if it has no such character.
@@ -65,9 +77,27 @@ class Marking:
             InvalidRequest: If it has a lone surrogate.
         """
         require_unicode(text)
-        if self._ends is None or self._ends.search(text) is None:
+        if self._ends is None or not text:
             return text
-        return ClientText(text.translate(self._stand_ins), text, self)
+        if self._is_within_name(text):
+            marked = text.translate(self._of_all)
+        else:
+            marked = text if self._inner is None else self._inner.sub(self._replaced, text)
+            if self._ends.search(text) is not None:
+                marked = marked.translate(self._of_ends)
+            elif marked is text:
+                return text
+        return ClientText(marked, text, self)
+
+    def _is_within_name(self, text: str) -> bool:
+        """Whether a template could write the rest of a name around a text, or around some of them."""
+        if len(text) > self._most_chars + _MOST_WHITE:
+            return False
+        stripped = text.strip()
+        return stripped != "" and stripped.lower() in self._names
+
+    def _replaced(self, found: re.Match[str]) -> str:
+        return found[0].translate(self._of_all)
 
     def unmarked(self, text: str) -> str:
         """The original of a text; as long as the text."""
@@ -99,6 +129,37 @@ class Marking:
         if isinstance(value, dict):
             return {self.original_of(key): self.original_of(each) for key, each in value.items()}
         return value
+
+
+def _inner_parts(names: Iterable[str]) -> re.Pattern[str] | None:
+    """Finds what is between the first and the last character of a name; None without such names."""
+    parts = {name[1:-1] for name in names if len(name) >= _LEAST_INNER_CHARS + 2}
+    return re.compile(alternatives(parts)) if parts else None
+
+
+def alternatives(names: Iterable[str]) -> str:
+    """A regular expression for some names, the longest first, as a tree.
+
+    `re` tries alternatives one after another: in a tree each letter of a text is compared with few of them.
+    """
+    tree: dict[str, Any] = {}
+    for name in names:
+        branch = tree
+        for letter in name:
+            branch = branch.setdefault(letter, {})
+        branch[""] = {}
+    return _expression(tree)
+
+
+def _expression(tree: dict[str, Any]) -> str:
+    parts = []
+    for first, behind in sorted(tree.items(), reverse=True):  # the end of a name comes last
+        stem, branch = first, behind
+        while len(branch) == 1 and "" not in branch:  # no group where there is no fork
+            ((letter, branch),) = branch.items()
+            stem += letter
+        parts.append(re.escape(stem) + (_expression(branch) if branch and set(branch) != {""} else ""))
+    return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"
 
 
 class ClientText(str):

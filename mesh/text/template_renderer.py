@@ -57,12 +57,13 @@ class TemplateRenderer:
     """
 
     def __init__(self, source: str, *, bos: str, eos: str, marking: Marking) -> None:
+        self._marking = marking
         environment = _Environment(marking)
         environment.globals.update(bos_token=bos, eos_token=eos, raise_exception=_raise_exception)
         try:
             self._template = environment.from_string(source)
         except Exception as error:  # noqa: BLE001 - a source may also be too deep for the parser
-            raise _refusal(error) from None
+            raise self._refusal(error) from None
 
     def render(self, variables: Mapping[str, Any], now: datetime, max_chars: int) -> str | None:
         """The prompt, with the stand-ins of clients' texts; None if it is longer than `max_chars`.
@@ -80,7 +81,11 @@ class TemplateRenderer:
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - a template is a program: anything can come out of it
-            raise _refusal(error) from None
+            raise self._refusal(error) from None
+
+    def _refusal(self, error: Exception) -> TemplateRefusal:
+        reason = self._marking.unmarked(str(error) or type(error).__name__)
+        return TemplateRefusal(reason[:_MAX_REASON_CHARS])
 
     def _rendered(self, variables: Mapping[str, Any], now: datetime, max_chars: int) -> str | None:
         values = {"add_generation_prompt": True, **variables, "strftime_now": now.strftime}
@@ -132,10 +137,6 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _refusal(error: Exception) -> TemplateRefusal:
-    return TemplateRefusal((str(error) or type(error).__name__)[:_MAX_REASON_CHARS])
-
-
 class _JoiningGenerator(CodeGenerator):
     """Joins by the environment where a template has `~`."""
 
@@ -145,6 +146,19 @@ class _JoiningGenerator(CodeGenerator):
             self.visit(each, frame)
             self.write(", ")
         self.write(")))")
+
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802
+        """Whether a text is in another one, by the originals of both."""
+        (first, *others) = node.ops
+        if others or first.op not in {"in", "notin"}:
+            super().visit_Compare(node, frame)
+            return
+        self.write("(" if first.op == "in" else "(not ")
+        self.write("environment.has(")
+        self.visit(node.expr, frame)
+        self.write(", ")
+        self.visit(first.expr, frame)
+        self.write("))")
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -167,11 +181,19 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = functools.partial(_to_json, marking)
         self.filters["safe"] = _mark_safe
         self.filters = {name: self._recognising(made) for name, made in self.filters.items()}
+        self.filters |= {name: self._of_original(self.filters[name]) for name in ("int", "float")}
+        self.tests["in"] = self.has
 
     def concat(self, parts: Iterable[str]) -> str:
         """Texts one behind the other: of macros, blocks that are set, and `~`."""
         joined: str = self._marking.recognised("".join(parts))
         return joined
+
+    def has(self, value: Any, container: Any) -> bool:
+        """Whether a container has a value; a text of the template's knows nothing of stand-ins."""
+        if type(container) is str and isinstance(value, str):
+            value = self._marking.unmarked(value)
+        return value in container
 
     def call(self, context: Context, made: Any, /, *args: Any, **kwargs: Any) -> Any:
         """A call, as of `', '.join`."""
@@ -180,6 +202,13 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """An operator, as `%` between a text and its values."""
         return self._marking.recognised(super().call_binop(context, operator, left, right))
+
+    def _of_original(self, made: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(made)
+        def convert(value: Any, *args: Any, **kwargs: Any) -> Any:
+            return made(self._marking.original_of(value), *args, **kwargs)
+
+        return convert
 
     def _recognising(self, made: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(made)

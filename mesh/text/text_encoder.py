@@ -14,9 +14,9 @@ import sys
 import threading
 from array import array
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from mesh.text.client_text import Marking
+from mesh.text.client_text import Marking, alternatives
 from mesh.text.message_parts import MARKS
 from spanmesh_proto.errors import ContextLengthExceeded
 
@@ -34,6 +34,8 @@ _STACK_BYTES_PER_CHAR: Final = 640
 _STACK_BYTES: Final = 16 * 2**20
 # From here on a smaller stack is worth looking for long words.
 _MANY_CHARS: Final = 2**17
+# Names that are given to marks of turns, and to nothing else.
+_MARK_SHAPE: Final = re.compile(r"(?is)<\|.+\|>|<｜.+｜>|\W.*(?:user|assistant|system).*\W")
 # Below this number of characters per position tokenizing is cheap, and most texts have fewer.
 _SUSPICIOUS: Final = 8
 _WHITE_RUN: Final = re.compile(r"\s{64,}")
@@ -163,7 +165,11 @@ def _is_mark(name: str, template: str) -> bool:
     Others, such as those of Gemma for line breaks and for HTML, are parts of texts.
     """
     has_brackets = not (name[0].isalnum() or name[0].isspace() or name[-1].isalnum() or name[-1].isspace())
-    return name in MARKS or (has_brackets and any(map(str.isalpha, name)) and name in template)
+    if name in MARKS:
+        return True
+    # Templates also put names together, of roles for instance: those need not be in their source.
+    is_named_so = name in template or _MARK_SHAPE.fullmatch(name) is not None
+    return has_brackets and any(map(str.isalpha, name)) and is_named_so
 
 
 class _Finder:
@@ -177,7 +183,7 @@ class _Finder:
         self._by_name: dict[str, SpecialToken] = {}
         for each in tokens:
             self._by_name.setdefault(each.name, each)
-        self._pattern = re.compile(_alternatives(self._by_name)) if self._by_name else None
+        self._pattern = re.compile(alternatives(self._by_name)) if self._by_name else None
 
     def places(self, text: str) -> Iterator[int]:
         """Where names begin."""
@@ -204,31 +210,6 @@ class _Finder:
                 at = at if white is None else white.end()
         if at < len(text):
             yield text[at:]
-
-
-def _alternatives(names: Iterable[str]) -> str:
-    """A regular expression for some names, the longest first, as a tree.
-
-    `re` tries alternatives one after another: in a tree each letter of a text is compared with few of them.
-    """
-    tree: dict[str, Any] = {}
-    for name in names:
-        branch = tree
-        for letter in name:
-            branch = branch.setdefault(letter, {})
-        branch[""] = {}
-    return _expression(tree)
-
-
-def _expression(tree: dict[str, Any]) -> str:
-    parts = []
-    for first, behind in sorted(tree.items(), reverse=True):  # the end of a name comes last
-        stem, branch = first, behind
-        while len(branch) == 1 and "" not in branch:  # no group where there is no fork
-            ((letter, branch),) = branch.items()
-            stem += letter
-        parts.append(re.escape(stem) + (_expression(branch) if branch and set(branch) != {""} else ""))
-    return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"
 
 
 def _stack_bytes(text: str) -> int:

@@ -8,7 +8,9 @@ for, so a header takes tens of milliseconds and its values go into a stage file 
 from __future__ import annotations
 
 import mmap
+import os
 import re
+import stat
 import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
@@ -164,7 +166,9 @@ def read_one_header(path: Path) -> GgufHeader:
         InvalidModel: If the file cannot be read, is not such a GGUF, or is truncated.
     """
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise InvalidModel(f"{path} is not a GGUF file: it is no regular file")
             if file.read(4) != MAGIC:
                 raise InvalidModel(f"{path} is not a GGUF file: it does not start with the bytes 'GGUF'")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -173,6 +177,11 @@ def read_one_header(path: Path) -> GgufHeader:
         raise InvalidModel(f"{path} cannot be read: {error.strerror or error}") from error
     _refuse_truncated(header)
     return header
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    # A pipe would be waited for until somebody writes to it, by a thread that nothing ends.
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _refuse_truncated(header: GgufHeader) -> None:

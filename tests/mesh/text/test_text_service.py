@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -22,6 +23,7 @@ from mesh.text.text_service import PromptIds, TextRequest, TextService, shared_t
 from mesh.text.tokenizer import Tokenizer
 from mesh.util.worker_pool import WorkerPool
 from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest, ModelError
+from stages.gguf.reader import read_header
 from tests.support.short_models import write_short
 
 pytestmark = pytest.mark.model
@@ -144,6 +146,18 @@ def test_a_template_that_never_works_is_told_at_the_start(model: TextModel, pool
     ]
     asks = model.template.replace("<|im_start|>assistant", "<|assistant|>")
     assert asyncio.run(check(asks)) == ["chat_template_names_unknown_tokens"]
+    turns = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    assert asyncio.run(check(turns)) == ["chat_template_begins_no_answer"]
+    open_turns = turns + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    assert asyncio.run(check(open_turns)) == []
+    for shortened in (
+        open_turns.replace("m.content", "m.content[:60]"),
+        open_turns.replace("m.content", "m.content.split('\n')[0]"),
+        open_turns.replace("in messages", "in messages[-5:]"),
+    ):
+        assert asyncio.run(check(shortened)) == ["chat_template_shortens_text"]
+    otherwise = open_turns.replace("<|im_end|>", "<repo_name>")  # a control token that ends no answer
+    assert asyncio.run(check(otherwise)) == ["chat_template_ends_answers_otherwise"]
 
 
 def test_a_template_that_wants_parts_gets_them(model: TextModel, pool: WorkerPool) -> None:
@@ -194,6 +208,64 @@ def test_only_the_template_makes_control_tokens(texts: TextService, text: str) -
         assert written.tokens.count(token) == plain.tokens.count(token)
     shown = asyncio.run(texts.text(written.tokens, client=None))
     assert shown.count(json.dumps(text)[1:-1]) + shown.count(text) >= 10
+
+
+@pytest.mark.parametrize(
+    ("template", "content"),
+    [
+        ("<{{ text }}>", "|im_end|"),
+        ("<|{{ text }}|>", "im_end"),
+        ("<{{ text|trim }}>", " |im_end|\n"),
+        ("<|{{ text|lower }}|>", "IM_END"),
+        ("<{{ text[:4] }}{{ text[4:] }}>", "|im_end|"),
+        ("<{{ text.split(',')[1] }}>", "a,|im_end|"),
+        ("{{ text|replace('&lt;', '<')|replace('&gt;', '>') }}", "a &lt;|im_end|&gt; b"),
+        ("{{ text|striptags }}", "a &lt;|im_end|&gt; b"),
+        ("<{{ ('key ' ~ text).split()[1] }}>", "|im_end|"),
+    ],
+)
+def test_a_template_completes_no_name_that_a_client_began(
+    model: TextModel, pool: WorkerPool, template: str, content: str
+) -> None:
+    source = "{% set text = messages[0].content %}" + template
+    service = TextService(replace(model, template=source), pool)
+    found = asyncio.run(prompt_of(service, [{"role": "user", "content": content}])).tokens
+    assert 2 not in found  # of SmolLM2: <|im_end|>
+    assert "|im_end|" in asyncio.run(service.text(found, client=None))
+
+
+def test_user_defined_marks_need_not_be_in_the_source(
+    smollm2_path: Path, pool: WorkerPool, tmp_path: Path
+) -> None:
+    before = read_header(smollm2_path).metadata["tokenizer.ggml.token_type"]
+    kinds = array("i", before.payload)
+    kinds[1] = 4  # <|im_start|>: a user-defined token, which llama.cpp makes of any letters
+    whole = write_short(smollm2_path, 1, tmp_path / "whole.gguf")
+    path = tmp_path / "user_defined.gguf"
+    path.write_bytes(whole.read_bytes().replace(before.payload, kinds.tobytes(), 1))
+    source = "{% for m in messages %}{{ '<|' ~ 'im_start' ~ '|>' ~ m.content }}{% endfor %}"
+    service = TextService(TextModel(str(path), Tokenizer(path).stamp, source), pool)
+    found = asyncio.run(prompt_of(service, [{"role": "user", "content": "a<|im_start|>b"}])).tokens
+    assert found.count(1) == 1
+
+
+def test_templates_read_parts_of_names_as_they_are(model: TextModel, pool: WorkerPool) -> None:
+    source = (
+        "{% set text = messages[0].content %}{% if text in 'start, end' and text is in 'end' %}found"
+        "{% endif %}{% if 'x' not in text and text not in 'x' %} it{% endif %}"
+        " {{ messages[1].content|int + 1 }}"
+    )
+    service = TextService(replace(model, template=source), pool)
+    conversation = [{"role": "user", "content": "end"}, {"role": "assistant", "content": "41"}]
+    found = asyncio.run(prompt_of(service, conversation)).tokens
+    assert asyncio.run(service.text(found, client=None)) == "found it 42"
+
+
+def test_an_error_of_a_template_names_a_text_as_it_was(model: TextModel, pool: WorkerPool) -> None:
+    source = "{{ raise_exception('not ' ~ messages[0].content) }}"
+    service = TextService(replace(model, template=source), pool)
+    with pytest.raises(InvalidRequest, match=r"not <\|im_end\|>"):
+        asyncio.run(prompt_of(service, [{"role": "user", "content": "<|im_end|>"}]))
 
 
 # Those of each kind that llama.cpp splits by a pattern which calls itself for each character.

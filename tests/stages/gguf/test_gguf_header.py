@@ -1,5 +1,6 @@
 """Reading GGUF headers: what is in them, and what a file gets that is not a whole GGUF."""
 
+import os
 import re
 import struct
 from pathlib import Path
@@ -101,6 +102,13 @@ def test_no_file(tmp_path: Path) -> None:
         read_model_facts(tmp_path / "absent.gguf")
     with pytest.raises(InvalidModel, match="cannot be read: Is a directory"):
         read_model_facts(tmp_path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "pipe.gguf"
+    os.mkfifo(path)
+    with pytest.raises(InvalidModel, match="no regular file"):
+        read_header(path)
 
 
 @pytest.mark.parametrize("kept_bytes", [4, 8, 24, 30, 100, 2_000, 9_000])
