@@ -129,13 +129,12 @@ def plan(
         raise click.UsageError(
             "--url, --host-spec and --hosts-file each give the hosts: leave out all but one"
         )
-    from mesh.api.bodies.reading import worker_bytes  # noqa: PLC0415 - keeps --help quick
-    from mesh.forecast.dry_run import DryRunOptions, dry_run  # noqa: PLC0415
+    from mesh.forecast.dry_run import DryRunOptions, dry_run  # noqa: PLC0415 - keeps --help quick
     from mesh.placement.gpu_layers import parse_cpu_moe  # noqa: PLC0415
     from mesh.placement.memory_estimate import Workload  # noqa: PLC0415
     from mesh.placement.topology import read_topology  # noqa: PLC0415
     from mesh.serve.options import ctx_size_for  # noqa: PLC0415
-    from mesh.text.text_service import text_bytes_of  # noqa: PLC0415
+    from mesh.text.text_service import text_bytes_of, worker_bytes  # noqa: PLC0415
     from stages.runtime.kv_types import check_kv_type  # noqa: PLC0415
     from stages.slicing.model_facts import read_model_facts  # noqa: PLC0415
     from stages.slicing.source_model import read_source  # noqa: PLC0415

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from contextlib import contextmanager
 from statistics import median
 from typing import TYPE_CHECKING, Final
@@ -29,13 +28,13 @@ if TYPE_CHECKING:
 _NUM_TOKENS: Final = 40
 # Where no variable is set.
 _LIBGOMP_COUNT: Final = 300_000
-_BUSY: Final = "while True: pass"
+_BUSY: Final = ("sh", "-c", "while :; do :; done")
 
 
 @contextmanager
 def busy_programs(number: int) -> Iterator[None]:
     """So many processes that always compute, during the block."""
-    running = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(number)]
+    running = [subprocess.Popen(_BUSY) for _ in range(number)]
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ import structlog
 
 from mesh.api.app import create_app
 from mesh.api.backend import ApiContext, Backends, LinkRuns
-from mesh.api.bodies.reading import shared_body_pool, worker_bytes
+from mesh.api.bodies.reading import shared_body_pool
 from mesh.api.http_server import serve_api
 from mesh.cluster.addresses import AddressWatch, is_loopback, own_addresses
 from mesh.cluster.discovery import announced, heads_found
@@ -35,6 +35,7 @@ from mesh.serve.options import fitted_to
 from mesh.serve.proposers import open_proposers
 from mesh.serve.served_model import backend_of, new_model
 from mesh.serve.status import HeadParts, MeshState, measured_links, print_join_line, print_served
+from mesh.text.text_service import worker_bytes
 from mesh.util.fresh_start import start_command_anew
 from mesh.util.tasks import first_of
 from spanmesh_proto.errors import ClusterError

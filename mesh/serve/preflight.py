@@ -10,7 +10,6 @@ import structlog
 
 from mesh.api.api_keys import ApiKeys
 from mesh.api.auth import check_origins, require_key_beyond_loopback
-from mesh.api.bodies.reading import worker_bytes
 from mesh.cluster.addresses import bind_address, check_port_free
 from mesh.cluster.host_facts import HostFacts, find_gpus, read_host_facts
 from mesh.cluster.members import check_name
@@ -22,7 +21,7 @@ from mesh.placement.host_assignment import never
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.placement.planner import Plan, check_stages, plan
 from mesh.serve.options import ctx_size_for, fitted_to
-from mesh.text.text_service import text_bytes_of
+from mesh.text.text_service import text_bytes_of, worker_bytes
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
 from stages.gguf.reader import part_paths

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from mesh.text.text_jobs import packed_job, unpacked_answer
-from mesh.text.text_memory import vocabulary_bytes
+from mesh.text.text_memory import PROCESS_BYTES, vocabulary_bytes
 from mesh.util.worker_pool import WorkerEnded, WorkerPool
 from spanmesh_proto.errors import InvalidRequest, RequestError
 from stages.gguf.reader import read_one_header
@@ -40,6 +40,15 @@ _MEMORY_BYTES: Final = 4 * 2**30
 def num_text_workers() -> int:
     """Processes for text that a head starts at most."""
     return min(max(_LEAST_WORKERS, num_usable() // 2), _MOST_WORKERS)
+
+
+# Of the pool that parses bodies; here, since memory is planned before anything of the API is imported.
+NUM_BODY_WORKERS: Final = 2
+
+
+def worker_bytes() -> int:
+    """Memory of the processes for bodies and for texts on the head's host, vocabularies aside."""
+    return (NUM_BODY_WORKERS + num_text_workers()) * PROCESS_BYTES
 
 
 def text_bytes_of(model: Path) -> int:

@@ -16,8 +16,7 @@ from mesh.api.bodies.budget import MOST_BODY_BYTES, hold_of
 from mesh.api.bodies.encoding import decode
 from mesh.api.bodies.worker import REFUSED, job_header
 from mesh.api.request_parsing import NAMES, is_simple, max_values, parse_body
-from mesh.text.text_memory import PROCESS_BYTES
-from mesh.text.text_service import num_text_workers
+from mesh.text.text_service import NUM_BODY_WORKERS
 from mesh.util.tasks import first_of
 from mesh.util.worker_pool import WorkerEnded, WorkerPool
 from spanmesh_proto.errors import InvalidRequest, Overloaded, RequestTooLarge
@@ -37,7 +36,6 @@ _START_S: Final = 10.0
 _LOOK_AGAIN_S: Final = 1.0
 _RETRY_AFTER_S: Final = 5
 
-_NUM_WORKERS: Final = 2
 # The largest bodies take about a second.
 _CPU_LIMIT_S: Final = 10.0
 _WALL_LIMIT_S: Final = 60.0
@@ -54,16 +52,11 @@ def shared_body_pool() -> WorkerPool:
     """The processes that parse bodies for all servers of this process; they end with it."""
     return WorkerPool(
         "mesh.api.bodies.worker",
-        num_workers=_NUM_WORKERS,
+        num_workers=NUM_BODY_WORKERS,
         cpu_limit_s=_CPU_LIMIT_S,
         wall_limit_s=_WALL_LIMIT_S,
         memory_bytes=_MEMORY_BYTES,
     )
-
-
-def worker_bytes() -> int:
-    """Memory of the processes for bodies and for texts on the head's host, vocabularies aside."""
-    return (_NUM_WORKERS + num_text_workers()) * PROCESS_BYTES
 
 
 @cache

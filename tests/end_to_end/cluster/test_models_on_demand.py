@@ -17,10 +17,9 @@ import psutil
 import pytest
 
 from mesh.api.api_keys import KeyRecord, add_key, digest_of
-from mesh.api.bodies.reading import worker_bytes
 from mesh.cluster.addresses import free_port
 from mesh.placement.memory_estimate import StageSizes, Workload
-from mesh.text.text_service import text_bytes_of
+from mesh.text.text_service import text_bytes_of, worker_bytes
 from stages.layers import LayerRange
 from stages.slicing.model_facts import read_model_facts
 from tests.support.api_harness import KEY, NO_AUTHORITIES

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mesh.api.bodies.reading import worker_bytes
 from mesh.cluster.addresses import free_port
-from mesh.text.text_service import num_text_workers
+from mesh.text.text_service import num_text_workers, worker_bytes
 
 pytestmark = pytest.mark.model
 

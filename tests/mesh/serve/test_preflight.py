@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from mesh.api.bodies.reading import worker_bytes
 from mesh.cluster.addresses import free_port
 from mesh.cluster.host_facts import HostFacts, read_versions
 from mesh.placement.memory_estimate import StageSizes
@@ -13,7 +12,7 @@ from mesh.serve.head_state import setup_of
 from mesh.serve.options import ServeOptions, SpeculationOptions
 from mesh.serve.preflight import Preflight, _draft_ctx_size, check, check_model, own_capacity
 from mesh.text.text_memory import vocabulary_bytes
-from mesh.text.text_service import num_text_workers
+from mesh.text.text_service import num_text_workers, worker_bytes
 from spanmesh_proto.errors import ClusterError, MeshError, ModelDoesNotFit
 from stages.gguf.reader import read_one_header
 from stages.transport.hidden_codec import HiddenType

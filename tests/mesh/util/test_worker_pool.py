@@ -72,7 +72,7 @@ def test_it_serves_several_loops_and_callers_without_one(pool: WorkerPool) -> No
 
 def test_workers_have_the_given_environment_and_no_other(pool: WorkerPool) -> None:
     # The interpreter and `mesh` set some of their own.
-    own = {"LC_CTYPE", "GRPC_EXPERIMENTS", "GRPC_VERBOSITY"}
+    own = {"LC_CTYPE", "GRPC_EXPERIMENTS", "GRPC_VERBOSITY", "GOMP_SPINCOUNT"}
     environment = json.loads(pool.run_blocking(b"look"))["environment"]
     assert {name: value for name, value in environment.items() if name not in own} == {"KNOWN": "yes"}
 

@@ -156,7 +156,11 @@ def ends(automaton: Automaton, start: int) -> bool:
         if automaton.may_end(state):
             return True
         for byte in b"xy()":
-            following = automaton.after(state, bytes([byte]))
+            try:
+                following = automaton.after(state, bytes([byte]))
+            except InvalidRequest:
+                # A grammar with too many parses of a text is refused there; so it has no end to look for.
+                reject()
             if following != DEAD and following not in seen:
                 seen.add(following)
                 todo.append(following)
