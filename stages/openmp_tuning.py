@@ -2,9 +2,9 @@
 
 They meet some hundred times a token. libgomp lets a thread spin for milliseconds before it sleeps, which
 suits machines that do nothing else. Where another program computes, a thread that spins takes the processor
-from the one that it waits for: on 2 processors a token took 130 to 3,000 ms beside one or several busy
-programs, and 15 to 30 where threads sleep at once. To sleep after a short wait costs 2 % where nothing else
-runs: `python -m mesh.qualification.busy_processors`.
+from the one that it waits for: on 2 processors beside two busy programs a token took 933 ms, and 55 where
+threads sleep after a short wait. Where nothing else runs, that costs some percent. Both are printed by
+`python -m mesh.qualification.busy_processors`.
 
 libgomp counts steps, of 1 to 45 ns by processor, and reads the number when it is loaded. A variable that is
 already set keeps the user's value.
