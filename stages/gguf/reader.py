@@ -180,7 +180,7 @@ def read_one_header(path: Path) -> GgufHeader:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    # A pipe would be waited for until somebody writes to it, by a thread that nothing ends.
+    # A pipe would be waited for until something writes to it, by a thread that nothing ends.
     return os.open(path, flags | os.O_NONBLOCK)
 
 
