@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -25,7 +24,6 @@ from mesh.text.template_check import problems_of
 from mesh.text.text_encoder import TextEncoder, refuse_too_long_text
 from mesh.text.text_jobs import packed_answer, packed_error, unpacked_job
 from mesh.text.tokenizer import Tokenizer
-from mesh.util.worker_main import serve
 from spanmesh_proto.errors import InvalidRequest, MeshError, ModelError
 
 if TYPE_CHECKING:
@@ -199,6 +197,7 @@ _KINDS: Final[dict[str, Callable[..., bytes]]] = {
 
 def handle(header: bytes, payload: bytes) -> bytes:
     """The answer to a job; see `text_jobs`."""
+    sys.setrecursionlimit(_MOST_CALLS)
     try:
         kind, model, values = unpacked_job(header, payload)
         return _KINDS[kind](_texts_of(model), **values)
@@ -206,11 +205,3 @@ def handle(header: bytes, payload: bytes) -> bytes:
         return packed_error(error)
     except RecursionError:
         return packed_error(InvalidRequest("the request is nested too deeply: send flatter values"))
-
-
-if __name__ == "__main__":
-    # Where memory runs out, better here than in the head.
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    sys.setrecursionlimit(_MOST_CALLS)
-    serve(handle)

@@ -1,28 +1,43 @@
-"""Main loop of a process that does jobs for a `WorkerPool`: limits, frames, the end of the process.
+"""Process that does jobs for a `WorkerPool`: limits, frames, priority, the end of the process.
 
-A job comes as a frame on the standard input: its sizes and its limits (`JOB`), its header, its payload. To
-the standard output go a mark that it was read (`BEGUN`), the size of its answer (`ANSWER`) and the answer.
-The kernel bounds a job whatever it computes: an alarm without a handler ends the process when its time is
-over, and memory, files and core dumps have limits. What a job prints by other means goes nowhere.
+    python -I -m mesh.util.worker_main MODULE MEMORY_BYTES
+
+The module's `handle` does the jobs. A job comes as a frame on the standard input: its sizes and its limits
+(`JOB`), its header, its payload. To the standard output go a mark that the process is up (`READY`); then for
+each job a mark that it was read (`BEGUN`), the size of its answer (`ANSWER`) and the answer.
+
+Imports and long jobs have a lower priority, in a thread of their own: short texts of one client are read
+while those of another take all processors. The kernel bounds a job whatever it computes: an alarm without a
+handler ends the process when its time is over, and memory, files and core dumps have limits. What a job
+prints by other means goes nowhere.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import resource
 import signal
 import struct
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
+
+from mesh.util.heap import return_free_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    # Answers a job.
+    Handle = Callable[[bytes, bytes], bytes]
+
 # Bytes of the header and of the payload; most seconds of computing, and most seconds by the clock.
 JOB: Final = struct.Struct("<QQdd")
+READY: Final = b"\x05"
 BEGUN: Final = b"\x06"
 ANSWER: Final = struct.Struct("<Q")
 # Exit code of a process that ran out of memory.
@@ -31,23 +46,33 @@ EXIT_MEMORY: Final = 75
 _NUM_FILES: Final = 32
 # What a larger job has left in the heap would stay there until the next one.
 _LARGE_BYTES: Final = 2**18
+# Jobs of more bytes wait for what computes tokens, not the other way round.
+_SHORT_BYTES: Final = 2**14
+_NICENESS: Final = 10
+# Ample for values nested as deep as is read; only what is used takes memory.
+_STACK_BYTES: Final = 64 * 2**20
 
 
-def serve(handle: Callable[[bytes, bytes], bytes]) -> None:
+def serve(load: Callable[[], Handle], memory_bytes: int) -> None:
     """Do jobs until the standard input ends, which it also does when the parent was killed.
 
-    The first argument of the command line is the limit of the address space in bytes.
-
     Args:
-        handle: Answers a job, given its header and its payload. It encodes its own errors: one that it
-            raises ends the process, and the job with it.
+        load: Imports what does the jobs: a function that answers one, given its header and its payload. It
+            encodes its own errors: one that it raises ends the process, and the job with it.
+        memory_bytes: Limit of the address space.
     """
-    _bound(int(sys.argv[1]))
+    _bound(memory_bytes)
+    threading.stack_size(_STACK_BYTES)
+    background = ThreadPoolExecutor(1, initializer=_lower_priority)
     jobs, answers = sys.stdin.buffer, _take_output()
+    # A flood that is hung up may cost a process each second.
+    handle = background.submit(load).result()
     # Without a parent there is no use in an answer.
     with suppress(BrokenPipeError):
+        answers.write(READY)
+        answers.flush()
         while len(frame := jobs.read(JOB.size)) == JOB.size:
-            answer = _answer(frame, jobs, answers, handle)
+            answer = _answer(frame, jobs, answers, handle, background)
             answers.write(ANSWER.pack(len(answer)))
             answers.write(answer)
             answers.flush()
@@ -55,14 +80,16 @@ def serve(handle: Callable[[bytes, bytes], bytes]) -> None:
             # Not kept until the next job.
             del answer
             if num_bytes > _LARGE_BYTES:
-                _give_back()
+                gc.collect()
+                return_free_memory()
 
 
 def _answer(
     frame: bytes,
     jobs: IO[bytes],
     answers: IO[bytes],
-    handle: Callable[[bytes, bytes], bytes],
+    handle: Handle,
+    background: ThreadPoolExecutor,
 ) -> bytes:
     """Read a job and do it within its limits, which leave out the writing of the answer: that waits."""
     header_bytes, payload_bytes, cpu_limit_s, wall_limit_s = JOB.unpack(frame)
@@ -72,6 +99,8 @@ def _answer(
         header, payload = jobs.read(header_bytes), jobs.read(payload_bytes)
         answers.write(BEGUN)
         answers.flush()
+        if len(header) + len(payload) > _SHORT_BYTES:
+            return background.submit(handle, header, payload).result()
         return handle(header, payload)
     except MemoryError:
         os._exit(EXIT_MEMORY)
@@ -91,16 +120,17 @@ def _bound(memory_bytes: int) -> None:
         # Not every system has all of these limits.
         with suppress(ValueError, OSError):
             resource.setrlimit(which, (limit, limit))
+    # Where the host's memory runs out, better here than in the head.
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     # Ctrl-C is handled by the parent, whose end closes our input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _give_back() -> None:
-    """Return free memory to the system, where the C library can."""
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+def _lower_priority() -> None:
+    """Lower the priority of this thread, where threads have one of their own."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def _take_output() -> IO[bytes]:
@@ -108,3 +138,7 @@ def _take_output() -> IO[bytes]:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return answers
+
+
+if __name__ == "__main__":
+    serve(lambda: import_module(sys.argv[1]).handle, int(sys.argv[2]))

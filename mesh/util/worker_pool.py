@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from mesh.util.fair_queue import FairQueue
-from mesh.util.worker_main import ANSWER, BEGUN, EXIT_MEMORY, JOB
+from mesh.util.worker_main import ANSWER, BEGUN, EXIT_MEMORY, JOB, READY
 from spanmesh_proto.errors import Overloaded
+from stages.runtime.process_memory import ALLOCATOR
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -85,7 +86,7 @@ class WorkerPool:
     so that a client's long jobs never hold up all others; jobs of no client may have all.
 
     Args:
-        module: Module of the workers, run as `python -I -m`; it calls `worker_main.serve`.
+        module: Module whose function `handle` does the jobs; see `mesh.util.worker_main`.
         num_workers: Most processes.
         cpu_limit_s: Most seconds that a job may compute.
         wall_limit_s: Most seconds that a job may take by the clock, from its arrival at a worker.
@@ -102,10 +103,13 @@ class WorkerPool:
         cpu_limit_s: float,
         wall_limit_s: float,
         memory_bytes: int,
-        environment: Mapping[str, str] = MappingProxyType({}),
+        environment: Mapping[str, str] = MappingProxyType(ALLOCATOR),
         max_waiting: int = MAX_WAITING,
     ) -> None:
-        self._command: Sequence[str] = (sys.executable, "-I", "-m", module, str(memory_bytes))
+        self._command: Sequence[str] = (
+            *(sys.executable, "-I", "-m", "mesh.util.worker_main"),
+            *(module, str(memory_bytes)),
+        )
         self._module = module
         self._num_workers = num_workers
         self._cpu_limit_s = cpu_limit_s
@@ -236,6 +240,7 @@ class WorkerPool:
         with self._changed:
             if self._is_closed:
                 worker.kill()
+        worker.wait_until_up()
 
     def _take(self, worker: _Worker) -> bool:
         """Wait for a worker's next job; False at the end."""
@@ -265,15 +270,21 @@ class WorkerPool:
             failure = error
         with self._changed:
             worker.job = None
-            self._num_running[job.client] -= 1
-            if not self._num_running[job.client]:
-                del self._num_running[job.client]
         if failure is None:
+            self._release(job.client)
             job.answer.set_result(answer)
             return
         job.answer.set_exception(self._explained(failure, job))
         worker.end()
         self._start(worker)
+        # Not sooner: a new process takes a while to come up, and until then its client has no other worker.
+        self._release(job.client)
+
+    def _release(self, client: str | None) -> None:
+        with self._changed:
+            self._num_running[client] -= 1
+            if not self._num_running[client]:
+                del self._num_running[client]
 
     def _answer(self, worker: _Worker, job: _Job) -> bytes:
         for _ in range(_MAX_KILLED):
@@ -344,6 +355,7 @@ class _Worker:
         self._environment = environment
         self._wall_limit_s = wall_limit_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_up = False
         self.job: _Job | None = None
 
     def start(self) -> None:
@@ -359,6 +371,14 @@ class _Worker:
             stderr=subprocess.DEVNULL,
             env=self._environment,
         )
+        self._is_up = False
+
+    def wait_until_up(self) -> None:
+        """Wait until the process has imported what it needs, or has ended."""
+        process = self._process
+        if process is not None and not self._is_up:
+            assert process.stdout is not None  # noqa: S101 - a pipe
+            self._is_up = process.stdout.read(len(READY)) == READY
 
     def kill(self) -> None:
         """End the process, if it runs, and whatever it does. Of any thread."""
@@ -420,6 +440,7 @@ class _Worker:
     def _send(self, job: _Job) -> None:
         if self._process is None:
             self.start()
+        self.wait_until_up()
         assert self._process is not None  # noqa: S101 - just started
         assert self._process.stdin is not None  # noqa: S101 - a pipe
         sizes = JOB.pack(len(job.header), len(job.payload), job.cpu_limit_s, self._wall_limit_s)

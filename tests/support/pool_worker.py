@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import time
 
 from mesh.util.worker_main import serve
@@ -31,4 +32,4 @@ def handle(header: bytes, payload: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    serve(handle)
+    serve(lambda: handle, int(sys.argv[1]))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from mesh.api.auth import client_of
 from mesh.util.fair_queue import FairQueue
+from mesh.util.heap import return_free_memory
 from spanmesh_proto.errors import Overloaded
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ TOTAL_BYTES: Final = 8 * MOST_BODY_BYTES
 _MAX_WAITING: Final = 256
 # Such a body is freed at once, not when the collector looks for garbage the next time.
 _LARGE_BYTES: Final = 2**20
+# From the end of large bodies until their memory is returned to the system.
+_RETURN_S: Final = 1.0
 # Less than the time within which a request must arrive.
 _MAX_WAIT_S: Final = 30.0
 _RETRY_AFTER_S: Final = 5
@@ -182,6 +185,7 @@ class BoundedBodies:
     def __init__(self, app: ASGIApp, budget: BodyBudget) -> None:
         self._app = app
         self._budget = budget
+        self._is_return_due = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, then free."""
@@ -192,6 +196,20 @@ class BoundedBodies:
             is_large = hold.num_bytes >= _LARGE_BYTES
             hold.keep(0)
             if is_large:
+                loop = asyncio.get_running_loop()
                 # The traceback of a refusal and its frames refer to each other, and to the body. Only young
                 # objects are looked at, which are few.
-                asyncio.get_running_loop().call_soon(gc.collect, 1)
+                loop.call_soon(gc.collect, 1)
+                if not self._is_return_due:
+                    self._is_return_due = True
+                    loop.call_later(_RETURN_S, self._return_memory)
+
+    def _return_memory(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._budget.num_bytes >= _LARGE_BYTES:
+            loop.call_later(_RETURN_S, self._return_memory)
+            return
+        self._is_return_due = False
+        # Frames that were there before others ended are not young any more.
+        gc.collect()
+        loop.run_in_executor(None, return_free_memory)

@@ -1,9 +1,8 @@
-"""Process that parses and checks large request bodies: `python -I -m mesh.api.bodies.worker`."""
+"""Jobs of the processes that parse and check large request bodies; see `mesh.util.worker_main`."""
 
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
@@ -12,7 +11,6 @@ import msgpack
 
 from mesh.api.bodies.encoding import encode
 from mesh.api.request_parsing import parse_body
-from mesh.util.worker_main import serve
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -36,9 +34,6 @@ def job_header(kind: type[BaseModel], most_values: int) -> bytes:
     return data
 
 
-_NICENESS: Final = 10
-
-
 def handle(header: bytes, payload: bytes) -> bytes:
     """The encoded body after `PARSED`, or message and field of the error after `REFUSED`."""
     module, name, most_values = msgpack.unpackb(header)
@@ -58,9 +53,3 @@ def handle(header: bytes, payload: bytes) -> bytes:
 @cache
 def _kind(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
-
-
-if __name__ == "__main__":
-    # Large bodies wait for what computes tokens, not the other way round.
-    os.nice(_NICENESS)
-    serve(handle)

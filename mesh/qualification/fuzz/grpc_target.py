@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import multiprocessing
 import os
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import grpc
 import psutil
 
 from mesh.qualification.fuzz.grpc_frames import StageShape
+from mesh.util.heap import return_free_memory
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError
 from stages.certification.isolated import cut_stage
@@ -143,10 +143,5 @@ async def _serve_both(sender: Connection, model: Path, folder: Path, identity: I
     sender.send(tuple(served))
     while True:
         await asyncio.sleep(_TRIM_S)
-        _give_back()
-
-
-def _give_back() -> None:
-    """Hand free memory back to the system, where glibc can: what its arenas keep for later is no leak."""
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+        # What its arenas keep for later is no leak.
+        return_free_memory()
