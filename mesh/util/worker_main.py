@@ -23,6 +23,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
@@ -72,25 +73,33 @@ def serve(load: Callable[[], Handle], memory_bytes: int) -> None:
         answers.write(READY)
         answers.flush()
         while len(frame := jobs.read(JOB.size)) == JOB.size:
-            answer = _answer(frame, jobs, answers, handle, background)
-            answers.write(ANSWER.pack(len(answer)))
-            answers.write(answer)
-            answers.flush()
-            num_bytes = sum(JOB.unpack(frame)[:2]) + len(answer)
-            # Not kept until the next job.
-            del answer
-            if num_bytes > _LARGE_BYTES:
-                gc.collect()
-                return_free_memory()
+            header_bytes, payload_bytes, _, _ = JOB.unpack(frame)
+            job = partial(_do, frame, jobs, answers, handle)
+            if header_bytes + payload_bytes > _SHORT_BYTES:
+                background.submit(job).result()
+            else:
+                job()
 
 
-def _answer(
-    frame: bytes,
-    jobs: IO[bytes],
-    answers: IO[bytes],
-    handle: Handle,
-    background: ThreadPoolExecutor,
-) -> bytes:
+def _do(frame: bytes, jobs: IO[bytes], answers: IO[bytes], handle: Handle) -> None:
+    """Read a job, do it, and write its answer.
+
+    Raises:
+        BrokenPipeError: If the parent is gone.
+    """
+    answer = _answer(frame, jobs, answers, handle)
+    answers.write(ANSWER.pack(len(answer)))
+    answers.write(answer)
+    answers.flush()
+    num_bytes = sum(JOB.unpack(frame)[:2]) + len(answer)
+    # Not kept until the next job.
+    del answer
+    if num_bytes > _LARGE_BYTES:
+        gc.collect()
+        return_free_memory()
+
+
+def _answer(frame: bytes, jobs: IO[bytes], answers: IO[bytes], handle: Handle) -> bytes:
     """Read a job and do it within its limits, which leave out the writing of the answer: that waits."""
     header_bytes, payload_bytes, cpu_limit_s, wall_limit_s = JOB.unpack(frame)
     signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
@@ -99,8 +108,6 @@ def _answer(
         header, payload = jobs.read(header_bytes), jobs.read(payload_bytes)
         answers.write(BEGUN)
         answers.flush()
-        if len(header) + len(payload) > _SHORT_BYTES:
-            return background.submit(handle, header, payload).result()
         return handle(header, payload)
     except MemoryError:
         os._exit(EXIT_MEMORY)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import fcntl
 import os
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import IO, TYPE_CHECKING, Final
 
 import structlog
 
@@ -42,6 +43,8 @@ _FROM_OUTSIDE: Final = frozenset({-signal.SIGKILL, -signal.SIGTERM})
 _MAX_KILLED: Final = 8
 _MAX_ANSWER_BYTES: Final = 2**30
 _RETRY_AFTER_S: Final = 2
+# As much as Linux permits without privileges.
+_PIPE_BYTES: Final = 2**20
 
 
 class WorkerEnded(Exception):
@@ -372,6 +375,8 @@ class _Worker:
             env=self._environment,
         )
         self._is_up = False
+        for pipe in (self._process.stdin, self._process.stdout):
+            _widen(pipe)
 
     def wait_until_up(self) -> None:
         """Wait until the process has imported what it needs, or has ended."""
@@ -449,3 +454,11 @@ class _Worker:
             while rest:
                 # Not through the file, which would write the rest of a job once more when it is closed.
                 rest = rest[os.write(self._process.stdin.fileno(), rest) :]
+
+
+def _widen(pipe: IO[bytes] | None) -> None:
+    """Let a pipe hold more, where the system can: each time that it is full or empty, threads take turns."""
+    if sys.platform == "linux" and pipe is not None:
+        # There is a limit for all pipes of a user.
+        with suppress(OSError):
+            fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
