@@ -8,12 +8,9 @@ gets the pieces between. Its own rules are followed, so that the ids are the sam
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 import threading
 from array import array
-from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from mesh.text.client_text import Marking, alternatives
@@ -237,10 +234,6 @@ def with_stack(stack_bytes: int, compute: Callable[[], list[int]]) -> list[int]:
     failed: list[BaseException] = []
 
     def run() -> None:
-        if sys.platform == "linux" and stack_bytes > _LONG_BYTES:
-            # The priority of this thread alone: long texts wait for what computes tokens.
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
             found.append(compute())
         except BaseException as error:  # noqa: BLE001 - raised again below
@@ -260,8 +253,5 @@ def with_stack(stack_bytes: int, compute: Callable[[], list[int]]) -> list[int]:
     return found[0]
 
 
-_NICENESS: Final = 10
-# Stack for a text that takes some 50 ms.
-_LONG_BYTES: Final = _STACK_BYTES + _STACK_BYTES_PER_CHAR * 2**15
 # Stack for a text of some thousand characters. Main threads have 8 MiB, most others at least 2.
 _ORDINARY_BYTES: Final = _STACK_BYTES + _STACK_BYTES_PER_CHAR * 2048

@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import select
 import signal
 import struct
 import sys
@@ -26,15 +27,15 @@ from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Final
+from typing import IO, TYPE_CHECKING, Final, TypeAlias
 
 from mesh.util.heap import return_free_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    # Answers a job.
-    Handle = Callable[[bytes, bytes], bytes]
+# Answers a job, given its header and its payload.
+Handle: TypeAlias = "Callable[[bytes, bytes], bytes]"
 
 # Bytes of the header and of the payload; most seconds of computing, and most seconds by the clock.
 JOB: Final = struct.Struct("<QQdd")
@@ -45,11 +46,14 @@ ANSWER: Final = struct.Struct("<Q")
 EXIT_MEMORY: Final = 75
 
 _NUM_FILES: Final = 32
-# What a larger job has left in the heap would stay there until the next one.
+# What a larger job leaves in the heap is returned if no other one comes for a while: the next one needs it,
+# and new pages cost a third of its time.
 _LARGE_BYTES: Final = 2**18
+_IDLE_S: Final = 1.0
 # Jobs of more bytes wait for what computes tokens, not the other way round.
 _SHORT_BYTES: Final = 2**14
 _NICENESS: Final = 10
+_LEAST_PRIORITY: Final = 19
 # Ample for values nested as deep as is read; only what is used takes memory.
 _STACK_BYTES: Final = 64 * 2**20
 
@@ -68,21 +72,30 @@ def serve(load: Callable[[], Handle], memory_bytes: int) -> None:
     jobs, answers = sys.stdin.buffer, _take_output()
     # A flood that is hung up may cost a process each second.
     handle = background.submit(load).result()
+    # What is there by now stays: no need to look through it each time that garbage is collected.
+    gc.freeze()
+    is_large = False
     # Without a parent there is no use in an answer.
     with suppress(BrokenPipeError):
         answers.write(READY)
         answers.flush()
-        while len(frame := jobs.read(JOB.size)) == JOB.size:
+        while True:
+            if is_large and not select.select([jobs], [], [], _IDLE_S)[0]:
+                gc.collect()
+                return_free_memory()
+                is_large = False
+            frame = jobs.read(JOB.size)
+            if len(frame) < JOB.size:
+                return
             header_bytes, payload_bytes, _, _ = JOB.unpack(frame)
             job = partial(_do, frame, jobs, answers, handle)
-            if header_bytes + payload_bytes > _SHORT_BYTES:
-                background.submit(job).result()
-            else:
-                job()
+            is_short = header_bytes + payload_bytes <= _SHORT_BYTES
+            num_answer_bytes = job() if is_short else background.submit(job).result()
+            is_large |= header_bytes + payload_bytes + num_answer_bytes > _LARGE_BYTES
 
 
-def _do(frame: bytes, jobs: IO[bytes], answers: IO[bytes], handle: Handle) -> None:
-    """Read a job, do it, and write its answer.
+def _do(frame: bytes, jobs: IO[bytes], answers: IO[bytes], handle: Handle) -> int:
+    """Read a job, do it, and write its answer; returns the answer's bytes.
 
     Raises:
         BrokenPipeError: If the parent is gone.
@@ -91,12 +104,7 @@ def _do(frame: bytes, jobs: IO[bytes], answers: IO[bytes], handle: Handle) -> No
     answers.write(ANSWER.pack(len(answer)))
     answers.write(answer)
     answers.flush()
-    num_bytes = sum(JOB.unpack(frame)[:2]) + len(answer)
-    # Not kept until the next job.
-    del answer
-    if num_bytes > _LARGE_BYTES:
-        gc.collect()
-        return_free_memory()
+    return len(answer)
 
 
 def _answer(frame: bytes, jobs: IO[bytes], answers: IO[bytes], handle: Handle) -> bytes:
@@ -136,8 +144,10 @@ def _bound(memory_bytes: int) -> None:
 
 def _lower_priority() -> None:
     """Lower the priority of this thread, where threads have one of their own."""
+    # Elsewhere no process has the thread's number.
     with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        niceness = min(_LEAST_PRIORITY, os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 def _take_output() -> IO[bytes]:

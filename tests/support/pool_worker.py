@@ -4,9 +4,11 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
+from pathlib import Path
 
-from mesh.util.worker_main import serve
+from mesh.util.worker_main import Handle, serve
 
 
 def handle(header: bytes, payload: bytes) -> bytes:
@@ -26,10 +28,21 @@ def handle(header: bytes, payload: bytes) -> bytes:
             raise ValueError(header)
         case ["print"]:
             print("to the standard output", flush=True)
+        case ["niceness"]:
+            # Of the thread: the process's own stays.
+            return str(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).encode()
         case ["look"]:
             return json.dumps({"environment": dict(os.environ), "pid": os.getpid()}).encode()
     return b""
 
 
+def load() -> Handle:
+    # A test says when processes come up.
+    gate = os.environ.get("GATE")
+    while gate and not Path(gate).exists():
+        time.sleep(0.01)
+    return handle
+
+
 if __name__ == "__main__":
-    serve(lambda: handle, int(sys.argv[1]))
+    serve(load, int(sys.argv[1]))

@@ -38,7 +38,7 @@ _NUM_CONNECTIONS: Final = 64
 _NUM_STREAMS: Final = 8
 _STREAM_TOKENS: Final = 64
 _MESH_OPTIONS: Final = (
-    "--stages", "1", "--threads", "1", "--ctx-size", str(_CONTEXT), "--parallel", "12",
+    "--stages", "1", "--ctx-size", str(_CONTEXT), "--parallel", "12",
 )  # fmt: skip
 _ROUNDS: Final = 2
 _PART_BYTES: Final = 256 * 1024

@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 import pytest
@@ -22,7 +23,12 @@ WORKER = str(Path(pool_worker.__file__))
 
 
 def make_pool(
-    num_workers: int = 2, max_waiting: int = 64, *, wall_limit_s: float = 60, memory_mib: int = 1024
+    num_workers: int = 2,
+    max_waiting: int = 64,
+    *,
+    wall_limit_s: float = 60,
+    memory_mib: int = 1024,
+    environment: Mapping[str, str] = MappingProxyType({"KNOWN": "yes"}),
 ) -> WorkerPool:
     memory_bytes = memory_mib * 2**20
     found = WorkerPool(
@@ -31,7 +37,7 @@ def make_pool(
         cpu_limit_s=10,
         wall_limit_s=wall_limit_s,
         memory_bytes=memory_bytes,
-        environment={"KNOWN": "yes"},
+        environment=environment,
         max_waiting=max_waiting,
     )
     found._command = (sys.executable, "-I", WORKER, str(memory_bytes))
@@ -52,6 +58,48 @@ def lone() -> Iterator[WorkerPool]:
     found.run_blocking(b"echo")
     yield found
     found.close()
+
+
+def wait_until_up(pool: WorkerPool) -> None:
+    while not all(worker._is_up for worker in pool._workers):
+        time.sleep(0.01)
+
+
+async def test_the_restart_of_a_process_counts_for_the_client_whose_job_ended_it(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    gate.touch()
+    pool = make_pool(environment={"GATE": str(gate)})
+    pool.start()
+    try:
+        await asyncio.to_thread(wait_until_up, pool)
+        gate.unlink()
+        with pytest.raises(WorkerEnded):
+            await pool.run(b"end SIGABRT", client="a")
+        own = asyncio.create_task(pool.run(b"echo", b"own", client="a"))
+        # The other process is for others, as long as this one is not back.
+        assert await pool.run(b"echo", b"other", client="b") == b"other"
+        assert not own.done()
+        gate.touch()
+        assert await own == b"own"
+    finally:
+        gate.touch()
+        pool.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_long_jobs_and_imports_have_a_lower_priority(lone: WorkerPool) -> None:
+    first, large, last = (int(lone.run_blocking(b"niceness", bytes(size))) for size in (0, 2**20, 0))
+    assert (large, last) == (min(19, first + 10), first)
+
+
+def test_pages_of_large_jobs_are_returned_when_no_other_one_comes(lone: WorkerPool) -> None:
+    process = psutil.Process(pid_of(lone))
+    rest_bytes = process.memory_info().rss
+    lone.run_blocking(b"echo", bytes(128 * 2**20))
+    deadline_s = time.monotonic() + 30
+    while process.memory_info().rss > rest_bytes + 8 * 2**20:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
 
 
 def pid_of(pool: WorkerPool) -> int:
