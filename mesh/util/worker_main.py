@@ -52,8 +52,11 @@ _LARGE_BYTES: Final = 2**18
 _IDLE_S: Final = 1.0
 # Jobs of more bytes wait for what computes tokens, not the other way round.
 _SHORT_BYTES: Final = 2**14
-_NICENESS: Final = 10
-_LEAST_PRIORITY: Final = 19
+# Shares of a processor that others want all the time: a thirtieth, and a tenth for imports, since a process
+# that is replaced is one less until it is up.
+_JOB_NICENESS: Final = 15
+_START_NICENESS: Final = 10
+_MOST_NICENESS: Final = 19
 # Ample for values nested as deep as is read; only what is used takes memory.
 _STACK_BYTES: Final = 64 * 2**20
 
@@ -68,10 +71,12 @@ def serve(load: Callable[[], Handle], memory_bytes: int) -> None:
     """
     _bound(memory_bytes)
     threading.stack_size(_STACK_BYTES)
-    background = ThreadPoolExecutor(1, initializer=_lower_priority)
+    background = ThreadPoolExecutor(1)
     jobs, answers = sys.stdin.buffer, _take_output()
     # A flood that is hung up may cost a process each second.
+    background.submit(_lower_priority, _START_NICENESS)
     handle = background.submit(load).result()
+    background.submit(_lower_priority, _JOB_NICENESS)
     # What is there by now stays: no need to look through it each time that garbage is collected.
     gc.freeze()
     is_large = False
@@ -142,12 +147,16 @@ def _bound(memory_bytes: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _lower_priority() -> None:
-    """Lower the priority of this thread, where threads have one of their own."""
+def _lower_priority(niceness: int) -> None:
+    """Lower the priority of this thread, where threads have one of their own.
+
+    Args:
+        niceness: Of the thread, beyond that of the process.
+    """
     # Elsewhere no process has the thread's number.
     with suppress(OSError):
-        niceness = min(_LEAST_PRIORITY, os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+        most = os.getpriority(os.PRIO_PROCESS, os.getpid()) + niceness
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(_MOST_NICENESS, most))
 
 
 def _take_output() -> IO[bytes]:
