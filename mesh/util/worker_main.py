@@ -44,14 +44,14 @@ BEGUN: Final = b"\x06"
 ANSWER: Final = struct.Struct("<Q")
 # Exit code of a process that ran out of memory.
 EXIT_MEMORY: Final = 75
+# Jobs of more bytes wait for what computes tokens, not the other way round.
+SHORT_BYTES: Final = 2**14
 
 _NUM_FILES: Final = 32
 # What a larger job leaves in the heap is returned if no other one comes for a while: the next one needs it,
 # and new pages cost a third of its time.
 _LARGE_BYTES: Final = 2**18
 _IDLE_S: Final = 1.0
-# Jobs of more bytes wait for what computes tokens, not the other way round.
-_SHORT_BYTES: Final = 2**14
 # Shares of a processor that others want all the time: a thirtieth, and a tenth for imports, since a process
 # that is replaced is one less until it is up.
 _JOB_NICENESS: Final = 15
@@ -94,7 +94,7 @@ def serve(load: Callable[[], Handle], memory_bytes: int) -> None:
                 return
             header_bytes, payload_bytes, _, _ = JOB.unpack(frame)
             job = partial(_do, frame, jobs, answers, handle)
-            is_short = header_bytes + payload_bytes <= _SHORT_BYTES
+            is_short = header_bytes + payload_bytes <= SHORT_BYTES
             num_answer_bytes = job() if is_short else background.submit(job).result()
             is_large |= header_bytes + payload_bytes + num_answer_bytes > _LARGE_BYTES
 

@@ -16,17 +16,19 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Final
 
 import structlog
 
 from mesh.util.fair_queue import FairQueue
-from mesh.util.worker_main import ANSWER, BEGUN, EXIT_MEMORY, JOB, READY
+from mesh.util.worker_main import ANSWER, BEGUN, EXIT_MEMORY, JOB, READY, SHORT_BYTES
 from spanmesh_proto.errors import Overloaded
 from stages.runtime.process_memory import ALLOCATOR
 
@@ -86,7 +88,9 @@ class WorkerPool:
     """Worker processes, started when jobs come and replaced when one ends. Thread-safe, of no event loop.
 
     Clients take turns (`FairQueue`). While there are several workers, one stays free of each client's jobs,
-    so that a client's long jobs never hold up all others; jobs of no client may have all.
+    so that a client's long jobs never hold up all others; jobs of no client may have all. Behind a long job
+    its client has one worker less for as long as the job took: a flood of them has half of a processor for
+    each worker that it may have.
 
     Args:
         module: Module whose function `handle` does the jobs; see `mesh.util.worker_main`.
@@ -122,7 +126,10 @@ class WorkerPool:
         # Guards everything below; notified when a job comes, and at the end.
         self._changed = threading.Condition()
         self._queue: FairQueue[_Job] = FairQueue(max_waiting)
+        # Jobs that run, workers that come up again, and pauses.
         self._num_running: Counter[str | None] = Counter()
+        # When pauses end, in seconds, and of whose jobs; a heap.
+        self._pauses: list[tuple[float, str]] = []
         self._workers: list[_Worker] = []
         self._threads: list[threading.Thread] = []
         self._num_idle = 0
@@ -250,13 +257,17 @@ class WorkerPool:
         with self._changed:
             self._num_idle += 1
             while not self._is_closed:
+                wait_s = self._end_pauses()
                 job = self._queue.next(self._may_begin)
                 if job is None:
-                    self._changed.wait()
+                    self._changed.wait(wait_s)
                 elif job.answer.set_running_or_notify_cancel():
                     self._num_idle -= 1
                     self._num_running[job.client] += 1
                     worker.job = job
+                    if self._pauses:
+                        # Another worker waits for their ends.
+                        self._changed.notify()
                     return True
             return False
 
@@ -267,6 +278,7 @@ class WorkerPool:
         job = worker.job
         assert job is not None  # noqa: S101 - just taken
         answer, failure = b"", None
+        begun_s = time.monotonic()
         try:
             answer = self._answer(worker, job)
         except Exception as error:  # noqa: BLE001 - whoever waits for the job gets it
@@ -274,14 +286,30 @@ class WorkerPool:
         with self._changed:
             worker.job = None
         if failure is None:
-            self._release(job.client)
+            self._pause_or_release(job, time.monotonic() - begun_s)
             job.answer.set_result(answer)
             return
         job.answer.set_exception(self._explained(failure, job))
         worker.end()
         self._start(worker)
         # Not sooner: a new process takes a while to come up, and until then its client has no other worker.
-        self._release(job.client)
+        self._pause_or_release(job, time.monotonic() - begun_s)
+
+    def _pause_or_release(self, job: _Job, took_s: float) -> None:
+        if job.client is None or len(job.payload) <= SHORT_BYTES:
+            self._release(job.client)
+            return
+        with self._changed:
+            heappush(self._pauses, (time.monotonic() + took_s, job.client))
+
+    def _end_pauses(self) -> float | None:
+        """End the pauses that are over; returns the seconds until the next one ends."""
+        while self._pauses:
+            wait_s = self._pauses[0][0] - time.monotonic()
+            if wait_s > 0:
+                return wait_s
+            self._release(heappop(self._pauses)[1])
+        return None
 
     def _release(self, client: str | None) -> None:
         with self._changed:

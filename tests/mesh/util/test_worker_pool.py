@@ -86,6 +86,20 @@ async def test_the_restart_of_a_process_counts_for_the_client_whose_job_ended_it
         pool.close()
 
 
+async def test_behind_a_long_job_its_client_pauses(pool: WorkerPool) -> None:
+    begun_s = time.monotonic()
+    await pool.run(b"sleep 0.3", bytes(2**16), client="a")
+    await pool.run(b"echo", client="a")
+    # As long as the job took; its worker is free for others meanwhile.
+    assert time.monotonic() - begun_s >= 0.6
+
+
+async def test_others_do_not_pause_and_short_jobs_have_no_pause(pool: WorkerPool) -> None:
+    await pool.run(b"sleep 0.3", bytes(2**16))
+    await pool.run(b"sleep 0.3", client="a")
+    assert not pool._pauses
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
 def test_long_jobs_and_imports_have_a_lower_priority(lone: WorkerPool) -> None:
     first, large, last = (int(lone.run_blocking(b"niceness", bytes(size))) for size in (0, 2**20, 0))
