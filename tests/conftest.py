@@ -5,6 +5,7 @@ import importlib.util
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,11 @@ def gemma3_path() -> Path:
 def stage_cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Stage files are cut once for all tests."""
     return tmp_path_factory.mktemp("stages")
+
+
+@pytest.fixture
+def heeded_hang_ups() -> Iterator[None]:
+    """Processes that the test starts heed SIGHUP, which they ignore if the tests were started with nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)

@@ -88,7 +88,7 @@ class Host:
         processors: Ids of the processors that its processes may use; None for all.
 
     Raises:
-        MeshError: If the system refuses the namespaces.
+        MeshError: If the system refuses the namespaces, or the working directory is /tmp itself.
     """
 
     def __init__(
@@ -99,6 +99,11 @@ class Host:
         self._processes: list[subprocess.Popen[bytes]] = []
         program = [sys.executable, "-I", "-S", str(Path(namespace_init.__file__))]
         under_tmp = [str(path) for path in _needed(shared) if path.is_relative_to(namespace_init.TMP)]
+        if str(namespace_init.TMP) in under_tmp:
+            raise MeshError(
+                f"hosts of the lab have a {namespace_init.TMP} of their own and cannot work in the machine's:"
+                " start this from another directory"
+            )
         self._keeper = Companion([*_UNSHARE, *program, *under_tmp], f"keeper of the lab's {name}")
         try:
             self.keeper_pid = int(self._keeper.answer())

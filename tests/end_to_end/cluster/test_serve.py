@@ -312,6 +312,7 @@ def test_ctrl_c_at_any_moment_leaves_nothing(mesh: Mesh, stage_of_life: dict[str
     assert [line for line in serving.err.read_text().splitlines() if not line.startswith("{")] == []
 
 
+@pytest.mark.usefixtures("heeded_hang_ups")
 def test_a_closed_terminal_ends_it_too(mesh: Mesh) -> None:
     reader, writer = os.pipe()
     serving = mesh.start("serve", "--port", str(free_port("127.0.0.1")), "--ctx-size", "512", output=writer)

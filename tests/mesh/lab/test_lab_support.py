@@ -3,6 +3,8 @@ import sys
 
 import pytest
 
+from mesh.lab import namespace_init
+from mesh.lab.host import Host
 from mesh.lab.network import Lab, lab_supported
 from spanmesh_proto.errors import MeshError
 from tests.support.lab_fixtures import require_lab
@@ -32,6 +34,12 @@ def test_a_missing_lab_skips_at_home_and_fails_on_ci(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("CI", "true")
     with pytest.raises(pytest.fail.Exception, match="darwin"):
         require_lab()
+
+
+def test_hosts_cannot_work_in_the_directory_that_each_has_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(namespace_init.TMP)
+    with pytest.raises(MeshError, match="start this from another directory"):
+        Host("host1")
 
 
 @pytest.mark.lab

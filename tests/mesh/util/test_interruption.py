@@ -91,6 +91,7 @@ def started(before: str) -> subprocess.Popen[str]:
     return subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.usefixtures("heeded_hang_ups")
 def test_a_closed_terminal_ends_a_command() -> None:
     with started("") as process:
         assert process.stdout is not None
