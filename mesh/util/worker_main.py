@@ -48,8 +48,8 @@ EXIT_MEMORY: Final = 75
 SHORT_BYTES: Final = 2**14
 
 _NUM_FILES: Final = 32
-# What a larger job leaves in the heap is returned if no other one comes for a while: the next one needs it,
-# and new pages cost a third of its time.
+# What a larger job leaves in the heap is returned if no other one comes for a while: the next one would need
+# it, and new pages cost time.
 _LARGE_BYTES: Final = 2**18
 _IDLE_S: Final = 1.0
 # Shares of a processor that others want all the time: a thirtieth, and a tenth for imports, since a process
@@ -73,7 +73,7 @@ def serve(load: Callable[[], Handle], memory_bytes: int) -> None:
     threading.stack_size(_STACK_BYTES)
     background = ThreadPoolExecutor(1)
     jobs, answers = sys.stdin.buffer, _take_output()
-    # A flood that is hung up may cost a process each second.
+    # Imports as well: clients that hang up on long jobs may cost a process each second.
     background.submit(_lower_priority, _START_NICENESS)
     handle = background.submit(load).result()
     background.submit(_lower_priority, _JOB_NICENESS)

@@ -94,14 +94,14 @@ async def test_behind_a_long_job_its_client_pauses(pool: WorkerPool) -> None:
     assert time.monotonic() - begun_s >= 0.6
 
 
-async def test_others_do_not_pause_and_short_jobs_have_no_pause(pool: WorkerPool) -> None:
+async def test_short_jobs_and_those_of_no_client_have_no_pause(pool: WorkerPool) -> None:
     await pool.run(b"sleep 0.3", bytes(2**16))
     await pool.run(b"sleep 0.3", client="a")
     assert not pool._pauses
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
-def test_long_jobs_and_imports_have_a_lower_priority(lone: WorkerPool) -> None:
+def test_long_jobs_have_a_lower_priority(lone: WorkerPool) -> None:
     first, large, last = (int(lone.run_blocking(b"niceness", bytes(size))) for size in (0, 2**20, 0))
     assert (large, last) == (min(19, first + 15), first)
 
