@@ -110,7 +110,7 @@ class SlotPool:
     ) -> None:
         self.prefix_cache = PrefixCache(num_slots, can_trim=can_trim, context_length=context_length)
         self._free = set(range(num_slots))
-        self._queue: FairQueue[_WaitingRequest] = FairQueue(max_waiting)
+        self._queue: FairQueue[str | None, _WaitingRequest] = FairQueue(max_waiting)
         self._hold_times = HoldTimes(num_slots)
         self._num_slots = num_slots
         self._clock_s = clock_s

@@ -75,7 +75,7 @@ class TextQueue:
 
     def __init__(self, limits: BatchLimits, most: int) -> None:
         self._limits = limits
-        self._queue = FairQueue[TextsRequest](most)
+        self._queue = FairQueue[str | None, TextsRequest](most)
 
     def __len__(self) -> int:
         """Number of requests that wait."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+Client = TypeVar("Client", bound=Hashable)
 Item = TypeVar("Item")
 
 
-class FairQueue(Generic[Item]):
+class FairQueue(Generic[Client, Item]):
     """A bounded queue in which clients take turns (round robin, as in fair queueing: Nagle, RFC 970).
 
     Requests of one client are served in the order of arrival. A client that begins to wait has its turn after
@@ -29,7 +31,7 @@ class FairQueue(Generic[Item]):
     def __init__(self, most: int) -> None:
         self._most = most
         # In the order of the clients' next turns.
-        self._waiting: dict[str | None, deque[Item]] = {}
+        self._waiting: dict[Client, deque[Item]] = {}
         self._num_waiting = 0
 
     def __len__(self) -> int:
@@ -38,21 +40,21 @@ class FairQueue(Generic[Item]):
     def __iter__(self) -> Iterator[Item]:
         return itertools.chain.from_iterable(self._waiting.values())
 
-    def num_of(self, client: str | None) -> int:
+    def num_of(self, client: Client) -> int:
         """Number of waiting requests of a client."""
         return len(self._waiting.get(client, ()))
 
-    def has_room(self, client: str | None) -> bool:
+    def has_room(self, client: Client) -> bool:
         """Whether a client may add a request."""
         own = self.num_of(client)
         return not own or (self._num_waiting < self._most and own < self._most // len(self._waiting))
 
-    def add(self, client: str | None, item: Item) -> None:
+    def add(self, client: Client, item: Item) -> None:
         """Add a request behind the client's others."""
         self._waiting.setdefault(client, deque()).append(item)
         self._num_waiting += 1
 
-    def next(self, may_begin: Callable[[str | None], bool] = lambda _client: True) -> Item | None:
+    def next(self, may_begin: Callable[[Client], bool] = lambda _client: True) -> Item | None:
         """Remove and return the next request; None if there is none.
 
         Args:
@@ -69,7 +71,7 @@ class FairQueue(Generic[Item]):
         self._num_waiting -= 1
         return item
 
-    def discard(self, client: str | None, item: Item) -> None:
+    def discard(self, client: Client, item: Item) -> None:
         """Remove a request that is not waited for any more; no effect if it has just been taken."""
         own = self._waiting.get(client)
         if own is None or item not in own:

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from types import MappingProxyType
-from typing import IO, TYPE_CHECKING, Final
+from typing import IO, TYPE_CHECKING, Final, TypeAlias
 
 import structlog
 
@@ -34,6 +34,9 @@ from stages.runtime.process_memory import ALLOCATOR
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+# A client, and whether its jobs are long: its short ones do not wait behind them.
+_Lane: TypeAlias = tuple[str | None, bool]
 
 log = structlog.get_logger()
 
@@ -83,14 +86,19 @@ class _Job:
     answer: Future[bytes] = field(default_factory=Future)
     is_abandoned: bool = False
 
+    @property
+    def lane(self) -> _Lane:
+        """Where it waits."""
+        return self.client, len(self.header) + len(self.payload) > SHORT_BYTES
+
 
 class WorkerPool:
     """Worker processes, started when jobs come and replaced when one ends. Thread-safe, of no event loop.
 
-    Clients take turns (`FairQueue`). While there are several workers, one stays free of each client's jobs,
-    so that a client's long jobs never hold up all others; jobs of no client may have all. Behind a long job
-    its client has one worker less for as long as the job took: a flood of them has half of a processor for
-    each worker that it may have.
+    Clients take turns, with short jobs and with long ones (`FairQueue`). While there are several workers, one
+    stays free of each client's jobs, so that a client's long jobs never hold up all others; jobs of no client
+    may have all. Behind a long job its client has one worker less for other long ones, for as long as the job
+    took: a flood of them has half of a processor for each worker that it may have.
 
     Args:
         module: Module whose function `handle` does the jobs; see `mesh.util.worker_main`.
@@ -125,9 +133,10 @@ class WorkerPool:
         self._environment = dict(environment)
         # Guards everything below; notified when a job comes, and at the end.
         self._changed = threading.Condition()
-        self._queue: FairQueue[_Job] = FairQueue(max_waiting)
-        # Jobs that run, workers that come up again, and pauses.
+        self._queue: FairQueue[_Lane, _Job] = FairQueue(max_waiting)
+        # Jobs that run, and workers that come up again.
         self._num_running: Counter[str | None] = Counter()
+        self._num_pausing: Counter[str | None] = Counter()
         # When pauses end, in seconds, and of whose jobs; a heap.
         self._pauses: list[tuple[float, str]] = []
         self._workers: list[_Worker] = []
@@ -201,14 +210,14 @@ class WorkerPool:
         with self._changed:
             if self._is_closed:
                 raise Overloaded("the server is shutting down")
-            if not self._queue.has_room(client):
-                own = self._queue.num_of(client)
+            if not self._queue.has_room(job.lane):
+                own = sum(waiting.client == client for waiting in self._queue)
                 raise Overloaded(
                     f"{len(self._queue)} requests wait to be read, {own} of them with this API key: try again"
                     f" in {_RETRY_AFTER_S} s",
                     retry_after_s=_RETRY_AFTER_S,
                 )
-            self._queue.add(client, job)
+            self._queue.add(job.lane, job)
             if len(self._queue) > self._num_idle and len(self._workers) < self._num_workers:
                 self._add_worker()
             self._changed.notify()
@@ -227,7 +236,7 @@ class WorkerPool:
     def _withdraw(self, job: _Job) -> bool:
         """Take a job back; False if it is not waiting any more."""
         with self._changed:
-            self._queue.discard(job.client, job)
+            self._queue.discard(job.lane, job)
         return job.answer.cancelled()
 
     def _abandon(self, job: _Job) -> None:
@@ -271,8 +280,10 @@ class WorkerPool:
                     return True
             return False
 
-    def _may_begin(self, client: str | None) -> bool:
-        return client is None or self._num_running[client] < max(1, self._num_workers - 1)
+    def _may_begin(self, lane: _Lane) -> bool:
+        client, is_long = lane
+        num_taken = self._num_running[client] + (self._num_pausing[client] if is_long else 0)
+        return client is None or num_taken < max(1, self._num_workers - 1)
 
     def _do(self, worker: _Worker) -> None:
         job = worker.job
@@ -286,21 +297,22 @@ class WorkerPool:
         with self._changed:
             worker.job = None
         if failure is None:
-            self._pause_or_release(job, time.monotonic() - begun_s)
+            self._release(job, time.monotonic() - begun_s)
             job.answer.set_result(answer)
             return
         job.answer.set_exception(self._explained(failure, job))
         worker.end()
         self._start(worker)
         # Not sooner: a new process takes a while to come up, and until then its client has no other worker.
-        self._pause_or_release(job, time.monotonic() - begun_s)
+        self._release(job, time.monotonic() - begun_s)
 
-    def _pause_or_release(self, job: _Job, took_s: float) -> None:
-        if job.client is None or len(job.payload) <= SHORT_BYTES:
-            self._release(job.client)
-            return
+    def _release(self, job: _Job, took_s: float) -> None:
         with self._changed:
-            heappush(self._pauses, (time.monotonic() + took_s, job.client))
+            _decrement(self._num_running, job.client)
+            client, is_long = job.lane
+            if client is not None and is_long:
+                self._num_pausing[client] += 1
+                heappush(self._pauses, (time.monotonic() + took_s, client))
 
     def _end_pauses(self) -> float | None:
         """End the pauses that are over; returns the seconds until the next one ends."""
@@ -308,14 +320,8 @@ class WorkerPool:
             wait_s = self._pauses[0][0] - time.monotonic()
             if wait_s > 0:
                 return wait_s
-            self._release(heappop(self._pauses)[1])
+            _decrement(self._num_pausing, heappop(self._pauses)[1])
         return None
-
-    def _release(self, client: str | None) -> None:
-        with self._changed:
-            self._num_running[client] -= 1
-            if not self._num_running[client]:
-                del self._num_running[client]
 
     def _answer(self, worker: _Worker, job: _Job) -> bytes:
         for _ in range(_MAX_KILLED):
@@ -359,6 +365,12 @@ class WorkerPool:
         if not job.is_abandoned and not self._is_closed:
             log.warning("worker_ended", module=self._module, exit_code=code, reason=reason)
         return WorkerEnded(code, reason)
+
+
+def _decrement(counts: Counter[str | None], client: str | None) -> None:
+    counts[client] -= 1
+    if not counts[client]:
+        del counts[client]
 
 
 class _OutputEnded(Exception):

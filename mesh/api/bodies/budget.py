@@ -56,7 +56,7 @@ class BodyBudget:
         self._most_in_all = total_bytes - body_bytes
         self._max_wait_s = max_wait_s
         self._held: Counter[str | None] = Counter()
-        self._queue: FairQueue[asyncio.Future[None]] = FairQueue(_MAX_WAITING)
+        self._queue: FairQueue[str | None, asyncio.Future[None]] = FairQueue(_MAX_WAITING)
         self._wanted: dict[asyncio.Future[None], tuple[str | None, int]] = {}
 
     @property

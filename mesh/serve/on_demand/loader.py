@@ -116,7 +116,7 @@ class _Use:
         used_at_s: When the latest request ended, or it was loaded.
     """
 
-    waiting: FairQueue[_WaitingRequest]
+    waiting: FairQueue[str | None, _WaitingRequest]
     num_held: int = 0
     loaded_at_s: float | None = None
     used_at_s: float = 0.0

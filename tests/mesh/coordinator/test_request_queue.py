@@ -14,12 +14,12 @@ from spanmesh_proto.errors import Overloaded
 CLIENTS = ("ann", "bob", "cy", None)
 
 
-def rest(queue: FairQueue[str]) -> list[str | None]:
+def rest(queue: FairQueue[str | None, str]) -> list[str | None]:
     return [queue.next() for _ in range(len(queue))]
 
 
 def test_many_of_one_client_delay_another_by_one_turn() -> None:
-    queue: FairQueue[str] = FairQueue(64)
+    queue: FairQueue[str | None, str] = FairQueue(64)
     for number in range(60):
         queue.add("greedy", f"greedy {number}")
     queue.add("modest", "modest 0")
@@ -29,7 +29,7 @@ def test_many_of_one_client_delay_another_by_one_turn() -> None:
 
 
 def test_alone_a_client_has_the_whole_line_and_nobody_keeps_another_out() -> None:
-    queue: FairQueue[str] = FairQueue(4)
+    queue: FairQueue[str | None, str] = FairQueue(4)
     for number in range(4):
         assert queue.has_room("greedy")
         queue.add("greedy", f"greedy {number}")
@@ -46,7 +46,7 @@ def test_alone_a_client_has_the_whole_line_and_nobody_keeps_another_out() -> Non
 
 
 def test_who_leaves_the_line_holds_nobody_up() -> None:
-    queue: FairQueue[str] = FairQueue(8)
+    queue: FairQueue[str | None, str] = FairQueue(8)
     for item in ("a", "b", "c"):
         queue.add("ann", item)
     queue.add("bob", "d")
@@ -64,7 +64,7 @@ def test_who_leaves_the_line_holds_nobody_up() -> None:
 )
 def test_turns_places_and_order(most: int, moves: list[tuple[str, str | None]]) -> None:
     """Against the plainest of models: a list of all who wait."""
-    queue: FairQueue[tuple[str | None, int]] = FairQueue(most)
+    queue: FairQueue[str | None, tuple[str | None, int]] = FairQueue(most)
     waiting: list[tuple[str | None, int]] = []
     passed: Counter[str | None] = Counter()
     for number, (move, client) in enumerate(moves):

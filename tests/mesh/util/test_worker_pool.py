@@ -89,9 +89,19 @@ async def test_the_restart_of_a_process_counts_for_the_client_whose_job_ended_it
 async def test_behind_a_long_job_its_client_pauses(pool: WorkerPool) -> None:
     begun_s = time.monotonic()
     await pool.run(b"sleep 0.3", bytes(2**16), client="a")
-    await pool.run(b"echo", client="a")
+    await pool.run(b"echo", bytes(2**16), client="a")
     # As long as the job took; its worker is free for others meanwhile.
     assert time.monotonic() - begun_s >= 0.6
+
+
+async def test_short_jobs_pass_long_ones_that_wait(pool: WorkerPool) -> None:
+    first, second = (asyncio.create_task(pool.run(b"sleep 0.5", bytes(2**16), client="b")) for _ in range(2))
+    await asyncio.sleep(0)
+    await pool.run(b"echo", client="b")
+    # The second one still waits for the end of the pause behind the first.
+    assert first.done()
+    assert [not pool._num_running, len(pool._queue), second.done()] == [True, 1, False]
+    await second
 
 
 async def test_short_jobs_and_those_of_no_client_have_no_pause(pool: WorkerPool) -> None:
