@@ -76,12 +76,21 @@ def mesh(tmp_path: Path, stage_cache_dir: Path) -> Iterator[Mesh]:
 
 
 class Mesh:
-    """Starts `mesh` processes and ends them with the test."""
+    """Starts `mesh` processes and ends them with the test.
+
+    The folder that they are started in has modules that end whatever imports them.
+    """
 
     def __init__(self, folder: Path, cache: Path) -> None:
         self._folder = folder
         self._cache = cache
         self._started: list[Running] = []
+        self._project = folder / "project"
+        self._project.mkdir()
+        # Ray's own start imports the first.
+        for name in ("secrets", "json", "numpy", "llama_cpp", "stages"):
+            text = "raise SystemExit('imported from the working directory')\n"
+            (self._project / f"{name}.py").write_text(text)
 
     def start(self, *arguments: str, cache: str = "", output: int | None = None) -> Running:
         number = len(self._started)
@@ -93,6 +102,7 @@ class Mesh:
                 stdout=stdout if output is None else output,
                 stderr=stderr if output is None else output,
                 text=True,
+                cwd=self._project,
                 env=os.environ | {"XDG_CACHE_HOME": str(self._cache / cache)},
             )
         running = Running(process, out, err)

@@ -72,6 +72,13 @@ async def test_what_makes_no_sense_is_refused(
     assert (response.status_code, response.json()["error"]["param"]) == (status, param)
 
 
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_read(api: Api) -> None:
+    response = await api.http.post("/tokenize", json={"prompt": "a" * 1_000_000})
+    assert response.status_code == 400
+    # Once it is read, the message has the number of its tokens.
+    assert "has 1000000 characters" in response.json()["error"]["message"]
+
+
 async def test_versions(api: Api) -> None:
     told = (await api.http.get("/version")).json()
     assert told["protocol_version"] == PROTOCOL_VERSION

@@ -81,6 +81,14 @@ def test_threads_are_no_more_than_this_process_may_use() -> None:
     assert 1 <= default_num_threads() <= (os.cpu_count() or 1)
 
 
+def test_threads_without_an_option_keep_to_a_quota_of_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: 16)
+    monkeypatch.setattr("stages.processors.num_bound", lambda: 16)
+    for quota, num_threads in ((None, 16), (2.5, 2), (0.5, 1)):
+        monkeypatch.setattr("stages.processors.processor_quota", lambda _root, quota=quota: quota)
+        assert default_num_threads() == num_threads
+
+
 def test_the_measured_speed_is_that_of_memory_not_of_nothing() -> None:
     # Any machine that runs this reads between 0.1 and 10,000 GB/s; a unit mixed up would fall outside.
     assert 0.1 < measure_speed_gb_per_s(1) < 10_000

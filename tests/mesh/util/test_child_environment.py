@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,28 @@ def test_no_child_imports_from_the_working_directory(project: Path, tmp_path: Pa
     assert str(project) not in found["spawned"]
     assert str(PRODUCT) in found["spawned"]
     assert found["foreign"] == named
+
+
+@pytest.mark.parametrize(
+    ("command", "ending"),
+    # The model is none, and more stages are wanted than it has layers: each ends where its work begins.
+    [(["doctor"], ""), (["plan", "absent.gguf"], "absent.gguf"), (["serve", "--stages", "99"], "not 99")],
+)
+def test_no_command_imports_from_the_working_directory(
+    project: Path, command: Sequence[str], ending: str
+) -> None:
+    for name in ("secrets", "llama_cpp"):
+        shutil.copy(project / "json.py", project / f"{name}.py")
+    done = subprocess.run(
+        [Path(sys.executable).with_name("mesh"), *command],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert "imported from the working directory" not in done.stdout + done.stderr
+    assert ending in done.stderr
 
 
 def test_only_absolute_entries_of_a_path_are_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
