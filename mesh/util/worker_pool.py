@@ -95,10 +95,11 @@ class _Job:
 class WorkerPool:
     """Worker processes, started when jobs come and replaced when one ends. Thread-safe, of no event loop.
 
-    Clients take turns, with short jobs and with long ones (`FairQueue`). While there are several workers, one
-    stays free of each client's jobs, so that a client's long jobs never hold up all others; jobs of no client
-    may have all. Behind a long job its client has one worker less for other long ones, for as long as the job
-    took: a flood of them has half of a processor for each worker that it may have.
+    Clients take turns, and a client's short jobs and its long ones wait apart (`FairQueue`). While there are
+    several workers, one stays free of each client's jobs, so that a client's long jobs never hold up all
+    others; jobs of no client may have all. Behind a long job its client has one worker less for other long
+    ones, for as long as the job took: a flood of them has half of a processor for each worker that it may
+    have.
 
     Args:
         module: Module whose function `handle` does the jobs; see `mesh.util.worker_main`.

@@ -20,6 +20,7 @@ import pytest
 
 from mesh.cluster.addresses import free_port
 from mesh.cluster.join_token import decode, encode
+from tests.support.hostile_modules import write_hostile_modules
 from tests.support.promptness import quickest_s
 
 if TYPE_CHECKING:
@@ -85,12 +86,7 @@ class Mesh:
         self._folder = folder
         self._cache = cache
         self._started: list[Running] = []
-        self._project = folder / "project"
-        self._project.mkdir()
-        # Ray's own start imports the first.
-        for name in ("secrets", "json", "numpy", "llama_cpp", "stages"):
-            text = "raise SystemExit('imported from the working directory')\n"
-            (self._project / f"{name}.py").write_text(text)
+        self._project = write_hostile_modules(folder / "project")
 
     def start(self, *arguments: str, cache: str = "", output: int | None = None) -> Running:
         number = len(self._started)

@@ -22,6 +22,7 @@ from mesh.cluster.host_facts import (
 from spanmesh_proto.errors import ClusterError
 from stages.host.processor_fit import processor_flags
 from stages.units import format_size
+from tests.support.hostile_modules import write_hostile_modules
 
 # Stands for kernels of another processor: says that they need an extension of the other architecture.
 FOREIGN = """
@@ -117,9 +118,7 @@ def compile_kernels(folder: Path, source: str, *, needs: str = "") -> None:
 def test_nothing_is_imported_from_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("json", "numpy", "stages", "llama_cpp"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit(3)\n")
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(write_hostile_modules(tmp_path / "project"))
     monkeypatch.setenv("PYTHONPATH", ":lib")
     llama_cpp_fault.cache_clear()
     assert llama_cpp_fault() is None

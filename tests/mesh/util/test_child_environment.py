@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from mesh.util.child_environment import foreign_environment, inherited_environment, relative_entries
+from tests.support.hostile_modules import COMPLAINT, write_hostile_modules
 
 PRODUCT = Path(__file__).parents[3]
-# Of the standard library and of this program: the children below import them first.
-NAMES = ("json", "struct", "multiprocessing", "pickle", "stages", "numpy")
 # In a process of its own, since it changes its environment for good.
 PARENT = """
 import json, multiprocessing, os, subprocess, sys
@@ -41,11 +39,7 @@ if __name__ == "__main__":
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A folder with modules that end whatever imports them."""
-    folder = tmp_path / "project"
-    folder.mkdir()
-    for name in NAMES:
-        (folder / f"{name}.py").write_text("raise SystemExit('imported from the working directory')\n")
-    return folder
+    return write_hostile_modules(tmp_path / "project")
 
 
 def test_no_child_imports_from_the_working_directory(project: Path, tmp_path: Path) -> None:
@@ -73,13 +67,15 @@ def test_no_child_imports_from_the_working_directory(project: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("command", "ending"),
     # The model is none, and more stages are wanted than it has layers: each ends where its work begins.
-    [(["doctor"], ""), (["plan", "absent.gguf"], "absent.gguf"), (["serve", "--stages", "99"], "not 99")],
+    [
+        (["doctor"], "llama.cpp computes on"),
+        (["plan", "absent.gguf"], "absent.gguf"),
+        (["serve", "--stages", "99"], "not 99"),
+    ],
 )
 def test_no_command_imports_from_the_working_directory(
     project: Path, command: Sequence[str], ending: str
 ) -> None:
-    for name in ("secrets", "llama_cpp"):
-        shutil.copy(project / "json.py", project / f"{name}.py")
     done = subprocess.run(
         [Path(sys.executable).with_name("mesh"), *command],
         cwd=project,
@@ -88,8 +84,8 @@ def test_no_command_imports_from_the_working_directory(
         check=False,
         timeout=120,
     )
-    assert "imported from the working directory" not in done.stdout + done.stderr
-    assert ending in done.stderr
+    assert COMPLAINT not in done.stdout + done.stderr
+    assert ending in done.stdout + done.stderr
 
 
 def test_only_absolute_entries_of_a_path_are_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
