@@ -118,8 +118,9 @@ def get_text(lab: Lab, host: int, port: int, path: str, *, api_key: str | None =
 
 
 def last_lines(log: Path, num_lines: int = _LAST_LINES) -> str:
-    """The end of a log, for errors."""
-    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:])
+    """The end of a log, for errors: without requests for `/health`, of which there may be hundreds."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join([line for line in lines if '"path": "/health"' not in line][-num_lines:])
 
 
 def wait_until(

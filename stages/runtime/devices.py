@@ -25,7 +25,7 @@ from stages.runtime.device_exactness import verdict_on
 from stages.runtime.llama import ggml_base, init_backend, llama_library
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from stages.runtime.file_layers import FileLayers
 
@@ -269,8 +269,11 @@ def _kept_experts(count: int, layers: FileLayers | None) -> Any:
 # Larger than any cache on a device.
 _PROBE_BYTES: Final = 512 * 2**20
 _FIRST_PROBE_BYTES: Final = 8 * 2**20
+_PROBE_GROWTH: Final = 4
+# A product that takes this long shows a device's speed, whatever the size of its matrix.
 _SLOW_PROBE_S: Final = 0.02
 _ROUNDS: Final = 5
+_ALL_ROUNDS_S: Final = 0.2
 _WIDTH: Final = 4096
 _F32, _F16 = 0, 1
 _F16_BYTES: Final = 2
@@ -299,16 +302,27 @@ def device_speed_gb_per_s(device: Device, *, probe_bytes: int = _PROBE_BYTES) ->
     init_backend()
     if device.free_bytes:
         probe_bytes = min(probe_bytes, device.free_bytes // 4)
-    first_bytes = min(probe_bytes, _FIRST_PROBE_BYTES)
-    speed_gb_per_s = _read_speed_gb_per_s(device, first_bytes)
-    # Cards need the large matrix: caches hold a small one, and a start takes as long as reading it. Where the
-    # small one takes long, as on a software device, the large one would take minutes.
-    if first_bytes / (speed_gb_per_s * 1e9) > _SLOW_PROBE_S or first_bytes == probe_bytes:
-        return speed_gb_per_s
-    return _read_speed_gb_per_s(device, probe_bytes)
+    return speed_of_reads(lambda num_bytes: _read_s(device, num_bytes), probe_bytes) / 1e9
 
 
-def _read_speed_gb_per_s(device: Device, probe_bytes: int) -> float:
+def speed_of_reads(read_s: Callable[[int], float], most_bytes: int) -> float:
+    """Bytes a second by the time of reads that grow until one takes long.
+
+    Cards need a large matrix: caches hold a small one, and a start takes as long as reading it. A software
+    device would read the large one for minutes, even if it reads the small one fast (Mesa 22.3: 1 GB/s for
+    8 MiB, 0.03 for 512 MiB).
+
+    Args:
+        read_s: Seconds that reading so many bytes takes.
+        most_bytes: The largest read.
+    """
+    num_bytes = min(most_bytes, _FIRST_PROBE_BYTES)
+    while (took_s := read_s(num_bytes)) < _SLOW_PROBE_S and num_bytes < most_bytes:
+        num_bytes = min(most_bytes, num_bytes * _PROBE_GROWTH)
+    return num_bytes / took_s
+
+
+def _read_s(device: Device, probe_bytes: int) -> float:
     rows = max(1, probe_bytes // (_WIDTH * _F16_BYTES))
     ggml = _ggml()
     with ExitStack() as stack:
@@ -330,8 +344,11 @@ def _read_speed_gb_per_s(device: Device, probe_bytes: int) -> float:
         stack.callback(ggml.ggml_backend_buffer_free, buffer)
         # Touches the pages of a processor's memory before the measurement.
         ggml.ggml_backend_buffer_clear(buffer, 0)
-        best_s = min(_time(ggml, backend, graph, device) for _ in range(_ROUNDS))
-    return rows * _WIDTH * _F16_BYTES / best_s / 1e9
+        _time(ggml, backend, graph, device)  # compiles what it computes by
+        times_s = [_time(ggml, backend, graph, device)]
+        while len(times_s) < _ROUNDS and sum(times_s) < _ALL_ROUNDS_S:
+            times_s.append(_time(ggml, backend, graph, device))
+    return min(times_s)
 
 
 def _time(ggml: Any, backend: int, graph: int, device: Device) -> float:

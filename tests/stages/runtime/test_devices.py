@@ -10,7 +10,7 @@ import pytest
 
 from mesh.cluster.host_facts import find_gpus
 from spanmesh_proto.errors import ClusterError
-from stages.runtime.devices import Device, device_speed_gb_per_s, layer_devices, list_devices
+from stages.runtime.devices import Device, device_speed_gb_per_s, layer_devices, list_devices, speed_of_reads
 from stages.runtime.llama_libraries import gpu_backends, kernels_folder, may_have_layer_devices
 
 GPU = Device("CUDA0", "a GPU", "gpu", "CUDA", "0000:01:00.0", 8 * 2**30, 10 * 2**30, 1)
@@ -128,3 +128,36 @@ def test_a_device_s_speed_is_measured_by_computing_on_it() -> None:
     (processor,) = (device for device in list_devices() if device.kind == "cpu")
     # Any machine that runs this reads between 0.1 and 10,000 GB/s; a unit mixed up would fall outside.
     assert 0.1 < device_speed_gb_per_s(processor, probe_bytes=32 * 2**20) < 10_000
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "start_s", "sizes"),
+    [
+        pytest.param(1e12, 1e-5, [8 * MIB, 32 * MIB, 128 * MIB, 512 * MIB], id="card"),
+        pytest.param(1e9, 0.0, [8 * MIB, 32 * MIB], id="slow"),
+        pytest.param(3e7, 0.0, [8 * MIB], id="slowest"),
+    ],
+)
+def test_reads_grow_until_one_takes_long(bytes_per_s: float, start_s: float, sizes: list[int]) -> None:
+    read = []
+
+    def read_s(num_bytes: int) -> float:
+        read.append(num_bytes)
+        return start_s + num_bytes / bytes_per_s
+
+    assert speed_of_reads(read_s, 512 * MIB) == pytest.approx(bytes_per_s, rel=0.03)
+    assert read == sizes
+
+
+def test_a_small_device_is_measured_by_what_it_has_room_for() -> None:
+    read = []
+
+    def read_s(num_bytes: int) -> float:
+        read.append(num_bytes)
+        return 0.001
+
+    assert speed_of_reads(read_s, 5 * MIB) == pytest.approx(5e3 * MIB)
+    assert read == [5 * MIB]
