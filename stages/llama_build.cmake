@@ -6,3 +6,6 @@ if(PROJECT_NAME STREQUAL "llama.cpp")
   # that llama-cpp-python forces to ON.
   set(LLAMA_BUILD_COMMON OFF)
 endif()
+if(PROJECT_NAME STREQUAL "ggml")
+  include("${CMAKE_CURRENT_LIST_DIR}/attention/attention.cmake")
+endif()

@@ -1,0 +1,77 @@
+# Adds the kernel of attention_rows.cpp to each of ggml's libraries for processors, and directs ggml's dispatcher to it.
+# Read where the project is ggml; the libraries are there at the end of its folder.
+#
+# Where llama.cpp's sources are not as expected, neither is done: attention is then ggml's own, and one line says so.
+
+set(ATTENTION_FOLDER "${CMAKE_CURRENT_LIST_DIR}")
+
+# `missing`: what of ggml's sources is not as the kernel needs it; empty if all is.
+function(find_missing_of_attention missing)
+  set(symbol "ggml_compute_forward_flash_attn_ext")
+  set(folder "${PROJECT_SOURCE_DIR}/src/ggml-cpu")
+  # What each file must hold: the call, its declaration and definition, and what threads share.
+  set(needs
+      "ggml-cpu.c|${symbol}\\(params, tensor\\)"
+      "ops.h|void ${symbol}\\("
+      "ops.cpp|void ${symbol}\\("
+      "ggml-cpu-impl.h|ggml_threadpool_chunk_add"
+      "common.h|GGML_FA_TILE_Q"
+      "simd-mappings.h|GGML_CPU_FP16_TO_FP32")
+  foreach(need IN LISTS needs)
+    string(REGEX MATCH "^([^|]+)\\|(.+)$" parts "${need}")
+    set(file "${CMAKE_MATCH_1}")
+    set(pattern "${CMAKE_MATCH_2}")
+    set(lines "")
+    if(EXISTS "${folder}/${file}")
+      file(STRINGS "${folder}/${file}" lines REGEX "${pattern}" LIMIT_COUNT 1)
+    endif()
+    if(lines STREQUAL "")
+      set(${missing} "${file} lacks ${pattern}" PARENT_SCOPE)
+      return()
+    endif()
+  endforeach()
+  set(${missing} "" PARENT_SCOPE)
+endfunction()
+
+# Once for all libraries: they are compiled from the same files.
+function(direct_dispatcher_to_attention target)
+  set(header "${ATTENTION_FOLDER}/attention_rename.h")
+  if(MSVC)
+    set(ahead "/FI${header}")
+  else()
+    set(ahead "-include;${header}")
+    # Sums must be the same wherever a function is inlined.
+    set_property(SOURCE "${ATTENTION_FOLDER}/attention_rows.cpp" TARGET_DIRECTORY ${target}
+                 PROPERTY COMPILE_OPTIONS "-ffp-contract=off")
+  endif()
+  set(dispatcher "${PROJECT_SOURCE_DIR}/src/ggml-cpu/ggml-cpu.c")
+  set_property(SOURCE "${dispatcher}" TARGET_DIRECTORY ${target} APPEND PROPERTY COMPILE_OPTIONS "${ahead}")
+  set_property(SOURCE "${dispatcher}" TARGET_DIRECTORY ${target} APPEND PROPERTY OBJECT_DEPENDS "${header}")
+endfunction()
+
+function(add_attention)
+  find_missing_of_attention(missing)
+  get_property(targets DIRECTORY "${PROJECT_SOURCE_DIR}/src" PROPERTY BUILDSYSTEM_TARGETS)
+  set(libraries "")
+  foreach(target IN LISTS targets)
+    get_target_property(type ${target} TYPE)
+    # The object libraries beside them only tell whether a processor fits.
+    if(target MATCHES "^ggml-cpu(-.*)?$" AND NOT type STREQUAL "OBJECT_LIBRARY")
+      list(APPEND libraries ${target})
+    endif()
+  endforeach()
+  if(missing STREQUAL "" AND libraries STREQUAL "")
+    set(missing "there is no library ggml-cpu")
+  endif()
+  if(NOT missing STREQUAL "")
+    message(STATUS "spanmesh: attention of few rows is left to ggml's own kernel: ${missing}")
+    return()
+  endif()
+  list(GET libraries 0 first)
+  direct_dispatcher_to_attention(${first})
+  foreach(library IN LISTS libraries)
+    target_sources(${library} PRIVATE "${ATTENTION_FOLDER}/attention_rows.cpp")
+  endforeach()
+endfunction()
+
+cmake_language(DEFER CALL add_attention)

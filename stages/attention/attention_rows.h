@@ -1,0 +1,24 @@
+// What ggml's library for processors exports of the kernel for few rows.
+#pragma once
+
+#include "ggml-backend.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+struct ggml_compute_params;
+struct ggml_tensor;
+
+// In place of ggml_compute_forward_flash_attn_ext: all of an operation's threads call it.
+void attention_rows(const struct ggml_compute_params * params, struct ggml_tensor * result);
+
+// Hosts whose versions are equal, and whose vectors are as wide, compute the same bits. 0: ggml's own kernel.
+GGML_BACKEND_API int attention_rows_version(void);
+
+// For tests: 0 lets ggml's own kernel compute everything, 1 is how it begins. Not while a graph is computed.
+GGML_BACKEND_API void attention_rows_enable(int is_enabled);
+
+#ifdef __cplusplus
+}
+#endif
