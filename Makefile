@@ -111,6 +111,8 @@ $(VENV)/.made:
 # What spoils llama.cpp's kernels on some processors: each header says what and why, and is empty on all others.
 MENDS := $(wildcard stages/*.h)
 FLAGS := $(foreach header,$(MENDS),-include '$(CURDIR)/$(header)')
+# Settings of its build, and the kernel that they add to it.
+ADDED := stages/llama_build.cmake $(wildcard stages/attention/*)
 
 # One line for each tenth of the files, from the lines that ninja begins with [DONE/ALL]; make's are percentages.
 PROGRESS := match($$0, /^ *\[ *[0-9]+(%|\/[0-9]+)\]/) { \
@@ -134,8 +136,8 @@ endef
 
 # What llama.cpp is built from; written anew only if it differs, so that other versions in constraints.txt cost no build.
 # A build from before this file was kept counts as made from it if all but constraints.txt is older, and of that version.
-$(VENV)/.llama-inputs: $(VENV)/.made constraints.txt $(MENDS) stages/llama_build.cmake
-	@{ grep '^llama' constraints.txt; cat $(MENDS) stages/llama_build.cmake; } >$@.new
+$(VENV)/.llama-inputs: $(VENV)/.made constraints.txt $(MENDS) $(ADDED)
+	@{ grep '^llama' constraints.txt; cat $(MENDS) $(ADDED); } >$@.new
 	@if test ! -e $@ && test -e $(VENV)/.llama-cpp && \
 	    ls -d $(VENV)/lib/python*/site-packages/"$$(sed -n 's/^\(llama_cpp_python\)==/\1-/p' constraints.txt)".dist-info \
 	      >/dev/null 2>&1 && \

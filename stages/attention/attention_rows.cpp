@@ -29,9 +29,10 @@
 #include <atomic>
 #include <cstring>
 
-#define ATTENTION_ROWS_VERSION 1
-
 namespace {
+
+// Another number for each change that changes bits.
+constexpr int OPERATIONS_VERSION = 1;
 
 std::atomic<bool> is_enabled_now{true};
 
@@ -208,7 +209,9 @@ void attention_rows(const ggml_compute_params * params, ggml_tensor * result) {
     Share(params, operation).compute();
 }
 
-int attention_rows_version(void) { return is_enabled_now.load(std::memory_order_relaxed) ? ATTENTION_ROWS_VERSION : 0; }
+int attention_rows_version(void) {
+    return is_enabled_now.load(std::memory_order_relaxed) ? 100 * OPERATIONS_VERSION + WIDTH : 0;
+}
 
 void attention_rows_enable(int is_enabled) { is_enabled_now.store(is_enabled != 0, std::memory_order_relaxed); }
 

@@ -6,7 +6,7 @@
 
 namespace {
 
-// A change of these changes the bits of results, and asks for another ATTENTION_ROWS_VERSION.
+// A change of these changes the bits of results, and asks for another OPERATIONS_VERSION.
 constexpr int SEGMENT_CELLS = 256;  // visible cells of one softmax
 constexpr int LANES = 16;           // in which exponentials are summed; rows of K and V are padded to whole ones
 

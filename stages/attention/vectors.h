@@ -13,18 +13,23 @@
 //
 // ATTENTION_HAS_VECTORS is defined if the processor that is compiled for has one of them.
 //
-// All of this is internal to one source, which is compiled once for each kind of processor: functions with external
-// names would be taken from any of those libraries.
+// All of the kernel is internal to one source, which is compiled once for each kind of processor: a function with
+// an external name could be taken from the library for another.
 #pragma once
 
+#include "ggml-cpu-impl.h"  // ahead of the choice: names what Microsoft's compiler leaves unnamed
 #include "ggml.h"
 
 #include <cstdint>
 #include <cstring>
 
-#if defined(__GNUC__)
+// Arrays of vectors are registers only where all loops over them are unrolled; and a function of its own has all
+// registers for its loop.
+#if defined(__clang__)
+#define ATTENTION_UNROLL _Pragma("clang loop unroll(full)")
+#define ATTENTION_APART __attribute__((noinline))
+#elif defined(__GNUC__)
 #define ATTENTION_UNROLL _Pragma("GCC unroll 16")
-// Loops in functions of their own get the registers to themselves.
 #define ATTENTION_APART __attribute__((noinline))
 #else
 #define ATTENTION_UNROLL

@@ -56,7 +56,7 @@ inline std::vector<char> packed(const Numbers & numbers, ggml_type type, int siz
         } else if (type == GGML_TYPE_F32) {
             memcpy(to, from, row_bytes);
         } else {
-            ggml_quantize_chunk(type, from, to, 0, 1, size, nullptr);
+            ggml_get_type_traits(type)->from_float_ref(from, to, size);
         }
     }
     return bytes;
