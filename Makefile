@@ -114,10 +114,12 @@ FLAGS := $(foreach header,$(MENDS),-include '$(CURDIR)/$(header)')
 # Settings of its build, and the kernel that they add to it.
 ADDED := stages/llama_build.cmake $(wildcard stages/attention/*)
 
-# One line for each tenth of the files, from the lines that ninja begins with [DONE/ALL]; make's are percentages.
+# One line for each tenth of the files, from the lines that ninja begins with [DONE/ALL]; make's are percentages. And
+# what stages/llama_build.cmake has to say.
 PROGRESS := match($$0, /^ *\[ *[0-9]+(%|\/[0-9]+)\]/) { \
   split(substr($$0, RSTART, RLENGTH), part, /[^0-9]+/); all = part[3] ? part[3] : 100; \
-  tenth = int(10 * part[2] / all); if (tenth > last) { last = tenth; print "  llama.cpp: " 10 * tenth " %"; fflush() } }
+  tenth = int(10 * part[2] / all); if (tenth > last) { last = tenth; print "  llama.cpp: " 10 * tenth " %"; fflush() } } \
+  sub(/.*-- spanmesh: /, "  llama.cpp: ") { print; fflush() }
 
 # llama.cpp is compiled here: without llamafile's kernels, which would break the exact mode for F16 models, and without
 # the image part and the common library, which are not used. No cache: it may hold a build with other settings.

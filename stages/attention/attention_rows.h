@@ -13,8 +13,8 @@ struct ggml_tensor;
 // In place of ggml_compute_forward_flash_attn_ext: all of an operation's threads call it.
 void attention_rows(const struct ggml_compute_params * params, struct ggml_tensor * result);
 
-// Names the operations that make a result, in hundreds, and how wide vectors are: hosts that differ in it differ in bits.
-// 0 where ggml's own kernel runs.
+// Names the operations that make a result, in hundreds, and how wide vectors are: hosts that differ in it differ in
+// bits. 0 where ggml's own kernel runs.
 GGML_BACKEND_API int attention_rows_version(void);
 
 // For tests: 0 lets ggml's own kernel compute everything, 1 is how it begins. Not while a graph is computed.

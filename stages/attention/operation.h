@@ -106,9 +106,9 @@ private:
         while (2 * power <= num_heads) {
             power *= 2;
         }
-        const float base = powf(2.0f, -max_bias_ / power);
-        const float base_between = powf(2.0f, -(max_bias_ / 2.0f) / power);
-        return head < power ? powf(base, head + 1) : powf(base_between, 2 * (head - power) + 1);
+        const float base = powf(2.0f, -max_bias_ / (float) power);
+        const float base_between = powf(2.0f, -(max_bias_ / 2.0f) / (float) power);
+        return head < power ? powf(base, (float) (head + 1)) : powf(base_between, (float) (2 * (head - power) + 1));
     }
 
     float scale_, max_bias_, softcap_;

@@ -25,7 +25,7 @@ public:
           stream_(index / (operation.row_parts * operation.head_parts * operation.num_kv_heads)),
           first_head_(kv_head_ * operation.heads_of_kv_head + head_part_ * operation.heads_at_once),
           first_row_(row_part_ * operation.rows_at_once),
-          num_heads_((int) std::min(operation.heads_at_once, (kv_head_ + 1) * operation.heads_of_kv_head - first_head_)),
+          num_heads_((int) std::min(operation.heads_at_once, heads_from(operation, first_head_))),
           num_rows_((int) std::min(operation.rows_at_once, operation.num_rows - first_row_)),
           keys_(operation.keys, kv_head_, stream_),
           values_(operation.values, kv_head_, stream_) {
@@ -99,6 +99,11 @@ public:
     }
 
 private:
+    // Heads of the same KV head from this one on.
+    static int64_t heads_from(const Operation & operation, int64_t head) {
+        return operation.heads_of_kv_head - head % operation.heads_of_kv_head;
+    }
+
     void read_queries() {
         for (int query = 0; query < num_queries(); ++query) {
             const int64_t head = first_head_ + query % num_heads_, row = first_row_ + query / num_heads_;

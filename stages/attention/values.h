@@ -87,7 +87,9 @@ inline void add_shared_rows(
 // run. `rows` begin at the list's `first_place`. Cells that not all queries see are added apart: a weight of zero
 // would not do, since what is hidden may be infinite or no number.
 template <class Rows>
-inline void add_values(const WeightedSum * sums, int num_sums, const Rows & rows, int first_place, Run cells, int size) {
+inline void add_values(
+    const WeightedSum * sums, int num_sums, const Rows & rows, int first_place, Run cells, int size
+) {
     Run shared = cells;
     for (int i = 0; i < num_sums; ++i) {
         shared = sums[i].run.within(shared.begin, shared.end);

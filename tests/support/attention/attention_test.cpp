@@ -188,8 +188,8 @@ int test_accuracy(int num_cases) {
         }
     }
     printf(
-        "accuracy: %d cases, %d above %g; largest error %.2e, of ggml's kernel %.2e; geometric mean %.2e and %.2e; other "
-        "bits than ggml's kernel in %d\n",
+        "accuracy: %d cases, %d above %g; largest error %.2e, of ggml's kernel %.2e; geometric mean %.2e and %.2e; "
+        "other bits than ggml's kernel in %d\n",
         num_cases, num_bad, ACCURACY_LIMIT, worst, worst_of_ggml, std::exp(logarithms / num_cases),
         std::exp(logarithms_of_ggml / num_cases), num_different);
     const bool runs_as_it_says = has_kernel == (num_different > num_cases / 2);
@@ -408,7 +408,8 @@ int measure_time() {
         const int visible = each.window > 0 ? each.window : each.num_cells;
         const double nanoseconds = 1e9 / ((double) each.num_heads * each.num_rows * visible);
         printf(
-            "head %3d, heads %2d/%2d, rows %2d, cells %d, window %4d, %4s: %6.1f and %5.1f ns a head and position, %.1f times\n",
+            "head %3d, heads %2d/%2d, rows %2d, cells %d, window %4d, %4s: %6.1f and %5.1f ns a head and position, "
+            "%.1f times\n",
             each.size, each.num_heads, each.num_kv_heads, each.num_rows, each.num_cells, each.window,
             ggml_type_name(each.type), of_ggml * nanoseconds, own * nanoseconds, of_ggml / own);
         fflush(stdout);
