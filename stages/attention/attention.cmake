@@ -5,6 +5,10 @@
 
 set(ATTENTION_FOLDER "${CMAKE_CURRENT_LIST_DIR}")
 
+function(leave_attention_to_ggml reason)
+  message(STATUS "spanmesh: attention of few rows is left to ggml's own kernel: ${reason}")
+endfunction()
+
 # `missing`: what of ggml's sources is not as the kernel needs it; empty if all is.
 function(find_missing_of_attention missing)
   set(symbol "ggml_compute_forward_flash_attn_ext")
@@ -16,7 +20,8 @@ function(find_missing_of_attention missing)
       "ops.cpp|void ${symbol}\\("
       "ggml-cpu-impl.h|ggml_threadpool_chunk_add"
       "common.h|GGML_FA_TILE_Q"
-      "simd-mappings.h|GGML_CPU_FP16_TO_FP32")
+      "simd-mappings.h|GGML_CPU_FP16_TO_FP32"
+      "../ggml-impl.h|ggml_aligned_malloc")
   foreach(need IN LISTS needs)
     string(REGEX MATCH "^([^|]+)\\|(.+)$" parts "${need}")
     set(file "${CMAKE_MATCH_1}")
@@ -64,7 +69,7 @@ function(add_attention)
     set(missing "there is no library ggml-cpu")
   endif()
   if(NOT missing STREQUAL "")
-    message(STATUS "spanmesh: attention of few rows is left to ggml's own kernel: ${missing}")
+    leave_attention_to_ggml("${missing}")
     return()
   endif()
   list(GET libraries 0 first)
@@ -74,4 +79,8 @@ function(add_attention)
   endforeach()
 endfunction()
 
-cmake_language(DEFER CALL add_attention)
+if(CMAKE_VERSION VERSION_LESS 3.19)
+  leave_attention_to_ggml("CMake ${CMAKE_VERSION} is older than 3.19")
+else()
+  cmake_language(DEFER CALL add_attention)
+endif()
