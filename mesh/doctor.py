@@ -23,7 +23,7 @@ from mesh.cluster.addresses import (
     is_of_this_machine,
     own_addresses,
 )
-from mesh.cluster.host_facts import llama_cpp_fault
+from mesh.cluster.host_facts import try_llama_cpp
 from mesh.cluster.port_plan import plan_ports
 from mesh.util.child_environment import inherited_environment, module_command, relative_entries
 from spanmesh_proto.addresses import PortRange
@@ -187,6 +187,14 @@ def agreement_checks(where: str, versions: Mapping[str, str], head: Mapping[str,
             f"{versions['llama_cpp']} on this host, {head['llama_cpp']} on the head: texts may "
             f"differ in near-ties",
             "install the same llama-cpp-python on both",
+        )
+    elif versions["attention"] != head["attention"]:
+        yield warn(
+            where,
+            "attention",
+            f"by {versions['attention']} on this host, by {head['attention']} on the head: texts may "
+            "differ in near-ties, and --exact uses hosts of one of them only",
+            "none is needed in fast mode; compile llama.cpp on both: make environment",
         )
 
 
@@ -421,7 +429,7 @@ def this_host_checks(
     except MeshError as error:
         yield fail(name, "home", error.message, "set HOME")
         return
-    fault = llama_cpp_fault()
+    fault = try_llama_cpp().fault
     report = _self_report() if fault is None else fault.reason
     if isinstance(report, str):
         remedy = "install llama-cpp-python again: make environment" if fault is None else fault.remedy

@@ -17,7 +17,8 @@ import llama_cpp
 from spanmesh_proto.errors import InvalidModel
 from stages.gguf.file_io import atomic_write
 from stages.gguf.reader import read_header
-from stages.runtime.llama import load_kernels
+from stages.runtime.kernels import load_best_kernels
+from stages.runtime.llama import llama_library
 from stages.spawned_process import ProcessEnded, messages_of
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def _requantise_and_send(
             complaints.append(line)
 
     llama_cpp.llama_log_set(on_log, ctypes.c_void_p(0))
-    load_kernels()
+    load_best_kernels(llama_library("ggml"))
     llama_cpp.llama_backend_init()
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{quant_type}")

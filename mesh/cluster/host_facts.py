@@ -60,13 +60,22 @@ _REBUILD: Final = (
 )
 
 
-@functools.cache
-def llama_cpp_fault() -> LlamaCppFault | None:
-    """Try llama.cpp's build in another process: an instruction that this processor lacks ends it.
+@dataclass(frozen=True)
+class LlamaCppTrial:
+    """Result of trying llama.cpp's build on this host.
 
-    Returns:
-        None if it runs.
+    Attributes:
+        fault: Why it does not run; None if it does.
+        attention_version: What computes attention, see `stages.runtime.kernels`.
     """
+
+    fault: LlamaCppFault | None = None
+    attention_version: int = 0
+
+
+@functools.cache
+def try_llama_cpp() -> LlamaCppTrial:
+    """Try llama.cpp's build in another process: an instruction that this processor lacks ends it."""
     try:
         done = subprocess.run(
             module_command("stages.host.processor_fit"),
@@ -77,23 +86,24 @@ def llama_cpp_fault() -> LlamaCppFault | None:
             timeout=_TIMEOUT_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return LlamaCppFault(f"it cannot be tried: {error}", "try again when this host has less to do")
-    missing = lacking(json.loads(done.stdout or "[]"), processor_flags())
+        return LlamaCppTrial(
+            LlamaCppFault(f"it cannot be tried: {error}", "try again when this host has less to do")
+        )
+    extensions, version = [*done.stdout.splitlines(), "[]", "0"][:2]
+    missing = lacking(json.loads(extensions), processor_flags())
     if missing:
-        return LlamaCppFault(
-            f"it was compiled for a processor with {', '.join(missing)}, which this one lacks", _REBUILD
-        )
-    if done.returncode == -signal.SIGILL:
-        return LlamaCppFault(
-            "it was compiled for another processor: an illegal instruction ends it", _REBUILD
-        )
-    if done.returncode != 0:
+        reason = f"it was compiled for a processor with {', '.join(missing)}, which this one lacks"
+    elif done.returncode == -signal.SIGILL:
+        reason = "it was compiled for another processor: an illegal instruction ends it"
+    elif done.returncode != 0:
         said = done.stderr.strip().splitlines() or [f"its process ended with code {done.returncode}"]
         remedy = (
             "install libgomp, on Debian with apt-get install libgomp1" if "libgomp" in said[-1] else _REBUILD
         )
-        return LlamaCppFault(f"it cannot be loaded: {said[-1]}", remedy)
-    return None
+        return LlamaCppTrial(LlamaCppFault(f"it cannot be loaded: {said[-1]}", remedy))
+    else:
+        return LlamaCppTrial(attention_version=int(version))
+    return LlamaCppTrial(LlamaCppFault(reason, _REBUILD))
 
 
 def check_llama_cpp() -> None:
@@ -102,7 +112,7 @@ def check_llama_cpp() -> None:
     Raises:
         ClusterError: If it does not; with the reason.
     """
-    fault = llama_cpp_fault()
+    fault = try_llama_cpp().fault
     if fault is not None:
         raise ClusterError(f"llama.cpp does not run on this host: {fault.reason}; {fault.remedy}")
 
@@ -157,6 +167,7 @@ class HostFacts:
             `mesh.placement.host_capacity`.
         cpu_moe_layers: First layers of a model whose experts stay with the processor; None for as few as
             give layers room on GPUs.
+        attention_version: What computes attention on its processor, see `stages.runtime.kernels`.
     """
 
     memory_bytes: int
@@ -166,6 +177,7 @@ class HostFacts:
     gpus: tuple[Gpu, ...] = ()
     gpu_layers: int | None = None
     cpu_moe_layers: int | None = None
+    attention_version: int = 0
 
     def capacity(self, name: str) -> HostCapacity:
         """Capacity for the planner.
@@ -180,6 +192,7 @@ class HostFacts:
             gpus=self.gpus,
             gpu_layers=self.gpu_layers,
             cpu_moe_layers=self.cpu_moe_layers,
+            attention_version=self.attention_version,
         )
 
 
@@ -217,6 +230,7 @@ def read_host_facts(
         gpus=gpus,
         gpu_layers=gpu_layers,
         cpu_moe_layers=cpu_moe_layers,
+        attention_version=try_llama_cpp().attention_version,
     )
 
 

@@ -76,6 +76,7 @@ def report_of(
         check_ports=check_ports if member.port_range is not None else (),
         cpu_moe_layers=facts.cpu_moe_layers,
         head_address=member.head_address,
+        attention_version=facts.attention_version,
     )
 
 
@@ -108,6 +109,7 @@ def member_of(report: wire.HostReport) -> Member:
             ),
             gpu_layers=report.gpu_layers if report.HasField("gpu_layers") else None,
             cpu_moe_layers=report.cpu_moe_layers if report.HasField("cpu_moe_layers") else None,
+            attention_version=report.attention_version,
         ),
         ray_node_name=report.ray_node_name,
         port_range=port_range_of(report),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from stages.runtime.device_exactness import verdict_on
+from stages.runtime.kernels import attention_name
 from stages.units import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from stages.runtime.process_memory import StageMemory
 
@@ -31,6 +33,8 @@ class HostCapacity:
         others_bytes: Memory held by other models besides, for messages.
         cpu_moe_layers: First layers of the model whose experts stay with the processor; None for as few as
             give layers room on GPUs.
+        attention_version: What computes attention on its processor, see `stages.runtime.kernels`.
+        is_apart: Whether it may not compute this model, since attention is computed otherwise on its hosts.
     """
 
     name: str
@@ -42,6 +46,8 @@ class HostCapacity:
     gpu_layers: int | None = None
     others_bytes: int = 0
     cpu_moe_layers: int | None = None
+    attention_version: int = 0
+    is_apart: bool = False
 
     @cached_property
     def kind(self) -> HostCapacity:
@@ -59,6 +65,16 @@ class HostCapacity:
         if not self.gpus:
             return self
         return replace(self, gpus=tuple(gpu for gpu in self.gpus if verdict_on(gpu.name).is_exact))
+
+    def kept_to(self, attention_version: int) -> HostCapacity:
+        """The same, without any room if attention is computed otherwise there.
+
+        Args:
+            attention_version: What computes attention on the hosts of a model in exact mode.
+        """
+        if self.attention_version == attention_version:
+            return self
+        return replace(self, memory_bytes=0, gpus=(), is_apart=True)
 
     @property
     def fastest_gb_per_s(self) -> float:
@@ -145,6 +161,11 @@ class HostCapacity:
         return self.memory_bytes < 0 or any(gpu.free_bytes < 0 for gpu in self.gpus)
 
     def __str__(self) -> str:
+        if self.is_apart:
+            return (
+                f"nothing on {self.name} (--exact: attention is computed by"
+                f" {attention_name(self.attention_version)} there, unlike on the model's other hosts)"
+            )
         on_gpus = "".join(
             f" and {format_size(max(0, gpu.free_bytes))} on its {gpu.name}"
             for gpu in self.gpus
@@ -154,6 +175,18 @@ class HostCapacity:
         texts = f" beside {format_size(self.text_bytes)} for reading texts" if self.text_bytes else ""
         others = f" beside {format_size(self.others_bytes)} of other models" if self.others_bytes else ""
         return f"{format_size(max(0, self.memory_bytes))} on {self.name}{on_gpus}{draft}{texts}{others}"
+
+
+def in_one_kind(hosts: Sequence[HostCapacity]) -> tuple[HostCapacity, ...]:
+    """Hosts for a model in exact mode: only those with room that compute attention alike.
+
+    Of several kinds, those that together have most room.
+    """
+    room: Counter[int] = Counter()
+    for host in hosts:
+        room[host.attention_version] += host.all_bytes
+    kept = max(room, key=lambda version: (room[version], version), default=0)
+    return tuple(host.kept_to(kept) for host in hosts)
 
 
 @dataclass(frozen=True)

@@ -183,6 +183,8 @@ class ModelAllocation:
 
     Attributes:
         noted: Its stages as last announced to all hosts.
+        attention_version: In exact mode, what computes attention on its hosts, see
+            `stages.runtime.kernels`, once it has some: other hosts have no room for it.
     """
 
     def __init__(
@@ -202,6 +204,7 @@ class ModelAllocation:
         self.text_bytes = text_bytes
         self._most_threads = most_threads
         self.noted: tuple[StagePlacement, ...] = ()
+        self.attention_version: int | None = None
 
     def capacity_of(self, member: Member) -> HostCapacity:
         """Capacity of a host for this model's stages; replicas of other models give way to them."""
@@ -258,10 +261,11 @@ class ModelAllocation:
         return (allocation for allocation in self._allocations if allocation is not self)
 
     def _capacity(self, member: Member, *, beside_replicas: bool) -> HostCapacity:
-        return self._allocations.capacity_beside(
+        host = self._allocations.capacity_beside(
             member,
             tuple(self._others()),
             draft_bytes=self.draft_bytes,
             text_bytes=self.text_bytes,
             beside_replicas=beside_replicas,
         )
+        return host if self.attention_version is None else host.kept_to(self.attention_version)

@@ -472,6 +472,10 @@ class ModelDeployment:
     def _note_plan(self, stages: Sequence[StagePlacement], reason: str) -> None:
         self._state.note_plan(stages, reason)
         self._allocation.noted = tuple(stages)
+        if self._options.is_exact and self._allocation.attention_version is None:
+            first = self._head.members.find(stages[0].host)
+            if first is not None:
+                self._allocation.attention_version = first.facts.attention_version
         announce_layers(self._head, self._allocations)
         layers: dict[str, list[str]] = {member.name: [] for member in self._head.members}
         for stage in stages:

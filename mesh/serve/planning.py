@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import structlog
 
 from mesh.placement.context_choice import EXAMINED_S, choose_context
+from mesh.placement.host_capacity import in_one_kind
 from mesh.placement.links import LinkProbeOptions
 from mesh.placement.memory_estimate import StageSizes
 from mesh.placement.stage_order import has_an_order, hosts_of, ordered_by_links
@@ -167,6 +168,11 @@ class InitialPlacement:
             NotEnoughHosts: If there is no host.
         """
         hosts = self._hosts()
+        apart = [host.name for host in hosts if host.is_apart]
+        if apart:
+            log.warning(
+                "hosts_kept_apart", hosts=apart, reason="--exact: attention is computed otherwise there"
+            )
         idle = [host for host in hosts if host.uses_gpus and not host.in_exact_mode.uses_gpus]
         if idle and self._options.is_exact:
             reasons = exact_reasons(gpu.name for host in idle for gpu in host.gpus)
@@ -182,7 +188,9 @@ class InitialPlacement:
         return await settled_plan(self._hosts, partial(self._ordered_by_links, links), _holds)
 
     def _hosts(self) -> tuple[HostCapacity, ...]:
-        return tuple(self._allocation.capacity_of(member) for member in self._head.members.ready)
+        hosts = tuple(self._allocation.capacity_of(member) for member in self._head.members.ready)
+        is_free = self._options.is_exact and self._allocation.attention_version is None
+        return in_one_kind(hosts) if is_free else hosts
 
     def _placed(self, hosts: Sequence[HostCapacity], is_time_up: Callable[[], bool]) -> InitialPlan:
         found = placed(self._options, self._known, hosts, is_time_up=is_time_up)

@@ -26,6 +26,7 @@ from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto.addresses import join_address, split_address
 from spanmesh_proto.errors import ClusterError
 from stages.gguf.reader import model_name
+from stages.runtime.kernels import attention_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -204,6 +205,8 @@ def _host_as_dict(member: Member, copies: list[str], transfer: Transfer, held_by
         # Of a model's first layers, the experts stay with the processor.
         "cpu_moe_layers": format_gpu_layers(facts.cpu_moe_layers),
         "llama_cpp": facts.versions.llama_cpp,
+        # What computes attention on its processor.
+        "attention": attention_name(facts.attention_version),
         "platform": facts.versions.platform,
         "port_range": None if member.port_range is None else str(member.port_range),
     }

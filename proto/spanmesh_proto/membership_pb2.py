@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fspanmesh_proto/membership.proto\x12\x13spanmesh.membership\"\xca\x05\n\nHostReport\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x18\n\x10software_version\x18\x02 \x01(\t\x12\x0e\n\x06secret\x18\x03 \x01(\t\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x12\n\ncheck_port\x18\x06 \x01(\r\x12\x13\n\x0b\x63heck_nonce\x18\x07 \x01(\x0c\x12\x14\n\x0cmemory_bytes\x18\x08 \x01(\x04\x12\x0f\n\x07threads\x18\t \x01(\r\x12\x16\n\x0espeed_gb_per_s\x18\n \x01(\x01\x12\x10\n\x08platform\x18\x0b \x01(\t\x12\x19\n\x11llama_cpp_version\x18\x0c \x01(\t\x12\x13\n\x0bray_version\x18\r \x01(\t\x12\x16\n\x0epython_version\x18\x0e \x01(\t\x12\x15\n\rray_node_name\x18\x0f \x01(\t\x12\x16\n\x0eray_is_running\x18\x10 \x01(\x08\x12\x11\n\techo_port\x18\x11 \x01(\r\x12.\n\x05links\x18\x12 \x01(\x0b\x32\x1f.spanmesh.membership.LinkReport\x12\x1b\n\x13\x63\x65rtificate_request\x18\x13 \x01(\x0c\x12\x12\n\nis_leaving\x18\x14 \x01(\x08\x12&\n\x04gpus\x18( \x03(\x0b\x32\x18.spanmesh.membership.Gpu\x12\x17\n\ngpu_layers\x18) \x01(\x11H\x00\x88\x01\x01\x12\x32\n\nport_range\x18* \x01(\x0b\x32\x1e.spanmesh.membership.PortRange\x12\x13\n\x0b\x63heck_ports\x18+ \x03(\r\x12\x1b\n\x0e\x63pu_moe_layers\x18, \x01(\x11H\x01\x88\x01\x01\x12\x15\n\rrejoin_secret\x18- \x01(\t\x12\x14\n\x0chead_address\x18. \x01(\tB\r\n\x0b_gpu_layersB\x11\n\x0f_cpu_moe_layers\"(\n\tPortRange\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x0c\n\x04last\x18\x02 \x01(\r\"\x85\x01\n\x03Gpu\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nfree_bytes\x18\x03 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04\x12\x16\n\x0espeed_gb_per_s\x18\x05 \x01(\x01\x12\x1a\n\x12shares_host_memory\x18\x06 \x01(\x08\"J\n\nLinkReport\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x30\n\x05links\x18\x02 \x03(\x0b\x32!.spanmesh.membership.MeasuredLink\"\xc8\x01\n\x0cMeasuredLink\x12\x0e\n\x06target\x18\x01 \x01(\t\x12\x10\n\x08small_ms\x18\x02 \x03(\x01\x12\x11\n\thidden_ms\x18\x03 \x03(\x01\x12\x18\n\x0b\x62ytes_per_s\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07\x66\x61ilure\x18\x05 \x01(\t\x12\x32\n\nport_range\x18\x06 \x01(\x0b\x32\x1e.spanmesh.membership.PortRange\x12\x14\n\x0c\x63losed_ports\x18\x07 \x03(\rB\x0e\n\x0c_bytes_per_s\"\xca\x02\n\nHeadReport\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x18\n\x10software_version\x18\x02 \x01(\t\x12\x13\n\x0bray_address\x18\x03 \x01(\t\x12\x11\n\tray_token\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\x12\n\nis_closing\x18\x06 \x01(\x08\x12/\n\x07measure\x18\x07 \x01(\x0b\x32\x1e.spanmesh.membership.LinkOrder\x12\x13\n\x0b\x63\x65rtificate\x18\x08 \x01(\x0c\x12\x17\n\x0fray_certificate\x18\n \x01(\x0c\x12\x13\n\x0blink_secret\x18\t \x01(\t\x12\x32\n\nport_range\x18\x0b \x01(\x0b\x32\x1e.spanmesh.membership.PortRange\x12\x15\n\rrejoin_secret\x18\x0c \x01(\t\"\x9d\x01\n\tLinkOrder\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x30\n\x07targets\x18\x02 \x03(\x0b\x32\x1f.spanmesh.membership.LinkTarget\x12\x14\n\x0chidden_bytes\x18\x03 \x01(\r\x12\x12\n\nnum_probes\x18\x04 \x01(\r\x12\x12\n\nbulk_bytes\x18\x05 \x01(\x04\x12\x14\n\x0c\x63hecks_ports\x18\x06 \x01(\x08\"+\n\nLinkTarget\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"~\n\x0c\x46\x65tchRequest\x12\x0e\n\x06secret\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12.\n\x06ranges\x18\x04 \x03(\x0b\x32\x1e.spanmesh.membership.ByteRange\x12\x0e\n\x06recipe\x18\x05 \x01(\x08\"-\n\tByteRange\x12\r\n\x05start\x18\x01 \x01(\x04\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"/\n\nFetchChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\x32\xae\x01\n\nMembership\x12L\n\x04Join\x12\x1f.spanmesh.membership.HostReport\x1a\x1f.spanmesh.membership.HeadReport(\x01\x30\x01\x12R\n\nFetchStage\x12!.spanmesh.membership.FetchRequest\x1a\x1f.spanmesh.membership.FetchChunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fspanmesh_proto/membership.proto\x12\x13spanmesh.membership\"\xe5\x05\n\nHostReport\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x18\n\x10software_version\x18\x02 \x01(\t\x12\x0e\n\x06secret\x18\x03 \x01(\t\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x12\n\ncheck_port\x18\x06 \x01(\r\x12\x13\n\x0b\x63heck_nonce\x18\x07 \x01(\x0c\x12\x14\n\x0cmemory_bytes\x18\x08 \x01(\x04\x12\x0f\n\x07threads\x18\t \x01(\r\x12\x16\n\x0espeed_gb_per_s\x18\n \x01(\x01\x12\x10\n\x08platform\x18\x0b \x01(\t\x12\x19\n\x11llama_cpp_version\x18\x0c \x01(\t\x12\x13\n\x0bray_version\x18\r \x01(\t\x12\x16\n\x0epython_version\x18\x0e \x01(\t\x12\x15\n\rray_node_name\x18\x0f \x01(\t\x12\x16\n\x0eray_is_running\x18\x10 \x01(\x08\x12\x11\n\techo_port\x18\x11 \x01(\r\x12.\n\x05links\x18\x12 \x01(\x0b\x32\x1f.spanmesh.membership.LinkReport\x12\x1b\n\x13\x63\x65rtificate_request\x18\x13 \x01(\x0c\x12\x12\n\nis_leaving\x18\x14 \x01(\x08\x12&\n\x04gpus\x18( \x03(\x0b\x32\x18.spanmesh.membership.Gpu\x12\x17\n\ngpu_layers\x18) \x01(\x11H\x00\x88\x01\x01\x12\x32\n\nport_range\x18* \x01(\x0b\x32\x1e.spanmesh.membership.PortRange\x12\x13\n\x0b\x63heck_ports\x18+ \x03(\r\x12\x1b\n\x0e\x63pu_moe_layers\x18, \x01(\x11H\x01\x88\x01\x01\x12\x15\n\rrejoin_secret\x18- \x01(\t\x12\x14\n\x0chead_address\x18. \x01(\t\x12\x19\n\x11\x61ttention_version\x18/ \x01(\rB\r\n\x0b_gpu_layersB\x11\n\x0f_cpu_moe_layers\"(\n\tPortRange\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x0c\n\x04last\x18\x02 \x01(\r\"\x85\x01\n\x03Gpu\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nfree_bytes\x18\x03 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04\x12\x16\n\x0espeed_gb_per_s\x18\x05 \x01(\x01\x12\x1a\n\x12shares_host_memory\x18\x06 \x01(\x08\"J\n\nLinkReport\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x30\n\x05links\x18\x02 \x03(\x0b\x32!.spanmesh.membership.MeasuredLink\"\xc8\x01\n\x0cMeasuredLink\x12\x0e\n\x06target\x18\x01 \x01(\t\x12\x10\n\x08small_ms\x18\x02 \x03(\x01\x12\x11\n\thidden_ms\x18\x03 \x03(\x01\x12\x18\n\x0b\x62ytes_per_s\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07\x66\x61ilure\x18\x05 \x01(\t\x12\x32\n\nport_range\x18\x06 \x01(\x0b\x32\x1e.spanmesh.membership.PortRange\x12\x14\n\x0c\x63losed_ports\x18\x07 \x03(\rB\x0e\n\x0c_bytes_per_s\"\xca\x02\n\nHeadReport\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x18\n\x10software_version\x18\x02 \x01(\t\x12\x13\n\x0bray_address\x18\x03 \x01(\t\x12\x11\n\tray_token\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\x12\n\nis_closing\x18\x06 \x01(\x08\x12/\n\x07measure\x18\x07 \x01(\x0b\x32\x1e.spanmesh.membership.LinkOrder\x12\x13\n\x0b\x63\x65rtificate\x18\x08 \x01(\x0c\x12\x17\n\x0fray_certificate\x18\n \x01(\x0c\x12\x13\n\x0blink_secret\x18\t \x01(\t\x12\x32\n\nport_range\x18\x0b \x01(\x0b\x32\x1e.spanmesh.membership.PortRange\x12\x15\n\rrejoin_secret\x18\x0c \x01(\t\"\x9d\x01\n\tLinkOrder\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x30\n\x07targets\x18\x02 \x03(\x0b\x32\x1f.spanmesh.membership.LinkTarget\x12\x14\n\x0chidden_bytes\x18\x03 \x01(\r\x12\x12\n\nnum_probes\x18\x04 \x01(\r\x12\x12\n\nbulk_bytes\x18\x05 \x01(\x04\x12\x14\n\x0c\x63hecks_ports\x18\x06 \x01(\x08\"+\n\nLinkTarget\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"~\n\x0c\x46\x65tchRequest\x12\x0e\n\x06secret\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12.\n\x06ranges\x18\x04 \x03(\x0b\x32\x1e.spanmesh.membership.ByteRange\x12\x0e\n\x06recipe\x18\x05 \x01(\x08\"-\n\tByteRange\x12\r\n\x05start\x18\x01 \x01(\x04\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"/\n\nFetchChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\x32\xae\x01\n\nMembership\x12L\n\x04Join\x12\x1f.spanmesh.membership.HostReport\x1a\x1f.spanmesh.membership.HeadReport(\x01\x30\x01\x12R\n\nFetchStage\x12!.spanmesh.membership.FetchRequest\x1a\x1f.spanmesh.membership.FetchChunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,27 +32,27 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'spanmesh_proto.membership_p
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HOSTREPORT']._serialized_start=57
-  _globals['_HOSTREPORT']._serialized_end=771
-  _globals['_PORTRANGE']._serialized_start=773
-  _globals['_PORTRANGE']._serialized_end=813
-  _globals['_GPU']._serialized_start=816
-  _globals['_GPU']._serialized_end=949
-  _globals['_LINKREPORT']._serialized_start=951
-  _globals['_LINKREPORT']._serialized_end=1025
-  _globals['_MEASUREDLINK']._serialized_start=1028
-  _globals['_MEASUREDLINK']._serialized_end=1228
-  _globals['_HEADREPORT']._serialized_start=1231
-  _globals['_HEADREPORT']._serialized_end=1561
-  _globals['_LINKORDER']._serialized_start=1564
-  _globals['_LINKORDER']._serialized_end=1721
-  _globals['_LINKTARGET']._serialized_start=1723
-  _globals['_LINKTARGET']._serialized_end=1766
-  _globals['_FETCHREQUEST']._serialized_start=1768
-  _globals['_FETCHREQUEST']._serialized_end=1894
-  _globals['_BYTERANGE']._serialized_start=1896
-  _globals['_BYTERANGE']._serialized_end=1941
-  _globals['_FETCHCHUNK']._serialized_start=1943
-  _globals['_FETCHCHUNK']._serialized_end=1990
-  _globals['_MEMBERSHIP']._serialized_start=1993
-  _globals['_MEMBERSHIP']._serialized_end=2167
+  _globals['_HOSTREPORT']._serialized_end=798
+  _globals['_PORTRANGE']._serialized_start=800
+  _globals['_PORTRANGE']._serialized_end=840
+  _globals['_GPU']._serialized_start=843
+  _globals['_GPU']._serialized_end=976
+  _globals['_LINKREPORT']._serialized_start=978
+  _globals['_LINKREPORT']._serialized_end=1052
+  _globals['_MEASUREDLINK']._serialized_start=1055
+  _globals['_MEASUREDLINK']._serialized_end=1255
+  _globals['_HEADREPORT']._serialized_start=1258
+  _globals['_HEADREPORT']._serialized_end=1588
+  _globals['_LINKORDER']._serialized_start=1591
+  _globals['_LINKORDER']._serialized_end=1748
+  _globals['_LINKTARGET']._serialized_start=1750
+  _globals['_LINKTARGET']._serialized_end=1793
+  _globals['_FETCHREQUEST']._serialized_start=1795
+  _globals['_FETCHREQUEST']._serialized_end=1921
+  _globals['_BYTERANGE']._serialized_start=1923
+  _globals['_BYTERANGE']._serialized_end=1968
+  _globals['_FETCHCHUNK']._serialized_start=1970
+  _globals['_FETCHCHUNK']._serialized_end=2017
+  _globals['_MEMBERSHIP']._serialized_start=2020
+  _globals['_MEMBERSHIP']._serialized_end=2194
 # @@protoc_insertion_point(module_scope)

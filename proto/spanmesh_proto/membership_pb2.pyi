@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class HostReport(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "secret", "name", "address", "check_port", "check_nonce", "memory_bytes", "threads", "speed_gb_per_s", "platform", "llama_cpp_version", "ray_version", "python_version", "ray_node_name", "ray_is_running", "echo_port", "links", "certificate_request", "is_leaving", "gpus", "gpu_layers", "port_range", "check_ports", "cpu_moe_layers", "rejoin_secret", "head_address")
+    __slots__ = ("protocol_version", "software_version", "secret", "name", "address", "check_port", "check_nonce", "memory_bytes", "threads", "speed_gb_per_s", "platform", "llama_cpp_version", "ray_version", "python_version", "ray_node_name", "ray_is_running", "echo_port", "links", "certificate_request", "is_leaving", "gpus", "gpu_layers", "port_range", "check_ports", "cpu_moe_layers", "rejoin_secret", "head_address", "attention_version")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class HostReport(_message.Message):
     CPU_MOE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     REJOIN_SECRET_FIELD_NUMBER: _ClassVar[int]
     HEAD_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_VERSION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     secret: str
@@ -62,7 +63,8 @@ class HostReport(_message.Message):
     cpu_moe_layers: int
     rejoin_secret: str
     head_address: str
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., secret: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., check_port: _Optional[int] = ..., check_nonce: _Optional[bytes] = ..., memory_bytes: _Optional[int] = ..., threads: _Optional[int] = ..., speed_gb_per_s: _Optional[float] = ..., platform: _Optional[str] = ..., llama_cpp_version: _Optional[str] = ..., ray_version: _Optional[str] = ..., python_version: _Optional[str] = ..., ray_node_name: _Optional[str] = ..., ray_is_running: _Optional[bool] = ..., echo_port: _Optional[int] = ..., links: _Optional[_Union[LinkReport, _Mapping]] = ..., certificate_request: _Optional[bytes] = ..., is_leaving: _Optional[bool] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., gpu_layers: _Optional[int] = ..., port_range: _Optional[_Union[PortRange, _Mapping]] = ..., check_ports: _Optional[_Iterable[int]] = ..., cpu_moe_layers: _Optional[int] = ..., rejoin_secret: _Optional[str] = ..., head_address: _Optional[str] = ...) -> None: ...
+    attention_version: int
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., secret: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., check_port: _Optional[int] = ..., check_nonce: _Optional[bytes] = ..., memory_bytes: _Optional[int] = ..., threads: _Optional[int] = ..., speed_gb_per_s: _Optional[float] = ..., platform: _Optional[str] = ..., llama_cpp_version: _Optional[str] = ..., ray_version: _Optional[str] = ..., python_version: _Optional[str] = ..., ray_node_name: _Optional[str] = ..., ray_is_running: _Optional[bool] = ..., echo_port: _Optional[int] = ..., links: _Optional[_Union[LinkReport, _Mapping]] = ..., certificate_request: _Optional[bytes] = ..., is_leaving: _Optional[bool] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., gpu_layers: _Optional[int] = ..., port_range: _Optional[_Union[PortRange, _Mapping]] = ..., check_ports: _Optional[_Iterable[int]] = ..., cpu_moe_layers: _Optional[int] = ..., rejoin_secret: _Optional[str] = ..., head_address: _Optional[str] = ..., attention_version: _Optional[int] = ...) -> None: ...
 
 class PortRange(_message.Message):
     __slots__ = ("first", "last")

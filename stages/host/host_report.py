@@ -24,6 +24,7 @@ from stages.host.cpu_latency import DEVICE
 from stages.host.gpu_backends import builds_beside, vendors_here
 from stages.processors import num_bound, processor_quota
 from stages.runtime.devices import Device, list_devices
+from stages.runtime.kernels import attention_name, attention_version, loaded_kernels
 from stages.runtime.llama import init_backend
 from stages.runtime.llama_libraries import gpu_backends
 from stages.runtime.process_memory import free_memory_bytes
@@ -41,7 +42,8 @@ class HostSelfReport:
     """Report of one host.
 
     Attributes:
-        versions: Versions of spanmesh, its protocol, Python, and the relevant packages.
+        versions: Versions of spanmesh, its protocol, Python, and the relevant packages,
+            and what computes attention.
         platform: System and architecture.
         devices: Devices of llama.cpp; layers go to those that are no CPU first.
         backends: Backends of llama.cpp besides the processor's, as far as its files show them.
@@ -87,6 +89,7 @@ def report_host(hashes: Iterable[str] = ()) -> HostSelfReport:
     versions = {"spanmesh": SOFTWARE_VERSION, "protocol": str(PROTOCOL_VERSION)}
     versions["python"] = platform.python_version()
     versions |= {name: importlib.metadata.version(package) for name, package in _PACKAGES.items()}
+    versions["attention"] = attention_name(attention_version(loaded_kernels()))
     return HostSelfReport(
         versions=versions,
         platform=f"{platform.system()} {platform.machine()}",

@@ -1,7 +1,8 @@
 """Processor fit: extensions that llama.cpp was compiled for, and those that this host's processor has.
 
-Run as a program: loads and starts llama.cpp's kernels, and prints the extensions that they were compiled for
-as JSON. Where the processor lacks one, an illegal instruction may end it.
+Run as a program: loads and starts llama.cpp's kernels, and prints two lines of JSON: the extensions that they
+were compiled for, and what computes attention. Where the processor lacks an extension, an illegal instruction
+may end it after the first line.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from stages.runtime.kernels import attention_version, load_best_kernels, loaded_kernels
 from stages.runtime.llama_libraries import kernels_folder, library_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Sequence
 
 # By ggml's name: the kernel's, in /proc/cpuinfo.
 _FLAGS: Final = {
@@ -84,7 +86,7 @@ def extensions_of(kernels: ctypes.CDLL) -> tuple[str, ...]:
 
 
 def main() -> None:
-    """Print the extensions, then let the kernels compute a little."""
+    """Print the extensions, let the kernels compute a little, and print what computes attention."""
     folder = library_folder()
     if folder is None:
         sys.exit("llama-cpp-python is not installed")
@@ -92,14 +94,20 @@ def main() -> None:
         # Of several libraries llama.cpp takes one that fits; what all of them need must load.
         _load(folder, "ggml-base")
         _print([])
+        ggml = _load(folder, "ggml")
+        if ggml is not None:
+            load_best_kernels(ggml)
+        _print(attention_version(loaded_kernels()))
         return
     kernels = _load(folder, "ggml-cpu")
     if kernels is None:
         # One library with everything in it, which does not tell.
         _print([])
+        _print(0)
         return
     _print(extensions_of(kernels))
     kernels.ggml_cpu_init()
+    _print(attention_version(kernels))
 
 
 def _load(folder: Path, name: str) -> ctypes.CDLL | None:
@@ -108,9 +116,9 @@ def _load(folder: Path, name: str) -> ctypes.CDLL | None:
     return None if path is None else ctypes.CDLL(str(path))
 
 
-def _print(extensions: Iterable[str]) -> None:
+def _print(fact: Sequence[str] | int) -> None:
     # At once: the next instruction may be the last.
-    sys.stdout.write(json.dumps(list(extensions)) + "\n")
+    sys.stdout.write(json.dumps(fact) + "\n")
     sys.stdout.flush()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import sys
 import threading
 from collections import deque
@@ -15,7 +14,8 @@ import llama_cpp
 import structlog
 from llama_cpp import _ctypes_extensions
 
-from stages.runtime.llama_libraries import kernels_folder, library_folder
+from stages.runtime.kernels import load_best_kernels
+from stages.runtime.llama_libraries import library_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -84,19 +84,8 @@ def _on_log(level: int, text: bytes, _user_data: Any) -> None:
 def init_backend() -> None:
     """Initialise llama.cpp once for this process, and route its log to ours."""
     llama_cpp.llama_log_set(_on_log, ctypes.c_void_p(0))
-    load_kernels()
+    load_best_kernels(llama_library("ggml"))
     llama_cpp.llama_backend_init()
-
-
-def load_kernels() -> None:
-    """Load the best kernels for this processor where llama.cpp was built with several."""
-    folder = kernels_folder()
-    if folder is None:
-        return
-    load = llama_library("ggml").ggml_backend_load_all_from_path
-    load.argtypes = [ctypes.c_char_p]
-    load.restype = None
-    load(os.fsencode(folder))
 
 
 @contextmanager

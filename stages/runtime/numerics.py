@@ -2,11 +2,11 @@
 
 llama.cpp chooses its kernels by batch shape, so a token verified in a span of four can be rounded differently
 from the same token decoded alone. On a CPU, bit equality for every batch of fewer than 64 rows needs all of
-these: flash attention on, no repacked weights, the tiled matrix product off (`GGML_CPU_TILED_MM=0`), never a
-lone row when several threads run (a lone row over 512 or more cached positions splits its attention by
-threads), a cache of its own for each sequence (in a shared one a sequence also gets cells that another has
-freed, and attention sums in the order of cells, not of positions), and, for F16 and BF16 weights, a build
-without llamafile kernels.
+these: flash attention on, no repacked weights, the tiled matrix product off (`GGML_CPU_TILED_MM=0`), no
+lone row of ggml's own attention when several threads run (over 512 or more cached positions it is split by
+threads; `stages/attention/` sums in the same order for any number of them), a cache of its own for each
+sequence (in a shared one a sequence also gets cells that another has freed, and attention sums in the order
+of cells, not of positions), and, for F16 and BF16 weights, a build without llamafile kernels.
 
 In `fast` mode sequences have caches of their own, too, unless there is a GPU. In a shared one attention
 visits the cells of all sequences, idle ones included. On one CPU thread, with eight slots that held 1024
@@ -71,7 +71,14 @@ class Numerics:
         return _whole_multiple(cells * num_slots if self.has_shared_cache else cells)
 
 
-def numerics_for(*, exact: bool, num_threads: int, has_gpu: bool = False, repacks: bool = True) -> Numerics:
+def numerics_for(
+    *,
+    exact: bool,
+    num_threads: int,
+    has_gpu: bool = False,
+    repacks: bool = True,
+    attention_version: int = 0,
+) -> Numerics:
     """Settings of a mode for a context with `num_threads` threads.
 
     Args:
@@ -79,13 +86,14 @@ def numerics_for(*, exact: bool, num_threads: int, has_gpu: bool = False, repack
         num_threads: Threads of llama.cpp.
         has_gpu: Whether layers are on a GPU.
         repacks: Whether weights may be repacked for faster kernels, which only the fast mode does.
+        attention_version: What computes attention, see `stages.runtime.kernels`.
     """
     if exact:
         return Numerics(
             exact=True,
             max_rows=EXACT_MAX_ROWS,
             use_repacked_weights=False,
-            min_rows=2 if num_threads > 1 else 1,
+            min_rows=2 if num_threads > 1 and not attention_version else 1,
             has_shared_cache=False,
         )
     return Numerics(

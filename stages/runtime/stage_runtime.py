@@ -18,6 +18,7 @@ from stages.runtime.checkpoints import StateCheckpoints, read_sequence, without_
 from stages.runtime.devices import GpuPlacing
 from stages.runtime.feature_taps import FeatureTaps
 from stages.runtime.hidden_tap import LayerTap, StopTap, make_stop_tap
+from stages.runtime.kernels import attention_version, loaded_kernels
 from stages.runtime.kv_state import KvRows, without_head
 from stages.runtime.kv_types import KV_TYPES
 from stages.runtime.llama import init_backend, last_complaint
@@ -87,18 +88,19 @@ class StageRuntime:
         self, path: Path, options: RuntimeOptions, *, progress: Callable[[float], None] | None = None
     ) -> None:
         self._placing = GpuPlacing.find(options.gpu_layers, exact=options.exact)
+        init_backend()
         self._numerics: Numerics = numerics_for(
             exact=options.exact,
             num_threads=options.num_threads,
             has_gpu=self._placing.has_gpu,
             repacks=options.repacks,
+            attention_version=attention_version(loaded_kernels()),
         )
         self._options = options
         self.decode_cpu_us = 0
         self._context: Any = None
         self._model: Any = None
         prepare_process(self._numerics)
-        init_backend()
         self._model = load_model(
             path,
             self._placing,

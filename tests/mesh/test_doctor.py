@@ -41,6 +41,7 @@ LOOK: dict[str, Any] = {
         "python": "3.11.7",
         "llama_cpp": "0.3.36",
         "ray": "2.60.0",
+        "attention": "spanmesh 1, 512 bits",
     },
     "platform": "Linux x86_64",
     "devices": [
@@ -177,6 +178,7 @@ def test_gpus_are_shown_with_their_memory_and_backends() -> None:
         ("python", "3.12.1", {("b", "python"): Outcome.FAIL}),
         ("python", "3.11.9", {}),
         ("llama_cpp", "0.3.37", {("b", "llama.cpp"): Outcome.WARN}),
+        ("attention", "ggml", {("b", "attention"): Outcome.WARN}),
     ],
 )
 def test_hosts_must_agree(name: str, version: str, outcome: dict[tuple[str, str], Outcome]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mesh.placement.host_capacity import in_one_kind
 from mesh.serve.options import fitted_to, options_of_load
 from mesh.serve.planning import plan_in_thread
 from mesh.serve.preflight import check_model, placed
@@ -84,6 +85,8 @@ class RoomCheck:
             )
             for member in self._head.members.ready
         ]
+        if options.is_exact:
+            hosts = list(in_one_kind(hosts))
         try:
             await plan_in_thread(lambda is_time_up: placed(options, known, hosts, is_time_up=is_time_up))
         except (ModelDoesNotFit, NotEnoughHosts) as error:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from mesh.cluster.host_facts import (
     check_llama_cpp,
     default_num_threads,
-    llama_cpp_fault,
     measure_speed_gb_per_s,
     parse_size,
     read_host_facts,
+    try_llama_cpp,
 )
 from spanmesh_proto.errors import ClusterError
 from stages.host.processor_fit import processor_flags
@@ -99,9 +99,9 @@ def test_the_measured_speed_is_that_of_memory_not_of_nothing() -> None:
 def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Folder in place of that of llama.cpp's libraries."""
     monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(tmp_path))
-    llama_cpp_fault.cache_clear()
+    try_llama_cpp.cache_clear()
     yield tmp_path
-    llama_cpp_fault.cache_clear()
+    try_llama_cpp.cache_clear()
 
 
 def compile_kernels(folder: Path, source: str, *, needs: str = "") -> None:
@@ -120,19 +120,19 @@ def test_nothing_is_imported_from_the_working_directory(
 ) -> None:
     monkeypatch.chdir(write_hostile_modules(tmp_path / "project"))
     monkeypatch.setenv("PYTHONPATH", ":lib")
-    llama_cpp_fault.cache_clear()
-    assert llama_cpp_fault() is None
+    try_llama_cpp.cache_clear()
+    assert try_llama_cpp().fault is None
     assert measure_speed_gb_per_s(1) > 0
 
 
 def test_the_installed_llama_cpp_runs_here() -> None:
-    assert llama_cpp_fault() is None
+    assert try_llama_cpp().fault is None
     check_llama_cpp()
 
 
 def test_a_build_that_ends_with_an_illegal_instruction_is_for_another_processor(libraries: Path) -> None:
     compile_kernels(libraries, FOREIGN + ILLEGAL)
-    fault = llama_cpp_fault()
+    fault = try_llama_cpp().fault
     assert fault is not None
     assert "another processor" in fault.reason
     with pytest.raises(ClusterError, match=r"llama\.cpp does not run on this host: .*; install"):
@@ -143,14 +143,14 @@ def test_a_build_that_ends_with_an_illegal_instruction_is_for_another_processor(
 def test_the_extension_that_this_processor_lacks_is_named(libraries: Path) -> None:
     name, flag = ("AMX", "amx_int8") if "asimd" in processor_flags() else ("SVE", "sve")
     compile_kernels(libraries, FOREIGN + HARMLESS, needs=name)
-    fault = llama_cpp_fault()
+    fault = try_llama_cpp().fault
     assert fault is not None
     assert f"a processor with {flag}, which this one lacks" in fault.reason
 
 
 def test_a_library_that_does_not_load_is_told_with_its_own_remedy(libraries: Path) -> None:
     (libraries / NAME).write_text("no library")
-    fault = llama_cpp_fault()
+    fault = try_llama_cpp().fault
     assert fault is not None
     assert "cannot be loaded" in fault.reason
     assert NAME in fault.reason

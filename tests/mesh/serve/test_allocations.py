@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -81,6 +82,16 @@ def test_a_further_model_has_what_is_left_once_others_are_gone() -> None:
     assert found.held_bytes(A) == 530
     assert found.held_bytes(A, without=("two",)) == 300
     assert found.held_bytes(B, without=("one",)) == 50
+
+
+def test_a_model_in_exact_mode_keeps_to_hosts_that_compute_attention_alike() -> None:
+    _, (one, two) = allocations(Pipeline(), Pipeline())
+    other = replace(B, facts=replace(B.facts, attention_version=116))
+    assert [one.capacity_of(host).memory_bytes for host in (A, other)] == [1000, 1000]
+    one.attention_version = 116
+    assert [one.capacity_of(host).memory_bytes for host in (A, other)] == [0, 1000]
+    assert [one.capacity_for_replicas(host).is_apart for host in (A, other)] == [True, False]
+    assert two.capacity_of(A).memory_bytes == 1000
 
 
 def test_each_model_adds_its_vocabulary_to_processes_that_count_once() -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from stages.host.processor_fit import extensions_of, lacking, processor_flags
+from stages.runtime.kernels import attention_version, loaded_kernels
 from stages.runtime.llama import llama_library
 from stages.runtime.llama_libraries import kernels_folder
 
@@ -57,7 +58,9 @@ def fit(**environment: str) -> subprocess.CompletedProcess[str]:
 def test_the_installed_build_fits_the_processor_that_it_was_compiled_on() -> None:
     done = fit()
     assert done.returncode == 0, done.stderr
-    assert lacking(json.loads(done.stdout), processor_flags()) == ()
+    extensions, version = map(json.loads, done.stdout.splitlines())
+    assert lacking(extensions, processor_flags()) == ()
+    assert version == attention_version(loaded_kernels())
 
 
 @pytest.mark.skipif(kernels_folder() is not None, reason="this llama.cpp has kernels for several processors")
@@ -65,14 +68,14 @@ def test_extensions_are_those_that_the_kernels_tell() -> None:
     # The library that this process has: a second copy would stay beside it.
     kernels = llama_library("ggml-cpu")
     told = extensions_of(kernels)
-    assert json.loads(fit().stdout) == list(told)
+    assert json.loads(fit().stdout.splitlines()[0]) == list(told)
     assert ("avx2" in told) == bool(kernels.ggml_cpu_has_avx2())
     assert ("neon" in told) == bool(kernels.ggml_cpu_has_neon())
 
 
 def test_of_kernels_for_several_processors_only_what_all_need_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "libggml-cpu-zen4.so").touch()
-    assert fit(LLAMA_CPP_LIB_PATH=str(tmp_path)).stdout == "[]\n"
+    assert fit(LLAMA_CPP_LIB_PATH=str(tmp_path)).stdout == "[]\n0\n"
     (tmp_path / "libggml-base.so").write_text("no library")
     done = fit(LLAMA_CPP_LIB_PATH=str(tmp_path))
     assert done.returncode != 0
