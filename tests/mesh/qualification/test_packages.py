@@ -260,6 +260,7 @@ class Checkout:
         for path in (ROOT / "Makefile", ROOT / "constraints.txt", *(ROOT / "stages").glob("*.h")):
             shutil.copy(path, folder / path.relative_to(ROOT))
         shutil.copy(ROOT / "stages/llama_build.cmake", folder / "stages")
+        shutil.copytree(ROOT / "stages/attention", folder / "stages/attention")
         python = folder / ".venv/bin/python"
         python.parent.mkdir(parents=True)
         python.write_text(f"#!/bin/sh\necho \"$*\" >>'{folder}/built'\n")
@@ -287,7 +288,11 @@ def test_llama_cpp_is_built_again_when_what_it_is_built_from_changes_and_only_th
     assert checkout.builds() == []
     checkout.edit("constraints.txt", "^numpy==.*", "numpy==1.0")
     assert checkout.builds() == []
-    for name, old in (("stages/f16_vectors.h", "$"), ("constraints.txt", "^(llama_cpp_python==.*)")):
+    for name, old in (
+        ("stages/f16_vectors.h", "$"),
+        ("stages/attention/scores.h", "$"),
+        ("constraints.txt", "^(llama_cpp_python==.*)"),
+    ):
         checkout.edit(name, old, r"\g<0>0\n")
         (command,) = checkout.builds()
         # pip would keep a build of the same version.
