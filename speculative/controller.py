@@ -358,7 +358,13 @@ class Controller:
         num_rows = index + 1 + others if is_behind else index + 2 + others
         is_new_window = is_behind and index == 0 and others == 0
         tokens_per_ms = self._num_sessions / plain_ms
-        return row_price(self._timing, tokens_per_ms, num_rows=num_rows, is_new_window=is_new_window)
+        return row_price(
+            self._timing,
+            tokens_per_ms,
+            num_rows=num_rows,
+            is_new_window=is_new_window,
+            position=self._position,
+        )
 
     def _is_probe_due(self, context: ProposalContext, proposal: Proposal, price: float) -> bool:
         """Whether to send a token that its proposer believes in and experience does not."""
@@ -378,6 +384,7 @@ class Controller:
                 key[0] / 20,
                 max_width=min(options.max_width, max(1, _ROW_BUDGET // self._num_sessions)),
                 max_depth=options.fixed_depth or options.max_depth,
+                position=self._position,
                 token_ms=token_ms,
                 is_recurrent=options.is_recurrent,
             )
@@ -399,7 +406,7 @@ class Controller:
             return 0.0
         expected: float = sum(accumulate(self._calibration.acceptances(proposal), mul))
         # An accepted token saves a plain window, and its own window takes a stage's time.
-        value = max(0.0, 1.0 - row_ms(self._timing, 1) / plain_ms)
+        value = max(0.0, 1.0 - row_ms(self._timing, 1, self._position) / plain_ms)
         return _LUCK_SHARE * value * (outcome.judgement.num_accepted - expected)
 
     def _update_payoff(self, outcome: WindowOutcome, luck: float, *, is_alone: bool) -> None:
@@ -415,7 +422,7 @@ class Controller:
         # One that computes rows again is a cost of speculation.
         is_plain = not outcome.proposal.tokens and not outcome.num_recomputed
         if self._num_sessions > 1 and elapsed_ms >= 0.0:
-            added_ms = row_ms(self._timing, self._num_sessions + 1)
+            added_ms = row_ms(self._timing, self._num_sessions + 1, self._position)
             shared.group_payoff.add(num_tokens, elapsed_ms, row_ms=added_ms)
         elif is_plain and is_alone and elapsed_ms > 0.0:
             self._note_plain(outcome)
