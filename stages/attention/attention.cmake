@@ -6,7 +6,7 @@
 set(ATTENTION_FOLDER "${CMAKE_CURRENT_LIST_DIR}")
 
 function(leave_attention_to_ggml reason)
-  message(STATUS "spanmesh: attention of few rows is left to ggml's own kernel: ${reason}")
+  message(STATUS "spanmesh: attention is left to ggml's own kernel: ${reason}")
 endfunction()
 
 # `missing`: what of ggml's sources is not as the kernel needs it; empty if all is.
@@ -19,7 +19,6 @@ function(find_missing_of_attention missing)
       "ops.h|void ${symbol}\\("
       "ops.cpp|void ${symbol}\\("
       "ggml-cpu-impl.h|ggml_threadpool_chunk_add"
-      "common.h|GGML_FA_TILE_Q"
       "simd-mappings.h|GGML_CPU_FP16_TO_FP32"
       "../ggml-impl.h|ggml_aligned_malloc")
   foreach(need IN LISTS needs)

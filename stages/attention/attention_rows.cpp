@@ -1,4 +1,4 @@
-// Attention for few rows on processors: single tokens and windows of drafts, and all rows whose cache is quantised.
+// Attention on processors: single tokens, windows of drafts, prompts.
 //
 // For each head, a row's result is a function of its query and of the sequence of its visible cells: K, V and mask of
 // each, in the order of cells. Neither other rows nor gaps, padding, the cache's length or the number of threads change

@@ -1,4 +1,4 @@
-// What ggml's library for processors exports of the kernel for few rows.
+// What ggml's library for processors exports of its attention kernel.
 #pragma once
 
 #include "ggml-backend.h"

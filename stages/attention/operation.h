@@ -6,7 +6,6 @@
 #include "scores.h"
 #include "sizes.h"
 
-#include "common.h"
 #include "ggml-cpu-impl.h"
 #include "ggml.h"
 
@@ -38,14 +37,10 @@ public:
         cut();
     }
 
-    // Whether the kernel takes it; ggml's tiled kernel is made for many rows.
+    // Whether the kernel takes it.
     static bool is_taken(const ggml_tensor * result) {
         const ggml_tensor * queries = result->src[0], * keys = result->src[1], * values = result->src[2];
         const ggml_tensor * mask = result->src[3];
-        const bool is_plain = keys->type == GGML_TYPE_F16 || keys->type == GGML_TYPE_F32;
-        if (is_plain && keys->type == values->type && queries->ne[1] >= GGML_FA_TILE_Q) {
-            return false;
-        }
         const bool are_shapes_usual = values->ne[2] == keys->ne[2] && queries->ne[2] % keys->ne[2] == 0 &&
                                       keys->ne[3] == queries->ne[3] && values->ne[3] == queries->ne[3];
         const bool are_rows_whole = queries->type == GGML_TYPE_F32 && queries->nb[0] == sizeof(float) &&

@@ -145,7 +145,7 @@ void fill_with_masks(Problem & problem) {
 
 Problem random_problem() {
     Problem problem = random_shape();
-    problem.num_rows = one_of({1, 1, 2, 3, 5, 8, 17, 33, 63});
+    problem.num_rows = one_of({1, 1, 2, 3, 5, 8, 17, 33, 63, 130});
     problem.num_streams = one_of({1, 1, 1, 2});
     problem.num_cells = bounded_cells(problem, between(1, one_in(2) ? 300 : 3000));
     fill_with_numbers(problem);
@@ -289,7 +289,7 @@ Surroundings random_surroundings(const Problem & alone) {
     Surroundings around;
     Problem & problem = around.problem = alone;
     problem.num_streams = one_of({1, 1, 2, 3});
-    problem.num_rows = one_of({1, 1, 2, 3, 7, 24, 33, 63});
+    problem.num_rows = one_of({1, 1, 2, 3, 7, 24, 33, 63, 130});
     problem.num_cells = alone.num_cells + one_of({0, 0, 3, 200, 1500});
     around.stream = between(0, problem.num_streams - 1);
     around.row = between(0, problem.num_rows - 1);
@@ -368,54 +368,60 @@ double seconds_per_run(std::vector<Graph *> & copies, bool is_enabled) {
     return times[times.size() / 2];
 }
 
+struct Case {
+    int size, num_heads, num_kv_heads, num_rows, num_cells, window;
+    ggml_type type;
+};
+
+void time_case(const Case & each) {
+    Problem problem;
+    problem.key_size = problem.value_size = each.size;
+    problem.num_heads = each.num_heads;
+    problem.num_kv_heads = each.num_kv_heads;
+    problem.num_rows = each.num_rows;
+    problem.num_cells = each.num_cells;
+    problem.key_type = problem.value_type = each.type;
+    problem.scale = 1.0f / std::sqrt((float) each.size);
+    fill_with_numbers(problem);
+    problem.masks.resize(problem.mask_at(1, 0, 0));
+    for (int row = 0; row < problem.num_rows; ++row) {
+        const int last = problem.num_cells - problem.num_rows + row;
+        for (int cell = 0; cell < problem.num_cells; ++cell) {
+            const bool is_visible = cell <= last && (each.window == 0 || cell > last - each.window);
+            problem.masks[problem.mask_at(0, 0, row) + cell] = is_visible ? 0.0f : -INFINITY;
+        }
+    }
+    const size_t cache_bytes = 2 * ggml_row_size(each.type, each.size) * each.num_kv_heads * each.num_cells;
+    std::vector<Graph *> copies(std::max<size_t>(2, (96u << 20) / cache_bytes));
+    for (Graph *& graph : copies) {
+        graph = new Graph(problem);
+    }
+    const double of_ggml = seconds_per_run(copies, false), own = seconds_per_run(copies, true);
+    const int visible = each.window > 0 ? each.window : each.num_cells;
+    const double nanoseconds = 1e9 / ((double) each.num_heads * each.num_rows * visible);
+    printf(
+        "head %3d, heads %2d/%2d, rows %2d, cells %d, window %4d, %4s: %6.1f and %5.1f ns a head and position, "
+        "%.1f times\n",
+        each.size, each.num_heads, each.num_kv_heads, each.num_rows, each.num_cells, each.window,
+        ggml_type_name(each.type), of_ggml * nanoseconds, own * nanoseconds, of_ggml / own);
+    fflush(stdout);
+    for (Graph * graph : copies) {
+        delete graph;
+    }
+}
+
 int measure_time() {
-    struct Case {
-        int size, num_heads, num_kv_heads, num_rows, num_cells, window;
-        ggml_type type;
-    };
     const Case cases[] = {
         {64, 9, 3, 1, 4096, 0, GGML_TYPE_F16},    {64, 9, 3, 8, 4096, 0, GGML_TYPE_F16},
         {64, 9, 3, 32, 4096, 0, GGML_TYPE_F16},   {64, 9, 3, 1, 4096, 0, GGML_TYPE_Q8_0},
         {64, 9, 3, 8, 4096, 0, GGML_TYPE_Q8_0},   {64, 9, 3, 1, 4096, 0, GGML_TYPE_BF16},
         {128, 32, 8, 1, 4096, 0, GGML_TYPE_F16},  {128, 32, 8, 8, 4096, 0, GGML_TYPE_F16},
         {128, 16, 16, 1, 4096, 0, GGML_TYPE_F16}, {256, 8, 1, 1, 4096, 0, GGML_TYPE_F16},
-        {64, 9, 3, 8, 4096, 1024, GGML_TYPE_F16},
+        {64, 9, 3, 8, 4096, 1024, GGML_TYPE_F16}, {64, 9, 3, 128, 4096, 0, GGML_TYPE_F16},
+        {128, 32, 8, 128, 4096, 0, GGML_TYPE_F16},
     };
     for (const Case & each : cases) {
-        Problem problem;
-        problem.key_size = problem.value_size = each.size;
-        problem.num_heads = each.num_heads;
-        problem.num_kv_heads = each.num_kv_heads;
-        problem.num_rows = each.num_rows;
-        problem.num_cells = each.num_cells;
-        problem.key_type = problem.value_type = each.type;
-        problem.scale = 1.0f / std::sqrt((float) each.size);
-        fill_with_numbers(problem);
-        problem.masks.resize(problem.mask_at(1, 0, 0));
-        for (int row = 0; row < problem.num_rows; ++row) {
-            const int last = problem.num_cells - problem.num_rows + row;
-            for (int cell = 0; cell < problem.num_cells; ++cell) {
-                const bool is_visible = cell <= last && (each.window == 0 || cell > last - each.window);
-                problem.masks[problem.mask_at(0, 0, row) + cell] = is_visible ? 0.0f : -INFINITY;
-            }
-        }
-        const size_t cache_bytes = 2 * ggml_row_size(each.type, each.size) * each.num_kv_heads * each.num_cells;
-        std::vector<Graph *> copies(std::max<size_t>(2, (96u << 20) / cache_bytes));
-        for (Graph *& graph : copies) {
-            graph = new Graph(problem);
-        }
-        const double of_ggml = seconds_per_run(copies, false), own = seconds_per_run(copies, true);
-        const int visible = each.window > 0 ? each.window : each.num_cells;
-        const double nanoseconds = 1e9 / ((double) each.num_heads * each.num_rows * visible);
-        printf(
-            "head %3d, heads %2d/%2d, rows %2d, cells %d, window %4d, %4s: %6.1f and %5.1f ns a head and position, "
-            "%.1f times\n",
-            each.size, each.num_heads, each.num_kv_heads, each.num_rows, each.num_cells, each.window,
-            ggml_type_name(each.type), of_ggml * nanoseconds, own * nanoseconds, of_ggml / own);
-        fflush(stdout);
-        for (Graph * graph : copies) {
-            delete graph;
-        }
+        time_case(each);
     }
     return 0;
 }
