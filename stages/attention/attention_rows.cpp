@@ -77,7 +77,7 @@ public:
           num_values_((int) operation.padded_value),
           part_floats_(Part::num_floats(num_values_)),
           num_queries_(operation.num_streams * operation.num_rows * operation.num_heads),
-          num_segments_(divide_up(operation.num_cells, SEGMENT_CELLS)),
+          num_segments_(operation.num_segments()),
           num_ranges_(choose_num_ranges()),
           range_segments_(divide_up(num_segments_, num_ranges_)) {
         const size_t unit_floats = padded(Unit::num_floats(operation));
@@ -205,7 +205,7 @@ void attention_rows(const ggml_compute_params * params, ggml_tensor * result) {
         ggml_compute_forward_flash_attn_ext(params, result);
         return;
     }
-    const Operation operation(result);
+    const Operation operation(result, params->nth);
     Share(params, operation).compute();
 }
 

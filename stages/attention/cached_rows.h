@@ -1,6 +1,7 @@
 // Rows of K or V in the cache: of one stream and KV head, a row for each cell.
 #pragma once
 
+#include "row_groups.h"
 #include "sizes.h"
 #include "vectors.h"
 
@@ -15,7 +16,7 @@ namespace {
 
 struct CachedRows {
     const char * data;
-    size_t stride_bytes;
+    size_t stride_bytes, head_bytes;  // from a cell and from a KV head to the next
     int64_t num_cells;
     ggml_type type;
     int size;          // numbers of a row
@@ -25,11 +26,19 @@ struct CachedRows {
     CachedRows(const ggml_tensor * tensor, int64_t kv_head, int64_t stream)
         : data((const char *) tensor->data + kv_head * tensor->nb[2] + stream * tensor->nb[3]),
           stride_bytes(tensor->nb[1]),
+          head_bytes(tensor->nb[2]),
           num_cells(tensor->ne[1]),
           type(tensor->type),
           size((int) tensor->ne[0]),
           padded_size((int) padded(tensor->ne[0])),
           row_bytes((int) ggml_row_size(tensor->type, tensor->ne[0])) {}
+
+    // Rows of a head behind this one.
+    CachedRows of_head(int kv_head) const {
+        CachedRows rows = *this;
+        rows.data += kv_head * head_bytes;
+        return rows;
+    }
 
     const char * row(int64_t cell) const { return data + (size_t) cell * stride_bytes; }
 
@@ -44,18 +53,18 @@ inline bool can_be_made_float(ggml_type type) {
     return type == GGML_TYPE_F32 || ggml_get_type_traits(type)->to_float != nullptr;
 }
 
-// The rows of one head lie too far apart for processors to foresee which is next.
+// Into the second cache: the first one's waits for memory are too few for so many rows.
 inline void prefetch(const CachedRows & rows, int64_t cell) {
 #if defined(__GNUC__)
     const char * row = rows.row(cell);
     for (int offset = 0; offset < rows.row_bytes; offset += 64) {
-        __builtin_prefetch(row + offset);
+        __builtin_prefetch(row + offset, 0, 2);
     }
 #endif
 }
 
-inline void prefetch(const CachedRows & rows, const int32_t * cells, int begin, int end) {
-    for (int place = begin; place < end; ++place) {
+inline void prefetch(const CachedRows & rows, const int32_t * cells, Run of) {
+    for (int place = of.begin; place < of.end; ++place) {
         prefetch(rows, cells[place]);
     }
 }

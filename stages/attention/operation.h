@@ -17,7 +17,7 @@ namespace {
 
 class Operation {
 public:
-    explicit Operation(ggml_tensor * to)
+    Operation(ggml_tensor * to, int num_threads)
         : queries(to->src[0]),
           keys(to->src[1]),
           values(to->src[2]),
@@ -34,7 +34,7 @@ public:
         memcpy(&scale_, (const float *) result->op_params + 0, sizeof scale_);
         memcpy(&max_bias_, (const float *) result->op_params + 1, sizeof max_bias_);
         memcpy(&softcap_, (const float *) result->op_params + 2, sizeof softcap_);
-        cut();
+        cut(num_threads);
     }
 
     // Whether the kernel takes it.
@@ -73,23 +73,35 @@ public:
         finish(total, sink, (float *) ((char *) result->data + offset), (int) values->ne[0]);
     }
 
-    int64_t num_units() const { return num_streams * num_kv_heads * head_parts * row_parts; }
+    int64_t num_units() const { return num_streams * kv_parts * head_parts * row_parts; }
+
+    int64_t num_segments() const { return divide_up(num_cells, SEGMENT_CELLS); }
+
+    int64_t queries_at_once() const { return kv_heads_at_once * heads_at_once * rows_at_once; }
 
     const ggml_tensor * queries, * keys, * values, * mask, * sinks;
     ggml_tensor * result;
     int64_t num_rows, num_heads, num_streams, num_kv_heads, num_cells;
     int64_t padded_key, padded_value;
-    int64_t heads_of_kv_head, heads_at_once, head_parts, rows_at_once, row_parts;
+    int64_t heads_of_kv_head, heads_at_once, head_parts, rows_at_once, row_parts, kv_heads_at_once, kv_parts;
 
 private:
-    void cut() {
+    void cut(int num_threads) {
         heads_of_kv_head = num_heads / num_kv_heads;
         // If heads have masks of their own, each is computed for itself.
         const bool share_mask = mask == nullptr || mask->ne[2] == 1;
-        heads_at_once = share_mask ? std::min<int64_t>(heads_of_kv_head, MOST_QUERIES) : 1;
+        heads_at_once = share_mask ? std::min<int64_t>(heads_of_kv_head, MOST_SHARING) : 1;
         head_parts = divide_up(heads_of_kv_head, heads_at_once);
-        rows_at_once = std::min<int64_t>({num_rows, MOST_ROWS, MOST_QUERIES / heads_at_once});
+        rows_at_once = std::min<int64_t>({num_rows, MOST_ROWS, MOST_SHARING / heads_at_once});
         row_parts = divide_up(num_rows, rows_at_once);
+        kv_heads_at_once = share_mask ? std::min(num_kv_heads, MOST_QUERIES / (heads_at_once * rows_at_once)) : 1;
+        if (num_threads > 1) {
+            // Short caches have too few segments to give each thread some of all heads.
+            const int64_t num_tasks = num_streams * num_kv_heads * head_parts * row_parts * num_segments();
+            const int64_t most = num_tasks / (LEAST_TASKS_PER_THREAD * num_threads);
+            kv_heads_at_once = std::clamp<int64_t>(most, 1, kv_heads_at_once);
+        }
+        kv_parts = divide_up(num_kv_heads, kv_heads_at_once);
     }
 
     // ALiBi, as ggml defines it.

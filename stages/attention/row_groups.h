@@ -27,6 +27,8 @@ struct RowGroup {
     Run runs[MOST_ROWS];
     int32_t cells[LIST_CELLS];
 
+    Run within(int from, int to) const { return Run{0, num_cells}.within(from, to); }
+
     void clear() { num_rows = num_cells = 0; }
 
     // Adds a row if its cells can be a run of the list, made longer at its end if need be; the list ascends.

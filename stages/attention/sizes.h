@@ -12,8 +12,10 @@ constexpr int LANES = 16;           // in which exponentials are summed; rows of
 
 // These do not.
 constexpr int MOST_ROWS = 32;          // computed together
-constexpr int MOST_QUERIES = 32;       // rows times heads that are computed together
+constexpr int MOST_SHARING = 32;       // rows times heads that read the same KV head together
+constexpr int MOST_QUERIES = 64;       // of all KV heads that are computed together
 constexpr int LIST_CELLS = SEGMENT_CELLS + 2 * MOST_ROWS;  // cells of rows that are computed together
+constexpr int LEAST_TASKS_PER_THREAD = 2;
 constexpr int VALUE_CELLS = 32;        // whose V is made float at once
 constexpr int CELLS_AHEAD = 32;        // from the cell that is scored to the one that is fetched
 
