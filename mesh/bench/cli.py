@@ -182,6 +182,14 @@ bench.add_command(net)
     help="Questions of each workload. With 1, a category's figure is that of a single question.",
 )
 @int_option("--tokens", "num_tokens", least=2, default=128, help="Tokens of each answer.")
+@int_option(
+    "--context",
+    "context_words",
+    least=0,
+    default=0,
+    metavar="N",
+    help="Words of a text that each question follows, except prompts of random ids.",
+)
 @threads_option
 @click.option(
     "--draft", "draft_model", type=FILE, help="GGUF file of the draft model; made from MODEL unless given."
@@ -219,6 +227,7 @@ def spec(
     workloads: str | None,
     num_tokens: int,
     per_workload: int,
+    context_words: int,
     draft_model: Path | None,
     draft_type: str,
     with_rpc: bool | None,
@@ -264,6 +273,7 @@ def spec(
         "num_tokens": min(num_tokens, _QUICK_TOKENS) if quick else num_tokens,
         # Each category is asked twice where answers are quick.
         "per_workload": max(per_workload, 2) if preset == "features" else per_workload,
+        "context_words": context_words,
         "output": output,
         "command": command_line(context, without={"output", "logs"}),
     }

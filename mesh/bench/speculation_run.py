@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from mesh.bench.blocking_client import Client
+from mesh.bench.datasets import made_up_prompts
 from mesh.bench.paired_systems import even_split
 from mesh.bench.report_tools import INTERRUPTED
 from mesh.bench.shared_options import logs_folder
@@ -29,6 +30,7 @@ from mesh.bench.speculation_report import Report, work_out, write_report
 from mesh.bench.speculation_results import DRAFT, REPLAY, DraftCounts, Results, RunConditions
 from mesh.bench.speculation_runner import Peer, ReplayFile, Runner, RunnerOptions, TrialRunner
 from mesh.bench.speculation_workloads import SPEC_BENCH, Workload, all_workloads, choose
+from mesh.bench.stress.scripts import WORD_TOKENS
 from mesh.bench.under_test.links import hop_ms, known_links
 from mesh.bench.under_test.mesh import reach_mesh, tokenizer_of
 from mesh.lab.llama_cpp_build import build_llama_rpc
@@ -73,6 +75,7 @@ class QuestionOptions:
         widths: Values of `--draft-max`, for a sweep.
         per_workload: Questions of each workload.
         num_tokens: Of each answer.
+        context_words: Of a text that each question follows.
         seed: Of random prompts and of sampling.
         output: Folder for the report.
         command: Command line with these options.
@@ -85,6 +88,7 @@ class QuestionOptions:
     widths: tuple[int, ...]
     per_workload: int
     num_tokens: int
+    context_words: int
     seed: int
     output: Path
     command: str
@@ -139,9 +143,7 @@ def run_spec(options: SpecOptions) -> Report:
         raise ClusterError(reason)
     started_s = time.monotonic()
     tokenizer = Tokenizer(options.model)
-    workloads = all_workloads(
-        tokenizer, spec_bench=options.spec_bench, per_workload=options.per_workload, seed=options.seed
-    )
+    workloads = _workloads(options, tokenizer)
     chosen = choose(workloads, options.workloads or tuple(workloads))
     with ExitStack() as stack:
         logs = stack.enter_context(logs_folder(options.logs))
@@ -153,7 +155,7 @@ def run_spec(options: SpecOptions) -> Report:
             split=even_split(read_model_facts(options.model).n_layers, _NUM_STAGES),
             num_threads=options.num_threads,
             num_tokens=options.num_tokens,
-            ctx_size=_CTX_SIZE,
+            ctx_size=_CTX_SIZE + round(WORD_TOKENS * options.context_words),
         )
         shared = [logs, options.model.resolve().parent, *([draft_model.parent] if draft_model else [])]
         programs = build_llama_rpc() if options.with_rpc else None
@@ -188,9 +190,7 @@ def run_remote_spec(options: RemoteSpecOptions) -> Report:
     target = options.target
     mesh, served = reach_mesh(target)
     tokenizer = tokenizer_of(target, mesh)
-    workloads = all_workloads(
-        tokenizer, spec_bench=options.spec_bench, per_workload=options.per_workload, seed=options.seed
-    )
+    workloads = _workloads(options, tokenizer)
     links = known_links(target)
     # Samples are filed under a delay; without links nobody knows it.
     delay_ms = round(hop_ms(links.found) or 0.0, 2)
@@ -327,6 +327,16 @@ def _draft_model(options: SpecOptions, logs: Path) -> Path | None:
 
 def _peer_workloads(workloads: dict[str, Workload]) -> list[Workload]:
     return [workloads[name] for name in _PEER_WORKLOADS if name in workloads][:_NUM_PEER_WORKLOADS]
+
+
+def _workloads(options: QuestionOptions, tokenizer: Tokenizer | None) -> dict[str, Workload]:
+    found = all_workloads(
+        tokenizer, spec_bench=options.spec_bench, per_workload=options.per_workload, seed=options.seed
+    )
+    if not options.context_words:
+        return found
+    (ahead,) = made_up_prompts(1, options.context_words, options.seed)
+    return {name: each.behind(ahead.text) if each.is_text else each for name, each in found.items()}
 
 
 def _conditions(options: SpecOptions, draft_model: Path | None) -> RunConditions:

@@ -74,6 +74,23 @@ class Workload:
         """The same without the questions of `other`."""
         return replace(self, questions=tuple(each for each in self.questions if each not in other.questions))
 
+    @property
+    def is_text(self) -> bool:
+        """Whether all prompts are texts, not ids."""
+        return all(isinstance(each.content.get("prompt", ""), str) for each in self.questions)
+
+    def behind(self, text: str) -> Workload:
+        """The same with a text ahead of each question, which must be text as well."""
+        questions = []
+        for each in self.questions:
+            if self.is_raw:
+                content: dict[str, Any] = {"prompt": f"{text}\n\n{each.content['prompt']}"}
+            else:
+                first, *later = each.content["messages"]
+                content = {"messages": [first | {"content": f"{text}\n\n{first['content']}"}, *later]}
+            questions.append(replace(each, content=content))
+        return replace(self, questions=tuple(questions))
+
     def without_template(self) -> Workload:
         """The same prompts for the completion endpoint."""
         questions = tuple(

@@ -185,6 +185,7 @@ def _inside(
     plan = LoadPlan(
         preset="ramp",
         lines=(),
+        contexts=(),
         concurrency=settings.concurrency,
         num_requests=settings.num_requests,
         duration_s=None,

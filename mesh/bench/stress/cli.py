@@ -31,7 +31,9 @@ _QUICK_KEYS_CHATS = 10
 # A 4k prompt beside a decoding session; SmolLM2's own limit.
 _ACCEPTANCE_CTX_SIZE = 8192
 _ACCEPTANCE_SLOTS = 32
-_LINES: tuple[LineName, ...] = ("crowd", "limit", "wider", "prefill", "second-turn", "itl", "memory")
+_LINES: tuple[LineName, ...] = (
+    *("crowd", "limit", "wider", "prefill", "second-turn", "itl", "context", "memory"),
+)
 # Parameters of the hosts and of the mesh that is started on them.
 _LAB_ONLY: Final = (
     *("num_stages", "delay_ms", "jitter_ms", "loss", "mbit_per_s", "is_pinned", "peer", "logs"),
@@ -53,8 +55,16 @@ _LAB_ONLY: Final = (
     type=Names("line of the table", _LINES),
     default=_LINES,
     metavar="A,B,…",
-    help="Lines of the acceptance table: crowd, limit, wider, prefill, second-turn, itl, memory; all unless "
-    "given.",
+    help="Lines of the acceptance table: crowd, limit, wider, prefill, second-turn, itl, context, memory; "
+    "all unless given.",
+)
+@click.option(
+    "--contexts",
+    type=Numbers(int, 1),
+    default=(200, 4000, 16000),
+    metavar="A,B,…",
+    help="Words of the prompts behind which the line context measures tokens; 200,4000,16000 unless given, "
+    "of which those are left out that --ctx-size does not hold.",
 )
 @click.option("--quick", is_flag=True, help="A run of about a minute: few and short chats, two steps.")
 @int_option("--hosts", "num_stages", default=3, help="Hosts that hold layers.")
@@ -218,7 +228,7 @@ def stress(
     }
     shared_options.end_on_sigterm()
     if target is not None:
-        load |= {name: given[name] for name in ("lines", "rounds", "seed", "slos")}
+        load |= {name: given[name] for name in ("lines", "contexts", "rounds", "seed", "slos")}
         report = run_remote_stress(RemoteStressOptions(target=target, fits_slots=concurrency is None, **load))
     else:
         report = run_stress(

@@ -270,6 +270,14 @@ class LoadRun:
             ),
             "second-turn": lambda: [measurements.second_turn(bed, rounds=rounds, seed=seed)],
             "itl": lambda: [measurements.decode_beside_prefill(bed, rounds=rounds, seed=seed)],
+            "context": lambda: measurements.behind_contexts(
+                bed,
+                self._plan.contexts,
+                min(NUM_CONCURRENT, places),
+                kernels=OWN,
+                rounds=rounds,
+                seed=seed,
+            ),
         }
         if places < 2:
             # One at a time is all that such a mesh answers.

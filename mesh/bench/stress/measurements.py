@@ -16,11 +16,11 @@ from mesh.bench.report_tools import Line
 from mesh.bench.stress.compute_limit import compute_limit
 from mesh.bench.stress.harness import open_sessions
 from mesh.bench.stress.memory import ALLOWED_OVERHEAD_BYTES
-from mesh.bench.stress.scripts import TOKENS_AROUND, WORD_TOKENS, Script, Turn
+from mesh.bench.stress.scripts import TOKENS_AROUND, WORD_TOKENS, Script, Turn, prompt_id
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from mesh.bench.request_record import Record
@@ -46,6 +46,11 @@ _LONGER_PROMPT_TOKENS: Final = 4000
 _DECODING_TOKENS: Final = 192
 # Both answers of a chat and the second message, with room to spare.
 _SECOND_TURN_TOKENS: Final = 128
+_CONTEXT_ANSWER_TOKENS: Final = 48
+# Both answers and the second message, with room to spare.
+_CONTEXT_TOKENS: Final = 160
+# Prompts of many thousand tokens, several at once.
+_CONTEXT_TIMEOUT_S: Final = 1800.0
 # The decoding session is well under way when the prefill begins.
 _PREFILL_AT_S: Final = 1.0
 # Until a mesh that repairs itself tells its counts again.
@@ -298,6 +303,111 @@ def second_turn(bed: LoadTestBed, *, rounds: int, seed: int) -> Line:
         is_ceiling=True,
         note="; ".join(notes),
     )
+
+
+@dataclass(frozen=True)
+class _Behind:
+    """Second turns of chats that all begin with a long message: what a token takes there.
+
+    Attributes:
+        ttft_ms: From the second question to its first token; the longest of all chats.
+        tokens_per_s: Of all chats together, behind their first tokens.
+    """
+
+    ttft_ms: float
+    tokens_per_s: float
+
+
+def _behind(ask: Callable[..., Outcome], scripts: Sequence[Script], fields: Mapping[str, Any]) -> _Behind:
+    count = len(scripts)
+    first = ask(scripts, num_at_once=count, timeout_s=_CONTEXT_TIMEOUT_S)
+    require_all(first)
+    said = {one.record.prompt_id: one.text for one in first.answers}
+    bodies = tuple((script.body(1, [said[prompt_id(script.id, 0)]], fields).decode(),) for script in scripts)
+    second = ask(scripts, bodies=bodies, num_at_once=count, timeout_s=_CONTEXT_TIMEOUT_S)
+    require_all(second)
+    records = [one.record for one in second.answers]
+    begun_s, ended_s = max(one.parts_s[0] for one in records), min(one.parts_s[-1] for one in records)
+    within = [sum(begun_s < part_s <= ended_s for part_s in one.parts_s) for one in records]
+    return _Behind(max(one.ttft_ms for one in records), sum(within) / (ended_s - begun_s))
+
+
+def behind_contexts(
+    bed: LoadTestBed, contexts: Sequence[int], num_at_once: int, *, kernels: Kernels, rounds: int, seed: int
+) -> list[Line]:
+    """Tokens behind long prompts, of one chat and of several at once.
+
+    Each chat begins with a long message and a short answer. Measured is its second turn, whose prompt is
+    held: the time to its first token, and tokens per second while all chats decode. Several at once are
+    measured behind prompts of up to 4,000 words: longer ones take many minutes to compute.
+
+    Args:
+        bed: Where.
+        contexts: Words of the long messages; those that the mesh's context does not hold are left out.
+        num_at_once: Chats at once, beside one.
+        kernels: Of the mesh.
+        rounds: How often.
+        seed: Of the prompts.
+
+    Returns:
+        Rates, over the peer's if there is one.
+    """
+    most = int((bed.ctx_size - _CONTEXT_TOKENS) / WORD_TOKENS)
+    fitting = [words for words in contexts if words <= most]
+    sizes = [(words, 1) for words in fitting]
+    if num_at_once > 1:
+        sizes += [(words, num_at_once) for words in fitting if words <= _LONGER_PROMPT_TOKENS]
+    lines = []
+    for words, count in sizes:
+        ours, theirs = [], []
+        for number in range(rounds):
+            scripts = _long_chats(words, count, seed + 100 * number)
+            ours.append(_behind(bed.ask_mesh, scripts, bed.mesh.fields))
+            if bed.peer is not None:
+                theirs.append(_behind(bed.ask_peer, scripts, bed.peer.fields))
+            log.info("context", words=words, chats=count, mesh=ours[-1], peer=theirs[-1] if theirs else None)
+        lines += _context_lines(f"{count} behind {words} words each, mesh {kernels}", ours, theirs)
+    return lines
+
+
+def _long_chats(num_words: int, count: int, seed: int) -> list[Script]:
+    return [
+        Script(
+            f"context {number}",
+            (
+                Turn(_text(num_words, seed + number), 8, is_cold=True),
+                Turn("And what follows from that?", _CONTEXT_ANSWER_TOKENS),
+            ),
+        )
+        for number in range(count)
+    ]
+
+
+def _context_lines(title: str, ours: Sequence[_Behind], theirs: Sequence[_Behind]) -> list[Line]:
+    rate, ttft = f"tokens/s of {title}", f"time to first token of a second turn, {title}"
+    if not theirs:
+        rates, ttfts_ms = [each.tokens_per_s for each in ours], [each.ttft_ms for each in ours]
+        return [
+            Line(rate, median(rates), None, note=_figures(rates)),
+            Line(f"{ttft}, ms", median(ttfts_ms), None, note=_figures(ttfts_ms)),
+        ]
+    pairs = list(zip(ours, theirs, strict=True))
+    return [
+        Line(
+            f"{rate}, over llama.cpp RPC",
+            median(our.tokens_per_s / their.tokens_per_s for our, their in pairs),
+            None,
+            note="; ".join(
+                f"{our.tokens_per_s:.1f} against {their.tokens_per_s:.1f}" for our, their in pairs
+            ),
+        ),
+        Line(
+            f"{ttft}, of llama.cpp RPC's",
+            median(our.ttft_ms / their.ttft_ms for our, their in pairs),
+            None,
+            note="; ".join(f"{our.ttft_ms:.0f} against {their.ttft_ms:.0f} ms" for our, their in pairs),
+        ),
+    ]
 
 
 def decode_beside_prefill(bed: LoadTestBed, *, rounds: int, seed: int) -> Line:

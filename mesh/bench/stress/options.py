@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mesh.bench.under_test.options import RemoteTarget
 
 Preset = Literal["ramp", "acceptance"]
-LineName = Literal["crowd", "limit", "wider", "prefill", "second-turn", "itl", "memory"]
+LineName = Literal["crowd", "limit", "wider", "prefill", "second-turn", "itl", "context", "memory"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,7 @@ class LoadPlan(RunOptions):
         preset: `ramp` loads with more and more requests at once; `acceptance` measures every line of the
             acceptance table.
         lines: Which lines of the acceptance table.
+        contexts: Words of the prompts of its line `context`.
         concurrency: Of each step of a ramp.
         num_requests: Of each step; None goes by time, or makes it eight for each that are at once.
         duration_s: Of each step; None goes by number.
@@ -37,6 +38,7 @@ class LoadPlan(RunOptions):
 
     preset: Preset
     lines: tuple[LineName, ...]
+    contexts: tuple[int, ...]
     concurrency: tuple[int, ...]
     num_requests: int | None
     duration_s: float | None

@@ -81,7 +81,7 @@ def run_stress(options: StressOptions) -> Report:
                 options.model,
                 logs,
                 num_threads=options.num_threads,
-                ctx_size=min(CHAT_CTX_SIZE, options.ctx_size),
+                ctx_size=options.ctx_size if _has_contexts(options) else min(CHAT_CTX_SIZE, options.ctx_size),
                 num_slots=slots,
             )
             stack.callback(peer.stop)
@@ -160,11 +160,19 @@ def _peers_kernels(
             lines += measurements.concurrency(
                 bed, NUM_CONCURRENT, kernels=PEERS, limit=limit, rounds=rounds, seed=seed
             )
+        if "context" in options.lines:
+            lines += measurements.behind_contexts(
+                bed, options.contexts, NUM_CONCURRENT, kernels=PEERS, rounds=rounds, seed=seed
+            )
         if "prefill" in options.lines:
             lines += measurements.prefill(bed, kernels=PEERS, limit=limit, rounds=rounds, seed=seed)
     except MeshError as error:
         return lines, [f"mesh {PEERS}: {error.message}"]
     return lines, []
+
+
+def _has_contexts(options: StressOptions) -> bool:
+    return options.preset == "acceptance" and "context" in options.lines
 
 
 def _conditions(options: StressOptions) -> dict[str, Any]:

@@ -62,7 +62,8 @@ def test_wrong_hang_ups_are_named(
             "stress",
             "mesh.bench.stress.run.run_stress",
             (
-                "--lines itl,crowd --hosts 5 --delay-ms 2 --jitter-ms 1 --loss .01 --mbit 50 --pin-hosts"
+                "--lines itl,crowd --contexts 8,900 --hosts 5 --delay-ms 2 --jitter-ms 1 --loss .01 --mbit 50"
+                " --pin-hosts"
                 " --concurrency 2,5 --duration-s 3 --soak 2 --chats 4"
                 " --soak-concurrency 6 --seed 9 --exact --ctx-size 400 --parallel 9 --kv-type q8_0"
                 " --threads 2 --speculate ngram --serve --hub-first --peer rpc --rounds 1 -o out --logs logs"
@@ -71,6 +72,7 @@ def test_wrong_hang_ups_are_named(
             {
                 "preset": "ramp",
                 "lines": ("crowd", "itl"),
+                "contexts": (8, 900),
                 "num_stages": 5,
                 "delay_ms": 2.0,
                 "jitter_ms": 1.0,
@@ -143,6 +145,7 @@ def test_wrong_hang_ups_are_named(
             "mesh.bench.speculation_run.run_spec",
             (
                 "--workloads a,b --proposers auto,ngram --draft-max 2 --delay-ms 1,2 --questions 2 --tokens 9"
+                " --context 70"
                 " --threads 2 --draft-type none --exact --rpc --seed 3 --replay-rates 0.5,0.25"
                 " -o out --logs logs"
             ),
@@ -158,6 +161,7 @@ def test_wrong_hang_ups_are_named(
                 "replay_rates": (0.5, 0.25),
                 "per_workload": 2,
                 "num_tokens": 9,
+                "context_words": 70,
                 "num_threads": 2,
                 "exact": True,
                 "with_rpc": True,
@@ -166,7 +170,7 @@ def test_wrong_hang_ups_are_named(
                 "logs": Path("logs"),
                 "command": "mesh bench spec SmolLM2-135M-Instruct.Q4_1.gguf --workloads a,b"
                 " --proposers ngram,auto --draft-max 2 --delay-ms 1,2 --replay-rates 0.5,0.25 --questions 2"
-                " --tokens 9 --threads 2 --draft-type none --exact --rpc --seed 3",
+                " --tokens 9 --context 70 --threads 2 --draft-type none --exact --rpc --seed 3",
             },
         ),
     ],

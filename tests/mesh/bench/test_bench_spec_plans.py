@@ -80,6 +80,14 @@ def test_random_prompts_follow_the_seed(tokenizer: Tokenizer, workloads: dict[st
     assert all(tokenizer.piece(token) for token in prompt)
 
 
+def test_questions_follow_a_text(workloads: dict[str, Workload]) -> None:
+    (first, _) = workloads["coding"].behind("Once upon a time").questions
+    assert first.content == {"messages": [{"role": "user", "content": "Once upon a time\n\ncoding 0"}]}
+    raw, asked = workloads["built-in-raw"], workloads["built-in-raw"].questions[0].content["prompt"]
+    assert raw.behind("Once").questions[0].content == {"prompt": f"Once\n\n{asked}"}
+    assert [name for name, workload in workloads.items() if not workload.is_text] == ["random-token-raw"]
+
+
 def test_an_unknown_workload_is_named(workloads: dict[str, Workload]) -> None:
     with pytest.raises(MeshError, match=r"no workload is called poetry; there are writing,"):
         choose(workloads, ("coding", "poetry"))

@@ -127,6 +127,20 @@ def test_clients_of_a_running_mesh_hang_up_and_leave_nothing(mesh_url: str, tmp_
     assert checks["no session left when idle"] is True
 
 
+def test_tokens_behind_long_prompts_are_measured(mesh_url: str, tmp_path: Path) -> None:
+    options = ("--preset", "acceptance", "--lines", "context", "--contexts", "8,2000", "--rounds", "1")
+    found = report_of("stress", mesh_url, tmp_path, *options)
+    # The mesh's context does not hold 2,000 words.
+    assert [line["title"] for line in found["lines"]] == [
+        "tokens/s of 1 behind 8 words each, mesh as users run it",
+        "time to first token of a second turn, 1 behind 8 words each, mesh as users run it, ms",
+        "tokens/s of 2 behind 8 words each, mesh as users run it",
+        "time to first token of a second turn, 2 behind 8 words each, mesh as users run it, ms",
+    ]
+    assert all(line["measured"] > 0 for line in found["lines"])
+    assert found["failures"] == []
+
+
 @pytest.mark.sweep
 def test_lines_of_the_acceptance_table_are_measured_from_outside(mesh_url: str, tmp_path: Path) -> None:
     found = report_of("stress", mesh_url, tmp_path, "--preset", "acceptance", "--rounds", "1")
@@ -141,6 +155,10 @@ def test_lines_of_the_acceptance_table_are_measured_from_outside(mesh_url: str, 
         # As many words as fit into this mesh's context.
         "second turn of a 691-word chat",
         "ITL p99 of a decoding session while a 792-word prefill runs",
+        "tokens/s of 1 behind 200 words each",
+        "time to first token of a second turn",
+        "tokens/s of 2 behind 200 words each",
+        "time to first token of a second turn",
     ]
     assert all(line["measured"] > 0 for line in found["lines"])
     assert found["failures"] == []
