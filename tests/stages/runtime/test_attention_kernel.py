@@ -125,3 +125,54 @@ def test_random_operations(program: Path, mode: str, num_cases: int) -> None:
     """A row among others equals the row alone; sums are near those of float64."""
     done = subprocess.run([program, mode, str(num_cases), "11"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture
+def ggml(tmp_path: Path) -> Path:
+    """What ggml's kernels for processors are built from."""
+    source = unpacked_source()
+    if source is None or shutil.which("cmake") is None:
+        pytest.skip("there is no source of llama.cpp, or no cmake")
+    backends = [each.name for each in (source / "ggml" / "src").glob("ggml-*/") if each.name != "ggml-cpu"]
+    ignored = shutil.ignore_patterns(*backends)
+    project = "cmake_minimum_required(VERSION 3.19)\nproject(kernels C CXX)\nadd_subdirectory(ggml)\n"
+    (tmp_path / "CMakeLists.txt").write_text(project)
+    return shutil.copytree(source / "ggml", tmp_path / "ggml", ignore=ignored)
+
+
+def configured(ggml: Path) -> tuple[str, str]:
+    """What CMake says of attention, and the commands that compile ggml."""
+    project, build = ggml.parent, ggml.parent / "build"
+    argv = [
+        *("cmake", "-S", str(project), "-B", str(build), "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"),
+        f"-DCMAKE_PROJECT_INCLUDE={Path(stages.__file__).parent / 'llama_build.cmake'}",
+    ]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    said = [line for line in done.stdout.splitlines() if line.startswith("-- spanmesh:")]
+    return "\n".join(said), (build / "compile_commands.json").read_text()
+
+
+def test_the_build_adds_it_to_ggml_as_it_is(ggml: Path) -> None:
+    said, commands = configured(ggml)
+    assert said == ""
+    assert commands.count("attention_rows.cpp.o -c") == commands.count("attention_rename.h") == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "words", "by", "reason"),
+    [
+        ("ggml-cpu.c", "ggml_compute_forward_flash_attn_ext(", "ggml_attend(", "ggml-cpu.c lacks"),
+        ("ops.cpp", "void ggml_compute_forward_flash_attn_ext(", "void ggml_attend(", "ops.cpp lacks"),
+        ("simd-mappings.h", "GGML_CPU_FP16_TO_FP32", "GGML_TO_FP32", "simd-mappings.h lacks"),
+    ],
+)
+def test_where_the_sources_have_moved_the_build_goes_on_with_ggml_s(
+    ggml: Path, file: str, words: str, by: str, reason: str
+) -> None:
+    path = ggml / "src" / "ggml-cpu" / file
+    path.write_text(path.read_text().replace(words, by))
+    said, commands = configured(ggml)
+    assert said.startswith("-- spanmesh: attention is left to ggml's own kernel: " + reason)
+    assert "\n" not in said
+    assert "attention_r" not in commands
+    assert "ggml-cpu.c" in commands
