@@ -257,6 +257,14 @@ def print_plan(found: DryRun) -> None:
         console.print(f"{host} is left out: {reason}", highlight=False, soft_wrap=True)
     if found.forecast is not None:
         _print_forecast(console, found.forecast)
+    if found.q8_0_cache_bytes is not None:
+        held = sum(stage.memory.cache_bytes for stage in found.plan.stages)
+        console.print(
+            f"--kv-type q8_0 would need {format_size(found.q8_0_cache_bytes)} for the KV caches instead of "
+            f"{format_size(held)}, in about the same time; answers may differ a little",
+            highlight=False,
+            soft_wrap=True,
+        )
     console.print(found.basis, highlight=False, soft_wrap=True)
 
 
@@ -292,8 +300,9 @@ def _print_forecast(console: PrintableConsole, expected: Forecast) -> None:
         f"{expected.handling_ms:.1f} ms handling"
     )
     console.print(
-        f"one session, no speculation: {expected.tokens_per_s:.1f} tokens/s ({parts} a token); first token "
-        f"of a {expected.prompt_tokens}-token prompt after {expected.ttft_ms / 1e3:.2f} s",
+        f"one session, no speculation: {expected.tokens_per_s:.1f} tokens/s ({parts} a token), "
+        f"{1e3 / expected.last_token_ms:.1f} behind {expected.most_positions:,} positions; first token of a "
+        f"{expected.prompt_tokens}-token prompt after {expected.ttft_ms / 1e3:.2f} s",
         highlight=False,
         soft_wrap=True,
     )

@@ -19,13 +19,17 @@ from stages.layers import LayerRange
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from mesh.placement.host_capacity import HostCapacity
     from mesh.placement.memory_estimate import StageSizes
+    from mesh.placement.planner import StagePlacement
 
 
 # Time of a token beyond the stages' computing and the links, for each stage and once more for the
 # coordinator: queues, messages, event loops, the answer's way to the client. An estimate; `python -m
 # mesh.qualification.forecast_accuracy` measures it.
 HANDLING_MS: Final = 0.7
+# Avoids a division by zero after a failed measurement.
+_SLOWEST_GB_PER_S: Final = 0.01
 
 
 @dataclass(frozen=True)
@@ -34,11 +38,13 @@ class StageForecast:
 
     Attributes:
         host: Host of the stage.
-        timing: Times of its windows.
+        timing: Times of its windows, behind few positions.
+        position_ms: What each position before a row adds to its time; see `position_ms`.
     """
 
     host: str
     timing: StageTiming
+    position_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,8 @@ class Forecast:
         handling_ms: Remaining time of a token.
         ttft_ms: Time from the request to the first token.
         prompt_tokens: Length of the prompt for `ttft_ms`.
+        position_ms: What each position before a token adds to its time.
+        most_positions: Positions of a session.
     """
 
     compute_ms: float
@@ -58,11 +66,18 @@ class Forecast:
     handling_ms: float
     ttft_ms: float
     prompt_tokens: int
+    position_ms: float
+    most_positions: int
 
     @property
     def token_ms(self) -> float:
-        """Time between two tokens."""
+        """Time between two tokens, behind few others."""
         return self.compute_ms + self.wire_ms + self.handling_ms
+
+    @property
+    def last_token_ms(self) -> float:
+        """Time between two tokens at the end of the context."""
+        return self.token_ms + self.position_ms * self.most_positions
 
     @property
     def tokens_per_s(self) -> float:
@@ -79,6 +94,9 @@ class Forecast:
             "handling_ms": round(self.handling_ms, 3),
             "ttft_ms": round(self.ttft_ms, 1),
             "prompt_tokens": self.prompt_tokens,
+            "position_us": round(1e3 * self.position_ms, 3),
+            "last_token_ms": round(self.last_token_ms, 3),
+            "most_positions": self.most_positions,
         }
 
 
@@ -88,6 +106,7 @@ def forecast(
     hop_ms: Callable[[str, str], float],
     *,
     prompt_tokens: int,
+    most_positions: int,
 ) -> Forecast:
     """Forecast for one session on these stages.
 
@@ -96,6 +115,7 @@ def forecast(
         head: The coordinator's host.
         hop_ms: One-way time from one host to another; 0 from a host to itself.
         prompt_tokens: Length of the prompt, at least one.
+        most_positions: Positions of a session.
     """
     way = [head, *(stage.host for stage in stages), head]
     wire_ms = sum(hop_ms(a, b) for a, b in pairwise(way))
@@ -106,6 +126,8 @@ def forecast(
         handling_ms=handling_ms,
         ttft_ms=_prefill_ms(stages, prompt_tokens) + wire_ms + handling_ms,
         prompt_tokens=prompt_tokens,
+        position_ms=sum(stage.position_ms for stage in stages),
+        most_positions=most_positions,
     )
 
 
@@ -113,7 +135,12 @@ def _prefill_ms(stages: Sequence[StageForecast], num_rows: int) -> float:
     """Time until the tail has computed the prompt's last row; chunks are as even as possible."""
     most_rows = min(stage.timing.chunk_rows for stage in stages)
     num_chunks = ceil(num_rows / most_rows)
-    chunk_ms = [rows_ms(stage.timing, num_rows / num_chunks) for stage in stages]
+    mean_positions = (num_rows - 1) / 2
+    chunk_ms = [
+        rows_ms(stage.timing, num_rows / num_chunks)
+        + _PROMPT_SHARE * stage.position_ms * mean_positions * num_rows / num_chunks
+        for stage in stages
+    ]
     return sum(chunk_ms) + (num_chunks - 1) * max(chunk_ms)
 
 
@@ -123,6 +150,30 @@ def rows_ms(timing: StageTiming, num_rows: float) -> float:
         return timing.row_ms
     per_row_ms = (timing.chunk_ms - timing.row_ms) / (timing.chunk_rows - 1)
     return timing.row_ms + per_row_ms * (min(num_rows, timing.chunk_rows) - 1)
+
+
+# A lone row reads K and V of f16 at this share of its processor's speed, by whether spanmesh's kernel does;
+# smaller types take as long. Rows of a prompt share what is read. Measured with `python -m
+# mesh.qualification.attention_times` on an AMD EPYC.
+_READING_SHARE: Final = {True: 0.45, False: 0.15}
+_PROMPT_SHARE: Final = 0.65
+_F16_BYTES: Final = 2
+
+
+def position_ms(sizes: StageSizes, stage: StagePlacement, host: HostCapacity) -> float:
+    """What each position before a row adds to its time at a stage, an estimate.
+
+    Layers on GPUs are left out, for which there is no measurement, and sliding windows are not regarded.
+
+    Args:
+        sizes: Sizes of the plan's model.
+        stage: Stage of a plan.
+        host: Its host.
+    """
+    on_gpus = sum(share.num_layers for share in stage.memory.gpus)
+    share = 1 - on_gpus / (stage.layers.stop - stage.layers.start)
+    speed = host.speed_gb_per_s * _READING_SHARE[host.attention_version > 0]
+    return share * sizes.position_values(stage.layers) * _F16_BYTES / max(speed, _SLOWEST_GB_PER_S) / 1e6
 
 
 # A stage is timed as it is if its weights are no more than some hundreds of MB. Of a larger one a part is

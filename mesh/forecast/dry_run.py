@@ -8,13 +8,23 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from mesh.forecast.cost_model import Forecast, StageForecast, forecast, parts_to_profile, stage_timing
+from mesh.forecast.cost_model import (
+    Forecast,
+    StageForecast,
+    forecast,
+    parts_to_profile,
+    position_ms,
+    stage_timing,
+)
 from mesh.placement.context_choice import EXAMINED_S, choose_context
+from mesh.placement.host_capacity import in_one_kind
 from mesh.placement.memory_estimate import StageSizes
 from mesh.placement.planner import plan
 from mesh.placement.stage_order import has_an_order, ordered_by_links
 from stages.host.profile_request import ProfileRequest
 from stages.layers import LayerRange
+from stages.runtime.kernels import attention_name
+from stages.runtime.kv_types import KV_TYPES, fits_heads
 from stages.runtime.numerics import FAST_MAX_ROWS
 from stages.slicing.stage_writer import blank_stage
 from stages.units import format_size
@@ -102,6 +112,11 @@ def left_out(sizes: StageSizes, plan: Plan, hosts: Iterable[KnownHost]) -> dict[
 
 def _reason(host: KnownHost, plan: Plan, least_bytes: int) -> str:
     memory_bytes = host.capacity.memory_bytes
+    if host.capacity.is_apart:
+        return (
+            f"kept apart: --exact, and attention is computed by "
+            f"{attention_name(host.capacity.attention_version)} there"
+        )
     if memory_bytes < least_bytes:
         return (
             f"too small: it offers {format_size(memory_bytes)}, the smallest share needs "
@@ -161,6 +176,7 @@ class DryRun:
         worker_bytes: Memory of the head's processes for texts and bodies, vocabularies aside.
         text_bytes: Memory of the model's vocabulary in all processes for texts, on the head's host.
         context: Choice of the context; None if one was asked for.
+        q8_0_cache_bytes: KV caches of all stages in q8_0; None where it has no advantage.
     """
 
     model: ModelFacts
@@ -174,6 +190,7 @@ class DryRun:
     worker_bytes: int
     text_bytes: int
     context: ContextChoice | None = None
+    q8_0_cache_bytes: int | None = None
 
     def free_after_bytes(self, host: str) -> int:
         """Memory that a host would have left."""
@@ -213,6 +230,7 @@ class DryRun:
                 for index, stage in enumerate(self.plan.stages)
             ],
             "left_out": [{"host": host, "reason": reason} for host, reason in self.left_out.items()],
+            "q8_0_cache_bytes": self.q8_0_cache_bytes,
             "prediction": None if self.forecast is None else self.forecast.as_dict(),
             "basis": self.basis,
         }
@@ -235,6 +253,8 @@ def dry_run(
         NotEnoughHosts: If there is no host, or a host to which layers are locked is missing.
     """
     context = _with_texts(context, options.worker_bytes + options.text_bytes)
+    if options.workload.is_exact:
+        context = _in_one_kind(context)
     placed = _placed(model, context, options)
     sizes = StageSizes(model, options.workload)
     chosen: ContextChoice | None = None
@@ -253,14 +273,16 @@ def dry_run(
     predicted = None
     if timings is not None:
         if context.links.knows([context.head, *(stage.host for stage in placed.stages)]):
+            capacities = {host.capacity.name: host.capacity for host in context.hosts}
             predicted = forecast(
                 [
-                    StageForecast(stage.host, timing)
+                    StageForecast(stage.host, timing, position_ms(sizes, stage, capacities[stage.host]))
                     for stage, timing in zip(placed.stages, timings, strict=True)
                 ],
                 context.head,
                 context.links.hop_ms,
                 prompt_tokens=options.prompt_tokens,
+                most_positions=sizes.workload.ctx_size,
             )
         else:
             basis = "no prediction: not every link could be measured; `mesh bench net` shows why"
@@ -276,7 +298,29 @@ def dry_run(
         worker_bytes=options.worker_bytes,
         text_bytes=options.text_bytes,
         context=chosen,
+        q8_0_cache_bytes=_q8_0_cache_bytes(sizes, placed, context),
     )
+
+
+# Of the memory of a plan; below it the choice of the format hardly matters.
+_LARGE_CACHE_SHARE: Final = 0.25
+
+
+def _q8_0_cache_bytes(sizes: StageSizes, placed: Plan, context: PlanningContext) -> int | None:
+    """KV caches in q8_0, where they need less memory and no more time."""
+    is_slow = any(
+        host.capacity.attention_version == 0
+        for host in context.hosts
+        if host.capacity.name in {stage.host for stage in placed.stages}
+    )
+    is_small = KV_TYPES[sizes.workload.kv_type].is_quantised
+    if is_slow or is_small or not fits_heads(KV_TYPES["q8_0"], sizes.model.head_widths):
+        return None
+    caches = sum(stage.memory.cache_bytes for stage in placed.stages)
+    if caches < _LARGE_CACHE_SHARE * sum(stage.memory.total_bytes for stage in placed.stages):
+        return None
+    smaller = replace(sizes, workload=replace(sizes.workload, kv_type="q8_0"))
+    return sum(smaller.cache_bytes(stage.layers) for stage in placed.stages)
 
 
 def _with_texts(context: PlanningContext, text_bytes: int) -> PlanningContext:
@@ -287,6 +331,15 @@ def _with_texts(context: PlanningContext, text_bytes: int) -> PlanningContext:
         else host
         for host in context.hosts
     ]
+    return replace(context, hosts=tuple(hosts))
+
+
+def _in_one_kind(context: PlanningContext) -> PlanningContext:
+    """The same hosts, without room where attention is computed otherwise than on most."""
+    present = [host for host in context.hosts if not host.absent]
+    kept = in_one_kind([host.capacity for host in present])
+    found = {capacity.name: capacity for capacity in kept}
+    hosts = [replace(host, capacity=found.get(host.capacity.name, host.capacity)) for host in context.hosts]
     return replace(context, hosts=tuple(hosts))
 
 

@@ -130,7 +130,8 @@ def hosts_on_paper(hosts: Sequence[KnownHost], links: Links, facts: HostFacts) -
     Args:
         hosts: At least one.
         links: Links between them.
-        facts: Facts of this host, where stages are timed; results are scaled by the memory read speed.
+        facts: Facts of this host, where stages are timed; results are scaled by the memory read speed. The
+            others compute attention as it does.
     """
     speeds = {host.capacity.name: host.capacity.speed_gb_per_s for host in hosts}
 
@@ -145,8 +146,12 @@ def hosts_on_paper(hosts: Sequence[KnownHost], links: Links, facts: HostFacts) -
             for host, profile in _profile_here(here).items()
         }
 
+    alike = [
+        replace(host, capacity=replace(host.capacity, attention_version=facts.attention_version))
+        for host in hosts
+    ]
     return PlanningContext(
-        hosts=tuple(hosts),
+        hosts=tuple(alike),
         head=hosts[0].capacity.name,
         links=links,
         timer=timer,
@@ -239,6 +244,7 @@ def _running_host(fields: Mapping[str, Any]) -> KnownHost:
         gpus=tuple(Gpu(**gpu) for gpu in fields["gpus"]),
         gpu_layers=parse_gpu_layers(fields["gpu_layers"]),
         cpu_moe_layers=parse_gpu_layers(fields["cpu_moe_layers"]),
+        attention_version=fields["attention_version"],
     )
     return KnownHost(capacity, fields["threads"], absent)
 

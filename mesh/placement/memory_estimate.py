@@ -162,6 +162,10 @@ class StageSizes:
         state_bytes = state * _F32_BYTES * self.workload.num_states
         return KV_TYPES[self.workload.kv_type].num_bytes(width) * self._num_cells + state_bytes
 
+    def position_values(self, layers: LayerRange) -> int:
+        """Numbers of K and V that a row reads for each position before it, where no window hides them."""
+        return self._width_sums[layers.stop] - self._width_sums[layers.start]
+
     def total_bytes(self, starts: Bytes, stops: Bytes) -> Bytes:
         """Memory of many stages on a host without GPUs, as `memory` gives it for one; arrays of int64.
 

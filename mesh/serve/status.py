@@ -207,6 +207,7 @@ def _host_as_dict(member: Member, copies: list[str], transfer: Transfer, held_by
         "llama_cpp": facts.versions.llama_cpp,
         # What computes attention on its processor.
         "attention": attention_name(facts.attention_version),
+        "attention_version": facts.attention_version,
         "platform": facts.versions.platform,
         "port_range": None if member.port_range is None else str(member.port_range),
     }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mesh.cluster.host_facts import HostFacts, read_versions
-from mesh.forecast.dry_run import DryRun, DryRunOptions, KnownHost, dry_run
+from mesh.forecast.dry_run import DryRun, DryRunOptions, KnownHost, PlanningContext, dry_run
 from mesh.forecast.hypothetical_hosts import equal_links, hosts_on_paper
 from mesh.placement.host_capacity import HostCapacity
 from mesh.placement.memory_estimate import StageSizes, Workload
@@ -41,14 +41,21 @@ def text_bytes(path: Path, num_tokens: int) -> int:
     return NUM_WORKERS * vocabulary_bytes(grown)
 
 
-def planned(path: Path, *memory_mib: int, texts: int, num_stages: int | None = None) -> DryRun:
+def planned(
+    path: Path,
+    *memory_mib: int,
+    texts: int,
+    num_stages: int | None = None,
+    workload: Workload = WORKLOAD,
+    attention_version: int = 116,
+) -> DryRun:
     """A plan for hosts `a`, the head, `b` and so on."""
     hosts = [
         KnownHost(HostCapacity(name, memory * MIB, 20.0), 1)
         for name, memory in zip("abc", memory_mib, strict=False)
     ]
-    facts = HostFacts(10_000 * MIB, 1, 20.0, read_versions())
-    options = DryRunOptions(WORKLOAD, WORKERS_BYTES, texts, num_stages=num_stages, is_timed=False)
+    facts = HostFacts(10_000 * MIB, 1, 20.0, read_versions(), attention_version=attention_version)
+    options = DryRunOptions(workload, WORKERS_BYTES, texts, num_stages=num_stages, is_timed=False)
     return dry_run(
         read_source(path),
         read_model_facts(path),
@@ -81,3 +88,32 @@ def test_a_head_on_a_small_machine_holds_nothing_that_does_not_fit(tiny: Path) -
     # Another host with as much has room for it.
     found = planned(tiny, enough_mib - 2, enough_mib - 2, texts=texts)
     assert [stage.host for stage in found.plan.stages] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("ctx_size", "kv_type", "attention_version"),
+    [(100_000, "f16", 116), (100_000, "f16", 0), (100_000, "q8_0", 116), (256, "f16", 116)],
+)
+def test_large_caches_are_advised_to_be_smaller(
+    tmp_path: Path, ctx_size: int, kv_type: str, attention_version: int
+) -> None:
+    path = TinyModel("llama", n_embd=128, head_size=32).write(tmp_path / "wide.gguf")
+    workload = Workload(ctx_size, 2, kv_type)
+    found = planned(path, 4000, texts=0, workload=workload, attention_version=attention_version)
+    if (ctx_size, kv_type, attention_version) == (100_000, "f16", 116):
+        held = sum(stage.memory.cache_bytes for stage in found.plan.stages)
+        assert found.q8_0_cache_bytes == pytest.approx(held * 34 / 64, rel=0.01)
+    else:
+        assert found.q8_0_cache_bytes is None
+
+
+def test_in_exact_mode_hosts_of_another_kind_are_left_out(tiny: Path) -> None:
+    capacities = [HostCapacity(name, 2000 * MIB, 20.0, attention_version=116) for name in "ab"]
+    capacities.append(HostCapacity("c", 3000 * MIB, 20.0))
+    hosts = tuple(KnownHost(capacity, 1) for capacity in capacities)
+    links = equal_links(hosts, 1.0)
+    context = PlanningContext(hosts, "a", links, lambda _wanted: {}, "")
+    options = DryRunOptions(replace(WORKLOAD, is_exact=True), 0, 0, num_stages=2, is_timed=False)
+    found = dry_run(read_source(tiny), read_model_facts(tiny), context, options)
+    assert {stage.host for stage in found.plan.stages} == {"a", "b"}
+    assert found.left_out == {"c": "kept apart: --exact, and attention is computed by ggml there"}
