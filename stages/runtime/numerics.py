@@ -5,13 +5,13 @@ from the same token decoded alone. On a CPU, bit equality for every batch of few
 these: flash attention on, no repacked weights, the tiled matrix product off (`GGML_CPU_TILED_MM=0`), no
 lone row of ggml's own attention when several threads run (over 512 or more cached positions it is split by
 threads; `stages/attention/` sums in the same order for any number of them), a cache of its own for each
-sequence (in a shared one a sequence also gets cells that another has freed, and attention sums in the order
-of cells, not of positions), and, for F16 and BF16 weights, a build without llamafile kernels.
+sequence (in a shared one a sequence also gets cells that another has freed, and either attention sums in the
+order of cells, not of positions), and, for F16 and BF16 weights, a build without llamafile kernels.
 
-In `fast` mode sequences have caches of their own, too, unless there is a GPU. In a shared one attention
-visits the cells of all sequences, idle ones included. On one CPU thread, with eight slots that held 1024
-positions each, a stage of ten layers then took 1.5 times as long for a token, and 2.7 times as long for a
-prefill chunk. The cost of separate caches, a decode for each run of slots with as many rows instead of one
+In `fast` mode sequences have caches of their own, too, unless there is a GPU. In a shared one ggml's
+attention visits the cells of all sequences, idle ones included. On one CPU thread, with eight slots that held
+1024 positions each, a stage of ten layers then took 1.5 times as long for a token, and 2.7 times as long for
+a prefill chunk. The cost of separate caches, a decode for each run of slots with as many rows instead of one
 for all, was less. A GPU reads all weights for every decode, so there one decode should count for more; that
 is not measured.
 """

@@ -307,13 +307,15 @@ def second_turn(bed: LoadTestBed, *, rounds: int, seed: int) -> Line:
 
 @dataclass(frozen=True)
 class _Behind:
-    """Second turns of chats that all begin with a long message: what a token takes there.
+    """Chats that all begin with a long message at once: how it is read, and what tokens take behind it.
 
     Attributes:
+        read_per_s: Tokens of the long messages, until the last chat's first token.
         ttft_ms: From the second question to its first token; the longest of all chats.
         tokens_per_s: Of all chats together, behind their first tokens.
     """
 
+    read_per_s: float
     ttft_ms: float
     tokens_per_s: float
 
@@ -322,6 +324,8 @@ def _behind(ask: Callable[..., Outcome], scripts: Sequence[Script], fields: Mapp
     count = len(scripts)
     first = ask(scripts, num_at_once=count, timeout_s=_CONTEXT_TIMEOUT_S)
     require_all(first)
+    num_read = sum(one.record.num_input_tokens or 0 for one in first.answers)
+    read_ms = max(one.record.ttft_ms for one in first.answers)
     said = {one.record.prompt_id: one.text for one in first.answers}
     bodies = tuple((script.body(1, [said[prompt_id(script.id, 0)]], fields).decode(),) for script in scripts)
     second = ask(scripts, bodies=bodies, num_at_once=count, timeout_s=_CONTEXT_TIMEOUT_S)
@@ -329,7 +333,9 @@ def _behind(ask: Callable[..., Outcome], scripts: Sequence[Script], fields: Mapp
     records = [one.record for one in second.answers]
     begun_s, ended_s = max(one.parts_s[0] for one in records), min(one.parts_s[-1] for one in records)
     within = [sum(begun_s < part_s <= ended_s for part_s in one.parts_s) for one in records]
-    return _Behind(max(one.ttft_ms for one in records), sum(within) / (ended_s - begun_s))
+    return _Behind(
+        1e3 * num_read / read_ms, max(one.ttft_ms for one in records), sum(within) / (ended_s - begun_s)
+    )
 
 
 def behind_contexts(
@@ -337,9 +343,9 @@ def behind_contexts(
 ) -> list[Line]:
     """Tokens behind long prompts, of one chat and of several at once.
 
-    Each chat begins with a long message and a short answer. Measured is its second turn, whose prompt is
-    held: the time to its first token, and tokens per second while all chats decode. Several at once are
-    measured behind prompts of up to 4,000 words: longer ones take many minutes to compute.
+    Each chat begins with a long message and a short answer. Measured are how fast it is read, and the second
+    turn, whose prompt is held: the time to its first token, and tokens per second while all chats decode.
+    Several at once are measured behind prompts of up to 4,000 words: longer ones take many minutes.
 
     Args:
         bed: Where.
@@ -384,30 +390,22 @@ def _long_chats(num_words: int, count: int, seed: int) -> list[Script]:
 
 
 def _context_lines(title: str, ours: Sequence[_Behind], theirs: Sequence[_Behind]) -> list[Line]:
-    rate, ttft = f"tokens/s of {title}", f"time to first token of a second turn, {title}"
-    if not theirs:
-        rates, ttfts_ms = [each.tokens_per_s for each in ours], [each.ttft_ms for each in ours]
-        return [
-            Line(rate, median(rates), None, note=_figures(rates)),
-            Line(f"{ttft}, ms", median(ttfts_ms), None, note=_figures(ttfts_ms)),
-        ]
-    pairs = list(zip(ours, theirs, strict=True))
-    return [
-        Line(
-            f"{rate}, over llama.cpp RPC",
-            median(our.tokens_per_s / their.tokens_per_s for our, their in pairs),
-            None,
-            note="; ".join(
-                f"{our.tokens_per_s:.1f} against {their.tokens_per_s:.1f}" for our, their in pairs
-            ),
-        ),
-        Line(
-            f"{ttft}, of llama.cpp RPC's",
-            median(our.ttft_ms / their.ttft_ms for our, their in pairs),
-            None,
-            note="; ".join(f"{our.ttft_ms:.0f} against {their.ttft_ms:.0f} ms" for our, their in pairs),
-        ),
-    ]
+    kinds: tuple[tuple[str, Callable[[_Behind], float]], ...] = (
+        (f"prefill tokens/s of {title}", lambda each: each.read_per_s),
+        (f"tokens/s of {title}", lambda each: each.tokens_per_s),
+        (f"time to first token of a second turn, ms, {title}", lambda each: each.ttft_ms),
+    )
+    lines = []
+    for name, value in kinds:
+        if theirs:
+            pairs = [(value(our), value(their)) for our, their in zip(ours, theirs, strict=True)]
+            note = "; ".join(f"{our:.1f} against {their:.1f}" for our, their in pairs)
+            share = median(our / their for our, their in pairs)
+            lines.append(Line(f"{name}, over llama.cpp RPC", share, None, note=note))
+        else:
+            values = list(map(value, ours))
+            lines.append(Line(name, median(values), None, note=_figures(values)))
+    return lines
 
 
 def decode_beside_prefill(bed: LoadTestBed, *, rounds: int, seed: int) -> Line:
