@@ -35,10 +35,16 @@ if TYPE_CHECKING:
     from mesh.lab.systems import StageTimes
 
 
-# What the mesh computes with: repacked weights where llama.cpp has such kernels, or what its RPC server uses.
+# What the mesh computes with: repacked weights where llama.cpp has such kernels, and spanmesh's for
+# attention; or what llama.cpp's RPC server uses.
 Kernels: TypeAlias = Literal["as users run it", "with the peer's kernels"]
 OWN: Final[Kernels] = "as users run it"
 PEERS: Final[Kernels] = "with the peer's kernels"
+
+
+def environment_for(kernels: Kernels) -> dict[str, str]:
+    """Variables with which a program computes attention by these kernels."""
+    return {"SPANMESH_ATTENTION": "ggml"} if kernels == PEERS else {}
 
 
 @dataclass(frozen=True)
@@ -263,6 +269,7 @@ class Contest:
             num_threads=settings.num_threads,
             split=even_split(facts.n_layers, self._lab.num_hosts - 1),
             options=["--speculate", "off", *sizes, *numerics],
+            env=None if settings.exact else environment_for(kernels),
         )
         log.info("starting", system=f"{mesh.name} {kernels}")
         self._lab.set_delay_ms(0)
@@ -358,7 +365,7 @@ class Contest:
         argv = module_command("mesh.bench.local_decode", str(settings.model))
         argv += ["--tokens", str(settings.num_tokens), "--threads", str(settings.num_threads)]
         argv += ["--exact"] * settings.exact + ["--no-repack"] * (kernels == PEERS)
-        done = self._lab.exec(0, argv)
+        done = self._lab.exec(0, argv, env=None if settings.exact else environment_for(kernels))
         if done.returncode != 0:
             raise MeshError(f"the model in one process: {done.stderr.strip()}")
         return float(done.stdout)

@@ -48,11 +48,17 @@ while True:
 
 
 def start_logged(
-    lab: Lab, host: int, argv: Sequence[str], log: Path, *, is_again: bool = False
+    lab: Lab,
+    host: int,
+    argv: Sequence[str],
+    log: Path,
+    *,
+    is_again: bool = False,
+    env: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a program on a host with all its output in a file; `is_again` keeps what the file holds."""
     with log.open("ab" if is_again else "wb") as output:
-        return lab.run(host, argv, stdout=output, stderr=output)
+        return lab.run(host, argv, stdout=output, stderr=output, env=env)
 
 
 def wait_healthy(
@@ -323,6 +329,7 @@ class MeshSystem:
         join_options_of: Further ones of single hosts.
         api_key: API key, or None for an open API.
         addresses: Addresses that the hosts advertise, by default those of the lab.
+        env: Variables besides the inherited ones.
     """
 
     name = "mesh"
@@ -345,6 +352,7 @@ class MeshSystem:
         join_options_of: Mapping[int, Sequence[str]] | None = None,
         api_key: str | None = None,
         addresses: Sequence[str] | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self._lab = lab
         self._addresses = addresses or [lab.address(host) for host in range(lab.num_hosts)]
@@ -363,6 +371,7 @@ class MeshSystem:
             # Benchmarks use one key for many concurrent answers.
             add_key(key_path, KeyRecord("bench", digest_of(api_key), max_concurrent=_ANSWERS_AT_ONCE))
             self._options += ["--api-key-file", str(key_path)]
+        self._env = env
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self.token_path = logs / "join-token"
 
@@ -495,6 +504,7 @@ class MeshSystem:
 
     def _launch(self, host: int, arguments: list[str]) -> subprocess.Popen[bytes]:
         is_again = host in self._processes
-        process = start_logged(self._lab, host, [COMMAND, *arguments], self.log(host), is_again=is_again)
+        argv, log = [COMMAND, *arguments], self.log(host)
+        process = start_logged(self._lab, host, argv, log, is_again=is_again, env=self._env)
         self._processes[host] = process
         return process

@@ -27,6 +27,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 
 namespace {
@@ -34,7 +35,13 @@ namespace {
 // Another number for each change that changes bits.
 constexpr int OPERATIONS_VERSION = 1;
 
-std::atomic<bool> is_enabled_now{true};
+// For comparisons, and a way out.
+bool is_left_to_ggml() {
+    const char * wanted = std::getenv("SPANMESH_ATTENTION");
+    return wanted != nullptr && std::strcmp(wanted, "ggml") == 0;
+}
+
+std::atomic<bool> is_enabled_now{!is_left_to_ggml()};
 
 // Memory of a thread, kept for its next operation.
 class Scratch {

@@ -17,7 +17,8 @@ void attention_rows(const struct ggml_compute_params * params, struct ggml_tenso
 // bits. 0 where ggml's own kernel runs.
 GGML_BACKEND_API int attention_rows_version(void);
 
-// For tests: 0 lets ggml's own kernel compute everything, 1 is how it begins. Not while a graph is computed.
+// For tests: 0 lets ggml's own kernel compute everything. Not while a graph is computed. It begins with 1, and with
+// 0 where the environment has SPANMESH_ATTENTION=ggml.
 GGML_BACKEND_API void attention_rows_enable(int is_enabled);
 
 #ifdef __cplusplus

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
+from mesh.bench.paired_systems import PEERS, environment_for
 from mesh.lab.host import Companion
 from mesh.util.child_environment import module_command
 from mesh.util.logs import set_up_logs
@@ -63,7 +64,7 @@ def compute_limit(
         prompt_tokens: Of each.
         answer_tokens: Of each.
         exact: Numeric mode.
-        repacks: Whether weights may be repacked for faster kernels.
+        repacks: Whether weights may be repacked for faster kernels, and attention computed by spanmesh's.
 
     Returns:
         By the number of sessions in a batch.
@@ -74,7 +75,9 @@ def compute_limit(
     num_stages = len(edges) - 1
     num_workers = min(num_usable(), num_stages)
     sizes = {ceil(num_sessions / num_stages), ceil(num_sessions / num_workers)}
-    argv = module_command("mesh.bench.stress.compute_limit", str(model))
+    variables = {} if repacks else environment_for(PEERS)
+    argv = ["env", *(f"{name}={value}" for name, value in variables.items())]
+    argv += module_command("mesh.bench.stress.compute_limit", str(model))
     argv += ["--edges", ",".join(map(str, edges))]
     argv += ["--prompt-tokens", str(prompt_tokens), "--answer-tokens", str(answer_tokens)]
     argv += ["--exact"] * exact + ["--no-repack"] * (not repacks)

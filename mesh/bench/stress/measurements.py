@@ -321,15 +321,20 @@ class _Behind:
 
 
 def _behind(ask: Callable[..., Outcome], scripts: Sequence[Script], fields: Mapping[str, Any]) -> _Behind:
-    count = len(scripts)
-    first = ask(scripts, num_at_once=count, timeout_s=_CONTEXT_TIMEOUT_S)
-    require_all(first)
+    # Otherwise the peer keeps no prompt.
+    kept = {name: value for name, value in fields.items() if name != "cache_prompt"}
+
+    def answered(turn: int, said: Mapping[str, str]) -> Outcome:
+        bodies = tuple((script.body(turn, [said[script.id]] * turn, kept).decode(),) for script in scripts)
+        outcome = ask(scripts, bodies=bodies, num_at_once=len(scripts), timeout_s=_CONTEXT_TIMEOUT_S)
+        require_all(outcome)
+        return outcome
+
+    first = answered(0, {script.id: "" for script in scripts})
     num_read = sum(one.record.num_input_tokens or 0 for one in first.answers)
     read_ms = max(one.record.ttft_ms for one in first.answers)
-    said = {one.record.prompt_id: one.text for one in first.answers}
-    bodies = tuple((script.body(1, [said[prompt_id(script.id, 0)]], fields).decode(),) for script in scripts)
-    second = ask(scripts, bodies=bodies, num_at_once=count, timeout_s=_CONTEXT_TIMEOUT_S)
-    require_all(second)
+    texts = {one.record.prompt_id: one.text for one in first.answers}
+    second = answered(1, {script.id: texts[prompt_id(script.id, 0)] for script in scripts})
     records = [one.record for one in second.answers]
     begun_s, ended_s = max(one.parts_s[0] for one in records), min(one.parts_s[-1] for one in records)
     within = [sum(begun_s < part_s <= ended_s for part_s in one.parts_s) for one in records]

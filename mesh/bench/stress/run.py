@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
 from mesh.api.api_keys import KeyRecord, add_key, digest_of
-from mesh.bench.paired_systems import OWN, PEERS, even_split
+from mesh.bench.paired_systems import OWN, PEERS, environment_for, even_split
 from mesh.bench.shared_options import logs_folder
 from mesh.bench.stress import measurements
 from mesh.bench.stress.client_process import LoadClient
@@ -226,4 +226,5 @@ def _mesh(
         num_threads=options.num_threads,
         split=even_split(facts.n_layers, options.num_stages),
         options=[*serve, *["--exact"] * options.exact, *options.serve_options],
+        env=environment_for(kernels),
     )

@@ -1,6 +1,7 @@
 """The attention kernel in the build of llama.cpp: it runs, and its numbers depend on a row alone."""
 
 import ctypes
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 import stages
 from mesh.lab.llama_cpp_build import unpacked_source
+from mesh.util.child_environment import module_command
 from stages.runtime.kernels import attention_name, attention_version, loaded_kernels
 from stages.runtime.llama_libraries import library_folder
 from stages.runtime.numerics import numerics_for
@@ -94,6 +96,23 @@ def test_without_the_kernel_s_symbols_it_is_ggml_s() -> None:
         "spanmesh 1, 512 bits",
         "spanmesh 2, 256 bits",
     ]
+
+
+@pytest.mark.parametrize(("wanted", "is_own"), [("ggml", False), ("", True)])
+def test_the_environment_may_leave_attention_to_ggml(
+    kernels: ctypes.CDLL,
+    wanted: str,
+    is_own: bool,  # noqa: FBT001 - of the test
+) -> None:
+    done = subprocess.run(
+        module_command("stages.host.processor_fit"),
+        env={**os.environ, "SPANMESH_ATTENTION": wanted},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    version = int(done.stdout.splitlines()[1])
+    assert version == (attention_version(kernels) if is_own else 0)
 
 
 @pytest.fixture(scope="module")
