@@ -13,6 +13,7 @@ from itertools import pairwise
 from math import ceil
 from typing import TYPE_CHECKING, Any, Final
 
+from mesh.placement.gpu_layers import SLOWEST_GB_PER_S
 from stages.host.profile_request import StageTiming
 from stages.layers import LayerRange
 
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 # coordinator: queues, messages, event loops, the answer's way to the client. An estimate; `python -m
 # mesh.qualification.forecast_accuracy` measures it.
 HANDLING_MS: Final = 0.7
-# Avoids a division by zero after a failed measurement.
-_SLOWEST_GB_PER_S: Final = 0.01
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,7 @@ def position_ms(sizes: StageSizes, stage: StagePlacement, host: HostCapacity) ->
     on_gpus = sum(share.num_layers for share in stage.memory.gpus)
     share = 1 - on_gpus / (stage.layers.stop - stage.layers.start)
     speed = host.speed_gb_per_s * _READING_SHARE[host.attention_version > 0]
-    return share * sizes.position_values(stage.layers) * _F16_BYTES / max(speed, _SLOWEST_GB_PER_S) / 1e6
+    return share * sizes.position_values(stage.layers) * _F16_BYTES / max(speed, SLOWEST_GB_PER_S) / 1e6
 
 
 # A stage is timed as it is if its weights are no more than some hundreds of MB. Of a larger one a part is

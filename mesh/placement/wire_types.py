@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
+from mesh.placement.gpu_layers import SLOWEST_GB_PER_S
 from stages.transport.hidden_codec import HiddenType
 
 if TYPE_CHECKING:
@@ -100,9 +101,6 @@ def _choice(source: str, target: str, compute_ms: float, n_embd: int, rate: floa
 # Hidden states travel as float32 unless the operator chooses otherwise.
 HIDDEN_VALUE_BYTES: Final = 4
 
-# Avoids a division by zero after a failed measurement.
-_SLOWEST_GB_PER_S: Final = 0.01
-
 
 def planned_wires(
     plan: Plan, sizes: StageSizes, speeds_gb_per_s: Mapping[str, float], links: Links
@@ -123,7 +121,7 @@ def planned_wires(
         One for each stage; None for the tail, between stages of one host, and where nothing was measured.
     """
     compute_ms = [
-        sizes.read_bytes(stage.layers) / max(speeds_gb_per_s.get(stage.host, 0.0), _SLOWEST_GB_PER_S) / 1e6
+        sizes.read_bytes(stage.layers) / max(speeds_gb_per_s.get(stage.host, 0.0), SLOWEST_GB_PER_S) / 1e6
         for stage in plan.stages
     ]
     rates = {(link.source, link.target): link.bytes_per_s for link in links.links}
