@@ -337,6 +337,10 @@ def _behind(ask: Callable[..., Outcome], scripts: Sequence[Script], fields: Mapp
     second = answered(1, {script.id: texts[prompt_id(script.id, 0)] for script in scripts})
     records = [one.record for one in second.answers]
     begun_s, ended_s = max(one.parts_s[0] for one in records), min(one.parts_s[-1] for one in records)
+    if begun_s >= ended_s:
+        raise MeshError(
+            f"of {len(scripts)} chats one had ended when the last one began to answer: no rate of all"
+        )
     within = [sum(begun_s < part_s <= ended_s for part_s in one.parts_s) for one in records]
     return _Behind(
         1e3 * num_read / read_ms, max(one.ttft_ms for one in records), sum(within) / (ended_s - begun_s)
@@ -362,6 +366,9 @@ def behind_contexts(
 
     Returns:
         Rates, over the peer's if there is one.
+
+    Raises:
+        MeshError: If a request failed, or the chats did not all decode at the same time.
     """
     most = int((bed.ctx_size - _CONTEXT_TOKENS) / WORD_TOKENS)
     fitting = [words for words in contexts if words <= most]
