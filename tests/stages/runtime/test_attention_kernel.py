@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import secrets
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -142,8 +143,9 @@ def program(kernels: ctypes.CDLL, tmp_path_factory: pytest.TempPathFactory) -> P
 )
 def test_random_operations(program: Path, mode: str, num_cases: int) -> None:
     """A row among others equals the row alone; sums are near those of float64."""
-    done = subprocess.run([program, mode, str(num_cases), "11"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    argv = [str(program), mode, str(num_cases), str(secrets.randbelow(2**31))]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{argv}\n{done.stdout}{done.stderr}"
 
 
 @pytest.fixture
