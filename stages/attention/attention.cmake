@@ -19,6 +19,9 @@ function(find_missing_of_attention missing)
       "ops.h|void ${symbol}\\("
       "ops.cpp|void ${symbol}\\("
       "ggml-cpu-impl.h|ggml_threadpool_chunk_add"
+      "ggml-cpu-impl.h|ggml_threadpool_chunk_set"
+      "ggml-cpu-impl.h|ggml_barrier"
+      "ggml-cpu-impl.h|use_ref"
       "simd-mappings.h|GGML_CPU_FP16_TO_FP32"
       "../ggml-impl.h|ggml_aligned_malloc")
   foreach(need IN LISTS needs)
@@ -55,6 +58,10 @@ endfunction()
 
 function(add_attention)
   find_missing_of_attention(missing)
+  if(NOT missing STREQUAL "")
+    leave_attention_to_ggml("${missing}")
+    return()
+  endif()
   get_property(targets DIRECTORY "${PROJECT_SOURCE_DIR}/src" PROPERTY BUILDSYSTEM_TARGETS)
   set(libraries "")
   foreach(target IN LISTS targets)
@@ -64,11 +71,8 @@ function(add_attention)
       list(APPEND libraries ${target})
     endif()
   endforeach()
-  if(missing STREQUAL "" AND libraries STREQUAL "")
-    set(missing "there is no library ggml-cpu")
-  endif()
-  if(NOT missing STREQUAL "")
-    leave_attention_to_ggml("${missing}")
+  if(libraries STREQUAL "")
+    leave_attention_to_ggml("there is no library ggml-cpu")
     return()
   endif()
   list(GET libraries 0 first)

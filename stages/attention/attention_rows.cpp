@@ -73,7 +73,6 @@ thread_local Scratch own_scratch;
 thread_local Scratch parts_scratch;  // of the first thread, for all
 
 constexpr int64_t TASKS_PER_THREAD = 4;  // threads that are held up leave tasks to others
-constexpr size_t MOST_KEPT_FLOATS = (size_t) 16 << 20;
 
 // One thread's share of an operation.
 class Share {
@@ -84,7 +83,7 @@ public:
           num_values_((int) operation.padded_value),
           part_floats_(Part::num_floats(num_values_)),
           num_queries_(operation.num_streams * operation.num_rows * operation.num_heads),
-          num_segments_(operation.num_segments()),
+          num_segments_(operation.num_segments),
           num_ranges_(choose_num_ranges()),
           range_segments_(divide_up(num_segments_, num_ranges_)) {
         const size_t unit_floats = padded(Unit::num_floats(operation));
@@ -113,8 +112,7 @@ private:
     // All threads choose alike.
     int64_t choose_num_ranges() const {
         const int64_t num_units = operation_.num_units(), wanted = TASKS_PER_THREAD * params_->nth;
-        const size_t kept_floats = (size_t) (num_queries_ * num_segments_) * part_floats_;
-        if (params_->nth == 1 || num_units >= wanted || kept_floats > MOST_KEPT_FLOATS) {
+        if (params_->nth == 1 || num_units >= wanted || !operation_.may_keep_parts()) {
             return 1;
         }
         return std::max<int64_t>(1, std::min(num_segments_, divide_up(wanted, num_units)));

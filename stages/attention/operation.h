@@ -5,6 +5,7 @@
 #include "parts.h"
 #include "scores.h"
 #include "sizes.h"
+#include "visible_cells.h"
 
 #include "ggml-cpu-impl.h"
 #include "ggml.h"
@@ -34,6 +35,7 @@ public:
         memcpy(&scale_, (const float *) result->op_params + 0, sizeof scale_);
         memcpy(&max_bias_, (const float *) result->op_params + 1, sizeof max_bias_);
         memcpy(&softcap_, (const float *) result->op_params + 2, sizeof softcap_);
+        num_segments = divide_up(num_threads > 1 ? most_visible_cells() : num_cells, SEGMENT_CELLS);
         cut(num_threads);
     }
 
@@ -75,7 +77,11 @@ public:
 
     int64_t num_units() const { return num_streams * kv_parts * head_parts * row_parts; }
 
-    int64_t num_segments() const { return divide_up(num_cells, SEGMENT_CELLS); }
+    // Whether threads may leave a part for each segment.
+    bool may_keep_parts() const {
+        const size_t num_parts = num_streams * num_rows * num_heads * num_segments;
+        return num_parts * Part::num_floats(padded_value) <= MOST_KEPT_FLOATS;
+    }
 
     int64_t queries_at_once() const { return kv_heads_at_once * heads_at_once * rows_at_once; }
 
@@ -83,24 +89,47 @@ public:
     ggml_tensor * result;
     int64_t num_rows, num_heads, num_streams, num_kv_heads, num_cells;
     int64_t padded_key, padded_value;
+    int64_t num_segments;  // of the row that sees most cells, or more than that
     int64_t heads_of_kv_head, heads_at_once, head_parts, rows_at_once, row_parts, kv_heads_at_once, kv_parts;
 
 private:
+    // A row of a cache of many sequences, or behind a sliding window, sees few of its cells.
+    int64_t most_visible_cells() const {
+        if (mask == nullptr || num_rows * num_streams > MOST_COUNTED_ROWS) {
+            return num_cells;
+        }
+        int64_t most = 1;
+        for (int64_t stream = 0; stream < mask->ne[3]; ++stream) {
+            for (int64_t head = 0; head < mask->ne[2]; ++head) {
+                for (int64_t row = 0; row < num_rows; ++row) {
+                    most = std::max(most, VisibleCells(mask_of(stream, head, row), num_cells).count());
+                }
+            }
+        }
+        return most;
+    }
+
     void cut(int num_threads) {
         heads_of_kv_head = num_heads / num_kv_heads;
         // If heads have masks of their own, each is computed for itself.
         const bool share_mask = mask == nullptr || mask->ne[2] == 1;
         heads_at_once = share_mask ? std::min<int64_t>(heads_of_kv_head, MOST_SHARING) : 1;
-        head_parts = divide_up(heads_of_kv_head, heads_at_once);
         rows_at_once = std::min<int64_t>({num_rows, MOST_ROWS, MOST_SHARING / heads_at_once});
-        row_parts = divide_up(num_rows, rows_at_once);
         kv_heads_at_once = share_mask ? std::min(num_kv_heads, MOST_QUERIES / (heads_at_once * rows_at_once)) : 1;
-        if (num_threads > 1) {
-            // Short caches have too few segments to give each thread some of all heads.
-            const int64_t num_tasks = num_streams * num_kv_heads * head_parts * row_parts * num_segments();
-            const int64_t most = num_tasks / (LEAST_TASKS_PER_THREAD * num_threads);
-            kv_heads_at_once = std::clamp<int64_t>(most, 1, kv_heads_at_once);
+        count_parts();
+        // What shares least is divided first.
+        const int64_t least_tasks = num_threads > 1 ? LEAST_TASKS_PER_THREAD * num_threads : 1;
+        for (int64_t * at_once : {&kv_heads_at_once, &rows_at_once, &heads_at_once}) {
+            while (*at_once > 1 && num_units() * (may_keep_parts() ? num_segments : 1) < least_tasks) {
+                *at_once = divide_up(*at_once, 2);
+                count_parts();
+            }
         }
+    }
+
+    void count_parts() {
+        head_parts = divide_up(heads_of_kv_head, heads_at_once);
+        row_parts = divide_up(num_rows, rows_at_once);
         kv_parts = divide_up(num_kv_heads, kv_heads_at_once);
     }
 

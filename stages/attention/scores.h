@@ -8,6 +8,7 @@
 #include "vectors.h"
 
 #include <cmath>
+#include <limits>
 
 namespace {
 
@@ -47,7 +48,8 @@ inline float largest(const float * numbers, int count) {
     for (int place = 0; place < count; place += WIDTH) {
         tops = larger(tops, load(numbers + place));
     }
-    float lanes[WIDTH], top = -INFINITY;
+    // Scores of minus infinity alone are a part of no cells.
+    float lanes[WIDTH], top = -std::numeric_limits<float>::max();
     store(lanes, tops);
     for (float lane : lanes) {
         top = lane > top ? lane : top;

@@ -16,6 +16,8 @@ constexpr int MOST_SHARING = 32;       // rows times heads that read the same KV
 constexpr int MOST_QUERIES = 64;       // of all KV heads that are computed together
 constexpr int LIST_CELLS = SEGMENT_CELLS + 2 * MOST_ROWS;  // cells of rows that are computed together
 constexpr int LEAST_TASKS_PER_THREAD = 2;
+constexpr int MOST_COUNTED_ROWS = 64;  // whose visible cells are counted ahead: reading their masks must cost little
+constexpr size_t MOST_KEPT_FLOATS = (size_t) 16 << 20;  // of parts that threads leave to be merged
 constexpr int VALUE_CELLS = 32;        // whose V is made float at once
 constexpr int CELLS_AHEAD = 32;        // from the cell that is scored to the one that is fetched
 

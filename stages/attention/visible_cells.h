@@ -43,6 +43,15 @@ public:
         }
     }
 
+    // How many there are from here on.
+    int64_t count() const {
+        int64_t visible = num_cells_ - next_;
+        for (int64_t cell = next_; mask_ != nullptr && cell < num_cells_; ++cell) {
+            visible -= mask_[cell] == HIDDEN;
+        }
+        return visible;
+    }
+
 private:
     static constexpr int BLOCK = 32;
     static constexpr ggml_fp16_t HIDDEN = 0xfc00;  // minus infinity
