@@ -185,6 +185,7 @@ def test_the_build_adds_it_to_ggml_as_it_is(ggml: Path) -> None:
         ("ggml-cpu.c", "ggml_compute_forward_flash_attn_ext(", "ggml_attend(", "ggml-cpu.c lacks"),
         ("ops.cpp", "void ggml_compute_forward_flash_attn_ext(", "void ggml_attend(", "ops.cpp lacks"),
         ("simd-mappings.h", "GGML_CPU_FP16_TO_FP32", "GGML_TO_FP32", "simd-mappings.h lacks"),
+        ("ggml-cpu-impl.h", "use_ref", "is_reference", "ggml-cpu-impl.h lacks"),
     ],
 )
 def test_where_the_sources_have_moved_the_build_goes_on_with_ggml_s(

@@ -143,12 +143,33 @@ void fill_with_masks(Problem & problem) {
     }
 }
 
+// Scores of minus infinity for some cells: for a whole segment of them if a row sees all. No row of any view sees one
+// of these cells first, where ggml's kernel gives what is no number.
+void fill_with_endless_scores(Problem & problem) {
+    const int first = 256, end = 560;
+    const bool has_infinity = ggml_blck_size(problem.key_type) == 1;
+    if (problem.are_values_in_keys || !has_infinity || problem.num_cells < 2 * end) {
+        return;
+    }
+    for (size_t place = 0; place < problem.queries.size(); place += problem.key_size) {
+        problem.queries[place] = 1.0f;
+    }
+    for (int stream = 0; stream < problem.num_streams; ++stream) {
+        for (size_t row = problem.cell_at(stream, first); row < problem.cell_at(stream, end); ++row) {
+            problem.keys[row * problem.key_size] = -INFINITY;
+        }
+    }
+}
+
 Problem random_problem() {
     Problem problem = random_shape();
     problem.num_rows = one_of({1, 1, 2, 3, 5, 8, 17, 33, 63, 130});
     problem.num_streams = one_of({1, 1, 1, 2});
     problem.num_cells = bounded_cells(problem, between(1, one_in(2) ? 300 : 3000));
     fill_with_numbers(problem);
+    if (one_in(2)) {
+        fill_with_endless_scores(problem);
+    }
     fill_with_masks(problem);
     return problem;
 }
