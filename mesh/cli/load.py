@@ -104,16 +104,17 @@ def load(
 def _watched(head: str, key: str | None, order: Mapping[str, Any]) -> dict[str, Any]:
     """Answer of the head; prints the phases meanwhile."""
     import threading  # noqa: PLC0415 - keeps --help quick
+    from concurrent.futures import Future  # noqa: PLC0415
 
-    outcome: list[dict[str, Any] | MeshError] = []
+    answer: Future[dict[str, Any]] = Future()
 
     def ask() -> None:
         try:
-            outcome.append(
+            answer.set_result(
                 ask_head(f"{head}/mesh/load", key, method="POST", body=order, timeout_s=_LOAD_TIMEOUT_S)
             )
-        except MeshError as error:
-            outcome.append(error)
+        except Exception as error:  # noqa: BLE001 - raised below, whatever it is
+            answer.set_exception(error)
 
     # Ctrl-C does not wait for the thread.
     asking = threading.Thread(target=ask, daemon=True)
@@ -125,10 +126,7 @@ def _watched(head: str, key: str | None, order: Mapping[str, Any]) -> dict[str, 
         if phase and phase != said:
             said = phase
             say(f"{name}: {phase}", err=True)
-    (found,) = outcome
-    if isinstance(found, MeshError):
-        raise found
-    return found
+    return answer.result()
 
 
 def _phase(head: str, key: str | None, name: str) -> str:

@@ -222,3 +222,16 @@ def test_what_a_server_says_controls_no_terminal(capsys: pytest.CaptureFixture[s
     said = capsys.readouterr().err
     assert "error: no host \\u001b[2J\\u009b2J\\u202e\n" in said
     assert "\x1b" not in said
+
+
+def test_a_head_that_is_no_url_is_named_whatever_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    for call in (
+        ["load", "x"],
+        ["unload", "x"],
+        ["drain", "b"],
+        ["evict", "b"],
+        ["status"],
+        ["top"],
+    ):
+        assert run([*call, "--url", "nonsense"]) == 2
+        assert "Error: Invalid value for --url: 'nonsense" in capsys.readouterr().err
