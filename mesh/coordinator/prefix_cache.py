@@ -27,7 +27,8 @@ class PrefixMatch:
         slot: Slot of the session.
         source_slot: Slot that holds the first tokens of its prompt.
         num_cached: Number of those tokens.
-        checkpoints: Positions of the checkpoints among them, in models with recurrent layers.
+        checkpoints: Positions of the checkpoints among them, in models with recurrent layers. Without the
+            end of what the source slot holds: it goes on there without one.
         fetch: Id of the fetch that has read them from disk, if no slot holds them; else 0.
         floor: Fewest positions to which a slot with this prefix can go back, besides 0.
         is_carried: Whether some of its rows may have been computed in another ring, by other hosts: then
@@ -116,6 +117,7 @@ class PrefixCache:
             self.forget(slot)
             return PrefixMatch(slot, slot, 0)
         points = self._cached[source].return_points if source in self._cached else ()
+        end = len(prefixes[source].tokens)
         if self._is_reused(source, num_cached, free):
             slot = source
         self.forget(slot)
@@ -123,7 +125,7 @@ class PrefixCache:
             slot,
             source,
             num_cached,
-            tuple(each for each in points if each <= num_cached),
+            tuple(each for each in points if each <= num_cached and each != end),
             floor=prefixes[source].floor,
             is_carried=prefixes[source].is_carried,
         )

@@ -191,7 +191,7 @@ class SlotMachine(RuleBasedStateMachine):
         is_followed=st.booleans(),
         is_calm=st.sampled_from([True, True, False]),
         has_disks=st.booleans(),
-        num_checkpoints=st.sampled_from([0, 0, 1, 2, 5]),
+        num_checkpoints=st.sampled_from([0, 0, 1, 1, 2, 5]),
         most_sent_rows=st.sampled_from([1000, 100, 40]),
     )
     def serve(
@@ -417,6 +417,9 @@ class SlotMachine(RuleBasedStateMachine):
             for index, stage in enumerate(self.ring.running):
                 held = stage.service._engine._slots._tokens.tokens(slot).tolist()
                 assert held[: len(believed)] == believed, f"slot {slot} of stage {index}"
+                runtime = stage.service._engine._slots._runtime
+                for point in cached.return_points:
+                    assert runtime.can_go_back(slot, point), f"slot {slot} of stage {index} to {point}"
 
     def teardown(self) -> None:
         with self.folder:
@@ -482,24 +485,32 @@ def test_slots_hold_what_is_believed_and_every_text_is_right(
             print(f"\n{SlotMachine.num_steps} steps in {SlotMachine.num_runs} runs")
 
 
-# What can go wrong with the replay of a session that cannot go back, each by hand.
+# What can go wrong with sessions that cannot go back, each by hand.
 
 LONG: Final = tuple((7 * place) % 60 + 1 for place in range(108))
 OTHER: Final = tuple((13 * place) % 60 + 2 for place in range(108))
 LIKE_LONG: Final = (*LONG[:20], *OTHER[20:])
 
 
-def recurrent(*, num_slots: int, most_sent_rows: int, is_followed: bool = False) -> SlotMachine:
+def recurrent(
+    *,
+    num_slots: int,
+    most_sent_rows: int,
+    is_followed: bool = False,
+    proposer: str = "none",
+    depth: int = 1,
+    num_checkpoints: int = 2,
+) -> SlotMachine:
     machine = SlotMachine()
     machine.serve(
         num_slots=num_slots,
-        proposer="none",
+        proposer=proposer,
         width=1,
-        depth=1,
+        depth=depth,
         is_followed=is_followed,
         is_calm=False,
         has_disks=False,
-        num_checkpoints=2,
+        num_checkpoints=num_checkpoints,
         most_sent_rows=most_sent_rows,
     )
     return machine
@@ -567,4 +578,26 @@ def test_a_copy_with_the_rows_of_the_session_before_begins_anew(still_loop: Stil
     machine.let_all(0)
     machine.texts_are_right()
     assert machine.coordinator.status()["prefix_mismatches"] == 1
+    machine.teardown()
+
+
+@pytest.mark.parametrize("num_checkpoints", [1, 5])
+def test_the_end_of_the_session_before_is_no_checkpoint(still_loop: StillLoop, num_checkpoints: int) -> None:
+    """A slot can go on there, but not go back once it has gone on."""
+    machine = recurrent(
+        num_slots=1, most_sent_rows=1000, proposer="errs", depth=2, num_checkpoints=num_checkpoints
+    )
+    machine.ask(GenerationRequest(_COMMON[:8], 1))
+    machine.let_all(0)
+    machine.texts_are_right()
+    machine.ask(GenerationRequest(_COMMON[:9], 5))
+    (asking,) = machine.asking
+    machine.let_all(0)
+    assert asking.num_cached == 8
+    machine.texts_are_right()
+    # What it leaves is a place to go on from, or to go back to.
+    machine.ask(GenerationRequest((*_COMMON[:8], 0), 1))
+    machine.let_all(0)
+    machine.texts_are_right()
+    assert machine.coordinator.status()["prefix_mismatches"] == 0
     machine.teardown()

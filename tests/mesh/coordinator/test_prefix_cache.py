@@ -106,7 +106,7 @@ def test_what_cannot_be_trimmed_is_taken_up_to_a_return_point() -> None:
     prefix_cache.keep(1, None, LONG, (12, 40))
     # Little of it is: a copy leaves the rest to others.
     assert prefix_cache.match((*LONG[:30], 1, 2), None, {0, 1}) == PrefixMatch(0, 1, 12, (12,))
-    assert prefix_cache.match((*LONG, 1, 2), None, {0, 1}) == PrefixMatch(1, 1, 40, (12, 40))
+    assert prefix_cache.match((*LONG, 1, 2), None, {0, 1}) == PrefixMatch(1, 1, 40, (12,))
     prefix_cache.keep(1, None, LONG)
     assert prefix_cache.match((*LONG, 1, 2), None, {0, 1}) == PrefixMatch(0, 0, 0)
 
