@@ -27,8 +27,8 @@ class PrefixMatch:
         slot: Slot of the session.
         source_slot: Slot that holds the first tokens of its prompt.
         num_cached: Number of those tokens.
-        checkpoints: Positions of the checkpoints among them, in models with recurrent layers. Without the
-            end of what the source slot holds: it goes on there without one.
+        checkpoints: Positions of the checkpoints among them, in models with recurrent layers. The end of what
+            the source slot holds is none: to go on there, stages need no copy of the state, and keep none.
         fetch: Id of the fetch that has read them from disk, if no slot holds them; else 0.
         floor: Fewest positions to which a slot with this prefix can go back, besides 0.
         is_carried: Whether some of its rows may have been computed in another ring, by other hosts: then

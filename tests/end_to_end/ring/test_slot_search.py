@@ -418,11 +418,12 @@ class SlotMachine(RuleBasedStateMachine):
         in_use = {session.slot for session in self.coordinator._sessions.values()}
         for slot, cached in self.coordinator._slots.prefix_cache._cached.items():
             believed = cached.tokens.tolist()
+            points = () if slot in in_use else cached.return_points
             for index, stage in enumerate(self.ring.running):
                 held = stage.service._engine._slots._tokens.tokens(slot).tolist()
                 assert held[: len(believed)] == believed, f"slot {slot} of stage {index}"
                 runtime = stage.service._engine._slots._runtime
-                for point in () if slot in in_use else cached.return_points:
+                for point in points:
                     assert runtime.can_go_back(slot, point), f"slot {slot} of stage {index} to {point}"
 
     def teardown(self) -> None:
