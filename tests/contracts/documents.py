@@ -124,8 +124,8 @@ def _of_lists(old: list[Any], new: list[Any], at: str) -> Iterator[str]:
     # Lines and names: those that came and went.
     yield from (f"- {at}: {json.dumps(each, ensure_ascii=False)}" for each in old if each not in new)
     yield from (f"+ {at}: {json.dumps(each, ensure_ascii=False)}" for each in new if each not in old)
-    if old != new and sorted(map(str, old)) == sorted(map(str, new)):
-        yield f"~ {at}: another order"
+    if old != new and set(map(str, old)) == set(map(str, new)):
+        yield f"~ {at}: in another order, or repeated"
 
 
 def _output(call: str) -> tuple[int, list[str]]:

@@ -13,6 +13,8 @@ _MASKED = {
     *("rejected_prediction_tokens", "logprob", "token_logprobs", "embedding", "previous_response_id"),
     *("expires_at", "root", "modified", "version"),
 }
+# Objects of /mesh/status whose keys depend on what happened.
+_KEYED = {"spans", "groups_found"}
 _TEXTS = ("content", "reasoning_content", "text", "arguments", "partial_json", "thinking", "delta")
 _ID = re.compile(r"\b(chatcmpl|cmpl|resp|msg|call|fc|rs|embd|req|toolu)([-_])[0-9a-zA-Z]{8,}")
 _HEADERS = ("content-type", "allow", "retry-after", "www-authenticate", "access-control-allow-origin")
@@ -27,15 +29,16 @@ def answer_in_normal_form(response: httpx.Response) -> dict[str, Any]:
         body = _masked(response.json())
     elif kind == "text/event-stream":
         body = _merged([_masked(event) for event in _events(response.text)])
-    elif len(body) > 2000:
-        body = "(long)"
     return {"status": response.status_code, "headers": headers, "body": body}
 
 
 def shape_of(value: Any) -> Any:
-    """Keys, and the types of their values; of a list the types of its first value, of null nothing."""
+    """Keys and types of values; of a list, and of an object whose keys are data, those of one value."""
     if isinstance(value, dict):
-        return {key: shape_of(each) for key, each in value.items()}
+        return {
+            key: [shape_of(inner) for inner in list(each.values())[:1]] if key in _KEYED else shape_of(each)
+            for key, each in value.items()
+        }
     if isinstance(value, list):
         return [shape_of(each) for each in value[:1]]
     if isinstance(value, bool) or value is None:
@@ -46,8 +49,9 @@ def shape_of(value: Any) -> Any:
 def _masked(value: Any, key: str = "") -> Any:
     if key in _MASKED and value is not None:
         return f"<{key}>"
-    if key == "top_logprobs" and isinstance(value, list) and all(isinstance(each, dict) for each in value):
-        return [sorted(each) if "token" not in each else _masked(each) for each in value]
+    if key == "top_logprobs" and isinstance(value, list):
+        # Of the completion endpoint logprobs by token.
+        return [each if each is None or "token" in each else sorted(each) for each in _masked(value)]
     if isinstance(value, dict):
         return {name: _masked(each, name) for name, each in value.items()}
     if isinstance(value, list):

@@ -5,21 +5,28 @@ python -m tests.contracts.record [NAME...]
 
 import json
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from tests.contracts.documents import DOCUMENTS, RECORDED, differences, recorded
-from tests.contracts.served import SERVED, answers_of_a_mesh
+from tests.contracts.served import SERVED, client_of_a_mesh
 
 
 def main(names: list[str]) -> None:
-    if unknown := [name for name in names if name not in {*DOCUMENTS, *SERVED}]:
-        sys.exit(f"there is no contract {unknown[0]}; there are {', '.join((*DOCUMENTS, *SERVED))}")
+    known = (*DOCUMENTS, *SERVED)
+    if unknown := [name for name in names if name not in known]:
+        sys.exit(f"there is no contract {unknown[0]}; there are {', '.join(known)}")
+    wanted = names or known
     for name, make in DOCUMENTS.items():
-        if not names or name in names:
+        if name in wanted:
             _record(name, make())
-    if not names or set(names) & set(SERVED):
-        for name, document in answers_of_a_mesh().items():
-            _record(name, document)
+    if SERVED.keys() & set(wanted):
+        with tempfile.TemporaryDirectory() as folder, client_of_a_mesh(Path(folder)) as http:
+            for name, ask in SERVED.items():
+                document = ask(http)
+                if name in wanted:
+                    _record(name, document)
 
 
 def _record(name: str, document: Any) -> None:

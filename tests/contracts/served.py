@@ -6,67 +6,37 @@ Only the command line and HTTP are used, so that no change inside can spoil the 
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 
+from mesh.lab.local_mesh import served_mesh
+from mesh.serve.options import demo_model
 from tests.contracts.exchanges import EXCHANGES, KEY, Exchange
 from tests.contracts.normal_form import answer_in_normal_form, shape_of
 from tests.support.tiny_embedders import TinyEmbedder
 
-SERVED = ("openapi", "status", "metrics", "exchanges")
-_START_S = 90.0
-
-
-def answers_of_a_mesh() -> dict[str, Any]:
-    """All documents of a mesh of two stages in exact mode, started for them."""
-    with tempfile.TemporaryDirectory() as folder, served_mesh(Path(folder)) as http:
-        exchanges = exchanges_with(http)
-        return {
-            "openapi": openapi(http),
-            "status": shape_of(http.get("/mesh/status").raise_for_status().json()),
-            "metrics": metrics(http),
-            "exchanges": exchanges,
-        }
+# Something is proposed in every answer, whether it pays or not: otherwise speed decides which figures appear.
+_SPECULATION = ("--speculate", "ngram", "--spec-width", "4", "--spec-depth", "2")
+_OPTIONS = ("--stages", "2", "--exact", "--ctx-size", "512", "--threads", "1", *_SPECULATION)
 
 
 @contextmanager
-def served_mesh(folder: Path) -> Iterator[httpx.Client]:
-    """A client of `mesh serve` with SmolLM2 and a tiny embedding model."""
-    keys, out, err = folder / "keys", folder / "out", folder / "err"
-    keys.write_text(f"tester {KEY}\n")
-    command = [
-        *(str(Path(sys.executable).with_name("mesh")), "serve", "--port", "0", "--advertise", "127.0.0.1"),
-        *("--stages", "2", "--exact", "--ctx-size", "512", "--threads", "1", "--api-key-file", str(keys)),
-    ]
-    environment = os.environ | {"XDG_CACHE_HOME": str(folder)}
-    with out.open("w") as stdout, err.open("w") as stderr:
-        server = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environment
-        )
-    try:
-        deadline_s = time.monotonic() + _START_S
-        while (served := re.search(r"served at (http://\S+)/v1", out.read_text())) is None:
-            assert server.poll() is None, err.read_text()
-            assert time.monotonic() < deadline_s, err.read_text()
-            time.sleep(0.1)
-        key = {"Authorization": f"Bearer {KEY}"}
-        with httpx.Client(base_url=served[1], headers=key, timeout=120) as http:
-            embedder = TinyEmbedder().write(folder / "tiny-embedder.gguf")
-            loading = {"model": str(embedder), "embeddings": True}
-            http.post("/mesh/load", json=loading).raise_for_status()
-            yield http
-    finally:
-        server.send_signal(signal.SIGINT)
-        server.wait(120)
+def client_of_a_mesh(folder: Path) -> Iterator[httpx.Client]:
+    """A client of `mesh serve` with SmolLM2 in two stages, in exact mode, and a tiny embedding model."""
+    key = {"Authorization": f"Bearer {KEY}"}
+    with (
+        mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(folder)}),
+        served_mesh(demo_model(), folder, KEY, _OPTIONS) as mesh,
+        httpx.Client(base_url=f"http://127.0.0.1:{mesh.port}", headers=key, timeout=120) as http,
+    ):
+        embedder = TinyEmbedder().write(folder / "tiny-embedder.gguf")
+        http.post("/mesh/load", json={"model": str(embedder), "embeddings": True}).raise_for_status()
+        yield http
 
 
 def exchanges_with(http: httpx.Client) -> dict[str, Any]:
@@ -103,7 +73,7 @@ def openapi(http: httpx.Client) -> Any:
 
 
 def metrics(http: httpx.Client) -> dict[str, Any]:
-    """By name the kind, help and labels of each metric."""
+    """By name the kind and the labels of each metric."""
     found: dict[str, Any] = {}
     text = http.get("/metrics").raise_for_status().text
     for name, kind in re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE):
@@ -114,3 +84,16 @@ def metrics(http: httpx.Client) -> dict[str, Any]:
         }
         found[name] = {"kind": kind, "labels": sorted(labels)}
     return found
+
+
+def status(http: httpx.Client) -> Any:
+    """Keys and types."""
+    return shape_of(http.get("/mesh/status").raise_for_status().json())
+
+
+SERVED: Mapping[str, Callable[[httpx.Client], Any]] = {
+    "exchanges": exchanges_with,  # first: the others tell what they left
+    "openapi": openapi,
+    "status": status,
+    "metrics": metrics,
+}

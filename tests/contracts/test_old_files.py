@@ -9,6 +9,7 @@ import numpy as np
 
 from mesh.serve.head_state import HeadStateFile
 from stages.serving.block_file import BlockLabel, decode_block
+from tests.contracts.documents import differences
 
 FILES = Path(__file__).parent / "old_files"
 
@@ -20,7 +21,8 @@ def test_the_state_of_an_earlier_head(tmp_path: Path) -> None:
     assert state is not None
     read = json.loads(json.dumps(dataclasses.asdict(state)))
     written = json.loads(path.read_bytes())
-    assert {"format": written["format"], **read} == written
+    lost = [line for line in differences(written, {"format": written["format"], **read}) if line[0] != "+"]
+    assert lost == []
     (model,) = state.models
     assert (model.load_request.served_name, model.load_request.ctx_size) == ("tiny", 512)
 
