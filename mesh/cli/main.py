@@ -47,7 +47,7 @@ _COMMANDS: Final = {
     "slice": ("mesh.cli.slice:slice_", "Write layers of a model to a stage file."),
     "models": ("mesh.cli.models:models", "List and remove the weights stored on this host."),
     "draft": ("mesh.cli.draft:draft", "Make or check a drafter for speculation."),
-    "bench": ("mesh.bench.cli:bench", "Measure a server, or a lab of several hosts on this machine."),
+    "bench": ("meshbench.cli:bench", "Measure a server, or a lab of several hosts on this machine."),
     "certify": ("mesh.cli.certify:certify", "Compare a model cut into stages with the whole model."),
 }
 # Sections of `mesh --help`; other commands come last.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Time of a token beyond the stages' computing and the links, for each stage and once more for the
 # coordinator: queues, messages, event loops, the answer's way to the client. An estimate; `python -m
-# mesh.qualification.forecast_accuracy` measures it.
+# tests.qualification.forecast_accuracy` measures it.
 HANDLING_MS: Final = 0.7
 
 
@@ -153,7 +153,7 @@ def rows_ms(timing: StageTiming, num_rows: float) -> float:
 
 # A lone row reads K and V of f16 at this share of its processor's speed, by whether spanmesh's kernel does;
 # smaller types take as long. Rows of a prompt share what is read. Measured with `python -m
-# mesh.qualification.attention_times` on an AMD EPYC.
+# tests.qualification.attention_times` on an AMD EPYC.
 _READING_SHARE: Final = {True: 0.45, False: 0.15}
 _PROMPT_SHARE: Final = 0.65
 _F16_BYTES: Final = 2

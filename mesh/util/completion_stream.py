@@ -1,6 +1,6 @@
 """Streaming client of an OpenAI server: parser of server-sent events, chunks, and one blocking request.
 
-The load generators of `mesh.bench` read the same events over another transport, which takes times at the
+The load generators of `meshbench` read the same events over another transport, which takes times at the
 socket and runs many requests at once.
 """
 

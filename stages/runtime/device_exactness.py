@@ -3,7 +3,7 @@
 Exact mode promises that a row does not depend on the rows that are computed with it. Backends choose their
 kernels by the number of rows, so that is a matter of measurement:
 
-    python -m mesh.qualification.device_exactness
+    python -m tests.qualification.device_exactness
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Verdict:
 UNKNOWN: Final = Verdict(
     is_exact=False,
     reason="whether its rows depend on their batch was not measured: `python -m "
-    "mesh.qualification.device_exactness` measures it",
+    "tests.qualification.device_exactness` measures it",
 )
 VERDICTS: Final[dict[str, Verdict]] = {
     "Vulkan": Verdict(
         is_exact=False,
         reason="on Mesa's software device its rows depend on their batch; `python -m "
-        "mesh.qualification.device_exactness` measures a card",
+        "tests.qualification.device_exactness` measures a card",
     ),
 }
 """Verdicts by backend, as llama.cpp's names of devices begin: `CUDA`, `MTL`, `Vulkan`."""

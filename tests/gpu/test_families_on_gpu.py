@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mesh.qualification.device_parity import measure
 from stages.runtime.devices import Device
+from tests.qualification.device_parity import measure
 from tests.support.float_models import write_float
 
 pytestmark = [pytest.mark.gpu, pytest.mark.model]

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mesh.doctor import Outcome, host_checks
-from mesh.qualification.device_stops import WITH_OUTPUT, measure, table
-from mesh.qualification.gpu_day.scale import TINY, phases_of
-from mesh.qualification.random_model import SHAPES, Shape, write_random_gguf
 from stages.host.host_report import report_host
 from stages.runtime.llama_libraries import gpu_backends
+from tests.qualification.device_stops import WITH_OUTPUT, measure, table
+from tests.qualification.gpu_day.scale import TINY, phases_of
+from tests.qualification.random_model import SHAPES, Shape, write_random_gguf
 
 if TYPE_CHECKING:
     from stages.runtime.devices import Device
@@ -71,7 +71,7 @@ def test_every_way_to_end_a_graph_is_timed(tmp_path: Path, gpu: Device) -> None:
 
 
 def test_the_day_s_protocol_runs_from_its_start_to_its_report(tmp_path: Path, gpu: Device) -> None:
-    command = [sys.executable, "-m", "mesh.qualification.gpu_day", str(tmp_path / "day"), "--scale", "tiny"]
+    command = [sys.executable, "-m", "tests.qualification.gpu_day", str(tmp_path / "day"), "--scale", "tiny"]
     done = subprocess.run(
         [*command, "--limit-s", "200", "--threads", "1"],
         capture_output=True,

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mesh.lab.network import Lab
-from mesh.lab.systems import MeshSystem, last_lines
-from mesh.qualification.device_parity import PROCESSOR, random_prompt
+from meshbench.lab.network import Lab
+from meshbench.lab.systems import MeshSystem, last_lines
+from tests.qualification.device_parity import PROCESSOR, random_prompt
 from tests.support.lab_fixtures import require_lab
 from tests.support.lab_mesh import PATIENCE_S, Running
 from tests.support.short_models import write_short

@@ -11,14 +11,14 @@ from mesh.cluster.host_facts import find_gpus
 from mesh.placement.gpu_layers import GPU_PROCESS_BYTES, memory_on
 from mesh.placement.host_capacity import Gpu, HostCapacity
 from mesh.placement.memory_estimate import StageSizes, Workload
-from mesh.qualification.gpu_day.device_buffers import DeviceBuffers, heard_buffers
-from mesh.qualification.random_model import SHAPES, write_random_gguf
 from stages.layers import LayerRange
 from stages.runtime.devices import list_devices
 from stages.runtime.span import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.model_facts import read_model_facts
 from stages.weights.virtual_stages import StageCache
+from tests.qualification.gpu_day.device_buffers import DeviceBuffers, heard_buffers
+from tests.qualification.random_model import SHAPES, write_random_gguf
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mesh.qualification.device_parity import PROCESSOR, STAGES, Bounds, Parity, compare, follow
 from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.devices import Device
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
+from tests.qualification.device_parity import PROCESSOR, STAGES, Bounds, Parity, compare, follow
 from tests.support.short_models import write_short
 
 pytestmark = [pytest.mark.gpu, pytest.mark.model]

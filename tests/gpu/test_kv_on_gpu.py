@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from mesh.qualification.device_parity import PROCESSOR, compare, follow, random_prompt
 from spanmesh_proto.errors import ModelDoesNotFit
 from stages.layers import LayerRange
 from stages.runtime.kv_state import KvRows
@@ -17,6 +16,7 @@ from stages.runtime.kv_types import KV_TYPES
 from stages.runtime.span import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.weights.virtual_stages import StageCache
+from tests.qualification.device_parity import PROCESSOR, compare, follow, random_prompt
 from tests.support.float_models import write_float
 from tests.support.tiny_models import TinyModel
 

@@ -11,11 +11,11 @@ import pytest
 
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.engine import GenerationRequest
-from mesh.qualification.device_parity import PROCESSOR, follow
 from stages.layers import ranges_from_cuts
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.model_facts import read_model_facts
 from stages.weights.virtual_stages import StageCache
+from tests.qualification.device_parity import PROCESSOR, follow
 from tests.stages.serving.test_kv_replication import until_sent
 from tests.support.float_models import write_float
 from tests.support.repairable_ring import RepairableRing, serving

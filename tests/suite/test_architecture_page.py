@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
-ROOMS = ("docs", "examples", "mesh", "proto", "speculative", "stages", "tests")
+ROOMS = ("docs", "examples", "mesh", "meshbench", "proto", "speculative", "stages", "tests")
 
 
 def quoted() -> list[str]:
@@ -25,7 +25,7 @@ def classes() -> set[str]:
 
 def defined_classes() -> set[str]:
     """Names of all classes of the product."""
-    rooms = ("mesh", "proto", "speculative", "stages")
+    rooms = ("mesh", "meshbench", "proto", "speculative", "stages")
     files = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
     nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
     return {node.name for node in nodes if isinstance(node, ast.ClassDef)}

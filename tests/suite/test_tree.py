@@ -13,14 +13,14 @@ import pytest
 
 ROOT: Final = Path(__file__).parents[2]
 QUESTION: Final = re.compile(r"(What|Who|Whose|How|Which|Where|When|Why|Whether)\b")
-ROOMS: Final = ("proto/spanmesh_proto", "stages", "speculative", "mesh")
+ROOMS: Final = ("proto/spanmesh_proto", "stages", "speculative", "mesh", "meshbench")
 MAX_MODULES: Final = 25
 MAX_LINES: Final = 700
 FEW_LINES: Final = 40
 # Modules of few lines that one other module imports, or none: why each is not a part of that one.
 SMALL: Final = {
     "mesh.cluster.device_probe": "a child process",
-    "mesh.lab.tcp_ping": "a child process",
+    "meshbench.lab.tcp_ping": "a child process",
     "mesh.util.fresh_start": "ends the process that calls it",
 }
 

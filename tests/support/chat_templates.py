@@ -3,8 +3,8 @@
 from datetime import UTC, datetime
 from pathlib import Path
 
-from mesh.lab.llama_cpp_build import unpacked_source
 from mesh.text.chat_template import CHATML, ChatTemplate
+from meshbench.lab.llama_cpp_build import unpacked_source
 
 # As Qwen3.5: instructions at the beginning only, and somebody must have asked something.
 STRICT_SYSTEM = (

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 import llama_cpp
 
-from mesh.lab.llama_cpp_build import PACKAGE, default_cache, do, unpacked_source
+from meshbench.lab.llama_cpp_build import PACKAGE, default_cache, do, unpacked_source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

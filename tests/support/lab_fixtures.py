@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from mesh.lab.network import lab_supported
+from meshbench.lab.network import lab_supported
 
 
 def require_lab(*, is_ipv6: bool = False) -> None:

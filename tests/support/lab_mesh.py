@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from mesh.lab.memory_watch import role_of
-from mesh.lab.systems import COMMAND, MeshSystem, get_json, last_lines
+from meshbench.lab.memory_watch import role_of
+from meshbench.lab.systems import COMMAND, MeshSystem, get_json, last_lines
 from tests.support.chat_prompts import CHAT_PROMPTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from mesh.lab.network import Lab
+    from meshbench.lab.network import Lab
 
 PATIENCE_S = 200.0
 

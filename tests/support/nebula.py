@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from mesh.lab.systems import last_lines, start_logged
+from meshbench.lab.systems import last_lines, start_logged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from mesh.lab.network import Lab
+    from meshbench.lab.network import Lab
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "networks.md"
 # As the page calls its hosts; the first is the one that all others reach.

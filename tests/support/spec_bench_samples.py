@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mesh.bench.speculation_results import MESH, DraftCounts, Sample
+from meshbench.speculation_results import MESH, DraftCounts, Sample
 
 
 def sample(turn: int = 0, setting: str = "off", tokens_per_s: float = 10.0, **fields: Any) -> Sample:

@@ -4,7 +4,7 @@ The generic rules (`stages.slicing.layout`) renumber layers and cut per-layer me
 llama.cpp uses a layer's own tensors and metadata only. A family that is not in this table is cut by them
 after a self-check that compares the cut model with the whole one.
 
-Entries are certified, see `mesh.qualification.families`, except `_UNCERTIFIED`: these are cut after a
+Entries are certified, see `tests.qualification.families`, except `_UNCERTIFIED`: these are cut after a
 self-check, too.
 """
 

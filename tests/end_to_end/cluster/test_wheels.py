@@ -45,7 +45,7 @@ def test_the_demo_answers_where_nothing_can_be_compiled(cpu: str, tmp_path: Path
     if os.uname().machine == "x86_64":
         assert f"llama_cpp/lib/{kernels}" in listed.stdout
     done = subprocess.run(
-        [sys.executable, "-m", "mesh.qualification.packages.clean_venv", folder],
+        [sys.executable, "-m", "tests.qualification.packages.clean_venv", folder],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mesh.bench.blocking_client import Ask, Batch, Client
-from mesh.lab.network import Lab
-from mesh.lab.systems import COMMAND, MeshSystem, get_json, last_lines
+from meshbench.blocking_client import Ask, Batch, Client
+from meshbench.lab.network import Lab
+from meshbench.lab.systems import COMMAND, MeshSystem, get_json, last_lines
 from tests.support.lab_fixtures import require_lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(1200)]

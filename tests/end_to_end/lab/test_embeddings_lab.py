@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from mesh.lab.network import Lab
+from meshbench.lab.network import Lab
 from tests.support.lab_fixtures import require_lab
 from tests.support.lab_mesh import PATIENCE_S, Running, running_mesh
 from tests.support.tiny_embedders import TinyEmbedder

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mesh.cluster.join_token import decode, encode
-from mesh.lab.network import Lab
-from mesh.lab.systems import COMMAND, last_lines
-from mesh.qualification.chaos.results import WARM_PAUSE_S
+from meshbench.chaos.results import WARM_PAUSE_S
+from meshbench.lab.network import Lab
+from meshbench.lab.systems import COMMAND, last_lines
 from tests.support.chat_prompts import CHAT_PROMPTS
 from tests.support.lab_fixtures import require_lab
 from tests.support.lab_mesh import PATIENCE_S, Running, running_mesh

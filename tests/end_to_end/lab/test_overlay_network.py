@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.lab.network import Lab
+from meshbench.lab.network import Lab
 from tests.support.lab_fixtures import require_lab
 from tests.support.lab_mesh import running_mesh
 from tests.support.nebula import ADDRESSES, NAMES, UDP_PORT, configuration, overlay, require_nebula

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mesh.lab.network import Lab
-from mesh.lab.systems import COMMAND
+from meshbench.lab.network import Lab
+from meshbench.lab.systems import COMMAND
 from tests.support.lab_fixtures import require_lab
 from tests.support.lab_mesh import Running, running_mesh
 

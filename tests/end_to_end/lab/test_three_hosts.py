@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.lab.network import Lab
+from meshbench.lab.network import Lab
 from tests.support.lab_fixtures import require_lab
 from tests.support.walk_through import EXAMPLES, THREE_HOSTS, Step, differences, steps_of
 

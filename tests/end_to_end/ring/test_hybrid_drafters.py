@@ -16,8 +16,6 @@ import pytest
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.draft.drafter import own_head, read_drafter
 from mesh.engine import GenerationRequest
-from mesh.qualification.fuzz.drafter_fuzz import write_eagle3
-from mesh.qualification.random_hybrid import write_random_hybrid
 from speculative.controller import ControllerOptions
 from stages.layers import ranges_from_cuts
 from stages.runtime.numerics import EXACT_MAX_ROWS
@@ -28,6 +26,8 @@ from stages.weights.virtual_stages import StageCache
 from tests.end_to_end.ring.test_draft_oracle import WIDTH, SteppedSetting
 from tests.end_to_end.ring.test_feature_drafters import CTX_SIZE, Setting
 from tests.end_to_end.ring.test_recurrent_speculation import QWEN35
+from tests.qualification.fuzz.drafter_fuzz import write_eagle3
+from tests.qualification.random_hybrid import write_random_hybrid
 from tests.support.draft_oracle import OracleMissing, build_draft_oracle
 from tests.support.nemotron_h_moe import write_nemotron_h_moe
 from tests.support.predictable_models import make_predictable

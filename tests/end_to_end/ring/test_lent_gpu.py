@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.lab.llama_cpp_build import unpacked_source
+from meshbench.lab.llama_cpp_build import unpacked_source
 from stages.runtime.devices import layer_devices
 from tests.support.lent_gpu import SOURCE
 
@@ -25,7 +25,7 @@ def test_all_that_needs_a_gpu_works_with_a_lent_one() -> None:
     source = os.environ.get(SOURCE) or unpacked_source()
     if source is None:
         pytest.skip(
-            f"llama.cpp's source is not here: set {SOURCE}, or run python -m mesh.lab.llama_cpp_build"
+            f"llama.cpp's source is not here: set {SOURCE}, or run python -m meshbench.lab.llama_cpp_build"
         )
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.lent_gpu", "-p", "no:cacheprovider"]
     done = subprocess.run(

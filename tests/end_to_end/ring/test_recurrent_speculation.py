@@ -10,7 +10,6 @@ import pytest
 from mesh.coordinator.coordinator import Coordinator
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.engine import Committed, GenerationRequest
-from mesh.qualification.random_hybrid import HybridShape, write_random_hybrid
 from speculative.controller import ControllerOptions
 from speculative.proposer import Proposer
 from stages.layers import ranges_from_cuts
@@ -18,6 +17,7 @@ from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.sampling.sampler import SamplingParams
 from stages.slicing.model_facts import read_model_facts
 from stages.weights.virtual_stages import StageCache
+from tests.qualification.random_hybrid import HybridShape, write_random_hybrid
 from tests.support.proposers import Oracle
 from tests.support.repairable_ring import RepairableRing, serving
 from tests.support.ring_harness import running_coordinator, running_stages

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from mesh.bench.blocking_client import Answer, Ask, ask, chat
-from mesh.bench.speculation_results import OFF, REPLAY, Setting
-from mesh.bench.speculation_runner import ReplayFile
 from mesh.serve.proposers import Proposers
 from mesh.text.tokenizer import Tokenizer
+from meshbench.blocking_client import Answer, Ask, ask, chat
+from meshbench.speculation_results import OFF, REPLAY, Setting
+from meshbench.speculation_runner import ReplayFile
 from spanmesh_proto.errors import MeshError
 from stages.runtime.stage_runtime import RuntimeOptions
 from tests.support.api_harness import Api, running_api

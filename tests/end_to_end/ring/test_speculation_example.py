@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mesh.bench.cli import spec
-from mesh.bench.speculation_report import as_markdown, work_out
-from mesh.bench.speculation_results import ConcurrentRequests, DraftCounts, Results, RunConditions, Sample
 from mesh.engine import FeatureCounts
+from meshbench.cli import spec
+from meshbench.speculation_report import as_markdown, work_out
+from meshbench.speculation_results import ConcurrentRequests, DraftCounts, Results, RunConditions, Sample
 from speculative.acceptance import DepthStatistics
 
 if TYPE_CHECKING:
-    from mesh.bench.speculation_plan import Preset
+    from meshbench.speculation_plan import Preset
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 # All others are categories of Spec-Bench.

@@ -12,9 +12,9 @@ import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mesh.qualification.fuzz.mutations import SchemaValues
 from mesh.text.tokenizer import Tokenizer
 from tests.mesh.api.test_openapi import validator_of
+from tests.qualification.fuzz.mutations import SchemaValues
 from tests.support.api_harness import Api, ScriptedEngine, running_api
 from tests.support.embedders import ScriptedLink, embedding_backend, running_engine
 

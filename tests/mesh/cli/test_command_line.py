@@ -6,8 +6,8 @@ from pathlib import Path
 import click
 import pytest
 
-from mesh.bench.cli import spec
 from mesh.cli.option_types import command_line
+from meshbench.cli import spec
 
 
 def told(arguments: list[str], *, default_map: dict[str, object] | None = None) -> str:

@@ -15,12 +15,12 @@ from mesh.draft import isolated_check
 from mesh.draft.completion import loadable_bytes, loadable_file
 from mesh.draft.drafter import DrafterKind, own_head, read_drafter
 from mesh.draft.isolated_check import check_isolated, load_isolated
-from mesh.qualification.fuzz.drafter_fuzz import write_eagle3
 from spanmesh_proto.errors import InvalidModel, ModelError, UncuttableModel
 from stages.gguf.header import ValueType
 from stages.gguf.reader import read_header
 from stages.slicing.model_facts import read_model_facts
 from stages.slicing.tensor_names import layer_of
+from tests.qualification.fuzz.drafter_fuzz import write_eagle3
 from tests.support.eagle3 import DRAFTER
 from tests.support.nemotron_h_moe import write_nemotron_h_moe
 from tests.support.tiny_families import TINY_FAMILIES

@@ -33,7 +33,7 @@ def exact_vulkan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_was_not_measured_is_not_trusted() -> None:
     assert verdict_on("SYCL3") is UNKNOWN
-    assert "python -m mesh.qualification.device_exactness" in exact_reasons(["SYCL3", "SYCL4"])
+    assert "python -m tests.qualification.device_exactness" in exact_reasons(["SYCL3", "SYCL4"])
     assert exact_reasons(["SYCL3", "SYCL4"]).count("SYCL") == 1
     assert all(not verdict.is_exact or verdict.reason for verdict in VERDICTS.values())
 

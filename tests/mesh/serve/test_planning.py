@@ -17,7 +17,6 @@ from mesh.coordinator.ring import RingLoss
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.placement.planner import StagePlacement, plan
 from mesh.placement.replanner import Replan, replan
-from mesh.qualification.planning_time import cases, made_up_model
 from mesh.serve.allocations import HostAllocations
 from mesh.serve.pipeline import Pipeline, PipelineStage
 from mesh.serve.planning import InitialPlacement, is_room_as_before, plan_in_thread, settled_plan
@@ -27,6 +26,7 @@ from spanmesh_proto.errors import ModelDoesNotFit
 from stages.layers import LayerRange
 from stages.transport.hidden_codec import HiddenType
 from tests.mesh.placement.test_planner import WORKLOAD, host, model
+from tests.qualification.planning_time import cases, made_up_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable

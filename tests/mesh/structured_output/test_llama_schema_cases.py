@@ -1,7 +1,7 @@
 """llama.cpp's own cases for JSON Schema to grammar, read from its source where that is: none is copied here.
 
 `SPANMESH_LLAMA_CPP` names a folder with llama.cpp's source: `make test` unpacks one. So does, in the user's
-cache, `python -m mesh.bench.compare_llama_rpc`. Without either these tests are skipped.
+cache, `python -m meshbench.compare_llama_rpc`. Without either these tests are skipped.
 """
 
 import json
@@ -17,8 +17,8 @@ from typing import Any, Self
 import pytest
 from jsonschema import Draft202012Validator, FormatChecker
 
-from mesh.lab.llama_cpp_build import unpacked_source
 from mesh.structured_output.json_schema import schema_grammar
+from meshbench.lab.llama_cpp_build import unpacked_source
 from spanmesh_proto.errors import InvalidRequest
 from stages.grammar.automaton import Automaton
 from stages.grammar.session_grammar import make_automaton

@@ -14,8 +14,8 @@ import pytest
 from numpy.typing import NDArray
 
 import stages
-from mesh.lab.llama_cpp_build import unpacked_source
 from mesh.util.child_environment import module_command
+from meshbench.lab.llama_cpp_build import unpacked_source
 from stages.runtime.kernels import attention_name, attention_version, loaded_kernels
 from stages.runtime.llama_libraries import library_folder
 from stages.runtime.numerics import numerics_for

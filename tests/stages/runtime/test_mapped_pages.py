@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mesh.qualification.random_model import SHAPES, Shape, write_random_gguf
 from stages.runtime.process_memory import anonymous_bytes, give_back_mapped_pages
+from tests.qualification.random_model import SHAPES, Shape, write_random_gguf
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

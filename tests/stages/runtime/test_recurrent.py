@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from mesh.placement.memory_estimate import StageSizes, Workload
-from mesh.qualification.random_hybrid import HybridShape, write_random_hybrid
 from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.runtime import llama
@@ -20,6 +19,7 @@ from stages.runtime.numerics import numerics_for
 from stages.runtime.span import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.model_facts import read_model_facts
+from tests.qualification.random_hybrid import HybridShape, write_random_hybrid
 from tests.support.tiny_families import TINY_FAMILIES
 
 N_EMBD, N_VOCAB = 256, 320

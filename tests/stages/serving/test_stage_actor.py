@@ -12,7 +12,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from mesh.cluster.certificates import Authority, make_certificate
-from mesh.qualification.fuzz.gguf_fuzz import small_layout, write_layout
 from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
@@ -29,6 +28,7 @@ from stages.transport.stage_link import StageLink
 from stages.weights.disk_cache import KV_DISK_BYTES
 from stages.weights.fetch import FetchSource
 from stages.weights.virtual_stages import StageCache
+from tests.qualification.fuzz.gguf_fuzz import small_layout, write_layout
 from tests.support.ipv6 import needs_ipv6
 
 if TYPE_CHECKING:

@@ -1,0 +1,73 @@
+"""Options of `mesh bench chaos`, and the least memory of its hosts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, get_args
+
+from mesh.placement.host_capacity import HostCapacity
+from mesh.placement.planner import plan
+from meshbench.shared_options import LabOptions
+from spanmesh_proto.errors import ModelDoesNotFit
+
+if TYPE_CHECKING:
+    from mesh.placement.memory_estimate import Workload
+    from meshbench.chaos.faults import FaultKind
+    from stages.slicing.model_facts import ModelFacts
+
+
+ScenarioName = Literal["faults", "leave", "head", "no-room"]
+SCENARIOS: Final[tuple[ScenarioName, ...]] = get_args(ScenarioName)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChaosOptions(LabOptions):
+    """A run of `mesh bench chaos`; see `LabOptions` for the other options.
+
+    Attributes:
+        scenarios: Scenarios, in order.
+        num_spares: Hosts without.
+        num_streams: Requests under way at any time.
+        num_faults: How many.
+        kinds: Among which they are drawn.
+        awaits_replicas: Whether a mesh is whole only when its spare hosts have every stage loaded ahead.
+        num_questions: Different ones.
+        answer_tokens: Lengths of answers, of which each question gets one.
+        whole_timeout_s: A mesh that is not whole again so long after a fault has failed.
+    """
+
+    scenarios: tuple[ScenarioName, ...]
+    num_spares: int
+    num_streams: int
+    num_faults: int
+    kinds: tuple[FaultKind, ...]
+    awaits_replicas: bool
+    num_questions: int
+    answer_tokens: tuple[int, ...]
+    whole_timeout_s: float
+
+
+_STEP_BYTES: Final = 2**20
+
+
+def least_memory_bytes(model: ModelFacts, workload: Workload, num_hosts: int) -> int:
+    """Memory of each of several equal hosts, in whole MiB, for one stage on each."""
+    low, high = 0, model.file_bytes + 2**36
+    while high - low > _STEP_BYTES:
+        middle = (low + high) // 2 // _STEP_BYTES * _STEP_BYTES
+        if middle in {low, high}:
+            break
+        if _fits(model, workload, num_hosts, middle):
+            high = middle
+        else:
+            low = middle
+    return -(-high // _STEP_BYTES) * _STEP_BYTES
+
+
+def _fits(model: ModelFacts, workload: Workload, num_hosts: int, memory_bytes: int) -> bool:
+    hosts = [HostCapacity(f"host{index}", memory_bytes, 1.0) for index in range(num_hosts)]
+    try:
+        plan(model, hosts, workload, num_stages=num_hosts)
+    except ModelDoesNotFit:
+        return False
+    return True

@@ -1,0 +1,221 @@
+"""Run of `mesh bench chaos`."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from mesh.placement.memory_estimate import Workload
+from meshbench.chaos.clients import ClientFleet, questions
+from meshbench.chaos.faults import FaultInjector
+from meshbench.chaos.harness import FaultTestBed, FirstFailure, baseline_answers
+from meshbench.chaos.options import least_memory_bytes
+from meshbench.chaos.report import Report, write_report
+from meshbench.chaos.scenarios import try_faults, try_head_restart, try_leaving, try_no_room
+from meshbench.lab.memory_watch import MemoryWatch
+from meshbench.lab.network import Lab, lab_supported
+from meshbench.lab.systems import MeshSystem
+from meshbench.report_tools import INTERRUPTED, Check
+from meshbench.shared_options import logs_folder
+from meshbench.stress.checks import flatness_check, leak_check
+from meshbench.stress.harness import open_sessions
+from spanmesh_proto import SOFTWARE_VERSION
+from spanmesh_proto.errors import ClusterError, MeshError
+from stages.processors import num_usable
+from stages.slicing.model_facts import read_model_facts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from meshbench.chaos.options import ChaosOptions, ScenarioName
+    from meshbench.chaos.results import Scenario
+
+log = structlog.get_logger()
+
+_SCENARIOS: Final[dict[ScenarioName, Callable[[FaultTestBed, FirstFailure], Scenario]]] = {
+    "faults": try_faults,
+    "leave": try_leaving,
+    "head": try_head_restart,
+    "no-room": try_no_room,
+}
+# Slots for newcomers beside the streams.
+_PROBES: Final = 2
+_POLL_S: Final = 5.0
+_IDLE_TIMEOUT_S: Final = 10.0
+_STOP_TIMEOUT_S: Final = 60.0
+# Above the least that would do, for what hosts need besides.
+_ROOM: Final = 1.02
+
+
+def run_chaos(options: ChaosOptions) -> Report:
+    """Try everything and write the report, of as much as could be done, also when Ctrl-C ends it.
+
+    Raises:
+        ClusterError: If no lab can be made here.
+    """
+    reason = lab_supported()
+    if reason is not None:
+        raise ClusterError(reason)
+    run = _Run(options)
+    # They need other hosts.
+    together: tuple[ScenarioName, ...] = tuple(name for name in options.scenarios if name != "no-room")
+    try:
+        if together:
+            run.on_a_mesh(together, num_spares=options.num_spares)
+        if "no-room" in options.scenarios and not run.is_interrupted:
+            run.on_a_mesh(("no-room",), num_spares=0)
+    except KeyboardInterrupt:
+        run.note(INTERRUPTED)
+    report = run.report()
+    write_report(report, options.output)
+    return report
+
+
+class _Run:
+    """State of a run."""
+
+    def __init__(self, options: ChaosOptions) -> None:
+        self._options = options
+        self._keep = FirstFailure(options.output)
+        self._scenarios: list[Scenario] = []
+        self._checks: list[Check] = []
+        self._failures: list[str] = []
+        self._started_s = time.monotonic()
+
+    def on_a_mesh(self, names: tuple[ScenarioName, ...], *, num_spares: int) -> None:
+        """Bring a mesh up, try scenarios on it, and see that nothing is left of it."""
+        try:
+            with self._bed(num_spares, is_tight="no-room" in names) as bed:
+                with MemoryWatch(bed.lab, _POLL_S) as watch:
+                    for name in names:
+                        scenario = self._try(name, bed, watch)
+                        if scenario.is_interrupted:
+                            break
+                    self._check_idle(bed, names)
+                self._stop(bed, names)
+        except MeshError as error:
+            self.note(f"{_and(names)}: {error.message}")
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a scenario was."""
+        return any(scenario.is_interrupted for scenario in self._scenarios)
+
+    def note(self, failure: str) -> None:
+        """Record in the report that something failed."""
+        log.warning("not_done", reason=failure)
+        self._failures.append(failure)
+
+    def report(self) -> Report:
+        """Report of the results."""
+        options = self._options
+        circumstances: dict[str, Any] = {
+            "model": options.model.name,
+            "stage_hosts": options.num_stages,
+            "spare_hosts": options.num_spares,
+            "one_way_delay_ms": options.delay_ms,
+            "links": str(options.link),
+            "hosts": "pinned to processors" if options.is_pinned else "on all processors",
+            "streams": options.num_streams,
+            "hang_ups": options.hang_up_share,
+            "questions": options.num_questions,
+            "answer_tokens": " ".join(map(str, options.answer_tokens)),
+            "numeric_mode": "exact" if options.exact else "fast",
+            "threads_per_stage": options.num_threads,
+            "speculate": options.speculate,
+            "serve_options": " ".join(options.serve_options) or "none",
+            "kinds": " ".join(options.kinds),
+            "seed": options.seed,
+            "cores": num_usable(),
+            "took_s": round(time.monotonic() - self._started_s),
+            "software": f"spanmesh {SOFTWARE_VERSION}",
+        }
+        return Report(circumstances, tuple(self._scenarios), tuple(self._checks), tuple(self._failures))
+
+    @contextmanager
+    def _bed(self, num_spares: int, *, is_tight: bool) -> Iterator[FaultTestBed]:
+        options = self._options
+        facts = read_model_facts(options.model)
+        num_slots = options.num_streams + _PROBES
+        join_options: tuple[str, ...] = ()
+        if is_tight:
+            workload = Workload(options.ctx_size, num_slots, is_exact=options.exact)
+            memory_bytes = int(least_memory_bytes(facts, workload, options.num_stages) * _ROOM)
+            join_options = ("--memory", str(memory_bytes))
+        with ExitStack() as stack:
+            logs = stack.enter_context(logs_folder(options.logs)) / ("no-room" if is_tight else "mesh")
+            logs.mkdir(exist_ok=True)
+            shared = [logs, options.model.resolve().parent]
+            num_hosts = 1 + options.num_stages + num_spares
+            lab = stack.enter_context(
+                Lab(num_hosts, shared=shared, is_pinned=options.is_pinned, seed=options.seed)
+            )
+            serve = ["--speculate", options.speculate, "--parallel", str(num_slots)]
+            serve += ["--ctx-size", str(options.ctx_size), *["--exact"] * options.exact]
+            mesh = MeshSystem(
+                lab,
+                options.model,
+                logs,
+                num_spares=num_spares,
+                num_threads=options.num_threads,
+                options=[*serve, *options.serve_options],
+                join_options=join_options,
+            )
+            stack.callback(mesh.kill)
+            mesh.start()
+            lab.set_link(options.link)
+            client_fleet = stack.enter_context(ClientFleet(lab, mesh.port))
+            asked = questions(options.num_questions, options.answer_tokens, options.seed)
+            expected = baseline_answers(client_fleet, asked, options.num_streams)
+            yield FaultTestBed(lab, mesh, client_fleet, FaultInjector(lab, mesh), options, asked, expected)
+
+    def _try(self, name: ScenarioName, bed: FaultTestBed, watch: MemoryWatch) -> Scenario:
+        log.info("scenario", name=name)
+        begun_s = time.perf_counter()
+        scenario = _SCENARIOS[name](bed, self._keep)
+        self._scenarios.append(scenario)
+        for line in scenario.lines:
+            log.info("line", title=line.title, measured=line.measured, bound=line.bound, verdict=line.verdict)
+        if name == "faults":
+            stop_s = time.perf_counter()
+            samples = watch.between(begun_s, stop_s)
+            self._checks.append(flatness_check(samples, "coordinator", stop_s - begun_s))
+        return scenario
+
+    def _check_idle(self, bed: FaultTestBed, names: tuple[ScenarioName, ...]) -> None:
+        """Check that no session is left without requests."""
+        deadline_s = time.monotonic() + _IDLE_TIMEOUT_S
+        while True:
+            try:
+                status = bed.client_fleet.snapshot().status
+            except MeshError as error:
+                self.note(error.message)
+                return
+            if status is not None and not open_sessions(status):
+                break
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(0.2)
+        if status is None:
+            self.note("the head does not answer at the end")
+        else:
+            check = leak_check(status)
+            self._checks.append(Check(f"{check.name}, after {_and(names)}", check.holds, check.detail))
+
+    def _stop(self, bed: FaultTestBed, names: tuple[ScenarioName, ...]) -> None:
+        """Ctrl-C everywhere; nothing may be left."""
+        try:
+            codes = bed.mesh.stop(timeout_s=_STOP_TIMEOUT_S)
+        except MeshError as error:
+            self.note(error.message)
+            return
+        left = bed.injector.leftover_pids()
+        detail = ", ".join(left) or f"none; exit codes {', '.join(map(str, codes))}"
+        self._checks.append(Check(f"no process left, after {_and(names)}", not left, detail))
+
+
+def _and(names: tuple[ScenarioName, ...]) -> str:
+    return " and ".join(names)

@@ -1,0 +1,129 @@
+"""Command that compares a mesh with llama.cpp's RPC server.
+
+Four hosts in the lab: a head without layers and three with a third of them each; one thread a stage, greedy,
+no speculation, the same prompts through the same streaming chat endpoint. In each round both sides answer all
+prompts, one side after the other; see `meshbench.paired_systems`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from mesh.serve.options import demo_model
+from mesh.util.logs import set_up_logs
+from mesh.util.printable import say
+from mesh.util.processors import processor_name
+from meshbench.blocking_client import Client
+from meshbench.datasets import load_prompts
+from meshbench.lab.network import Lab, lab_supported
+from meshbench.paired_systems import Contest, Settings, side_by_side
+from meshbench.shared_options import FILE, logs_folder, logs_option
+from spanmesh_proto.errors import MeshError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from meshbench.paired_systems import Comparison
+
+NUM_HOSTS: Final = 4
+
+
+def _delays(_context: click.Context, _parameter: click.Parameter, value: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(word) for word in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a list of numbers such as 5,20") from None
+
+
+@click.command()
+@click.option("--model", type=FILE, help="The demo's model unless given.")
+@click.option("--delay-ms", "delays_ms", default="5,20", show_default=True, callback=_delays)
+@click.option("--prompts", "num_prompts", default=4, show_default=True, help="How many.")
+@click.option(
+    "--prompt-file",
+    type=FILE,
+    help="Spec-Bench's question.jsonl, whose chat questions are used; a few built-in questions unless given.",
+)
+@click.option("--tokens", "num_tokens", default=128, show_default=True, help="Of each answer.")
+@click.option("--rounds", "num_rounds", default=3, show_default=True)
+@click.option("--threads", "num_threads", default=1, show_default=True, help="Of each stage.")
+@click.option("--exact", is_flag=True, help="Run the mesh in exact mode.")
+@logs_option()
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write figures.")
+def main(
+    *,
+    model: Path | None,
+    delays_ms: tuple[float, ...],
+    num_prompts: int,
+    prompt_file: Path | None,
+    num_tokens: int,
+    num_rounds: int,
+    num_threads: int,
+    exact: bool,
+    logs: Path | None,
+    json_path: Path | None,
+) -> None:
+    """Compare decode rates with llama.cpp RPC in the lab; exits 0 whatever it finds."""
+    set_up_logs()
+    reason = lab_supported()
+    if reason is not None:
+        raise click.ClickException(reason)
+    settings = Settings(
+        model=model or demo_model(),
+        prompts=load_prompts(prompt_file, num_prompts),
+        num_tokens=num_tokens,
+        num_rounds=num_rounds,
+        num_threads=num_threads,
+        exact=exact,
+    )
+    try:
+        with logs_folder(logs) as place:
+            comparisons = _run(settings, delays_ms, place)
+    except MeshError as error:
+        raise click.ClickException(error.message) from error
+    for comparison in comparisons:
+        say(comparison.report())
+    say(f"{settings.model.name}, {processor_name()}, tokens/s of one request:")
+    say(side_by_side(comparisons))
+    if json_path is not None:
+        json_path.write_text(json.dumps(_figures(comparisons), indent=2) + "\n", encoding="utf-8")
+
+
+def _run(settings: Settings, delays_ms: Sequence[float], logs: Path) -> list[Comparison]:
+    with Lab(NUM_HOSTS, shared=[logs, settings.model.resolve().parent]) as lab, Client(lab) as client:
+        contest = Contest(lab, client, settings, logs)
+        contest.start()
+        comparisons = []
+        try:
+            for kernels in contest.kernels:
+                with contest.mesh(kernels) as mesh:
+                    comparisons += [contest.measure(mesh, kernels, delay_ms) for delay_ms in delays_ms]
+        finally:
+            contest.stop()
+        return comparisons
+
+
+def _figures(comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    delays = [
+        {
+            **asdict(comparison),
+            "mesh_tokens_per_s": comparison.mesh_tokens_per_s,
+            "rpc_tokens_per_s": comparison.peer_tokens_per_s,
+            "ratio": comparison.ratio,
+            "ratios": comparison.ratios,
+            "overhead_ms": comparison.overhead_ms,
+            "slower_compute_ms": comparison.slower_compute_ms,
+            "transport_ms": comparison.transport_ms,
+        }
+        for comparison in comparisons
+    ]
+    return {"delays": delays}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,417 @@
+"""Report of `mesh bench serve`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from meshbench.report_tools import (
+    can_draw,
+    json_text,
+    markdown_page,
+    markdown_table,
+    new_figure,
+    number,
+    pictures_section,
+    save_figure,
+    text_page,
+    write_files,
+)
+from meshbench.serving_metrics import running_over_time
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from meshbench.request_record import Record
+    from meshbench.serving_metrics import Figures, Spread
+
+
+# A client that is later than this with its requests, or busier for long, has measured itself too.
+_NOTABLE_LAG_MS: Final = 20.0
+_NOTABLE_CPU_SHARE: Final = 0.5
+_LONG_S: Final = 1.0
+
+
+def as_markdown(report: Report, plots: Sequence[str]) -> str:
+    """The whole page.
+
+    Args:
+        report: Content of the report.
+        plots: Names of the picture files beside the page.
+    """
+    sections = [
+        ("# A server under load, measured", _conditions(report)),
+        ("## Warnings", "\n".join(f"- {warning}" for warning in warnings(report))),
+        ("## Requests and rates", markdown_table(("what", "measured"), _rates(report))),
+        ("## Latencies, ms", markdown_table(*_latencies(report))),
+        ("", _definitions()),
+        ("## Failures", markdown_table(("kind", "requests", "the first said"), _failures(report.figures))),
+        pictures_section(plots),
+    ]
+    return markdown_page(sections)
+
+
+def as_text(report: Report) -> str:
+    """For a terminal."""
+    heads, latencies = _latencies(report)
+    parts = [
+        _columns(_rates(report)),
+        _columns([heads, *latencies]) if latencies else "",
+        _columns(_failures(report.figures)),
+        "\n".join(f"warning: {warning}" for warning in warnings(report)),
+    ]
+    return text_page(parts)
+
+
+def warnings(report: Report) -> list[str]:
+    """Notes for the reader of the figures."""
+    figures, conditions = report.figures, report.conditions
+    found = []
+    if figures.num_requests < conditions.num_planned:
+        found.append(f"interrupted: {figures.num_requests} of {conditions.num_planned} requests were sent")
+    if figures.num_without_usage:
+        found.append(
+            f"{figures.num_without_usage} answers came without `usage`: their streamed parts are counted as "
+            "tokens, too few where a part holds several, and their input is not counted"
+        )
+    if conditions.ignore_eos and figures.num_stopped_early:
+        found.append(
+            f"{figures.num_stopped_early} answers ended before the last token: the server does not know "
+            "`ignore_eos`, so answers differ in length"
+        )
+    if conditions.num_prompts < figures.num_requests:
+        found.append(
+            f"{figures.num_requests} requests out of {conditions.num_prompts} prompts: a cache of "
+            "prefixes flatters whatever is asked twice"
+        )
+    if figures.lag_ms is not None and figures.lag_ms.highest > _NOTABLE_LAG_MS:
+        found.append(
+            f"this client was up to {figures.lag_ms.highest:.0f} ms late with its requests: its machine is "
+            "too busy, and the server looks slower than it is"
+        )
+    if report.client_cpu_share > _NOTABLE_CPU_SHARE and figures.duration_s >= _LONG_S:
+        found.append(
+            f"this client used {report.client_cpu_share:.0%} of a core: run it on another machine than the "
+            "server's"
+        )
+    return found
+
+
+def _conditions(report: Report) -> str:
+    found = report.conditions
+    temperature = "the server's own" if found.temperature is None else f"{found.temperature:g}"
+    extra = f" Further fields: `{found.extra_body}`." if found.extra_body else ""
+    return (
+        f"{found.url}, {found.endpoint} endpoint, model {found.model}. "
+        f"{found.loop[0].upper()}{found.loop[1:]}, {found.num_planned} requests after {found.num_warmup} to "
+        f"warm up; {found.prompts}; at most {found.max_tokens} tokens per answer"
+        f"{', end of text ignored' if found.ignore_eos else ''}; temperature {temperature}; seed "
+        f"{found.seed}.{extra} {found.software}, {found.started_at}."
+    )
+
+
+def _rates(report: Report) -> list[tuple[str, str]]:
+    figures = report.figures
+    return [
+        ("Completed requests", f"{figures.completed} of {figures.num_requests}"),
+        ("Failed", str(figures.failed)),
+        ("Rejected with 429", _rejected(figures)),
+        ("Unfinished", str(figures.unfinished)),
+        ("Duration, s", f"{figures.duration_s:.2f}"),
+        ("Input tokens", _count(figures.total_input_tokens)),
+        ("  of these from a cache", _count(figures.total_cached_tokens)),
+        ("Output tokens", _count(figures.total_output_tokens)),
+        ("Request throughput, requests/s", f"{figures.request_throughput:.2f}"),
+        ("Output token throughput, tokens/s", f"{figures.output_throughput:.2f}"),
+        ("Total token throughput, tokens/s", number(figures.total_token_throughput)),
+        *_goodput(report),
+        ("Concurrency, mean", f"{figures.mean_concurrency:.2f}"),
+        ("Concurrency, peak", str(figures.max_concurrency)),
+        ("CPU used by this client, cores", f"{report.client_cpu_share:.2f}"),
+    ]
+
+
+def _rejected(figures: Figures) -> str:
+    waits = ", ".join(f"{wait} ({count})" for wait, count in sorted(figures.retry_after.items()))
+    return f"{figures.rejected}{f'; Retry-After, s: {waits}' if waits else ''}"
+
+
+def _goodput(report: Report) -> list[tuple[str, str]]:
+    figures = report.figures
+    if figures.request_goodput is None or figures.good_share is None:
+        return []
+    limits = ", ".join(f"{name} {limit:g} ms" for name, limit in report.conditions.goodput.items())
+    lines = [(f"Request goodput ({limits}), requests/s", f"{figures.request_goodput:.2f}")]
+    lines.append(("  share of all requests", f"{figures.good_share:.1%}"))
+    if report.conditions.rate is not None and figures.scheduled_good_share is not None:
+        lines.append(("  counted from the schedule", f"{figures.scheduled_good_share:.1%}"))
+    return lines
+
+
+def _latencies(report: Report) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Heads and rows; a closed loop has no schedule to count from."""
+    figures = report.figures
+    rows = [
+        ("TTFT", figures.ttft_ms),
+        ("TPOT", figures.tpot_ms),
+        ("ITL", figures.itl_ms),
+        ("E2EL", figures.e2el_ms),
+    ]
+    if report.conditions.rate is not None:
+        rows += [
+            ("TTFT from the schedule", figures.scheduled_ttft_ms),
+            ("E2EL from the schedule", figures.scheduled_e2el_ms),
+            ("Wait here for a place", figures.queue_ms),
+            ("Lateness of this client", figures.lag_ms),
+        ]
+    known = [(name, found) for name, found in rows if found is not None]
+    percentiles = known[0][1].percentiles if known else {}
+    heads = ("ms", "mean", *(f"p{wanted:g}" for wanted in percentiles), "max", "std")
+    lines = [
+        (
+            name,
+            *(
+                f"{value:.2f}"
+                for value in (found.mean, *found.percentiles.values(), found.highest, found.std)
+            ),
+        )
+        for name, found in known
+    ]
+    return heads, lines
+
+
+def _definitions() -> str:
+    return (
+        "TTFT, time to first token: from sending the request to the first part of its answer. TPOT, time "
+        "per output token: (E2EL − TTFT) / (output tokens − 1), of each answer. ITL, inter-token latency: "
+        "from each part to the next, of all answers together; a part may hold several tokens. E2EL, "
+        "end-to-end latency: from sending the request to the end of its answer. What counts from the "
+        "schedule begins when the request was to be sent. Latencies are those of completed requests; rates "
+        "are over the whole run, and shares are of all requests, failed and rejected ones too."
+    )
+
+
+def _failures(figures: Figures) -> list[tuple[str, str, str]]:
+    return [(failure.kind, str(failure.count), failure.example) for failure in figures.failures]
+
+
+def _columns(lines: Sequence[Sequence[str]]) -> str:
+    """Aligned: the first column to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip_longest(*lines, fillvalue="")]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if index == 0 or index == len(line) - 1 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _count(value: int | None) -> str:
+    return "not counted" if value is None else str(value)
+
+
+_NUM_BINS: Final = 60
+
+
+def draw_plots(records: Sequence[Record], folder: Path) -> tuple[str, ...]:
+    """Draw what the requests have to show.
+
+    Returns:
+        Names of the files written; none, and a line in the log, without matplotlib.
+    """
+    answered = [record for record in records if record.failure is None]
+    if not answered or not can_draw():
+        return ()
+    _plot_latencies(answered, folder / "latencies.png")
+    _waits(records, folder / "latency-over-time.png")
+    _load(records, folder / "load-over-time.png")
+    return ("latencies.png", "latency-over-time.png", "load-over-time.png")
+
+
+def _plot_latencies(answered: Sequence[Record], path: Path) -> None:
+    """Cumulative shares."""
+    figure, axes = new_figure("ms", "share that is no longer than this")
+    curves = {
+        "TTFT": [record.ttft_ms for record in answered],
+        "TPOT": [record.tpot_ms for record in answered if record.tpot_ms is not None],
+        "ITL": [gap for record in answered for gap in record.itls_ms],
+        "E2EL": [record.e2el_ms for record in answered],
+    }
+    for label, values in curves.items():
+        if values:
+            axes.ecdf(values, label=label)
+    axes.set_xscale("log")
+    save_figure(figure, axes, path)
+
+
+def _waits(records: Sequence[Record], path: Path) -> None:
+    """Each request where it was to be sent."""
+    figure, axes = new_figure("scheduled at, s", "ms from the schedule")
+    answered = [record for record in records if record.failure is None]
+    scheduled_s = [record.scheduled_s for record in answered]
+    first_ms = [record.ttft_ms + record.delay_ms for record in answered]
+    last_ms = [record.e2el_ms + record.delay_ms for record in answered]
+    axes.plot(scheduled_s, last_ms, ".", label="E2EL")
+    axes.plot(scheduled_s, first_ms, ".", label="TTFT")
+    for record in records:
+        if record.failure is not None:
+            axes.axvline(record.scheduled_s, color="red", alpha=0.3, linewidth=0.8)
+    axes.set_title("red: not answered, or not in full", fontsize="small")
+    axes.set_ylim(bottom=0)
+    save_figure(figure, axes, path)
+
+
+def _load(records: Sequence[Record], path: Path) -> None:
+    """Requests under way, and tokens a second; an answer's tokens are spread evenly over its parts."""
+    figure, axes = new_figure("s", "requests under way")
+    course = running_over_time(records)
+    axes.step([at_s for at_s, _ in course], [running for _, running in course], where="post")
+    times = [part_s for record in records for part_s in record.parts_s]
+    weights = [record.num_output_tokens / len(record.parts_s) for record in records for _ in record.parts_s]
+    if times:
+        counts, edges = np.histogram(times, bins=_NUM_BINS, range=(0.0, course[-1][0]), weights=weights)
+        rates = axes.twinx()
+        rates.set_ylabel("output tokens/s")
+        rates.stairs(counts / np.diff(edges), edges, color="tab:orange")
+    save_figure(figure, axes, path)
+
+
+@dataclass(frozen=True)
+class Report:
+    """A run, worked out.
+
+    Attributes:
+        conditions: How it was made.
+        figures: Figures of the measurement.
+        records: One for each request that was sent, in the order of the schedule.
+        client_cpu_share: Of a core that this client used, mean over the run.
+    """
+
+    conditions: RunConditions
+    figures: Figures
+    records: tuple[Record, ...]
+    client_cpu_share: float
+
+
+_NAMES_OF_VLLM: Final = {"duration_s": "duration", "max_concurrency": "max_concurrent_requests"}
+
+
+def as_dict(report: Report) -> dict[str, Any]:
+    """For JSON, without the single requests. What vLLM's `bench serve` measures too has its names there."""
+    figures = report.figures
+    return {
+        "circumstances": asdict(report.conditions),
+        **{
+            _NAMES_OF_VLLM.get(name, name): value
+            for name, value in asdict(figures).items()
+            if name != "num_requests" and not name.endswith("_ms")
+        },
+        **_spread("ttft", figures.ttft_ms),
+        **_spread("tpot", figures.tpot_ms),
+        **_spread("itl", figures.itl_ms),
+        **_spread("e2el", figures.e2el_ms),
+        **_spread("scheduled_ttft", figures.scheduled_ttft_ms),
+        **_spread("scheduled_e2el", figures.scheduled_e2el_ms),
+        **_spread("client_queue", figures.queue_ms),
+        **_spread("client_lag", figures.lag_ms),
+        "client_cpu_share": report.client_cpu_share,
+    }
+
+
+def as_json(report: Report, *, with_requests: bool = False) -> str:
+    """The report for programs; infinite numbers, which JSON has not, as text.
+
+    Args:
+        report: Content of the report.
+        with_requests: Whether each request is included.
+    """
+    fields = as_dict(report)
+    if with_requests:
+        fields["requests"] = [_request(record) for record in report.records]
+    return json_text(fields)
+
+
+def write_report(report: Report, folder: Path) -> None:
+    """Write `report.md`, `report.json` and the pictures.
+
+    Args:
+        report: Content of the report.
+        folder: Made if it is not there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    plots = draw_plots(report.records, folder)
+    write_files(folder, as_markdown(report, plots), as_json(report, with_requests=True))
+
+
+def _spread(name: str, found: Spread | None) -> dict[str, float]:
+    if found is None:
+        return {}
+    return {
+        f"mean_{name}_ms": found.mean,
+        f"median_{name}_ms": found.median,
+        f"std_{name}_ms": found.std,
+        f"max_{name}_ms": found.highest,
+        **{f"p{wanted:g}_{name}_ms": value for wanted, value in found.percentiles.items()},
+    }
+
+
+def _request(record: Record) -> dict[str, Any]:
+    answered = record.failure is None
+    return {
+        **asdict(record),
+        "ttft_ms": record.ttft_ms if answered else None,
+        "tpot_ms": record.tpot_ms if answered else None,
+        "e2el_ms": record.e2el_ms if answered else None,
+    }
+
+
+@dataclass(frozen=True)
+class RunConditions:
+    """Description of the load.
+
+    Attributes:
+        url: The server's.
+        endpoint: `chat` or `completions`.
+        model: Name that requests gave.
+        loop: How the server was loaded, in words.
+        rate: Requests a second of an open loop; None for a closed one.
+        burstiness: Of an open loop's arrivals; None for a closed one.
+        concurrency: Limit of requests under way; None without.
+        num_planned: Requests that were to be sent.
+        prompts: Where they are from, in words.
+        num_prompts: How many there were, no two of them the same request.
+        max_tokens: Of each answer.
+        temperature: Of sampling; None if left to the server.
+        ignore_eos: Whether answers continued to the last token.
+        extra_body: Further fields of each request.
+        goodput: The limits, in milliseconds, by latency.
+        seed: Of prompts, their order, and arrivals.
+        num_warmup: Requests before those measured.
+        started_at: Wall clock at the start, ISO 8601 with zone.
+        software: Version of this client.
+    """
+
+    url: str
+    endpoint: str
+    model: str
+    loop: str
+    rate: float | None
+    burstiness: float | None
+    concurrency: int | None
+    num_planned: int
+    prompts: str
+    num_prompts: int
+    max_tokens: int
+    temperature: float | None
+    ignore_eos: bool
+    extra_body: dict[str, Any] | None
+    goodput: dict[str, float]
+    seed: int
+    num_warmup: int
+    started_at: str
+    software: str

@@ -1,0 +1,100 @@
+"""Test bed of `mesh bench stress`: a mesh and perhaps its peer, up and warm.
+
+While one of the two is asked, all processes of the other are stopped: llama.cpp's threads may spin, and an
+idle mesh takes processor time, too.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from meshbench.stress.answers import Order, Outcome
+from spanmesh_proto.errors import MeshError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from meshbench.lab.systems import MeshSystem, RpcSystem
+    from meshbench.stress.client_process import LoadClient
+    from meshbench.stress.scripts import Script
+    from meshbench.under_test.mesh import MeshUnderTest
+
+_SETTLE_S: Final = 5.0
+_POLL_S: Final = 0.1
+
+
+@dataclass(frozen=True)
+class LoadTestBed:
+    """Up and warm.
+
+    Attributes:
+        load_client: Sends the load.
+        mesh: The mesh.
+        ctx_size: Positions of its sessions.
+        processes: Its processes, if they are on this machine; what is measured of them is not measured of
+            others.
+        peer: Another system on the same hosts, stopped while it is not measured; None without one.
+    """
+
+    load_client: LoadClient
+    mesh: MeshUnderTest
+    ctx_size: int
+    processes: MeshSystem | None = None
+    peer: RpcSystem | None = None
+
+    def ask_mesh(self, scripts: Sequence[Script], **order: Any) -> Outcome:
+        """Have chats answered by the mesh; see `order_for` for the rest."""
+        return self.load_client.ask(order_for(self.mesh.url, scripts, self.mesh.fields, **order))
+
+    def ask_peer(self, scripts: Sequence[Script], **order: Any) -> Outcome:
+        """Have chats answered by the peer.
+
+        Raises:
+            MeshError: If a request failed: no figure of the peer's is to come from half of an answer.
+        """
+        peer = self.peer
+        assert peer is not None  # noqa: S101 - whoever calls has looked
+        with self._running(peer):
+            outcome = self.load_client.ask(order_for(peer.url, scripts, peer.fields, **order))
+        failures = [one.record.failure for one in outcome.answers if one.record.failure is not None]
+        if failures:
+            raise MeshError(f"{peer.name}: {failures[0].kind}: {failures[0].message}")
+        return outcome
+
+    @contextmanager
+    def _running(self, peer: RpcSystem) -> Iterator[None]:
+        mesh = self.processes
+        assert mesh is not None  # noqa: S101 - a peer shares the hosts of the lab
+        mesh.pause()
+        peer.resume()
+        try:
+            yield
+        finally:
+            peer.pause()
+            mesh.resume()
+
+    def settled_status(self) -> dict[str, Any]:
+        """Body of `/mesh/status` when no request is running, or after five seconds."""
+        deadline_s = time.monotonic() + _SETTLE_S
+        while True:
+            status = self.mesh.status()
+            if not open_sessions(status) or time.monotonic() > deadline_s:
+                return status
+            time.sleep(_POLL_S)
+
+
+def order_for(url: str, scripts: Sequence[Script], fields: Mapping[str, Any], **order: Any) -> Order:
+    """First turns only of chats whose later turns need answers; whole chats are ordered by `Reference`."""
+    bodies = tuple((script.body(0, (), fields).decode(),) for script in scripts)
+    plain = Order(url, tuple(script.id for script in scripts), bodies)
+    return replace(plain, **{"num_requests": len(scripts), **order})
+
+
+def open_sessions(status: dict[str, Any]) -> int:
+    """Number of open sessions: running, waiting, or open at any stage."""
+    sessions = status["sessions"]
+    at_stages = sum(int(stage.get("open_sessions") or 0) for stage in status["stages"])
+    return int(sessions["running"]) + int(sessions["waiting"]) + at_stages

@@ -1,0 +1,290 @@
+"""Scripts of the load: chats of mixed length, and clients with API keys."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING, Any, Final
+
+from meshbench.datasets import made_up_prompts
+from meshbench.stress.answers import HangUpTime, draw_hang_up_time
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request of a chat.
+
+    Attributes:
+        text: The user's message.
+        max_tokens: Of the answer.
+        is_full: Whether the answer continues to the last token.
+        is_cold: Whether the server is asked to compute the whole prompt, also what it still holds of it.
+    """
+
+    text: str
+    max_tokens: int
+    is_full: bool = True
+    is_cold: bool = False
+
+
+@dataclass(frozen=True)
+class Script:
+    """A chat whose messages do not depend on the answers.
+
+    Attributes:
+        id: Distinguishes it from others.
+        turns: At least one.
+        temperature: Of sampling, 0 for greedy.
+        seed: Of sampling.
+    """
+
+    id: str
+    turns: tuple[Turn, ...]
+    temperature: float = 0.0
+    seed: int = 0
+
+    def body(self, turn: int, answers: Sequence[str], fields: Mapping[str, Any] = {}) -> bytes:
+        """A streamed request with usage and token ids, as JSON.
+
+        Args:
+            turn: Which, from 0.
+            answers: Answers to earlier turns.
+            fields: Further ones.
+        """
+        messages: list[dict[str, str]] = []
+        for said, answer in zip(self.turns[:turn], answers, strict=True):
+            messages.append({"role": "user", "content": said.text})
+            messages.append({"role": "assistant", "content": answer})
+        now = self.turns[turn]
+        messages.append({"role": "user", "content": now.text})
+        return json.dumps(
+            {
+                "model": "default",
+                "messages": messages,
+                "max_tokens": now.max_tokens,
+                "temperature": self.temperature,
+                "seed": self.seed,
+                "ignore_eos": now.is_full,
+                "cache_prompt": not now.is_cold,
+                "return_token_ids": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                **fields,
+            }
+        ).encode()
+
+
+def prompt_id(script: str, turn: int) -> str:
+    """Id of a request."""
+    return f"{script}, turn {turn + 1}"
+
+
+# A template's own tokens around each message, and words that turn out to be two tokens.
+TOKENS_AROUND: Final = 32
+WORD_TOKENS: Final = 1.25
+_FULL_SHARE: Final = 0.7
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Lengths of texts; each is as likely as the others.
+
+    Attributes:
+        prompt_tokens: Of a message, about.
+        answer_tokens: The most of an answer.
+    """
+
+    prompt_tokens: tuple[int, ...]
+    answer_tokens: tuple[int, ...]
+
+
+WIDE: Final = Mix((8, 24, 64, 64, 160, 160, 400, 900), (8, 24, 48, 64))
+QUICK: Final = Mix((6, 16, 40, 90), (6, 12, 20))
+
+
+def mixed_scripts(
+    count: int, mix: Mix, *, ctx_size: int, seed: int, is_even: bool = False
+) -> tuple[Script, ...]:
+    """Chats of one to three turns; greedy and sampled; some to their last token, some to their own end.
+
+    A first turn is computed from its first token on, later ones may begin with what the stages still hold:
+    as with users who come with something new and then go on with it.
+
+    Args:
+        count: How many.
+        mix: Lengths.
+        ctx_size: Positions of a session; no chat goes beyond.
+        seed: The same seed, the same chats.
+        is_even: Whether all answers go on to their last token, and all prompts are computed from their first:
+            then any server has the same work.
+    """
+    random = Random(seed)  # noqa: S311 - a load, not a secret
+    scripts = []
+    for index in range(count):
+        # One in three is a chat of several turns, one in six of three.
+        wanted = 1 + (index % 3 == 1) + (index % 6 == 4)
+        turns: list[Turn] = []
+        room = float(ctx_size)
+        for number in range(wanted):
+            num_tokens = random.choice(mix.prompt_tokens)
+            max_tokens = random.choice(mix.answer_tokens)
+            room -= num_tokens * WORD_TOKENS + max_tokens + TOKENS_AROUND
+            if turns and room < 0:
+                break
+            (prompt,) = made_up_prompts(1, num_tokens, random.randrange(2**31))
+            is_full = random.random() < _FULL_SHARE or is_even
+            turns.append(Turn(prompt.text, max_tokens, is_full=is_full, is_cold=number == 0 or is_even))
+        temperature = 0.8 if index % 4 == 3 else 0.0
+        scripts.append(Script(f"chat {index}", tuple(turns), temperature, seed=random.randrange(2**31)))
+    return tuple(scripts)
+
+
+_STREAMED_SHARE: Final = 0.75
+# Words of the beginnings, and which of the earlier ones each goes on from: some are beginnings of others.
+_PREFIXES: Final[tuple[tuple[int, int | None], ...]] = (
+    (8, None),
+    (24, 0),
+    (60, 1),
+    (50, None),
+    (110, 2),
+    (90, 3),
+)
+_END_WORDS: Final = (1, 3, 12, 40)
+_ANSWER_TOKENS: Final = (4, 8, 16, 24)
+# Of requests that begin like no other.
+_ALONE_SHARE: Final = 0.1
+
+
+@dataclass(frozen=True)
+class ClientRequest:
+    """One request of one client.
+
+    Attributes:
+        request: Which, from 0.
+        is_streamed: Whether the answer is to come token by token.
+        moment: When the client hangs up; None waits for the end.
+    """
+
+    request: int
+    is_streamed: bool
+    moment: HangUpTime | None
+
+
+@dataclass(frozen=True)
+class ClientLoad:
+    """A load for one server.
+
+    Attributes:
+        url: URL of the server, without `/v1`.
+        api_keys: At least one; the client of place i under way has key i, modulo their number. None is no
+            key.
+        ids: Of the requests.
+        bodies: Of each request: streamed, and in one piece; JSON.
+        visits: In this order.
+        num_at_once: Clients.
+        timeout_s: Limit of a request; a longer one counts as failed.
+    """
+
+    url: str
+    api_keys: tuple[str | None, ...]
+    ids: tuple[str, ...]
+    bodies: tuple[tuple[str, str], ...]
+    visits: tuple[ClientRequest, ...]
+    num_at_once: int
+    timeout_s: float = 300.0
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> ClientLoad:
+        """Restores `dataclasses.asdict`'s result after JSON, which has no tuples."""
+        requests = (
+            ClientRequest(
+                **{**visit, "moment": None if visit["moment"] is None else HangUpTime(**visit["moment"])}
+            )
+            for visit in fields["visits"]
+        )
+        return cls(
+            **{
+                **fields,
+                "api_keys": tuple(fields["api_keys"]),
+                "ids": tuple(fields["ids"]),
+                "bodies": tuple((streamed, whole) for streamed, whole in fields["bodies"]),
+                "visits": tuple(requests),
+            }
+        )
+
+
+def scripts_with_shared_prefixes(count: int, seed: int) -> tuple[Script, ...]:
+    """Requests of which most begin like others, for a few words or for hundreds; greedy and sampled.
+
+    Args:
+        count: How many different ones.
+        seed: The same seed, the same requests.
+    """
+    random = Random(seed)  # noqa: S311 - a load, not a secret
+    prefixes: list[str] = []
+    for num_words, earlier in _PREFIXES:
+        words = _words(random, num_words)
+        prefixes.append(words if earlier is None else f"{prefixes[earlier]} {words}")
+    scripts = []
+    for index in range(count):
+        end = _words(random, random.choice(_END_WORDS))
+        is_alone = random.random() < _ALONE_SHARE
+        text = end if is_alone else f"{random.choice(prefixes)} {end}"
+        turn = Turn(text, random.choice(_ANSWER_TOKENS))
+        temperature = 0.8 if index % 2 else 0.0
+        scripts.append(Script(f"request {index}", (turn,), temperature, seed=random.randrange(2**31)))
+    return tuple(scripts)
+
+
+def draw_client_requests(
+    count: int, scripts: Sequence[Script], hang_up_share: float, seed: int
+) -> tuple[ClientRequest, ...]:
+    """Each request about as often as the others, in a random order.
+
+    Args:
+        count: How many visits.
+        scripts: The requests, of one turn each.
+        hang_up_share: Share of visits whose client hangs up, 0 to 1.
+        seed: The same seed, the same visits.
+    """
+    random = Random(seed)  # noqa: S311 - a load, not a secret
+    numbers = [number % len(scripts) for number in range(count)]
+    random.shuffle(numbers)
+    requests = []
+    for number in numbers:
+        is_streamed = random.random() < _STREAMED_SHARE
+        max_tokens = scripts[number].turns[0].max_tokens
+        hang_up_time = draw_hang_up_time(random, hang_up_share, max_tokens, is_streamed=is_streamed)
+        requests.append(ClientRequest(number, is_streamed, hang_up_time))
+    return tuple(requests)
+
+
+def bodies_of(script: Script, fields: Mapping[str, Any] = {}) -> tuple[str, str]:
+    """A request of one turn, its answer streamed and in one piece, as JSON.
+
+    Args:
+        script: The request.
+        fields: Further ones.
+    """
+    streamed = script.body(0, (), fields).decode()
+    whole = json.loads(streamed)
+    del whole["stream_options"]
+    return streamed, json.dumps({**whole, "stream": False})
+
+
+def num_slots_for(num_at_once: int, num_keys: int) -> int:
+    """Slots for a load: one more than there are clients, so that keys take them from one another.
+
+    And for each key at least twice its clients, and one: until the server has noticed that a client hung up,
+    its next request is beside the old one, and no key may have all slots.
+    """
+    clients_of_key = -(-num_at_once // num_keys)
+    return max(num_at_once, 2 * clients_of_key) + 1
+
+
+def _words(random: Random, count: int) -> str:
+    return made_up_prompts(1, count, random.randrange(2**31))[0].text

@@ -1,0 +1,137 @@
+"""Command that lets coding agents take a turn each, with nothing but a mesh to talk to.
+
+    python -m tests.qualification.coding_agents --install ~/agents
+
+Claude Code, Codex and OpenCode each take a plain turn, with the demo model on a real mesh, and a turn with a
+tool, with a scripted model behind the same HTTP server. They are started by `mesh agent`, in a network of
+loopback alone.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import click
+
+from mesh.cli.option_types import float_option, int_option
+from mesh.util.processors import processor_name
+from meshbench.lab.network import lab_supported
+from meshbench.report_tools import write_files
+from meshbench.shared_options import FOLDER, end_command, end_on_sigterm, json_option, output_option
+from spanmesh_proto import SOFTWARE_VERSION
+from spanmesh_proto.errors import MeshError
+from tests.qualification.coding_agents.agents import PROGRAMS
+from tests.qualification.coding_agents.npm_install import (
+    install,
+    installed_version,
+    require_installed,
+    require_tools,
+)
+from tests.qualification.coding_agents.report import as_json, as_markdown, as_text, is_good
+from tests.qualification.coding_agents.turns import TurnKind, TurnOptions, take_turns
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from tests.qualification.coding_agents.agents import AgentProgram
+    from tests.qualification.coding_agents.turns import Turn
+
+
+@click.command()
+@click.argument("folder", type=FOLDER)
+@click.option("--install", "is_installing", is_flag=True, help="First install the agents in FOLDER, by npm.")
+@click.option(
+    "--only",
+    "names",
+    multiple=True,
+    type=click.Choice(sorted(PROGRAMS)),
+    help="Only this agent; may be given several times.",
+)
+@click.option(
+    "--turn",
+    "kinds",
+    multiple=True,
+    type=click.Choice([kind.name.lower() for kind in TurnKind]),
+    help="Only this kind of turn.",
+)
+@int_option("--ctx-size", default=65_536, metavar="N", help="Positions of a session of the real mesh.")
+@float_option("--time-limit", default=1800.0, help="Longest turn, in seconds.")
+@output_option("coding-agents", "Folder of the report, the recordings and the logs.")
+@json_option
+def main(
+    *,
+    folder: Path,
+    is_installing: bool,
+    names: tuple[str, ...],
+    kinds: tuple[str, ...],
+    ctx_size: int,
+    time_limit: float,
+    output: Path,
+    is_json: bool,
+) -> None:
+    """Try the agents that are installed in FOLDER; exit with 1 if a check fails."""
+    end_on_sigterm()
+    folder, output = folder.resolve(), output.resolve()
+    programs = [PROGRAMS[name] for name in names or PROGRAMS]
+    try:
+        _prepare(folder, programs, is_installing=is_installing)
+    except MeshError as error:
+        raise click.ClickException(error.message) from error
+    output.mkdir(parents=True, exist_ok=True)
+    options = TurnOptions(
+        agents=folder,
+        output=output,
+        ctx_size=ctx_size,
+        time_limit_s=time_limit,
+        kinds=[kind for kind in TurnKind if not kinds or kind.name.lower() in kinds],
+    )
+    turns, failures = _all_turns(programs, options)
+    conditions = {
+        "spanmesh": SOFTWARE_VERSION,
+        "date": dt.datetime.now().astimezone().date().isoformat(),
+        "processor": processor_name(),
+        "context of the real mesh": ctx_size,
+    }
+    versions = {program.package: installed_version(folder, program.package) for program in programs}
+    as_object = as_json(turns, versions, conditions, failures)
+    write_files(output, as_markdown(turns, versions, conditions, failures), as_object)
+    end_command(
+        as_object if is_json else as_text(turns, failures),
+        output,
+        is_json=is_json,
+        is_good=not failures and all(map(is_good, turns)),
+    )
+
+
+def _prepare(folder: Path, programs: Sequence[AgentProgram], *, is_installing: bool) -> None:
+    """Check what turns need, and install the agents if that is wanted.
+
+    Raises:
+        MeshError: If something is missing.
+    """
+    if (reason := lab_supported()) is not None:
+        raise MeshError(reason)
+    if is_installing:
+        install(folder)
+    require_tools()
+    require_installed(folder, programs)
+
+
+def _all_turns(programs: Sequence[AgentProgram], options: TurnOptions) -> tuple[list[Turn], list[str]]:
+    """Turns of all agents, and why others could not be taken."""
+    turns: list[Turn] = []
+    failures: list[str] = []
+    for program in programs:
+        with closing(take_turns(program, options)) as coming:
+            try:
+                turns.extend(coming)
+            except MeshError as error:
+                failures.append(f"{program.title}: {error.message}")
+    return turns, failures
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""Checks and report of the agents' turns."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
+
+from meshbench.report_tools import (
+    Check,
+    checks_table,
+    checks_text,
+    conditions_text,
+    json_text,
+    markdown_page,
+    markdown_table,
+    text_page,
+)
+from tests.qualification.coding_agents.engines import note_text
+from tests.qualification.coding_agents.recording import DONE
+from tests.qualification.coding_agents.turns import TurnKind
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tests.qualification.coding_agents.recording import Exchange
+    from tests.qualification.coding_agents.turns import Turn
+
+_TITLES: Final = {TurnKind.PLAIN: "plain turn", TurnKind.TOOL: "tool turn"}
+_LAST_EVENTS: Final = frozenset({DONE, "message_stop", "response.completed"})
+_SHOWN_CHARS: Final = 300
+
+
+def is_expected(exchange: Exchange) -> bool:
+    """Whether an error status is no fault of the mesh's: paths that are no part of the API that it serves.
+
+    Claude Code looks whether the server is there, and tells services of its maker about itself.
+    """
+    return (exchange.method, exchange.path) == ("HEAD", "/") or exchange.path.startswith("/api/")
+
+
+def checks_of(turn: Turn) -> list[Check]:
+    """What must hold of a turn."""
+    checks = [
+        _ended(turn),
+        _none("no errors told by the agent", turn.output.errors),
+        _none("no request refused", _refusals(turn)),
+        _none("all streams whole", _broken_streams(turn)),
+        _asked(turn),
+        _answered(turn),
+    ]
+    if turn.kind is TurnKind.TOOL:
+        checks += [_ran_tool(turn), _knows_word(turn)]
+    return checks
+
+
+def is_good(turn: Turn) -> bool:
+    """Whether all checks of a turn hold."""
+    return all(check.holds for check in checks_of(turn))
+
+
+def as_markdown(
+    turns: Sequence[Turn],
+    versions: Mapping[str, str],
+    conditions: Mapping[str, Any],
+    failures: Sequence[str],
+) -> str:
+    """The report as a page.
+
+    Args:
+        turns: All turns, in order.
+        versions: Installed version of each agent's package, by package.
+        conditions: How they were made.
+        failures: Why other turns could not be taken.
+    """
+    sections = [
+        ("# Coding agents", conditions_text(conditions)),
+        ("", _versions_table(turns, versions)),
+        ("Turns that could not be taken:", _block("\n".join(failures))),
+    ]
+    for turn in turns:
+        title = f"## {turn.program.title}, {_TITLES[turn.kind]}"
+        sections += [
+            (title, checks_table(checks_of(turn))),
+            ("", f"Answer: {_shown(turn.output.text)!r}"),
+            ("Requests, in the order of their ends:", _requests_table(turn.exchanges)),
+            ("", f"Events that the agent printed: {_counts(turn.output.events)}."),
+            ("End of its error output:", _block(turn.last_words)),
+        ]
+    return markdown_page(sections)
+
+
+def as_json(
+    turns: Sequence[Turn],
+    versions: Mapping[str, str],
+    conditions: Mapping[str, Any],
+    failures: Sequence[str],
+) -> str:
+    """The report for programs; requests without their bodies, which are in the recordings."""
+    return json_text(
+        {
+            "conditions": dict(conditions),
+            "versions": dict(versions),
+            "turns": [_turn_as_dict(turn) for turn in turns],
+            "failures": list(failures),
+            "passed": not failures and all(map(is_good, turns)),
+        }
+    )
+
+
+def as_text(turns: Sequence[Turn], failures: Sequence[str]) -> str:
+    """The report for a terminal."""
+    told = [
+        f"{turn.program.title} {turn.version}, {_TITLES[turn.kind]}, {turn.seconds:.0f} s\n"
+        f"{checks_text(checks_of(turn))}"
+        for turn in turns
+    ]
+    return text_page([*told, *failures])
+
+
+def _turn_as_dict(turn: Turn) -> dict[str, Any]:
+    return {
+        "agent": turn.program.title,
+        "version": turn.version,
+        "kind": turn.kind.name.lower(),
+        "exit_code": turn.exit_code,
+        "seconds": turn.seconds,
+        "output": asdict(turn.output),
+        "requests": [
+            {**asdict(exchange), "request": sorted(exchange.request), "num_tools": exchange.num_tools}
+            for exchange in turn.exchanges
+        ],
+        "checks": [{**asdict(check), "verdict": check.verdict} for check in checks_of(turn)],
+        "last_words": turn.last_words,
+    }
+
+
+def _ended(turn: Turn) -> Check:
+    how = "at the time limit" if turn.exit_code is None else f"with code {turn.exit_code}"
+    return Check("the agent ends with code 0", turn.exit_code == 0, f"{how} after {turn.seconds:.0f} s")
+
+
+def _none(name: str, found: Sequence[str]) -> Check:
+    return Check(name, not found, _shown("; ".join(found)) or "none")
+
+
+def _refusals(turn: Turn) -> list[str]:
+    return [
+        f"{exchange.method} {exchange.path} {exchange.status} {exchange.error}"
+        for exchange in turn.exchanges
+        if exchange.status is not None and exchange.status >= 400 and not is_expected(exchange)
+    ]
+
+
+def _broken_streams(turn: Turn) -> list[str]:
+    """Streams that were sent to their end, but end with another event than they should."""
+    return [
+        f"{exchange.path} ends with {exchange.last_event}"
+        for exchange in turn.exchanges
+        if exchange.is_complete and exchange.events and exchange.last_event not in _LAST_EVENTS
+    ]
+
+
+def _asked(turn: Turn) -> Check:
+    """Whether the agent's own API was used, with answers in streams."""
+    used = [
+        exchange
+        for exchange in turn.exchanges
+        if exchange.path == turn.program.path and exchange.status == 200 and exchange.events
+    ]
+    least = 1 if turn.kind is TurnKind.PLAIN else 2
+    return Check(f"{turn.program.path} was used", len(used) >= least, f"{len(used)} answers in streams")
+
+
+def _answered(turn: Turn) -> Check:
+    """Whether what the agent printed is what the server sent."""
+    sent = {_words(exchange.text) for exchange in turn.exchanges if exchange.path == turn.program.path}
+    text = _words(turn.output.text)
+    return Check("the answer came out", bool(text) and text in sent, f"{len(text)} characters")
+
+
+def _ran_tool(turn: Turn) -> Check:
+    is_copied = turn.copied == note_text(turn.code_word)
+    detail = "no copy" if turn.copied is None else f"{turn.copied!r}"
+    tools = ", ".join(turn.output.tools) or "no tool"
+    return Check("the command was run", is_copied and bool(turn.output.tools), f"{tools}; {detail}")
+
+
+def _knows_word(turn: Turn) -> Check:
+    return Check(
+        "its result came back to the model", turn.code_word in turn.output.text, f"word {turn.code_word}"
+    )
+
+
+def _versions_table(turns: Sequence[Turn], versions: Mapping[str, str]) -> str:
+    told = {turn.program.package: (turn.program.title, turn.version) for turn in turns}
+    return markdown_table(
+        ("agent", "package", "installed", "says"),
+        ((title, package, versions.get(package, ""), says) for package, (title, says) in told.items()),
+    )
+
+
+def _requests_table(exchanges: Sequence[Exchange]) -> str:
+    return markdown_table(
+        ("request", "status", "tools", "stream events", "client"),
+        (
+            (
+                f"{exchange.method} {exchange.path}",
+                ("none" if exchange.status is None else str(exchange.status))
+                + ("" if exchange.is_complete else ", cut off"),
+                str(exchange.num_tools or ""),
+                _counts(exchange.events),
+                exchange.client,
+            )
+            for exchange in exchanges
+        ),
+    )
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
+
+
+def _block(text: str) -> str:
+    return f"```text\n{text}\n```" if text else ""
+
+
+def _words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"

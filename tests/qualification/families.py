@@ -1,0 +1,181 @@
+"""Certification of every architecture.
+
+    python -m tests.qualification.tiny_models models/d1
+    python -m tests.qualification.tiny_models models/d2 --depth 2
+    python -m tests.qualification.families models/d1 models/d2 --output record.json
+
+One record a model: its family, the rules it needed, where it may be cut, and whether that is bit-equal; or
+why it is refused; and how its sessions go back. Exits with 1 if a cut that is allowed is not equal to the
+last bit.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mesh.util.logs import set_up_logs
+from mesh.util.progress import progress_bars
+from spanmesh_proto.errors import MeshError
+from stages.certification.certify import CertifyOptions, certify
+from stages.certification.isolated import certify_isolated
+from stages.slicing.source_model import read_source
+from tests.qualification.families_table import FamilyRecord, GoesBack, Outcome, counts, to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stages.certification.comparison import EquivalenceReport
+    from stages.slicing.source_model import SourceModel
+
+# Tiny models show everything in a few rows.
+_OPTIONS = CertifyOptions(n_prompt=20, n_decode=6)
+
+
+def _quiet() -> None:
+    set_up_logs()
+    os.environ["GGML_NO_BACKTRACE"] = "1"  # or an abort starts a debugger
+
+
+class Certifier:
+    """Certifies one model after the other in one process beside this one, which llama.cpp may abort."""
+
+    def __init__(self) -> None:
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __call__(self, model: Path) -> EquivalenceReport:
+        """`certify` at every cut that is allowed."""
+        if self._pool is None:
+            spawning = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(1, mp_context=spawning, initializer=_quiet)
+        try:
+            return self._pool.submit(certify, model, None, _OPTIONS).result()
+        except BrokenProcessPool:
+            self.close()
+            # Once more where its last words are heard.
+            return certify_isolated(model, None, _OPTIONS)
+
+    def close(self) -> None:
+        """End the process."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
+
+
+def examine(model: Path, certified: Callable[[Path], EquivalenceReport]) -> FamilyRecord:
+    """Certify one model at every cut that its rules allow.
+
+    Args:
+        model: The file.
+        certified: How.
+    """
+    try:
+        source = read_source(model)
+    except MeshError as error:
+        return FamilyRecord(model.name, Outcome.REFUSED, reason=error.message)
+    record = _before(source)
+    try:
+        report = certified(model)
+    except MeshError as error:
+        return record.failed(error.message, is_known=source.is_known)
+    return _after(record, report, is_known=source.is_known)
+
+
+def _before(source: SourceModel) -> FamilyRecord:
+    return FamilyRecord(
+        source.header.path.name,
+        Outcome.REFUSED,
+        architecture=source.header.architecture,
+        n_layers=source.n_layers,
+        rules=tuple(rule.name for rule in source.rules_used),
+        is_known=source.is_known,
+        # To checkpoints only once that is certified.
+        goes_back=GoesBack.NO if source.family.has_recurrent_state else GoesBack.POSITION,
+        allowed_cuts=source.allowed_cuts,
+        refused_cuts={str(cut): reason for cut, reason in source.refused_cuts.items()},
+        reason="" if source.allowed_cuts else next(iter(source.refused_cuts.values()), "it has one layer"),
+    )
+
+
+def _after(record: FamilyRecord, report: EquivalenceReport, *, is_known: bool) -> FamilyRecord:
+    if report.is_exact or report.is_exact_onward:
+        record = _with_checkpoints(record, report)
+        return record.bit_equal() if record.allowed_cuts else record
+    unequal = [result for result in report.cuts if not result.difference.is_bit_equal]
+    if unequal:
+        worst = max(unequal, key=lambda result: result.difference.max_logit_diff)
+        reason = (
+            f"cut at {', '.join(str(result.cut) for result in unequal)} logits differ by up to "
+            f"{worst.difference.max_logit_diff:.3g}, hidden states by {worst.difference.max_hidden_diff:.3g}"
+        )
+    else:
+        reason = "cut at all these places at once, or at none, logits differ"
+    return record.failed(reason, is_known=is_known)
+
+
+def _with_checkpoints(record: FamilyRecord, report: EquivalenceReport) -> FamilyRecord:
+    """The same, with how a model with recurrent layers goes back."""
+    found = report.with_checkpoints
+    if found is None:
+        return record
+    if found.is_bit_equal:
+        return replace(record, goes_back=GoesBack.CHECKPOINTS)
+    return replace(
+        record,
+        why_no_checkpoints="several rows at once, or rows after going back to a checkpoint, differ by up to "
+        f"{found.max_logit_diff:.2g} from the same rows one by one",
+    )
+
+
+@click.command()
+@click.argument(
+    "folders", type=click.Path(exists=True, file_okay=False, path_type=Path), nargs=-1, required=True
+)
+@click.option("--output", type=click.Path(path_type=Path), help="Write the record there, as JSON.")
+@click.option("--only", default="", help="Only models whose names contain this.")
+def main(folders: tuple[Path, ...], output: Path | None, only: str) -> None:
+    """Certify every GGUF file in FOLDERS at every cut that its family's rules allow."""
+    set_up_logs()
+    recorded: dict[str, list[FamilyRecord]] = {}
+    models = [
+        (folder, model) for folder in folders for model in sorted(folder.glob("*.gguf")) if only in model.name
+    ]
+    with progress_bars() as bars, closing(Certifier()) as certified:
+        bar = bars.add(f"certifying {len(models)} models")
+        for done, (folder, model) in enumerate(models, 1):
+            record = examine(model, certified)
+            recorded.setdefault(folder.name, []).append(record)
+            if record.outcome is not Outcome.BIT_EQUAL:
+                click.echo(f"{folder.name}/{record.model}: {record.outcome}: {record.reason}", err=True)
+            if record.why_no_checkpoints:
+                click.echo(
+                    f"{folder.name}/{record.model}: no checkpoints: {record.why_no_checkpoints}", err=True
+                )
+            bar(done / len(models))
+    for name, records in recorded.items():
+        click.echo(f"{name}: {counts(records)}")
+    if output is not None:
+        output.write_text(json.dumps(_document(recorded), indent=1) + "\n", encoding="utf-8")
+    if any(record.outcome is Outcome.WRONG for records in recorded.values() for record in records):
+        click.get_current_context().exit(1)
+
+
+def _document(recorded: dict[str, list[FamilyRecord]]) -> dict[str, Any]:
+    return {
+        "llama_cpp_python": version("llama-cpp-python"),
+        "runs": {name: [to_json(record) for record in records] for name, records in recorded.items()},
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""Writer of FAMILIES.md.
+
+python -m tests.qualification.families_table record.json > FAMILIES.md
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+
+class Outcome(StrEnum):
+    """What became of one model.
+
+    Attributes:
+        BIT_EQUAL: At every cut that is allowed, and there is at least one.
+        REFUSED: It is not cut at all, and the reason is known: by its rules, or by the self-check that a
+            family without rules must pass.
+        WRONG: Its rules allow a cut that is not bit-equal.
+    """
+
+    BIT_EQUAL = "bit-equal"
+    REFUSED = "refused"
+    WRONG = "wrong"
+
+
+class GoesBack(StrEnum):
+    """How sessions go back to before a rejected token, without which nothing is proposed.
+
+    Attributes:
+        POSITION: To any position: their rows are dropped.
+        CHECKPOINTS: To copies of the recurrent state, certified.
+        NO: Not at all in exact mode.
+    """
+
+    POSITION = "position"
+    CHECKPOINTS = "checkpoints"
+    NO = "no"
+
+
+@dataclass(frozen=True)
+class FamilyRecord:
+    """One model.
+
+    Attributes:
+        model: The file's name.
+        outcome: What became of it.
+        reason: Why, unless it is bit-equal.
+        architecture: `general.architecture`; empty if its header was refused.
+        n_layers: Layers.
+        rules: Names of the rules that it needed beyond the generic ones.
+        is_known: Whether its family is in the table.
+        goes_back: How its sessions go back; None if its header was refused.
+        why_no_checkpoints: Why they do not go back to checkpoints of a recurrent state, if it was tried.
+        allowed_cuts: Where it may be cut.
+        refused_cuts: Where not, and why.
+    """
+
+    model: str
+    outcome: Outcome
+    reason: str = ""
+    architecture: str = ""
+    n_layers: int = 0
+    rules: tuple[str, ...] = ()
+    is_known: bool = True
+    goes_back: GoesBack | None = None
+    why_no_checkpoints: str = ""
+    allowed_cuts: tuple[int, ...] = ()
+    refused_cuts: Mapping[str, str] = field(default_factory=dict)
+
+    def bit_equal(self) -> FamilyRecord:
+        """The same, certified."""
+        return dataclasses.replace(self, outcome=Outcome.BIT_EQUAL, reason="")
+
+    def refused(self, reason: str) -> FamilyRecord:
+        """The same, not to be cut."""
+        return dataclasses.replace(self, outcome=Outcome.REFUSED, reason=reason, allowed_cuts=())
+
+    def failed(self, reason: str, *, is_known: bool) -> FamilyRecord:
+        """The same, found to differ: a family without rules is refused by its self-check then."""
+        if not is_known:
+            return self.refused(f"the generic rules are not enough: {reason}")
+        return dataclasses.replace(self, outcome=Outcome.WRONG, reason=reason)
+
+
+def to_json(record: FamilyRecord) -> dict[str, Any]:
+    """For a file."""
+    return dataclasses.asdict(record)
+
+
+def from_json(saved: Mapping[str, Any]) -> FamilyRecord:
+    """From a file, also one written when sessions with a recurrent state did not go back."""
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()
+    }
+    values["outcome"] = Outcome(saved["outcome"])
+    if "can_trim" in values:
+        values["goes_back"] = GoesBack.POSITION if values.pop("can_trim") else GoesBack.NO
+    elif values.get("goes_back") is not None:
+        values["goes_back"] = GoesBack(values["goes_back"])
+    return FamilyRecord(**values)
+
+
+def counts(records: Iterable[FamilyRecord]) -> str:
+    """One line for a person."""
+    found = Counter(record.outcome for record in records)
+    return f"{found.total()} models, " + ", ".join(f"{found[outcome]} {outcome}" for outcome in Outcome)
+
+
+_HEAD: Final = """\
+# Families
+
+Which families of models can be cut, found out by cutting llama.cpp's own tiny random model of each
+architecture at every place that the rules allow, alone and all at once, and comparing bits with the model
+whole: prefill, decode, long prompts in chunks, spans after going back, and, with recurrent layers, up to 63
+rows at once with the same rows one by one. Written by
+
+```sh
+python -m tests.qualification.tiny_models models/d1
+python -m tests.qualification.tiny_models models/d2 --depth 2
+python -m tests.qualification.tiny_models models/d2-mtp --depth 2 --prediction-layers 1
+python -m tests.qualification.families models/d1 models/d2 models/d2-mtp \\
+  --output tests/qualification/families_record.json
+python -m tests.qualification.families_table tests/qualification/families_record.json > FAMILIES.md
+```
+
+"""
+
+_TAIL: Final = """
+**d2-mtp**: the same models with a layer for multi-token prediction behind their own, which no stage holds;
+those that llama.cpp's program can write with one.
+
+**goes back**: how a session returns to before a rejected token. *position*: its rows are dropped.
+*checkpoints*: a recurrent state has no rows, so stages copy it now and then, and go on from a copy. *no*:
+not in exact mode, where nothing is proposed then.{refusals}
+{wrong}
+Rules are in [stages/slicing/architectures/cutting_rules.py](stages/slicing/architectures/cutting_rules.py),
+each with its reason. A family that is not in the table of rules is cut by the generic ones, and only after a
+self-check at the very cut; so is one whose rules no run has tried.
+"""
+
+_WRONG: Final = """
+**wrong**: found not to be exact, or to abort, by the rules of that run. Such families have new rules, which
+no run has tried.
+"""
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    """The table.
+
+    Args:
+        document: What `tests.qualification.families` wrote.
+    """
+    runs = {name: [from_json(saved) for saved in run] for name, run in document["runs"].items()}
+    lines = [_HEAD + f"llama-cpp-python {document['llama_cpp_python']}.", ""]
+    lines += [f"- {name}: {counts(records)}" for name, records in runs.items()]
+    names = list(runs)
+    lines += [
+        "",
+        f"| model | {' | '.join(names)} | rules | goes back | why not |",
+        "|---" * (len(names) + 4) + "|",
+    ]
+    for model in sorted({record.model for records in runs.values() for record in records}):
+        lines.append(_row(model, [_find(runs[name], model) for name in names]))
+    is_any_wrong = any(record.outcome is Outcome.WRONG for records in runs.values() for record in records)
+    tail = _TAIL.format(wrong=_WRONG if is_any_wrong else "", refusals=_refusals(runs.values()))
+    return "\n".join(lines) + "\n" + tail
+
+
+def _refusals(runs: Iterable[Sequence[FamilyRecord]]) -> str:
+    """Why sessions of some models do not go back to checkpoints, as sentences."""
+    reasons: dict[str, str] = {}
+    for record in (each for records in runs for each in records if each.why_no_checkpoints):
+        reasons[record.model.removesuffix(".gguf")] = record.why_no_checkpoints
+    return "".join(f"\n{model}: {reason}." for model, reason in sorted(reasons.items()))
+
+
+def _find(records: Sequence[FamilyRecord], model: str) -> FamilyRecord | None:
+    return next((record for record in records if record.model == model), None)
+
+
+def _row(model: str, found: Sequence[FamilyRecord | None]) -> str:
+    present = [record for record in found if record is not None]
+    cells = ["" if record is None else _cell(record) for record in found]
+    rules = dict.fromkeys(rule for record in present for rule in record.rules)
+    reasons = dict.fromkeys(record.reason for record in present if record.reason)
+    ways = {record.goes_back for record in present}
+    goes_back = next((way for way in reversed(GoesBack) if way in ways), "")
+    shown = model.removesuffix(".gguf")
+    return f"| {shown} | {' | '.join(cells)} | {', '.join(rules)} | {goes_back} | {'; '.join(reasons)} |"
+
+
+def _cell(record: FamilyRecord) -> str:
+    if record.outcome is not Outcome.BIT_EQUAL:
+        return str(record.outcome)
+    return f"{len(record.allowed_cuts)} of {record.n_layers - 1} cuts"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))
