@@ -15,11 +15,11 @@ from starlette.responses import Response
 from mesh.api.auth import client_of, may_load, require_own_machine
 from mesh.api.backend import HostAdmin, HostInspection, ModelAdmin, backend_of, backends_of, body_of
 from mesh.api.errors import json_response
-from mesh.api.load_request import LoadRequest
 from mesh.api.middleware import CLIENT_GONE_STATUS
 from mesh.api.on_demand.leases import lease_for
 from mesh.api.openapi import Anything, answers, takes
 from mesh.api.streaming import ClientGoneError, cancel_on_disconnect
+from mesh.options.model import LoadRequest
 from spanmesh_proto.errors import ClusterError, InvalidRequest, JoinError
 
 if TYPE_CHECKING:

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from mesh.api.load_request import LoadRequest
     from mesh.api.request_parsing import Body
     from mesh.engine import Engine
+    from mesh.options.model import LoadRequest
     from mesh.text.message_parts import CallFormat
     from mesh.text.tokenizer import Tokenizer
     from spanmesh_proto.errors import MeshError

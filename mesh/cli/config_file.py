@@ -31,11 +31,13 @@ def key_of(param: click.Parameter) -> str:
 
 
 def keys_of(command: click.Command) -> dict[str, click.Parameter]:
-    """Parameters of a command by key, except `--help`."""
+    """Parameters of a command by key, except `--help` and `--set`, of which each key is one."""
+    rare: list[click.Parameter] = getattr(command, "rare", [])
     return {
         key_of(param): param
-        for param in command.params
+        for param in (*command.params, *rare)
         if not (isinstance(param, click.Option) and param.is_eager and not param.expose_value)
+        and "--set" not in param.opts
     }
 
 

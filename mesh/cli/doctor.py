@@ -11,7 +11,9 @@ import click
 
 from mesh.cli.head_client import ask_head
 from mesh.cli.option_types import int_option
-from mesh.cli.shared_options import key_of, port_range_option
+from mesh.cli.options import options_of
+from mesh.cli.shared_options import key_of
+from mesh.options.host import HostOptions
 from mesh.util.child_environment import API_KEY
 from mesh.util.printable import say
 from spanmesh_proto.errors import MeshError
@@ -38,7 +40,7 @@ _PATIENCE_S: Final = 660.0
 )
 @click.option("--token-file", type=_FILE, help="Check the connection to the head of this join token.")
 @click.option("--advertise", metavar="IP", help="Address at which other hosts reach this one.")
-@port_range_option
+@options_of(HostOptions, "port_range")
 @int_option("--port", most=65535, default=8000, help="Port at which the API would listen.")
 @click.option("--json", "is_json", is_flag=True, help="Print every check as JSON.")
 def doctor(

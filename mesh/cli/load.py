@@ -10,17 +10,9 @@ from urllib.parse import quote
 import click
 
 from mesh.cli.head_client import ask_head
-from mesh.cli.main import SectionedCommand
-from mesh.cli.option_types import int_option
-from mesh.cli.shared_options import (
-    SESSION_FLAGS,
-    SPECULATION_FLAGS,
-    check_stage_options,
-    head_options,
-    key_of,
-    local_model,
-    one_model_options,
-)
+from mesh.cli.options import OptionsCommand, made
+from mesh.cli.shared_options import head_options, key_of, local_model
+from mesh.options.model import API, PLACEMENT, SESSIONS, SPECULATION, LoadRequest
 from mesh.util.printable import say
 from spanmesh_proto.errors import MeshError
 from stages.units import format_size
@@ -32,62 +24,27 @@ if TYPE_CHECKING:
 # Sending weights may take hours.
 _LOAD_TIMEOUT_S: Final = 86400.0
 _POLL_S: Final = 1.0
-_SECTIONS: Final = {
+_SECTIONS: Final[dict[str, tuple[str, ...]]] = {
     "Head": ("--url", "--api-key-file"),
-    "API": ("--name", "--embeddings", "--max-waiting"),
-    "Placement": ("--stages", "--split", "--threads", "--evictable"),
-    "Sessions": SESSION_FLAGS,
-    "Speculation": SPECULATION_FLAGS,
+    **dict.fromkeys((API, PLACEMENT, SESSIONS, SPECULATION), ()),
 }
 
 
-@click.command(cls=SectionedCommand, sections=_SECTIONS)
+@click.command(cls=OptionsCommand, options=LoadRequest, sections=_SECTIONS)
 @click.argument("model", type=click.Path(path_type=Path))
 @head_options
-@click.option("--name", help="Name of the model in the API.  [default: the name of its file]")
-@click.option(
-    "--embeddings",
-    is_flag=True,
-    help="Load an embedding model, whole on one host, and serve it at /v1/embeddings. Of the other options "
-    "only --name, --ctx-size, --threads and --max-waiting apply.",
-)
-@int_option(
-    "--threads",
-    metavar="N",
-    help="Threads of each host for the model.  [default: those that no other model uses, at least one]",
-)
-@click.option(
-    "--evictable",
-    is_flag=True,
-    help="Unload it when it idles and its memory is wanted, as models of `mesh serve --library`.",
-)
-@one_model_options
-def load(
-    model: Path,
-    url: str,
-    api_key_file: Path | None,
-    *,
-    stages: int | None,
-    split: tuple[int, ...] | None,
-    draft_path: Path | None,
-    replay_path: Path | None,
-    **options: Any,
-) -> None:
+def load(model: Path, url: str, api_key_file: Path | None, **values: Any) -> None:
     """Load MODEL into a running mesh, beside its other models.
 
     To be run on the head. MODEL is a GGUF file, the first one if there are several, or hf:org/repo:QUANT. It
     is placed in the memory that is left; if that is too little, nothing changes and an error says how much is
     missing. Returns when the model answers. Ctrl-C does not stop the loading: `mesh unload` does.
     """
-    check_stage_options(stages, split)
-    order = {
-        **options,
-        "model": _whole(local_model(model).path),
-        "stages": stages,
-        "split": split,
-        "draft_path": _whole(draft_path),
-        "replay_path": _whole(replay_path),
-    }
+    wanted = {name: _whole(value) if isinstance(value, Path) else value for name, value in values.items()}
+    # Refused here, if it contradicts itself, before a model is fetched.
+    made(LoadRequest, {**wanted, "model": str(model)})
+    request = made(LoadRequest, {**wanted, "model": str(_whole(local_model(model).path))})
+    order = request.model_dump(mode="json")
     head, key = url.rstrip("/"), key_of(api_key_file)
     answer = _watched(head, key, order)
     for stage in answer["stages"]:
@@ -145,9 +102,9 @@ def _served_name(model: str) -> str:
     return model_name(Path(model))
 
 
-def _whole(path: Path | None) -> str | None:
+def _whole(path: Path) -> Path:
     """An absolute path: the head may run in another folder. Links are not followed, see `StageConfig`."""
-    return None if path is None else str(path.absolute())
+    return path.absolute()
 
 
 _WAIT_S: Final = 30.0

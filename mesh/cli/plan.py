@@ -11,13 +11,14 @@ import click
 from rich.table import Table
 
 from mesh.cli.head_client import ask_head
-from mesh.cli.option_types import MemorySize, choice_option, int_option
-from mesh.cli.shared_options import gpu_options, key_of, split_option
-from mesh.util import session_defaults
+from mesh.cli.option_types import int_option
+from mesh.cli.options import options_of
+from mesh.cli.shared_options import key_of
+from mesh.options.host import HostOptions
+from mesh.options.model import ModelOptions
 from mesh.util.child_environment import API_KEY
 from mesh.util.console import PrintableConsole
 from mesh.util.printable import say
-from stages.runtime.kv_types import KV_TYPES
 from stages.units import format_size
 
 if TYPE_CHECKING:
@@ -54,34 +55,10 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     type=click.FloatRange(0),
     help="Round trip between any two of the given hosts.",
 )
-@int_option("--stages", metavar="N", help="Cut the model into N stages.")
-@split_option
+@options_of(ModelOptions, "stages", "split")
 @click.option("--topology", type=_FILE, help="TOML file that fixes the placement, tables [[stage]].")
-@int_option(
-    "--ctx-size",
-    least=16,
-    metavar="N",
-    help="Positions of one session.  [default: as `mesh serve` chooses it]",
-)
-@int_option("--parallel", most=64, default=4, metavar="N", help="Concurrent sessions.")
-@choice_option("--kv-type", choices=KV_TYPES, default="f16", help="Format of the KV caches.")
-@int_option(
-    "--checkpoints",
-    least=0,
-    most=64,
-    default=session_defaults.NUM_CHECKPOINTS,
-    metavar="N",
-    help="Checkpoints of each session in models with recurrent layers.",
-)
-@click.option("--exact", is_flag=True, help="Plan for exact mode.")
-@int_option("--threads", metavar="N", help="Threads of this host for computing.")
-@click.option(
-    "--memory",
-    type=MemorySize(),
-    metavar="SIZE",
-    help="Memory for stages and texts on this host, such as 8G.",
-)
-@gpu_options
+@options_of(ModelOptions, "ctx_size", "parallel", "kv_type", "checkpoints", "exact")
+@options_of(HostOptions, "threads", "memory_bytes", "gpu_layers", "cpu_moe", "n_cpu_moe")
 @int_option(
     "--prompt-tokens",
     most=4096,
@@ -108,7 +85,7 @@ def plan(
     checkpoints: int,
     exact: bool,
     threads: int | None,
-    memory: int | None,
+    memory_bytes: int | None,
     gpu_layers: int | None,
     cpu_moe: bool,
     n_cpu_moe: int | None,
@@ -162,7 +139,7 @@ def plan(
         context = _running(url, key_of(api_key_file))
     else:
         this_host = {
-            "memory_bytes": memory,
+            "memory_bytes": memory_bytes,
             "num_threads": threads,
             "gpu_layers": 0 if exact else gpu_layers,
             "cpu_moe_layers": parse_cpu_moe(n_cpu_moe, is_all=cpu_moe),

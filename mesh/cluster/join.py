@@ -7,7 +7,6 @@ import contextlib
 import random
 import secrets
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
     from mesh.cluster.join_token import JoinToken
     from mesh.cluster.membership_server import RayAccess
     from mesh.cluster.port_plan import RayPorts
+    from mesh.options.host import JoinOptions
     from mesh.util.tasks import Interruption
-    from spanmesh_proto.addresses import PortRange
 
 
 log = structlog.get_logger()
@@ -103,7 +102,7 @@ class LocalHost:
             self._facts = await in_own_thread(
                 read_host_facts,
                 memory_bytes=options.memory_bytes,
-                num_threads=options.num_threads,
+                num_threads=options.threads,
                 gpu_layers=options.gpu_layers,
                 cpu_moe_layers=options.cpu_moe_layers,
             )
@@ -298,37 +297,6 @@ def may_pass(error: MeshError) -> bool:
     return type(error) in {JoinError, HostUnreachable} or isinstance(error, ClusterError)
 
 
-@dataclass(frozen=True)
-class JoinOptions:
-    """Options of `mesh join`.
-
-    Attributes:
-        token: The join token's text.
-        name: Name of this host.
-        advertise: Address of this host for the others, or None for the one that routes to the head.
-        memory_bytes: Memory for the mesh, or None for all that is free.
-        num_threads: Compute threads, or None for one per core.
-        give_up_after_s: Longest search for a head that was reached before, in seconds.
-        gpu_layers: Layers of each stage on this host's GPUs; None for as many as fit, see
-            `mesh.placement.host_capacity`.
-        port_range: Ports that this host may listen on; None for any free ones.
-        cpu_moe_layers: First layers of a model whose experts stay with this host's processor; None for as few
-            as give layers room on its GPUs.
-        is_discovering: Whether the head is looked for by mDNS as well, at first and whenever it is lost.
-    """
-
-    token: str = field(repr=False)
-    name: str
-    advertise: str | None
-    memory_bytes: int | None
-    num_threads: int | None
-    give_up_after_s: float = 600.0
-    gpu_layers: int | None = None
-    port_range: PortRange | None = None
-    cpu_moe_layers: int | None = None
-    is_discovering: bool = False
-
-
 def _doubted(error: ClusterError | JoinError, token: JoinToken, now_s: float) -> ClusterError | JoinError:
     """An error of the first attempt to join, with a remark if the age of the token may be the reason."""
     doubt = token.doubt(now_s)
@@ -373,7 +341,7 @@ async def join_mesh(
     num_false_starts = 0
     try:
         while True:
-            if options.is_discovering:
+            if options.discover:
                 # A head that was lost may have another address now; while the network is lost, none is found.
                 with contextlib.nullcontext() if heard_s is None else contextlib.suppress(ClusterError):
                     token = with_found(given, await discover_heads())

@@ -424,15 +424,15 @@ class ModelDeployment:
             CoordinatorOptions(
                 context_length=self._known.workload.ctx_size,
                 num_slots=self._known.workload.num_slots,
-                max_rows=numerics_for(exact=self._options.is_exact, num_threads=1).max_rows,
+                max_rows=numerics_for(exact=self._options.exact, num_threads=1).max_rows,
                 n_vocab=self._known.tokenizer.n_vocab,
                 token_texts=lambda: self._known.tokenizer.texts,
                 max_waiting=self._options.max_waiting,
-                controller=self._options.speculation.controller_options(),
+                controller=self._options.controller_options(),
                 can_trim=self._known.model.can_trim,
                 has_windows=self._known.model.has_windows,
                 num_checkpoints=self._known.workload.num_checkpoints,
-                cancels=self._options.speculation.cancels,
+                cancels=self._options.cancels,
                 feature_needs=None if self._proposers is None else self._proposers.feature_needs,
                 num_groups=self._options.num_groups,
             ),
@@ -472,7 +472,7 @@ class ModelDeployment:
     def _note_plan(self, stages: Sequence[StagePlacement], reason: str) -> None:
         self._state.note_plan(stages, reason)
         self._allocation.noted = tuple(stages)
-        if self._options.is_exact and self._allocation.attention_version is None:
+        if self._options.exact and self._allocation.attention_version is None:
             first = self._head.members.find(stages[0].host)
             if first is not None:
                 self._allocation.attention_version = first.facts.attention_version

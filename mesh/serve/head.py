@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     from mesh.cluster.certificates import Certificate
     from mesh.cluster.host_facts import HostFacts
+    from mesh.options.host import HeadOptions
     from mesh.serve.head_identity import HeadIdentity
     from mesh.serve.head_state import HeadState
-    from mesh.serve.options import ServeOptions
     from mesh.util.tasks import Interruption
     from stages.transport.channels import Identity
     from stages.weights.virtual_stages import StageCache
@@ -126,7 +126,7 @@ class Head:
 
 @asynccontextmanager
 async def open_head(
-    options: ServeOptions,
+    options: HeadOptions,
     facts: HostFacts,
     cache: StageCache,
     interruption: Interruption,
@@ -151,13 +151,13 @@ async def open_head(
     """
     certificate = identity.certificate
     authority = Authority(certificate)
-    ray_identity = authority.own_identity([options.name], options.advertise, *options.other_addresses)
+    ray_identity = authority.own_identity([options.name], options.address, *options.other_addresses)
     adopted = _adopted(former, identity, options)
     async with _ray_node(options, adopted, ray_identity) as (node, ray_address):
         ray = RayAccess(ray_address, node.token_path.read_text(), ray_identity if node.is_encrypted else None)
         own = Member(
             name=options.name,
-            address=options.advertise,
+            address=options.address,
             facts=facts,
             ray_node_name=node.record.name,
             is_ready=True,
@@ -166,7 +166,7 @@ async def open_head(
         )
         with _ray_driver(node, ray.address, interruption, are_kept=options.linger_s > 0) as driver:
             members = Members()
-            if not options.is_head_only:
+            if not options.head_only:
                 members.admit(own)
             service = MembershipService(
                 admissions=identity.admissions,
@@ -175,7 +175,7 @@ async def open_head(
                 cache=cache,
                 versions=facts.versions,
                 authority=authority,
-                rate=RateLimit(options.weights.transfer_bytes_per_s),
+                rate=RateLimit(options.transfer_rate),
                 port_range=options.port_range,
                 token_lifetime_s=options.token_hours * 3600,
             )
@@ -216,7 +216,7 @@ async def _survey(
 
 @asynccontextmanager
 async def _ray_node(
-    options: ServeOptions, node: RayNode | None, identity: Identity
+    options: HeadOptions, node: RayNode | None, identity: Identity
 ) -> AsyncIterator[tuple[RayNode, str]]:
     """A ready node, the given one or a new one, and the address of its cluster."""
     for starts_left in reversed(range(MOST_STARTS)):
@@ -238,22 +238,22 @@ async def _ray_node(
         node.stop()
 
 
-def _start(options: ServeOptions, identity: Identity) -> RayNode:
+def _start(options: HeadOptions, identity: Identity) -> RayNode:
     return RayNode.start(
         RayNodeConfig(
-            options.advertise,
+            options.address,
             f"{options.name}.{secrets.token_hex(4)}",
             new_ray_token(),
             linger_s=options.linger_s,
             # Ray takes 127.0.0.1 for another address of this machine, which no certificate of the mesh names;
             # and traffic that never leaves the machine need not be encrypted.
-            identity=None if is_loopback(options.advertise) else identity,
+            identity=None if is_loopback(options.address) else identity,
             ports=None if options.port_range is None else plan_ports(options.port_range),
         )
     )
 
 
-def _adopted(former: HeadState | None, identity: HeadIdentity, options: ServeOptions) -> RayNode | None:
+def _adopted(former: HeadState | None, identity: HeadIdentity, options: HeadOptions) -> RayNode | None:
     """The Ray node of a former head of the same mesh, if it still runs at an address of this host.
 
     Any other is ended.
@@ -265,10 +265,10 @@ def _adopted(former: HeadState | None, identity: HeadIdentity, options: ServeOpt
     except ClusterError as error:
         log.info("begins_anew", reason=error.message)
         return None
-    addresses = (options.advertise, *options.other_addresses)
+    addresses = (options.address, *options.other_addresses)
     if former.ray.address not in addresses:
         # Its processes connect to one another by that address.
-        reason = f"this host was {former.ray.address} and is {options.advertise} now"
+        reason = f"this host was {former.ray.address} and is {options.address} now"
         log.info("begins_anew", reason=reason)
         node.stop()
         return None
@@ -293,7 +293,7 @@ def _ray_driver(
         driver.close()
 
 
-def _join_port(options: ServeOptions, identity: HeadIdentity, former: HeadState | None) -> int:
+def _join_port(options: HeadOptions, identity: HeadIdentity, former: HeadState | None) -> int:
     """Port of the membership service, 0 for any: that of the token, unless the operator names another."""
     if former is not None and identity.is_of(former.certificate_pem):
         return former.join_port
@@ -305,14 +305,14 @@ def _join_port(options: ServeOptions, identity: HeadIdentity, former: HeadState 
 
 @asynccontextmanager
 async def _served(
-    service: MembershipService, certificate: Certificate, options: ServeOptions, port: int
+    service: MembershipService, certificate: Certificate, options: HeadOptions, port: int
 ) -> AsyncIterator[None]:
     server = MembershipServer(service, certificate)
     try:
         # Ctrl-C may come when the server listens already.
-        where = bind_address(options.advertise, options.other_addresses)
+        where = bind_address(options.address, options.other_addresses)
         port = await server.start(where, port, own_ports(options.port_range))
-        addresses = [join_address(each, port) for each in (options.advertise, *options.other_addresses)]
+        addresses = [join_address(each, port) for each in (options.address, *options.other_addresses)]
         service.listens_at(*addresses)
         hours = (service.token.expires_at_s - time.time()) / 3600
         log.info("membership_open", addresses=addresses, token_hours=round(hours, 1))

@@ -26,9 +26,9 @@ from stages.transport.hidden_codec import HiddenType
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mesh.api.load_request import LoadRequest
     from mesh.cluster.members import Member
     from mesh.cluster.ray_driver import RayDriver
+    from mesh.options.model import LoadRequest
     from mesh.placement.host_capacity import HostCapacity
     from mesh.serve.head import Head
     from mesh.serve.head_state import SavedRing

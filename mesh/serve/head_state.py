@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, Self
 import structlog
 from pydantic import TypeAdapter, ValidationError
 
-from mesh.api.load_request import LoadRequest
 from mesh.cluster.admission import Admissions
 from mesh.cluster.certificates import Certificate
 from mesh.cluster.join_token import JoinToken
 from mesh.cluster.ray_node import RayNodeRecord  # noqa: TC001 - read by pydantic
+from mesh.options.model import LoadRequest
 from mesh.serve.head_identity import HeadIdentity
 from mesh.util.files import locked
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
@@ -38,8 +38,8 @@ from stages.weights.hashing import stamps_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from mesh.options.host import HeadOptions
     from mesh.serve.head_identity import IdentityFile
-    from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
 
 
@@ -457,7 +457,7 @@ def _settle(asked: asyncio.Future[bool], *, is_written: bool) -> None:
 
 @contextmanager
 def open_head_state(
-    options: ServeOptions, identity_file: IdentityFile | None = None
+    options: HeadOptions, identity_file: IdentityFile | None = None
 ) -> Iterator[HeadStateWriter]:
     """Read the state of a former head; at the end the file is removed, unless this process is killed.
 
@@ -468,7 +468,7 @@ def open_head_state(
     # Grows from one start to the next even without a state file, as long as the clock does.
     term = time.time_ns() // 1_000_000
     # An address that was found may be another one when the head is started again.
-    address = options.advertise if options.is_address_given else ""
+    address = options.address if options.is_address_given else ""
     path = options.state_path or default_state_path(options.name, address, options.join_port)
     try:
         file = HeadStateFile(path) if options.linger_s > 0 else None
@@ -489,7 +489,7 @@ def open_head_state(
         yield writer
 
 
-def setup_of(options: ServeOptions, known: Preflight) -> str:
+def setup_of(options: HeadOptions, known: Preflight) -> str:
     """Fingerprint of all settings that the stages of a model are loaded with."""
     return fingerprint(
         model=str(options.model.resolve()),
@@ -497,12 +497,12 @@ def setup_of(options: ServeOptions, known: Preflight) -> str:
         workload=known.workload,
         # The workload has another context if one is chosen once hosts have joined.
         is_context_chosen=options.ctx_size is None,
-        is_exact=options.is_exact,
+        is_exact=options.exact,
         topology=options.topology,
         gpu_layers=options.gpu_layers,
         cpu_moe_layers=options.cpu_moe_layers,
         # As the operator asks for now; a repair may have placed the layers otherwise.
-        cut=(options.num_stages, options.split, options.wire),
-        shares=(options.num_threads, options.memory_bytes, options.kv_disk_bytes),
+        cut=(options.stages, options.split, options.hidden_type),
+        shares=(options.threads, options.memory_bytes, (options.kv_disk_bytes or 0)),
         software=(SOFTWARE_VERSION, PROTOCOL_VERSION),
     )

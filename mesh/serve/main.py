@@ -45,9 +45,9 @@ from stages.weights.virtual_stages import StageCache
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from mesh.options.host import HeadOptions
     from mesh.serve.failures import Incidents
     from mesh.serve.head_state import HeadStateWriter
-    from mesh.serve.options import ServeOptions
     from mesh.serve.pipeline import Pipeline
     from mesh.serve.preflight import Preflight
     from mesh.serve.proposers import Proposers
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from mesh.util.tasks import Interruption
 
 
-async def serve_mesh(options: ServeOptions, known: Preflight, interruption: Interruption) -> None:
+async def serve_mesh(options: HeadOptions, known: Preflight, interruption: Interruption) -> None:
     """Serve until interrupted. However it ends, no process that it started is left.
 
     Args:
@@ -93,9 +93,9 @@ async def serve_mesh(options: ServeOptions, known: Preflight, interruption: Inte
             token_lifetime_s=options.token_hours * 3600,
         )
         async with (
-            serve_api(app, options.host, options.port, is_insecure=options.is_insecure) as url,
+            serve_api(app, options.host, options.port, is_insecure=options.insecure) as url,
             open_head(options, known.facts, cache, interruption, identity=identity, former=former) as head,
-            announced(heads_found(options.name, head.service.token), is_wanted=options.is_discoverable),
+            announced(heads_found(options.name, head.service.token), is_wanted=options.discoverable),
         ):
             mesh = _Mesh(
                 given,
@@ -130,7 +130,7 @@ class _Mesh:
 
     def __init__(
         self,
-        options: ServeOptions,
+        options: HeadOptions,
         first: ServedModel,
         head: Head,
         cache: StageCache,
@@ -229,23 +229,22 @@ class _Mesh:
 
 
 def _on_demand(
-    options: ServeOptions,
+    options: HeadOptions,
     first: ServedModel,
     head: Head,
     allocations: HostAllocations,
     models: ModelRegistry,
 ) -> OnDemandLoader | None:
     """Loader of models that requests name; None without a library."""
-    wanted = options.library
-    if not wanted.folders:
+    if not options.library:
         return None
     return OnDemandLoader(
         models,
-        Library(wanted.folders, time.monotonic),
+        Library(options.library, time.monotonic),
         RoomCheck(first, head, allocations),
         options,
         first_name=first.name,
-        rules=DemandRules(wanted.min_stay_s, wanted.idle_unload_s),
+        rules=DemandRules(options.min_stay_s, options.idle_unload_s),
         clock_s=time.monotonic,
     )
 
@@ -281,7 +280,7 @@ _WATCH_S: Final = 1.0
 
 
 @contextmanager
-def _address_watched(head: Head, options: ServeOptions) -> Iterator[None]:
+def _address_watched(head: Head, options: HeadOptions) -> Iterator[None]:
     """Context in which the command begins anew when this host has another address.
 
     In a thread: Ray's calls wait for its processes, which connect by the former address, and the event loop
@@ -297,7 +296,7 @@ def _address_watched(head: Head, options: ServeOptions) -> Iterator[None]:
         watch.join()
 
 
-def _watch_address(head: Head, options: ServeOptions, ended: threading.Event) -> None:
+def _watch_address(head: Head, options: HeadOptions, ended: threading.Event) -> None:
     address = head.own.address
     watch = AddressWatch(address, _ADDRESS_PATIENCE_S)
     is_known = False

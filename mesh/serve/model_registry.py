@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from mesh.api.backend import Backends
-    from mesh.api.load_request import LoadRequest
     from mesh.embedding.registry import EmbeddingBackend
+    from mesh.options.model import LoadRequest
     from mesh.serve.allocations import HostAllocations
     from mesh.serve.head import Head
     from mesh.serve.host_draining import HostDraining

@@ -29,13 +29,13 @@ from stages.transport.hidden_codec import HiddenType
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from mesh.options.host import HeadOptions
     from mesh.placement.context_choice import ContextChoice
     from mesh.placement.host_capacity import HostCapacity
     from mesh.placement.links import Links
     from mesh.placement.planner import Plan
     from mesh.serve.allocations import ModelAllocation
     from mesh.serve.head import Head
-    from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
 
 
@@ -147,7 +147,7 @@ class InitialPlacement:
 
     def __init__(
         self,
-        options: ServeOptions,
+        options: HeadOptions,
         known: Preflight,
         head: Head,
         allocation: ModelAllocation,
@@ -174,7 +174,7 @@ class InitialPlacement:
                 "hosts_kept_apart", hosts=apart, reason="--exact: attention is computed otherwise there"
             )
         idle = [host for host in hosts if host.uses_gpus and not host.in_exact_mode.uses_gpus]
-        if idle and self._options.is_exact:
+        if idle and self._options.exact:
             reasons = exact_reasons(gpu.name for host in idle for gpu in host.gpus)
             log.warning("gpus_idle", hosts=[host.name for host in idle], reason=f"--exact: {reasons}")
         as_joined = await settled_plan(self._hosts, self._placed, _holds)
@@ -189,7 +189,7 @@ class InitialPlacement:
 
     def _hosts(self) -> tuple[HostCapacity, ...]:
         hosts = tuple(self._allocation.capacity_of(member) for member in self._head.members.ready)
-        is_free = self._options.is_exact and self._allocation.attention_version is None
+        is_free = self._options.exact and self._allocation.attention_version is None
         return in_one_kind(hosts) if is_free else hosts
 
     def _placed(self, hosts: Sequence[HostCapacity], is_time_up: Callable[[], bool]) -> InitialPlan:
@@ -236,8 +236,8 @@ class InitialPlacement:
 
     async def wires(self, chosen: Plan) -> tuple[HiddenType, ...]:
         """How each stage's hidden states travel; `--wire auto` measures the links for it."""
-        if self._options.wire is not None:
-            return (self._options.wire,) * len(chosen.stages)
+        if self._options.hidden_type is not None:
+            return (self._options.hidden_type,) * len(chosen.stages)
         if len({stage.host for stage in chosen.stages}) == 1:
             return (HiddenType.F32,) * len(chosen.stages)
         self._announce("measuring links")

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from mesh.options.host import HeadOptions
     from mesh.placement.host_capacity import HostCapacity
-    from mesh.serve.options import ServeOptions, SpeculationOptions
     from stages.weights.hashing import FileStamp
 
 
@@ -103,7 +103,7 @@ class Preflight:
     drafter: Drafter | None = None
 
 
-def check(options: ServeOptions) -> Preflight:
+def check(options: HeadOptions) -> Preflight:
     """Check all options, files and ports.
 
     Raises:
@@ -117,9 +117,9 @@ def check(options: ServeOptions) -> Preflight:
     """
     api_keys = ApiKeys.from_file(options.api_key_path) if options.api_key_path is not None else None
     has_keys = api_keys is not None
-    require_key_beyond_loopback(options.host, has_keys=has_keys, is_insecure=options.is_insecure)
+    require_key_beyond_loopback(options.host, has_keys=has_keys, is_insecure=options.insecure)
     check_origins(options.cors_origins, has_keys=has_keys)
-    if options.is_head_only and options.num_hosts == 0:
+    if options.head_only and options.num_hosts == 0:
         raise ClusterError(
             "--head-only leaves no host to hold the model: add --wait-for with the number of hosts that "
             "will join",
@@ -127,21 +127,21 @@ def check(options: ServeOptions) -> Preflight:
         )
     check_numbers(options)
     check_port_free(options.host, options.port, "--port")
-    where = bind_address(options.advertise, options.other_addresses)
+    where = bind_address(options.address, options.other_addresses)
     check_port_free(where, options.join_port, "--join-port")
     check_name(options.name)
-    if options.is_discoverable and ":" in options.advertise:
+    if options.discoverable and ":" in options.address:
         raise ClusterError(
             f"--discoverable announces IPv4 addresses only, and other hosts reach this one at "
-            f"{options.advertise}: leave it out and give them the join token, or --advertise an IPv4 address",
+            f"{options.address}: leave it out and give them the join token, or --advertise an IPv4 address",
             param="--discoverable",
         )
     known = check_model(
         options,
         lambda: read_host_facts(
             memory_bytes=options.memory_bytes,
-            num_threads=options.num_threads,
-            gpu_layers=options.gpu_layers if options.gpu_layers or not options.is_exact else 0,
+            num_threads=options.threads,
+            gpu_layers=options.gpu_layers if options.gpu_layers or not options.exact else 0,
             cpu_moe_layers=options.cpu_moe_layers,
         ),
         taken_bytes=worker_bytes(),
@@ -153,7 +153,7 @@ def check(options: ServeOptions) -> Preflight:
 
 
 def check_model(
-    options: ServeOptions, facts_of_host: Callable[[], HostFacts], *, taken_bytes: int = 0
+    options: HeadOptions, facts_of_host: Callable[[], HostFacts], *, taken_bytes: int = 0
 ) -> Preflight:
     """Check the model and its options.
 
@@ -178,16 +178,16 @@ def check_model(
     check_kv_type(options.kv_type, model.name, model.head_widths, option="--kv-type")
     workload = Workload(
         ctx_size,
-        options.num_slots,
+        options.parallel,
         options.kv_type,
-        options.is_exact,
-        num_checkpoints=0 if model.can_trim else options.num_checkpoints,
+        options.exact,
+        num_checkpoints=0 if model.can_trim else options.checkpoints,
         repacks=options.repacks,
     )
-    check_stages(model, num_stages=options.num_stages, split=options.split)
+    check_stages(model, num_stages=options.stages, split=options.split)
     if options.topology is not None:
         options.topology.check(model)
-    drafter = _drafter(options.speculation, model)
+    drafter = _drafter(options, model)
     facts = facts_of_host()
     text_bytes = text_bytes_of(options.model)
     free_bytes = facts.memory_bytes - taken_bytes - text_bytes
@@ -206,24 +206,24 @@ def check_model(
     )
 
 
-def check_numbers(options: ServeOptions) -> None:
+def check_numbers(options: HeadOptions) -> None:
     """Check the options of the exact mode.
 
     Raises:
         ClusterError: Naming the option.
     """
-    if options.is_exact and options.wire is not HiddenType.F32:
+    if options.exact and options.hidden_type is not HiddenType.F32:
         raise ClusterError(
             "--exact guarantees the same text in one stage or in many, which "
-            f"--wire {options.wire or 'auto'} does not: leave one out",
+            f"--wire {options.hidden_type or 'auto'} does not: leave one out",
             param="--wire",
         )
-    if options.is_exact and options.gpu_layers:
+    if options.exact and options.gpu_layers:
         check_gpu_layers(options.gpu_layers, find_gpus(), is_exact=True)
 
 
 def placed(
-    options: ServeOptions,
+    options: HeadOptions,
     known: Preflight,
     hosts: Sequence[HostCapacity],
     *,
@@ -248,7 +248,7 @@ def placed(
         known.model,
         hosts,
         known.workload,
-        num_stages=options.num_stages,
+        num_stages=options.stages,
         split=options.split,
         is_time_up=is_time_up,
     )
@@ -261,7 +261,7 @@ def own_capacity(name: str, known: Preflight) -> HostCapacity:
     )
 
 
-def _drafter(wanted: SpeculationOptions, model: ModelFacts) -> Drafter | None:
+def _drafter(wanted: HeadOptions, model: ModelFacts) -> Drafter | None:
     """Check the files of proposers; returns the drafter, if there is one.
 
     Raises:
@@ -269,12 +269,12 @@ def _drafter(wanted: SpeculationOptions, model: ModelFacts) -> Drafter | None:
         UncuttableModel: If drafters of its kind cannot be run for this model.
         ClusterError: If the recorded answers cannot be read, or there is nothing that could draft.
     """
-    if wanted.mode != "off" and wanted.replay_path is not None:
+    if wanted.speculate != "off" and wanted.replay_path is not None:
         latest_answer(wanted.replay_path)
     if wanted.may_draft and wanted.draft_path is not None:
         return read_drafter(wanted.draft_path, model)
     drafter = own_head(model) if wanted.may_draft else None
-    if drafter is None and wanted.mode == "draft":
+    if drafter is None and wanted.speculate == "draft":
         raise ClusterError(
             "--speculate draft needs a draft model: name one with --draft; `mesh draft make` makes one "
             "from the model",
@@ -283,9 +283,7 @@ def _drafter(wanted: SpeculationOptions, model: ModelFacts) -> Drafter | None:
     return drafter
 
 
-def _draft_ctx_size(
-    options: ServeOptions, drafter: Drafter | None, sizes: StageSizes, free_bytes: int
-) -> int:
+def _draft_ctx_size(options: HeadOptions, drafter: Drafter | None, sizes: StageSizes, free_bytes: int) -> int:
     """Positions of one session of the draft model.
 
     It is loaded before the context of the stages is chosen. Where no context is requested, it has as large a
@@ -312,33 +310,33 @@ def _draft_ctx_size(
         )
     most_bytes = free_bytes // _DRAFT_PART
     beside_bytes = free_bytes - sizes.memory(sizes.whole).total_bytes
-    if not options.is_head_only and _bytes_of(options, drafter, least) <= beside_bytes:
+    if not options.head_only and _bytes_of(options, drafter, least) <= beside_bytes:
         most_bytes = min(most_bytes, beside_bytes)
     while ctx_size > least and _bytes_of(options, drafter, ctx_size) > most_bytes:
         ctx_size //= 2
     return max(ctx_size, least)
 
 
-def _bytes_of(options: ServeOptions, drafter: Drafter, ctx_size: int) -> int:
-    limits = options.speculation.draft_options(ctx_size=ctx_size, num_slots=options.num_slots)
-    return drafter_bytes(drafter, options.model, limits, options.speculation.draft_context)
+def _bytes_of(options: HeadOptions, drafter: Drafter, ctx_size: int) -> int:
+    limits = options.draft_options(ctx_size)
+    return drafter_bytes(drafter, options.model, limits, options.draft_context)
 
 
-def _draft_bytes(options: ServeOptions, drafter: Drafter | None, ctx_size: int, free_bytes: int) -> int:
+def _draft_bytes(options: HeadOptions, drafter: Drafter | None, ctx_size: int, free_bytes: int) -> int:
     """Memory of the draft model on this host, if there is one.
 
     Raises:
         ModelDoesNotFit: If that is more than is free.
         ClusterError: If the KV cache cannot have the requested format with its head size.
     """
-    wanted = options.speculation
+    wanted = options
     if drafter is None:
         return 0
     needed = _bytes_of(options, drafter, ctx_size)
     if needed > free_bytes:
         raise ModelDoesNotFit(
             f"the draft model {drafter.path.name} needs {format_size(needed)} of this host with "
-            f"{options.num_slots} x {ctx_size} positions in {wanted.draft_kv_type}; free are "
+            f"{options.parallel} x {ctx_size} positions in {wanted.draft_kv_type}; free are "
             f"{format_size(max(0, free_bytes))}; lower --ctx-size or --parallel, or "
             + ("leave out --draft" if wanted.draft_path is not None else "add --no-draft-head"),
             param="--draft",

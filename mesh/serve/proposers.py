@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from mesh.draft.drafter import Drafter
     from mesh.engine import GenerationRequest, SpeculationMode
-    from mesh.serve.options import ServeOptions
+    from mesh.options.host import HeadOptions
     from mesh.serve.preflight import Preflight
     from speculative.draft.context import DraftOptions
     from speculative.proposer import Proposer
@@ -162,20 +162,20 @@ class Proposers:
 
 
 @contextmanager
-def open_proposers(options: ServeOptions, known: Preflight) -> Iterator[Proposers | None]:
+def open_proposers(options: HeadOptions, known: Preflight) -> Iterator[Proposers | None]:
     """Proposers as the options ask for; None for plain decoding.
 
     Raises:
         InvalidModel: If the draft has another vocabulary or cannot draft.
     """
-    wanted = options.speculation
-    if wanted.mode == "off":
+    wanted = options
+    if wanted.speculate == "off":
         yield None
         return
     draft, needs = _loaded(options, known)
     try:
         yield Proposers(
-            wanted.mode,
+            wanted.speculate,
             draft=draft,
             feature_needs=needs,
             replay_path=wanted.replay_path,
@@ -188,24 +188,28 @@ def open_proposers(options: ServeOptions, known: Preflight) -> Iterator[Proposer
 
 
 def _loaded(
-    options: ServeOptions, known: Preflight
+    options: HeadOptions, known: Preflight
 ) -> tuple[DraftModel | FeatureModel | None, FeatureNeeds | None]:
     """The drafter, and hidden states that it reads; a model whose own head cannot draft is served without."""
-    wanted, drafter = options.speculation, known.drafter
+    wanted, drafter = options, known.drafter
     if drafter is None:
         return None, None
-    limits = wanted.draft_options(ctx_size=known.draft_ctx_size, num_slots=known.workload.num_slots)
+    limits = wanted.draft_options(known.draft_ctx_size)
     if not drafter.reads_features:
         return load_draft(drafter.path, known.tokenizer, limits, clock_s=time.monotonic), None
     try:
         draft = load_feature_drafter(drafter, options.model, known.tokenizer, limits, clock_s=time.monotonic)
     except ModelError as error:
-        if wanted.draft_path is not None or wanted.mode == "draft":
+        if wanted.draft_path is not None or wanted.speculate == "draft":
             raise
         log.warning("draft_head_unusable", reason=error.message)
         return None, None
     needs = FeatureNeeds(
-        drafter.layers, known.model.n_layers, drafter.n_embd, wanted.draft_wire, wanted.draft_context
+        drafter.layers,
+        known.model.n_layers,
+        drafter.n_embd,
+        wanted.feature_type,
+        wanted.draft_context,
     )
     return draft, needs
 

@@ -19,8 +19,8 @@ from spanmesh_proto.errors import ModelNotFound, StageFailed
 
 if TYPE_CHECKING:
     from mesh.api.backend import ApiContext
-    from mesh.api.load_request import LoadRequest
-    from mesh.serve.options import ServeOptions
+    from mesh.options.host import HeadOptions
+    from mesh.options.model import LoadRequest
     from mesh.serve.preflight import Preflight
 
 
@@ -40,7 +40,7 @@ class ServedModel:
     """
 
     name: str
-    options: ServeOptions
+    options: HeadOptions
     known: Preflight
     engine: PendingEngine
     state: MeshState
@@ -51,7 +51,7 @@ class ServedModel:
 
 def new_model(
     name: str,
-    options: ServeOptions,
+    options: HeadOptions,
     known: Preflight,
     *,
     load_request: LoadRequest | None = None,
@@ -71,9 +71,9 @@ def new_model(
         known.model,
         engine,
         pipeline,
-        numeric_mode="exact" if options.is_exact else "fast",
-        speculation_mode=options.speculation.mode,
-        num_checkpoints=0 if known.model.can_trim else options.num_checkpoints,
+        numeric_mode="exact" if options.exact else "fast",
+        speculation_mode=options.speculate,
+        num_checkpoints=0 if known.model.can_trim else options.checkpoints,
         transfers=transfers or Transfers(),
     )
     return ServedModel(name, options, known, engine, state, pipeline, setup_of(options, known), load_request)

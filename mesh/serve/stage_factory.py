@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.cluster.members import Member
+    from mesh.options.host import HeadOptions
     from mesh.placement.planner import StagePlacement
     from mesh.serve.head import Head
-    from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
     from mesh.util.progress import ProgressTask
     from stages.layers import LayerRange
@@ -160,7 +160,7 @@ class StageMaker:
 
     def __init__(
         self,
-        options: ServeOptions,
+        options: HeadOptions,
         known: Preflight,
         head: Head,
         cache: StageCache,
@@ -247,7 +247,7 @@ class StageMaker:
                 num_slots=workload.num_slots,
                 ctx_size=workload.ctx_size,
                 num_threads=num_threads,
-                exact=self._options.is_exact,
+                exact=self._options.exact,
                 kv_type=workload.kv_type,
                 gpu_layers=placement.memory.gpu_layers,
                 num_checkpoints=workload.num_checkpoints,
@@ -261,7 +261,7 @@ class StageMaker:
             mesh_id=credentials.mesh_id,
             mesh_key=credentials.mesh_key,
             hidden_type=wire,
-            kv_disk_bytes=self._options.kv_disk_bytes,
+            kv_disk_bytes=self._options.kv_disk_bytes or 0,
         )
         return StageHandle(
             self._head.driver, self._head.authority, config, member, on_transfer=self._transfers.note
@@ -277,8 +277,8 @@ class StageMaker:
 
     def _source_for(self, member: Member, recipe: Recipe | None) -> FetchSource:
         """Source of the weights: this host reads the model's file; all others fetch by the recipe."""
-        weights = self._options.weights
-        source = replace(self._head.source_for(member), hub=weights.hub, is_hub_first=weights.is_hub_first)
+        options = self._options
+        source = replace(self._head.source_for(member), hub=options.hub, is_hub_first=options.hub_first)
         if recipe is None or not self._head.is_own(member):
             return source
         self._cache.store.keep(recipe)

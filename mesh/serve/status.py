@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from mesh.cluster.members import Member, Members
     from mesh.coordinator.coordinator import PendingEngine
     from mesh.engine import SpeculationMode
+    from mesh.options.host import HeadOptions
     from mesh.placement.context_choice import ContextChoice
     from mesh.placement.links import Links
     from mesh.placement.planner import StagePlacement
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from mesh.serve.head_state import HeadStateWriter
     from mesh.serve.host_draining import HostDraining
     from mesh.serve.host_inspection import Inspection
-    from mesh.serve.options import ServeOptions
     from mesh.serve.pipeline import Pipeline
     from mesh.serve.stage_handle import StageHandle
     from spanmesh_proto import windows_pb2 as wire
@@ -337,7 +337,7 @@ def join_line(token: str, port_range: PortRange | None) -> str:
     return f"\nOn every other host:\n\n  {command}\n\n{ports}\n"
 
 
-def print_served(options: ServeOptions, state: MeshState, url: str, head: Head) -> None:
+def print_served(options: HeadOptions, state: MeshState, url: str, head: Head) -> None:
     """Print the URL of the API and a request to try, for any host that reaches it."""
     log.info("serving", url=url, model=model_name(options.model), stages=_num_stages(state))
     url = reachable(url, head.own.address)

@@ -25,7 +25,7 @@ from stages.gguf.reader import part_paths
 from stages.weights.hashing import stamps_of
 
 if TYPE_CHECKING:
-    from mesh.api.load_request import LoadRequest
+    from mesh.options.model import LoadRequest
     from mesh.placement.planner import Plan
     from mesh.serve.stage_factory import Transfers
     from stages.weights.hashing import FileStamp

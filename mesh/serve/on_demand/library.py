@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from mesh.api.load_request import LoadRequest
+from mesh.options.model import LoadRequest, model_options_in
 from spanmesh_proto.errors import InvalidRequest, ModelError
 from stages.cancellable_work import CancellableWork
 from stages.gguf.reader import is_further_part, part_paths
@@ -22,7 +22,7 @@ from stages.weights.hashing import stamps_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from mesh.serve.options import ServeOptions
+    from mesh.options.host import HeadOptions
     from stages.weights.hashing import FileStamp
 
 
@@ -154,7 +154,7 @@ def _read(path: Path) -> LibraryEntry | None:
     """The model of a file; None if none can be served from it."""
     try:
         facts = read_model_facts(path)
-        name = LoadRequest.model_validate({"model": str(path)}).served_name
+        name = LoadRequest(model=str(path)).served_name
         created_s = int(path.stat().st_mtime)
     except (ModelError, InvalidRequest, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) else error.message
@@ -178,7 +178,7 @@ def smallest_model(folders: Sequence[Path]) -> Path | None:
     return None if smallest is None else smallest.path
 
 
-def load_request_of(entry: LibraryEntry, options: ServeOptions) -> LoadRequest:
+def load_request_of(entry: LibraryEntry, options: HeadOptions) -> LoadRequest:
     """Request that loads a model of the library with the options of `mesh serve`.
 
     Args:
@@ -186,33 +186,15 @@ def load_request_of(entry: LibraryEntry, options: ServeOptions) -> LoadRequest:
         options: Options of `mesh serve`, before they were fitted to its own model. Those of its draft model,
             and of its placement, are left out.
     """
-    wanted = options.speculation
-    return LoadRequest.model_validate(
-        {
+    return LoadRequest(
+        **model_options_in(options)
+        | {
             "model": str(entry.path),
             "name": entry.name,
             "evictable": True,
-            "ctx_size": options.ctx_size,
-            "parallel": options.num_slots,
-            "kv_type": options.kv_type,
-            "checkpoints": options.num_checkpoints,
-            "wire": "auto" if options.wire is None else str(options.wire),
-            "max_waiting": options.max_waiting,
-            "exact": options.is_exact,
-            "threads": options.library.num_threads or _ALL_THREADS,
-            "speculate": "auto" if wanted.mode in {"draft", "replay"} else wanted.mode,
-            "draft_head": wanted.draft_head,
-            "draft_max": wanted.draft_max,
-            "draft_min": wanted.draft_min,
-            "p_min": wanted.p_min,
-            "draft_threads": wanted.draft_threads,
-            "draft_gpu_layers": wanted.draft_gpu_layers,
-            "draft_kv_type": wanted.draft_kv_type,
-            "draft_context": wanted.draft_context,
-            "draft_wire": str(wanted.draft_wire),
-            "keeps_history": wanted.keeps_history,
-            "width": wanted.width,
-            "depth": wanted.depth,
-            "cancels": wanted.cancels,
+            "threads": options.library_threads or _ALL_THREADS,
+            "speculate": "auto" if options.speculate in {"draft", "replay"} else options.speculate,
+            **dict.fromkeys(("draft_path", "replay_path", "stages", "split")),
+            "replay_rates": (),
         }
     )

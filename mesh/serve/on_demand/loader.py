@@ -36,11 +36,11 @@ from spanmesh_proto.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from mesh.api.load_request import LoadRequest
+    from mesh.options.host import HeadOptions
+    from mesh.options.model import LoadRequest
     from mesh.serve.model_registry import RegisteredModel
     from mesh.serve.on_demand.library import Library, LibraryEntry
     from mesh.serve.on_demand.policy import DemandRules, Step
-    from mesh.serve.options import ServeOptions
 
 
 log = structlog.get_logger()
@@ -160,7 +160,7 @@ class OnDemandLoader:
         registry: Registry,
         library: Library,
         room: Room,
-        options: ServeOptions,
+        options: HeadOptions,
         *,
         first_name: str,
         rules: DemandRules,
@@ -269,7 +269,7 @@ class OnDemandLoader:
         use.waiting.add(client, waiting)
         self._changed.set()
         try:
-            async with asyncio.timeout(self._options.library.load_wait_s if is_bounded else None):
+            async with asyncio.timeout(self._options.load_wait_s if is_bounded else None):
                 await arrived
         except TimeoutError:
             retry_after_s = self._retry_after_s(name)

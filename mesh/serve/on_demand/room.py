@@ -17,10 +17,10 @@ from stages.weights.hashing import stamps_of
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from mesh.api.load_request import LoadRequest
+    from mesh.options.host import HeadOptions
+    from mesh.options.model import LoadRequest
     from mesh.serve.allocations import HostAllocations
     from mesh.serve.head import Head
-    from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
     from mesh.serve.served_model import ServedModel
     from spanmesh_proto.errors import MeshError
@@ -85,7 +85,7 @@ class RoomCheck:
             )
             for member in self._head.members.ready
         ]
-        if options.is_exact:
+        if options.exact:
             hosts = list(in_one_kind(hosts))
         try:
             await plan_in_thread(lambda is_time_up: placed(options, known, hosts, is_time_up=is_time_up))
@@ -93,7 +93,7 @@ class RoomCheck:
             return error
         return None
 
-    async def _known(self, load_request: LoadRequest, options: ServeOptions) -> Preflight:
+    async def _known(self, load_request: LoadRequest, options: HeadOptions) -> Preflight:
         facts = self._first.known.facts
         key = (load_request, stamps_of(part_paths(options.model)))
         if self._checked is None or self._checked[0] != key:

@@ -1,0 +1,1 @@
+"""Options: each is declared once, for command line, files, variables, requests and saved states."""
