@@ -254,7 +254,7 @@ def features_plan(
     Args:
         workloads: All of them, with two questions of each category.
         serve: With the drafter as its draft model.
-        rates: See `--replay-rates` of `mesh serve`.
+        rates: See `replay-rates` of `mesh serve --set`.
     """
     categories = [workload for workload in workloads.values() if workload.source == SPEC_BENCH]
     chat = [workload for workload in categories if workload.name in CHAT] or categories
@@ -281,7 +281,7 @@ def features_plan(
         ),
         Phase(
             WITH_RATES,
-            serve.of("auto", "--replay-rates", ",".join(f"{rate:g}" for rate in rates), draft=False),
+            serve.of("auto", "--set", f"replay-rates={','.join(f'{rate:g}' for rate in rates)}", draft=False),
             tuple(
                 Trial(delay_ms, workload.first(1), (*steps, REPLAY))
                 for delay_ms in (0.1, *slow)

@@ -290,7 +290,7 @@ class Runner:
         folder.mkdir(parents=True, exist_ok=True)
         options = [*phase.options, "--ctx-size", str(self._options.ctx_size)]
         if phase.replays:
-            options += ["--replay-file", str(self._replay.path)]
+            options += ["--set", f"replay-file={self._replay.path}"]
         mesh = MeshSystem(
             self._lab,
             self._options.model,

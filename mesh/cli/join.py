@@ -15,7 +15,6 @@ from mesh.options.host import JOINING, WEIGHTS, JoinOptions
 from mesh.options.model import PLACEMENT, SESSIONS
 from mesh.util.printable import say
 
-
 _SECTIONS: Final[dict[str, tuple[str, ...]]] = {
     JOINING: ("--token-file",),
     **dict.fromkeys((PLACEMENT, SESSIONS, WEIGHTS), ()),

@@ -58,7 +58,7 @@ def latest_answer(path: Path) -> tuple[int, ...]:
             file.seek(max(0, size - _TAIL_BYTES))
             lines = file.read().splitlines()
     except OSError as error:
-        raise ClusterError(f"cannot read {path}: {error.strerror}", param="--replay-file") from None
+        raise ClusterError(f"cannot read {path}: {error.strerror}", param="replay-file") from None
     if not lines:
         return ()
     try:
@@ -66,7 +66,7 @@ def latest_answer(path: Path) -> tuple[int, ...]:
     except (ValueError, TypeError, KeyError):
         raise ClusterError(
             f'the last line of {path} records no answer: write it like {{"tokens": [1, 2, 3]}}',
-            param="--replay-file",
+            param="replay-file",
         ) from None
 
 

@@ -66,7 +66,7 @@ def test_wrong_hang_ups_are_named(
                 " --pin-hosts"
                 " --concurrency 2,5 --duration-s 3 --soak 2 --chats 4"
                 " --soak-concurrency 6 --seed 9 --exact --ctx-size 400 --parallel 9 --kv-type q8_0"
-                " --threads 2 --speculate ngram --serve --hub-first --peer rpc --rounds 1 -o out --logs logs"
+                " --threads 2 --speculate ngram --serve --insecure --peer rpc --rounds 1 -o out --logs logs"
                 " --goodput e2el:900"
             ),
             {
@@ -93,7 +93,7 @@ def test_wrong_hang_ups_are_named(
                 "kv_type": "q8_0",
                 "num_threads": 2,
                 "speculate": "ngram",
-                "serve_options": ("--hub-first",),
+                "serve_options": ("--insecure",),
                 "num_keys": 0,
                 "with_clients": False,
                 "hang_up_share": 0.0,
@@ -110,7 +110,7 @@ def test_wrong_hang_ups_are_named(
             (
                 "--scenario head --quick --faults 3 --kinds stop,first --seed 4 --stages 4 --spares 0"
                 " --streams 3 --fast --hang-ups .2 --delay-ms 1 --ctx-size 512 --threads 2 --speculate off"
-                " --serve --hub-first --whole-timeout-s 4 -o out --logs logs"
+                " --serve --insecure --whole-timeout-s 4 -o out --logs logs"
             ),
             {
                 "scenarios": ("head",),
@@ -134,7 +134,7 @@ def test_wrong_hang_ups_are_named(
                 "ctx_size": 512,
                 "num_threads": 2,
                 "speculate": "off",
-                "serve_options": ("--hub-first",),
+                "serve_options": ("--insecure",),
                 "whole_timeout_s": 4.0,
                 "output": Path("out"),
                 "logs": Path("logs"),

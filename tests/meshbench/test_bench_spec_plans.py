@@ -224,7 +224,7 @@ def test_a_drafter_is_measured_beside_off_and_raw_text_beside_chat(workloads: di
     assert asked[5.0, "coding"] == asked[20.0, "rag"] == (1, ["draft", *lengths, "ngram", "auto"])
     assert asked[5.0, "coding-raw"] == (1, ["draft", "auto"])
     assert not drafter.replays
-    assert replay.options == ("--speculate", "auto", "--replay-rates", "0.75,0.5")
+    assert replay.options == ("--speculate", "auto", "--set", "replay-rates=0.75,0.5")
     assert replay.replays
     assert {(trial.delay_ms, trial.workload.name) for trial in replay.trials} == {
         (delay_ms, "writing") for delay_ms in (0.1, 5.0, 20.0)

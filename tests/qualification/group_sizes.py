@@ -2,9 +2,9 @@
 
     python -m tests.qualification.group_sizes --at-once 16
 
-In the lab: a head without layers and three stage hosts. One mesh after the other is started with `--groups
-N`, and one without; each answers the same requests, all at once, and there are several passes over all of
-them, since machines drift.
+In the lab: a head without layers and three stage hosts. One mesh after the other is started with
+`--set groups=N`, and one without; each answers the same requests, all at once, and there are several passes
+over all of them, since machines drift.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _mesh(lab: Lab, model: Path, logs: Path, at_once: int, count: int) -> MeshSy
         model,
         logs,
         split=even_split(read_model_facts(model).n_layers, _NUM_STAGES),
-        options=[*serve, *(("--groups", str(count)) if count else ())],
+        options=[*serve, *(("--set", f"groups={count}") if count else ())],
     )
 
 

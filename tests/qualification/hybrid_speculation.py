@@ -132,12 +132,12 @@ def phases(settings: Settings, workload: Workload, *, is_hybrid: bool) -> tuple[
         found += [
             Phase(
                 _OFTEN,
-                (*serve, "--replay-rates", _RATES[_OFTEN]),
+                (*serve, "--set", f"replay-rates={_RATES[_OFTEN]}"),
                 (Trial(slowest, workload, (*steps, REPLAY)),),
             ),
             Phase(
                 _NEVER,
-                (*serve, "--replay-rates", _RATES[_NEVER]),
+                (*serve, "--set", f"replay-rates={_RATES[_NEVER]}"),
                 tuple(Trial(delay, workload, (OFF_AGAIN, REPLAY)) for delay in settings.delays_ms),
             ),
         ]

@@ -47,7 +47,17 @@ def schemas(
     end_on_sigterm()
     key = secrets.token_urlsafe(32)
     # A fixed width and depth: on one machine proposing would not pay, and so would hardly be tried.
-    options = ["--stages", "2", "--exact", "--ctx-size", "1024", "--spec-width", "4", "--spec-depth", "3"]
+    options = [
+        "--stages",
+        "2",
+        "--exact",
+        "--ctx-size",
+        "1024",
+        "--set",
+        "spec-width=4",
+        "--set",
+        "spec-depth=3",
+    ]
     options += ["--threads", "1", "--parallel", str(concurrency), *(["--draft", str(draft)] if draft else [])]
 
     def tell(result: SchemaResult) -> None:

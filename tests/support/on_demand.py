@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mesh.options.host import HeadOptions
 from mesh.serve.model_registry import RegisteredModel
 from mesh.serve.on_demand.library import Library, LibraryEntry
 from mesh.serve.on_demand.loader import OnDemandLoader
 from mesh.serve.on_demand.policy import DemandRules
-from mesh.serve.options import LibraryOptions, ServeOptions, SpeculationOptions
 from spanmesh_proto.errors import ClusterError, InvalidRequest, ModelDoesNotFit, ModelNotFound
 from tests.support.api_harness import MODEL, ScriptedEngine, backend_of, running_api
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from mesh.api.api_keys import ApiKeys
     from mesh.api.backend import Backends
-    from mesh.api.load_request import LoadRequest
+    from mesh.options.model import LoadRequest
     from mesh.text.tokenizer import Tokenizer
     from spanmesh_proto.errors import MeshError
     from tests.support.api_harness import Api
@@ -240,34 +240,16 @@ class OnDemandApi:
         self.models.poke()
 
 
-def options_with_library(library: LibraryOptions, **changes: Any) -> ServeOptions:
+def head_options(**changes: Any) -> HeadOptions:
     """Options of a `mesh serve` on this machine."""
     given: dict[str, Any] = {
         "model": Path(f"/library/{MODEL}.gguf"),
-        "host": "127.0.0.1",
-        "port": 8000,
         "name": "attic",
-        "advertise": "127.0.0.1",
-        "join_port": 0,
+        "address": "127.0.0.1",
         "token_hours": 1.0,
-        "token_path": None,
-        "num_hosts": 0,
-        "is_head_only": False,
-        "num_stages": None,
-        "split": None,
-        "ctx_size": None,
-        "num_slots": 4,
-        "kv_type": "f16",
-        "num_checkpoints": 8,
-        "max_waiting": 64,
-        "memory_bytes": None,
-        "num_threads": 1,
-        "speculation": SpeculationOptions(),
-        "is_exact": False,
-        "api_key_path": None,
-        "library": library,
+        "threads": 1,
     }
-    return ServeOptions(**{**given, **changes})
+    return HeadOptions(**{**given, **changes})
 
 
 @asynccontextmanager
@@ -300,9 +282,7 @@ async def on_demand_api(
             models,
             library,
             memory,
-            options_with_library(
-                LibraryOptions((Path("/library"),), load_wait_s=load_wait_s), max_waiting=max_waiting
-            ),
+            head_options(library=(Path("/library"),), load_wait_s=load_wait_s, max_waiting=max_waiting),
             first_name=MODEL,
             rules=rules or DemandRules(),
             clock_s=clock,

@@ -16,13 +16,13 @@ from mesh.cluster.host_facts import HostFacts, read_versions
 from mesh.cluster.members import Member, Members
 from mesh.coordinator.coordinator import Coordinator
 from mesh.coordinator.options import CoordinatorOptions
+from mesh.options.host import HeadOptions
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.placement.planner import StagePlacement
 from mesh.placement.replanner import NewStage, Replan, replan
 from mesh.serve.allocations import HostAllocations
 from mesh.serve.failures import Incidents
 from mesh.serve.host_draining import HostDraining
-from mesh.serve.options import WeightsOptions
 from mesh.serve.pipeline import Pipeline, PipelineStage
 from mesh.serve.reconfiguration import PlacementExecutor, RecoveryContext, RingCutover
 from mesh.serve.replicas import ReplicaManager
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from mesh.engine import GenerationRequest
     from mesh.placement.topology import Topology
     from mesh.serve.head import Head
-    from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
     from speculative.proposer import Proposer
     from stages.serving.actor import StageActor
@@ -222,11 +221,9 @@ async def serving(
         is_own=lambda _member: True,
         members=members,
     )
-    options = SimpleNamespace(model=model, is_exact=True, weights=WeightsOptions(), kv_disk_bytes=0)
+    options = HeadOptions(model=model, exact=True)
     known = SimpleNamespace(model=facts, workload=WORKLOAD, stamps=stamps_of(part_paths(model)))
-    maker = StageMaker(
-        cast("ServeOptions", options), cast("Preflight", known), cast("Head", head), cache, Transfers()
-    )
+    maker = StageMaker(options, cast("Preflight", known), cast("Head", head), cache, Transfers())
     allocation = allocations.open(f"model {len(rings)}", pipeline)
     executor, incidents = PlacementExecutor(maker, allocation, members), Incidents(time.time)
     messages = Messages(members) if beside is None else beside.messages

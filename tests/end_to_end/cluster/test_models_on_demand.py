@@ -62,7 +62,7 @@ class Mesh:
             *("serve", "--library", library, "--port", port, "--advertise", "127.0.0.1", "--name", "alpha"),
             *("--api-key-file", keys, "--memory", memory_bytes, "--threads", 1, "--exact"),
             *("--ctx-size", CTX_SIZE, "--parallel", NUM_SLOTS),
-            *("--min-stay", MIN_STAY_S, "--idle-unload", 0.1),
+            *("--set", f"min-stay={MIN_STAY_S}", "--idle-unload", 0.1),
         ]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(

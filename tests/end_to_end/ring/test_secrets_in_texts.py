@@ -7,11 +7,11 @@ import datetime as dt
 import pytest
 
 from mesh.cluster.certificates import Authority, make_certificate
-from mesh.cluster.join import JoinOptions
 from mesh.cluster.join_token import JoinToken
 from mesh.cluster.membership_server import RayAccess
 from mesh.cluster.ray_node import RayNodeConfig
 from mesh.coordinator.ring import RingTerms
+from mesh.options.host import JoinOptions
 from mesh.serve.stage_handle import RingCredentials
 from stages.weights.fetch import FetchSource
 
@@ -28,7 +28,7 @@ NOW = dt.datetime(2030, 1, 1, tzinfo=dt.UTC)
         RingTerms("mesh", SECRET),
         RingCredentials("mesh", SECRET),
         FetchSource("192.0.2.7:4100", b"", SECRET),
-        JoinOptions(SECRET, "studio", None, None, None),
+        JoinOptions(token=SECRET, name="studio"),
         make_certificate(NOW),
         Authority(make_certificate(NOW)).own_identity(["studio"], "192.0.2.7"),
     ],

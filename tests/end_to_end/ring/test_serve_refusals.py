@@ -52,7 +52,7 @@ def test_a_port_in_use_is_found_out_before_any_work() -> None:
         (["serve", "--draft", "missing.gguf"], 1, "missing.gguf"),
         (["serve", "--draft", __file__], 1, "GGUF"),
         (["serve", "--speculate", "draft"], 1, "mesh draft make"),
-        (["serve", "--speculate", "replay", "--replay-file", __file__], 1, "records no answer"),
+        (["serve", "--speculate", "replay", "--set", f"replay-file={__file__}"], 1, "records no answer"),
         (["serve", "--identity", __file__], 1, "is not private to this user"),
         (["serve", "--identity", "missing/identity"], 1, "/missing/identity: No such file or directory"),
         (["join"], 2, "--token-file"),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.api.backend import Backends
-    from mesh.api.load_request import LoadRequest
+    from mesh.options.model import LoadRequest
     from mesh.text.tokenizer import Tokenizer
 
 __all__ = ["tokenizer"]

@@ -11,7 +11,7 @@ import pytest
 
 from mesh.api import auth
 from mesh.api.api_keys import ApiKeys, KeyRecord, add_key, digest_of, remove_key
-from mesh.api.load_request import LoadRequest
+from mesh.options.model import LoadRequest
 from mesh.serve.on_demand.policy import DemandRules
 from spanmesh_proto.errors import InvalidModel, ModelDoesNotFit, StageFailed
 from tests.support.api_harness import KEY, MODEL, ScriptedEngine, tokenizer

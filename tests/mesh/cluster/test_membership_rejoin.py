@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.cluster.join import JoinOptions, backoff_s, join_mesh
+from mesh.cluster.join import backoff_s, join_mesh
 from mesh.cluster.join_token import encode
 from mesh.cluster.membership_server import MembershipServer
 from mesh.cluster.ray_node import MOST_STARTS
+from mesh.options.host import JoinOptions
 from mesh.util.tasks import Interruption
 from spanmesh_proto.errors import ClusterError, HostUnreachable, InvalidJoinToken, JoinError
 from tests.mesh.cluster.test_membership import HeadSide, head, until
@@ -70,7 +71,14 @@ class Host:
         self.nodes: list[StandIn] = []
         self.num_false_starts = num_false_starts
         self.interruption = Interruption()
-        options = JoinOptions(encode(side.token), name, advertise, memory_bytes, 1, give_up_after_s)
+        options = JoinOptions(
+            token=encode(side.token),
+            name=name,
+            advertise=advertise,
+            memory_bytes=memory_bytes,
+            threads=1,
+            give_up_after_s=give_up_after_s,
+        )
         self.task = asyncio.create_task(
             join_mesh(
                 options,

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from mesh.api.backend import ApiContext, Backends
-from mesh.api.load_request import LoadRequest
 from mesh.cluster.admission import Admissions
 from mesh.cluster.certificates import Authority, make_certificate
 from mesh.cluster.join_token import JoinToken
 from mesh.cluster.members import Members
+from mesh.options.model import LoadRequest
 from mesh.serve.allocations import HostAllocations
 from mesh.serve.embeddings.model import EmbeddingModel, check_embedding_model
 from mesh.serve.head_failover import head_state

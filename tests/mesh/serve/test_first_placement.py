@@ -9,32 +9,30 @@ import asyncio
 import contextlib
 import time
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from structlog.testing import capture_logs
 
-from mesh.api.load_request import LoadRequest
 from mesh.cluster.host_facts import HostFacts, read_versions
 from mesh.cluster.join_token import encode
 from mesh.cluster.link_survey import LinkSurvey
 from mesh.cluster.members import Member
 from mesh.engine import GenerationRequest
+from mesh.options.model import LoadRequest
 from mesh.serve.allocations import HostAllocations
 from mesh.serve.deployment import HostWatch, ModelDeployment
 from mesh.serve.head_failover import _saved_stages
 from mesh.serve.head_state import SavedModel
 from mesh.serve.host_draining import HostDraining
 from mesh.serve.main import _api_context
-from mesh.serve.options import LibraryOptions, SpeculationOptions
 from mesh.serve.preflight import check_model
 from mesh.serve.served_model import new_model
 from spanmesh_proto.errors import ModelDoesNotFit, StageFailed
 from tests.mesh.cluster.test_membership import HeadSide, head, until
 from tests.mesh.cluster.test_membership_rejoin import Host
-from tests.support.on_demand import options_with_library
+from tests.support.on_demand import head_options
 from tests.support.ring_harness import collect
 from tests.support.serve_harness import InProcessActor, InProcessDriver, written_at_once
 from tests.support.tiny_models import TinyModel
@@ -229,16 +227,15 @@ async def loading(
     **asked: Any,
 ) -> AsyncIterator[Loading]:
     path = TinyModel("llama").write(tmp_path / "tiny.gguf")
-    options = replace(
-        options_with_library(LibraryOptions()),
+    options = head_options().changed(
         model=path,
         name="alpha",
-        is_head_only=True,
+        head_only=True,
         ctx_size=64,
-        num_slots=2,
-        is_exact=True,
-        speculation=SpeculationOptions(mode="off"),
-        **{"num_hosts": 2, "num_stages": 2, **asked},
+        parallel=2,
+        exact=True,
+        speculate="off",
+        **{"num_hosts": 2, "stages": 2, **asked},
     )
     known = check_model(options, lambda: OWN.facts)
     async with head(tmp_path) as side:

@@ -24,13 +24,12 @@ from mesh.serve.head_identity import (
     starting_identity,
 )
 from mesh.serve.head_state import HeadState, HeadStateFile, HeadStateWriter, open_head_state
-from mesh.serve.options import LibraryOptions
 from spanmesh_proto.addresses import PortRange
 from spanmesh_proto.errors import ClusterError, HostUnreachable, InvalidJoinToken
 from tests.mesh.cluster.test_membership import HOST, head, until
 from tests.mesh.cluster.test_membership_rejoin import Host
 from tests.mesh.serve.test_head_state import STATE
-from tests.support.on_demand import options_with_library
+from tests.support.on_demand import head_options
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -265,7 +264,7 @@ def test_of_a_file_and_a_crashed_head_the_newer_one_counts(tmp_path: Path) -> No
 
 def test_it_outlives_an_orderly_end_and_a_state_does_not(tmp_path: Path) -> None:
     path, state_path = tmp_path / "identity", tmp_path / "state.json"
-    options = options_with_library(LibraryOptions(), state_path=state_path, identity_path=path, linger_s=60.0)
+    options = head_options(state_path=state_path, identity_path=path, linger_wanted_s=60.0)
 
     async def one_head() -> None:
         with open_identity(options.identity_path) as file, open_head_state(options, file) as writer:
@@ -340,7 +339,7 @@ async def test_an_eviction_while_the_head_ends_is_saved_before_it_is_answered(tm
 
 
 async def test_an_eviction_that_a_full_disk_does_not_take_is_not_answered_as_saved(tmp_path: Path) -> None:
-    options = options_with_library(LibraryOptions(), identity_path=tmp_path / "identity", linger_s=0.0)
+    options = head_options(identity_path=tmp_path / "identity", linger_wanted_s=0.0)
     refusal = (
         r"not saved .*\(No space left on device\), which would undo it: free space for .*identity; writing"
     )
@@ -371,7 +370,7 @@ async def test_an_eviction_that_a_full_disk_does_not_take_is_not_answered_as_sav
 async def test_secrets_of_hosts_that_the_head_dismisses_at_its_end_are_not_kept(tmp_path: Path) -> None:
     """As in `mesh serve`: the writer ends first, then the hosts are dismissed, last the files are closed."""
     path, address = tmp_path / "identity", f"127.0.0.1:{free_port('127.0.0.1')}"
-    options = options_with_library(LibraryOptions(), identity_path=path, linger_s=0.0)
+    options = head_options(identity_path=path, linger_wanted_s=0.0)
     away = dataclasses.replace(HOST, name="attic", ray_node_name="attic.1")
     with IdentityFile(path) as file:
         identity = starting_identity(file, None, term=3, now_s=time.time(), token_lifetime_s=HOUR_S)
@@ -403,7 +402,7 @@ async def test_secrets_of_hosts_that_the_head_dismisses_at_its_end_are_not_kept(
 
 def test_a_port_that_tokens_name_is_used_again_unless_another_is_wanted() -> None:
     def port(former: HeadState | None = None, identity: HeadIdentity = IDENTITY, **changes: Any) -> int:
-        return _join_port(options_with_library(LibraryOptions(), **changes), identity, former)
+        return _join_port(head_options(**changes), identity, former)
 
     assert port() == 7000
     assert port(join_port=7001) == 7001

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from structlog.testing import capture_logs
 
-from mesh.api.load_request import LoadRequest
 from mesh.cluster.ray_node import RayNodeRecord
+from mesh.options.model import LoadRequest
 from mesh.serve.head_failover import kill_unrecorded_actors, ring_fault
 from mesh.serve.head_state import (
     HeadState,

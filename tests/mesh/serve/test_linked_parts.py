@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.cli.library_options import library_from
 from mesh.cli.load import _whole
+from mesh.cli.serve import _on_this_host
+from mesh.options.host import HeadOptions
 from mesh.serve.on_demand.library import Library
 from stages.gguf.reader import part_paths
 from stages.serving.actor import StageActor
@@ -40,12 +41,13 @@ async def test_such_a_model_is_loaded_whole_and_cut(model: Path, monkeypatch: py
 
 def test_links_keep_their_names_on_the_way_to_a_head(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(model.parent)
-    assert _whole(model.relative_to(model.parent)) == str(model)
+    assert _whole(model.relative_to(model.parent)) == model
 
 
 def test_a_library_lists_and_names_the_link(model: Path) -> None:
     folder = model.parent.with_name("linked")
     folder.symlink_to(model.parent)
-    (named,) = library_from((folder,), None, 0.0, 0.0, None).folders
+    options = HeadOptions(model=model, library=(folder,), advertise="127.0.0.1")
+    (named,) = _on_this_host(options, model).library
     assert named == folder
     assert [entry.path for entry in Library([named], Clock()).search().values()] == [folder / model.name]

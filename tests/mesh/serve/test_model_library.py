@@ -12,10 +12,10 @@ import pytest
 
 from mesh.cli.main import run
 from mesh.serve.on_demand.library import Library, files_of, load_request_of, smallest_model
-from mesh.serve.options import LibraryOptions, SpeculationOptions, options_of_load
+from mesh.serve.options import options_of_load
 from stages.slicing.model_facts import read_model_facts
 from stages.transport.hidden_codec import HiddenType
-from tests.support.on_demand import Clock, options_with_library
+from tests.support.on_demand import Clock, head_options
 from tests.support.tiny_models import TinyModel
 
 if TYPE_CHECKING:
@@ -123,30 +123,31 @@ async def test_new_files_are_found_and_unchanged_ones_are_not_read_again(
 
 def test_a_model_is_loaded_with_the_options_of_the_server(folder: Path) -> None:
     (entry,) = [each for name, each in found(Library([folder], Clock())).items() if name == "tiny"]
-    speculation = SpeculationOptions(mode="draft", draft_path=folder / "draft.gguf", draft_max=7, width=3)
-    options = options_with_library(
-        LibraryOptions((folder,), num_threads=3),
+    options = head_options(
+        library=(folder,),
+        library_threads=3,
         ctx_size=2048,
-        num_slots=2,
+        parallel=2,
         kv_type="q8_0",
-        is_exact=True,
+        exact=True,
         split=(1, 1),
-        speculation=speculation,
-        wire=HiddenType.F16,
+        speculate="draft",
+        draft_path=folder / "draft.gguf",
+        draft_max=7,
+        width=3,
+        wire="f16",
     )
     request = load_request_of(entry, options)
     assert (request.served_name, request.model, request.evictable) == ("tiny", str(entry.path), True)
     loaded = options_of_load(request, options)
-    assert (loaded.ctx_size, loaded.num_slots, loaded.kv_type, loaded.is_exact) == (2048, 2, "q8_0", True)
-    assert (loaded.wire, request.threads) == (HiddenType.F16, 3)
+    assert (loaded.ctx_size, loaded.parallel, loaded.kv_type, loaded.exact) == (2048, 2, "q8_0", True)
+    assert (loaded.hidden_type, request.threads) == (HiddenType.F16, 3)
     # A draft model, and a cut, are of the server's own model.
-    assert (loaded.speculation.draft_path, loaded.speculation.mode) == (None, "auto")
-    assert (loaded.speculation.draft_max, loaded.speculation.width) == (7, 3)
-    assert (loaded.split, loaded.num_stages) == (None, None)
-    assert load_request_of(entry, replace(options, wire=None)).wire == "auto"
-    plain = load_request_of(
-        entry, options_with_library(LibraryOptions((folder,)), speculation=SpeculationOptions(mode="off"))
-    )
+    assert (loaded.draft_path, loaded.speculate) == (None, "auto")
+    assert (loaded.draft_max, loaded.width) == (7, 3)
+    assert (loaded.split, loaded.stages) == (None, None)
+    assert load_request_of(entry, options.changed(wire="auto")).wire == "auto"
+    plain = load_request_of(entry, head_options(library=(folder,), speculate="off"))
     assert plain.speculate == "off"
     # All that a host has.
     assert (plain.threads or 0) >= 1024

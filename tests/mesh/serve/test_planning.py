@@ -31,8 +31,8 @@ from tests.qualification.planning_time import cases, made_up_model
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from mesh.options.host import HeadOptions
     from mesh.serve.head import Head
-    from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
     from mesh.serve.stage_handle import StageHandle
 
@@ -361,7 +361,7 @@ def first_placement(mesh: Mesh, ctx_size: int | None, **facts: Any) -> InitialPl
     known = SimpleNamespace(model=replace(model(**facts), n_ctx_train=100_000), workload=workload)
     head = SimpleNamespace(members=mesh.members, survey=SimpleNamespace(head="a"))
     return InitialPlacement(
-        cast("ServeOptions", options),
+        cast("HeadOptions", options),
         cast("Preflight", known),
         cast("Head", head),
         mesh.allocations.open("model", Pipeline()),

@@ -7,9 +7,9 @@ import pytest
 
 from mesh.cluster.addresses import free_port
 from mesh.cluster.host_facts import HostFacts, read_versions
+from mesh.options.host import HeadOptions
 from mesh.placement.memory_estimate import StageSizes
 from mesh.serve.head_state import setup_of
-from mesh.serve.options import ServeOptions, SpeculationOptions
 from mesh.serve.preflight import Preflight, _draft_ctx_size, check, check_model, own_capacity
 from mesh.text.text_memory import vocabulary_bytes
 from mesh.text.text_service import num_text_workers, worker_bytes
@@ -27,61 +27,46 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return TinyModel("llama", head_size=16).write(tmp_path_factory.mktemp("preflight") / "tiny.gguf")
 
 
-def options(model: Path) -> ServeOptions:
-    return ServeOptions(
+def options(model: Path) -> HeadOptions:
+    return HeadOptions(
         model=model,
-        host="127.0.0.1",
         port=free_port("127.0.0.1"),
         name="studio",
-        advertise="127.0.0.1",
-        join_port=0,
+        address="127.0.0.1",
         token_hours=1.0,
-        token_path=None,
-        num_hosts=0,
-        is_head_only=False,
-        num_stages=None,
-        split=None,
         ctx_size=1024,
-        num_slots=2,
-        kv_type="f16",
-        num_checkpoints=8,
+        parallel=2,
         max_waiting=1,
         memory_bytes=1000 * MIB,
-        num_threads=1,
-        speculation=SpeculationOptions(),
-        is_exact=False,
-        api_key_path=None,
+        threads=1,
     )
 
 
 def test_heads_that_do_not_suit_the_format_are_found_out(tiny: Path) -> None:
     with pytest.raises(ClusterError, match="--kv-type q8_0 packs 32 elements") as refused:
-        check(replace(options(tiny), kv_type="q8_0"))
+        check(options(tiny).changed(kv_type="q8_0"))
     assert refused.value.param == "--kv-type"
-    drafting = SpeculationOptions(draft_path=tiny, draft_kv_type="q4_0")
     with pytest.raises(ClusterError, match="--draft-kv-type q4_0 packs 32 elements"):
-        check(replace(options(tiny), speculation=drafting))
+        check(options(tiny).changed(draft_path=tiny, draft_kv_type="q4_0"))
 
 
 @needs_ipv6
 def test_an_address_that_mdns_does_not_announce_is_found_out(tiny: Path) -> None:
-    over_ipv6 = replace(options(tiny), advertise="::1")
+    over_ipv6 = options(tiny).changed(address="::1")
     assert check(over_ipv6).model.n_layers
     with pytest.raises(ClusterError, match="--discoverable announces IPv4 addresses only") as refused:
-        check(replace(over_ipv6, is_discoverable=True))
+        check(over_ipv6.changed(discoverable=True))
     assert refused.value.param == "--discoverable"
 
 
 def test_an_api_that_would_let_strangers_in_is_found_out(tiny: Path) -> None:
     with pytest.raises(MeshError, match="--insecure"):
-        check(replace(options(tiny), host="0.0.0.0"))
+        check(options(tiny).changed(host="0.0.0.0"))
     with pytest.raises(MeshError, match=r"'evil\.example' is not an origin"):
-        check(replace(options(tiny), cors_origins=("evil.example",)))
+        check(options(tiny).changed(cors_origins=("evil.example",)))
     with pytest.raises(MeshError, match=r"'\*' lets every web page"):
-        check(replace(options(tiny), cors_origins=("*",)))
-    known = check(
-        replace(options(tiny), host="0.0.0.0", is_insecure=True, cors_origins=("http://[::1]:3000",))
-    )
+        check(options(tiny).changed(cors_origins=("*",)))
+    known = check(options(tiny).changed(host="0.0.0.0", insecure=True, cors_origins=("http://[::1]:3000",)))
     assert known.api_keys is None
 
 
@@ -90,21 +75,21 @@ def test_exact_text_does_not_cross_a_wire_that_rounds(tiny: Path) -> None:
         with pytest.raises(
             ClusterError, match=f"--exact guarantees .* which --wire {wire or 'auto'} does not"
         ) as refused:
-            check(replace(options(tiny), wire=wire, is_exact=True))
+            check(options(tiny).changed(wire=wire, exact=True))
         assert refused.value.param == "--wire"
-    check(replace(options(tiny), is_exact=True))
-    check(replace(options(tiny), wire=HiddenType.Q8))
+    check(options(tiny).changed(exact=True))
+    check(options(tiny).changed(wire="q8"))
 
 
 def test_drafting_needs_something_that_drafts(tiny: Path) -> None:
     with pytest.raises(ClusterError, match=r"needs a draft model: .* `mesh draft make`") as refused:
-        check(replace(options(tiny), speculation=SpeculationOptions(mode="draft")))
+        check(options(tiny).changed(speculate="draft"))
     assert refused.value.param == "--draft"
 
 
 def test_a_draft_leaves_less_for_stages(tiny: Path) -> None:
     plain = own_capacity("studio", check(options(tiny)))
-    drafting = replace(options(tiny), speculation=SpeculationOptions(draft_path=tiny))
+    drafting = options(tiny).changed(draft_path=tiny)
     known = check(drafting)
     beside = own_capacity("studio", known)
     assert (plain.memory_bytes + plain.text_bytes, plain.draft_bytes) == (1000 * MIB, 0)
@@ -114,14 +99,14 @@ def test_a_draft_leaves_less_for_stages(tiny: Path) -> None:
     # Just enough for the model alone is too little for both.
     sizes = StageSizes(known.model, known.workload)
     enough = sizes.memory(sizes.whole).total_bytes + plain.text_bytes
-    check(replace(options(tiny), memory_bytes=enough))
+    check(options(tiny).changed(memory_bytes=enough))
     # The processes that read texts take what they take, too.
     with pytest.raises(ModelDoesNotFit, match=r"beside .* for reading texts"):
-        check(replace(options(tiny), memory_bytes=enough - 1))
+        check(options(tiny).changed(memory_bytes=enough - 1))
     with pytest.raises(ModelDoesNotFit, match=r"for the draft model"):
-        check(replace(drafting, memory_bytes=enough))
+        check(drafting.changed(memory_bytes=enough))
     with pytest.raises(ModelDoesNotFit, match=r"the draft model tiny.gguf needs .* of this host") as refused:
-        check(replace(drafting, memory_bytes=MIB))
+        check(drafting.changed(memory_bytes=MIB))
     assert refused.value.param == "--draft"
 
 
@@ -132,7 +117,7 @@ def test_each_model_counts_its_vocabulary_for_each_process(tiny: Path) -> None:
     assert own_capacity("studio", known).text_bytes == worker_bytes() + known.text_bytes
 
 
-def known_of(given: ServeOptions) -> Preflight:
+def known_of(given: HeadOptions) -> Preflight:
     """What is found out about the model and its options, with this much memory."""
     memory_bytes = given.memory_bytes or 0
     return check_model(given, lambda: HostFacts(memory_bytes, 1, 20.0, read_versions()))
@@ -145,7 +130,7 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_context_that_nobody_names_is_chosen_later(long: Path) -> None:
-    unnamed, named = replace(options(long), ctx_size=None), replace(options(long), ctx_size=4096)
+    unnamed, named = options(long).changed(ctx_size=None), options(long).changed(ctx_size=4096)
     # The placement is made for a short one.
     assert known_of(unnamed).workload == known_of(named).workload
     assert known_of(unnamed).workload.ctx_size == 4096
@@ -155,32 +140,32 @@ def test_a_context_that_nobody_names_is_chosen_later(long: Path) -> None:
 
 
 def test_a_draft_is_loaded_before_the_context_is_chosen(long: Path) -> None:
-    drafting = replace(options(long), ctx_size=None, speculation=SpeculationOptions(draft_path=long))
+    drafting = options(long).changed(ctx_size=None, draft_path=long)
     roomy, tight, tighter = (
-        known_of(replace(drafting, memory_bytes=memory_mib * MIB)) for memory_mib in (64_000, 1600, 700)
+        known_of(drafting.changed(memory_bytes=memory_mib * MIB)) for memory_mib in (64_000, 1600, 700)
     )
     assert roomy.draft_ctx_size == 100_000
     assert 4096 < tight.draft_ctx_size < 100_000
     assert tight.draft_bytes <= 200 * MIB
     # One that takes more than a small part of the memory in any case is as short as can be.
     assert tighter.draft_ctx_size == 4096
-    assert known_of(replace(drafting, ctx_size=9000)).draft_ctx_size == 9000
+    assert known_of(drafting.changed(ctx_size=9000)).draft_ctx_size == 9000
 
 
 def test_a_draft_drafts_no_further_than_it_was_trained_for(long: Path, tmp_path: Path) -> None:
-    roomy = replace(options(long), ctx_size=None, memory_bytes=64_000 * MIB)
+    roomy = options(long).changed(ctx_size=None, memory_bytes=64_000 * MIB)
     for n_ctx_train, ctx_size in ((20_000, 20_000), (1024, 4096)):
         draft = TinyModel("llama", head_size=16, n_ctx_train=n_ctx_train).write(tmp_path / "draft.gguf")
-        known = known_of(replace(roomy, speculation=SpeculationOptions(draft_path=draft)))
+        known = known_of(roomy.changed(draft_path=draft))
         assert known.draft_ctx_size == ctx_size
 
 
 def test_a_model_that_fits_beside_a_draft_still_does(long: Path) -> None:
-    drafting = replace(options(long), ctx_size=None, speculation=SpeculationOptions(draft_path=long))
-    known = known_of(replace(drafting, memory_bytes=64_000 * MIB))
+    drafting = options(long).changed(ctx_size=None, draft_path=long)
+    known = known_of(drafting.changed(memory_bytes=64_000 * MIB))
     facts = replace(known.model, layer_bytes=(1000 * MIB,) * known.model.n_layers)
     sizes = StageSizes(facts, known.workload)
-    short_bytes = known_of(replace(drafting, ctx_size=4096)).draft_bytes
+    short_bytes = known_of(drafting.changed(ctx_size=4096)).draft_bytes
     enough_bytes = sizes.memory(sizes.whole).total_bytes + short_bytes
     assert known.drafter is not None
     assert known.draft_bytes < enough_bytes // 8
@@ -192,5 +177,5 @@ def test_a_model_that_fits_beside_a_draft_still_does(long: Path) -> None:
         ctx_size = _draft_ctx_size(drafting, known.drafter, sizes, free_bytes)
         assert ctx_size == (4096 if is_short else known.draft_ctx_size)
     # A head without layers has no model beside it.
-    on_head = replace(drafting, is_head_only=True)
+    on_head = drafting.changed(head_only=True)
     assert _draft_ctx_size(on_head, known.drafter, sizes, enough_bytes) == known.draft_ctx_size

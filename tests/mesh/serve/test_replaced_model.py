@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from mesh.api.load_request import LoadRequest
 from mesh.cluster.host_facts import HostFacts, read_versions
 from mesh.cluster.members import Member, Members
+from mesh.options.host import HeadOptions
+from mesh.options.model import LoadRequest
 from mesh.placement.memory_estimate import StageSizes
 from mesh.placement.planner import StagePlacement
 from mesh.serve.embeddings.maker import EmbeddingMaker
 from mesh.serve.embeddings.model import check_embedding_model
-from mesh.serve.options import WeightsOptions
 from mesh.serve.stage_factory import StageMaker, Transfers
 from spanmesh_proto.errors import InvalidModel
 from stages.certification.isolated import cut_stage
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     from mesh.serve.embeddings.model import EmbeddingModel
     from mesh.serve.head import Head
-    from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
     from mesh.serve.stage_handle import StageHandle
     from tests.mesh.cluster.test_membership import HeadSide
@@ -111,11 +110,11 @@ async def serving(model: Path, *, is_head_only: bool = False) -> AsyncIterator[M
     else:
         members.admit(member("attic", "attic.1"))
         members.admit(member("desk", "desk.1"))
-    options = SimpleNamespace(model=model, is_exact=True, weights=WeightsOptions(), kv_disk_bytes=0)
+    options = HeadOptions(model=model, exact=True)
     known = SimpleNamespace(model=facts, workload=WORKLOAD, stamps=stamps_of(part_paths(model)))
     async with head(model.parent) as side:
         maker = StageMaker(
-            cast("ServeOptions", options),
+            options,
             cast("Preflight", known),
             head_of(side, members),
             side.cache,

@@ -7,19 +7,18 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from mesh.api.load_request import LoadRequest
 from mesh.cluster.host_facts import HostFacts, read_versions
 from mesh.cluster.members import Member, Members
+from mesh.options.model import LoadRequest
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.placement.planner import StagePlacement
 from mesh.serve.allocations import HostAllocations
 from mesh.serve.on_demand.room import RoomCheck
-from mesh.serve.options import LibraryOptions
 from mesh.serve.pipeline import Pipeline
 from spanmesh_proto.errors import InvalidModel, ModelDoesNotFit, NotEnoughHosts
 from stages.layers import LayerRange
 from stages.slicing.model_facts import read_model_facts
-from tests.support.on_demand import options_with_library
+from tests.support.on_demand import head_options
 from tests.support.tiny_models import TinyModel
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ async def test_a_model_fits_where_another_was(tmp_path: Path) -> None:
     members.admit(own)
     allocations.open("other", other)
     head = cast("Head", SimpleNamespace(own=own, members=members))
-    options = options_with_library(LibraryOptions((tmp_path,)))
+    options = head_options(library=(tmp_path,))
     first = SimpleNamespace(options=options, known=SimpleNamespace(facts=host_facts))
     room = RoomCheck(cast("ServedModel", first), head, allocations)
     asked = LoadRequest.model_validate({"model": str(path), "ctx_size": 256, "parallel": 2})

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from pydantic import ValidationError
 
 from mesh.cli.main import mesh
 from mesh.coordinator.speculation import narrowed
 from mesh.engine import SpeculationLimits, SpeculationMode
-from mesh.serve.options import SpeculationOptions
+from mesh.options.model import ModelOptions
 from mesh.serve.proposers import narrower
-from spanmesh_proto.errors import ClusterError
+from spanmesh_proto.errors import InvalidRequest
 from speculative.controller import ControllerOptions
 
 NOWHERE = Path("nowhere")
@@ -25,12 +26,17 @@ NOWHERE = Path("nowhere")
         (["--draft-min", "0"], "'--draft-min': 0 is not in the range"),
         (["--p-min", "1.01"], "'--p-min': 1.01 is not in the range"),
         (["--p-min", "-0.1"], "'--p-min': -0.1 is not in the range"),
-        (["--spec-depth", "0"], "'--spec-depth': 0 is not in the range"),
-        (["--spec-width", "-1"], "'--spec-width': -1 is not in the range"),
+        (["--set", "spec-depth=0"], "'--spec-depth': 0 is not in the range"),
+        (["--set", "spec-width=-1"], "'--spec-width': -1 is not in the range"),
         (["--draft-kv-type", "q9"], "'q9' is not one of"),
         (["--draft-threads", "0"], "'--draft-threads': 0 is not in the range"),
         (["--draft-gpu-layers", "-2"], "'--draft-gpu-layers': -2 is not in the range"),
         (["--speculate", "sometimes"], "'sometimes' is not one of"),
+        (["--set", "groups"], "'groups' sets nothing: write KEY=VALUE"),
+        (["--set", "group=1"], "did you mean groups?"),
+        (["--set", "hub-first=perhaps"], "'perhaps' is not true or false"),
+        (["--groups", "2"], "--groups is given as --set groups=VALUE"),
+        (["--hub-first"], "--hub-first is given as --set hub-first=true"),
     ],
 )
 def test_values_out_of_range_are_refused(arguments: list[str], text: str) -> None:
@@ -40,34 +46,42 @@ def test_values_out_of_range_are_refused(arguments: list[str], text: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("fields", "option", "text"),
+    ("fields", "param", "text"),
     [
-        ({"mode": "replay"}, "--replay-file", "--replay-file"),
+        ({"speculate": "replay"}, "replay_path", "--set replay-file=PATH"),
+        ({"replay_rates": (0.5,)}, "replay_rates", "--set replay-file=PATH"),
         (
             {"draft_max": 4, "draft_min": 5},
-            "--draft-min",
-            "--draft-min is 5: it must be from 1 to draft_max, 4",
+            "draft_min",
+            "--draft-min is 5: it must be from 1 to --draft-max, 4",
         ),
-        ({"p_min": float("nan")}, "--p-min", "--p-min is nan"),
-        ({"draft_kv_type": "f8"}, "--draft-kv-type", "--draft-kv-type is f8: it must be one of f32, f16"),
+        ({"stages": 2, "split": (1, 2)}, "stages", "--split gives the number of stages"),
     ],
 )
 def test_options_that_contradict_one_another_are_refused(
-    fields: dict[str, Any], option: str, text: str
+    fields: dict[str, Any], param: str, text: str
 ) -> None:
-    with pytest.raises(ClusterError) as refused:
-        SpeculationOptions(**fields)
-    assert refused.value.param == option
+    with pytest.raises(InvalidRequest) as refused:
+        ModelOptions(**fields).require_consistent()
+    assert refused.value.param == param
     assert text in refused.value.message
 
 
+@pytest.mark.parametrize(
+    "fields", [{"p_min": float("nan")}, {"draft_kv_type": "f8"}, {"draft_threads": 0}, {"unknown": 1}]
+)
+def test_values_that_no_option_has_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(fields))):
+        ModelOptions(**fields)
+
+
 def test_a_draft_that_nobody_may_ask_is_not_loaded() -> None:
-    assert SpeculationOptions(mode="auto", draft_path=NOWHERE).may_draft
-    assert SpeculationOptions(mode="draft", draft_head=False, draft_path=NOWHERE).may_draft
-    assert SpeculationOptions(mode="auto").may_draft, "with the model's own head"
-    assert not SpeculationOptions(mode="auto", draft_head=False).may_draft
-    assert not SpeculationOptions(mode="ngram", draft_path=NOWHERE).may_draft
-    assert not SpeculationOptions(mode="off", draft_path=NOWHERE).may_draft
+    assert ModelOptions(speculate="auto", draft_path=NOWHERE).may_draft
+    assert ModelOptions(speculate="draft", draft_head=False, draft_path=NOWHERE).may_draft
+    assert ModelOptions(speculate="auto").may_draft, "with the model's own head"
+    assert not ModelOptions(speculate="auto", draft_head=False).may_draft
+    assert not ModelOptions(speculate="ngram", draft_path=NOWHERE).may_draft
+    assert not ModelOptions(speculate="off", draft_path=NOWHERE).may_draft
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ _OFF: Final[dict[str, Any]] = {"speculation": {"mode": "off"}}
 _FEATURES: Final[dict[str, Any]] = {"speculation": {"mode": LISTENING}}
 _DRAFT: Final[dict[str, Any]] = {"speculation": {"mode": "draft"}}
 _DELAYS_MS: Final = (0.1, 5.0)
-_ALWAYS: Final = ("--speculate", "draft", "--spec-width", "3", "--spec-depth", "1")
+_ALWAYS: Final = ("--speculate", "draft", "--set", "spec-width=3", "--set", "spec-depth=1")
 # Enough that drafting begins while the prompt is still on its way.
 _FEW_TOKENS: Final = 16
 _COUNTED_TOKENS: Final = 64

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from mesh.coordinator.feature_streams import FeatureNeeds
     from mesh.engine import GenerationRequest
-    from mesh.serve.options import ServeOptions
+    from mesh.options.host import HeadOptions
     from mesh.serve.preflight import Preflight
     from speculative.proposer import Proposal, Proposer
 
@@ -84,7 +84,7 @@ class ListeningProposers(product.Proposers):
 
 
 @contextmanager
-def open_listening(options: ServeOptions, known: Preflight) -> Iterator[product.Proposers | None]:
+def open_listening(options: HeadOptions, known: Preflight) -> Iterator[product.Proposers | None]:
     """Like `open_proposers` of the product, whose own are given where no drafter reads features."""
     with product.open_proposers(options, known) as proposers:
         if proposers is None or proposers.feature_needs is None:

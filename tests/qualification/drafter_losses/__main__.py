@@ -74,7 +74,7 @@ _TOPICS: Final = (
     "a painter who moves into a house without windows",
 )
 # Before those of the user, which win.
-_FIXED: Final = ("--spec-width", "3", "--spec-depth", "3")
+_FIXED: Final = ("--set", "spec-width=3", "--set", "spec-depth=3")
 _POLL_S: Final = 0.1
 _ANSWER_TIMEOUT_S: Final = 240.0
 # Part of an answer in which losses happen: something has been drafted, and enough is left.

@@ -15,12 +15,12 @@ from mesh.api.admin import RehearsalBody
 from mesh.api.bodies import encoding, worker
 from mesh.api.bodies.encoding import decode, encode
 from mesh.api.embeddings.endpoint import EmbeddingsBody
-from mesh.api.load_request import LoadRequest
 from mesh.api.messages.protocol import CountBody, MessagesBody
 from mesh.api.protocol import ChatBody, CompletionBody
 from mesh.api.request_parsing import parse_body
 from mesh.api.responses.protocol import ResponsesBody
 from mesh.api.tokenization import DetokenizeBody, TokenizeBody
+from mesh.options.model import LoadRequest
 from spanmesh_proto.errors import InvalidRequest
 
 MOST_VALUES = 2**18
