@@ -168,7 +168,7 @@ async def load(request: Request) -> Response:
             what = "the whole path of the file"
             if param == "model" and on_demand is not None:
                 what += ", or the name of a model of the library, as `/v1/models` lists it"
-            raise InvalidRequest(f"{param} is {path!r}: give {what}", param=param)
+            raise InvalidRequest(f"{param} is {str(path)!r}: give {what}", param=param)
     body.require_consistent()
     return json_response(dict(await model_admin.load(body)))
 

@@ -1,7 +1,7 @@
 """Writer of the tables of commands and flags in README.md.
 
-Between the markers `<!-- commands -->` or `<!-- flags of NAME: --a, --b -->` and `<!-- end -->` everything is
-written anew. With --check nothing is written, and the exit code says whether it would have been.
+Between the markers `<!-- commands -->`, `<!-- flags of NAME: --a, --b -->` or `<!-- settings of NAME -->` and
+`<!-- end -->` everything is written anew. With --check nothing is written, and the exit code says whether it would have been.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from typing import Final
 
 import click
 
+from mesh.cli.config_file import key_of
 from mesh.cli.main import command_named, every_command
+from mesh.cli.options import OptionsCommand
 from spanmesh_proto.errors import ClusterError
 
 _PROGRAM: Final = "mesh"
 _BLOCK: Final = re.compile(
-    r"(<!-- (?P<what>commands|flags of [\w ]+: [^>]+?) -->\n\n).*?(\n\n<!-- end -->)", re.DOTALL
+    r"(<!-- (?P<what>commands|flags of [\w ]+: [^>]+?|settings of [\w ]+?) -->\n\n).*?(\n\n<!-- end -->)", re.DOTALL
 )
 _TOLD_DEFAULT: Final = re.compile(r"\s*\[default: ([^\]]+)\]")
 _LINE_CHARS: Final = 300
@@ -70,6 +72,16 @@ def flags_table(name: str, flags: list[str]) -> str:
     return "\n".join(["| option | meaning | unless given |", "|---|---|---|", *rows])
 
 
+def settings_table(name: str) -> str:
+    """What the rare options of a command mean, which are given as `--set KEY=VALUE`."""
+    command = leaf_commands()[name]
+    rows = []
+    for option in command.rare if isinstance(command, OptionsCommand) else ():
+        meaning, default = _meaning(option)
+        rows.append(f"| `{key_of(option)}` | {_cell(meaning)} | {default} |")
+    return "\n".join(["| key | meaning | unless given |", "|---|---|---|", *rows])
+
+
 def rewritten(text: str) -> str:
     """The document with its tables as they should be."""
 
@@ -77,6 +89,8 @@ def rewritten(text: str) -> str:
         what = block["what"]
         if what == "commands":
             made = commands_table()
+        elif what.startswith("settings of "):
+            made = settings_table(what.removeprefix("settings of "))
         else:
             name, _, flags = what.removeprefix("flags of ").partition(": ")
             made = flags_table(name, flags.split(", "))

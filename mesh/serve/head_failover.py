@@ -293,7 +293,7 @@ def saved_model(model: RestorableModel) -> SavedModel:
     """
     if model.load_request is None:
         raise ValueError("the model of `mesh serve` is no model of `mesh load`")
-    order, pipeline = model.load_request.model_dump(), model.pipeline
+    order, pipeline = model.load_request.model_dump(mode="json"), model.pipeline
     return SavedModel(order, model.setup, _saved_stages(pipeline), _saved_replicas(pipeline))
 
 

@@ -115,7 +115,7 @@ class _Slot:
             return self.former
         if self.model is not None:
             return saved_model(self.model)
-        return SavedModel(self.load_request.model_dump(), setup="")
+        return SavedModel(self.load_request.model_dump(mode="json"), setup="")
 
     @property
     def registered(self) -> RegisteredModel:

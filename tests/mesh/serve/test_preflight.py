@@ -15,7 +15,6 @@ from mesh.text.text_memory import vocabulary_bytes
 from mesh.text.text_service import num_text_workers, worker_bytes
 from spanmesh_proto.errors import ClusterError, MeshError, ModelDoesNotFit
 from stages.gguf.reader import read_one_header
-from stages.transport.hidden_codec import HiddenType
 from tests.support.ipv6 import needs_ipv6
 from tests.support.tiny_models import TinyModel
 
@@ -71,9 +70,9 @@ def test_an_api_that_would_let_strangers_in_is_found_out(tiny: Path) -> None:
 
 
 def test_exact_text_does_not_cross_a_wire_that_rounds(tiny: Path) -> None:
-    for wire in (HiddenType.F16, HiddenType.Q8, None):
+    for wire in ("f16", "q8", "auto"):
         with pytest.raises(
-            ClusterError, match=f"--exact guarantees .* which --wire {wire or 'auto'} does not"
+            ClusterError, match=f"--exact guarantees .* which --wire {wire} does not"
         ) as refused:
             check(options(tiny).changed(wire=wire, exact=True))
         assert refused.value.param == "--wire"

@@ -53,7 +53,7 @@ def test_values_out_of_range_are_refused(arguments: list[str], text: str) -> Non
         (
             {"draft_max": 4, "draft_min": 5},
             "draft_min",
-            "--draft-min is 5: it must be from 1 to --draft-max, 4",
+            "it must be from 1 to --draft-max, 4",
         ),
         ({"stages": 2, "split": (1, 2)}, "stages", "--split gives the number of stages"),
     ],
