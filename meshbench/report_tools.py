@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 from dataclasses import asdict, dataclass
+from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -75,6 +76,48 @@ class Check:
     def verdict(self) -> str:
         """`holds`, `FAILS` or `unknown`."""
         return {True: "holds", False: "FAILS", None: "unknown"}[self.holds]
+
+
+# Quantiles of Student's t distribution, 0.975, by degrees of freedom from 1.
+_T_975: Final = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+)
+
+
+@dataclass(frozen=True)
+class PairedRatio:
+    """Ratio of two systems that were measured in turn, with the bounds of its 95 % interval.
+
+    Attributes:
+        low: Lower bound; 0 for a single round.
+        ratio: Geometric mean of the rounds' ratios.
+        high: Upper bound; infinite for a single round.
+    """
+
+    low: float
+    ratio: float
+    high: float
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[float, float]]) -> PairedRatio:
+        """From one pair a round: logarithms of ratios, taken as normally distributed."""
+        logarithms = [math.log(own / other) for own, other in pairs]
+        middle = mean(logarithms)
+        if len(pairs) == 1:
+            return cls(0.0, math.exp(middle), math.inf)
+        freedom = len(pairs) - 1
+        quantile = _T_975[min(freedom, len(_T_975)) - 1]
+        margin = quantile * stdev(logarithms) / math.sqrt(len(pairs))
+        return cls(*(math.exp(middle + part * margin) for part in (-1, 0, 1)))
+
+    def lines(self, title: str, other: str, *, least: float, note: str) -> list[Line]:
+        """The ratio, and its lower bound against what it must not fall below."""
+        between = f"{self.low:.3f} to {self.high:.3f} in {note}"
+        return [
+            Line(f"{title}, over {other}", self.ratio, None, note=between),
+            Line(f"{title}, over {other}: lower bound", self.low, least),
+        ]
 
 
 def number(value: float | None) -> str:

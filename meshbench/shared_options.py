@@ -160,6 +160,13 @@ serve_option: Final = click.option(
     callback=_split,
     help="More options of `mesh serve`, in one argument.",
 )
+against_option: Final = click.option(
+    "--against",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    metavar="CHECKOUT",
+    help="Also measure the mesh of another checkout, made with `make environment`, in turn with this one on "
+    "the same hosts: ratios with their 95 % interval.",
+)
 goodput_option: Final = click.option(
     "--goodput",
     "slos",

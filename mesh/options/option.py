@@ -119,7 +119,13 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, arbitrary_types_allowed=True)
 
     def changed(self, **changes: Any) -> Self:
-        """The options with other values of some fields, which are not checked."""
+        """The options with other values of some fields, which are not checked.
+
+        Raises:
+            TypeError: If there is no such field.
+        """
+        if unknown := changes.keys() - type(self).model_fields.keys():
+            raise TypeError(f"{type(self).__name__} has no field {min(unknown)}")
         return self.model_copy(update=changes)
 
     def require_consistent(self) -> None:

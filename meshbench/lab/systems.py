@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import psutil
 
 from mesh.api.api_keys import KeyRecord, add_key, digest_of
-from spanmesh_proto.errors import MeshError
+from spanmesh_proto.errors import ClusterError, MeshError
 from stages.openmp_tuning import SPIN_COUNT
 
 if TYPE_CHECKING:
@@ -177,6 +177,7 @@ class RpcSystem:
     """
 
     name = "llama.cpp RPC"
+    is_mesh = False
     port: Final = 8080
     url: Final = f"http://127.0.0.1:{port}"
     # Both sides generate all requested tokens, so that all answers have the same length.
@@ -310,6 +311,22 @@ class StageTotals:
 
 COMMAND: Final = str(Path(sys.executable).with_name("mesh"))
 _MESH_POLL_S: Final = 0.1
+
+
+def command_of(checkout: Path) -> Path:
+    """The program `mesh` of a checkout.
+
+    Raises:
+        ClusterError: If it has none.
+    """
+    command = checkout.absolute() / ".venv" / "bin" / "mesh"
+    if not command.is_file():
+        raise ClusterError(
+            f"{checkout} has no {command.relative_to(checkout.absolute())}: run `make environment` there"
+        )
+    return command
+
+
 _ANSWERS_AT_ONCE: Final = 1000
 
 
@@ -330,11 +347,11 @@ class MeshSystem:
         api_key: API key, or None for an open API.
         addresses: Addresses that the hosts advertise, by default those of the lab.
         env: Variables besides the inherited ones.
+        checkout: Its programs, in `.venv/bin`; by default those of this process.
+        port: Of the API.
     """
 
-    name = "mesh"
-    port: Final = 8000
-    url: Final = f"http://127.0.0.1:{port}"
+    is_mesh = True
     fields: Final[dict[str, Any]] = {"ignore_eos": True}
 
     def __init__(
@@ -353,7 +370,13 @@ class MeshSystem:
         api_key: str | None = None,
         addresses: Sequence[str] | None = None,
         env: Mapping[str, str] | None = None,
+        checkout: Path | None = None,
+        port: int = 8000,
     ) -> None:
+        self.name = "mesh" if checkout is None else f"the mesh of {checkout.name}"
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self._command = COMMAND if checkout is None else str(command_of(checkout))
         self._lab = lab
         self._addresses = addresses or [lab.address(host) for host in range(lab.num_hosts)]
         self._num_hosts = num_hosts or lab.num_hosts
@@ -405,6 +428,7 @@ class MeshSystem:
         else:
             waiting += ["--split", ",".join(map(str, self._split))]
         where = ["--advertise", self._addresses[0], "--token-file", str(self.token_path)]
+        where += ["--port", str(self.port)]
         return self._launch(
             0,
             ["serve", str(self._model), *where, *waiting, "--threads", self._threads, *self._options],
@@ -504,7 +528,7 @@ class MeshSystem:
 
     def _launch(self, host: int, arguments: list[str]) -> subprocess.Popen[bytes]:
         is_again = host in self._processes
-        argv, log = [COMMAND, *arguments], self.log(host)
+        argv, log = [self._command, *arguments], self.log(host)
         process = start_logged(self._lab, host, argv, log, is_again=is_again, env=self._env)
         self._processes[host] = process
         return process

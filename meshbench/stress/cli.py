@@ -36,7 +36,7 @@ _LINES: tuple[LineName, ...] = (
 )
 # Parameters of the hosts and of the mesh that is started on them.
 _LAB_ONLY: Final = (
-    *("num_stages", "delay_ms", "jitter_ms", "loss", "mbit_per_s", "is_pinned", "peer", "logs"),
+    *("num_stages", "delay_ms", "jitter_ms", "loss", "mbit_per_s", "is_pinned", "peer", "against", "logs"),
     *("num_keys", "exact", "ctx_size", "num_slots", "kv_type", "num_threads", "serve_options"),
 )
 
@@ -129,6 +129,7 @@ _LAB_ONLY: Final = (
 )
 @shared_options.serve_option
 @click.option("--peer", type=click.Choice(["rpc"]), help="Also measure llama.cpp RPC on the same hosts.")
+@shared_options.against_option
 @int_option(
     "--rounds",
     default=3,
@@ -162,6 +163,7 @@ def stress(
     num_slots: int | None,
     speculate: str | None,
     peer: str | None,
+    against: Path | None,
     output: Path,
     is_json: bool,
     **given: Any,
@@ -191,7 +193,11 @@ def stress(
         lab_only=_LAB_ONLY,
     )
     num_keys = num_keys or int(hang_up_share > 0)
-    if num_keys and (preset != "ramp" or peer or soak_minutes or duration_s):
+    if peer and against:
+        raise click.UsageError(
+            "--peer and --against each name what is measured beside the mesh: leave one out"
+        )
+    if num_keys and (preset != "ramp" or peer or against or soak_minutes or duration_s):
         raise click.UsageError(
             "--keys and --hang-ups are a load of their own, of as many requests as --requests says: leave out"
             " --preset, --peer, --soak and --duration-s"
@@ -238,6 +244,7 @@ def stress(
                 num_slots=num_slots or min(most, 64),
                 num_keys=num_keys,
                 with_rpc=peer == "rpc",
+                against=against,
                 **load,
                 **given,
             )

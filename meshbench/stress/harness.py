@@ -36,14 +36,15 @@ class LoadTestBed:
         ctx_size: Positions of its sessions.
         processes: Its processes, if they are on this machine; what is measured of them is not measured of
             others.
-        peer: Another system on the same hosts, stopped while it is not measured; None without one.
+        peer: Another system on the same hosts, or the mesh of another checkout, stopped while it is not
+            measured; None without one.
     """
 
     load_client: LoadClient
     mesh: MeshUnderTest
     ctx_size: int
     processes: MeshSystem | None = None
-    peer: RpcSystem | None = None
+    peer: RpcSystem | MeshSystem | None = None
 
     def ask_mesh(self, scripts: Sequence[Script], **order: Any) -> Outcome:
         """Have chats answered by the mesh; see `order_for` for the rest."""
@@ -65,7 +66,7 @@ class LoadTestBed:
         return outcome
 
     @contextmanager
-    def _running(self, peer: RpcSystem) -> Iterator[None]:
+    def _running(self, peer: RpcSystem | MeshSystem) -> Iterator[None]:
         mesh = self.processes
         assert mesh is not None  # noqa: S101 - a peer shares the hosts of the lab
         mesh.pause()

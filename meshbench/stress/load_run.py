@@ -259,10 +259,18 @@ class LoadRun:
                 seed=seed,
             )
 
+        def crowd() -> list[Line]:
+            is_paired = bed.peer is not None and bed.peer.is_mesh
+            counts = (1, NUM_CONCURRENT, _LIMIT_AT_ONCE) if is_paired else (NUM_CONCURRENT,)
+            lines = []
+            for count in counts:
+                lines += measurements.concurrency(
+                    bed, min(count, places), kernels=OWN, limit=limit_options, rounds=rounds, seed=seed
+                )
+            return lines
+
         measures: dict[LineName, Callable[[], list[Line]]] = {
-            "crowd": lambda: measurements.concurrency(
-                bed, min(NUM_CONCURRENT, places), kernels=OWN, limit=limit_options, rounds=rounds, seed=seed
-            ),
+            "crowd": crowd,
             "limit": limit,
             "wider": lambda: [measurements.more_at_once(bed, *wider, rounds=rounds, seed=seed)],
             "prefill": lambda: measurements.prefill(

@@ -12,7 +12,7 @@ import structlog
 
 from meshbench.datasets import made_up_prompts
 from meshbench.paired_systems import OWN, PEERS, Kernels
-from meshbench.report_tools import Line
+from meshbench.report_tools import Line, PairedRatio
 from meshbench.stress.compute_limit import compute_limit
 from meshbench.stress.harness import open_sessions
 from meshbench.stress.memory import ALLOWED_OVERHEAD_BYTES
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from meshbench.lab.systems import MeshSystem, RpcSystem
     from meshbench.request_record import Record
     from meshbench.stress.answers import Outcome
     from meshbench.stress.checks import Step
@@ -35,6 +36,8 @@ CONCURRENCY_RATIO: Final[dict[Kernels, float]] = {OWN: 2.75, PEERS: 1.9}
 LIMIT_SHARE: Final = 0.65
 LARGE_LIMIT_SHARE: Final = 0.8
 SLOWEST_SHARE: Final = 0.7
+# Of another checkout's rate, by the lower bound of the interval.
+_NO_SLOWER: Final = 0.97
 PREFILL_RATIO: Final[dict[Kernels, float]] = {OWN: 1.5, PEERS: 1.8}
 SECOND_TURN_SHARE: Final = 0.25
 ITL_RATIO: Final = 3.0
@@ -96,8 +99,8 @@ def concurrency(
             theirs.append(bed.ask_peer(scripts, num_at_once=num_at_once).tokens_per_s)
         log.info("crowd", kernels=kernels, at_once=num_at_once, mesh=_latest(ours), peer=_latest(theirs))
     title = f"total tokens/s at {num_at_once} concurrent"
-    if not theirs:
-        return [Line(title, median(ours), None, note=_figures(ours))]
+    if bed.peer is None or bed.peer.is_mesh:
+        return _alone_or_paired(bed.peer, title, ours, theirs)
     lines = [
         _against_peer(
             f"{title}, mesh {kernels} over llama.cpp RPC with as many slots",
@@ -261,8 +264,8 @@ def prefill(
             theirs.append(_prefill_rate(bed.ask_peer([script]).answers[0].record))
         log.info("prefill", kernels=kernels, mesh=_latest(ours), peer=_latest(theirs))
     title = f"prefill tokens/s, {num_words}-word prompt"
-    if not theirs:
-        return [Line(title, median(ours), None, note=_figures(ours))]
+    if bed.peer is None or bed.peer.is_mesh:
+        return _alone_or_paired(bed.peer, title, ours, theirs)
     lines = [
         _against_peer(
             f"{title}, mesh {kernels} over llama.cpp RPC",
@@ -384,7 +387,7 @@ def behind_contexts(
             if bed.peer is not None:
                 theirs.append(_behind(bed.ask_peer, scripts, bed.peer.fields))
             log.info("context", words=words, chats=count, mesh=ours[-1], peer=theirs[-1] if theirs else None)
-        lines += _context_lines(f"{count} behind {words} words each, mesh {kernels}", ours, theirs)
+        lines += _context_lines(bed.peer, f"{count} behind {words} words each, mesh {kernels}", ours, theirs)
     return lines
 
 
@@ -401,7 +404,9 @@ def _long_chats(num_words: int, count: int, seed: int) -> list[Script]:
     ]
 
 
-def _context_lines(title: str, ours: Sequence[_Behind], theirs: Sequence[_Behind]) -> list[Line]:
+def _context_lines(
+    peer: RpcSystem | MeshSystem | None, title: str, ours: Sequence[_Behind], theirs: Sequence[_Behind]
+) -> list[Line]:
     kinds: tuple[tuple[str, Callable[[_Behind], float]], ...] = (
         (f"prefill tokens/s of {title}", lambda each: each.read_per_s),
         (f"tokens/s of {title}", lambda each: each.tokens_per_s),
@@ -409,11 +414,11 @@ def _context_lines(title: str, ours: Sequence[_Behind], theirs: Sequence[_Behind
     )
     lines = []
     for name, value in kinds:
-        if theirs:
+        if peer is not None:
             pairs = [(value(our), value(their)) for our, their in zip(ours, theirs, strict=True)]
             note = "; ".join(f"{our:.1f} against {their:.1f}" for our, their in pairs)
             share = median(our / their for our, their in pairs)
-            lines.append(Line(f"{name}, over llama.cpp RPC", share, None, note=note))
+            lines.append(Line(f"{name}, over {peer.name}", share, None, note=note))
         else:
             values = list(map(value, ours))
             lines.append(Line(name, median(values), None, note=_figures(values)))
@@ -485,6 +490,17 @@ def itls_during(decoding: Record, prefill: Record) -> list[float]:
     start_s, stop_s = prefill.sent_s, prefill.parts_s[0]
     gaps = zip(decoding.parts_s, decoding.parts_s[1:], strict=False)
     return [(later - earlier) * 1e3 for earlier, later in gaps if later > start_s and earlier < stop_s]
+
+
+def _alone_or_paired(
+    other: RpcSystem | MeshSystem | None, title: str, ours: Sequence[float], theirs: Sequence[float]
+) -> list[Line]:
+    """Rates of the mesh, and their ratio to those of another checkout's, if there is one."""
+    if other is None:
+        return [Line(title, median(ours), None, note=_figures(ours))]
+    pairs = list(zip(ours, theirs, strict=True))
+    note = f"{len(pairs)} rounds: " + "; ".join(f"{our:.1f} against {their:.1f}" for our, their in pairs)
+    return PairedRatio.of(pairs).lines(title, other.name, least=_NO_SLOWER, note=note)
 
 
 def _against_peer(

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from meshbench.stress.report import Report
     from stages.slicing.model_facts import ModelFacts
 
+_PORT: Final = 8000
 _RARE_S: Final = 10.0
 _LONG_SOAK_MINUTES: Final = 5.0
 
@@ -72,7 +73,13 @@ def run_stress(options: StressOptions) -> Report:
         )
         api_keys = tuple(secrets.token_hex(16) for _ in range(options.num_keys))
         load_client = stack.enter_context(LoadClient(lab, api_key=api_keys[0] if api_keys else None))
-        peer = None
+        peer: RpcSystem | MeshSystem | None = None
+        if options.against is not None:
+            other = _mesh(options, facts, lab, logs, api_keys, kernels=OWN, checkout=options.against)
+            stack.callback(other.kill)
+            other.start()
+            other.pause()
+            peer = other
         if programs is not None:
             slots = max((NUM_CONCURRENT,) if options.preset == "acceptance" else options.concurrency)
             peer = RpcSystem(
@@ -95,7 +102,7 @@ def run_stress(options: StressOptions) -> Report:
         lines: list[Line] = []
         failures: list[str] = []
         limit = _limit(options, facts)
-        if peer is not None and options.preset == "acceptance" and not options.exact:
+        if programs is not None and options.preset == "acceptance" and not options.exact:
             with _mesh_up(options, facts, lab, logs, api_keys, kernels=PEERS) as mesh:
                 lines, failures = _peers_kernels(options, bed_of(mesh), limit)
         mesh = stack.enter_context(_mesh_up(options, facts, lab, logs, api_keys, kernels=OWN))
@@ -190,6 +197,7 @@ def _conditions(options: StressOptions) -> dict[str, Any]:
         "threads_per_stage": options.num_threads,
         "speculate": options.speculate,
         "serve_options": " ".join(options.serve_options) or "none",
+        "against": "nothing" if options.against is None else options.against.name,
         "api_keys": options.num_keys,
         "hang_ups": options.hang_up_share,
         "chats": options.num_scripts,
@@ -209,7 +217,11 @@ def _mesh(
     api_keys: Sequence[str],
     *,
     kernels: Kernels,
+    checkout: Path | None = None,
 ) -> MeshSystem:
+    if checkout is not None:
+        logs /= "against"
+        logs.mkdir()
     serve = ["--speculate", options.speculate]
     serve += ["--parallel", str(options.num_slots), "--ctx-size", str(options.ctx_size)]
     serve += ["--kv-type", options.kv_type, *["--no-repack"] * (kernels == PEERS)]
@@ -227,4 +239,7 @@ def _mesh(
         split=even_split(facts.n_layers, options.num_stages),
         options=[*serve, *["--exact"] * options.exact, *options.serve_options],
         env=environment_for(kernels),
+        checkout=checkout,
+        # Both run on the same hosts.
+        port=_PORT if checkout is None else _PORT + 1,
     )

@@ -9,7 +9,7 @@ import pytest
 
 from mesh.placement.memory_estimate import StageSizes, Workload
 from meshbench.lab.memory_watch import MemorySample
-from meshbench.report_tools import Check, Line
+from meshbench.report_tools import Check, Line, PairedRatio
 from meshbench.request_record import HUNG_UP, Failure, Record
 from meshbench.serving_metrics import Slo
 from meshbench.stress.answers import AnswerRecord, Outcome
@@ -246,3 +246,17 @@ def test_memory_is_judged_by_process_and_only_if_there_was_time() -> None:
     assert flatness_check(samples(leak_bytes_per_s=MIB), "stage", 60.0).holds is False
     assert flatness_check(samples(leak_bytes_per_s=MIB), "stage", 10.0).holds is None
     assert flatness_check(samples(), "join", 60.0).holds is None
+
+
+def test_a_ratio_of_paired_rounds_has_an_interval() -> None:
+    # Student's t with one degree of freedom: 12.706 standard errors.
+    two = PairedRatio.of([(2.0, 1.0), (8.0, 1.0)])
+    assert two.ratio == pytest.approx(4.0)
+    assert two.low == pytest.approx(4.0 / 2**12.706, rel=1e-3)
+    assert two.high == pytest.approx(4.0 * 2**12.706, rel=1e-3)
+    same = PairedRatio.of([(3.0, 4.0)] * 10)
+    assert (same.low, same.ratio, same.high) == pytest.approx((0.75, 0.75, 0.75))
+    (_, bound) = same.lines("tokens/s", "the other", least=0.97, note="10 rounds")
+    assert bound.verdict == "missed"
+    (_, bound) = PairedRatio.of([(1.0, 1.0)]).lines("tokens/s", "the other", least=0.97, note="1 round")
+    assert bound.verdict == "missed", "a single round shows nothing"

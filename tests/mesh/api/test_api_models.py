@@ -178,7 +178,7 @@ class Orders:
         self.asked: list[Any] = []
 
     async def load(self, load_request: LoadRequest) -> Mapping[str, Any]:
-        fields = load_request.model_dump()
+        fields = load_request.model_dump(mode="json")
         self.asked.append(fields)
         if "huge" in fields["model"]:
             raise ModelDoesNotFit("huge does not fit: it needs 9.0 GiB; free are 1.0 GiB on a")

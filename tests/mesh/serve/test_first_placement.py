@@ -392,7 +392,7 @@ def test_hosts_may_be_sent_away_as_soon_as_the_head_is_open() -> None:
 
 
 async def test_hosts_that_are_too_small_without_it_wait_for_one_that_is_not(tmp_path: Path) -> None:
-    async with loading(tmp_path, num_hosts=1, num_stages=None) as mesh:
+    async with loading(tmp_path, num_hosts=1, stages=None) as mesh:
         mesh.driver.held["gamma"] = "load"
         mesh.driver.starts.clear()
         await mesh.join("gamma")
@@ -409,7 +409,7 @@ async def test_hosts_that_are_too_small_without_it_wait_for_one_that_is_not(tmp_
 
 
 async def test_what_does_not_fit_at_first_is_an_error_at_once(tmp_path: Path) -> None:
-    async with loading(tmp_path, num_hosts=1, num_stages=None) as mesh:
+    async with loading(tmp_path, num_hosts=1, stages=None) as mesh:
         await mesh.join("beta", memory_bytes=2**20)
         with pytest.raises(ModelDoesNotFit):
             await asyncio.wait_for(mesh.task, 20)

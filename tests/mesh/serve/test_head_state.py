@@ -41,7 +41,9 @@ STATE = HeadState(
     copies=(SavedStage("stage-2", "c", "c.1", 0, 10, 1, "f32", None, ctx_size=32_768),),
     models=(
         SavedModel(
-            LoadRequest.model_validate({"model": "/models/tiny.gguf", "ctx_size": 512}).model_dump(),
+            LoadRequest.model_validate({"model": "/models/tiny.gguf", "ctx_size": 512}).model_dump(
+                mode="json"
+            ),
             fingerprint(model="tiny"),
             stages=(SavedStage("stage-3", "b", "b.2", 0, 6, 1, "f32", "10.0.0.2:4001"),),
         ),
@@ -247,7 +249,7 @@ def test_an_order_is_the_same_behind_json() -> None:
             "draft_path": "/d.gguf",
         }
     )
-    assert LoadRequest.model_validate(json.loads(json.dumps(load_request.model_dump()))) == load_request
+    assert LoadRequest.model_validate(json.loads(load_request.model_dump_json())) == load_request
     assert load_request.served_name == "tiny"
     assert load_request.model_copy(update={"name": "acme/tiny:Q4"}).served_name == "acme/tiny:Q4"
     for name in ("default", "", "a b", "x" * 129, "-x"):
