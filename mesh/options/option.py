@@ -1,4 +1,4 @@
-"""How a field of an options model is given by users."""
+"""Options models: fields, and how users give them."""
 
 from __future__ import annotations
 
