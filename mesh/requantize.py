@@ -7,9 +7,7 @@ heard, and it aborts on some malformed files.
 from __future__ import annotations
 
 import ctypes
-import os
 import re
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import llama_cpp
@@ -17,13 +15,12 @@ import llama_cpp
 from spanmesh_proto.errors import InvalidModel
 from stages.gguf.file_io import atomic_write
 from stages.gguf.reader import read_header
+from stages.isolated import ProcessEnded, call
 from stages.runtime.kernels import load_best_kernels
 from stages.runtime.llama import llama_library
-from stages.spawned_process import ProcessEnded, messages_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from multiprocessing.connection import Connection
+    from collections.abc import Callable
     from pathlib import Path
 
 QUANT_TYPES: Final = (
@@ -67,46 +64,29 @@ def requantise(
     read_header(model)
     with atomic_write(output) as file:
         wanted = (str(model), quant_type, file.name, is_plain)
-        with messages_of(_requantise_and_send, *wanted) as messages:
-            try:
-                complaint = _result(messages, progress)
-            except ProcessEnded as end:
-                complaint = f"it aborts with exit code {end.exit_code}"
+        try:
+            complaint = call(_requantise, *wanted, progress=progress)
+        except ProcessEnded as end:
+            complaint = f"it aborts with exit code {end.exit_code}"
         if complaint is not None:
             raise InvalidModel(f"llama.cpp cannot requantise {model} to {quant_type}: {complaint}")
 
 
-def _result(messages: Iterator[Any], progress: Callable[[float], None] | None) -> str | None:
-    """Why it failed, or None once it is done."""
-    while True:
-        match next(messages):
-            case float(share):
-                if progress is not None:
-                    progress(share)
-            case complaint:
-                reason: str | None = complaint
-                return reason
-
-
-def _requantise_and_send(
-    sender: Connection,
+def _requantise(
     model: str,
     quant_type: str,
     output: str,
     is_plain: bool,  # noqa: FBT001 - goes by position
-) -> None:
-    """What the process does. A parent that is gone breaks the pipe, which ends it too."""
-    os.environ["GGML_NO_BACKTRACE"] = "1"  # or an abort starts a debugger
+    report: Callable[[float], None],
+) -> str | None:
+    """What the process does; returns why it failed, or None."""
     complaints: list[str] = []
 
     @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
     def on_log(level: int, text: bytes, _user_data: Any) -> None:
         line = text.decode(errors="replace").strip()
         if match := _TENSOR_LINE.match(line):
-            try:
-                sender.send(int(match[1]) / int(match[2]))
-            except BrokenPipeError:
-                os._exit(1)
+            report(int(match[1]) / int(match[2]))
         elif level == _ERROR_LEVEL and line:
             complaints.append(line)
 
@@ -119,8 +99,7 @@ def _requantise_and_send(
     overrides = _overrides() if quant_type in _SPARING_TYPES and not is_plain else None
     params.tt_overrides = overrides
     status = llama_cpp.llama_model_quantize(model.encode(), output.encode(), ctypes.byref(params))
-    with suppress(BrokenPipeError):
-        sender.send((complaints or ["no reason given"])[-1] if status else None)
+    return (complaints or ["no reason given"])[-1] if status else None
 
 
 def _overrides() -> Any:

@@ -1,7 +1,8 @@
 """Writer of the tables of commands and flags in README.md.
 
 Between the markers `<!-- commands -->`, `<!-- flags of NAME: --a, --b -->` or `<!-- settings of NAME -->` and
-`<!-- end -->` everything is written anew. With --check nothing is written, and the exit code says whether it would have been.
+`<!-- end -->` everything is written anew. With --check nothing is written, and the exit code says whether it
+would have been.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from spanmesh_proto.errors import ClusterError
 
 _PROGRAM: Final = "mesh"
 _BLOCK: Final = re.compile(
-    r"(<!-- (?P<what>commands|flags of [\w ]+: [^>]+?|settings of [\w ]+?) -->\n\n).*?(\n\n<!-- end -->)", re.DOTALL
+    r"(<!-- (?P<what>commands|flags of [\w ]+: [^>]+?|settings of [\w ]+?) -->\n\n).*?(\n\n<!-- end -->)",
+    re.DOTALL,
 )
 _TOLD_DEFAULT: Final = re.compile(r"\s*\[default: ([^\]]+)\]")
 _LINE_CHARS: Final = 300

@@ -7,7 +7,6 @@ drafter computes later.
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from contextlib import suppress
 from importlib.metadata import version
@@ -23,15 +22,15 @@ from speculative.draft.feature_context import FeatureKind
 from speculative.draft.feature_model import FeatureModel
 from speculative.draft.isolated_context import ProcessSetup
 from speculative.draft.model import DraftModel
+from stages.isolated import ProcessEnded, ProcessSilent, call
 from stages.runtime.hidden_tap import TensorTap
 from stages.runtime.llama import init_backend, last_complaint
 from stages.runtime.numerics import numerics_for, prepare_process
-from stages.spawned_process import ProcessEnded, ProcessSilent, messages_of
 from stages.weights.disk_cache import default_root
 from stages.weights.hashing import stamps_of
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -84,35 +83,30 @@ def load_isolated(path: Path, kind: DrafterKind, num_tokens: int) -> float:
         InvalidModel: If it cannot draft, or llama.cpp aborts or does not return.
     """
     limit_s = _PATIENCE_S + path.stat().st_size / _SLOWEST_BYTES_PER_S
-    with messages_of(_load_and_send, path, kind, num_tokens, silence_s=limit_s) as messages:
-        try:
-            found = next(messages)
-        except ProcessSilent:
-            raise InvalidModel(
-                f"llama.cpp does not finish a few tokens with {path.name} in {limit_s:.0f} s: use another "
-                "drafter, or none"
-            ) from None
-        except ProcessEnded as ended:
-            raise InvalidModel(
-                f"llama.cpp aborts when it drafts with {path.name} ({ended}): use another drafter, or none"
-            ) from None
-    if isinstance(found, str):
-        raise InvalidModel(found)
-    return float(found)
+    try:
+        drafted_ms: float = call(_load, path, kind, num_tokens, silence_s=limit_s)
+    except ProcessSilent:
+        raise InvalidModel(
+            f"llama.cpp does not finish a few tokens with {path.name} in {limit_s:.0f} s: use another "
+            "drafter, or none"
+        ) from None
+    except ProcessEnded as ended:
+        raise InvalidModel(
+            f"llama.cpp aborts when it drafts with {path.name} ({ended}): use another drafter, or none"
+        ) from None
+    return drafted_ms
 
 
-def _load_and_send(sender: Connection, path: Path, kind: DrafterKind, num_tokens: int) -> None:
-    os.environ["GGML_NO_BACKTRACE"] = "1"  # or an abort starts a debugger
+def _load(path: Path, kind: DrafterKind, num_tokens: int, _report: Callable[..., None]) -> float:
+    """What the process does."""
     _prepare()
-    found: float | str
     try:
         model = load_here(path, kind, num_tokens)
-        found = model.draft_ms_per_token
-        model.close()
     except REFUSALS as error:
-        found = f"{path.name} cannot draft: {error}; llama.cpp: {last_complaint()}"
-    with suppress(BrokenPipeError):
-        sender.send(found)
+        reason = f"{path.name} cannot draft: {error}; llama.cpp: {last_complaint()}"
+        raise InvalidModel(reason) from None
+    model.close()
+    return model.draft_ms_per_token
 
 
 def _prepare() -> None:

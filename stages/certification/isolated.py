@@ -1,7 +1,6 @@
 """Certification in a child process, and the self-check of unknown architectures before a cut.
 
-The process sends progress and result through a pipe; its output goes to a file, whose last line gives the
-reason if llama.cpp aborted.
+The output of the process goes to a file, whose last line gives the reason if llama.cpp aborted.
 """
 
 from __future__ import annotations
@@ -10,21 +9,20 @@ import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from spanmesh_proto.errors import MeshError, ModelError, UncuttableModel
+from spanmesh_proto.errors import ModelError, UncuttableModel
 from stages.certification.certify import CertifyOptions, certify
+from stages.isolated import ProcessEnded, call
 from stages.layers import cuts_of
 from stages.slicing.layout import lay_out
 from stages.slicing.source_model import read_source
 from stages.slicing.stage_writer import ByteCounter, stage_bytes, with_shared_blocks, write_stage
-from stages.spawned_process import ProcessEnded, messages_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from multiprocessing.connection import Connection
+    from collections.abc import Callable, Sequence
 
     from stages.certification.comparison import EquivalenceReport
     from stages.layers import LayerRange
@@ -54,27 +52,12 @@ def certify_isolated(
         UncuttableModel: If llama.cpp aborts.
     """
     wanted = (model, cuts, options or CertifyOptions())
-    with (
-        tempfile.TemporaryDirectory(prefix="spanmesh-certify-") as folder,
-        messages_of(_certify_and_send, *wanted, Path(folder)) as messages,
-    ):
+    with tempfile.TemporaryDirectory(prefix="spanmesh-certify-") as folder:
         try:
-            return _report(messages, progress)
+            report: EquivalenceReport = call(_certify, *wanted, Path(folder), progress=progress)
         except ProcessEnded as end:
             raise UncuttableModel(_crash_message(model, end.exit_code, Path(folder))) from None
-
-
-def _report(messages: Iterator[Any], progress: Callable[[int, int], None] | None) -> EquivalenceReport:
-    while True:
-        match next(messages):
-            case (int(done), int(total)):
-                if progress is not None:
-                    progress(done, total)
-            case MeshError() as error:
-                raise error
-            case result:
-                report: EquivalenceReport = result
-                return report
+    return report
 
 
 def _crash_message(model: Path, exit_code: int | None, folder: Path) -> str:
@@ -86,23 +69,18 @@ def _crash_message(model: Path, exit_code: int | None, folder: Path) -> str:
     return f"llama.cpp aborts on {model.name}, whole or cut, with exit code {exit_code}"
 
 
-def _certify_and_send(
-    sender: Connection, model: Path, cuts: Sequence[int] | None, options: CertifyOptions, folder: Path
-) -> None:
-    """Entry point of the process. The end of the parent breaks the pipe, which ends it too."""
-    os.environ["GGML_NO_BACKTRACE"] = "1"  # otherwise an abort starts a debugger
+def _certify(
+    model: Path,
+    cuts: Sequence[int] | None,
+    options: CertifyOptions,
+    folder: Path,
+    report: Callable[[int, int], None],
+) -> EquivalenceReport:
+    """What the process does."""
     output = os.open(folder / _OUTPUT, os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
-
-    def tell(done: int, total: int) -> None:
-        sender.send((done, total))
-
-    with suppress(BrokenPipeError):
-        try:
-            sender.send(certify(model, cuts, options, folder=folder, progress=tell))
-        except MeshError as error:
-            sender.send(error)
+    return certify(model, cuts, options, folder=folder, progress=report)
 
 
 log = structlog.get_logger()

@@ -16,7 +16,7 @@ import tempfile
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import click
 import numpy as np
@@ -24,18 +24,17 @@ import numpy as np
 from mesh.util.logs import set_up_logs
 from meshbench.report_tools import markdown_table
 from spanmesh_proto.errors import MeshError
+from stages.isolated import ProcessEnded, call
 from stages.runtime.device_exactness import VERDICTS, Verdict, backend_of
 from stages.runtime.numerics import EXACT_MAX_ROWS
 from stages.runtime.span import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.source_model import read_source
-from stages.spawned_process import ProcessEnded, messages_of
 from tests.qualification.device_parity import first_device, random_prompt
 from tests.qualification.random_model import SHAPES, write_random_gguf
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from multiprocessing.connection import Connection
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -188,17 +187,17 @@ def _result(depth: int, width: int, alone: NDArray[np.float32], together: NDArra
     return RowsResult(depth, width, worst, is_equal)
 
 
-def _measure_and_send(
-    sender: Connection, path: Path, device: str | None, setting: str, environment: Mapping[str, str]
-) -> None:
-    """Entry point of a process: llama.cpp reads the environment when it first looks for devices."""
+def _measure(
+    path: Path, device: str | None, setting: str, environment: Mapping[str, str], _report: Callable[..., None]
+) -> Exactness:
+    """What the process does: llama.cpp reads the environment when it first looks for devices."""
     set_up_logs()
     os.environ.update(environment)
     try:
         found = first_device(device)
-        sender.send(Exactness(setting, found.description, measure_rows(path, found.name)))
+        return Exactness(setting, found.description, measure_rows(path, found.name))
     except MeshError as error:
-        sender.send(Exactness(setting, device or "", (), error.message))
+        return Exactness(setting, device or "", (), error.message)
 
 
 def measure_settings(path: Path, device: str | None, *, most_settings: int | None = None) -> list[Exactness]:
@@ -213,12 +212,10 @@ def measure_settings(path: Path, device: str | None, *, most_settings: int | Non
     found = []
     settings = list(SETTINGS.get(backend_of(name), _PLAIN).items())[:most_settings]
     for setting, environment in settings:
-        with messages_of(_measure_and_send, path, name, setting, dict(environment)) as messages:
-            try:
-                answer: Any = next(messages)
-            except ProcessEnded as end:
-                answer = Exactness(setting, name, (), f"llama.cpp ends with exit code {end.exit_code}")
-        found.append(answer)
+        try:
+            found.append(call(_measure, path, name, setting, dict(environment)))
+        except ProcessEnded as end:
+            found.append(Exactness(setting, name, (), f"llama.cpp ends with exit code {end.exit_code}"))
     return found
 
 

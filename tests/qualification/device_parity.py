@@ -16,7 +16,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import click
 import numpy as np
@@ -26,17 +26,16 @@ from meshbench.report_tools import markdown_table
 from spanmesh_proto.errors import ClusterError, MeshError, UncuttableModel
 from stages.certification.comparison import wire_loss
 from stages.certification.isolated import cut_stage
+from stages.isolated import ProcessEnded, call
 from stages.layers import LayerRange
 from stages.runtime.devices import layer_devices
 from stages.runtime.span import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.source_model import read_source
-from stages.spawned_process import ProcessEnded, messages_of
 from stages.transport.hidden_codec import HiddenType
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from multiprocessing.connection import Connection
+    from collections.abc import Callable, Sequence
     from typing import TypeAlias
 
     from numpy.typing import NDArray
@@ -276,14 +275,11 @@ def first_device(name: str | None = None) -> Device:
     return found
 
 
-def _measure_and_send(sender: Connection, path: Path, device: str | None, num_tokens: int) -> None:
-    """Entry point of a process."""
+def _measure(path: Path, device: str | None, num_tokens: int, _report: Callable[..., None]) -> ModelParity:
+    """What the process does."""
     set_up_logs()
-    try:
-        with tempfile.TemporaryDirectory(prefix="mesh-parity-") as folder:
-            sender.send(measure(path, first_device(device), Path(folder), num_tokens=num_tokens))
-    except MeshError as error:
-        sender.send(error)
+    with tempfile.TemporaryDirectory(prefix="mesh-parity-") as folder:
+        return measure(path, first_device(device), Path(folder), num_tokens=num_tokens)
 
 
 def table(found: Sequence[ModelParity]) -> str:
@@ -325,16 +321,12 @@ def main(models: tuple[Path, ...], device: str | None, tokens: int, *, as_json: 
     failures: dict[str, str] = {}
     for path in models:
         # A process each: llama.cpp may abort.
-        with messages_of(_measure_and_send, path, device, tokens) as messages:
-            try:
-                answer: Any = next(messages)
-            except ProcessEnded as end:
-                failures[path.name] = f"llama.cpp ends its process with exit code {end.exit_code}"
-                continue
-        if isinstance(answer, MeshError):
-            failures[path.name] = answer.message
-        else:
-            found.append(answer)
+        try:
+            found.append(call(_measure, path, device, tokens))
+        except ProcessEnded as end:
+            failures[path.name] = f"llama.cpp ends its process with exit code {end.exit_code}"
+        except MeshError as error:
+            failures[path.name] = error.message
     if as_json:
         click.echo(json.dumps({"models": [asdict(each) for each in found], "failures": failures}))
     else:

@@ -17,12 +17,12 @@ from spanmesh_proto.errors import MeshError
 from speculative.draft.context import DraftOptions, DraftUnusable
 from speculative.draft.feature_context import FeatureContext, FeatureKind
 from speculative.draft.feature_sequence import FeatureRows, FeatureSpan
+from stages.isolated import ProcessEnded, call
 from stages.runtime.hidden_tap import TensorTap
 from stages.runtime.llama import init_backend
-from stages.spawned_process import ProcessEnded, messages_of
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
@@ -67,18 +67,15 @@ def time_drafter(drafter: Drafter, target: Path, num_tokens: int) -> DrafterTime
         path = loadable_file(drafter, target, Path(folder))
         kind = FeatureKind(drafter.kind.value)
         arguments = (path, kind, num_tokens)
-        with messages_of(_send_times, *arguments, silence_s=_DRAFTER_PATIENCE_S) as messages:
-            try:
-                found = next(messages)
-            except ProcessEnded as ended:
-                raise MeshError(f"llama.cpp ended with {drafter.path.name}: {ended}") from None
-    if isinstance(found, str):
-        raise MeshError(f"{drafter.path.name}: {found}")
-    times: DrafterTimes = found
+        try:
+            times: DrafterTimes = call(_times_of, *arguments, silence_s=_DRAFTER_PATIENCE_S)
+        except ProcessEnded as ended:
+            raise MeshError(f"llama.cpp ended with {drafter.path.name}: {ended}") from None
     return times
 
 
-def _send_times(sender: Connection, path: Path, kind: FeatureKind, num_tokens: int) -> None:
+def _times_of(path: Path, kind: FeatureKind, num_tokens: int, _report: Callable[..., None]) -> DrafterTimes:
+    """What the process does."""
     set_up_logs()
     init_backend()
     # A session for each row with an output: a batch has one a session.
@@ -86,10 +83,9 @@ def _send_times(sender: Connection, path: Path, kind: FeatureKind, num_tokens: i
     try:
         context = FeatureContext(path, kind, options, num_tokens, TensorTap)
     except (DraftUnusable, ImportError) as error:
-        sender.send(str(error))
-        return
+        raise MeshError(f"{path.name}: {error}") from None
     with contextlib.closing(context):
-        sender.send(_times(context))
+        return _times(context)
 
 
 def _times(context: FeatureContext) -> DrafterTimes:
