@@ -57,6 +57,8 @@ SHELL_LINE = re.compile(
 )
 GROUPS = tuple({command.split()[0] for command in COMMANDS if " " in command})
 BIN = Path(sys.executable).parent
+# Modules of the product, and of what measures and tests it.
+OWN = ("mesh.", "meshbench.", "tests.")
 
 
 def shell_lines(document: str) -> list[str]:
@@ -130,7 +132,7 @@ def test_every_mesh_command_and_its_flags_exist(document: str, capsys: pytest.Ca
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_flag_in_the_text_exists(document: str, capsys: pytest.CaptureFixture[str]) -> None:
     known = "".join(help_of(command, capsys) for command in ("", *COMMANDS))
-    modules = {module for module, _ in modules_run(document) if module.startswith("mesh.")}
+    modules = {module for module, _ in modules_run(document) if module.startswith(OWN)}
     known += " ".join(opt for module in sorted(modules) for opt in options_of_module(module))
     flags = [word for text in quoted(document) for word in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)]
     assert [flag for flag in flags if flag != "--help" and flag not in known] == []
@@ -138,7 +140,7 @@ def test_every_flag_in_the_text_exists(document: str, capsys: pytest.CaptureFixt
 
 def test_the_tables_are_made_from_the_commands() -> None:
     page = (ROOT / "docs" / "commands.md").read_text()
-    assert page.count("<!-- end -->") == 2
+    assert page.count("<!-- end -->") == 3
     assert rewritten(page) == page, "run: python -m mesh.cli.reference docs/commands.md"
     assert all(f"`mesh {command}" in page for command in COMMANDS)
     # It would notice.
@@ -191,7 +193,7 @@ def test_documents_stay_short(document: str, most_lines: int) -> None:
 
 @pytest.mark.parametrize("document", sorted(set(DOCUMENTS) - set(WITHOUT_PATHS)))
 def test_every_file_named_in_the_text_exists(document: str) -> None:
-    rooms = r"(?:docs|examples|mesh|proto|speculative|stages|tests)/[\w./-]+"
+    rooms = r"(?:docs|examples|mesh|meshbench|proto|speculative|stages|tests)/[\w./-]+"
     named = [text for text in quoted(document) if re.fullmatch(rooms, text)]
     assert [path for path in named if not (ROOT / path).exists()] == []
 
@@ -208,7 +210,7 @@ def test_every_module_that_is_run_exists_and_has_the_options(document: str) -> N
     for module, arguments in modules_run(document):
         assert importlib.util.find_spec(module), module
         flags = {argument for argument in arguments if argument.startswith("-")}
-        if module.startswith("mesh."):
+        if module.startswith(OWN):
             assert flags <= options_of_module(module), module
 
 
