@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,6 +15,7 @@ import pytest
 from mesh.cluster.host_facts import HostFacts, Versions
 from mesh.cluster.members import Member, Members
 from mesh.coordinator.ring import RingLoss
+from mesh.options.host import HeadOptions
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.placement.planner import StagePlacement, plan
 from mesh.placement.replanner import Replan, replan
@@ -31,7 +33,6 @@ from tests.qualification.planning_time import cases, made_up_model
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mesh.options.host import HeadOptions
     from mesh.serve.head import Head
     from mesh.serve.preflight import Preflight
     from mesh.serve.stage_handle import StageHandle
@@ -356,12 +357,12 @@ async def test_two_models_never_count_on_the_same_room() -> None:
 
 def first_placement(mesh: Mesh, ctx_size: int | None, **facts: Any) -> InitialPlacement:
     """Of a model that was trained for 100,000 positions."""
-    options = SimpleNamespace(is_exact=False, topology=None, num_stages=None, split=None, ctx_size=ctx_size)
+    options = HeadOptions(model=Path("model.gguf"), ctx_size=ctx_size)
     workload = replace(WORKLOAD, ctx_size=ctx_size or 4096)
     known = SimpleNamespace(model=replace(model(**facts), n_ctx_train=100_000), workload=workload)
     head = SimpleNamespace(members=mesh.members, survey=SimpleNamespace(head="a"))
     return InitialPlacement(
-        cast("HeadOptions", options),
+        options,
         cast("Preflight", known),
         cast("Head", head),
         mesh.allocations.open("model", Pipeline()),
