@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import urlsplit
+
+import httpx
 
 from spanmesh_proto.errors import ClusterError, RequestError, Unauthorized
+from stages.tls import authorities_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -130,29 +131,24 @@ def stream_completion(
         RequestError: If it refuses the request, or reports an error in the stream.
         ClusterError: If the connection breaks, or the answer is not a stream of chunks.
     """
-    parts = urlsplit(url)
-    headers = {"Content-Type": "application/json"}
-    if api_key:
-        headers["Authorization"] = f"Bearer {api_key}"
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-    connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
+    asked = {"json": streamed, "headers": headers, "timeout": timeout_s}
     events = EventStream()
     try:
-        connection.request("POST", parts.path, json.dumps(streamed), headers)
-        response = connection.getresponse()
-        if response.status != 200:
-            refusal = f"the server answered {response.status}: {error_message(response.read())}"
-            raise (Unauthorized if response.status == 401 else RequestError)(refusal)
-        for line in response:
-            for event in events.feed(line):
+        with (
+            httpx.Client(verify=authorities_for(url), trust_env=False) as client,
+            client.stream("POST", url, **asked) as response,
+        ):
+            if response.status_code != 200:
+                refusal = f"the server answered {response.status_code}: {error_message(response.read())}"
+                raise (Unauthorized if response.status_code == 401 else RequestError)(refusal)
+            for event in (event for data in response.iter_bytes() for event in events.feed(data)):
                 if event == DONE:
                     return
                 chunk = read_chunk(json.loads(event))
                 if chunk.error is not None:
                     raise RequestError(chunk.error)
                 yield chunk
-    except (OSError, HTTPException, ValueError, TypeError, AttributeError) as error:
+    except (httpx.HTTPError, ValueError, TypeError, AttributeError) as error:
         raise ClusterError(f"{url}: {error or 'the connection broke'}") from error
-    finally:
-        connection.close()

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import http.client
 import os
 import threading
 import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
+import httpx
 import structlog
 
 from spanmesh_proto.errors import ClusterError, HubUnavailable, ModelError
 from stages.gguf.file_io import require_disk, write_all, write_error
+from stages.tls import authorities_for
 from stages.user_folders import user_folder
 from stages.weights.assembly import note_path
 
@@ -108,45 +107,31 @@ def open_range(url: str, start: int, count: int) -> Iterator[Iterator[bytes]]:
         HubUnavailable: If the hub refuses it, or does not have it.
         TransientError: If another try may succeed.
     """
-    with _ask(url, start, count) as answer:
-        yield _chunks(answer, count)
-
-
-def _ask(url: str, start: int, count: int) -> http.client.HTTPResponse:
     if not url.startswith(("http://", "https://")):
         raise HubUnavailable(f"{url} is not an address of a hub: it must begin with https://")
-    request = urllib.request.Request(url, headers={"Range": f"bytes={start}-{start + count - 1}"})  # noqa: S310
+    headers = {"Range": f"bytes={start}-{start + count - 1}", "Accept-Encoding": "identity"}
     token = _token()
     if token and url.startswith(f"{endpoint()}/"):
-        # Not after a redirect: that is another server, with credentials of its own in the URL.
-        request.add_unredirected_header("Authorization", f"Bearer {token}")
+        # httpx leaves it out behind a redirect: that is another server, with credentials of its own in the URL.
+        headers["Authorization"] = f"Bearer {token}"
+    settings = {"verify": authorities_for(url), "timeout": _TIMEOUT_S, "follow_redirects": True}
     try:
-        answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=_TIMEOUT_S)  # noqa: S310
-    except urllib.error.HTTPError as error:
-        with error:
-            raise refusal(url, error.code, error.headers.get("Retry-After")) from None
-    except (OSError, http.client.HTTPException) as error:
-        raise _no_answer(error) from error
-    if answer.status != http.client.PARTIAL_CONTENT:
-        answer.close()
-        raise HubUnavailable(f"{url} is not sent in parts: the server there ignores ranges")
-    return answer
+        with httpx.stream("GET", url, headers=headers, **settings) as answer:
+            if answer.is_error:
+                raise refusal(url, answer.status_code, answer.headers.get("Retry-After"))
+            if answer.status_code != httpx.codes.PARTIAL_CONTENT:
+                raise HubUnavailable(f"{url} is not sent in parts: the server there ignores ranges")
+            yield _chunks(answer, count)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise TransientError(f"no answer ({error or type(error).__name__})") from error
 
 
-def _chunks(answer: http.client.HTTPResponse, count: int) -> Iterator[bytes]:
-    while count > 0:
-        try:
-            data = answer.read1(min(_READ_BYTES, count))
-        except (OSError, http.client.HTTPException) as error:
-            raise _no_answer(error) from error
-        if not data:
-            return
-        yield data
+def _chunks(answer: httpx.Response, count: int) -> Iterator[bytes]:
+    for data in answer.iter_raw():
+        yield data[:count]
         count -= len(data)
-
-
-def _no_answer(error: Exception) -> TransientError:
-    return TransientError(f"no answer ({getattr(error, 'reason', None) or error or type(error).__name__})")
+        if count <= 0:
+            return
 
 
 def refusal(what: str, status: int, retry_after: str | None = None) -> HubUnavailable | TransientError:
