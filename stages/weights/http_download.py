@@ -16,7 +16,7 @@ import structlog
 
 from spanmesh_proto.errors import ClusterError, HubUnavailable, ModelError
 from stages.gguf.file_io import require_disk, write_all, write_error
-from stages.tls import authorities_for
+from stages.tls import system_authorities
 from stages.user_folders import user_folder
 from stages.weights.assembly import note_path
 
@@ -114,7 +114,7 @@ def open_range(url: str, start: int, count: int) -> Iterator[Iterator[bytes]]:
     if token and url.startswith(f"{endpoint()}/"):
         # httpx leaves it out behind a redirect: that is another server, with credentials of its own in the URL.
         headers["Authorization"] = f"Bearer {token}"
-    settings = {"verify": authorities_for(url), "timeout": _TIMEOUT_S, "follow_redirects": True}
+    settings = {"verify": system_authorities(), "timeout": _TIMEOUT_S, "follow_redirects": True}
     try:
         with httpx.stream("GET", url, headers=headers, **settings) as answer:
             if answer.is_error:
