@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from spanmesh_proto.errors import ClusterError, HubUnavailable, ModelError
+from stages.files import try_lock
 from stages.gguf.file_io import write_atomically
 from stages.gguf.reader import model_name, part_paths
 from stages.weights.http_download import TransientError, download, endpoint, refusal
@@ -441,11 +441,7 @@ def _lock(path: Path, locks: ExitStack) -> bool:
     except FileNotFoundError:
         return True
     locks.callback(os.close, descriptor)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    return try_lock(descriptor)
 
 
 def _download(

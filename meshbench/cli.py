@@ -16,6 +16,7 @@ from mesh.util.printable import say
 from meshbench.serving_cli import serve
 from meshbench.shared_options import (
     FILE,
+    against_option,
     end_on_sigterm,
     logs_option,
     model_argument,
@@ -72,7 +73,7 @@ _MODES: tuple[SpeculationMode, ...] = ("ngram", "draft", "auto", "replay")
 # Parameters of the hosts and of the meshes that are started on them.
 _LAB_ONLY: Final = (
     *("preset", "delays_ms", "replay_rates", "num_threads", "draft_model", "draft_type", "exact"),
-    *("with_rpc", "logs"),
+    *("with_rpc", "against", "logs"),
 )
 
 _IMPORTED_WHEN_CALLED: Final = {
@@ -218,6 +219,7 @@ bench.add_command(net)
     default=None,
     help="Also measure llama.cpp RPC; only with --preset acceptance unless given.",
 )
+@against_option
 @seed_option("Seed of random prompts and sampling.")
 @logs_option()
 @click.pass_context

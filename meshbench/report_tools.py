@@ -78,6 +78,8 @@ class Check:
         return {True: "holds", False: "FAILS", None: "unknown"}[self.holds]
 
 
+# Of the rates of another checkout, by the lower bound of the interval.
+NO_LESS: Final = 0.97
 # Quantiles of Student's t distribution, 0.975, by degrees of freedom from 1.
 _T_975: Final = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
@@ -111,13 +113,22 @@ class PairedRatio:
         margin = quantile * stdev(logarithms) / math.sqrt(len(pairs))
         return cls(*(math.exp(middle + part * margin) for part in (-1, 0, 1)))
 
-    def lines(self, title: str, other: str, *, least: float, note: str) -> list[Line]:
-        """The ratio, and its lower bound against what it must not fall below."""
+    def lines(self, title: str, other: str, *, note: str, is_rate: bool = True) -> list[Line]:
+        """The ratio, and the end of its interval that must not be worse than allowed.
+
+        Args:
+            title: Measured quantity.
+            other: Name of the other system.
+            note: Rounds and figures.
+            is_rate: Whether more is better; for times, less is.
+        """
         between = f"{self.low:.3f} to {self.high:.3f} in {note}"
-        return [
-            Line(f"{title}, over {other}", self.ratio, None, note=between),
-            Line(f"{title}, over {other}: lower bound", self.low, least),
-        ]
+        bound = (
+            Line(f"{title}, over {other}: lower bound", self.low, NO_LESS)
+            if is_rate
+            else Line(f"{title}, over {other}: upper bound", self.high, 1 / NO_LESS, is_ceiling=True)
+        )
+        return [Line(f"{title}, over {other}", self.ratio, None, note=between), bound]
 
 
 def number(value: float | None) -> str:

@@ -66,6 +66,7 @@ class LabOptions(RunOptions):
         speculate: Allowed proposers, as in `mesh serve`.
         serve_options: Further options of `mesh serve`.
         logs: Folder for what the processes write; None throws it away.
+        against: Another checkout, whose mesh is measured in turn with this one; None without.
     """
 
     model: Path
@@ -81,6 +82,7 @@ class LabOptions(RunOptions):
     speculate: str
     serve_options: tuple[str, ...]
     logs: Path | None
+    against: Path | None = None
 
     @property
     def link(self) -> LinkConditions:

@@ -124,6 +124,15 @@ def narrowed(
     return tuple(phase for phase in kept if phase.trials or phase.concurrent_trials)
 
 
+def without_replay(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
+    """A plan without `replay`, for which a mesh needs the answers of a run of its own."""
+
+    def kept(trial: Trial) -> Trial:
+        return replace(trial, settings=tuple(each for each in trial.settings if each.mode != REPLAY.mode))
+
+    return tuple(replace(phase, trials=tuple(map(kept, phase.trials))) for phase in phases)
+
+
 def in_turn(settings: tuple[Setting, ...], turn: int) -> tuple[Setting, ...]:
     """The settings in their order on even turns and backwards on odd ones, `replay` at the end of either.
 

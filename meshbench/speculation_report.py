@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshbench.report_tools import (
     Line,
+    PairedRatio,
     can_draw,
     json_text,
     lines_table,
@@ -27,7 +28,15 @@ from meshbench.speculation_acceptance import (
     recommend,
 )
 from meshbench.speculation_features import chat_beside_raw, depths_table, features_lines
-from meshbench.speculation_results import LLAMA_RPC, MESH, OFF, Row, pairs_with_off, rows_of
+from meshbench.speculation_results import (
+    LLAMA_RPC,
+    MESH,
+    OFF,
+    Row,
+    pairs_with_checkout,
+    pairs_with_off,
+    rows_of,
+)
 from meshbench.under_test.links import links_section
 
 if TYPE_CHECKING:
@@ -367,7 +376,19 @@ def work_out(results: Results, *, categories: Collection[str], preset: Preset) -
         lines = acceptance_lines(results.samples, rows, results.groups, categories)
     elif preset == "features":
         lines = features_lines(results.samples, categories)
-    return Report(results, rows, lines, closeness(rows), recommend(rows))
+    return Report(results, rows, (*lines, *_over_checkout(results)), closeness(rows), recommend(rows))
+
+
+def _over_checkout(results: Results) -> list[Line]:
+    """Rates under each setting over those of another checkout, which answered the same questions."""
+    lines = []
+    for (other, delay_ms, setting), pairs in sorted(pairs_with_checkout(results.samples).items()):
+        rates = [(pair.other.tokens_per_s, pair.base.tokens_per_s) for pair in pairs]
+        forks = sum(pair.is_fork for pair in pairs)
+        note = f"{len(pairs)} turns, {forks} texts differ"
+        title = f"tokens/s under {setting} at {delay_ms:g} ms"
+        lines += PairedRatio.of(rates).lines(title, other, note=note)
+    return lines
 
 
 def write_report(report: Report, folder: Path) -> None:

@@ -365,6 +365,24 @@ def pairs_with_rpc(samples: Iterable[Sample], setting: str) -> tuple[Pair, ...]:
     )
 
 
+def pairs_with_checkout(samples: Iterable[Sample]) -> dict[tuple[str, float, str], list[Pair]]:
+    """Answers of the mesh with those of another checkout's under the same setting, in the same turn.
+
+    Returns:
+        By name of the other mesh, delay and setting.
+    """
+    found: dict[tuple[str, float, str], list[Pair]] = {}
+    for turn in _by_turn(samples):
+        for other in turn:
+            if other.system in {MESH, LLAMA_RPC}:
+                continue
+            key = other.system, other.delay_ms, other.setting
+            found.setdefault(key, []).extend(
+                Pair(other, own) for own in turn if own.system == MESH and own.setting == other.setting
+            )
+    return found
+
+
 def is_off(sample: Sample) -> bool:
     """Whether it is plain decoding by the mesh."""
     return sample.system == MESH and sample.setting == OFF.name

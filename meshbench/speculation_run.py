@@ -30,6 +30,7 @@ from meshbench.speculation_plan import (
     quick_plan,
     remote_plan,
     sweep_plan,
+    without_replay,
 )
 from meshbench.speculation_report import Report, work_out, write_report
 from meshbench.speculation_results import DRAFT, REPLAY, DraftCounts, Results, RunConditions
@@ -107,6 +108,8 @@ class SpecOptions(QuestionOptions):
         num_threads: Of each stage.
         exact: Numeric mode.
         with_rpc: Whether llama.cpp RPC takes part.
+        against: Another checkout, whose mesh is measured in turn with this one, without `replay`; None
+            without.
         logs: Folder for what the servers write; None throws it away.
     """
 
@@ -118,6 +121,7 @@ class SpecOptions(QuestionOptions):
     num_threads: int
     exact: bool
     with_rpc: bool
+    against: Path | None
     logs: Path | None
 
 
@@ -149,6 +153,8 @@ def run_spec(options: SpecOptions) -> Report:
         logs = stack.enter_context(logs_folder(options.logs))
         draft_model = _draft_model(options, logs)
         phases = _plan(options, workloads, chosen, ServeOptions(draft_model, options.exact))
+        if options.against is not None:
+            phases = without_replay(phases)
         results = Results(_conditions(options, draft_model))
         runner_options = RunnerOptions(
             model=options.model,
@@ -156,6 +162,7 @@ def run_spec(options: SpecOptions) -> Report:
             num_threads=options.num_threads,
             num_tokens=options.num_tokens,
             ctx_size=_CTX_SIZE + round(WORD_TOKENS * options.context_words),
+            against=options.against,
         )
         shared = [logs, options.model.resolve().parent, *([draft_model.parent] if draft_model else [])]
         programs = build_llama_rpc() if options.with_rpc else None

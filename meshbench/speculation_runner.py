@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from meshbench.blocking_client import Ask, Batch, chat
-from meshbench.lab.systems import MeshSystem, RpcSystem
+from meshbench.lab.systems import MeshSystem, RpcSystem, in_place_of
 from meshbench.speculation_plan import in_turn
 from meshbench.speculation_results import LLAMA_RPC, MESH, OFF, REPLAY, ConcurrentRequests, Sample
 from meshbench.under_test.mesh import LabMesh
@@ -50,6 +50,7 @@ class RunnerOptions:
         num_threads: Of each stage.
         num_tokens: Of each answer.
         ctx_size: Positions of a session.
+        against: Another checkout, whose mesh is measured in turn with this one; None without.
     """
 
     model: Path
@@ -57,6 +58,31 @@ class RunnerOptions:
     num_threads: int
     num_tokens: int
     ctx_size: int
+    against: Path | None = None
+
+
+@dataclass(frozen=True)
+class OtherMesh:
+    """The mesh of another checkout on the same hosts, paused while it is not measured.
+
+    Attributes:
+        processes: Of the mesh under test.
+        mesh: The other one.
+    """
+
+    processes: MeshSystem
+    mesh: LabMesh
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return self.mesh.system.name
+
+    @contextmanager
+    def running(self) -> Iterator[MeshUnderTest]:
+        """It, in place of the mesh under test."""
+        with in_place_of(self.processes, self.mesh.system):
+            yield self.mesh
 
 
 class TrialRunner:
@@ -91,16 +117,23 @@ class TrialRunner:
         self._delay_ms = 0.0
         self._settled: set[Setting] = set()
         self._num_failures = 0
+        self._other: OtherMesh | None = None
 
-    def run(self, mesh: MeshUnderTest, phase: Phase) -> None:
+    def run(self, mesh: MeshUnderTest, phase: Phase, other: OtherMesh | None = None) -> None:
         """Measure; a trial that fails is noted and passed over, up to a bound.
 
+        Args:
+            mesh: The mesh under test.
+            phase: Its trials.
+            other: Another mesh that answers the questions of all trials, too, but not many at once.
+
         Raises:
-            MeshError: If the mesh does not answer at all, or too many trials have failed.
+            MeshError: If a mesh does not answer at all, or too many trials have failed.
         """
         self._num_failures = 0
         self._settled.clear()
-        self.warm_up(mesh, OFF)
+        self._other = other
+        self._warm_up_all(mesh, OFF)
         for trial in phase.trials:
             self._run_trial(mesh, phase.server, trial)
         for concurrent_trial in phase.concurrent_trials:
@@ -118,6 +151,12 @@ class TrialRunner:
         fields = {**_WHOLE, **mesh.fields, **setting.fields}
         asked = chat(_WARM_UP, min(_WARM_UP_TOKENS, self._num_tokens), fields)
         return self._ask_batch(mesh, (asked,)).answers[0]
+
+    def _warm_up_all(self, mesh: MeshUnderTest, setting: Setting) -> None:
+        self.warm_up(mesh, setting)
+        if self._other is not None:
+            with self._other.running() as other:
+                self.warm_up(other, setting)
 
     def _run_trial(self, mesh: MeshUnderTest, server: str, trial: Trial) -> None:
         self._settle(mesh, trial.delay_ms, trial.settings)
@@ -140,10 +179,23 @@ class TrialRunner:
             "is_warm": trial.workload.is_warm,
             "temperature": trial.temperature,
         }
-        samples: list[Sample] = []
-        for setting in in_turn((OFF, *trial.settings), turn):
-            answer = self._ask_mesh(mesh, trial.workload, question, setting, trial.sampling)
-            samples.append(Sample.of(answer, system=MESH, server=server, setting=setting.name, **where))
+
+        def answered_by(system: str, mesh: MeshUnderTest) -> list[Sample]:
+            return [
+                Sample.of(
+                    self._ask_mesh(mesh, trial.workload, question, setting, trial.sampling),
+                    system=system,
+                    server=server,
+                    setting=setting.name,
+                    **where,
+                )
+                for setting in in_turn((OFF, *trial.settings), turn)
+            ]
+
+        samples = answered_by(MESH, mesh)
+        if self._other is not None:
+            with self._other.running() as other:
+                samples += answered_by(self._other.name, other)
         if trial.with_peer and self._peer is not None:
             system, name = self._peer.best
             with self._peer.running():
@@ -229,7 +281,7 @@ class TrialRunner:
             self._lab.set_delay_ms(delay_ms)
         for setting in settings:
             if setting.mode != REPLAY.mode and setting not in self._settled:
-                self.warm_up(mesh, setting)
+                self._warm_up_all(mesh, setting)
         self._settled.update(settings)
         if self._lab is not None and delay_ms not in self._results.hops_ms:
             self._results.hops_ms[delay_ms] = self._lab.round_trip_ms(0, 1) / 2
@@ -291,19 +343,16 @@ class Runner:
         options = [*phase.options, "--ctx-size", str(self._options.ctx_size)]
         if phase.replays:
             options += ["--set", f"replay-file={self._replay.path}"]
-        mesh = MeshSystem(
-            self._lab,
-            self._options.model,
-            folder,
-            num_threads=self._options.num_threads,
-            split=self._options.split,
-            options=options,
-            api_key=self._api_key,
-        )
+        mesh = self._mesh(options, folder)
+        other: OtherMesh | None = None
         try:
             self._lab.set_delay_ms(0.0)
+            if self._options.against is not None:
+                other = OtherMesh(mesh, self._under_test(self._mesh(options, folder, self._options.against)))
+                other.mesh.system.start()
+                other.mesh.system.pause()
             mesh.start()
-            self._trials.run(LabMesh(self._lab, mesh, (self._api_key,)), phase)
+            self._trials.run(self._under_test(mesh), phase, other)
             mesh.stop()
         except MeshError as error:
             log.warning("phase_failed", server=phase.server, reason=error.message)
@@ -311,6 +360,26 @@ class Runner:
             with suppress(MeshError):
                 mesh.stop()
             mesh.kill()
+        if other is not None:
+            other.mesh.system.kill()
+
+    def _mesh(self, options: Sequence[str], folder: Path, checkout: Path | None = None) -> MeshSystem:
+        if checkout is not None:
+            folder /= "against"
+            folder.mkdir(exist_ok=True)
+        return MeshSystem(
+            self._lab,
+            self._options.model,
+            folder,
+            num_threads=self._options.num_threads,
+            split=self._options.split,
+            options=options,
+            api_key=self._api_key,
+            checkout=checkout,
+        )
+
+    def _under_test(self, mesh: MeshSystem) -> LabMesh:
+        return LabMesh(self._lab, mesh, (self._api_key,))
 
 
 def _total_rate(reply: Reply) -> float:

@@ -135,10 +135,16 @@ def _load(num_rows: float, position: float) -> float:
     return position * (_FIRST_ROW + num_rows - 1.0) / _FIRST_ROW
 
 
-def smoothed(mean_ms: float, newest_ms: float, weight: float = _NEWEST_WEIGHT) -> float:
-    """A running mean that limits the effect of a single outlier."""
-    newest_ms = min(max(newest_ms, mean_ms / _MAX_SURPRISE), mean_ms * _MAX_SURPRISE)
-    return mean_ms + weight * (newest_ms - mean_ms)
+def moved(mean: float | None, newest: float, weight: float) -> float:
+    """An exponentially weighted moving mean with one more value; None before the first one."""
+    return newest if mean is None else mean + weight * (newest - mean)
+
+
+def smoothed(mean_ms: float | None, newest_ms: float, weight: float = _NEWEST_WEIGHT) -> float:
+    """A moving mean that limits the effect of a single outlier; None before the first value."""
+    if mean_ms is not None:
+        newest_ms = min(max(newest_ms, mean_ms / _MAX_SURPRISE), mean_ms * _MAX_SURPRISE)
+    return moved(mean_ms, newest_ms, weight)
 
 
 def _typical(num_rows: float) -> float:
@@ -191,7 +197,7 @@ class Timing:
         self.num_measured += 1
         at_stages_ms = sum(stage.queue_ms + stage.compute_ms for stage in stages)
         network_ms = max(0.0, outcome.arrived_ms - outcome.sent_ms - at_stages_ms)
-        self.network_ms = network_ms if self.network_ms is None else smoothed(self.network_ms, network_ms)
+        self.network_ms = smoothed(self.network_ms, network_ms)
         tables = self._alone if is_alone else self._crowded
         for table, stage in zip(tables, stages, strict=False):
             table.add(stage.num_rows, stage.compute_ms, outcome.position)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 import structlog
 
-from mesh.util.files import write_private_file
+from stages.files import write_private_file
 from spanmesh_proto.errors import MeshError
 from stages.user_folders import user_folder
 

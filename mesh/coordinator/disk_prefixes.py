@@ -13,6 +13,7 @@ import structlog
 
 from mesh.coordinator.block_names import BlockNames, names_root
 from spanmesh_proto import windows_pb2 as wire
+from speculative.cost_model import moved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -63,11 +64,11 @@ class FetchPace:
 
     def learn_fetch(self, num_positions: int, elapsed_ms: float) -> None:
         """Record a fetch."""
-        self._fetch_ms = self._moved(self._fetch_ms, elapsed_ms / num_positions)
+        self._fetch_ms = moved(self._fetch_ms, elapsed_ms / num_positions, self._weight)
 
     def learn_compute(self, num_positions: int, elapsed_ms: float) -> None:
         """Record the computation of a prompt's positions."""
-        self._compute_ms = self._moved(self._compute_ms, elapsed_ms / num_positions)
+        self._compute_ms = moved(self._compute_ms, elapsed_ms / num_positions, self._weight)
 
     def pays(self, num_fetched: int, num_spared: int) -> bool:
         """Whether to fetch.
@@ -84,9 +85,6 @@ class FetchPace:
         self._num_refused += 1
         # A disk that was slow may be quick again.
         return self._num_refused % _TRIED_EVERY == 0
-
-    def _moved(self, mean: float | None, value: float) -> float:
-        return value if mean is None else mean + self._weight * (value - mean)
 
 
 @dataclass

@@ -142,9 +142,7 @@ class WindowGroups:
         """
         self._departures.landed(session)
         if (left_ms := self._left_ms.pop(session, None)) is not None:
-            elapsed_ms = self._clock_ms() - left_ms
-            known_ms = self._round_trip_ms
-            self._round_trip_ms = elapsed_ms if known_ms is None else smoothed(known_ms, elapsed_ms)
+            self._round_trip_ms = smoothed(self._round_trip_ms, self._clock_ms() - left_ms)
         search = self._search
         if search is not None and search.landed(num_tokens, self._patience_ms):
             self._departures.set_num_groups(search.count)

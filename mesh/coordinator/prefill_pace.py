@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
+from speculative.cost_model import moved
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -109,7 +111,8 @@ class PrefillPace:
         self._num_since_chunk = 0
         if stages:
             self._learn_network(stages, elapsed_ms)
-            self._row_ms = _mean(self._row_ms, max(stage.compute_ms / stage.num_rows for stage in stages))
+            slowest_ms = max(stage.compute_ms / stage.num_rows for stage in stages)
+            self._row_ms = moved(self._row_ms, slowest_ms, _WEIGHT)
 
     def learn_window(self, stages: Sequence[StageMeasure], elapsed_ms: float, *, num_ahead: int = 0) -> None:
         """Record the times of a decoding window.
@@ -122,7 +125,7 @@ class PrefillPace:
         if stages:
             network_ms = self._learn_network(stages, elapsed_ms)
             undisturbed_ms = network_ms + sum(stage.compute_ms for stage in stages)
-            self._window_ms = _mean(self._window_ms, undisturbed_ms)
+            self._window_ms = moved(self._window_ms, undisturbed_ms, _WEIGHT)
             # One that was sent behind its own prompt, or another window, waited for that: no delay by others.
             if not num_ahead:
                 self._learn_delay(elapsed_ms)
@@ -135,7 +138,7 @@ class PrefillPace:
         self._num_since_chunk += 1
         expected_ms = self._expected_ms
         if self._num_since_chunk > max(_FEWEST_SINCE_CHUNK, 2 * self.num_decoding):
-            self._alone_ms[self.num_decoding.bit_length()] = _mean(expected_ms, elapsed_ms)
+            self._alone_ms[self.num_decoding.bit_length()] = moved(expected_ms, elapsed_ms, _WEIGHT)
         elif expected_ms is None:
             self._share = 1.0
         elif elapsed_ms > (1 + _MOST_DELAY) * expected_ms:
@@ -145,7 +148,7 @@ class PrefillPace:
 
     def _learn_network(self, stages: Sequence[StageMeasure], elapsed_ms: float) -> float:
         network_ms = max(0.0, elapsed_ms - sum(stage.queue_ms + stage.compute_ms for stage in stages))
-        self._network_ms = _mean(self._network_ms, network_ms)
+        self._network_ms = moved(self._network_ms, network_ms, _WEIGHT)
         return self._network_ms
 
     def _rows_among_others(self) -> int:
@@ -164,7 +167,3 @@ def _whole_tiles(rows: int) -> int:
     if rows < _FEWEST_ROWS_ALONE:
         return -(-rows // _TILE) * _TILE
     return (rows + _LARGE_TILE // 2 - 1) // _LARGE_TILE * _LARGE_TILE
-
-
-def _mean(known: float | None, newest: float) -> float:
-    return newest if known is None else known + _WEIGHT * (newest - known)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from mesh.coordinator.prefix_cache import PrefixCache
 from mesh.util.fair_queue import FairQueue
 from spanmesh_proto.errors import Overloaded, StageFailed
+from speculative.cost_model import moved
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Sequence
@@ -49,8 +50,7 @@ class HoldTimes:
             max_tokens: Limit of the answer.
         """
         size = max_tokens.bit_length()
-        mean_s = self._means_s.get(size, held_s)
-        self._means_s[size] = mean_s + _WEIGHT * (held_s - mean_s)
+        self._means_s[size] = moved(self._means_s.get(size), held_s, _WEIGHT)
 
     def retry_after_s(self, waiting: Collection[int]) -> int:
         """Estimated time until all these requests have had a slot: whole seconds, 1 to 60.

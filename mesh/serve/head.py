@@ -21,7 +21,7 @@ from mesh.cluster.membership_server import MembershipServer, MembershipService, 
 from mesh.cluster.port_plan import own_ports, plan_ports
 from mesh.cluster.ray_driver import RayDriver
 from mesh.cluster.ray_node import MOST_STARTS, RayNode, RayNodeConfig, new_ray_token
-from mesh.util.files import write_private_file
+from stages.files import write_private_file
 from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import ClusterError
 from stages.weights.fetch import FetchSource, RateLimit

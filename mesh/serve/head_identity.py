@@ -16,9 +16,8 @@ import structlog
 from mesh.cluster.admission import Admissions, new_secret
 from mesh.cluster.certificates import Certificate, make_certificate
 from mesh.cluster.join_token import JoinToken
-from mesh.util.files import locked, write_private_file
+from stages.files import locked, write_private_file
 from spanmesh_proto.errors import ClusterError
-from stages.gguf.file_io import sync_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -133,7 +132,6 @@ class IdentityFile:
         fields = _fields_of(identity)
         content = {"format": _FORMAT, "sha256": _digest(fields), "identity": fields}
         write_private_file(self.path, json.dumps(content, indent=1) + "\n")
-        sync_folder(self.path.parent)
         self.identity = identity
 
     def _load(self) -> HeadIdentity | None:

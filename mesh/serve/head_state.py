@@ -26,11 +26,10 @@ from mesh.cluster.join_token import JoinToken
 from mesh.cluster.ray_node import RayNodeRecord  # noqa: TC001 - read by pydantic
 from mesh.options.model import LoadRequest
 from mesh.serve.head_identity import HeadIdentity
-from mesh.util.files import locked
+from stages.files import locked, write_private_file
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError, InvalidRequest
 from stages.cancellable_work import CancellableWork
-from stages.gguf.file_io import sync_folder
 from stages.gguf.reader import part_paths
 from stages.user_folders import user_folder
 from stages.weights.hashing import stamps_of
@@ -208,20 +207,7 @@ class HeadStateFile:
         Raises:
             OSError: If it cannot be written.
         """
-        part = self.path.with_suffix(".part")
-        part.unlink(missing_ok=True)
-        descriptor = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                json.dump({"format": _FORMAT, **dataclasses.asdict(state)}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(self.path)
-        except BaseException:
-            # On a full disk the rest would take the room that the next attempt needs.
-            part.unlink(missing_ok=True)
-            raise
-        sync_folder(self.path.parent)
+        write_private_file(self.path, json.dumps({"format": _FORMAT, **dataclasses.asdict(state)}))
 
     def clear(self) -> None:
         """Remove the state: there is nothing to take over."""

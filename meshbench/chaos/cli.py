@@ -71,6 +71,7 @@ _QUICK_QUESTIONS = 6
 @shared_options.threads_option
 @choice_option("--speculate", choices=("auto", "off", "ngram"), default="auto", help="Proposer.")
 @shared_options.serve_option
+@shared_options.against_option
 @float_option(
     "--whole-timeout-s",
     least=1.0,

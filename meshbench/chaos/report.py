@@ -144,17 +144,19 @@ class Report:
         scenarios: Scenarios of the run.
         checks: Further checks.
         failures: What could not be done, and why.
+        compared: Pauses over those of another checkout.
     """
 
     conditions: dict[str, Any]
     scenarios: tuple[Scenario, ...]
     checks: tuple[Check, ...]
     failures: tuple[str, ...]
+    compared: tuple[Line, ...] = ()
 
     @property
     def lines(self) -> tuple[Line, ...]:
         """The acceptance table, of all scenarios."""
-        return tuple(line for scenario in self.scenarios for line in scenario.lines)
+        return (*(line for scenario in self.scenarios for line in scenario.lines), *self.compared)
 
     @property
     def is_good(self) -> bool:

@@ -8,7 +8,7 @@ from datetime import datetime
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
-from meshbench.report_tools import INTERRUPTED, Line
+from meshbench.report_tools import INTERRUPTED, Line, PairedRatio
 from meshbench.stress.checks import Problem, check_answers
 
 if TYPE_CHECKING:
@@ -368,6 +368,21 @@ def repair_lines(repairs: Sequence[Repair]) -> list[Line]:
             "; ".join(dict.fromkeys(probe.outcome for probe in unsound)),
         ),
     ]
+
+
+def pause_lines(own: Scenario, theirs: Scenario, other: str) -> list[Line]:
+    """The longest pause after each fault, over that of another checkout at the same fault."""
+    pauses = {repair.number: repair.worst_pause_s for repair in theirs.repairs if repair.pauses_s}
+    pairs = [
+        (repair.worst_pause_s, pauses[repair.number])
+        for repair in own.repairs
+        if repair.pauses_s and repair.number in pauses
+    ]
+    if not pairs:
+        return []
+    medians = " against ".join(f"{median(side):.2f}" for side in zip(*pairs, strict=True))
+    title, note = f"{own.name}: longest pause of each fault", f"{len(pairs)} faults, medians {medians} s"
+    return PairedRatio.of(pairs).lines(title, other, note=note, is_rate=False)
 
 
 def _ceiling(title: str, measured: float | None, most: float, note: str = "") -> Line:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -14,6 +15,7 @@ from meshbench.chaos.faults import FaultInjector
 from meshbench.chaos.harness import FaultTestBed, FirstFailure, baseline_answers
 from meshbench.chaos.options import least_memory_bytes
 from meshbench.chaos.report import Report, write_report
+from meshbench.chaos.results import pause_lines
 from meshbench.chaos.scenarios import try_faults, try_head_restart, try_leaving, try_no_room
 from meshbench.lab.memory_watch import MemoryWatch
 from meshbench.lab.network import Lab, lab_supported
@@ -29,9 +31,11 @@ from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from meshbench.chaos.options import ChaosOptions, ScenarioName
     from meshbench.chaos.results import Scenario
+    from meshbench.report_tools import Line
 
 log = structlog.get_logger()
 
@@ -67,6 +71,12 @@ def run_chaos(options: ChaosOptions) -> Report:
             run.on_a_mesh(together, num_spares=options.num_spares)
         if "no-room" in options.scenarios and not run.is_interrupted:
             run.on_a_mesh(("no-room",), num_spares=0)
+        if options.against is not None and not run.is_interrupted:
+            # The seed gives both the same faults, at different moments of their streams.
+            other = _Run(replace(options, against=None), checkout=options.against)
+            if together:
+                other.on_a_mesh(together, num_spares=options.num_spares)
+            run.compare(other)
     except KeyboardInterrupt:
         run.note(INTERRUPTED)
     report = run.report()
@@ -75,14 +85,16 @@ def run_chaos(options: ChaosOptions) -> Report:
 
 
 class _Run:
-    """State of a run."""
+    """State of a run, on the mesh of this checkout or of another one."""
 
-    def __init__(self, options: ChaosOptions) -> None:
+    def __init__(self, options: ChaosOptions, checkout: Path | None = None) -> None:
         self._options = options
+        self._checkout = checkout
         self._keep = FirstFailure(options.output)
         self._scenarios: list[Scenario] = []
         self._checks: list[Check] = []
         self._failures: list[str] = []
+        self._compared: list[Line] = []
         self._started_s = time.monotonic()
 
     def on_a_mesh(self, names: tuple[ScenarioName, ...], *, num_spares: int) -> None:
@@ -103,6 +115,16 @@ class _Run:
     def is_interrupted(self) -> bool:
         """Whether a scenario was."""
         return any(scenario.is_interrupted for scenario in self._scenarios)
+
+    def compare(self, other: _Run) -> None:
+        """Hold the clients' pauses against those of another checkout at the same faults."""
+        assert other._checkout is not None  # noqa: S101 - compared with another one
+        name = f"the mesh of {other._checkout.name}"
+        self._failures += [f"{name}: {failure}" for failure in other._failures]
+        theirs = {scenario.name: scenario for scenario in other._scenarios}
+        for own in self._scenarios:
+            if own.name in theirs:
+                self._compared += pause_lines(own, theirs[own.name], name)
 
     def note(self, failure: str) -> None:
         """Record in the report that something failed."""
@@ -127,13 +149,20 @@ class _Run:
             "threads_per_stage": options.num_threads,
             "speculate": options.speculate,
             "serve_options": " ".join(options.serve_options) or "none",
+            "against": "nothing" if options.against is None else options.against.name,
             "kinds": " ".join(options.kinds),
             "seed": options.seed,
             "cores": num_usable(),
             "took_s": round(time.monotonic() - self._started_s),
             "software": f"spanmesh {SOFTWARE_VERSION}",
         }
-        return Report(circumstances, tuple(self._scenarios), tuple(self._checks), tuple(self._failures))
+        return Report(
+            circumstances,
+            tuple(self._scenarios),
+            tuple(self._checks),
+            tuple(self._failures),
+            tuple(self._compared),
+        )
 
     @contextmanager
     def _bed(self, num_spares: int, *, is_tight: bool) -> Iterator[FaultTestBed]:
@@ -146,7 +175,8 @@ class _Run:
             memory_bytes = int(least_memory_bytes(facts, workload, options.num_stages) * _ROOM)
             join_options = ("--memory", str(memory_bytes))
         with ExitStack() as stack:
-            logs = stack.enter_context(logs_folder(options.logs)) / ("no-room" if is_tight else "mesh")
+            kind = "no-room" if is_tight else "mesh" if self._checkout is None else "against"
+            logs = stack.enter_context(logs_folder(options.logs)) / kind
             logs.mkdir(exist_ok=True)
             shared = [logs, options.model.resolve().parent]
             num_hosts = 1 + options.num_stages + num_spares
@@ -163,6 +193,7 @@ class _Run:
                 num_threads=options.num_threads,
                 options=[*serve, *options.serve_options],
                 join_options=join_options,
+                checkout=self._checkout,
             )
             stack.callback(mesh.kill)
             mesh.start()

@@ -20,7 +20,7 @@ from spanmesh_proto.errors import ClusterError, MeshError
 from stages.openmp_tuning import SPIN_COUNT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from meshbench.lab.llama_cpp_build import LlamaRpc
     from meshbench.lab.network import Lab
@@ -348,7 +348,6 @@ class MeshSystem:
         addresses: Addresses that the hosts advertise, by default those of the lab.
         env: Variables besides the inherited ones.
         checkout: Its programs, in `.venv/bin`; by default those of this process.
-        port: Of the API.
     """
 
     is_mesh = True
@@ -371,11 +370,11 @@ class MeshSystem:
         addresses: Sequence[str] | None = None,
         env: Mapping[str, str] | None = None,
         checkout: Path | None = None,
-        port: int = 8000,
     ) -> None:
         self.name = "mesh" if checkout is None else f"the mesh of {checkout.name}"
-        self.port = port
-        self.url = f"http://127.0.0.1:{port}"
+        # Both may run on the same hosts.
+        self.port = 8000 if checkout is None else 8001
+        self.url = f"http://127.0.0.1:{self.port}"
         self._command = COMMAND if checkout is None else str(command_of(checkout))
         self._lab = lab
         self._addresses = addresses or [lab.address(host) for host in range(lab.num_hosts)]
@@ -532,3 +531,15 @@ class MeshSystem:
         process = start_logged(self._lab, host, argv, log, is_again=is_again, env=self._env)
         self._processes[host] = process
         return process
+
+
+@contextlib.contextmanager
+def in_place_of(mesh: MeshSystem, peer: RpcSystem | MeshSystem) -> Iterator[None]:
+    """Have a paused system run in place of a mesh on the same hosts, which is paused meanwhile."""
+    mesh.pause()
+    peer.resume()
+    try:
+        yield
+    finally:
+        peer.pause()
+        mesh.resume()

@@ -7,15 +7,15 @@ idle mesh takes processor time, too.
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from meshbench.lab.systems import in_place_of
 from meshbench.stress.answers import Order, Outcome
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from meshbench.lab.systems import MeshSystem, RpcSystem
     from meshbench.stress.client_process import LoadClient
@@ -58,24 +58,13 @@ class LoadTestBed:
         """
         peer = self.peer
         assert peer is not None  # noqa: S101 - whoever calls has looked
-        with self._running(peer):
+        assert self.processes is not None  # noqa: S101 - a peer shares the hosts of the lab
+        with in_place_of(self.processes, peer):
             outcome = self.load_client.ask(order_for(peer.url, scripts, peer.fields, **order))
         failures = [one.record.failure for one in outcome.answers if one.record.failure is not None]
         if failures:
             raise MeshError(f"{peer.name}: {failures[0].kind}: {failures[0].message}")
         return outcome
-
-    @contextmanager
-    def _running(self, peer: RpcSystem | MeshSystem) -> Iterator[None]:
-        mesh = self.processes
-        assert mesh is not None  # noqa: S101 - a peer shares the hosts of the lab
-        mesh.pause()
-        peer.resume()
-        try:
-            yield
-        finally:
-            peer.pause()
-            mesh.resume()
 
     def settled_status(self) -> dict[str, Any]:
         """Body of `/mesh/status` when no request is running, or after five seconds."""

@@ -36,8 +36,6 @@ CONCURRENCY_RATIO: Final[dict[Kernels, float]] = {OWN: 2.75, PEERS: 1.9}
 LIMIT_SHARE: Final = 0.65
 LARGE_LIMIT_SHARE: Final = 0.8
 SLOWEST_SHARE: Final = 0.7
-# Of another checkout's rate, by the lower bound of the interval.
-_NO_SLOWER: Final = 0.97
 PREFILL_RATIO: Final[dict[Kernels, float]] = {OWN: 1.5, PEERS: 1.8}
 SECOND_TURN_SHARE: Final = 0.25
 ITL_RATIO: Final = 3.0
@@ -500,7 +498,7 @@ def _alone_or_paired(
         return [Line(title, median(ours), None, note=_figures(ours))]
     pairs = list(zip(ours, theirs, strict=True))
     note = f"{len(pairs)} rounds: " + "; ".join(f"{our:.1f} against {their:.1f}" for our, their in pairs)
-    return PairedRatio.of(pairs).lines(title, other.name, least=_NO_SLOWER, note=note)
+    return PairedRatio.of(pairs).lines(title, other.name, note=note)
 
 
 def _against_peer(

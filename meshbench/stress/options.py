@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Literal
 from meshbench.shared_options import LabOptions, RunOptions
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from meshbench.serving_metrics import Slo
     from meshbench.under_test.options import RemoteTarget
 
@@ -62,14 +60,12 @@ class StressOptions(LabOptions, LoadPlan):
         num_keys: API keys whose requests share their beginnings, in place of chats; 0 asks chats of a mesh
             without keys.
         with_rpc: Whether llama.cpp RPC takes part.
-        against: Another checkout, whose mesh takes part in place of llama.cpp RPC; None without.
     """
 
     num_slots: int
     kv_type: str
     num_keys: int
     with_rpc: bool
-    against: Path | None
 
 
 @dataclass(frozen=True, kw_only=True)

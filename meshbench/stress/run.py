@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from meshbench.stress.report import Report
     from stages.slicing.model_facts import ModelFacts
 
-_PORT: Final = 8000
 _RARE_S: Final = 10.0
 _LONG_SOAK_MINUTES: Final = 5.0
 
@@ -240,6 +239,4 @@ def _mesh(
         options=[*serve, *["--exact"] * options.exact, *options.serve_options],
         env=environment_for(kernels),
         checkout=checkout,
-        # Both run on the same hosts.
-        port=_PORT if checkout is None else _PORT + 1,
     )

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
+from speculative.cost_model import moved
 from speculative.draft.context import MAX_ROWS, DraftUnusable, probability
 from speculative.draft.session import DraftedToken
 
@@ -397,7 +398,7 @@ class DraftThread:
             else:
                 told = [session for session in left if session.sequence.computed(*drafted[session])]
                 if all(len(part.span.tokens) == 1 for part in parts):
-                    self.ms_per_token += _NEWEST_WEIGHT * (elapsed_ms - self.ms_per_token)
+                    self.ms_per_token = moved(self.ms_per_token, elapsed_ms, _NEWEST_WEIGHT)
         for session in told:
             # Outside the lock: the listener may request a proposal at once.
             _notify(session)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import shutil
 import sys
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, BinaryIO, Final, NamedTuple, Self
 
 from spanmesh_proto.errors import InvalidModel, ModelError
+from stages.files import whole_file
 from stages.units import format_size
 
 if TYPE_CHECKING:
@@ -64,18 +64,11 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     Raises:
         ModelError: If the folder cannot be written to, or its disk is full.
     """
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        with partial.open("xb") as file:
+        with whole_file(path) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        sync_folder(path.parent)
     except OSError as error:
         raise write_error(path, error) from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -90,15 +83,6 @@ def write_atomically(path: Path, text: str) -> None:
         raise ModelError(f"cannot make the folder {path.parent}: {error.strerror or error}") from error
     with atomic_write(path) as file:
         file.write(text.encode())
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a rename durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # On file systems with shared blocks (XFS, Btrfs) the kernel copies aligned blocks by reference. Holes stay

@@ -14,10 +14,8 @@ prompts can be reconstructed from them.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
-import secrets
 import stat
 import time
 import zlib
@@ -27,6 +25,7 @@ from typing import TYPE_CHECKING, Final, Self
 import numpy as np
 import structlog
 
+from stages.files import try_lock, whole_file
 from stages.serving.block_file import (
     DIGEST_BYTES,
     BlockLabel,
@@ -180,18 +179,12 @@ class BlockStore:
         return block
 
     def _write(self, path: Path, name: bytes, block: RowsBlock, used_ns: int) -> None:
-        partial = path.with_name(f".{secrets.token_hex(8)}.part")
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            # Not made durable: after a power cut a file with holes is a damaged one.
-            with os.fdopen(descriptor, "wb") as file:
-                for piece in encode_block(BlockLabel(self.rows_identity, name), block):
-                    file.write(piece)
-            os.utime(partial, ns=(used_ns, used_ns))
-            partial.replace(path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+        # Not made durable: after a power cut a file with holes is a damaged one.
+        with whole_file(path, is_private=True, is_durable=False) as file:
+            for piece in encode_block(BlockLabel(self.rows_identity, name), block):
+                file.write(piece)
+            file.flush()
+            os.utime(file.fileno(), ns=(used_ns, used_ns))
 
     def _remove(self, path: Path) -> None:
         with contextlib.suppress(OSError), _Ledger(self._root) as ledger:
@@ -337,20 +330,13 @@ class _Ledger:
 
     def _lock(self) -> None:
         until_s = time.monotonic() + _LOCK_PATIENCE_S
-        while not self._has_locked():
+        while not try_lock(self._descriptor):
             if time.monotonic() >= until_s:
                 raise TimeoutError(
                     f"another process has locked {self._path} for {_LOCK_PATIENCE_S:g} s: if one is stopped, "
                     "let it go on or end it"
                 )
             time.sleep(_LOCK_POLL_S)
-
-    def _has_locked(self) -> bool:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
     def __exit__(self, *_exception: object) -> None:
         try:

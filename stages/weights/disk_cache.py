@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from spanmesh_proto.errors import InvalidModel, ModelError
+from stages.files import sync, try_lock
 from stages.gguf.file_io import atomic_write, write_atomically, write_error
 from stages.units import format_size
 from stages.user_folders import user_folder
@@ -298,11 +299,7 @@ class StageStore:
         path = self._path(sha256, ".gguf")
         try:
             stamp = Stamp.of(path, sha256)
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync(path)
         except OSError as error:
             raise write_error(path, error) from error
         stamp.save(self._path(sha256, ".json"))
@@ -338,10 +335,8 @@ class StageStore:
         except FileNotFoundError:
             return False
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        else:
+            if not try_lock(descriptor):
+                return False
             suffixes = (".json", ".gguf") if stage.is_whole else (".pieces", ".partial")
             for suffix in suffixes:
                 self._path(stage.sha256, suffix).unlink(missing_ok=True)

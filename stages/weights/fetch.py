@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import threading
 import time
@@ -20,6 +19,7 @@ from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto import membership_pb2_grpc as rpc
 from spanmesh_proto.errors import HostUnreachable, InvalidModel, MeshError
 from stages.cancellable_work import CancellableWork, in_own_thread
+from stages.files import try_lock
 from stages.gguf.file_io import require_disk, write_error
 from stages.transport.channels import CLIENT_OPTIONS
 from stages.transport.stage_link import explain
@@ -368,18 +368,10 @@ async def _locked(partial: Path) -> AsyncIterator[BinaryIO]:
     """The partial file, locked against other tasks and processes."""
     while True:
         with partial.open("ab") as file:
-            if _try_lock(file) and _is_still(file, partial):
+            if try_lock(file.fileno()) and _is_still(file, partial):
                 yield file
                 return
         await asyncio.sleep(_PAUSE_S)
-
-
-def _try_lock(file: BinaryIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _is_still(file: BinaryIO, path: Path) -> bool:

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final
 
 from mesh.api.api_keys import KeyRecord, add_key, digest_of
-from mesh.util.files import write_private_file
+from stages.files import write_private_file
 from meshbench.lab.host import Host
 from meshbench.lab.systems import COMMAND, health_watcher, wait_until
 from tests.qualification.coding_agents.engines import COPY, NOTE, note_text

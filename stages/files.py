@@ -1,0 +1,94 @@
+"""Files that are written whole or not at all, and locks of files."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@contextmanager
+def whole_file(path: Path, *, is_private: bool = False, is_durable: bool = True) -> Iterator[BinaryIO]:
+    """A file that gets its name at the end of the block; on any exception, Ctrl-C included, it is removed.
+
+    A reader sees the old content or the new, never a part.
+
+    Args:
+        path: Replaced if it exists.
+        is_private: Whether only this user may read it.
+        is_durable: Whether it survives a power cut from the end of the block on.
+
+    Raises:
+        OSError: If the folder cannot be written to, or its disk is full.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if is_private else 0o666)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            if is_durable:
+                os.fsync(descriptor)
+        partial.replace(path)
+    except BaseException:
+        # On a full disk the rest would take the room that the next attempt needs.
+        partial.unlink(missing_ok=True)
+        raise
+    if is_durable:
+        sync(path.parent)
+
+
+def write_private_file(path: Path, text: str) -> None:
+    """Write a file that only this user may read, in one step; the target of a link is replaced.
+
+    Raises:
+        OSError: If the folder cannot be written to.
+    """
+    with whole_file(path.resolve(), is_private=True) as file:
+        file.write(text.encode())
+
+
+def sync(path: Path) -> None:
+    """Make the content of a file durable, or renames in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file against other descriptors, until this one is closed; returns whether it was free."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def locked(path: Path) -> int:
+    """Lock a file, for this process and as long as its descriptor is open.
+
+    Args:
+        path: The lock, not what it guards, which is replaced when it is written; made if it is missing.
+
+    Returns:
+        Its descriptor.
+
+    Raises:
+        BlockingIOError: If another descriptor holds the lock.
+        OSError: If the file cannot be made or opened.
+    """
+    lock = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
