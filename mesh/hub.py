@@ -411,7 +411,7 @@ class HubLibrary:
         write_atomically(path, json.dumps(known))
 
     def _known(self, reference: HubReference) -> tuple[Repository, tuple[RepoFile, ...]] | None:
-        """What it was when it was last pulled, if all of that is here."""
+        """Its state when it was last pulled, if all of that is here."""
         try:
             known = _load(self._root / reference.repo / _KNOWN)[str(reference)]
             files = tuple(RepoFile(**file) for file in known["files"])

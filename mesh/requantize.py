@@ -79,7 +79,7 @@ def _requantise(
     is_plain: bool,  # noqa: FBT001 - goes by position
     report: Callable[[float], None],
 ) -> str | None:
-    """What the process does; returns why it failed, or None."""
+    """Work of the process; returns the reason of a failure, or None."""
     complaints: list[str] = []
 
     @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SpanClass(StrEnum):
-    """How much of a window was accepted, and so how many cached rows of the stages are valid.
+    """Accepted part of a window, and so the number of valid cached rows of the stages.
 
     Attributes:
         PLAIN: Nothing was proposed.
@@ -293,7 +293,7 @@ def _shares(parts: Sequence[int], wholes: Sequence[int]) -> tuple[float, ...]:
 
 
 def _num_reaching(lengths: Sequence[int], width: int) -> tuple[int, ...]:
-    """How many of `lengths` exceed each of 0, 1, … `width` - 1."""
+    """Number of `lengths` that exceed each of 0, 1, … `width` - 1."""
     ends = Counter(lengths)
     left, survivors = len(lengths), []
     for position in range(width):

@@ -203,7 +203,7 @@ class Controller:
         return count
 
     def decide(self, context: ProposalContext, proposal: Proposal) -> Decision:
-        """How many of the proposed tokens to send now."""
+        """Number of the proposed tokens to send now."""
         limit = min(self.wanted(context), len(proposal.tokens))
         self._is_drafting = self._is_drafting or proposal.proposer in DRAFTERS
         if limit == 0:
@@ -290,7 +290,7 @@ class Controller:
         return record if record and plain_ms and record.holds_at(plain_ms) else None
 
     def _why_closed(self) -> str | None:
-        """Why nothing is proposed now; None if something may be."""
+        """Reason why nothing is proposed now; None if something may be."""
         if self._num_sessions > 1:
             group_payoff = self._shared.group_payoff
             if not group_payoff.allows(self._num_sessions):
@@ -305,7 +305,7 @@ class Controller:
         return None
 
     def _worthwhile(self, context: ProposalContext, proposal: Proposal, limit: int) -> int:
-        """How many of the first `limit` tokens are likely enough, and fit the best pace."""
+        """Number of the first `limit` tokens that are likely enough, and fit the best pace."""
         options = self._options
         sure = self._calibration.acceptances(proposal)[:limit]
         is_behind = context.num_in_flight > 0
@@ -342,7 +342,7 @@ class Controller:
         return limit
 
     def _rival(self, proposal: Proposal) -> float:
-        """How likely a token must be for a draft model not to know better, which would have to start anew."""
+        """Least probability of a token that is taken, since a draft model would have to start anew."""
         if proposal.proposer in DRAFTERS or self._options.p_min is not None:
             return 0.0
         return CONFIRMED_SHARE * max((self._calibration.mean(name) or 0.0 for name in DRAFTERS), default=0.0)

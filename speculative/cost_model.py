@@ -131,7 +131,7 @@ class BatchTimeModel:
 
 
 def _load(num_rows: float, position: float) -> float:
-    """What attention has to do: 1 for each position of a lone row."""
+    """Work of attention: 1 for each position of a lone row."""
     return position * (_FIRST_ROW + num_rows - 1.0) / _FIRST_ROW
 
 

@@ -53,7 +53,7 @@ def groups_with(controller: str, root: Path = ROOT) -> Iterator[ControlGroup]:
 
 
 def _mount(root: Path, controllers: str, controller: str) -> Path:
-    """Where a hierarchy is mounted: those of the first version by the names of their controllers."""
+    """Mount points of hierarchies: those of the first version by the names of their controllers."""
     top = root / _MOUNT
     if not controllers:
         # Beside hierarchies of the first version the second has a folder of its own.

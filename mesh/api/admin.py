@@ -247,7 +247,7 @@ class BlankBody(BaseModel):
 
 
 class OrderBody(BaseModel):
-    """What one host is to time; see `stages.host.profile_request`."""
+    """Measurement for one host; see `stages.host.profile_request`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -272,7 +272,7 @@ class HostOrdersBody(BaseModel):
 
 
 class RehearsalBody(BaseModel):
-    """What `mesh plan` asks."""
+    """Request of `mesh plan`."""
 
     model_config = ConfigDict(extra="allow")
 

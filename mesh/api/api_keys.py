@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final, Self
 
 import structlog
 
-from stages.files import write_private_file
 from spanmesh_proto.errors import MeshError
+from stages.files import write_private_file
 from stages.user_folders import user_folder
 
 if TYPE_CHECKING:

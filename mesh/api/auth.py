@@ -252,7 +252,7 @@ def check_origins(origins: Sequence[str], *, has_keys: bool) -> None:
 
 
 def _problem_of(origin: str) -> str:
-    """Why no browser sends this as an origin; empty if one may."""
+    """Reason why no browser sends this as an origin; empty if one may."""
     found = _SITE.fullmatch(origin) or _PROGRAM.fullmatch(origin)
     if found is None:
         return (

@@ -44,7 +44,7 @@ DEFAULT_MODEL: Final = "default"
 
 
 class HostAdmin(Protocol):
-    """What sends hosts away; see `mesh.serve.host_draining.HostDraining`."""
+    """Sends hosts away; see `mesh.serve.host_draining.HostDraining`."""
 
     async def drain(self, name: str) -> Mapping[str, Any]:
         """Have a host's layers moved, and let it go."""
@@ -54,7 +54,7 @@ class HostAdmin(Protocol):
 
 
 class ModelAdmin(Protocol):
-    """What loads models beside the first; see `mesh.serve.model_registry.ModelRegistry`."""
+    """Loads models beside the first; see `mesh.serve.model_registry.ModelRegistry`."""
 
     async def load(self, load_request: LoadRequest) -> Mapping[str, Any]:
         """Serve a model beside those that are served."""
@@ -107,7 +107,7 @@ class ModelLease(Protocol):
 
 
 class OnDemandModels(Protocol):
-    """What loads models for requests; see `mesh.serve.on_demand.loader.OnDemandLoader`."""
+    """Loads models for requests; see `mesh.serve.on_demand.loader.OnDemandLoader`."""
 
     async def models(self, *, is_glance: bool = False) -> Sequence[LibraryModel]:
         """All models of the library, by name.
@@ -139,7 +139,7 @@ class OnDemandModels(Protocol):
 
 
 class HostInspection(Protocol):
-    """What looks into hosts; see `mesh.serve.host_inspection.Inspection`."""
+    """Inspects hosts; see `mesh.serve.host_inspection.Inspection`."""
 
     async def rehearse(
         self, wanted: Mapping[str, Sequence[Mapping[str, Any]]]
@@ -156,7 +156,7 @@ class LinkMeasurement(Protocol):
     async def __call__(
         self, num_probes: int, bulk_bytes: int, *, checks_ports: bool = False
     ) -> Mapping[str, Any]:
-        """What was measured, JSON-serialisable."""
+        """Measurements, JSON-serialisable."""
 
 
 class LinkRuns:
@@ -179,7 +179,7 @@ class LinkRuns:
     async def run(
         self, num_probes: int, bulk_bytes: int, client: str | None, *, checks_ports: bool = False
     ) -> Mapping[str, Any]:
-        """What was measured. Being cancelled ends it.
+        """Measurements. Being cancelled ends it.
 
         Args:
             num_probes: Round trips of each size on each link.

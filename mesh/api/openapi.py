@@ -14,7 +14,7 @@ class _Answer(BaseModel):
 
 
 class ErrorObject(_Answer):
-    """What went wrong."""
+    """An error."""
 
     message: str
     type: str
@@ -29,7 +29,7 @@ class ErrorBody(_Answer):
 
 
 class Usage(_Answer):
-    """What an answer cost, in tokens."""
+    """Cost of an answer, in tokens."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -39,7 +39,7 @@ class Usage(_Answer):
 
 
 class Function(_Answer):
-    """What is called, and how."""
+    """A called function, with its arguments."""
 
     name: str
     arguments: str
@@ -54,7 +54,7 @@ class ToolCall(_Answer):
 
 
 class AssistantMessage(_Answer):
-    """What the model said in a chat."""
+    """Answer of the model in a chat."""
 
     role: Literal["assistant"]
     content: str | None

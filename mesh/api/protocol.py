@@ -138,7 +138,7 @@ class ToolBody(StrictBody):
 
 
 class CalledFunction(StrictBody):
-    """What an assistant's message called, and how."""
+    """Function that an assistant's message called, with its arguments."""
 
     name: str
     arguments: str
@@ -260,7 +260,7 @@ Prompt = str | tuple[int, ...]
 
 
 def _in_document(least: float, most: float) -> Any:
-    """How the API's document tells a range that a validator of ours checks."""
+    """Range that a validator of ours checks, for the API's document."""
     return Field(json_schema_extra={"minimum": least, "maximum": most})
 
 
@@ -326,7 +326,7 @@ def parse_prediction(value: Any) -> str:
 
 
 def note_of(part_type: object) -> str:
-    """What the model is shown in place of a tool's result that is no text, such as a screenshot.
+    """Text for the model in place of a tool's result that is no text, such as a screenshot.
 
     A client cannot choose what its tools return: a refusal would end its conversation.
 
@@ -407,13 +407,13 @@ def none_if_false(value: Any) -> Any:
 
 
 class StreamOptions(StrictBody):
-    """What a stream carries beside text."""
+    """Contents of a stream beside text."""
 
     include_usage: bool | None = None
 
 
 class SpeculationBody(BaseModel):
-    """How far this request may speculate; ours alone, so that a field with another name is a slip."""
+    """Limits of this request's speculation; ours alone, so that a field with another name is a slip."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -452,7 +452,7 @@ _PromptInput = str | _Ids | Annotated[list[str], _SeveralPrompts] | Annotated[li
 
 
 class PredictionBody(StrictBody):
-    """What the client expects the answer to be, all of it (OpenAI's predicted outputs)."""
+    """Whole answer that the client expects (OpenAI's predicted outputs)."""
 
     type: Literal["content"]
     content: Annotated[str, PlainValidator(parse_prediction, json_schema_input_type=str | list[TextPart])]
@@ -468,14 +468,14 @@ class JsonSchemaBody(StrictBody):
 
 
 class ResponseFormatBody(StrictBody):
-    """What the answer must look like."""
+    """Form that the answer must have."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaBody | None = None
 
 
 class GenerationBody(StrictBody):
-    """What both endpoints take."""
+    """Fields of both endpoints."""
 
     model_config = ConfigDict(json_schema_extra=request_parsing.describe)
 
@@ -559,7 +559,7 @@ class GenerationBody(StrictBody):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """How many likeliest tokens to report beside each token's logprob; None reports nothing."""
+        """Number of likeliest tokens to report beside each token's logprob; None reports nothing."""
         return None
 
 
@@ -593,7 +593,7 @@ class Message(StrictBody):
 
 
 class ConversationBody(StrictBody):
-    """What makes the prompt of a chat."""
+    """Fields that make the prompt of a chat."""
 
     # The first one that is wrong is enough: thousands of them would take seconds to tell.
     messages: Annotated[
@@ -630,7 +630,7 @@ class ChatBody(GenerationBody, ConversationBody):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """How many likeliest tokens to report beside each token's logprob; None reports nothing.
+        """Number of likeliest tokens to report beside each token's logprob; None reports nothing.
 
         Raises:
             InvalidRequest: If `top_logprobs` asks for some and `logprobs` does not.
@@ -664,5 +664,5 @@ class CompletionBody(GenerationBody):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """How many likeliest tokens to report beside each token's logprob; None reports nothing."""
+        """Number of likeliest tokens to report beside each token's logprob; None reports nothing."""
         return self.logprobs

@@ -79,7 +79,7 @@ class ConcurrencyLimit:
         self._hold_times = HoldTimes(1)
 
     def num_free(self, most: int) -> int:
-        """How many more may begin.
+        """Number of requests that may still begin.
 
         Args:
             most: Current limit.
@@ -247,7 +247,7 @@ class TokenReservation:
         self._num_reserved = self._num_spent = 0
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What is left, in OpenAI's headers; empty where nothing is limited."""
+        """Rest of the limits, in OpenAI's headers; empty where nothing is limited."""
         now_s = self._now_s()
         found: list[tuple[bytes, bytes]] = []
         buckets = (("requests", self._limits.requests), ("tokens", self._limits.tokens))

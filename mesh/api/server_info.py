@@ -226,6 +226,6 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/metrics/targets", response_model=None, responses=answers_with({"type": "array"}))
 async def metrics_targets(request: Request) -> Response:
-    """Where to scrape, as Prometheus' HTTP service discovery wants it: here, by the name that was asked."""
+    """Scrape target for Prometheus' HTTP service discovery: this server, by the name that was asked."""
     backend = backend_of(request)
     return json_response(targets(request.headers.get("host", ""), request.url.scheme, backend.model_id))

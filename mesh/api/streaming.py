@@ -80,7 +80,7 @@ async def cancel_on_disconnect(
 
 
 async def prepared(request: Request, backend: Backend, work: Coroutine[None, None, Result]) -> Result:
-    """What is computed from a request's texts before its answer begins; ends with its client.
+    """Computation on a request's texts before its answer begins; ends with its client.
 
     Args:
         request: Request of the client, its body already read.
@@ -372,7 +372,7 @@ async def respond(
 
 
 async def made(is_long: bool, make: Callable[..., Result], *args: Any) -> Result:  # noqa: FBT001
-    """What a function makes; in a thread if it takes long, so that other answers continue meanwhile."""
+    """Result of a function; in a thread if it takes long, so that other answers continue meanwhile."""
     return await asyncio.to_thread(make, *args) if is_long else make(*args)
 
 

@@ -37,7 +37,7 @@ _PATIENCE_MS: Final = 3_600_000
 
 @dataclass(frozen=True)
 class AgentSetup:
-    """How an agent is started.
+    """Start of an agent.
 
     Attributes:
         arguments: Arguments before the user's own.
@@ -50,7 +50,7 @@ class AgentSetup:
 
 @dataclass(frozen=True)
 class MeshEndpoint:
-    """What an agent is to know of the mesh.
+    """Facts of the mesh for an agent.
 
     Attributes:
         url: Of the API, without a path.
@@ -230,7 +230,7 @@ def agent(
 
 
 def _short_context_hint(endpoint: MeshEndpoint, n_ctx_train: int | None) -> str:
-    """What to do about a context that is too short for agents."""
+    """Remedy for a context that is too short for agents."""
     if n_ctx_train is not None and n_ctx_train < _SHORT_CONTEXT:
         remedy = f"it was trained for {n_ctx_train}, so serve a model that was trained for more"
     else:

@@ -205,7 +205,7 @@ def is_on_own_machine(url: str) -> bool:
 
 
 def _refusal(name: str, key: str, value: Any, path: Path) -> str | None:
-    """Why a file that only lies in the working folder may not set an option of a command with `--url`."""
+    """Reason why a file of the working folder may not set an option of a command with `--url`."""
     if key == _URL and not is_on_own_machine(str(value)):
         problem = f"would send prompts and API key of `mesh {name}` to {str(value)!r}"
     elif key == _KEY_FILE:

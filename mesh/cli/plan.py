@@ -262,7 +262,7 @@ def _stages(found: DryRun) -> Table:
 
 
 def _on_gpus(memory: StageMemory) -> str:
-    """What of a stage is on GPUs, and what of those layers is not."""
+    """Parts of a stage on GPUs, and parts of those layers elsewhere."""
     shares = ", ".join(
         f"{share.num_layers} layers and {format_size(share.total_bytes)} on {share.device}"
         for share in memory.gpus

@@ -53,7 +53,7 @@ def commands_table() -> str:
 
 
 def flags_table(name: str, flags: list[str]) -> str:
-    """What some flags of a command mean, and what counts if they are not given.
+    """Meanings and defaults of some flags of a command.
 
     Raises:
         ClusterError: If the command has no such flag.
@@ -75,7 +75,7 @@ def flags_table(name: str, flags: list[str]) -> str:
 
 
 def settings_table(name: str) -> str:
-    """What the rare options of a command mean, which are given as `--set KEY=VALUE`."""
+    """Meanings of the rare options of a command, which are given as `--set KEY=VALUE`."""
     command = leaf_commands()[name]
     rows = []
     for option in command.rare if isinstance(command, OptionsCommand) else ():

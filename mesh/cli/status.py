@@ -100,7 +100,7 @@ def _gpus(host: Mapping[str, Any]) -> str:
 
 
 def _brought(weights: Mapping[str, int]) -> str:
-    """What was sent there, and what it had already."""
+    """Bytes that were sent there, and bytes that it had already."""
     sent_bytes = weights["head_bytes"] + weights["hub_bytes"]
     parts = [f"{format_size(sent_bytes)} sent"] if sent_bytes else []
     if weights["reused_bytes"]:

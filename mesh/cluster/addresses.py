@@ -193,7 +193,7 @@ def own_addresses(*, must_be_clear: bool) -> tuple[str, ...]:
 
 
 def bind_address(address: str, others: Sequence[str]) -> str:
-    """Where servers for other hosts listen: at a host's only address, or at all of them.
+    """Addresses for servers of other hosts: a host's only address, or all of them.
 
     Args:
         address: Address of this host.

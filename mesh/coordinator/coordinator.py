@@ -483,7 +483,7 @@ class Coordinator:
         )
 
     def _to_keep(self, session: Session) -> wire.Keep | None:
-        """What the stages are to keep on disk of a session that has ended."""
+        """Blocks that the stages are to keep on disk of a session that has ended."""
         request = session.request
         if session.is_slot_unknown or not self._is_whole or not request.uses_cache:
             return None

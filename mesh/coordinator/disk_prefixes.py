@@ -131,7 +131,7 @@ class _PendingFetch:
 
 @dataclass
 class DiskHistory:
-    """What a coordinator has learned and counted over all its rings.
+    """Times and counts of a coordinator's fetches, over all its rings.
 
     Attributes:
         fetch_ids: Ids for fetches.
@@ -324,7 +324,7 @@ class DiskPrefixes:
     def keep(
         self, tokens: Sequence[int], client: str | None, *, return_points: Sequence[int], num_prompt: int
     ) -> wire.Keep | None:
-        """What the stages are to keep of a slot at the end of its session; None for nothing.
+        """Blocks that the stages are to keep of a slot at the end of its session; None for nothing.
 
         Args:
             tokens: Token ids whose positions every stage holds.

@@ -140,7 +140,7 @@ def own_head(target: ModelFacts) -> Drafter | None:
 
 
 def _unfit(target: ModelFacts) -> str | None:
-    """Why no drafter can read hidden states of a model; None if one can.
+    """Reason why no drafter can read hidden states of a model; None if one can.
 
     Models with recurrent layers go back to checkpoints after a rejection; without any they do not speculate.
     """

@@ -98,7 +98,7 @@ def load_isolated(path: Path, kind: DrafterKind, num_tokens: int) -> float:
 
 
 def _load(path: Path, kind: DrafterKind, num_tokens: int, _report: Callable[..., None]) -> float:
-    """What the process does."""
+    """Work of the process."""
     _prepare()
     try:
         model = load_here(path, kind, num_tokens)

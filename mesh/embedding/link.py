@@ -37,7 +37,7 @@ class ComputedBatch:
 
 
 class BatchLink(Protocol):
-    """What computes batches."""
+    """Computes batches."""
 
     async def embed(self, texts: Sequence[Sequence[int]]) -> ComputedBatch:
         """Vectors of a batch of texts. Cancelling it before its turn saves computing it.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Embedder(Protocol):
-    """What makes vectors of texts; see `mesh.embedding.engine.EmbeddingEngine`."""
+    """Makes vectors of texts; see `mesh.embedding.engine.EmbeddingEngine`."""
 
     @property
     def statistics(self) -> EmbeddingStatistics:

@@ -160,7 +160,7 @@ _F16_BYTES: Final = 2
 
 
 def position_ms(sizes: StageSizes, stage: StagePlacement, host: HostCapacity) -> float:
-    """What each position before a row adds to its time at a stage, an estimate.
+    """Time that each position before a row adds to it at a stage, an estimate.
 
     Layers on GPUs are left out, for which there is no measurement, and sliding windows are not regarded.
 

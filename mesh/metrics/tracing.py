@@ -28,7 +28,7 @@ def current_span() -> RequestSpan | None:
 
 
 class RequestSpan:
-    """What happens to one request, by the names of OpenTelemetry's conventions where they have one.
+    """Events of one request, by the names of OpenTelemetry's conventions where they have one.
 
     Prompts, answers and keys never go in.
 

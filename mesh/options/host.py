@@ -378,7 +378,7 @@ class HeadOptions(HostOptions, ModelOptions):
 
     @property
     def linger_s(self) -> float:
-        """How long stages wait for a new head after a crash; 0 for not at all."""
+        """Time for which stages wait for a new head after a crash; 0 for not at all."""
         # Elsewhere nothing outlives its head.
         if sys.platform != "linux":
             return 0.0

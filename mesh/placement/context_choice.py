@@ -206,7 +206,7 @@ class _Bounds:
         return None
 
     def larger(self, ctx_size: int, larger: int) -> LargerContext:
-        """What another context would take besides one of `ctx_size` positions."""
+        """Memory of another context besides one of `ctx_size` positions."""
         added: dict[str, int] = {}
         for now, then in zip(self.stages_with(ctx_size), self.stages_with(larger), strict=True):
             added_bytes = _everywhere(then.memory) - _everywhere(now.memory)

@@ -46,7 +46,7 @@ _TAIL_LOGITS: Final = 3
 
 @dataclass(frozen=True)
 class Workload:
-    """What stages hold besides weights.
+    """Contents of stages besides weights.
 
     Attributes:
         ctx_size: Positions of one session.
@@ -88,7 +88,7 @@ class StageSizes:
 
     Attributes:
         model: Facts of the model.
-        workload: What stages hold besides weights.
+        workload: Contents of stages besides weights.
         only_cuts: First layers of the stages if they are fixed, 0 left out; None for all allowed cuts.
     """
 

@@ -21,9 +21,9 @@ from mesh.cluster.membership_server import MembershipServer, MembershipService, 
 from mesh.cluster.port_plan import own_ports, plan_ports
 from mesh.cluster.ray_driver import RayDriver
 from mesh.cluster.ray_node import MOST_STARTS, RayNode, RayNodeConfig, new_ray_token
-from stages.files import write_private_file
 from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import ClusterError
+from stages.files import write_private_file
 from stages.weights.fetch import FetchSource, RateLimit
 
 if TYPE_CHECKING:

@@ -49,7 +49,7 @@ _WIRES: Final = frozenset(map(str, HiddenType))
 
 
 def ring_fault(stages: Sequence[SavedStage], num_layers: int) -> str | None:
-    """Why recorded stages are no whole ring; None if they are one.
+    """Reason why recorded stages are no whole ring; None if they are one.
 
     A ring is whole if its stages, in their order, hold each layer of the model once, in processes of their
     own that serve, with sessions of one length.

@@ -16,8 +16,8 @@ import structlog
 from mesh.cluster.admission import Admissions, new_secret
 from mesh.cluster.certificates import Certificate, make_certificate
 from mesh.cluster.join_token import JoinToken
-from stages.files import locked, write_private_file
 from spanmesh_proto.errors import ClusterError
+from stages.files import locked, write_private_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -26,10 +26,10 @@ from mesh.cluster.join_token import JoinToken
 from mesh.cluster.ray_node import RayNodeRecord  # noqa: TC001 - read by pydantic
 from mesh.options.model import LoadRequest
 from mesh.serve.head_identity import HeadIdentity
-from stages.files import locked, write_private_file
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError, InvalidRequest
 from stages.cancellable_work import CancellableWork
+from stages.files import locked, write_private_file
 from stages.gguf.reader import part_paths
 from stages.user_folders import user_folder
 from stages.weights.hashing import stamps_of

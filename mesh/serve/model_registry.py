@@ -459,7 +459,7 @@ async def _drained(model: ServedModel | EmbeddingModel, wait_s: float) -> int:
 
 
 def _context_text(model: ServedModel | EmbeddingModel) -> str | None:
-    """How the context was chosen; None where it was given, or there is none."""
+    """Choice of the context; None where it was given, or there is none."""
     context = None if isinstance(model, EmbeddingModel) else model.state.context
     return None if context is None else str(context)
 

@@ -235,7 +235,7 @@ class InitialPlacement:
         return self._with_context(ordered.plan, hosts, is_time_up)
 
     async def wires(self, chosen: Plan) -> tuple[HiddenType, ...]:
-        """How each stage's hidden states travel; `--wire auto` measures the links for it."""
+        """Wire type of each stage's hidden states; `--wire auto` measures the links for it."""
         if self._options.hidden_type is not None:
             return (self._options.hidden_type,) * len(chosen.stages)
         if len({stage.host for stage in chosen.stages}) == 1:

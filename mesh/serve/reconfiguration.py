@@ -46,7 +46,7 @@ log = structlog.get_logger()
 
 
 class Maker(Protocol):
-    """What makes the stages of a model; see `mesh.serve.stage_factory.StageMaker`."""
+    """Maker of a model's stages; see `mesh.serve.stage_factory.StageMaker`."""
 
     async def describe(self, stages: Iterable[tuple[str, LayerRange]]) -> None:
         """Prepare what hosts fetch for stages, by host name and layers."""

@@ -84,7 +84,7 @@ class ParameterSchemas:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a schema tells about values.
+    """Facts of a schema about values.
 
     Attributes:
         types: Types that they may have; all of them where the schema does not tell.
@@ -115,7 +115,7 @@ class _Gathering:
         self._texts: set[str] = set()
 
     def kind(self, schema: Any) -> _Kind:
-        """What the schema of a value tells; nothing where it is too large."""
+        """Facts of a value's schema; none where it is too large."""
         try:
             types = self._types(schema, 0)
         except _TooLarge:

@@ -104,7 +104,7 @@ class Ending(Enum):
     """Ending of a prompt."""
 
     ANSWER = auto()
-    """Where the assistant's answer begins."""
+    """Position where the assistant's answer begins."""
     MESSAGES = auto()
     """Behind the last message."""
     CONTINUED = auto()

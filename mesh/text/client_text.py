@@ -105,7 +105,7 @@ class Marking:
         return text if str.isascii(text) else str.translate(text, self._originals)
 
     def recognised(self, value: Any) -> Any:
-        """What a template computed: as a client's text again if it holds one."""
+        """Result of a template: as a client's text again if it holds one."""
         if type(value) is str and not value.isascii() and _STAND_IN.search(value) is not None:
             return ClientText(value, self.unmarked(value), self)
         return value

@@ -42,7 +42,7 @@ class Repair(Flag):
     SPLIT_CALLS = auto()
     """A message of several calls becomes messages of one call, each followed by its results."""
     FOLD_AFTER_RESULTS = auto()
-    """What the user says directly behind a result becomes a part of the result."""
+    """Append what the user says directly behind a result to the result."""
     JOIN_NEIGHBOURS = auto()
     """Neighbouring messages of the user become one, and so do those of the assistant."""
     SHORT_IDS = auto()
@@ -256,7 +256,7 @@ def _results(turn: Messages) -> Messages:
 
 
 def _others(turn: Messages) -> Messages:
-    """What is neither the turn's first message nor a result."""
+    """Messages of the turn besides its first one and results."""
     return [message for message in turn[1:] if message["role"] != "tool"]
 
 

@@ -220,7 +220,7 @@ class TaggedArguments:
         at_end: bool,
         is_behind_value: bool = False,
     ) -> Generator[None, str, bool]:
-        """What a probe of the characters ahead finds.
+        """Result of a probe of the characters ahead.
 
         Args:
             probe: Takes characters, which are put back.

@@ -37,7 +37,7 @@ def problems_of(
     tokenizer: Tokenizer,
     prompt_ids: Callable[[str], array[int]],
 ) -> list[Problem]:
-    """What is wrong with a chat template and a vocabulary, each with `event` and what it is about.
+    """Faults of a chat template and a vocabulary, each with `event` and its subject.
 
     A file that says something wrong of itself is served all the same: its answers are worse, and the operator
     should know why.

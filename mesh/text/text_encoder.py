@@ -183,7 +183,7 @@ class _Finder:
         self._pattern = re.compile(alternatives(self._by_name)) if self._by_name else None
 
     def places(self, text: str) -> Iterator[int]:
-        """Where names begin."""
+        """Positions where names begin."""
         if self._pattern is not None:
             for found in self._pattern.finditer(text):
                 yield found.start()

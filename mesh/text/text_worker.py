@@ -38,7 +38,7 @@ _MOST_CALLS: Final = 10_000
 
 
 class ModelTexts:
-    """What a model's texts are computed with.
+    """Vocabulary and templates of a model.
 
     Args:
         model: The model.

@@ -133,12 +133,11 @@ def stream_completion(
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    asked = {"json": streamed, "headers": headers, "timeout": timeout_s}
     events = EventStream()
     try:
         with (
-            httpx.Client(verify=authorities_for(url), trust_env=False) as client,
-            client.stream("POST", url, **asked) as response,
+            httpx.Client(verify=authorities_for(url), trust_env=False, timeout=timeout_s) as client,
+            client.stream("POST", url, json=streamed, headers=headers) as response,
         ):
             if response.status_code != 200:
                 refusal = f"the server answered {response.status_code}: {error_message(response.read())}"

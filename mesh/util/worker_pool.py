@@ -88,7 +88,7 @@ class _Job:
 
     @property
     def lane(self) -> _Lane:
-        """Where it waits."""
+        """Its queue."""
         return self.client, len(self.header) + len(self.payload) > SHORT_BYTES
 
 

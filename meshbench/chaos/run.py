@@ -89,11 +89,11 @@ class _Run:
 
     def __init__(self, options: ChaosOptions, checkout: Path | None = None) -> None:
         self._options = options
-        self._checkout = checkout
+        self.checkout = checkout
         self._keep = FirstFailure(options.output)
-        self._scenarios: list[Scenario] = []
+        self.scenarios: list[Scenario] = []
         self._checks: list[Check] = []
-        self._failures: list[str] = []
+        self.failures: list[str] = []
         self._compared: list[Line] = []
         self._started_s = time.monotonic()
 
@@ -114,22 +114,22 @@ class _Run:
     @property
     def is_interrupted(self) -> bool:
         """Whether a scenario was."""
-        return any(scenario.is_interrupted for scenario in self._scenarios)
+        return any(scenario.is_interrupted for scenario in self.scenarios)
 
     def compare(self, other: _Run) -> None:
         """Hold the clients' pauses against those of another checkout at the same faults."""
-        assert other._checkout is not None  # noqa: S101 - compared with another one
-        name = f"the mesh of {other._checkout.name}"
-        self._failures += [f"{name}: {failure}" for failure in other._failures]
-        theirs = {scenario.name: scenario for scenario in other._scenarios}
-        for own in self._scenarios:
+        assert other.checkout is not None  # noqa: S101 - compared with another one
+        name = f"the mesh of {other.checkout.name}"
+        self.failures += [f"{name}: {failure}" for failure in other.failures]
+        theirs = {scenario.name: scenario for scenario in other.scenarios}
+        for own in self.scenarios:
             if own.name in theirs:
                 self._compared += pause_lines(own, theirs[own.name], name)
 
     def note(self, failure: str) -> None:
         """Record in the report that something failed."""
         log.warning("not_done", reason=failure)
-        self._failures.append(failure)
+        self.failures.append(failure)
 
     def report(self) -> Report:
         """Report of the results."""
@@ -158,9 +158,9 @@ class _Run:
         }
         return Report(
             circumstances,
-            tuple(self._scenarios),
+            tuple(self.scenarios),
             tuple(self._checks),
-            tuple(self._failures),
+            tuple(self.failures),
             tuple(self._compared),
         )
 
@@ -175,7 +175,7 @@ class _Run:
             memory_bytes = int(least_memory_bytes(facts, workload, options.num_stages) * _ROOM)
             join_options = ("--memory", str(memory_bytes))
         with ExitStack() as stack:
-            kind = "no-room" if is_tight else "mesh" if self._checkout is None else "against"
+            kind = "no-room" if is_tight else "mesh" if self.checkout is None else "against"
             logs = stack.enter_context(logs_folder(options.logs)) / kind
             logs.mkdir(exist_ok=True)
             shared = [logs, options.model.resolve().parent]
@@ -193,7 +193,7 @@ class _Run:
                 num_threads=options.num_threads,
                 options=[*serve, *options.serve_options],
                 join_options=join_options,
-                checkout=self._checkout,
+                checkout=self.checkout,
             )
             stack.callback(mesh.kill)
             mesh.start()
@@ -207,7 +207,7 @@ class _Run:
         log.info("scenario", name=name)
         begun_s = time.perf_counter()
         scenario = _SCENARIOS[name](bed, self._keep)
-        self._scenarios.append(scenario)
+        self.scenarios.append(scenario)
         for line in scenario.lines:
             log.info("line", title=line.title, measured=line.measured, bound=line.bound, verdict=line.verdict)
         if name == "faults":

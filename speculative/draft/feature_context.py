@@ -57,7 +57,7 @@ class GraphTap(Protocol):
         """Set the tensor behind which a graph ends; one without it runs to its end. Nothing is copied."""
 
     def rows(self) -> NDArray[np.float32] | None:
-        """What was copied since `copy`, float32 (rows, width); None if the graph had no such tensor."""
+        """Rows copied since `copy`, float32 (rows, width); None if the graph had no such tensor."""
 
 
 class _Batch:

@@ -45,7 +45,7 @@ class MakeContext(Protocol[Context]):
 
 @dataclass(frozen=True)
 class ProcessSetup:
-    """What the process of a context needs besides the context.
+    """Needs of a context's process besides the context.
 
     Attributes:
         prepare: Called first in the process; picklable.
@@ -58,7 +58,7 @@ class ProcessSetup:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """What is asked of a context without computing."""
+    """Facts of a context, asked for without computing."""
 
     end_tokens: frozenset[int]
     width: int
@@ -198,7 +198,7 @@ class IsolatedContext:
         return True
 
     def _reply(self) -> Any:
-        """What the process answers.
+        """Answer of the process.
 
         Raises:
             DraftUnusable: If it says so, or ended, or does not heed an abort.

@@ -75,7 +75,7 @@ class FreeSlot(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """What a free slot holds.
+    """Content of a free slot.
 
     Attributes:
         tokens: Tokens of its rows.

@@ -76,7 +76,7 @@ def _certify(
     folder: Path,
     report: Callable[[int, int], None],
 ) -> EquivalenceReport:
-    """What the process does."""
+    """Work of the process."""
     output = os.open(folder / _OUTPUT, os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -93,7 +93,7 @@ class ReferenceDecode:
 
 @dataclass(frozen=True)
 class ReferencePlan:
-    """What is computed.
+    """Computed rows.
 
     Attributes:
         n_prompt: Rows of the prefill.
@@ -162,7 +162,7 @@ def run_whole(source: SourceModel, plan: ReferencePlan, cuts: tuple[int, ...]) -
 
     Args:
         source: The model.
-        plan: What is computed.
+        plan: Computed rows.
         cuts: Where hidden states are taken.
 
     Raises:

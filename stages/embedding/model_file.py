@@ -211,7 +211,7 @@ def _require_both_masks(header: GgufHeader, n_layers: int) -> None:
 
 
 def _pooling(header: GgufHeader) -> str:
-    """How the model makes one vector of a text.
+    """Pooling of a text's rows to one vector.
 
     Raises:
         InvalidModel: If it does not, with what it is for.

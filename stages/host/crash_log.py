@@ -36,7 +36,7 @@ class CrashLogReader:
     """A Ray actor that reads them, on the host where they are."""
 
     def crash_message(self, pid: int) -> str | None:
-        """Why the process with this id crashed, by its own words; None if it left none."""
+        """Reason why the process with this id crashed, by its own words; None if it left none."""
         # This process's own standard error lies beside the other's.
         folder = _stderr_folder()
         if folder is None:

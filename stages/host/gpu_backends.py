@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class BuildHost(Protocol):
-    """What a build finds on a host."""
+    """Tools for a build on a host."""
 
     @property
     def platform(self) -> str:
@@ -75,7 +75,7 @@ NEEDS: Final = {"vulkan": _VULKAN, "cuda": _CUDA, "metal": _METAL}
 
 
 def missing_for(backend: str, host: BuildHost) -> tuple[Need, ...]:
-    """What a host lacks to build a backend.
+    """Missing tools for the build of a backend.
 
     Args:
         backend: One of `NEEDS`.

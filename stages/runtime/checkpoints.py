@@ -164,7 +164,7 @@ def write_sequence(context: Any, slot: int, saved: NDArray[np.uint8]) -> bool:
 
 
 def without_part(saved: NDArray[np.uint8], part: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """What was saved of a sequence, without the part that `StateCheckpoints.read` returns.
+    """Saved state of a sequence, without the part that `StateCheckpoints.read` returns.
 
     Raises:
         UncuttableModel: If that is not at its end.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was measured of a backend.
+    """Measurements of a backend.
 
     Attributes:
         is_exact: Whether its rows do not depend on their batch.
@@ -49,7 +49,7 @@ def backend_of(device: str) -> str:
 
 
 def verdict_on(device: str) -> Verdict:
-    """What was measured of a device's backend.
+    """Measurements of a device's backend.
 
     Args:
         device: llama.cpp's name of it.
@@ -58,6 +58,6 @@ def verdict_on(device: str) -> Verdict:
 
 
 def exact_reasons(devices: Iterable[str]) -> str:
-    """Why these devices do not compute in exact mode, one reason for each backend."""
+    """Reasons why these devices do not compute in exact mode, one for each backend."""
     reasons = {backend_of(device): verdict_on(device) for device in devices}
     return "; ".join(f"{name}: {verdict.reason}" for name, verdict in reasons.items() if not verdict.is_exact)

@@ -285,7 +285,7 @@ class TensorTap:
         self._struct.wanted = name.encode()
 
     def rows(self) -> NDArray[np.float32] | None:
-        """What was copied since `copy`, float32 (rows, width); None if the graph had no such tensor."""
+        """Rows copied since `copy`, float32 (rows, width); None if the graph had no such tensor."""
         num_rows = self._feature[0].filled_bytes // (4 * self._width)
         return self._rows[:num_rows].copy() if num_rows else None
 

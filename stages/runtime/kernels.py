@@ -35,7 +35,7 @@ def loaded_kernels() -> ctypes.CDLL | None:
 
 
 def attention_version(kernels: ctypes.CDLL | None) -> int:
-    """What computes attention on this processor.
+    """Kernels of attention on this processor.
 
     0 is ggml's own kernel, whose bits for a lone row depend on threads and padding. Otherwise it is that of
     `stages/attention/`: its operations in hundreds, and the numbers in one of its vectors. Where that is
@@ -49,7 +49,7 @@ def attention_version(kernels: ctypes.CDLL | None) -> int:
 
 
 def attention_name(version: int) -> str:
-    """What computes attention, for display.
+    """Kernels of attention, for display.
 
     Args:
         version: See `attention_version`.

@@ -334,7 +334,7 @@ def _positions(cache: _Cache) -> NDArray[np.int32]:
 
 
 def without_head(saved: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """What llama.cpp saves of a sequence, without what it begins with."""
+    """State that llama.cpp saves of a sequence, without its head."""
     return saved[_HEAD_BYTES:]
 
 

@@ -109,13 +109,13 @@ class StageConfig:
 
     @property
     def content(self) -> StageContent:
-        """What it makes a stage load."""
+        """Request by which a stage loads it."""
         return StageContent(self.layers, self.sha256, self.whole is not None, self.options, self.memory)
 
 
 @dataclass(frozen=True)
 class StageContent:
-    """What a stage has loaded.
+    """Facts of a loaded stage.
 
     Attributes:
         layers: Its layers.
@@ -172,14 +172,14 @@ class StageProgress:
 
 
 class LoadedModel(Protocol):
-    """What llama.cpp loaded."""
+    """The loaded model of llama.cpp."""
 
     def close(self) -> None:
         """Free its memory."""
 
 
 class ModelService(Protocol):
-    """What serves a loaded model over gRPC, and frees it."""
+    """Serves a loaded model over gRPC, and frees it."""
 
     @property
     def key_check(self) -> KeyCheck:
@@ -284,7 +284,7 @@ class ModelActor:
         return self._progress
 
     async def content(self) -> StageContent | None:
-        """What it has loaded, for a head that takes it over; None before that."""
+        """Facts of its loaded stage, for a head that takes it over; None before that."""
         self._last_call_s = time.monotonic()
         return self._config.content if self._progress.phase == "ready" else None
 

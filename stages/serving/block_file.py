@@ -74,7 +74,7 @@ class BlockLabel:
 
 
 class DamagedBlock(ValueError):
-    """Why a file is not used; never reaches a peer."""
+    """Reason why a file is not used; never reaches a peer."""
 
 
 def file_bytes(block: RowsBlock) -> int:

@@ -309,7 +309,7 @@ class KvSlots:
         return is_held and self._runtime.can_go_back(slot, num_cached)
 
     def _lack(self, slot: int, cached: Sequence[int]) -> str:
-        """Why a session cannot begin with these tokens of a slot, for a message."""
+        """Reason why a session cannot begin with these tokens of a slot, for a message."""
         num_same = self._tokens.num_same(slot, 0, cached)
         if num_same < len(cached):
             return f"has only the first {num_same} of them"
@@ -391,7 +391,7 @@ class KvSlots:
     def _return_point(
         self, slot: int, cached: Sequence[int], num_resumed: int, sent_row_bytes: int
     ) -> int | None:
-        """How many positions of a slot a session goes on from: as many as may be the session's.
+        """Number of a slot's positions that a session goes on from: as many as may be the session's.
 
         With recurrent state that is the latest point to which the slot can go back, and before which no row
         has to be computed: what was sent for the others has to be there. None if the slot holds other tokens

@@ -350,7 +350,7 @@ class StageEngine:
         )
 
     def activity(self) -> wire.Activity:
-        """What the stage computes now, and what it has sent on."""
+        """Windows that the stage computes now, and those that it has sent on."""
         under_way = self._worker.under_way
         age_us = 0 if under_way is None else max(1, monotonic_us() - under_way.since_us)
         return wire.Activity(

@@ -55,7 +55,7 @@ class WorkerCounts:
 
 
 class UnderWay(NamedTuple):
-    """What is being computed.
+    """The computation under way.
 
     Attributes:
         since_us: When it began.

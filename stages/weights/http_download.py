@@ -112,11 +112,13 @@ def open_range(url: str, start: int, count: int) -> Iterator[Iterator[bytes]]:
     headers = {"Range": f"bytes={start}-{start + count - 1}", "Accept-Encoding": "identity"}
     token = _token()
     if token and url.startswith(f"{endpoint()}/"):
-        # httpx leaves it out behind a redirect: that is another server, with credentials of its own in the URL.
+        # httpx leaves it out behind a redirect: the other server has credentials of its own in the URL.
         headers["Authorization"] = f"Bearer {token}"
-    settings = {"verify": system_authorities(), "timeout": _TIMEOUT_S, "follow_redirects": True}
     try:
-        with httpx.stream("GET", url, headers=headers, **settings) as answer:
+        with (
+            httpx.Client(verify=system_authorities(), timeout=_TIMEOUT_S, follow_redirects=True) as client,
+            client.stream("GET", url, headers=headers) as answer,
+        ):
             if answer.is_error:
                 raise refusal(url, answer.status_code, answer.headers.get("Retry-After"))
             if answer.status_code != httpx.codes.PARTIAL_CONTENT:

@@ -58,7 +58,7 @@ class ToolResultBlock(StrictBody):
 
     @property
     def text(self) -> str:
-        """What the model is shown."""
+        """Text for the model."""
         parts = self.content or ""
         text = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
         return f"Error: {text}" if self.is_error and not text.startswith("Error") else text
@@ -111,14 +111,14 @@ class SystemTurn(StrictBody):
 
 
 class UserTurn(StrictBody):
-    """What the user says, and results of calls."""
+    """Texts of the user, and results of calls."""
 
     role: Literal["user"]
     content: str | Annotated[list[TextBlock | ToolResultBlock], Field(min_length=1)]
 
 
 class AssistantTurn(StrictBody):
-    """What the model said."""
+    """An answer of the model."""
 
     role: Literal["assistant"]
     content: str | list[TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock]
@@ -240,7 +240,7 @@ def parse_stops(value: Any) -> tuple[str, ...]:
 
 
 class ConversationParams(StrictBody):
-    """What makes the prompt."""
+    """Fields that make the prompt."""
 
     model: str | None = None
     messages: Annotated[list[Any], PlainValidator(parse_turns, json_schema_input_type=Turns)]

@@ -77,7 +77,7 @@ ResultParts = Annotated[str, PlainValidator(parse_result, json_schema_input_type
 
 
 class MessageItem(StrictBody):
-    """What somebody said. `type` may be left out."""
+    """A message. `type` may be left out."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -95,7 +95,7 @@ class FunctionCallItem(StrictBody):
 
 
 class FunctionCallOutputItem(StrictBody):
-    """What a call came to."""
+    """Result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -110,7 +110,7 @@ class ReasoningText(StrictBody):
 
 
 class ReasoningItem(StrictBody):
-    """What the model wrote for itself; a summary alone, or an encrypted text, says nothing here."""
+    """Reasoning of the model; a summary alone, or an encrypted text, says nothing here."""
 
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = None
@@ -291,14 +291,14 @@ class AllowedResponsesTools(StrictBody):
 
 
 class ReasoningBody(StrictBody):
-    """How much the model is to think, for templates that ask."""
+    """Reasoning effort, for templates that ask."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class TextFormat(StrictBody):
-    """What form the text must have; OpenAI's `strict` makes no difference, as answers always keep to it."""
+    """Form of the text; OpenAI's `strict` makes no difference, as answers always keep to it."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -307,7 +307,7 @@ class TextFormat(StrictBody):
 
 
 class TextBody(StrictBody):
-    """How the text is to be."""
+    """Form and length of the text."""
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -385,6 +385,6 @@ class ResponsesBody(GenerationBody):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """How many likeliest tokens to report beside each token's logprob; None reports nothing."""
+        """Number of likeliest tokens to report beside each token's logprob; None reports nothing."""
         wanted = self.top_logprobs is not None or WANTS_LOGPROBS in (self.include or ())
         return self.top_logprobs or 0 if wanted else None

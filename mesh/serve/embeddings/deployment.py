@@ -305,7 +305,7 @@ class EmbeddingDeployment:
         self._announce("serving")
 
     def _final(self, error: MeshError) -> MeshError | None:
-        """Why no host can load the model now, if an attempt showed that; None if another may do."""
+        """Reason why no host can load the model now, if an attempt showed that; None if another may do."""
         if isinstance(error, (ModelDoesNotFit, NotEnoughHosts)):
             # Hosts that could not load the file may have been left out.
             return self._refused or error

@@ -82,10 +82,10 @@ class Room(Protocol):
     """Memory of the hosts; see `mesh.serve.on_demand.room.RoomCheck`."""
 
     def layout(self) -> object:
-        """What answers depend on."""
+        """State that answers depend on."""
 
     async def shortage(self, load_request: LoadRequest, gone: Collection[str]) -> MeshError | None:
-        """Why a model does not fit once others are unloaded; None if it fits."""
+        """Reason why a model does not fit once others are unloaded; None if it fits."""
 
 
 @dataclass(eq=False)

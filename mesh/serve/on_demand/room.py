@@ -43,7 +43,7 @@ class RoomCheck:
         self._checked: tuple[object, Preflight] | None = None
 
     def layout(self) -> object:
-        """What answers depend on: they hold as long as this is equal."""
+        """State that answers depend on: they hold as long as it is equal."""
         return (
             tuple((member.ray_node_name, member.facts) for member in self._head.members.ready),
             tuple(
@@ -59,7 +59,7 @@ class RoomCheck:
         )
 
     async def shortage(self, load_request: LoadRequest, gone: Collection[str]) -> MeshError | None:
-        """Why a model does not fit, with the memory that is missing; None if it fits.
+        """Reason why a model does not fit, with the memory that is missing; None if it fits.
 
         Args:
             load_request: Options of the model.

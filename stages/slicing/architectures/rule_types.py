@@ -96,7 +96,7 @@ class Entry:
     needs_embedding: bool = False
 
     def rules(self, header: GgufHeader) -> tuple[Rule, ...]:
-        """What is unusual about it, for people."""
+        """Its peculiarities, for display."""
         inlet, streams = self.inlet(header), self.streams(header)
         unusual = (
             (inlet is not None, f"enters at {inlet}", "hidden states replace this tensor"),
@@ -160,7 +160,7 @@ class Family:
     per_layer_parts: Mapping[str, int] = field(default_factory=dict)
 
     def derived(self, header: GgufHeader, layers: LayerRange) -> Mapping[str, Value | None]:
-        """What the rules say of a stage's metadata, None for what is left out."""
+        """Metadata of a stage by the rules, None for what is left out."""
         return dict(item for rule in self.rules for item in rule.derived(header, layers).items())
 
     def refused(self, header: GgufHeader) -> Mapping[int, str]:
@@ -172,7 +172,7 @@ class Family:
         return _first_reasons(rule.refused_lengths(header) for rule in self.rules)
 
     def blanks(self, header: GgufHeader, layers: LayerRange) -> Blanks:
-        """What layers a stage's file needs besides its own."""
+        """Layers that a stage's file needs besides its own."""
         return functools.reduce(
             Blanks.__or__, (rule.blanks(header, layers) for rule in self.rules), NO_BLANKS
         )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Bare(Enum):
-    """What becomes of a stage in which no layer has a window.
+    """Rule for a stage in which no layer has a window.
 
     Attributes:
         SWITCHED_OFF: The window's size is 0, which means no windows.

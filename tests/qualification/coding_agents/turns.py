@@ -16,9 +16,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final
 
 from mesh.api.api_keys import KeyRecord, add_key, digest_of
-from stages.files import write_private_file
 from meshbench.lab.host import Host
 from meshbench.lab.systems import COMMAND, health_watcher, wait_until
+from stages.files import write_private_file
 from tests.qualification.coding_agents.engines import COPY, NOTE, note_text
 from tests.qualification.coding_agents.npm_install import programs_folder
 from tests.qualification.coding_agents.recording import read_recording
