@@ -35,6 +35,28 @@ from stages.weights.disk_cache import default_root
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+_GIB: Final = 2**30
+# Less leaves no room for a useful stage.
+_LITTLE_MEMORY_BYTES: Final = _GIB
+_LITTLE_DISK_BYTES: Final = 2 * _GIB
+_GPU_KINDS: Final = frozenset({"gpu", "integrated gpu"})
+# Versions that must agree, and the effect if they do not.
+_MUST_AGREE: Final = {
+    "spanmesh": "install the same spanmesh on both",
+    "protocol": "install the same spanmesh on both",
+    "ray": "install the same ray on both: pip install -c constraints.txt ray",
+    "python": "use the same minor version of Python on both",
+}
+_MB: Final = 10**6
+# From here logs and limits per minute become confusing; from there certificates of hosts end too early.
+_CLOCK_WARN_MS: Final = 2_000.0
+_CLOCK_FAIL_MS: Final = 10 * 86_400_000.0
+_MINUTE_MS: Final = 60_000.0
+_REPORT_TIMEOUT_S: Final = 120.0
+_CONNECT_TIMEOUT_S: Final = 2.0
+# Of Linux; of IPv6 as well.
+_OUTGOING_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
 
 class Outcome(StrEnum):
     """Outcome of a check."""
@@ -91,20 +113,6 @@ def fail(where: str, what: str, detail: str, fix: str) -> Check:
 def exit_code(checks: Iterable[Check]) -> int:
     """1 if anything failed."""
     return int(any(check.outcome is Outcome.FAIL for check in checks))
-
-
-_GIB: Final = 2**30
-# Less leaves no room for a useful stage.
-_LITTLE_MEMORY_BYTES: Final = _GIB
-_LITTLE_DISK_BYTES: Final = 2 * _GIB
-_GPU_KINDS: Final = frozenset({"gpu", "integrated gpu"})
-# Versions that must agree, and the effect if they do not.
-_MUST_AGREE: Final = {
-    "spanmesh": "install the same spanmesh on both",
-    "protocol": "install the same spanmesh on both",
-    "ray": "install the same ray on both: pip install -c constraints.txt ray",
-    "python": "use the same minor version of Python on both",
-}
 
 
 def host_checks(where: str, report: Mapping[str, Any]) -> Iterator[Check]:
@@ -259,13 +267,6 @@ def _files(where: str, files: Mapping[str, bool | None]) -> Iterator[Check]:
             yield ok(where, name, "matches its hash")
 
 
-_MB: Final = 10**6
-# From here logs and limits per minute become confusing; from there certificates of hosts end too early.
-_CLOCK_WARN_MS: Final = 2_000.0
-_CLOCK_FAIL_MS: Final = 10 * 86_400_000.0
-_MINUTE_MS: Final = 60_000.0
-
-
 def mesh_checks(
     status: Mapping[str, Any], links: Mapping[str, Any], hosts: Sequence[Mapping[str, Any]]
 ) -> Iterator[Check]:
@@ -395,12 +396,6 @@ def _order(links: Mapping[str, Any]) -> Iterator[Check]:
                 f"{wire['row_compute_ms']:.1f} ms at a stage",
                 f"serve with --wire {wire['proposed']}",
             )
-
-
-_REPORT_TIMEOUT_S: Final = 120.0
-_CONNECT_TIMEOUT_S: Final = 2.0
-# Of Linux; of IPv6 as well.
-_OUTGOING_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def this_host_checks(

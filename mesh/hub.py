@@ -25,13 +25,27 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-
 _PART: Final = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})")
 # The default of llama.cpp's own commands.
 _USUAL: Final = "Q4_K_M"
 # Files beside models that are none.
 _NO_MODEL: Final = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 _QUANT: Final = re.compile(r"(?:^|[-._/])((?:I?Q[0-9]|TQ[0-9]|BF16|F16|F32|MXFP4)[A-Z0-9_]*)", re.IGNORECASE)
+PREFIX: Final = "hf:"
+# The hub's own rule; folders here use the name, too.
+_NAME: Final = r"(?![A-Za-z0-9_.-]*(?:\.\.|--))[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
+_REFERENCE: Final = re.compile(
+    rf"hf:(?P<repo>{_NAME}/{_NAME})(?:@(?P<revision>[^:@\s]+))?(?::(?P<wanted>[\w./-]+))?"
+)
+# git's commit ids, by SHA-1 or SHA-256. Folders here use them as names.
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_TIMEOUT_S: Final = 20.0
+_MOST_TRIES: Final = 4
+_FIRST_PAUSE_S: Final = 0.5
+_MOST_PAUSE_S: Final = 30.0
+_KNOWN: Final = "known.json"
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -47,6 +61,80 @@ class RepoFile:
     name: str
     size_bytes: int
     sha256: str | None
+
+
+@dataclass(frozen=True)
+class HubReference:
+    """A model at the hub.
+
+    Attributes:
+        repo: `org/repo`.
+        revision: Branch, tag or commit.
+        wanted: Quantisation, or the file's name; None if the repository has only one model.
+    """
+
+    repo: str
+    revision: str = "main"
+    wanted: str | None = None
+
+    def __str__(self) -> str:
+        revision = "" if self.revision == "main" else f"@{self.revision}"
+        return f"{PREFIX}{self.repo}{revision}" + (f":{self.wanted}" if self.wanted else "")
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository at one commit.
+
+    Attributes:
+        repo: `org/repo`.
+        commit: Its hash, hex; the files of a commit do not change.
+        files: Its files.
+    """
+
+    repo: str
+    commit: str
+    files: tuple[RepoFile, ...]
+
+    def url(self, file: RepoFile) -> str:
+        """URL of a file."""
+        from huggingface_hub import hf_hub_url  # noqa: PLC0415 - an extra
+
+        return str(hf_hub_url(self.repo, file.name, revision=self.commit, endpoint=endpoint()))
+
+
+@dataclass(frozen=True)
+class PulledModel:
+    """A model of the hub on this disk.
+
+    Attributes:
+        path: Its first file.
+        hub: All its files at the hub.
+    """
+
+    path: Path
+    hub: tuple[HubFile, ...]
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """A cached model of the hub.
+
+    Attributes:
+        name: `hf:org/repo@COMMIT:NAME`, the commit by its beginning.
+        folder: Folder of its commit.
+        paths: Its files.
+        size_bytes: Their size.
+        used_at_s: When it was last pulled or served, Unix seconds.
+        is_whole: Whether all of its files are complete.
+    """
+
+    name: str
+    folder: Path
+    paths: tuple[Path, ...]
+    size_bytes: int
+    used_at_s: float
+    is_whole: bool
 
 
 def choose(reference: HubReference, files: Sequence[RepoFile]) -> tuple[RepoFile, ...]:
@@ -121,33 +209,6 @@ def _parts(reference: HubReference, name: str, files: list[RepoFile]) -> tuple[R
     return tuple(by_name[part] for part in parts)
 
 
-PREFIX: Final = "hf:"
-# The hub's own rule; folders here use the name, too.
-_NAME: Final = r"(?![A-Za-z0-9_.-]*(?:\.\.|--))[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
-_REFERENCE: Final = re.compile(
-    rf"hf:(?P<repo>{_NAME}/{_NAME})(?:@(?P<revision>[^:@\s]+))?(?::(?P<wanted>[\w./-]+))?"
-)
-
-
-@dataclass(frozen=True)
-class HubReference:
-    """A model at the hub.
-
-    Attributes:
-        repo: `org/repo`.
-        revision: Branch, tag or commit.
-        wanted: Quantisation, or the file's name; None if the repository has only one model.
-    """
-
-    repo: str
-    revision: str = "main"
-    wanted: str | None = None
-
-    def __str__(self) -> str:
-        revision = "" if self.revision == "main" else f"@{self.revision}"
-        return f"{PREFIX}{self.repo}{revision}" + (f":{self.wanted}" if self.wanted else "")
-
-
 def is_reference(text: str) -> bool:
     """Whether an argument names a model of the hub, not a file."""
     return text.startswith(PREFIX)
@@ -163,35 +224,6 @@ def parse_reference(text: str) -> HubReference:
     if match is None:
         raise ModelError(f"{text!r} is not a model at the hub; write it like hf:org/repo:Q4_K_M")
     return HubReference(match["repo"], match["revision"] or "main", match["wanted"])
-
-
-# git's commit ids, by SHA-1 or SHA-256. Folders here use them as names.
-_COMMIT: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-_TIMEOUT_S: Final = 20.0
-_MOST_TRIES: Final = 4
-_FIRST_PAUSE_S: Final = 0.5
-_MOST_PAUSE_S: Final = 30.0
-
-
-@dataclass(frozen=True)
-class Repository:
-    """A repository at one commit.
-
-    Attributes:
-        repo: `org/repo`.
-        commit: Its hash, hex; the files of a commit do not change.
-        files: Its files.
-    """
-
-    repo: str
-    commit: str
-    files: tuple[RepoFile, ...]
-
-    def url(self, file: RepoFile) -> str:
-        """URL of a file."""
-        from huggingface_hub import hf_hub_url  # noqa: PLC0415 - an extra
-
-        return str(hf_hub_url(self.repo, file.name, revision=self.commit, endpoint=endpoint()))
 
 
 def read_repository(reference: HubReference, *, sleep: Callable[[float], None] = time.sleep) -> Repository:
@@ -218,98 +250,10 @@ def read_repository(reference: HubReference, *, sleep: Callable[[float], None] =
     raise AssertionError("the last try returns or raises")
 
 
-def _read(reference: HubReference) -> Repository:
-    try:
-        import httpx2  # noqa: PLC0415 - comes with the extra
-        from huggingface_hub import HfApi  # noqa: PLC0415 - an extra
-        from huggingface_hub.errors import (  # noqa: PLC0415
-            HfHubHTTPError,
-            HFValidationError,
-            OfflineModeIsEnabled,
-        )
-    except ImportError:
-        raise ClusterError(
-            "models from the hub need the package huggingface_hub: pip install 'spanmesh[hub]'"
-        ) from None
-    try:
-        info = HfApi(endpoint=endpoint()).model_info(
-            reference.repo, revision=reference.revision, files_metadata=True, timeout=_TIMEOUT_S
-        )
-    except HfHubHTTPError as error:
-        answer = error.response
-        raise refusal(reference.repo, answer.status_code, answer.headers.get("Retry-After")) from None
-    except OfflineModeIsEnabled:
-        raise HubUnavailable(
-            f"{reference} is at the hub, and HF_HUB_OFFLINE forbids access: unset it, or name a file"
-        ) from None
-    except (httpx2.HTTPError, OSError) as error:
-        raise TransientError(f"no answer ({error or type(error).__name__})") from None
-    except HFValidationError:
-        raise HubUnavailable(
-            f"{reference.repo!r} is not a valid repository name: check it at the hub"
-        ) from None
-    except (ValueError, KeyError, TypeError):
-        raise _no_hub() from None
-    if not _COMMIT.fullmatch(info.sha or ""):
-        raise _no_hub()
-    return Repository(reference.repo, info.sha, tuple(map(_file, info.siblings or ())))
-
-
-def _no_hub() -> HubUnavailable:
-    return HubUnavailable(
-        f"{endpoint()} does not answer like a hub: check HF_ENDPOINT, and whether a proxy or a login page "
-        "is in between"
-    )
-
-
-def _file(sibling: Any) -> RepoFile:
-    lfs = sibling.lfs
-    return RepoFile(sibling.rfilename, int(sibling.size or 0), None if lfs is None else str(lfs.sha256))
-
-
 # ::
 #
 #     models/<org>/<repo>/<commit>/…   the files, as they are called at the hub
 #     models/<org>/<repo>/known.json   what was asked for, and which commit and files that was
-log = structlog.get_logger()
-
-_KNOWN: Final = "known.json"
-
-
-@dataclass(frozen=True)
-class PulledModel:
-    """A model of the hub on this disk.
-
-    Attributes:
-        path: Its first file.
-        hub: All its files at the hub.
-    """
-
-    path: Path
-    hub: tuple[HubFile, ...]
-
-
-@dataclass(frozen=True)
-class CachedModel:
-    """A cached model of the hub.
-
-    Attributes:
-        name: `hf:org/repo@COMMIT:NAME`, the commit by its beginning.
-        folder: Folder of its commit.
-        paths: Its files.
-        size_bytes: Their size.
-        used_at_s: When it was last pulled or served, Unix seconds.
-        is_whole: Whether all of its files are complete.
-    """
-
-    name: str
-    folder: Path
-    paths: tuple[Path, ...]
-    size_bytes: int
-    used_at_s: float
-    is_whole: bool
-
-
 class HubLibrary:
     """Cache of the hub's models on this host.
 
@@ -420,6 +364,55 @@ class HubLibrary:
             return None
         paths = [self._path(repository, file) for file in files]
         return (repository, files) if all(path.is_file() for path in paths) else None
+
+
+def _read(reference: HubReference) -> Repository:
+    try:
+        import httpx2  # noqa: PLC0415 - comes with the extra
+        from huggingface_hub import HfApi  # noqa: PLC0415 - an extra
+        from huggingface_hub.errors import (  # noqa: PLC0415
+            HfHubHTTPError,
+            HFValidationError,
+            OfflineModeIsEnabled,
+        )
+    except ImportError:
+        raise ClusterError(
+            "models from the hub need the package huggingface_hub: pip install 'spanmesh[hub]'"
+        ) from None
+    try:
+        info = HfApi(endpoint=endpoint()).model_info(
+            reference.repo, revision=reference.revision, files_metadata=True, timeout=_TIMEOUT_S
+        )
+    except HfHubHTTPError as error:
+        answer = error.response
+        raise refusal(reference.repo, answer.status_code, answer.headers.get("Retry-After")) from None
+    except OfflineModeIsEnabled:
+        raise HubUnavailable(
+            f"{reference} is at the hub, and HF_HUB_OFFLINE forbids access: unset it, or name a file"
+        ) from None
+    except (httpx2.HTTPError, OSError) as error:
+        raise TransientError(f"no answer ({error or type(error).__name__})") from None
+    except HFValidationError:
+        raise HubUnavailable(
+            f"{reference.repo!r} is not a valid repository name: check it at the hub"
+        ) from None
+    except (ValueError, KeyError, TypeError):
+        raise _no_hub() from None
+    if not _COMMIT.fullmatch(info.sha or ""):
+        raise _no_hub()
+    return Repository(reference.repo, info.sha, tuple(map(_file, info.siblings or ())))
+
+
+def _no_hub() -> HubUnavailable:
+    return HubUnavailable(
+        f"{endpoint()} does not answer like a hub: check HF_ENDPOINT, and whether a proxy or a login page "
+        "is in between"
+    )
+
+
+def _file(sibling: Any) -> RepoFile:
+    lfs = sibling.lfs
+    return RepoFile(sibling.rfilename, int(sibling.size or 0), None if lfs is None else str(lfs.sha256))
 
 
 def _load(path: Path) -> dict[str, Any]:

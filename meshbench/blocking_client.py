@@ -18,7 +18,6 @@ from spanmesh_proto.errors import MeshError
 if TYPE_CHECKING:
     from meshbench.lab.network import Lab
 
-
 _TIMEOUT_S: Final = 300.0
 
 
@@ -88,6 +87,42 @@ class Answer:
         return (self.num_tokens - 1) / (self.decode_ms / 1e3)
 
 
+@dataclass(frozen=True)
+class Reply:
+    """A batch, answered.
+
+    Attributes:
+        answers: Answers in the order of the requests.
+        wall_ms: From the first request to the last answer's end.
+    """
+
+    answers: tuple[Answer, ...]
+    wall_ms: float
+
+
+class Client(LineProcess):
+    """Client on a lab host or on this machine; a context manager.
+
+    Args:
+        lab: Where; None is this machine, outside of any lab.
+        host: Index of the lab's host.
+    """
+
+    def __init__(self, lab: Lab | None, host: int = 0) -> None:
+        super().__init__(lab, host, "meshbench.blocking_client")
+
+    def ask(self, batch: Batch) -> Reply:
+        """Have a batch answered.
+
+        Raises:
+            MeshError: If a server refuses or breaks off.
+        """
+        reply = self.exchange(asdict(batch))
+        if "error" in reply:
+            raise MeshError(reply["error"])
+        return Reply(tuple(map(_answer, reply["answers"])), reply["wall_ms"])
+
+
 def chat(prompt: str, max_tokens: int, fields: dict[str, Any]) -> Ask:
     """One user message, answered greedily unless the fields say otherwise."""
     messages = [{"role": "user", "content": prompt}]
@@ -150,42 +185,6 @@ def _reply(fields: dict[str, Any]) -> dict[str, Any]:
     except MeshError as error:
         reply = {"error": error.message}
     return {**reply, "wall_ms": (time.perf_counter() - start_s) * 1e3}
-
-
-@dataclass(frozen=True)
-class Reply:
-    """A batch, answered.
-
-    Attributes:
-        answers: Answers in the order of the requests.
-        wall_ms: From the first request to the last answer's end.
-    """
-
-    answers: tuple[Answer, ...]
-    wall_ms: float
-
-
-class Client(LineProcess):
-    """Client on a lab host or on this machine; a context manager.
-
-    Args:
-        lab: Where; None is this machine, outside of any lab.
-        host: Index of the lab's host.
-    """
-
-    def __init__(self, lab: Lab | None, host: int = 0) -> None:
-        super().__init__(lab, host, "meshbench.blocking_client")
-
-    def ask(self, batch: Batch) -> Reply:
-        """Have a batch answered.
-
-        Raises:
-            MeshError: If a server refuses or breaks off.
-        """
-        reply = self.exchange(asdict(batch))
-        if "error" in reply:
-            raise MeshError(reply["error"])
-        return Reply(tuple(map(_answer, reply["answers"])), reply["wall_ms"])
 
 
 def _answer(fields: dict[str, Any]) -> Answer:

@@ -33,6 +33,39 @@ if TYPE_CHECKING:
     from mesh.engine import SpeculationMode
     from meshbench.http_client import Server
 
+# `--quick` cuts answers to this.
+_QUICK_TOKENS = 24
+_MODES: tuple[SpeculationMode, ...] = ("ngram", "draft", "auto", "replay")
+# Parameters of the hosts and of the meshes that are started on them.
+_LAB_ONLY: Final = (
+    *("preset", "delays_ms", "replay_rates", "num_threads", "draft_model", "draft_type", "exact"),
+    *("with_rpc", "against", "logs"),
+)
+_IMPORTED_WHEN_CALLED: Final = {
+    "chaos": "meshbench.chaos.cli:chaos",
+    "fuzz": "tests.qualification.fuzz.cli:fuzz",
+    "schemas": "tests.qualification.json_schema_cli:schemas",
+}
+# Acceptance tests of this program itself: a checkout has them, and an installed package has not.
+_CHECKOUT: Final = Path(__file__).parents[1]
+_QUALIFICATION: Final = "tests.qualification"
+
+
+class _BenchGroup(click.Group):
+    """Imports chaos and the acceptance tests by name, so that the benchmarks do without them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *_IMPORTED_WHEN_CALLED])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _IMPORTED_WHEN_CALLED:
+            return super().get_command(ctx, cmd_name)
+        module, _, attribute = _IMPORTED_WHEN_CALLED[cmd_name].partition(":")
+        if module.startswith(_QUALIFICATION) and not _has_qualification():
+            return _missing(cmd_name)
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
 
 @click.command()
 @head_options
@@ -65,41 +98,6 @@ def net(url: str, api_key_file: Path | None, probes: int, megabytes: int, *, is_
         print_links(found)
     if not are_measured(found):
         click.get_current_context().exit(1)
-
-
-# `--quick` cuts answers to this.
-_QUICK_TOKENS = 24
-_MODES: tuple[SpeculationMode, ...] = ("ngram", "draft", "auto", "replay")
-# Parameters of the hosts and of the meshes that are started on them.
-_LAB_ONLY: Final = (
-    *("preset", "delays_ms", "replay_rates", "num_threads", "draft_model", "draft_type", "exact"),
-    *("with_rpc", "against", "logs"),
-)
-
-_IMPORTED_WHEN_CALLED: Final = {
-    "chaos": "meshbench.chaos.cli:chaos",
-    "fuzz": "tests.qualification.fuzz.cli:fuzz",
-    "schemas": "tests.qualification.json_schema_cli:schemas",
-}
-# Acceptance tests of this program itself: a checkout has them, and an installed package has not.
-_CHECKOUT: Final = Path(__file__).parents[1]
-_QUALIFICATION: Final = "tests.qualification"
-
-
-class _BenchGroup(click.Group):
-    """Imports chaos and the acceptance tests by name, so that the benchmarks do without them."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), *_IMPORTED_WHEN_CALLED])
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _IMPORTED_WHEN_CALLED:
-            return super().get_command(ctx, cmd_name)
-        module, _, attribute = _IMPORTED_WHEN_CALLED[cmd_name].partition(":")
-        if module.startswith(_QUALIFICATION) and not _has_qualification():
-            return _missing(cmd_name)
-        command: click.Command = getattr(importlib.import_module(module), attribute)
-        return command
 
 
 def _has_qualification() -> bool:

@@ -16,8 +16,31 @@ if TYPE_CHECKING:
 
     from meshbench.http_client import EndpointName
 
-
 PATHS: Final[dict[EndpointName, str]] = {"chat": CHAT_PATH, "completions": COMPLETION_PATH}
+# Each is one token, with the space before it, in the vocabularies of the models that this was tried with.
+_TEXT: Final = """
+    able about above across after again against air all almost along also always among and animal another
+    answer any area around ask away back ball bank base because bed before began being below best better
+    between big bird black blue board boat body book both box boy bring brown build business but call came
+    can car care carry center certain change check child children city class clear close cold color come
+    common complete cost could country course cover cut dark day decide deep different direction dog done
+    door down draw drive dry during each early earth east easy eat end enough even every example eye face
+    """
+_WORDS: Final = tuple(_TEXT.split())
+# Spec-Bench's share of chat questions; its other categories are long documents or translations.
+CHAT_CATEGORIES: Final = frozenset(
+    {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+)
+BUILT_IN: Final = (
+    "Explain to a child why the sea is salty.",
+    "Write a short story about a lighthouse keeper who finds a message in a bottle.",
+    "List the steps to change a flat bicycle tyre, and say what each tool is for.",
+    "What are the main differences between a virus and a bacterium?",
+    "Write a Python function that returns the n-th Fibonacci number, and explain how it works.",
+    "Describe a walk through a forest in autumn, with all five senses.",
+    "How does compound interest work? Give an example with numbers.",
+    "Compare trains and aeroplanes for a journey of five hundred kilometres.",
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +95,21 @@ class Asking:
             **(self.extra_body or {}),
         }
         return json.dumps({name: value for name, value in fields.items() if value is not None}).encode()
+
+
+@dataclass(frozen=True)
+class SpecBenchQuestion:
+    """One line of Spec-Bench.
+
+    Attributes:
+        id: Its number, as text.
+        category: Such as `writing`.
+        prompt: Its first turn.
+    """
+
+    id: str
+    category: str
+    prompt: str
 
 
 def read_dataset(path: Path, endpoint: EndpointName) -> tuple[Prompt, ...]:
@@ -146,18 +184,6 @@ def _prompt(path: Path, number: int, line: dict[str, Any], endpoint: EndpointNam
     )
 
 
-# Each is one token, with the space before it, in the vocabularies of the models that this was tried with.
-_TEXT: Final = """
-    able about above across after again against air all almost along also always among and animal another
-    answer any area around ask away back ball bank base because bed before began being below best better
-    between big bird black blue board boat body book both box boy bring brown build business but call came
-    can car care carry center certain change check child children city class clear close cold color come
-    common complete cost could country course cover cut dark day decide deep different direction dog done
-    door down draw drive dry during each early earth east easy eat end enough even every example eye face
-    """
-_WORDS: Final = tuple(_TEXT.split())
-
-
 def made_up_prompts(count: int, num_tokens: int, seed: int) -> tuple[Prompt, ...]:
     """Random words, as many as tokens are wanted.
 
@@ -175,38 +201,6 @@ def made_up_prompts(count: int, num_tokens: int, seed: int) -> tuple[Prompt, ...
         Prompt(f"made-up-{seed}-{index}", " ".join(random.choices(_WORDS, k=num_tokens)))
         for index in range(count)
     )
-
-
-# Spec-Bench's share of chat questions; its other categories are long documents or translations.
-CHAT_CATEGORIES: Final = frozenset(
-    {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
-)
-
-BUILT_IN: Final = (
-    "Explain to a child why the sea is salty.",
-    "Write a short story about a lighthouse keeper who finds a message in a bottle.",
-    "List the steps to change a flat bicycle tyre, and say what each tool is for.",
-    "What are the main differences between a virus and a bacterium?",
-    "Write a Python function that returns the n-th Fibonacci number, and explain how it works.",
-    "Describe a walk through a forest in autumn, with all five senses.",
-    "How does compound interest work? Give an example with numbers.",
-    "Compare trains and aeroplanes for a journey of five hundred kilometres.",
-)
-
-
-@dataclass(frozen=True)
-class SpecBenchQuestion:
-    """One line of Spec-Bench.
-
-    Attributes:
-        id: Its number, as text.
-        category: Such as `writing`.
-        prompt: Its first turn.
-    """
-
-    id: str
-    category: str
-    prompt: str
 
 
 def read_spec_bench(path: Path) -> tuple[SpecBenchQuestion, ...]:

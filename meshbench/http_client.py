@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 
     from meshbench.request_record import AnswerReading
 
+# Servers close connections that have been idle for some seconds. A request that crosses with that would fail
+# without any fault.
+_MAX_IDLE_S: Final = 1.0
+_USER_AGENT: Final = f"spanmesh/{SOFTWARE_VERSION}"
+
+EndpointName = Literal["chat", "completions"]
+
 
 class Receiver(Protocol):
     """Takes a response as it comes; called from the socket's own callback, so quick, and never raising."""
@@ -176,11 +183,6 @@ class Connection(asyncio.Protocol):
             self._complete.set_exception((StaleConnectionError if is_stale else ConnectionError)(reason))
 
 
-# Servers close connections that have been idle for some seconds. A request that crosses with that would fail
-# without any fault.
-_MAX_IDLE_S: Final = 1.0
-
-
 class ConnectionPool:
     """Connection pool for one server, of unlimited size.
 
@@ -221,9 +223,6 @@ class ConnectionPool:
         """Close idle connections."""
         while self._idle:
             self._idle.pop()[0].close()
-
-
-_USER_AGENT: Final = f"spanmesh/{SOFTWARE_VERSION}"
 
 
 class Client:
@@ -313,14 +312,6 @@ class Client:
         self._pool.close()
 
 
-def one_line(error: OSError) -> str:
-    """Error text of the system."""
-    return " ".join((error.strerror or str(error)).split())
-
-
-EndpointName = Literal["chat", "completions"]
-
-
 @dataclass(frozen=True)
 class Server:
     """An OpenAI server's address.
@@ -352,6 +343,11 @@ class Server:
     def host_header(self) -> str:
         """Value of the `Host` header."""
         return join_address(self.host, self.port)
+
+
+def one_line(error: OSError) -> str:
+    """Error text of the system."""
+    return " ".join((error.strerror or str(error)).split())
 
 
 def parse_url(url: str) -> Server:

@@ -33,9 +33,14 @@ if TYPE_CHECKING:
 
     from speculative.proposer import Proposer
 
-
 # Copies of other projects' code change all at once, if they do.
 _VENDORED: Final = frozenset({"_vendor", "vendored"})
+# Longer files do not fit a session together with their rewrite.
+MAX_FILE_TOKENS: Final = 8192
+MIN_FILE_TOKENS: Final = 64
+DEFAULT_WIDTHS: Final = (8, 16, 32, 64)
+TokenEdit = tuple[list[int], list[int]]
+_FOLDER: Final = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,20 @@ class ReleasePair:
         return Release(self.package, self.old), Release(self.package, self.new)
 
 
+# None of these had a part in fitting the proposer (`speculative.ngram_search`).
+PAIRS: Final = (
+    ReleasePair("click", "8.1.8", "8.2.1"),
+    ReleasePair("flask", "3.0.3", "3.1.1"),
+    ReleasePair("httpx", "0.27.2", "0.28.1"),
+    ReleasePair("jinja2", "3.1.2", "3.1.6"),
+    ReleasePair("requests", "2.31.0", "2.32.3"),
+    ReleasePair("rich", "13.9.4", "14.0.0"),
+    ReleasePair("starlette", "0.41.3", "0.46.0"),
+    ReleasePair("urllib3", "2.2.3", "2.4.0"),
+    ReleasePair("werkzeug", "3.0.6", "3.1.3"),
+)
+
+
 @dataclass(frozen=True)
 class FileEdit:
     """A file before and after.
@@ -78,18 +97,46 @@ class FileEdit:
     after: str
 
 
-# None of these had a part in fitting the proposer (`speculative.ngram_search`).
-PAIRS: Final = (
-    ReleasePair("click", "8.1.8", "8.2.1"),
-    ReleasePair("flask", "3.0.3", "3.1.1"),
-    ReleasePair("httpx", "0.27.2", "0.28.1"),
-    ReleasePair("jinja2", "3.1.2", "3.1.6"),
-    ReleasePair("requests", "2.31.0", "2.32.3"),
-    ReleasePair("rich", "13.9.4", "14.0.0"),
-    ReleasePair("starlette", "0.41.3", "0.46.0"),
-    ReleasePair("urllib3", "2.2.3", "2.4.0"),
-    ReleasePair("werkzeug", "3.0.6", "3.1.3"),
-)
+@dataclass
+class ReplayTotals:
+    """Sums over replays.
+
+    Attributes:
+        num_texts: Texts replayed.
+        num_tokens: Their tokens.
+        num_steps: Windows, one behind the other.
+        num_proposed: Proposed tokens.
+        num_accepted: Those that the text has, too.
+        num_prompt_tokens: Tokens of the prompts.
+        prompt_us: Time that the proposer took for them.
+        propose_us: Of each call, microseconds.
+        extend_us: Of each call with committed tokens, microseconds.
+    """
+
+    num_texts: int = 0
+    num_tokens: int = 0
+    num_steps: int = 0
+    num_proposed: int = 0
+    num_accepted: int = 0
+    num_prompt_tokens: int = 0
+    prompt_us: float = 0.0
+    propose_us: list[float] = field(default_factory=list)
+    extend_us: list[float] = field(default_factory=list)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a step brings; 0 without steps."""
+        return self.num_tokens / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of proposed tokens that were right; 0 without any."""
+        return self.num_accepted / self.num_proposed if self.num_proposed else 0.0
+
+    @property
+    def prompt_us_per_token(self) -> float:
+        """Time per prompt token; 0 without any."""
+        return self.prompt_us / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
 
 
 def edits_between(old: Mapping[str, str], new: Mapping[str, str]) -> list[FileEdit]:
@@ -153,48 +200,6 @@ def _fetch(release: Release, folder: Path) -> Path:
     return wheel
 
 
-@dataclass
-class ReplayTotals:
-    """Sums over replays.
-
-    Attributes:
-        num_texts: Texts replayed.
-        num_tokens: Their tokens.
-        num_steps: Windows, one behind the other.
-        num_proposed: Proposed tokens.
-        num_accepted: Those that the text has, too.
-        num_prompt_tokens: Tokens of the prompts.
-        prompt_us: Time that the proposer took for them.
-        propose_us: Of each call, microseconds.
-        extend_us: Of each call with committed tokens, microseconds.
-    """
-
-    num_texts: int = 0
-    num_tokens: int = 0
-    num_steps: int = 0
-    num_proposed: int = 0
-    num_accepted: int = 0
-    num_prompt_tokens: int = 0
-    prompt_us: float = 0.0
-    propose_us: list[float] = field(default_factory=list)
-    extend_us: list[float] = field(default_factory=list)
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Tokens that a step brings; 0 without steps."""
-        return self.num_tokens / self.num_steps if self.num_steps else 0.0
-
-    @property
-    def acceptance(self) -> float:
-        """Share of proposed tokens that were right; 0 without any."""
-        return self.num_accepted / self.num_proposed if self.num_proposed else 0.0
-
-    @property
-    def prompt_us_per_token(self) -> float:
-        """Time per prompt token; 0 without any."""
-        return self.prompt_us / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
-
-
 def replay(
     proposer: Proposer,
     prompt: Sequence[int],
@@ -250,14 +255,6 @@ def median_and_p99(values: Sequence[float]) -> tuple[float, float]:
     return cuts[49], cuts[98]
 
 
-# Longer files do not fit a session together with their rewrite.
-MAX_FILE_TOKENS: Final = 8192
-MIN_FILE_TOKENS: Final = 64
-DEFAULT_WIDTHS: Final = (8, 16, 32, 64)
-
-TokenEdit = tuple[list[int], list[int]]
-
-
 def tokenize(edits: Iterable[FileEdit], encode: Callable[[str], list[int]]) -> list[TokenEdit]:
     """Both sides of each edit as token ids, files of no usual size left out."""
     pairs = ((encode(edit.before), encode(edit.after)) for edit in edits)
@@ -309,9 +306,6 @@ def _widths(_context: click.Context, _parameter: click.Parameter, value: str) ->
     if min(widths) < 1:
         raise click.BadParameter(f"{value!r} is not a list of positive numbers such as 16,32")
     return widths
-
-
-_FOLDER: Final = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
 @click.command()

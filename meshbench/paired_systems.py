@@ -34,17 +34,24 @@ if TYPE_CHECKING:
     from meshbench.lab.network import Lab
     from meshbench.lab.systems import StageTimes
 
+OWN: Final[Kernels] = "as users run it"
+PEERS: Final[Kernels] = "with the peer's kernels"
+# Our own bounds: on the ratio by kernels and one-way delay, and on what a token takes beyond computing and
+# hops.
+TARGET_RATIO: Final = {
+    (OWN, 5.0): 1.5,
+    (OWN, 20.0): 1.5,
+    (PEERS, 5.0): 1.22,
+    (PEERS, 20.0): 1.3,
+}
+TARGET_OVERHEAD_MS: Final = 2.5
+TARGET_TRANSPORT_MS: Final = 1.2
+
+log = structlog.get_logger()
 
 # What the mesh computes with: repacked weights where llama.cpp has such kernels, and spanmesh's for
 # attention; or what llama.cpp's RPC server uses.
 Kernels: TypeAlias = Literal["as users run it", "with the peer's kernels"]
-OWN: Final[Kernels] = "as users run it"
-PEERS: Final[Kernels] = "with the peer's kernels"
-
-
-def environment_for(kernels: Kernels) -> dict[str, str]:
-    """Variables with which a program computes attention by these kernels."""
-    return {"SPANMESH_ATTENTION": "ggml"} if kernels == PEERS else {}
 
 
 @dataclass(frozen=True)
@@ -167,24 +174,6 @@ class Comparison:
         return "\n".join(lines)
 
 
-def _verdict(reached: bool) -> str:  # noqa: FBT001 - it is the question itself
-    return "reached" if reached else "missed"
-
-
-log = structlog.get_logger()
-
-# Our own bounds: on the ratio by kernels and one-way delay, and on what a token takes beyond computing and
-# hops.
-TARGET_RATIO: Final = {
-    (OWN, 5.0): 1.5,
-    (OWN, 20.0): 1.5,
-    (PEERS, 5.0): 1.22,
-    (PEERS, 20.0): 1.3,
-}
-TARGET_OVERHEAD_MS: Final = 2.5
-TARGET_TRANSPORT_MS: Final = 1.2
-
-
 @dataclass(frozen=True)
 class Settings:
     """Options of the measurement.
@@ -204,26 +193,6 @@ class Settings:
     num_rounds: int
     num_threads: int
     exact: bool
-
-
-def even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers of each stage, as equal as can be: what the other side does, too."""
-    edges = [num_layers * stage // num_stages for stage in range(num_stages + 1)]
-    return tuple(stop - start for start, stop in pairwise(edges))
-
-
-def side_by_side(comparisons: Sequence[Comparison]) -> str:
-    """Tokens per second in three columns: the mesh with each kind of kernels, and the peer."""
-    lines = [f"{'delay':>8}  {OWN:>23}  {PEERS:>23}  {'llama.cpp RPC':>13}"]
-    for delay_ms in dict.fromkeys(each.delay_ms for each in comparisons):
-        found = {each.kernels: each for each in comparisons if each.delay_ms == delay_ms}
-        cells = [
-            f"{one.mesh_tokens_per_s:.2f} ({one.ratio:.2f} times)" if (one := found.get(kernels)) else "-"
-            for kernels in (OWN, PEERS)
-        ]
-        peer = median(pair.peer_tokens_per_s for each in found.values() for pair in each.pairs)
-        lines.append(f"{f'{delay_ms:g} ms':>8}  {cells[0]:>23}  {cells[1]:>23}  {peer:13.2f}")
-    return "\n".join(lines)
 
 
 class Contest:
@@ -369,3 +338,32 @@ class Contest:
         if done.returncode != 0:
             raise MeshError(f"the model in one process: {done.stderr.strip()}")
         return float(done.stdout)
+
+
+def environment_for(kernels: Kernels) -> dict[str, str]:
+    """Variables with which a program computes attention by these kernels."""
+    return {"SPANMESH_ATTENTION": "ggml"} if kernels == PEERS else {}
+
+
+def _verdict(reached: bool) -> str:  # noqa: FBT001 - it is the question itself
+    return "reached" if reached else "missed"
+
+
+def even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage, as equal as can be: what the other side does, too."""
+    edges = [num_layers * stage // num_stages for stage in range(num_stages + 1)]
+    return tuple(stop - start for start, stop in pairwise(edges))
+
+
+def side_by_side(comparisons: Sequence[Comparison]) -> str:
+    """Tokens per second in three columns: the mesh with each kind of kernels, and the peer."""
+    lines = [f"{'delay':>8}  {OWN:>23}  {PEERS:>23}  {'llama.cpp RPC':>13}"]
+    for delay_ms in dict.fromkeys(each.delay_ms for each in comparisons):
+        found = {each.kernels: each for each in comparisons if each.delay_ms == delay_ms}
+        cells = [
+            f"{one.mesh_tokens_per_s:.2f} ({one.ratio:.2f} times)" if (one := found.get(kernels)) else "-"
+            for kernels in (OWN, PEERS)
+        ]
+        peer = median(pair.peer_tokens_per_s for each in found.values() for pair in each.pairs)
+        lines.append(f"{f'{delay_ms:g} ms':>8}  {cells[0]:>23}  {cells[1]:>23}  {peer:13.2f}")
+    return "\n".join(lines)

@@ -15,9 +15,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-
 # Among the failures of a run that Ctrl-C or a time limit ended.
 INTERRUPTED: Final = "interrupted: the rest is missing"
+# Of the rates of another checkout, by the lower bound of the interval.
+NO_LESS: Final = 0.97
+# Quantiles of Student's t distribution, 0.975, by degrees of freedom from 1.
+_T_975: Final = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+)
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -76,15 +84,6 @@ class Check:
     def verdict(self) -> str:
         """`holds`, `FAILS` or `unknown`."""
         return {True: "holds", False: "FAILS", None: "unknown"}[self.holds]
-
-
-# Of the rates of another checkout, by the lower bound of the interval.
-NO_LESS: Final = 0.97
-# Quantiles of Student's t distribution, 0.975, by degrees of freedom from 1.
-_T_975: Final = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-)
 
 
 @dataclass(frozen=True)
@@ -217,9 +216,6 @@ def markdown_table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     if not body:
         return ""
     return "\n".join(["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads), *body])
-
-
-log = structlog.get_logger()
 
 
 def can_draw() -> bool:

@@ -16,6 +16,8 @@ REJECTED: Final = "http_429"
 UNFINISHED: Final = "unfinished"
 # The client closed the connection before the end of the answer, as ordered.
 HUNG_UP: Final = "hung_up"
+# Of the body of a refusal; what comes after it is not for people.
+_MAX_ERROR_BYTES: Final = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -160,10 +162,6 @@ class Record:
     def delay_ms(self) -> float:
         """From its schedule to its sending: what latencies that count from the schedule have on top."""
         return (self.sent_s - self.scheduled_s) * 1e3
-
-
-# Of the body of a refusal; what comes after it is not for people.
-_MAX_ERROR_BYTES: Final = 64 * 1024
 
 
 class AnswerReading:

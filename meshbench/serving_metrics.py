@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from meshbench.request_record import Record
 
+_NAMES: Final[tuple[SloName, ...]] = ("ttft", "tpot", "e2el")
 
 SloName = Literal["ttft", "tpot", "e2el"]
-_NAMES: Final[tuple[SloName, ...]] = ("ttft", "tpot", "e2el")
 
 
 @dataclass(frozen=True)
@@ -36,49 +36,6 @@ class Slo:
 
     name: SloName
     limit_ms: float
-
-
-def parse_slo(text: str) -> Slo:
-    """From `ttft:500`, in milliseconds.
-
-    Raises:
-        InvalidRequest: If it is not of that form.
-    """
-    name, _, limit = text.partition(":")
-    if not _is_name(name):
-        raise InvalidRequest(f"{name!r} is not a latency; there are {', '.join(_NAMES)}", param="--goodput")
-    try:
-        limit_ms = float(limit)
-    except ValueError:
-        limit_ms = math.nan
-    if not limit_ms > 0:
-        raise InvalidRequest(f"{text!r} has no limit above 0 ms; write {name}:500", param="--goodput")
-    return Slo(name, limit_ms)
-
-
-def is_good(record: Record, slos: tuple[Slo, ...], *, from_schedule: bool = False) -> bool:
-    """Whether a request was answered in full within all limits.
-
-    As in vLLM, an answer of one token has no time per output token that could be too long.
-
-    Args:
-        record: The request.
-        slos: The limits.
-        from_schedule: Whether TTFT and E2EL count from when the request was to be sent.
-    """
-    if record.failure is not None:
-        return False
-    delay_ms = record.delay_ms if from_schedule else 0.0
-    measured_ms = {
-        "ttft": record.ttft_ms + delay_ms,
-        "tpot": record.tpot_ms or 0.0,
-        "e2el": record.e2el_ms + delay_ms,
-    }
-    return all(measured_ms[slo.name] <= slo.limit_ms for slo in slos)
-
-
-def _is_name(name: str) -> TypeGuard[SloName]:
-    return name in _NAMES
 
 
 @dataclass(frozen=True)
@@ -101,21 +58,6 @@ class Spread:
     std: float
     highest: float
     percentiles: dict[float, float]
-
-
-def spread(values_ms: Sequence[float], percentiles: Sequence[float]) -> Spread | None:
-    """Statistics of times; None without any: nothing measured is not zero."""
-    if not values_ms:
-        return None
-    values = np.asarray(values_ms)
-    return Spread(
-        count=len(values),
-        mean=float(values.mean()),
-        median=float(np.median(values)),
-        std=float(values.std()),
-        highest=float(values.max()),
-        percentiles={wanted: float(np.percentile(values, wanted)) for wanted in percentiles},
-    )
 
 
 @dataclass(frozen=True)
@@ -199,6 +141,64 @@ class Figures:
     lag_ms: Spread | None
     mean_concurrency: float
     max_concurrency: int
+
+
+def parse_slo(text: str) -> Slo:
+    """From `ttft:500`, in milliseconds.
+
+    Raises:
+        InvalidRequest: If it is not of that form.
+    """
+    name, _, limit = text.partition(":")
+    if not _is_name(name):
+        raise InvalidRequest(f"{name!r} is not a latency; there are {', '.join(_NAMES)}", param="--goodput")
+    try:
+        limit_ms = float(limit)
+    except ValueError:
+        limit_ms = math.nan
+    if not limit_ms > 0:
+        raise InvalidRequest(f"{text!r} has no limit above 0 ms; write {name}:500", param="--goodput")
+    return Slo(name, limit_ms)
+
+
+def is_good(record: Record, slos: tuple[Slo, ...], *, from_schedule: bool = False) -> bool:
+    """Whether a request was answered in full within all limits.
+
+    As in vLLM, an answer of one token has no time per output token that could be too long.
+
+    Args:
+        record: The request.
+        slos: The limits.
+        from_schedule: Whether TTFT and E2EL count from when the request was to be sent.
+    """
+    if record.failure is not None:
+        return False
+    delay_ms = record.delay_ms if from_schedule else 0.0
+    measured_ms = {
+        "ttft": record.ttft_ms + delay_ms,
+        "tpot": record.tpot_ms or 0.0,
+        "e2el": record.e2el_ms + delay_ms,
+    }
+    return all(measured_ms[slo.name] <= slo.limit_ms for slo in slos)
+
+
+def _is_name(name: str) -> TypeGuard[SloName]:
+    return name in _NAMES
+
+
+def spread(values_ms: Sequence[float], percentiles: Sequence[float]) -> Spread | None:
+    """Statistics of times; None without any: nothing measured is not zero."""
+    if not values_ms:
+        return None
+    values = np.asarray(values_ms)
+    return Spread(
+        count=len(values),
+        mean=float(values.mean()),
+        median=float(np.median(values)),
+        std=float(values.std()),
+        highest=float(values.max()),
+        percentiles={wanted: float(np.percentile(values, wanted)) for wanted in percentiles},
+    )
 
 
 def work_out(

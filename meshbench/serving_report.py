@@ -29,11 +29,76 @@ if TYPE_CHECKING:
     from meshbench.request_record import Record
     from meshbench.serving_metrics import Figures, Spread
 
-
 # A client that is later than this with its requests, or busier for long, has measured itself too.
 _NOTABLE_LAG_MS: Final = 20.0
 _NOTABLE_CPU_SHARE: Final = 0.5
 _LONG_S: Final = 1.0
+_NUM_BINS: Final = 60
+_NAMES_OF_VLLM: Final = {"duration_s": "duration", "max_concurrency": "max_concurrent_requests"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """A run, worked out.
+
+    Attributes:
+        conditions: How it was made.
+        figures: Figures of the measurement.
+        records: One for each request that was sent, in the order of the schedule.
+        client_cpu_share: Of a core that this client used, mean over the run.
+    """
+
+    conditions: RunConditions
+    figures: Figures
+    records: tuple[Record, ...]
+    client_cpu_share: float
+
+
+@dataclass(frozen=True)
+class RunConditions:
+    """Description of the load.
+
+    Attributes:
+        url: The server's.
+        endpoint: `chat` or `completions`.
+        model: Name that requests gave.
+        loop: How the server was loaded, in words.
+        rate: Requests a second of an open loop; None for a closed one.
+        burstiness: Of an open loop's arrivals; None for a closed one.
+        concurrency: Limit of requests under way; None without.
+        num_planned: Requests that were to be sent.
+        prompts: Where they are from, in words.
+        num_prompts: How many there were, no two of them the same request.
+        max_tokens: Of each answer.
+        temperature: Of sampling; None if left to the server.
+        ignore_eos: Whether answers continued to the last token.
+        extra_body: Further fields of each request.
+        goodput: The limits, in milliseconds, by latency.
+        seed: Of prompts, their order, and arrivals.
+        num_warmup: Requests before those measured.
+        started_at: Wall clock at the start, ISO 8601 with zone.
+        software: Version of this client.
+    """
+
+    url: str
+    endpoint: str
+    model: str
+    loop: str
+    rate: float | None
+    burstiness: float | None
+    concurrency: int | None
+    num_planned: int
+    prompts: str
+    num_prompts: int
+    max_tokens: int
+    temperature: float | None
+    ignore_eos: bool
+    extra_body: dict[str, Any] | None
+    goodput: dict[str, float]
+    seed: int
+    num_warmup: int
+    started_at: str
+    software: str
 
 
 def as_markdown(report: Report, plots: Sequence[str]) -> str:
@@ -215,9 +280,6 @@ def _count(value: int | None) -> str:
     return "not counted" if value is None else str(value)
 
 
-_NUM_BINS: Final = 60
-
-
 def draw_plots(records: Sequence[Record], folder: Path) -> tuple[str, ...]:
     """Draw what the requests have to show.
 
@@ -279,26 +341,6 @@ def _load(records: Sequence[Record], path: Path) -> None:
         rates.set_ylabel("output tokens/s")
         rates.stairs(counts / np.diff(edges), edges, color="tab:orange")
     save_figure(figure, axes, path)
-
-
-@dataclass(frozen=True)
-class Report:
-    """A run, worked out.
-
-    Attributes:
-        conditions: How it was made.
-        figures: Figures of the measurement.
-        records: One for each request that was sent, in the order of the schedule.
-        client_cpu_share: Of a core that this client used, mean over the run.
-    """
-
-    conditions: RunConditions
-    figures: Figures
-    records: tuple[Record, ...]
-    client_cpu_share: float
-
-
-_NAMES_OF_VLLM: Final = {"duration_s": "duration", "max_concurrency": "max_concurrent_requests"}
 
 
 def as_dict(report: Report) -> dict[str, Any]:
@@ -368,50 +410,3 @@ def _request(record: Record) -> dict[str, Any]:
         "tpot_ms": record.tpot_ms if answered else None,
         "e2el_ms": record.e2el_ms if answered else None,
     }
-
-
-@dataclass(frozen=True)
-class RunConditions:
-    """Description of the load.
-
-    Attributes:
-        url: The server's.
-        endpoint: `chat` or `completions`.
-        model: Name that requests gave.
-        loop: How the server was loaded, in words.
-        rate: Requests a second of an open loop; None for a closed one.
-        burstiness: Of an open loop's arrivals; None for a closed one.
-        concurrency: Limit of requests under way; None without.
-        num_planned: Requests that were to be sent.
-        prompts: Where they are from, in words.
-        num_prompts: How many there were, no two of them the same request.
-        max_tokens: Of each answer.
-        temperature: Of sampling; None if left to the server.
-        ignore_eos: Whether answers continued to the last token.
-        extra_body: Further fields of each request.
-        goodput: The limits, in milliseconds, by latency.
-        seed: Of prompts, their order, and arrivals.
-        num_warmup: Requests before those measured.
-        started_at: Wall clock at the start, ISO 8601 with zone.
-        software: Version of this client.
-    """
-
-    url: str
-    endpoint: str
-    model: str
-    loop: str
-    rate: float | None
-    burstiness: float | None
-    concurrency: int | None
-    num_planned: int
-    prompts: str
-    num_prompts: int
-    max_tokens: int
-    temperature: float | None
-    ignore_eos: bool
-    extra_body: dict[str, Any] | None
-    goodput: dict[str, float]
-    seed: int
-    num_warmup: int
-    started_at: str
-    software: str

@@ -28,81 +28,11 @@ if TYPE_CHECKING:
     from meshbench.request_record import Record
     from meshbench.serving_options import LoadOptions
 
-
 _MODELS_PATH: Final = "/v1/models"
-
-
-async def find_model(client: Client, url: str, model: str | None) -> str:
-    """The model name for requests.
-
-    Args:
-        client: Client of the server.
-        url: The server's, for errors.
-        model: The user's choice; the server's list is not consulted for it, as not every server has one.
-
-    Returns:
-        The user's choice, or the first model that the server lists.
-
-    Raises:
-        ClusterError: If the server does not answer, or without a list of models.
-        Unauthorized: If the API key is missing or wrong.
-        ModelNotFound: If the server lists no model and the user names none.
-    """
-    answer = WholeBody()
-    try:
-        await client.exchange("GET", _MODELS_PATH, b"", answer)
-    except OSError as error:
-        reason = "no answer within the limit" if isinstance(error, TimeoutError) else one_line(error)
-        raise ClusterError(
-            f"no server answers at {url} ({reason}); start one, or give another --url"
-        ) from None
-    if answer.status in {401, 403}:
-        raise Unauthorized(f"{url} needs another API key; give it with --api-key-file or MESH_API_KEY")
-    if model is not None:
-        return model
-    if answer.status != 200:
-        raise _refusal(url, answer)
-    try:
-        return str(json.loads(answer.body)["data"][0]["id"])
-    except (ValueError, LookupError, TypeError):
-        raise ModelNotFound(f"{url}{_MODELS_PATH} lists no model; name one with --model") from None
-
-
-def _refusal(url: str, answer: WholeBody) -> MeshError:
-    said = f"{url} answered {answer.status} to {_MODELS_PATH}: {error_message(answer.body) or 'nothing'}"
-    if answer.status == 404:
-        return ModelNotFound(f"{said}; name the model with --model")
-    return ClusterError(f"{said}; try again, or read the server's log")
-
-
-log = structlog.get_logger()
-
 # Warm-up prompts are other ones than those measured: nothing may be in a cache that would not be there.
 _WARMUP_SEED_OFFSET: Final = 1_000_003
 
-
-def run_load(options: LoadOptions) -> tuple[Report | None, int]:
-    """Load the server and write the report, of as much as was sent, also when a signal ends it.
-
-    Returns:
-        The report, None if a signal came before the first request; and the exit code, 130 after Ctrl-C, 1 if
-        no request was answered.
-
-    Raises:
-        MeshError: If the dataset or the folder is wrong, or the server does not answer, or refuses the key.
-    """
-    prompts = _prompts(options)
-    if options.output is not None:
-        _make_folder(options.output)
-    with progress_bars() as bars:
-        run = _Run(options, prompts, bars.add("asking"))
-        code = run_interruptible(run.work)
-    report = run.report()
-    if report is not None and options.output is not None:
-        write_report(report, options.output)
-    if code == 0 and (report is None or not report.figures.completed):
-        code = 1
-    return report, code
+log = structlog.get_logger()
 
 
 class _Run:
@@ -215,6 +145,73 @@ class _Run:
             started_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
             software=f"spanmesh {SOFTWARE_VERSION}",
         )
+
+
+async def find_model(client: Client, url: str, model: str | None) -> str:
+    """The model name for requests.
+
+    Args:
+        client: Client of the server.
+        url: The server's, for errors.
+        model: The user's choice; the server's list is not consulted for it, as not every server has one.
+
+    Returns:
+        The user's choice, or the first model that the server lists.
+
+    Raises:
+        ClusterError: If the server does not answer, or without a list of models.
+        Unauthorized: If the API key is missing or wrong.
+        ModelNotFound: If the server lists no model and the user names none.
+    """
+    answer = WholeBody()
+    try:
+        await client.exchange("GET", _MODELS_PATH, b"", answer)
+    except OSError as error:
+        reason = "no answer within the limit" if isinstance(error, TimeoutError) else one_line(error)
+        raise ClusterError(
+            f"no server answers at {url} ({reason}); start one, or give another --url"
+        ) from None
+    if answer.status in {401, 403}:
+        raise Unauthorized(f"{url} needs another API key; give it with --api-key-file or MESH_API_KEY")
+    if model is not None:
+        return model
+    if answer.status != 200:
+        raise _refusal(url, answer)
+    try:
+        return str(json.loads(answer.body)["data"][0]["id"])
+    except (ValueError, LookupError, TypeError):
+        raise ModelNotFound(f"{url}{_MODELS_PATH} lists no model; name one with --model") from None
+
+
+def _refusal(url: str, answer: WholeBody) -> MeshError:
+    said = f"{url} answered {answer.status} to {_MODELS_PATH}: {error_message(answer.body) or 'nothing'}"
+    if answer.status == 404:
+        return ModelNotFound(f"{said}; name the model with --model")
+    return ClusterError(f"{said}; try again, or read the server's log")
+
+
+def run_load(options: LoadOptions) -> tuple[Report | None, int]:
+    """Load the server and write the report, of as much as was sent, also when a signal ends it.
+
+    Returns:
+        The report, None if a signal came before the first request; and the exit code, 130 after Ctrl-C, 1 if
+        no request was answered.
+
+    Raises:
+        MeshError: If the dataset or the folder is wrong, or the server does not answer, or refuses the key.
+    """
+    prompts = _prompts(options)
+    if options.output is not None:
+        _make_folder(options.output)
+    with progress_bars() as bars:
+        run = _Run(options, prompts, bars.add("asking"))
+        code = run_interruptible(run.work)
+    report = run.report()
+    if report is not None and options.output is not None:
+        write_report(report, options.output)
+    if code == 0 and (report is None or not report.figures.completed):
+        code = 1
+    return report, code
 
 
 def _make_folder(path: Path) -> None:

@@ -29,6 +29,17 @@ if TYPE_CHECKING:
 
 FILE: Final = click.Path(path_type=Path, exists=True, dir_okay=False)
 FOLDER: Final = click.Path(path_type=Path, file_okay=False)
+model_argument: Final = click.argument("model", required=False, type=FILE)
+delay_option: Final = float_option("--delay-ms", default=5.0, help="One-way delay between any two hosts.")
+threads_option: Final = int_option("--threads", "num_threads", default=1, help="Threads of each stage.")
+against_option: Final = click.option(
+    "--against",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    metavar="CHECKOUT",
+    help="Also measure the mesh of another checkout, made with `make environment`, in turn with this one on "
+    "the same hosts: ratios with their 95 % interval.",
+)
+json_option: Final = click.option("--json", "is_json", is_flag=True, help="Print the report as JSON.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,12 +125,18 @@ class Goodput(ParsedText["Slo"]):
         return parse_slo(text)
 
 
+goodput_option: Final = click.option(
+    "--goodput",
+    "slos",
+    type=Goodput(),
+    multiple=True,
+    metavar="NAME:MS",
+    help="Limit in ms for ttft, tpot or e2el, such as ttft:500; may be given several times.",
+)
+
+
 def _split(_context: click.Context, _parameter: click.Parameter, words: str) -> tuple[str, ...]:
     return tuple(shlex.split(words))
-
-
-model_argument: Final = click.argument("model", required=False, type=FILE)
-delay_option: Final = float_option("--delay-ms", default=5.0, help="One-way delay between any two hosts.")
 
 
 def network_options(command: Command) -> Command:
@@ -153,7 +170,6 @@ def network_options(command: Command) -> Command:
     return command
 
 
-threads_option: Final = int_option("--threads", "num_threads", default=1, help="Threads of each stage.")
 serve_option: Final = click.option(
     "--serve",
     "serve_options",
@@ -162,22 +178,6 @@ serve_option: Final = click.option(
     callback=_split,
     help="More options of `mesh serve`, in one argument.",
 )
-against_option: Final = click.option(
-    "--against",
-    type=click.Path(path_type=Path, file_okay=False, exists=True),
-    metavar="CHECKOUT",
-    help="Also measure the mesh of another checkout, made with `make environment`, in turn with this one on "
-    "the same hosts: ratios with their 95 % interval.",
-)
-goodput_option: Final = click.option(
-    "--goodput",
-    "slos",
-    type=Goodput(),
-    multiple=True,
-    metavar="NAME:MS",
-    help="Limit in ms for ttft, tpot or e2el, such as ttft:500; may be given several times.",
-)
-json_option: Final = click.option("--json", "is_json", is_flag=True, help="Print the report as JSON.")
 
 
 def seed_option(help: str) -> Decorator:

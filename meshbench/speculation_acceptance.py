@@ -29,14 +29,70 @@ if TYPE_CHECKING:
 
     from meshbench.speculation_results import ConcurrentRequests, Pair, Place, Row, Sample
 
-
 # Names of the servers that the acceptance plan starts.
 WITH_DRAFT: Final = "auto with draft"
 WITHOUT_DRAFT: Final = "auto without draft"
 WITH_HISTORY: Final = "auto with history"
 EXACT: Final = "exact with draft"
-
 NEVER_BELOW: Final = 0.97
+# What a single workload may lose at most for the sake of the others.
+_FLOOR: Final = 0.97
+
+
+@dataclass(frozen=True)
+class Closeness:
+    """Share of the ceiling that `auto` reached.
+
+    Attributes:
+        delay_ms: One way.
+        workload: Its name.
+        server: How the server was started that answered under `auto`.
+        share: `auto`'s rate as a share of `replay`'s, from the same run.
+    """
+
+    delay_ms: float
+    workload: str
+    server: str
+    share: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A setting on a server, judged by cold chat workloads.
+
+    Attributes:
+        server: How the server was started.
+        setting: Name of the setting.
+        speed_ups: By delay, the mean over workloads.
+        worst: The smallest mean of a workload at any delay.
+        worst_at: Which that is.
+    """
+
+    server: str
+    setting: str
+    speed_ups: dict[float, float]
+    worst: float
+    worst_at: str
+
+    @property
+    def score(self) -> float:
+        """Geometric mean over delays: a setting for all of them."""
+        return geometric_mean(self.speed_ups.values())
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The choice and its grounds.
+
+    Attributes:
+        chosen: None if it is best to leave speculation off, or if nothing was measured.
+        candidates: All, best first.
+        reason: One sentence.
+    """
+
+    chosen: Candidate | None
+    candidates: tuple[Candidate, ...]
+    reason: str
 
 
 def acceptance_lines(
@@ -115,23 +171,6 @@ def acceptance_lines(
         for at_once in (4, 8)
     ]
     return tuple(lines)
-
-
-@dataclass(frozen=True)
-class Closeness:
-    """Share of the ceiling that `auto` reached.
-
-    Attributes:
-        delay_ms: One way.
-        workload: Its name.
-        server: How the server was started that answered under `auto`.
-        share: `auto`'s rate as a share of `replay`'s, from the same run.
-    """
-
-    delay_ms: float
-    workload: str
-    server: str
-    share: float
 
 
 def closeness(rows: Sequence[Row]) -> tuple[Closeness, ...]:
@@ -217,49 +256,6 @@ def _mean_of_workloads(pairs: Sequence[Pair]) -> float | None:
 def _mean_of(values: Sequence[float | None]) -> float | None:
     found = [value for value in values if value is not None]
     return fmean(found) if found else None
-
-
-# What a single workload may lose at most for the sake of the others.
-_FLOOR: Final = 0.97
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A setting on a server, judged by cold chat workloads.
-
-    Attributes:
-        server: How the server was started.
-        setting: Name of the setting.
-        speed_ups: By delay, the mean over workloads.
-        worst: The smallest mean of a workload at any delay.
-        worst_at: Which that is.
-    """
-
-    server: str
-    setting: str
-    speed_ups: dict[float, float]
-    worst: float
-    worst_at: str
-
-    @property
-    def score(self) -> float:
-        """Geometric mean over delays: a setting for all of them."""
-        return geometric_mean(self.speed_ups.values())
-
-
-@dataclass(frozen=True)
-class Recommendation:
-    """The choice and its grounds.
-
-    Attributes:
-        chosen: None if it is best to leave speculation off, or if nothing was measured.
-        candidates: All, best first.
-        reason: One sentence.
-    """
-
-    chosen: Candidate | None
-    candidates: tuple[Candidate, ...]
-    reason: str
 
 
 def recommend(rows: Sequence[Row]) -> Recommendation:

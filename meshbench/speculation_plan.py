@@ -25,6 +25,24 @@ if TYPE_CHECKING:
 
     from mesh.engine import SpeculationMode
 
+_NUM_CONCURRENT_ROUNDS: Final = 4
+_CONCURRENT: Final = (4, 8)
+# Prose and code stand for all where drawn answers are held against greedy ones.
+_SAMPLED: Final = frozenset({"writing", "coding"})
+# One drawn answer may be easy or hard to foretell by chance: each question is drawn with several seeds.
+_NUM_DRAWS: Final = 3
+_SESSIONS: Final = ("--parallel", "8")
+_QUICK_DELAY_MS: Final = 5.0
+_QUICK_NAMES: Final = ("built-in", "repository-edit", "tool-call", "random-token", "built-in-raw")
+_QUICK_AT_ONCE: Final = 4
+# Requests narrow it.
+_DRAFT_MAX: Final = 16
+# Drafters that read hidden states are right too rarely further behind the last one.
+_FEATURES_DRAFT_MAX: Final = 8
+_FEATURES_WIDTHS: Final = (1, 2, 4, 8)
+_NUM_REPLAYED: Final = 4
+# Name of the only server of a run that starts none.
+AS_SERVED: Final = "as served"
 
 Preset: TypeAlias = Literal["sweep", "acceptance", "features", "quick"]
 
@@ -96,6 +114,46 @@ class Phase:
         return any(setting.mode == REPLAY.mode for trial in self.trials for setting in trial.settings)
 
 
+@dataclass(frozen=True)
+class ServeOptions:
+    """Options of every mesh of a plan.
+
+    Attributes:
+        draft_model: A GGUF for the draft proposer, or None to go without.
+        exact: Numeric mode.
+        draft_max: Of `mesh serve`.
+    """
+
+    draft_model: Path | None
+    exact: bool = False
+    draft_max: int = _DRAFT_MAX
+
+    def of(
+        self, mode: SpeculationMode, *more: str, draft: bool = True, exact: bool = False
+    ) -> tuple[str, ...]:
+        """Options of `mesh serve`."""
+        model = (
+            ("--draft", str(self.draft_model), "--draft-max", str(self.draft_max))
+            if draft and self.draft_model
+            else ()
+        )
+        numerics = ("--exact",) if exact or self.exact else ()
+        return ("--speculate", mode, *model, *numerics, *more)
+
+
+@dataclass(frozen=True)
+class PeerSetting:
+    """Options of its server.
+
+    Attributes:
+        name: For tables.
+        options: Of `llama-server`, besides those that spread the model over hosts.
+    """
+
+    name: str
+    options: tuple[str, ...]
+
+
 def narrowed(
     phases: tuple[Phase, ...], *, delays_ms: Collection[float], workloads: Collection[str]
 ) -> tuple[Phase, ...]:
@@ -142,51 +200,6 @@ def in_turn(settings: tuple[Setting, ...], turn: int) -> tuple[Setting, ...]:
     others = tuple(setting for setting in settings if setting.mode != REPLAY.mode)
     replays = tuple(setting for setting in settings if setting.mode == REPLAY.mode)
     return (others if turn % 2 == 0 else others[::-1]) + replays
-
-
-_NUM_CONCURRENT_ROUNDS: Final = 4
-_CONCURRENT: Final = (4, 8)
-# Prose and code stand for all where drawn answers are held against greedy ones.
-_SAMPLED: Final = frozenset({"writing", "coding"})
-# One drawn answer may be easy or hard to foretell by chance: each question is drawn with several seeds.
-_NUM_DRAWS: Final = 3
-_SESSIONS: Final = ("--parallel", "8")
-_QUICK_DELAY_MS: Final = 5.0
-_QUICK_NAMES: Final = ("built-in", "repository-edit", "tool-call", "random-token", "built-in-raw")
-_QUICK_AT_ONCE: Final = 4
-# Requests narrow it.
-_DRAFT_MAX: Final = 16
-# Drafters that read hidden states are right too rarely further behind the last one.
-_FEATURES_DRAFT_MAX: Final = 8
-_FEATURES_WIDTHS: Final = (1, 2, 4, 8)
-_NUM_REPLAYED: Final = 4
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """Options of every mesh of a plan.
-
-    Attributes:
-        draft_model: A GGUF for the draft proposer, or None to go without.
-        exact: Numeric mode.
-        draft_max: Of `mesh serve`.
-    """
-
-    draft_model: Path | None
-    exact: bool = False
-    draft_max: int = _DRAFT_MAX
-
-    def of(
-        self, mode: SpeculationMode, *more: str, draft: bool = True, exact: bool = False
-    ) -> tuple[str, ...]:
-        """Options of `mesh serve`."""
-        model = (
-            ("--draft", str(self.draft_model), "--draft-max", str(self.draft_max))
-            if draft and self.draft_model
-            else ()
-        )
-        numerics = ("--exact",) if exact or self.exact else ()
-        return ("--speculate", mode, *model, *numerics, *more)
 
 
 def acceptance_plan(workloads: Mapping[str, Workload], serve: ServeOptions, seed: int) -> tuple[Phase, ...]:
@@ -355,10 +368,6 @@ def _swept(modes: Collection[SpeculationMode], widths: Sequence[int]) -> tuple[S
     return settings + (AUTO,) * ("auto" in modes) + (REPLAY,) * ("replay" in modes)
 
 
-# Name of the only server of a run that starts none.
-AS_SERVED: Final = "as served"
-
-
 def remote_plan(
     workloads: Mapping[str, Workload],
     chosen: Sequence[str],
@@ -398,19 +407,6 @@ def remote_plan(
 def _mixed(workloads: Sequence[Workload]) -> Workload:
     """The first question of each."""
     return replace(workloads[0], name="mixed", questions=tuple(found.questions[0] for found in workloads))
-
-
-@dataclass(frozen=True)
-class PeerSetting:
-    """Options of its server.
-
-    Attributes:
-        name: For tables.
-        options: Of `llama-server`, besides those that spread the model over hosts.
-    """
-
-    name: str
-    options: tuple[str, ...]
 
 
 def peer_settings(draft_model: Path | None) -> tuple[PeerSetting, ...]:

@@ -47,6 +47,25 @@ if TYPE_CHECKING:
     from meshbench.speculation_results import ConcurrentRequests, Results, RunConditions
 
 
+@dataclass(frozen=True)
+class Report:
+    """A run, worked out.
+
+    Attributes:
+        results: Measurements.
+        rows: Means for each workload, setting and delay.
+        lines: The acceptance table; empty if the run was not to show it.
+        closeness: How much of `replay`'s rate `auto` reached.
+        recommendation: Recommended setting.
+    """
+
+    results: Results
+    rows: tuple[Row, ...]
+    lines: tuple[Line, ...]
+    closeness: tuple[Closeness, ...]
+    recommendation: Recommendation
+
+
 def as_markdown(report: Report, plots: Sequence[str]) -> str:
     """The whole page.
 
@@ -341,25 +360,6 @@ def _by_position(rows: Sequence[Row], path: Path) -> None:
         axes.plot(range(1, longest + 1), means, marker="o", label=label)
     axes.set_ylim(0, 1)
     save_figure(figure, axes, path)
-
-
-@dataclass(frozen=True)
-class Report:
-    """A run, worked out.
-
-    Attributes:
-        results: Measurements.
-        rows: Means for each workload, setting and delay.
-        lines: The acceptance table; empty if the run was not to show it.
-        closeness: How much of `replay`'s rate `auto` reached.
-        recommendation: Recommended setting.
-    """
-
-    results: Results
-    rows: tuple[Row, ...]
-    lines: tuple[Line, ...]
-    closeness: tuple[Closeness, ...]
-    recommendation: Recommendation
 
 
 def work_out(results: Results, *, categories: Collection[str], preset: Preset) -> Report:

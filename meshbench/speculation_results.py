@@ -21,9 +21,13 @@ if TYPE_CHECKING:
     from meshbench.blocking_client import Answer
     from meshbench.under_test.links import KnownLinks
 
-
 MESH: Final = "mesh"
 LLAMA_RPC: Final = "llama.cpp RPC"
+# Server whose replayed answers have wrong tokens among them, and beginning of the names of settings that send
+# these one window at a time.
+WITH_RATES: Final = "replay of given acceptance"
+IN_STEP: Final = "in step"
+_MODES: Final = ("off", "ngram", "draft", "auto", "replay")
 
 
 @dataclass(frozen=True)
@@ -147,16 +151,6 @@ class Sample:
         )
 
 
-def add_up(rows: Any) -> tuple[int, ...]:
-    """Entry by entry, shorter rows counting as zero beyond their end."""
-    total: list[int] = []
-    for row in rows:
-        total += [0] * (len(row) - len(total))
-        for index, value in enumerate(row):
-            total[index] += value
-    return tuple(total)
-
-
 @dataclass(frozen=True)
 class RunConditions:
     """Conditions of a figure besides the compared ones.
@@ -255,12 +249,6 @@ class ConcurrentRequests:
         return self.tokens_per_s / self.off_tokens_per_s
 
 
-def median_ratio(groups: Sequence[ConcurrentRequests], num_at_once: int, setting: str) -> float | None:
-    """Over the rounds with so many at once; None without any."""
-    found = [group.ratio for group in groups if group.num_at_once == num_at_once and group.setting == setting]
-    return median(found) if found else None
-
-
 @dataclass(frozen=True)
 class Setting:
     """Speculation setting of a request.
@@ -300,10 +288,6 @@ AUTO: Final = Setting("auto")
 DRAFT: Final = Setting("draft")
 NGRAM: Final = Setting("ngram")
 REPLAY: Final = Setting("replay")
-# Server whose replayed answers have wrong tokens among them, and beginning of the names of settings that send
-# these one window at a time.
-WITH_RATES: Final = "replay of given acceptance"
-IN_STEP: Final = "in step"
 
 
 @dataclass(frozen=True)
@@ -338,64 +322,6 @@ class Pair:
                 return same / longest
             same += 1
         return 1.0 if not self.is_fork else same / longest
-
-
-def pairs_with_off(samples: Iterable[Sample]) -> tuple[Pair, ...]:
-    """Each answer of the mesh under a setting, with the answer under `off` of the same turn."""
-    turns = _by_turn(samples)
-    return tuple(
-        Pair(off, sample)
-        for turn in turns
-        for off in turn
-        if is_off(off)
-        for sample in turn
-        if sample.system == MESH and not is_off(sample)
-    )
-
-
-def pairs_with_rpc(samples: Iterable[Sample], setting: str) -> tuple[Pair, ...]:
-    """Each answer of the mesh under a setting, with llama.cpp RPC's of the same turn."""
-    return tuple(
-        Pair(rpc, sample)
-        for turn in _by_turn(samples)
-        for rpc in turn
-        if rpc.system == LLAMA_RPC
-        for sample in turn
-        if sample.system == MESH and sample.setting == setting
-    )
-
-
-def pairs_with_checkout(samples: Iterable[Sample]) -> dict[tuple[str, float, str], list[Pair]]:
-    """Answers of the mesh with those of another checkout's under the same setting, in the same turn.
-
-    Returns:
-        By name of the other mesh, delay and setting.
-    """
-    found: dict[tuple[str, float, str], list[Pair]] = {}
-    for turn in _by_turn(samples):
-        for other in turn:
-            if other.system in {MESH, LLAMA_RPC}:
-                continue
-            key = other.system, other.delay_ms, other.setting
-            found.setdefault(key, []).extend(
-                Pair(other, own) for own in turn if own.system == MESH and own.setting == other.setting
-            )
-    return found
-
-
-def is_off(sample: Sample) -> bool:
-    """Whether it is plain decoding by the mesh."""
-    return sample.system == MESH and sample.setting == OFF.name
-
-
-def _by_turn(samples: Iterable[Sample]) -> Sequence[list[Sample]]:
-    turns: dict[int, list[Sample]] = {}
-    for sample in samples:
-        turns.setdefault(sample.turn, []).append(sample)
-    return list(turns.values())
-
-
-_MODES: Final = ("off", "ngram", "draft", "auto", "replay")
 
 
 @dataclass(frozen=True)
@@ -471,6 +397,77 @@ class Row:
     drafts_per_position: tuple[int, ...]
     by_depth: DepthStatistics
     features: FeatureCounts | None
+
+
+def add_up(rows: Any) -> tuple[int, ...]:
+    """Entry by entry, shorter rows counting as zero beyond their end."""
+    total: list[int] = []
+    for row in rows:
+        total += [0] * (len(row) - len(total))
+        for index, value in enumerate(row):
+            total[index] += value
+    return tuple(total)
+
+
+def median_ratio(groups: Sequence[ConcurrentRequests], num_at_once: int, setting: str) -> float | None:
+    """Over the rounds with so many at once; None without any."""
+    found = [group.ratio for group in groups if group.num_at_once == num_at_once and group.setting == setting]
+    return median(found) if found else None
+
+
+def pairs_with_off(samples: Iterable[Sample]) -> tuple[Pair, ...]:
+    """Each answer of the mesh under a setting, with the answer under `off` of the same turn."""
+    turns = _by_turn(samples)
+    return tuple(
+        Pair(off, sample)
+        for turn in turns
+        for off in turn
+        if is_off(off)
+        for sample in turn
+        if sample.system == MESH and not is_off(sample)
+    )
+
+
+def pairs_with_rpc(samples: Iterable[Sample], setting: str) -> tuple[Pair, ...]:
+    """Each answer of the mesh under a setting, with llama.cpp RPC's of the same turn."""
+    return tuple(
+        Pair(rpc, sample)
+        for turn in _by_turn(samples)
+        for rpc in turn
+        if rpc.system == LLAMA_RPC
+        for sample in turn
+        if sample.system == MESH and sample.setting == setting
+    )
+
+
+def pairs_with_checkout(samples: Iterable[Sample]) -> dict[tuple[str, float, str], list[Pair]]:
+    """Answers of the mesh with those of another checkout's under the same setting, in the same turn.
+
+    Returns:
+        By name of the other mesh, delay and setting.
+    """
+    found: dict[tuple[str, float, str], list[Pair]] = {}
+    for turn in _by_turn(samples):
+        for other in turn:
+            if other.system in {MESH, LLAMA_RPC}:
+                continue
+            key = other.system, other.delay_ms, other.setting
+            found.setdefault(key, []).extend(
+                Pair(other, own) for own in turn if own.system == MESH and own.setting == other.setting
+            )
+    return found
+
+
+def is_off(sample: Sample) -> bool:
+    """Whether it is plain decoding by the mesh."""
+    return sample.system == MESH and sample.setting == OFF.name
+
+
+def _by_turn(samples: Iterable[Sample]) -> Sequence[list[Sample]]:
+    turns: dict[int, list[Sample]] = {}
+    for sample in samples:
+        turns.setdefault(sample.turn, []).append(sample)
+    return list(turns.values())
 
 
 def rows_of(samples: Sequence[Sample]) -> tuple[Row, ...]:

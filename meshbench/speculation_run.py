@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from meshbench.under_test.mesh import RemoteMesh, ServedModel
     from meshbench.under_test.options import RemoteTarget
 
-log = structlog.get_logger()
-
 _NUM_STAGES: Final = 3
 _CTX_SIZE: Final = 2560
 _SWEEP_DELAYS_MS: Final = (5.0, 20.0)
@@ -62,6 +60,14 @@ _PEER_DELAY_MS: Final = 20.0
 # Three questions distinguish the settings: prose, code, and text to be copied from.
 _PEER_WORKLOADS: Final = ("writing", "coding", "summarization", "built-in", "repository-edit", "tool-call")
 _NUM_PEER_WORKLOADS: Final = 3
+# Only measured of meshes that are started in the lab.
+_REMOTE_OMITTED: Final = (
+    "`replay`, the right answer proposed throughout: the server would need this run's answers",
+    "other delays and other drafters than the mesh has, and the presets that start several meshes",
+    "llama.cpp RPC on the same hosts",
+)
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,14 +237,6 @@ def run_remote_spec(options: RemoteSpecOptions) -> Report:
                 raise
             results.failures.append(f"{AS_SERVED}: {error.message}")
     return _reported(results, workloads, options, started_s)
-
-
-# Only measured of meshes that are started in the lab.
-_REMOTE_OMITTED: Final = (
-    "`replay`, the right answer proposed throughout: the server would need this run's answers",
-    "other delays and other drafters than the mesh has, and the presets that start several meshes",
-    "llama.cpp RPC on the same hosts",
-)
 
 
 def _allowed(

@@ -30,14 +30,15 @@ if TYPE_CHECKING:
     from meshbench.speculation_workloads import Question, Workload
     from meshbench.under_test.mesh import MeshUnderTest
 
-
-log = structlog.get_logger()
-
 _WARM_UP: Final = "Describe a house by the sea."
 _WARM_UP_TOKENS: Final = 48
 _MAX_FAILURES: Final = 3
 # Answers go on to their last token, so that all have the same length.
 _WHOLE: Final[dict[str, Any]] = {"ignore_eos": True}
+# Tokens of each answer while settings are compared: enough for the comparison.
+_NUM_TOKENS: Final = 48
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -382,18 +383,6 @@ class Runner:
         return LabMesh(self._lab, mesh, (self._api_key,))
 
 
-def _total_rate(reply: Reply) -> float:
-    return sum(answer.num_tokens for answer in reply.answers) / (reply.wall_ms / 1e3)
-
-
-def _without_folder(option: str) -> str:
-    return Path(option).name if option.startswith("/") else option
-
-
-# Tokens of each answer while settings are compared: enough for the comparison.
-_NUM_TOKENS: Final = 48
-
-
 class Peer:
     """llama.cpp RPC on the lab's hosts, one setting at a time.
 
@@ -525,3 +514,11 @@ class ReplayFile:
             )
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"ask": ask.body, "tokens": answer.token_ids}) + "\n")
+
+
+def _total_rate(reply: Reply) -> float:
+    return sum(answer.num_tokens for answer in reply.answers) / (reply.wall_ms / 1e3)
+
+
+def _without_folder(option: str) -> str:
+    return Path(option).name if option.startswith("/") else option

@@ -17,12 +17,99 @@ if TYPE_CHECKING:
 
     from mesh.text.tokenizer import Tokenizer
 
-
 # Every workload that is not a category of Spec-Bench.
 OURS: Final = "ours"
 SPEC_BENCH: Final = "spec-bench"
 # End of the names of workloads without a chat template.
 RAW_END: Final = "-raw"
+# Spec-Bench takes these from MT-Bench; its own tables call them multi-turn conversation.
+CHAT: Final = ("writing", "roleplay", "reasoning", "extraction", "stem", "humanities")
+CODING: Final = ("coding",)
+_WISHES: Final = (
+    ("weather", "What is the weather in Lisbon, Porto and Faro on 2026-05-02, in celsius?"),
+    ("trains", "Book two seats from Berlin to Munich on 2026-03-14 and two seats back on 2026-03-16."),
+    ("mails", "Tell anna@example.com and ben@example.com that the meeting moved to ten o'clock."),
+    ("journey", "Book one seat from Rome to Naples on 2026-07-01 and mail the date to carla@example.com."),
+)
+_NUM_TOKENS: Final = 48
+_STACK: Final = '''\
+class Stack:
+    """Last in, first out."""
+
+    def __init__(self) -> None:
+        self.items = []
+
+    def push(self, item) -> None:
+        self.items.append(item)
+
+    def pop(self):
+        if not self.items:
+            raise IndexError("the stack is empty")
+        return self.items.pop()
+
+    def size(self) -> int:
+        return len(self.items)
+'''
+_PRICES: Final = """\
+TAX_RATE = 0.19
+
+
+def net_price(order):
+    total = 0
+    for item in order:
+        total += item.price * item.count
+    return total
+
+
+def gross_price(order):
+    return net_price(order) * (1 + TAX_RATE)
+
+
+def print_bill(order):
+    for item in order:
+        print(item.name, item.count, item.price)
+    print("total", gross_price(order))
+"""
+_SETTINGS: Final = """\
+server:
+  host: 127.0.0.1
+  port: 8080
+  workers: 4
+  timeout_seconds: 30
+database:
+  url: sqlite:///data/app.db
+  pool_size: 5
+  echo: false
+logging:
+  level: info
+  format: json
+  file: logs/app.log
+"""
+_TEXTS: Final = """\
+def count_words(text):
+    counts = {}
+    for word in text.lower().split():
+        word = word.strip(".,;:!?")
+        if word:
+            counts[word] = counts.get(word, 0) + 1
+    return counts
+
+
+def most_common(text, limit):
+    counts = count_words(text)
+    ordered = sorted(counts.items(), key=lambda pair: -pair[1])
+    return ordered[:limit]
+"""
+_EDITS: Final = (
+    ("stack", "stack.py", _STACK, "rename the method `size` to `length`"),
+    ("prices", "prices.py", _PRICES, "change TAX_RATE to 0.21"),
+    ("settings", "settings.yaml", _SETTINGS, "change the port to 9090"),
+    ("texts", "texts.py", _TEXTS, "rename the function `count_words` to `word_counts`"),
+)
+WARM_REPEAT: Final = "warm-repeat"
+# Characters, not words or tokens: the same for every script and every tokenizer.
+_GRAM_CHARS: Final = 16
+_LIMIT: Final = 0.4
 
 
 @dataclass(frozen=True)
@@ -105,11 +192,6 @@ def chat_question(id: str, prompt: str) -> Question:
     return Question(id, {"messages": [{"role": "user", "content": prompt}]})
 
 
-# Spec-Bench takes these from MT-Bench; its own tables call them multi-turn conversation.
-CHAT: Final = ("writing", "roleplay", "reasoning", "extraction", "stem", "humanities")
-CODING: Final = ("coding",)
-
-
 def spec_bench_workloads(path: Path, per_category: int) -> tuple[Workload, ...]:
     """First turns of the questions, evenly spread over each category, categories in the file's order.
 
@@ -146,13 +228,6 @@ _TOOLS: Final = (
     _tool("send_mail", "Send a message.", to="string", subject="string", body="string"),
 )
 
-_WISHES: Final = (
-    ("weather", "What is the weather in Lisbon, Porto and Faro on 2026-05-02, in celsius?"),
-    ("trains", "Book two seats from Berlin to Munich on 2026-03-14 and two seats back on 2026-03-16."),
-    ("mails", "Tell anna@example.com and ben@example.com that the meeting moved to ten o'clock."),
-    ("journey", "Book one seat from Rome to Naples on 2026-07-01 and mail the date to carla@example.com."),
-)
-
 
 def tool_call() -> Workload:
     """The same three tools and several wishes."""
@@ -169,9 +244,6 @@ def tool_call() -> Workload:
             for label, wish in _WISHES
         ),
     )
-
-
-_NUM_TOKENS: Final = 48
 
 
 def random_tokens(tokenizer: Tokenizer, seed: int, count: int) -> Workload:
@@ -205,86 +277,6 @@ def _draw(tokenizer: Tokenizer, seed: int, count: int) -> list[tuple[int, ...]]:
     return [tuple(random.choices(visible, k=_NUM_TOKENS)) for _ in range(count)]
 
 
-_STACK: Final = '''\
-class Stack:
-    """Last in, first out."""
-
-    def __init__(self) -> None:
-        self.items = []
-
-    def push(self, item) -> None:
-        self.items.append(item)
-
-    def pop(self):
-        if not self.items:
-            raise IndexError("the stack is empty")
-        return self.items.pop()
-
-    def size(self) -> int:
-        return len(self.items)
-'''
-
-_PRICES: Final = """\
-TAX_RATE = 0.19
-
-
-def net_price(order):
-    total = 0
-    for item in order:
-        total += item.price * item.count
-    return total
-
-
-def gross_price(order):
-    return net_price(order) * (1 + TAX_RATE)
-
-
-def print_bill(order):
-    for item in order:
-        print(item.name, item.count, item.price)
-    print("total", gross_price(order))
-"""
-
-_SETTINGS: Final = """\
-server:
-  host: 127.0.0.1
-  port: 8080
-  workers: 4
-  timeout_seconds: 30
-database:
-  url: sqlite:///data/app.db
-  pool_size: 5
-  echo: false
-logging:
-  level: info
-  format: json
-  file: logs/app.log
-"""
-
-_TEXTS: Final = """\
-def count_words(text):
-    counts = {}
-    for word in text.lower().split():
-        word = word.strip(".,;:!?")
-        if word:
-            counts[word] = counts.get(word, 0) + 1
-    return counts
-
-
-def most_common(text, limit):
-    counts = count_words(text)
-    ordered = sorted(counts.items(), key=lambda pair: -pair[1])
-    return ordered[:limit]
-"""
-
-_EDITS: Final = (
-    ("stack", "stack.py", _STACK, "rename the method `size` to `length`"),
-    ("prices", "prices.py", _PRICES, "change TAX_RATE to 0.21"),
-    ("settings", "settings.yaml", _SETTINGS, "change the port to 9090"),
-    ("texts", "texts.py", _TEXTS, "rename the function `count_words` to `word_counts`"),
-)
-
-
 def repository_edit() -> Workload:
     """Files of 12 to 19 lines, each with the change to make."""
     return Workload(
@@ -298,9 +290,6 @@ def repository_edit() -> Workload:
             for label, name, content, change in _EDITS
         ),
     )
-
-
-WARM_REPEAT: Final = "warm-repeat"
 
 
 def all_workloads(
@@ -354,11 +343,6 @@ def warm_repeat(sources: Sequence[Workload]) -> Workload:
         if index < len(source.questions)
     )
     return Workload(WARM_REPEAT, questions, is_warm=True)
-
-
-# Characters, not words or tokens: the same for every script and every tokenizer.
-_GRAM_CHARS: Final = 16
-_LIMIT: Final = 0.4
 
 
 def repeated_share(text: str) -> float:

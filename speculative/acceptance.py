@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
     from speculative.proposer import Proposal
 
+NUM_BUCKETS: Final = 8
+# Acceptance of a proposer that nothing is known of.
+_EVEN: Final = 0.5
+
 
 class SpanClass(StrEnum):
     """Accepted part of a window, and so the number of valid cached rows of the stages.
@@ -57,69 +61,6 @@ class Judgement:
     def is_rejected(self) -> bool:
         """Whether the stages hold rows of rejected tokens."""
         return self.span in {SpanClass.TAIL_REJECT, SpanClass.EARLY_REJECT}
-
-
-def judge(
-    proposed: Sequence[int],
-    sampled: Sequence[int],
-    *,
-    num_confirmed: int = 0,
-    end_tokens: Collection[int] = (),
-    max_committed: int | None = None,
-) -> Judgement:
-    """Match a verdict with the proposal of its window.
-
-    With 7 8 9 proposed: `[7, 8, 9, 4]` is a full accept and a free prediction, `[7, 8, 5]` a tail reject and
-    `[6]` an early one.
-
-    Args:
-        proposed: Proposed tokens of the window, in order; empty for a plain window.
-        sampled: Token ids of the verdict.
-        num_confirmed: Tokens before those that were proposed too and are committed already: the first of a
-            window behind another one, whose free prediction it was.
-        end_tokens: Ids that end the sequence.
-        max_committed: Most ids that may still be committed; None for no limit.
-
-    Raises:
-        ValueError: If the verdict cannot belong to the window.
-    """
-    num_matched = len(sampled) - 1
-    is_whole = num_matched == len(proposed)
-    if not 0 <= num_matched <= len(proposed) or list(sampled[:-1]) != list(proposed[:num_matched]):
-        raise ValueError(
-            f"a verdict of {len(sampled)} ids does not continue a window of {len(proposed)} proposed"
-        )
-    if not is_whole and sampled[-1] == proposed[num_matched]:
-        raise ValueError(f"a verdict of {len(sampled)} ids ends early on a token that was proposed there")
-
-    committed = tuple(sampled[:max_committed])
-    stop = next((index for index, token in enumerate(committed) if token in end_tokens), None)
-    if stop is not None:
-        committed = committed[: stop + 1]
-    return Judgement(
-        committed=committed,
-        num_proposed=num_confirmed + len(proposed),
-        num_accepted=num_confirmed + min(num_matched, len(committed)),
-        span=_span_class(num_confirmed + len(proposed), num_confirmed + num_matched),
-        has_stop=stop is not None,
-    )
-
-
-def judge_unread(num_proposed: int) -> Judgement:
-    """Judgement of a window whose first token differs from the free prediction before it.
-
-    Args:
-        num_proposed: Number of its tokens, all proposed.
-    """
-    return Judgement((), num_proposed, 0, _span_class(num_proposed, 0))
-
-
-def _span_class(num_proposed: int, num_matched: int) -> SpanClass:
-    if num_proposed == 0:
-        return SpanClass.PLAIN
-    if num_matched == num_proposed:
-        return SpanClass.FULL_ACCEPT
-    return SpanClass.TAIL_REJECT if num_matched == num_proposed - 1 else SpanClass.EARLY_REJECT
 
 
 class SpanKind(NamedTuple):
@@ -277,40 +218,6 @@ class DepthStatistics:
         return _shares(self.accepted, self.reached)
 
 
-def _per_depth(depths: Sequence[int]) -> tuple[int, ...]:
-    counts = Counter(depths)
-    return tuple(counts[depth] for depth in range(1, max(depths, default=0) + 1))
-
-
-def _shares(parts: Sequence[int], wholes: Sequence[int]) -> tuple[float, ...]:
-    """`part / whole` of each pair, up to the first whole of 0; missing parts are 0."""
-    shares = []
-    for part, whole in zip_longest(parts, wholes, fillvalue=0):
-        if not whole:
-            break
-        shares.append(part / whole)
-    return tuple(shares)
-
-
-def _num_reaching(lengths: Sequence[int], width: int) -> tuple[int, ...]:
-    """Number of `lengths` that exceed each of 0, 1, … `width` - 1."""
-    ends = Counter(lengths)
-    left, survivors = len(lengths), []
-    for position in range(width):
-        left -= ends[position]
-        survivors.append(left)
-    return tuple(survivors)
-
-
-def _sum(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(a + b for a, b in zip_longest(left, right, fillvalue=0))
-
-
-NUM_BUCKETS: Final = 8
-# Acceptance of a proposer that nothing is known of.
-_EVEN: Final = 0.5
-
-
 class AcceptanceTable:
     """Acceptance rates by proposer and confidence, with exponential forgetting.
 
@@ -398,6 +305,98 @@ class Calibration:
             word = min(max(confidence, 0.0), 1.0)
             for table in (self._own, self._shared):
                 table.add(proposal.proposer, word, int(depth), is_accepted=index < num_accepted)
+
+
+def judge(
+    proposed: Sequence[int],
+    sampled: Sequence[int],
+    *,
+    num_confirmed: int = 0,
+    end_tokens: Collection[int] = (),
+    max_committed: int | None = None,
+) -> Judgement:
+    """Match a verdict with the proposal of its window.
+
+    With 7 8 9 proposed: `[7, 8, 9, 4]` is a full accept and a free prediction, `[7, 8, 5]` a tail reject and
+    `[6]` an early one.
+
+    Args:
+        proposed: Proposed tokens of the window, in order; empty for a plain window.
+        sampled: Token ids of the verdict.
+        num_confirmed: Tokens before those that were proposed too and are committed already: the first of a
+            window behind another one, whose free prediction it was.
+        end_tokens: Ids that end the sequence.
+        max_committed: Most ids that may still be committed; None for no limit.
+
+    Raises:
+        ValueError: If the verdict cannot belong to the window.
+    """
+    num_matched = len(sampled) - 1
+    is_whole = num_matched == len(proposed)
+    if not 0 <= num_matched <= len(proposed) or list(sampled[:-1]) != list(proposed[:num_matched]):
+        raise ValueError(
+            f"a verdict of {len(sampled)} ids does not continue a window of {len(proposed)} proposed"
+        )
+    if not is_whole and sampled[-1] == proposed[num_matched]:
+        raise ValueError(f"a verdict of {len(sampled)} ids ends early on a token that was proposed there")
+
+    committed = tuple(sampled[:max_committed])
+    stop = next((index for index, token in enumerate(committed) if token in end_tokens), None)
+    if stop is not None:
+        committed = committed[: stop + 1]
+    return Judgement(
+        committed=committed,
+        num_proposed=num_confirmed + len(proposed),
+        num_accepted=num_confirmed + min(num_matched, len(committed)),
+        span=_span_class(num_confirmed + len(proposed), num_confirmed + num_matched),
+        has_stop=stop is not None,
+    )
+
+
+def judge_unread(num_proposed: int) -> Judgement:
+    """Judgement of a window whose first token differs from the free prediction before it.
+
+    Args:
+        num_proposed: Number of its tokens, all proposed.
+    """
+    return Judgement((), num_proposed, 0, _span_class(num_proposed, 0))
+
+
+def _span_class(num_proposed: int, num_matched: int) -> SpanClass:
+    if num_proposed == 0:
+        return SpanClass.PLAIN
+    if num_matched == num_proposed:
+        return SpanClass.FULL_ACCEPT
+    return SpanClass.TAIL_REJECT if num_matched == num_proposed - 1 else SpanClass.EARLY_REJECT
+
+
+def _per_depth(depths: Sequence[int]) -> tuple[int, ...]:
+    counts = Counter(depths)
+    return tuple(counts[depth] for depth in range(1, max(depths, default=0) + 1))
+
+
+def _shares(parts: Sequence[int], wholes: Sequence[int]) -> tuple[float, ...]:
+    """`part / whole` of each pair, up to the first whole of 0; missing parts are 0."""
+    shares = []
+    for part, whole in zip_longest(parts, wholes, fillvalue=0):
+        if not whole:
+            break
+        shares.append(part / whole)
+    return tuple(shares)
+
+
+def _num_reaching(lengths: Sequence[int], width: int) -> tuple[int, ...]:
+    """Number of `lengths` that exceed each of 0, 1, … `width` - 1."""
+    ends = Counter(lengths)
+    left, survivors = len(lengths), []
+    for position in range(width):
+        left -= ends[position]
+        survivors.append(left)
+    return tuple(survivors)
+
+
+def _sum(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip_longest(left, right, fillvalue=0))
 
 
 def depth_bucket_of(depth: int) -> int:

@@ -26,6 +26,27 @@ if TYPE_CHECKING:
     from speculative.payoff import PayoffRecord
     from speculative.proposer import Proposal
 
+_ACCEPTANCE_MEMORY: Final = 200.0
+# Most proposed rows of all sessions together in one batch.
+_ROW_BUDGET: Final = 48
+# Judged windows between two computations of the best rate.
+_PACE_EVERY: Final = 8
+# Plain windows of the first session, before anything is proposed.
+_NUM_FIRST_PLAIN: Final = 2
+# Tokens that a draft model may still draft after nothing is wanted any more.
+_NUM_DRAFTED_ON: Final = 8
+# Tokens before speculation is tried again from which features are wanted.
+_FEATURES_AHEAD: Final = 32
+# Tokens before that from which they are wanted at once: features of a few windows are on their way.
+_FEATURES_SOON: Final = 8
+# Share of a drafter's luck that the payoff does not see; the rest guards against a wrong calibration.
+_LUCK_SHARE: Final = 0.8
+# A drafted token may be likelier than the mean by this factor; and the bounds of its hoped-for acceptance.
+_HOPE: Final = 1.5
+_MOST_HOPE: Final = 0.95
+_FIRST_PROBE: Final = 32
+_MAX_PROBE: Final = 512
+
 
 @dataclass(frozen=True)
 class ControllerOptions:
@@ -57,9 +78,6 @@ class ControllerOptions:
             raise ValueError(f"{self}: fixed_width must not be negative, fixed_depth 1 or more")
         if self.p_min is not None and not 0.0 <= self.p_min <= 1.0:
             raise ValueError(f"{self}: p_min must lie in [0, 1]")
-
-
-_ACCEPTANCE_MEMORY: Final = 200.0
 
 
 @dataclass
@@ -95,27 +113,6 @@ class SharedMeasures:
         """Record its time as a plain window, but not the stages' times."""
         computed_ms = sum(stage.compute_ms for stage in outcome.stages)
         self.decode_time.add(outcome.position, outcome.arrived_ms - outcome.sent_ms, computed_ms)
-
-
-# Most proposed rows of all sessions together in one batch.
-_ROW_BUDGET: Final = 48
-# Judged windows between two computations of the best rate.
-_PACE_EVERY: Final = 8
-# Plain windows of the first session, before anything is proposed.
-_NUM_FIRST_PLAIN: Final = 2
-# Tokens that a draft model may still draft after nothing is wanted any more.
-_NUM_DRAFTED_ON: Final = 8
-# Tokens before speculation is tried again from which features are wanted.
-_FEATURES_AHEAD: Final = 32
-# Tokens before that from which they are wanted at once: features of a few windows are on their way.
-_FEATURES_SOON: Final = 8
-# Share of a drafter's luck that the payoff does not see; the rest guards against a wrong calibration.
-_LUCK_SHARE: Final = 0.8
-# A drafted token may be likelier than the mean by this factor; and the bounds of its hoped-for acceptance.
-_HOPE: Final = 1.5
-_MOST_HOPE: Final = 0.95
-_FIRST_PROBE: Final = 32
-_MAX_PROBE: Final = 512
 
 
 class Controller:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from speculative.outcome import WindowOutcome
 
-
 # Share of one row's time for each further row, while only one row count was measured: between a GPU (nearly
 # nothing) and a CPU (nearly all of it), so that wider windows are tried once and then known.
 _UNKNOWN_SLOPE: Final = 0.5
@@ -20,8 +19,6 @@ _HOPE: Final = 0.8
 _NEWEST_WEIGHT: Final = 0.125
 # A sample this many times off was disturbed by another process; it counts as no further off.
 _MAX_SURPRISE: Final = 2.0
-
-
 # Reading the cache is shared by the rows of a batch, computing is not: the first row takes as much of a
 # position as so many further ones (on a processor 3.8 and 1.2 µs with SmolLM2 in f16).
 _FIRST_ROW: Final = 3.0
@@ -31,6 +28,23 @@ _NEAR_TOKENS: Final = 64.0
 _SLOPE_MEMORY: Final = 512
 # Least share of a mean that remains where few positions are cached.
 _LEAST_SHARE: Final = 0.1
+# A server answers short and long texts. Compared with the time of short texts, all windows of a long one
+# would seem slow, and speculation would be blamed.
+_QUICKER_WEIGHT: Final = 0.3
+_SLOWER_WEIGHT: Final = 0.06
+# Largest share of a window's time that depends on its position.
+_MAX_SHARE: Final = 0.9
+_WIDTHS: Final = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
+# Avoids infinite runs: answers are finite.
+_MAX_ACCEPTANCE: Final = 0.99
+# Windows in flight for each that would fill the ring if all beats were equal. They are not: stages that share
+# cores are irregular, and a late window must not leave the next stage idle. Waiting windows are soon
+# cancelled.
+_DEPTH_SLACK: Final = 3.0
+_SHARE_FELT: Final = 0.6
+# Even in an idle ring a hopeless row does not pay, and a certain one always does.
+_MIN_PRICE: Final = 0.02
+_MAX_PRICE: Final = 0.95
 
 
 @dataclass
@@ -130,27 +144,6 @@ class BatchTimeModel:
         self._slope_ms = max(0.0, self._covariance / (self._variance + _NEAR_TOKENS**2))
 
 
-def _load(num_rows: float, position: float) -> float:
-    """Work of attention: 1 for each position of a lone row."""
-    return position * (_FIRST_ROW + num_rows - 1.0) / _FIRST_ROW
-
-
-def moved(mean: float | None, newest: float, weight: float) -> float:
-    """An exponentially weighted moving mean with one more value; None before the first one."""
-    return newest if mean is None else mean + weight * (newest - mean)
-
-
-def smoothed(mean_ms: float | None, newest_ms: float, weight: float = _NEWEST_WEIGHT) -> float:
-    """A moving mean that limits the effect of a single outlier; None before the first value."""
-    if mean_ms is not None:
-        newest_ms = min(max(newest_ms, mean_ms / _MAX_SURPRISE), mean_ms * _MAX_SURPRISE)
-    return moved(mean_ms, newest_ms, weight)
-
-
-def _typical(num_rows: float) -> float:
-    return 1.0 + _UNKNOWN_SLOPE * (num_rows - 1)
-
-
 class Timing:
     """Times of the ring, in milliseconds.
 
@@ -232,14 +225,6 @@ class Timing:
             self._contention = max(1.0, smoothed(self._contention, computed_ms / expected_ms))
 
 
-# A server answers short and long texts. Compared with the time of short texts, all windows of a long one
-# would seem slow, and speculation would be blamed.
-_QUICKER_WEIGHT: Final = 0.3
-_SLOWER_WEIGHT: Final = 0.06
-# Largest share of a window's time that depends on its position.
-_MAX_SHARE: Final = 0.9
-
-
 class DecodeTimeModel:
     """Time of a plain window as a line over positions. Shared by the sessions of a coordinator.
 
@@ -297,26 +282,6 @@ class DecodeTimeModel:
         self._slope_ms = max(0.0, self._covariance / (self._variance + _NEAR_TOKENS**2))
 
 
-# A run lasts from one rejection to the next. Its first window takes a whole round trip, T; each further one
-# brings its tokens a *beat* later, since it was in flight behind. With acceptance `a` per token, `front`
-# proposed tokens in the first window and `width` in each other one, a run commits 1 / (1 - a) tokens and
-# takes T + beat · a^(front + 1) / (1 - a^width).
-#
-# Several candidates per position (a tree in one batch) were evaluated by the same model and rejected. A
-# second candidate helps only where the first is wrong and it is right, (1 - a)·r of the time, and then brings
-# one token more than the verdict's own correction does; it costs a row always. At a = 0.8 and r = 0.5 that is
-# 0.1 token for a row that costs 0.06 tokens at 20 ms one way, 0.17 at 5 ms and 0.42 at 0.1 ms (see
-# `row_price`, three stages of 4.3 ms a row on two cores): five rows a run would win 0.2 of 5 tokens at best,
-# and lose elsewhere.
-_WIDTHS: Final = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
-# Avoids infinite runs: answers are finite.
-_MAX_ACCEPTANCE: Final = 0.99
-# Windows in flight for each that would fill the ring if all beats were equal. They are not: stages that share
-# cores are irregular, and a late window must not leave the next stage idle. Waiting windows are soon
-# cancelled.
-_DEPTH_SLACK: Final = 3.0
-
-
 @dataclass(frozen=True)
 class WindowPlanRate:
     """Widths and depth of windows, and their expected rate.
@@ -334,6 +299,38 @@ class WindowPlanRate:
     tokens_per_s: float
 
 
+def _load(num_rows: float, position: float) -> float:
+    """Work of attention: 1 for each position of a lone row."""
+    return position * (_FIRST_ROW + num_rows - 1.0) / _FIRST_ROW
+
+
+def moved(mean: float | None, newest: float, weight: float) -> float:
+    """An exponentially weighted moving mean with one more value; None before the first one."""
+    return newest if mean is None else mean + weight * (newest - mean)
+
+
+def smoothed(mean_ms: float | None, newest_ms: float, weight: float = _NEWEST_WEIGHT) -> float:
+    """A moving mean that limits the effect of a single outlier; None before the first value."""
+    if mean_ms is not None:
+        newest_ms = min(max(newest_ms, mean_ms / _MAX_SURPRISE), mean_ms * _MAX_SURPRISE)
+    return moved(mean_ms, newest_ms, weight)
+
+
+def _typical(num_rows: float) -> float:
+    return 1.0 + _UNKNOWN_SLOPE * (num_rows - 1)
+
+
+# A run lasts from one rejection to the next. Its first window takes a whole round trip, T; each further one
+# brings its tokens a *beat* later, since it was in flight behind. With acceptance `a` per token, `front`
+# proposed tokens in the first window and `width` in each other one, a run commits 1 / (1 - a) tokens and
+# takes T + beat · a^(front + 1) / (1 - a^width).
+#
+# Several candidates per position (a tree in one batch) were evaluated by the same model and rejected. A
+# second candidate helps only where the first is wrong and it is right, (1 - a)·r of the time, and then brings
+# one token more than the verdict's own correction does; it costs a row always. At a = 0.8 and r = 0.5 that is
+# 0.1 token for a row that costs 0.06 tokens at 20 ms one way, 0.17 at 5 ms and 0.42 at 0.1 ms (see
+# `row_price`, three stages of 4.3 ms a row on two cores): five rows a run would win 0.2 of 5 tokens at best,
+# and lose elsewhere.
 def best_rate(
     timing: Timing,
     acceptance: float,
@@ -413,12 +410,6 @@ def mean_recomputed(front: int, width: int, acceptance: float) -> float:
 # rate lose rate × the time that the row adds to a beat. While the network is slow that is next to nothing;
 # where stages have no idle time it comes near a whole token, and only nearly certain tokens pay. A wasted row
 # delays others only while it computes; part of the time the ring waits for the network.
-_SHARE_FELT: Final = 0.6
-# Even in an idle ring a hopeless row does not pay, and a certain one always does.
-_MIN_PRICE: Final = 0.02
-_MAX_PRICE: Final = 0.95
-
-
 def row_price(
     timing: Timing,
     plain_tokens_per_ms: float,

@@ -18,6 +18,18 @@ from speculative.proposer import EMPTY, Proposal
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+# Tokens that are indexed at a time: about two milliseconds.
+_PART: Final = 4096
+# Of a longer prediction the rest is not used. Each token takes about 0.5 KB.
+_MOST_PREDICTED: Final = 32768
+# A prediction of the client is meant: some tokens at first, all of it once it proves right.
+_TRUST: Final = CursorPosition(source=0, evidence=8, anchor=0)
+# Off by default. Answers are kept per key and never used for another: proposals, and so the speed of answers,
+# depend on the key's own requests only.
+_MAX_PROMPTS: Final = 1024
+# A repeated prompt: the earlier answer is very likely repeated.
+_ASKED_BEFORE: Final = 64
+
 
 @dataclass(frozen=True)
 class NgramOptions:
@@ -38,10 +50,6 @@ class NgramOptions:
     def __post_init__(self) -> None:
         if self.tokens_per_evidence <= 0.0 or self.max_indexed_tokens < 2:
             raise ValueError(f"{self}: tokens_per_evidence must be positive, max_indexed_tokens 2 or more")
-
-
-# Tokens that are indexed at a time: about two milliseconds.
-_PART: Final = 4096
 
 
 class _Reading:
@@ -122,12 +130,6 @@ class NgramProposer:
         """No effect: it holds no resources."""
 
 
-# Of a longer prediction the rest is not used. Each token takes about 0.5 KB.
-_MOST_PREDICTED: Final = 32768
-# A prediction of the client is meant: some tokens at first, all of it once it proves right.
-_TRUST: Final = CursorPosition(source=0, evidence=8, anchor=0)
-
-
 class PredictionProposer:
     """Proposer from a predicted output; see `speculative.proposer.Proposer`.
 
@@ -177,13 +179,6 @@ class PredictionProposer:
 
     def close(self) -> None:
         """No effect: it holds no resources."""
-
-
-# Off by default. Answers are kept per key and never used for another: proposals, and so the speed of answers,
-# depend on the key's own requests only.
-_MAX_PROMPTS: Final = 1024
-# A repeated prompt: the earlier answer is very likely repeated.
-_ASKED_BEFORE: Final = 64
 
 
 class History:

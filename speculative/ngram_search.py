@@ -17,13 +17,35 @@ from speculative.proposer import EMPTY, Proposal
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-
 ORDERS: Final = (2, 4, 8)
 # Longest context that is compared.
 MAX_ORDER: Final = 16
 _STEPS_BACK: Final = (8, 4, 2, 1, 1)
 # So few n-grams are entered one by one, which is quicker than in bulk.
 _FEW: Final = 4
+# Evidence is a small integer: its start depends on the match (`MATCHED`, `NEARBY`), and each correctly
+# predicted token adds two. Starting values and probabilities were fitted to rewritten files of five Python
+# packages (not those of the benchmark); a session's own hits and misses correct the probabilities.
+PER_TOKEN: Final = 2
+# Evidence of a match of this many tokens; a match of one says next to nothing.
+MATCHED: Final = (0, 2, 4, 5, 6, 6, 7, 7, 7, 7, 8, 8, 9, 9, 10, 10, 14)
+# Added for a match 0, 1, … tokens behind the anchor.
+NEARBY: Final = (4, *[2] * 3, *[1] * 12)
+# From each of these amounts of evidence on, the probability that the next token is predicted correctly.
+_STEPS: Final = (1, 2, 3, 4, 5, 6, 8, 10, 16, 24, 40, 64, 128)
+_CHANCES: Final = (0.10, 0.19, 0.33, 0.46, 0.58, 0.67, 0.78, 0.86, 0.93, 0.96, 0.98, 0.991, 0.998)
+_LAST: Final = len(_STEPS) - 1
+# Step of each amount of evidence, up to the start of the last one.
+_STEP_OF: Final = tuple(max(bisect_right(_STEPS, evidence) - 1, 0) for evidence in range(_STEPS[-1]))
+# Distance behind the anchor up to which a single token is searched, and number of other tokens after which
+# the anchor is dropped.
+_REACH: Final = 64
+_MAX_DIVERGED: Final = 4096
+# A continuation that held for this many tokens, or that began this close to the anchor, moves the anchor.
+_SETTLED: Final = 8
+_CLOSE: Final = 16
+# Prompts end alike because of the chat template: most evidence at the beginning of an answer.
+_AT_START: Final = 4
 
 
 class Occurrence(NamedTuple):
@@ -165,25 +187,6 @@ class NgramIndex:
         self._old, self._young = self._young, tuple({} for _ in ORDERS)
 
 
-# Evidence is a small integer: its start depends on the match (`MATCHED`, `NEARBY`), and each correctly
-# predicted token adds two. Starting values and probabilities were fitted to rewritten files of five Python
-# packages (not those of the benchmark); a session's own hits and misses correct the probabilities.
-PER_TOKEN: Final = 2
-
-# Evidence of a match of this many tokens; a match of one says next to nothing.
-MATCHED: Final = (0, 2, 4, 5, 6, 6, 7, 7, 7, 7, 8, 8, 9, 9, 10, 10, 14)
-
-# Added for a match 0, 1, … tokens behind the anchor.
-NEARBY: Final = (4, *[2] * 3, *[1] * 12)
-
-# From each of these amounts of evidence on, the probability that the next token is predicted correctly.
-_STEPS: Final = (1, 2, 3, 4, 5, 6, 8, 10, 16, 24, 40, 64, 128)
-_CHANCES: Final = (0.10, 0.19, 0.33, 0.46, 0.58, 0.67, 0.78, 0.86, 0.93, 0.96, 0.98, 0.991, 0.998)
-_LAST: Final = len(_STEPS) - 1
-# Step of each amount of evidence, up to the start of the last one.
-_STEP_OF: Final = tuple(max(bisect_right(_STEPS, evidence) - 1, 0) for evidence in range(_STEPS[-1]))
-
-
 class EvidenceTable:
     """Probability of a correct prediction by evidence, updated with hits and misses.
 
@@ -227,25 +230,6 @@ class EvidenceTable:
         self._chances[step] = self._hits[step] / self._trials[step]
 
 
-def _step_of(evidence: int) -> int:
-    return _STEP_OF[evidence] if evidence < len(_STEP_OF) else _LAST
-
-
-# While a sequence follows the known text, following costs one comparison. Where it departs, the position is
-# kept as an *anchor*: edited text returns to the original a little after the position where it left it, so
-# one matching token there is stronger evidence than two elsewhere. All other positions are found by the
-# longest match.
-# Distance behind the anchor up to which a single token is searched, and number of other tokens after which
-# the anchor is dropped.
-_REACH: Final = 64
-_MAX_DIVERGED: Final = 4096
-# A continuation that held for this many tokens, or that began this close to the anchor, moves the anchor.
-_SETTLED: Final = 8
-_CLOSE: Final = 16
-# Prompts end alike because of the chat template: most evidence at the beginning of an answer.
-_AT_START: Final = 4
-
-
 class CursorPosition(NamedTuple):
     """Position of a sequence in the known text.
 
@@ -264,6 +248,10 @@ class CursorPosition(NamedTuple):
     num_diverged: int = 0
 
 
+# While a sequence follows the known text, following costs one comparison. Where it departs, the position is
+# kept as an *anchor*: edited text returns to the original a little after the position where it left it, so
+# one matching token there is stronger evidence than two elsewhere. All other positions are found by the
+# longest match.
 class IndexCursor:
     """Follows a sequence through an index.
 
@@ -386,6 +374,10 @@ class IndexCursor:
                 if near_evidence > evidence:
                     source, evidence = near + 1, near_evidence
         return CursorPosition(source, evidence, 0, anchor, num_diverged)
+
+
+def _step_of(evidence: int) -> int:
+    return _STEP_OF[evidence] if evidence < len(_STEP_OF) else _LAST
 
 
 def _num_equal(left: Sequence[int], right: Sequence[int]) -> int:

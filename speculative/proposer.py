@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+# Proposers whose tokens cost computing time; see `speculative.draft`.
+DRAFTERS: Final = ("draft", "eagle3", "mtp")
+CONFIRMED_SHARE: Final = 0.95
+
 
 class Proposer(Protocol):
     """Source of proposals for one session.
@@ -100,12 +104,6 @@ class Proposal:
 
 
 EMPTY: Final = Proposal((), (), "")
-
-# Proposers whose tokens cost computing time; see `speculative.draft`.
-DRAFTERS: Final = ("draft", "eagle3", "mtp")
-
-
-CONFIRMED_SHARE: Final = 0.95
 """A cheap proposer's token may be this much less likely than a draft model's: it is there at once."""
 
 

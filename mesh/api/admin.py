@@ -26,10 +26,76 @@ if TYPE_CHECKING:
     from mesh.api.backend import OnDemandModels
 
 router = APIRouter()
-
 _HOST: Final[dict[str, Any]] = {
     "parameters": [{"name": "host", "in": "query", "required": True, "schema": {"type": "string"}}]
 }
+MAX_PROBES: Final = 1000
+MAX_PROBES_OF_ANY_KEY: Final = 50
+MAX_BULK_BYTES: Final = 256 * 2**20
+_PROBES: Final = 20
+_MAX_DIGITS: Final = 18
+_LOADING: Final = "models are loaded and unloaded"
+_WAIT_S: Final = 30.0
+_MOST_WAIT_S: Final = 86400.0
+_UNLOAD: Final[dict[str, Any]] = {
+    "parameters": [
+        {"name": "model", "in": "query", "required": True, "schema": {"type": "string"}},
+        {
+            "name": "wait_s",
+            "in": "query",
+            "schema": {"type": "number", "minimum": 0, "maximum": _MOST_WAIT_S, "default": _WAIT_S},
+        },
+    ]
+}
+_MOST_HOSTS: Final = 64
+_MOST_PARTS: Final = 8
+_MOST_DEVICES: Final = 64
+# A blank stage is a sparse file, but it is loaded all the same.
+_MOST_BLANK_BYTES: Final = 8 * 2**30
+
+log = structlog.get_logger()
+
+
+class BlankBody(BaseModel):
+    """A stage without weights."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    header: str = Field(description="Base64: magic, metadata and tensor directory of a GGUF.")
+    num_bytes: int = Field(ge=1, le=_MOST_BLANK_BYTES, description="Size of the whole file.")
+
+
+class OrderBody(BaseModel):
+    """Measurement for one host; see `stages.host.profile_request`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    blank: BlankBody
+    num_threads: int = Field(1, ge=1, le=1024)
+    is_exact: bool = False
+    kv_type: str = "f16"
+    position: int = Field(128, ge=0, le=2**20)
+    num_rounds: int = Field(20, ge=1, le=1000)
+    pause_ms: float = Field(5.0, ge=0, le=1000)
+    gpu_layers: list[tuple[str, int]] = Field([], max_length=_MOST_DEVICES)
+    cpu_moe_layers: int = Field(0, ge=0)
+
+
+class HostOrdersBody(BaseModel):
+    """For one host."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    host: str
+    orders: list[OrderBody] = Field(min_length=1, max_length=_MOST_PARTS)
+
+
+class RehearsalBody(BaseModel):
+    """Request of `mesh plan`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    hosts: list[HostOrdersBody] = Field(min_length=1, max_length=_MOST_HOSTS)
 
 
 @router.post("/mesh/drain", response_model=None, responses=answers(Anything), openapi_extra=_HOST)
@@ -68,22 +134,13 @@ def _name(request: Request) -> str:
     return name
 
 
-# A measurement sends over every link, to every host: any key may ask for a few small probes, and only the
-# head's own machine for many probes or bulk data, which take bandwidth from the stages. One run at a time,
-# while its client waits for it; those of different keys in turn.
-log = structlog.get_logger()
-
-MAX_PROBES: Final = 1000
-MAX_PROBES_OF_ANY_KEY: Final = 50
-MAX_BULK_BYTES: Final = 256 * 2**20
-_PROBES: Final = 20
-_MAX_DIGITS: Final = 18
-
-
 def _parameter(name: str, least: int, most: int) -> dict[str, Any]:
     return {"name": name, "in": "query", "schema": {"type": "integer", "minimum": least, "maximum": most}}
 
 
+# A measurement sends over every link, to every host: any key may ask for a few small probes, and only the
+# head's own machine for many probes or bulk data, which take bandwidth from the stages. One run at a time,
+# while its client waits for it; those of different keys in turn.
 @router.post(
     "/mesh/links",
     response_model=None,
@@ -127,21 +184,6 @@ def _number(request: Request, name: str, default: int, least: int, most: int) ->
             f"{name} is {text[:_MAX_DIGITS]!r}; it must be a number from {least} to {most}", param=name
         )
     return int(text)
-
-
-_LOADING: Final = "models are loaded and unloaded"
-_WAIT_S: Final = 30.0
-_MOST_WAIT_S: Final = 86400.0
-_UNLOAD: Final[dict[str, Any]] = {
-    "parameters": [
-        {"name": "model", "in": "query", "required": True, "schema": {"type": "string"}},
-        {
-            "name": "wait_s",
-            "in": "query",
-            "schema": {"type": "number", "minimum": 0, "maximum": _MOST_WAIT_S, "default": _WAIT_S},
-        },
-    ]
-}
 
 
 @router.post(
@@ -228,55 +270,6 @@ def _wait_s(request: Request) -> float:
             param="wait_s",
         )
     return wait_s
-
-
-_MOST_HOSTS: Final = 64
-_MOST_PARTS: Final = 8
-_MOST_DEVICES: Final = 64
-# A blank stage is a sparse file, but it is loaded all the same.
-_MOST_BLANK_BYTES: Final = 8 * 2**30
-
-
-class BlankBody(BaseModel):
-    """A stage without weights."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    header: str = Field(description="Base64: magic, metadata and tensor directory of a GGUF.")
-    num_bytes: int = Field(ge=1, le=_MOST_BLANK_BYTES, description="Size of the whole file.")
-
-
-class OrderBody(BaseModel):
-    """Measurement for one host; see `stages.host.profile_request`."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    blank: BlankBody
-    num_threads: int = Field(1, ge=1, le=1024)
-    is_exact: bool = False
-    kv_type: str = "f16"
-    position: int = Field(128, ge=0, le=2**20)
-    num_rounds: int = Field(20, ge=1, le=1000)
-    pause_ms: float = Field(5.0, ge=0, le=1000)
-    gpu_layers: list[tuple[str, int]] = Field([], max_length=_MOST_DEVICES)
-    cpu_moe_layers: int = Field(0, ge=0)
-
-
-class HostOrdersBody(BaseModel):
-    """For one host."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    host: str
-    orders: list[OrderBody] = Field(min_length=1, max_length=_MOST_PARTS)
-
-
-class RehearsalBody(BaseModel):
-    """Request of `mesh plan`."""
-
-    model_config = ConfigDict(extra="allow")
-
-    hosts: list[HostOrdersBody] = Field(min_length=1, max_length=_MOST_HOSTS)
 
 
 @router.post(

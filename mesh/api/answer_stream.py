@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
     PieceWith = Callable[[Collection[str]], Callable[[int], bytes]]
 
+log = structlog.get_logger()
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
 
 # Text may be held back, because it could become a stop string or because a character is incomplete, and some
 # of it is dropped. A token belongs to the first character that it contributed to: it is passed on with that
@@ -79,45 +83,6 @@ class AnswerTokens:
         return tuple(settled)
 
 
-def echoed_tokens(
-    prompt: Sequence[int], echo: str, logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer
-) -> list[AnswerToken]:
-    """Tokens of a prompt that the answer begins with.
-
-    Args:
-        prompt: Token ids.
-        echo: Their text as the answer has it.
-        logprobs: One entry for each but the first.
-        tokenizer: Tokenizer of the model.
-    """
-    # Names of control tokens are part of a text prompt that has them, but not of text that ids stand for.
-    pieces: tuple[Callable[[int], bytes], ...] = (
-        lambda token: tokenizer.piece(token) or tokenizer.name(token).encode(),
-        tokenizer.piece,
-    )
-    for piece in pieces:
-        text = AnswerText(piece)
-        offsets, decoded = [], ""
-        for token in prompt:
-            offsets.append(text.num_decoded)
-            decoded += text.push(token)
-        decoded += text.flush()
-        if decoded.endswith(echo):
-            break
-    # What the tokenizer adds in front, such as a first token or a space, is not in the text.
-    added = len(decoded) - len(echo)
-    places = [min(max(0, offset - added), len(echo)) for offset in offsets]
-    return [
-        AnswerToken(token, place, known)
-        for token, place, known in zip(prompt, places, (None, *logprobs), strict=True)
-    ]
-
-
-log = structlog.get_logger()
-
-FinishReason = Literal["stop", "length", "tool_calls"]
-
-
 @dataclass(frozen=True)
 class AnswerPart:
     """Parts of a message that became final together, and the tokens committed meanwhile.
@@ -144,37 +109,6 @@ class AnswerPart:
     num_reasoning: int = 0
     stop_string: str | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-
-
-async def answer_parts(
-    engine: Engine, piece_with: PieceWith, job: GenerationJob
-) -> AsyncGenerator[AnswerPart, None]:
-    """Run a job and yield its answer. The engine's session has ended before the last part is yielded.
-
-    A step without final text yields no part, unless the job wants token ids.
-
-    Args:
-        engine: Generates the tokens.
-        piece_with: Returns the bytes of tokens, marks included; see `Tokenizer.piece_with`.
-        job: The job.
-
-    Raises:
-        MeshError: Any error of the engine.
-    """
-    answer = _Answer(piece_with, job)
-    last: AnswerPart | None = None
-    async with aclosing(engine.generate(job.request)) as steps:
-        async for step in steps:
-            answer.take(step)
-            if answer.is_over or step.finish is not None:
-                last = answer.last_part(step)
-                break
-            if (part := answer.part(step)) is not None:
-                yield part
-    if last is None:
-        raise StageFailed("the engine ended the answer without a reason: look at the log of the stages")
-    _log(job, last)
-    yield last
 
 
 class _Answer:
@@ -247,21 +181,6 @@ class _Answer:
         )
 
 
-def _log(job: GenerationJob, last: AnswerPart) -> None:
-    stats = last.stats
-    log.info(
-        "answered",
-        finish=last.finish,
-        prompt_tokens=len(job.request.prompt),
-        cached_tokens=stats.num_cached,
-        completion_tokens=last.num_tokens,
-        prefill_ms=round(stats.prefill_ms, 1),
-        decode_ms=round(stats.decode_ms, 1),
-        proposed=stats.num_proposed,
-        accepted=stats.num_accepted,
-    )
-
-
 class ChoiceGroup:
     """The choices of one request.
 
@@ -293,33 +212,6 @@ class ChoiceGroup:
             async for part in parts:
                 begun.set()
                 yield part
-
-
-def metered(
-    scope: Scope, backend: Backend, jobs: Sequence[GenerationJob], *, most_at_once: int = 1
-) -> tuple[Backend, int]:
-    """The backend with an engine that counts tokens for the request's API key, if it has one.
-
-    Args:
-        scope: ASGI scope of the request.
-        backend: The served model.
-        jobs: All jobs of the request.
-        most_at_once: How many of the jobs run at once without a key.
-
-    Returns:
-        The backend, and how many of the jobs may run at once.
-
-    Raises:
-        RateLimited: If the key has reached its limit of concurrent answers, or has too few tokens left for
-            the jobs.
-    """
-    reservation = reservation_of(scope)
-    num_at_once = min(most_at_once, len(jobs))
-    if reservation is None:
-        return backend, num_at_once
-    num_at_once = reservation.acquire(num_at_once, backend.model_id, backend.num_slots)
-    reservation.reserve(sum(len(job.request.prompt) + job.request.max_tokens for job in jobs))
-    return replace(backend, engine=MeteredEngine(backend.engine, reservation, len(jobs))), num_at_once
 
 
 class MeteredEngine:
@@ -361,3 +253,110 @@ class MeteredEngine:
             # Its slot is free by now, before the client knows: its next request finds a place.
             self._num_left -= 1
             self._reservation.release(self._num_left)
+
+
+def echoed_tokens(
+    prompt: Sequence[int], echo: str, logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer
+) -> list[AnswerToken]:
+    """Tokens of a prompt that the answer begins with.
+
+    Args:
+        prompt: Token ids.
+        echo: Their text as the answer has it.
+        logprobs: One entry for each but the first.
+        tokenizer: Tokenizer of the model.
+    """
+    # Names of control tokens are part of a text prompt that has them, but not of text that ids stand for.
+    pieces: tuple[Callable[[int], bytes], ...] = (
+        lambda token: tokenizer.piece(token) or tokenizer.name(token).encode(),
+        tokenizer.piece,
+    )
+    for piece in pieces:
+        text = AnswerText(piece)
+        offsets, decoded = [], ""
+        for token in prompt:
+            offsets.append(text.num_decoded)
+            decoded += text.push(token)
+        decoded += text.flush()
+        if decoded.endswith(echo):
+            break
+    # What the tokenizer adds in front, such as a first token or a space, is not in the text.
+    added = len(decoded) - len(echo)
+    places = [min(max(0, offset - added), len(echo)) for offset in offsets]
+    return [
+        AnswerToken(token, place, known)
+        for token, place, known in zip(prompt, places, (None, *logprobs), strict=True)
+    ]
+
+
+async def answer_parts(
+    engine: Engine, piece_with: PieceWith, job: GenerationJob
+) -> AsyncGenerator[AnswerPart, None]:
+    """Run a job and yield its answer. The engine's session has ended before the last part is yielded.
+
+    A step without final text yields no part, unless the job wants token ids.
+
+    Args:
+        engine: Generates the tokens.
+        piece_with: Returns the bytes of tokens, marks included; see `Tokenizer.piece_with`.
+        job: The job.
+
+    Raises:
+        MeshError: Any error of the engine.
+    """
+    answer = _Answer(piece_with, job)
+    last: AnswerPart | None = None
+    async with aclosing(engine.generate(job.request)) as steps:
+        async for step in steps:
+            answer.take(step)
+            if answer.is_over or step.finish is not None:
+                last = answer.last_part(step)
+                break
+            if (part := answer.part(step)) is not None:
+                yield part
+    if last is None:
+        raise StageFailed("the engine ended the answer without a reason: look at the log of the stages")
+    _log(job, last)
+    yield last
+
+
+def _log(job: GenerationJob, last: AnswerPart) -> None:
+    stats = last.stats
+    log.info(
+        "answered",
+        finish=last.finish,
+        prompt_tokens=len(job.request.prompt),
+        cached_tokens=stats.num_cached,
+        completion_tokens=last.num_tokens,
+        prefill_ms=round(stats.prefill_ms, 1),
+        decode_ms=round(stats.decode_ms, 1),
+        proposed=stats.num_proposed,
+        accepted=stats.num_accepted,
+    )
+
+
+def metered(
+    scope: Scope, backend: Backend, jobs: Sequence[GenerationJob], *, most_at_once: int = 1
+) -> tuple[Backend, int]:
+    """The backend with an engine that counts tokens for the request's API key, if it has one.
+
+    Args:
+        scope: ASGI scope of the request.
+        backend: The served model.
+        jobs: All jobs of the request.
+        most_at_once: How many of the jobs run at once without a key.
+
+    Returns:
+        The backend, and how many of the jobs may run at once.
+
+    Raises:
+        RateLimited: If the key has reached its limit of concurrent answers, or has too few tokens left for
+            the jobs.
+    """
+    reservation = reservation_of(scope)
+    num_at_once = min(most_at_once, len(jobs))
+    if reservation is None:
+        return backend, num_at_once
+    num_at_once = reservation.acquire(num_at_once, backend.model_id, backend.num_slots)
+    reservation.reserve(sum(len(job.request.prompt) + job.request.max_tokens for job in jobs))
+    return replace(backend, engine=MeteredEngine(backend.engine, reservation, len(jobs))), num_at_once

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
-
 # A line is `NAME sha256:HEX`, then what limits the key, in any order: `requests-per-minute=60`,
 # `tokens-per-minute=20000`, `concurrent=8`, `expires=2027-01-31T00:00:00+00:00`, and `may-load=yes` if it may
 # load models. `#` begins a comment line.
@@ -39,6 +38,11 @@ _MAX_LIMIT: Final = 10**12
 OWN_NAME_DIGITS: Final = 12
 _OWN_NAME: Final = "key-"
 _YES: Final = "yes"
+_MAX_BYTES: Final = 4 * 2**20
+# `key-` alone identifies no key, though all display names of keys without a name begin with it.
+_SHORTEST: Final = len("key-")
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,100 @@ class KeyRecord:
             now_s: Unix seconds.
         """
         return self.expires_at is not None and self.expires_at.timestamp() <= now_s
+
+
+@dataclass(frozen=True)
+class _Stamp:
+    """File identity and change time: detects a changed file without reading it."""
+
+    inode: int
+    mtime_ns: int
+    num_bytes: int
+
+
+class ApiKeys:
+    """The keys that open the API, by digest.
+
+    Args:
+        records: At least one.
+        path: File of the keys, if it is to be checked for changes before each request.
+
+    Raises:
+        MeshError: If there is no key: such a server would be of no use.
+    """
+
+    def __init__(self, records: Sequence[KeyRecord], path: Path | None = None) -> None:
+        if not records:
+            where = "the server" if path is None else f"the API key file {path}"
+            raise MeshError(f"{where} holds no key: make one with `mesh keys add NAME`")
+        self._records = tuple(records)
+        # The records last read: while a file cannot be read no key counts as removed.
+        self._latest = self._records
+        self._removals: Counter[bytes] = Counter()
+        self._listeners: list[Callable[[Collection[str]], None]] = []
+        self._path = path
+        self._stamp = None if path is None else _stamp(path)
+
+    @classmethod
+    def from_file(cls, path: Path) -> Self:
+        """The keys of a file of `mesh keys`; changes of the file count from the next request on.
+
+        A file that is gone or unreadable opens the API to no key until it can be read again.
+
+        Raises:
+            MeshError: If the file cannot be read, is malformed, or holds no key.
+        """
+        keys = cls(read_key_file(path), path)
+        if any(record.is_plain for record in keys._records) and path.stat().st_mode & 0o077:
+            log.warning("api_keys_readable_by_others", path=str(path), remedy="chmod 600")
+        return keys
+
+    @classmethod
+    def from_plain(cls, keys: Mapping[str, str]) -> Self:
+        """Keys by name, without limits."""
+        return cls([KeyRecord(name, digest_of(key)) for name, key in keys.items()])
+
+    def on_removed(self, listener: Callable[[Collection[str]], None]) -> None:
+        """Call a function with the identities of keys that are removed from the file."""
+        self._listeners.append(listener)
+
+    def has(self, identity: str) -> bool:
+        """Whether there is a key of this identity, by the records that were read last."""
+        return any(record.identity == identity for record in self._latest)
+
+    def find(self, key: str) -> KeyRecord | None:
+        """The record of a key, or None if there is none. Takes the same time for every key."""
+        self._look_again()
+        presented = digest_of(key)
+        found = None
+        for record in self._records:
+            if hmac.compare_digest(presented, record.digest):
+                found = record
+        return found
+
+    def _look_again(self) -> None:
+        if self._path is None:
+            return
+        stamp = _stamp(self._path)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            records = read_key_file(self._path)
+        except MeshError as error:
+            self._records = ()
+            log.error("api_keys_unreadable", reason=error.message, effect="every request is refused")  # noqa: TRY400
+        else:
+            log.info("api_keys_changed", names=[record.name for record in records])
+            digests = {record.digest for record in records}
+            gone = [record for record in self._latest if record.digest not in digests]
+            self._records = self._latest = tuple(
+                replace(record, num_removals=self._removals[record.digest]) for record in records
+            )
+            self._removals.update(record.digest for record in gone)
+            if gone:
+                for listener in self._listeners:
+                    listener({record.identity for record in gone})
 
 
 def digest_of(key: str) -> bytes:
@@ -200,11 +298,6 @@ def _right(text: str | None) -> bool:
     if text not in {None, _YES, "no"}:
         raise MeshError("has a right that is neither yes nor no")
     return text == _YES
-
-
-_MAX_BYTES: Final = 4 * 2**20
-# `key-` alone identifies no key, though all display names of keys without a name begin with it.
-_SHORTEST: Final = len("key-")
 
 
 def default_key_file() -> Path:
@@ -353,103 +446,6 @@ def _editing(path: Path) -> Iterator[None]:
             os.close(folder)
     except OSError as error:
         raise MeshError(f"the API key file {path} cannot be written: {error.strerror}") from error
-
-
-log = structlog.get_logger()
-
-
-@dataclass(frozen=True)
-class _Stamp:
-    """File identity and change time: detects a changed file without reading it."""
-
-    inode: int
-    mtime_ns: int
-    num_bytes: int
-
-
-class ApiKeys:
-    """The keys that open the API, by digest.
-
-    Args:
-        records: At least one.
-        path: File of the keys, if it is to be checked for changes before each request.
-
-    Raises:
-        MeshError: If there is no key: such a server would be of no use.
-    """
-
-    def __init__(self, records: Sequence[KeyRecord], path: Path | None = None) -> None:
-        if not records:
-            where = "the server" if path is None else f"the API key file {path}"
-            raise MeshError(f"{where} holds no key: make one with `mesh keys add NAME`")
-        self._records = tuple(records)
-        # The records last read: while a file cannot be read no key counts as removed.
-        self._latest = self._records
-        self._removals: Counter[bytes] = Counter()
-        self._listeners: list[Callable[[Collection[str]], None]] = []
-        self._path = path
-        self._stamp = None if path is None else _stamp(path)
-
-    @classmethod
-    def from_file(cls, path: Path) -> Self:
-        """The keys of a file of `mesh keys`; changes of the file count from the next request on.
-
-        A file that is gone or unreadable opens the API to no key until it can be read again.
-
-        Raises:
-            MeshError: If the file cannot be read, is malformed, or holds no key.
-        """
-        keys = cls(read_key_file(path), path)
-        if any(record.is_plain for record in keys._records) and path.stat().st_mode & 0o077:
-            log.warning("api_keys_readable_by_others", path=str(path), remedy="chmod 600")
-        return keys
-
-    @classmethod
-    def from_plain(cls, keys: Mapping[str, str]) -> Self:
-        """Keys by name, without limits."""
-        return cls([KeyRecord(name, digest_of(key)) for name, key in keys.items()])
-
-    def on_removed(self, listener: Callable[[Collection[str]], None]) -> None:
-        """Call a function with the identities of keys that are removed from the file."""
-        self._listeners.append(listener)
-
-    def has(self, identity: str) -> bool:
-        """Whether there is a key of this identity, by the records that were read last."""
-        return any(record.identity == identity for record in self._latest)
-
-    def find(self, key: str) -> KeyRecord | None:
-        """The record of a key, or None if there is none. Takes the same time for every key."""
-        self._look_again()
-        presented = digest_of(key)
-        found = None
-        for record in self._records:
-            if hmac.compare_digest(presented, record.digest):
-                found = record
-        return found
-
-    def _look_again(self) -> None:
-        if self._path is None:
-            return
-        stamp = _stamp(self._path)
-        if stamp == self._stamp:
-            return
-        self._stamp = stamp
-        try:
-            records = read_key_file(self._path)
-        except MeshError as error:
-            self._records = ()
-            log.error("api_keys_unreadable", reason=error.message, effect="every request is refused")  # noqa: TRY400
-        else:
-            log.info("api_keys_changed", names=[record.name for record in records])
-            digests = {record.digest for record in records}
-            gone = [record for record in self._latest if record.digest not in digests]
-            self._records = self._latest = tuple(
-                replace(record, num_removals=self._removals[record.digest]) for record in records
-            )
-            self._removals.update(record.digest for record in gone)
-            if gone:
-                for listener in self._listeners:
-                    listener({record.identity for record in gone})
 
 
 def _stamp(path: Path) -> _Stamp | None:

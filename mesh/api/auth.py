@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from mesh.api.api_keys import ApiKeys, KeyRecord
 
-
 OPEN_PATHS: Final = frozenset({"/health"})
 # Requests that cost about as much as reading the prompt of a chat does, and have no answer generated.
 _COUNTING_PATHS: Final = frozenset(
@@ -34,12 +33,21 @@ _COUNTING_PATHS: Final = frozenset(
 KEY_NAME: Final = "spanmesh.key_name"
 _CLIENT: Final = "spanmesh.client"
 _MAY_LOAD: Final = "spanmesh.may_load"
-
-
-def client_of(scope: Scope) -> str | None:
-    """Identity of the request's API key; None where the API is open."""
-    client: str | None = scope.get(_CLIENT)
-    return client
+# A proxy on this machine has its address, for clients elsewhere.
+_MARKS_OF_PROXIES: Final = (
+    *("forwarded", "via", "x-real-ip", "x-client-ip", "x-cluster-client-ip", "true-client-ip"),
+    *("cf-connecting-ip", "fastly-client-ip", "x-original-forwarded-for", "x-envoy-external-address"),
+)
+# For, Host, Proto, Port, Server and others; some proxies send only one of them.
+_MARKS_BEGIN: Final = "x-forwarded"
+ANY_ORIGIN: Final = "*"
+# What browsers send for pages in sandboxed frames, which any page may open, and for files.
+_ANYBODYS_ORIGINS: Final = frozenset({ANY_ORIGIN, "null", "file://"})
+_SITE: Final = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9._-]+)(?P<port>:[1-9]\d{0,4})?")
+# Of programs and extensions, whose hosts are names of their own making. Browsers keep their case.
+_PROGRAM: Final = re.compile(r"(?!https?:)[a-z][a-z0-9+.-]*://[A-Za-z0-9._~-]+(?P<port>:[1-9]\d{0,4})?")
+_IMPLIED_PORTS: Final = {"http": ":80", "https": ":443"}
+_HIGHEST_PORT: Final = 65535
 
 
 class KeyGate:
@@ -115,6 +123,12 @@ class KeyGate:
         return record
 
 
+def client_of(scope: Scope) -> str | None:
+    """Identity of the request's API key; None where the API is open."""
+    client: str | None = scope.get(_CLIENT)
+    return client
+
+
 def _key_of(scope: Scope) -> str:
     """The key in the headers; empty if there is none. Anthropic's clients send `X-Api-Key`."""
     headers: dict[bytes, str] = {
@@ -122,15 +136,6 @@ def _key_of(scope: Scope) -> str:
     }
     scheme, _, key = headers.get(b"authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" and key.strip() else headers.get(b"x-api-key", "")
-
-
-# A proxy on this machine has its address, for clients elsewhere.
-_MARKS_OF_PROXIES: Final = (
-    *("forwarded", "via", "x-real-ip", "x-client-ip", "x-cluster-client-ip", "true-client-ip"),
-    *("cf-connecting-ip", "fastly-client-ip", "x-original-forwarded-for", "x-envoy-external-address"),
-)
-# For, Host, Proto, Port, Server and others; some proxies send only one of them.
-_MARKS_BEGIN: Final = "x-forwarded"
 
 
 def require_own_machine(request: Request, what: str) -> None:
@@ -203,16 +208,6 @@ def load_refusal(request: Request, model: str) -> Forbidden | None:
         " model that is loaded, as `/v1/models` tells",
         param="model",
     )
-
-
-ANY_ORIGIN: Final = "*"
-# What browsers send for pages in sandboxed frames, which any page may open, and for files.
-_ANYBODYS_ORIGINS: Final = frozenset({ANY_ORIGIN, "null", "file://"})
-_SITE: Final = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9._-]+)(?P<port>:[1-9]\d{0,4})?")
-# Of programs and extensions, whose hosts are names of their own making. Browsers keep their case.
-_PROGRAM: Final = re.compile(r"(?!https?:)[a-z][a-z0-9+.-]*://[A-Za-z0-9._~-]+(?P<port>:[1-9]\d{0,4})?")
-_IMPLIED_PORTS: Final = {"http": ":80", "https": ":443"}
-_HIGHEST_PORT: Final = 65535
 
 
 def require_key_beyond_loopback(host: str, *, has_keys: bool, is_insecure: bool = False) -> None:

@@ -34,12 +34,10 @@ if TYPE_CHECKING:
     from mesh.text.tokenizer import Tokenizer
     from spanmesh_proto.errors import MeshError
 
-
 # Probes alone take about this long, over links of the length that a mesh can bear.
 _RETRY_AFTER_S: Final = 5
 # As long as `mesh top` waits for an answer; the probes of any key take less.
 _TURN_S: Final = 60.0
-
 DEFAULT_MODEL: Final = "default"
 
 
@@ -205,14 +203,6 @@ class LinkRuns:
                 self._turn.release()
         finally:
             self._clients.discard(client)
-
-
-def _busy() -> Overloaded:
-    return Overloaded(
-        "another client is measuring the links, and two measurements at once would disturb each other: try"
-        f" again in {_RETRY_AFTER_S} s",
-        retry_after_s=_RETRY_AFTER_S,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -399,6 +389,14 @@ class Backends:
         if backend is not self.first and (span := current_span()) is not None:
             span.asks(backend.model_id)
         return backend
+
+
+def _busy() -> Overloaded:
+    return Overloaded(
+        "another client is measuring the links, and two measurements at once would disturb each other: try"
+        f" again in {_RETRY_AFTER_S} s",
+        retry_after_s=_RETRY_AFTER_S,
+    )
 
 
 def backends_of(request: Request) -> Backends:

@@ -33,8 +33,75 @@ if TYPE_CHECKING:
     from mesh.text.message_parts import MessagePart
 
 _CALL: Final = ("name", "arguments")
-
 router = APIRouter()
+
+
+class ChatFormat:
+    """Choices of /v1/chat/completions: messages, and deltas of them."""
+
+    id_prefix = "chatcmpl-"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    has_prompt_ids_in_choices = False
+
+    def __init__(self, backend: Backend) -> None:
+        self._tokenizer = backend.tokenizer
+        self._new_call_id = CallIds(backend.api.random_bits, backend.call_format)
+
+    def logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
+        """Log probabilities of some tokens."""
+        return chat_logprobs(tokens, self._tokenizer)
+
+    def choice(
+        self,
+        index: int,
+        message_parts: Sequence[MessagePart],
+        finish: FinishReason,
+        logprobs: dict[str, Any] | None,
+    ) -> dict[str, Any]:
+        """A choice with the whole message."""
+        content = "".join(piece.text for piece in message_parts if isinstance(piece, Content))
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning := "".join(piece.text for piece in message_parts if isinstance(piece, Reasoning)):
+            message["reasoning_content"] = reasoning
+        if calls := calls_of(message_parts):
+            message["content"] = content or None
+            message["tool_calls"] = [
+                {
+                    "id": self._new_call_id(),
+                    "type": "function",
+                    "function": dict(zip(_CALL, call, strict=True)),
+                }
+                for call in calls
+            ]
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
+
+    def opening(self, index: int) -> str:
+        """First chunk, with the role."""
+        return self._chunk(index, '{"role":"assistant","content":""}')
+
+    def delta(self, index: int, piece: MessagePart, logprobs_json: str) -> str:
+        """Chunk with more of the message."""
+        match piece:
+            case Content():
+                delta = f'{{"content":{_json(piece.text)}}}'
+            case Reasoning():
+                delta = f'{{"reasoning_content":{_json(piece.text)}}}'
+            case ToolCallStart():
+                function = f'{{"name":{_json(piece.name)},"arguments":""}}'
+                head = f'"index":{piece.index},"id":"{self._new_call_id()}","type":"function"'
+                delta = f'{{"tool_calls":[{{{head},"function":{function}}}]}}'
+            case ToolCallArguments():
+                function = f'{{"arguments":{_json(piece.text)}}}'
+                delta = f'{{"tool_calls":[{{"index":{piece.index},"function":{function}}}]}}'
+        return self._chunk(index, delta, logprobs=logprobs_json)
+
+    def closing(self, index: int, finish: FinishReason) -> str:
+        """Last chunk, with the finish reason."""
+        return self._chunk(index, "{}", finish=json.dumps(finish))
+
+    def _chunk(self, index: int, delta: str, *, logprobs: str = "null", finish: str = "null") -> str:
+        return f'{{"index":{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{finish}}}'
 
 
 @router.post(
@@ -104,74 +171,6 @@ def conversation_of(body: ConversationBody) -> Conversation:
             continues_final_message=body.continue_final_message,
         ),
     )
-
-
-class ChatFormat:
-    """Choices of /v1/chat/completions: messages, and deltas of them."""
-
-    id_prefix = "chatcmpl-"
-    whole_object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-    has_prompt_ids_in_choices = False
-
-    def __init__(self, backend: Backend) -> None:
-        self._tokenizer = backend.tokenizer
-        self._new_call_id = CallIds(backend.api.random_bits, backend.call_format)
-
-    def logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
-        """Log probabilities of some tokens."""
-        return chat_logprobs(tokens, self._tokenizer)
-
-    def choice(
-        self,
-        index: int,
-        message_parts: Sequence[MessagePart],
-        finish: FinishReason,
-        logprobs: dict[str, Any] | None,
-    ) -> dict[str, Any]:
-        """A choice with the whole message."""
-        content = "".join(piece.text for piece in message_parts if isinstance(piece, Content))
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if reasoning := "".join(piece.text for piece in message_parts if isinstance(piece, Reasoning)):
-            message["reasoning_content"] = reasoning
-        if calls := calls_of(message_parts):
-            message["content"] = content or None
-            message["tool_calls"] = [
-                {
-                    "id": self._new_call_id(),
-                    "type": "function",
-                    "function": dict(zip(_CALL, call, strict=True)),
-                }
-                for call in calls
-            ]
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
-
-    def opening(self, index: int) -> str:
-        """First chunk, with the role."""
-        return self._chunk(index, '{"role":"assistant","content":""}')
-
-    def delta(self, index: int, piece: MessagePart, logprobs_json: str) -> str:
-        """Chunk with more of the message."""
-        match piece:
-            case Content():
-                delta = f'{{"content":{_json(piece.text)}}}'
-            case Reasoning():
-                delta = f'{{"reasoning_content":{_json(piece.text)}}}'
-            case ToolCallStart():
-                function = f'{{"name":{_json(piece.name)},"arguments":""}}'
-                head = f'"index":{piece.index},"id":"{self._new_call_id()}","type":"function"'
-                delta = f'{{"tool_calls":[{{{head},"function":{function}}}]}}'
-            case ToolCallArguments():
-                function = f'{{"arguments":{_json(piece.text)}}}'
-                delta = f'{{"tool_calls":[{{"index":{piece.index},"function":{function}}}]}}'
-        return self._chunk(index, delta, logprobs=logprobs_json)
-
-    def closing(self, index: int, finish: FinishReason) -> str:
-        """Last chunk, with the finish reason."""
-        return self._chunk(index, "{}", finish=json.dumps(finish))
-
-    def _chunk(self, index: int, delta: str, *, logprobs: str = "null", finish: str = "null") -> str:
-        return f'{{"index":{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{finish}}}'
 
 
 def _json(text: str) -> str:

@@ -32,9 +32,51 @@ if TYPE_CHECKING:
     from mesh.text.tokenizer import Tokenizer
 
 router = APIRouter()
-
 # OpenAI's default for this endpoint.
 DEFAULT_MAX_TOKENS: Final = 16
+
+
+class CompletionFormat:
+    """Choices of /v1/completions: text."""
+
+    id_prefix = "cmpl-"
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+    has_prompt_ids_in_choices = True
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
+        """Log probabilities of some tokens."""
+        return completion_logprobs(tokens, self._tokenizer)
+
+    def choice(
+        self,
+        index: int,
+        message_parts: Sequence[MessagePart],
+        finish: FinishReason,
+        logprobs: dict[str, Any] | None,
+    ) -> dict[str, Any]:
+        """A choice with the whole text."""
+        text = "".join(piece.text for piece in message_parts if isinstance(piece, Content))
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+    def opening(self, _index: int) -> str:
+        """Empty: text begins at once."""
+        return ""
+
+    def delta(self, index: int, piece: MessagePart, logprobs_json: str) -> str:
+        """Chunk with more text."""
+        text = piece.text if isinstance(piece, Content) else ""
+        return self._chunk(index, json.dumps(text, ensure_ascii=False), logprobs=logprobs_json)
+
+    def closing(self, index: int, finish: FinishReason) -> str:
+        """Last chunk, with the finish reason."""
+        return self._chunk(index, '""', finish=json.dumps(finish))
+
+    def _chunk(self, index: int, text: str, *, logprobs: str = "null", finish: str = "null") -> str:
+        return f'{{"index":{index},"text":{text},"logprobs":{logprobs},"finish_reason":{finish}}}'
 
 
 @router.post(
@@ -87,46 +129,3 @@ async def _jobs(backend: Backend, body: CompletionBody, client: str | None) -> l
             )
         )
     return jobs
-
-
-class CompletionFormat:
-    """Choices of /v1/completions: text."""
-
-    id_prefix = "cmpl-"
-    whole_object = "text_completion"
-    chunk_object = "text_completion"
-    has_prompt_ids_in_choices = True
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
-        """Log probabilities of some tokens."""
-        return completion_logprobs(tokens, self._tokenizer)
-
-    def choice(
-        self,
-        index: int,
-        message_parts: Sequence[MessagePart],
-        finish: FinishReason,
-        logprobs: dict[str, Any] | None,
-    ) -> dict[str, Any]:
-        """A choice with the whole text."""
-        text = "".join(piece.text for piece in message_parts if isinstance(piece, Content))
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
-
-    def opening(self, _index: int) -> str:
-        """Empty: text begins at once."""
-        return ""
-
-    def delta(self, index: int, piece: MessagePart, logprobs_json: str) -> str:
-        """Chunk with more text."""
-        text = piece.text if isinstance(piece, Content) else ""
-        return self._chunk(index, json.dumps(text, ensure_ascii=False), logprobs=logprobs_json)
-
-    def closing(self, index: int, finish: FinishReason) -> str:
-        """Last chunk, with the finish reason."""
-        return self._chunk(index, '""', finish=json.dumps(finish))
-
-    def _chunk(self, index: int, text: str, *, logprobs: str = "null", finish: str = "null") -> str:
-        return f'{{"index":{index},"text":{text},"logprobs":{logprobs},"finish_reason":{finish}}}'

@@ -18,8 +18,19 @@ if TYPE_CHECKING:
     from starlette.exceptions import HTTPException
     from starlette.requests import Request
 
-
 _ENCODER: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+# Members of a container that are written in one step, unless they are large; those of a shorter one are
+# written one by one.
+_STEP: Final = 64
+# Characters of a text that are written in one step.
+_STEP_CHARS: Final = 64 * 1024
+# What is written in a millisecond or so: characters, of which each value counts as some.
+_MOST_AT_ONCE_CHARS: Final = 256 * 1024
+_CHARS_OF_VALUE: Final = 16
+# Too many requests, or no stage to answer: both are temporary.
+_WORTH_A_RETRY: Final = frozenset({429, 503})
+_RETRY_AFTER_S: Final = 5
+_UNEXPECTED: Final = "internal error: the server's log has the reason under this request's id"
 
 
 def json_bytes(value: Any) -> bytes:
@@ -39,16 +50,6 @@ def large_json_bytes(value: Any) -> bytes:
 def json_size(value: Any) -> int:
     """Length of `large_json_bytes`, in bytes; see `json_steps`."""
     return sum(len(step.encode("utf-8", "backslashreplace")) for step in json_steps(value))
-
-
-# Members of a container that are written in one step, unless they are large; those of a shorter one are
-# written one by one.
-_STEP: Final = 64
-# Characters of a text that are written in one step.
-_STEP_CHARS: Final = 64 * 1024
-# What is written in a millisecond or so: characters, of which each value counts as some.
-_MOST_AT_ONCE_CHARS: Final = 256 * 1024
-_CHARS_OF_VALUE: Final = 16
 
 
 def is_large_json(value: Any) -> bool:
@@ -130,12 +131,6 @@ async def written_response(value: Any) -> Response:
     if not is_large_json(value):
         return json_response(value)
     return Response(await asyncio.to_thread(large_json_bytes, value), media_type="application/json")
-
-
-# Too many requests, or no stage to answer: both are temporary.
-_WORTH_A_RETRY: Final = frozenset({429, 503})
-_RETRY_AFTER_S: Final = 5
-_UNEXPECTED: Final = "internal error: the server's log has the reason under this request's id"
 
 
 def error_body(error: BaseException) -> dict[str, Any]:

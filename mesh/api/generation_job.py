@@ -21,11 +21,42 @@ if TYPE_CHECKING:
     from mesh.api.chat_prompt import ChatPrompt
     from mesh.api.protocol import GenerationBody, PredictionBody
 
-
 SEED_BITS: Final = 64
 # llama-server's default window of `repeat_penalty`.
 _LLAMA_LAST_N: Final = 64
 _ALL: Final = 0
+MAX_ANSWERS: Final = 64
+
+
+@dataclass(frozen=True)
+class GenerationJob:
+    """One answer to generate.
+
+    Attributes:
+        request: Request for the engine.
+        stops: Strings that end the answer.
+        echo: Text before the answer.
+        is_prompt_only: Whether the answer is empty: one token is generated, since the engine always does, and
+            left out.
+        wants_token_ids: Whether the answer reports its token ids and the prompt's.
+        output_format: Format of the answer.
+        is_further: Whether it is a further answer to the prompt of the job before it.
+        warnings: What of the request is not enforced.
+    """
+
+    request: GenerationRequest
+    stops: tuple[str, ...]
+    echo: str = ""
+    is_prompt_only: bool = False
+    wants_token_ids: bool = False
+    output_format: OutputFormat = field(default_factory=OutputFormat)
+    is_further: bool = False
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer reports log probabilities."""
+        return self.request.num_top_logprobs is not None
 
 
 def sampling_of(body: GenerationBody, n_vocab: int, random_bits: Callable[[int], int]) -> SamplingParams:
@@ -111,40 +142,6 @@ async def encode_prediction(
             param=param,
         )
     return tuple(tokens)
-
-
-MAX_ANSWERS: Final = 64
-
-
-@dataclass(frozen=True)
-class GenerationJob:
-    """One answer to generate.
-
-    Attributes:
-        request: Request for the engine.
-        stops: Strings that end the answer.
-        echo: Text before the answer.
-        is_prompt_only: Whether the answer is empty: one token is generated, since the engine always does, and
-            left out.
-        wants_token_ids: Whether the answer reports its token ids and the prompt's.
-        output_format: Format of the answer.
-        is_further: Whether it is a further answer to the prompt of the job before it.
-        warnings: What of the request is not enforced.
-    """
-
-    request: GenerationRequest
-    stops: tuple[str, ...]
-    echo: str = ""
-    is_prompt_only: bool = False
-    wants_token_ids: bool = False
-    output_format: OutputFormat = field(default_factory=OutputFormat)
-    is_further: bool = False
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether the answer reports log probabilities."""
-        return self.request.num_top_logprobs is not None
 
 
 def make_job(

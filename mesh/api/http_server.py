@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-
-log = structlog.get_logger()
-
 PATIENCE_S: Final = 60.0
 # A request may take that much longer for each of its bytes: a quarter of an hour for the largest.
 _LEAST_BYTES_PER_S: Final = 16 * 1024
@@ -42,12 +39,14 @@ _MOST_DISCARDED_BYTES: Final = 256 * 1024
 _LINGER_S: Final = 1.0
 _MOST_CONNECTIONS: Final = 1024
 _RETRY_AFTER_S: Final = 5
+# Open answers end at once; this bounds the wait for clients that do not read.
+_SHUTDOWN_S: Final = 1
+# Longer than clients' own timeouts, so that clients close idle connections and no request is lost in a race.
+_KEEP_ALIVE_S: Final = 75
+# Hundreds of tokens as events.
+_SEND_BUFFER_BYTES: Final = 64 * 1024
 
-
-def most_connections() -> int:
-    """1024, or half of the files that this process may open if that is less: links need some, too."""
-    soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, soft // 2)
+log = structlog.get_logger()
 
 
 class Connection(H11Protocol):
@@ -229,6 +228,30 @@ class _AsEvents(logging.Handler):
         log.log(record.levelno, "http_server", text=record.getMessage().strip())
 
 
+class _Server(uvicorn.Server):
+    """Server without signal handlers, and with an event for when it accepts connections."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.accepting = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await super().startup(sockets)
+        finally:
+            self.accepting.set()
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def most_connections() -> int:
+    """1024, or half of the files that this process may open if that is less: links need some, too."""
+    soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, soft // 2)
+
+
 def route_uvicorn_log() -> None:
     """Send warnings and errors of uvicorn's logger to ours, once per process."""
     logger = logging.getLogger("uvicorn.error")
@@ -236,14 +259,6 @@ def route_uvicorn_log() -> None:
         logger.addHandler(_AsEvents())
         logger.setLevel(logging.WARNING)
         logger.propagate = False
-
-
-# Open answers end at once; this bounds the wait for clients that do not read.
-_SHUTDOWN_S: Final = 1
-# Longer than clients' own timeouts, so that clients close idle connections and no request is lost in a race.
-_KEEP_ALIVE_S: Final = 75
-# Hundreds of tokens as events.
-_SEND_BUFFER_BYTES: Final = 64 * 1024
 
 
 @asynccontextmanager
@@ -341,21 +356,3 @@ def listen(host: str, port: int) -> socket.socket:
         ) from None
     listener.settimeout(0)
     return listener
-
-
-class _Server(uvicorn.Server):
-    """Server without signal handlers, and with an event for when it accepts connections."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.accepting = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        try:
-            await super().startup(sockets)
-        finally:
-            self.accepting.set()
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield

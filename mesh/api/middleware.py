@@ -24,29 +24,6 @@ if TYPE_CHECKING:
 
     from mesh.metrics.tracing import RequestTracer
 
-
-def is_own_origin(origin: str, host_header: str) -> bool:
-    """Whether a browser's Origin is this server's own, by a name that only this machine can have.
-
-    Origin and host agree for a page of `evil.example`, too, once its owner resolves that name to this machine
-    (DNS rebinding). So the name must be an address, `localhost`, or this machine's own name.
-
-    Args:
-        origin: Such as `http://127.0.0.1:8000`.
-        host_header: Such as `127.0.0.1:8000`.
-    """
-    scheme, _, place = origin.partition("://")
-    if scheme not in {"http", "https"} or not place or place.lower() != host_header.strip().lower():
-        return False
-    name = place[1:].partition("]")[0] if place.startswith("[") else place.partition(":")[0]
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        own = socket.gethostname().lower()
-        return names_this_machine(name) or name.lower() in {own, f"{own}.local"}
-    return True
-
-
 _HARMLESS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 _STRANGE_PAGE: Final = Unauthorized(
     "web pages cannot use this server: name their origin with --cors-origin, or give the server API keys"
@@ -60,6 +37,16 @@ _READABLE: Final = (
         for what in ("Limit", "Remaining", "Reset")
     ),
 )
+_PREFIX: Final = "/v1/"
+# Routes of OpenAI's API that some clients ask for without their prefix.
+_OPENAI_ROUTES: Final = ("chat/completions", "completions", "embeddings", "models", "responses")
+_SHOWN_CHARS: Final = 100
+_CARRIED: Final = {b"traceparent": "traceparent", b"tracestate": "tracestate"}
+# nginx's code for a client that disconnected before its answer; only used in the log.
+CLIENT_GONE_STATUS: Final = 499
+_MAX_PATH_CHARS: Final = 200
+
+log = structlog.get_logger()
 
 
 class Cors:
@@ -107,14 +94,6 @@ class Cors:
         return len(origins) == len(hosts) == 1 and is_own_origin(origins[0], hosts[0])
 
 
-# Against DNS rebinding: a page of `evil.example` may resolve that name to 127.0.0.1 after it was loaded, and
-# its scripts then reach the server there as if it were their own. The Host header, which a page cannot
-# choose, reveals it. Not needed where keys are: such a page has none.
-_PREFIX: Final = "/v1/"
-# Routes of OpenAI's API that some clients ask for without their prefix.
-_OPENAI_ROUTES: Final = ("chat/completions", "completions", "embeddings", "models", "responses")
-
-
 class Unprefixed:
     """Middleware that reads `/chat/completions` and its like as `/v1/chat/completions`.
 
@@ -133,25 +112,9 @@ class Unprefixed:
         await self._app(scope, receive, send)
 
 
-log = structlog.get_logger()
-
-_SHOWN_CHARS: Final = 100
-
-
-def names_this_machine(host_header: str) -> bool:
-    """Whether a Host header names this machine; its port does not matter.
-
-    Args:
-        host_header: Such as `localhost:8000`, `127.0.0.1` or `[::1]:8000`.
-    """
-    name = host_header.strip()
-    if name.startswith("["):
-        return is_loopback(name[1:].partition("]")[0])
-    name = name.partition(":")[0].lower().removesuffix(".")
-    # Names below localhost lead to loopback by RFC 6761: no owner of a name can lead them elsewhere.
-    return is_loopback(name) or name.endswith(".localhost")
-
-
+# Against DNS rebinding: a page of `evil.example` may resolve that name to 127.0.0.1 after it was loaded, and
+# its scripts then reach the server there as if it were their own. The Host header, which a page cannot
+# choose, reveals it. Not needed where keys are: such a page has none.
 class LocalHosts:
     """Middleware that refuses requests whose Host header names another machine.
 
@@ -174,9 +137,6 @@ class LocalHosts:
             " or give it keys with --api-key-file"
         )
         await error_response(error)(scope, receive, send)
-
-
-_CARRIED: Final = {b"traceparent": "traceparent", b"tracestate": "tracestate"}
 
 
 class Traced:
@@ -212,21 +172,6 @@ class Traced:
                 await send(message)
 
             await self._app(scope, receive, send_noting_status)
-
-
-def log_unexpected(error: BaseException) -> None:
-    """Log the place of an error, without its text and local variables, which may contain a prompt."""
-    frames = traceback.extract_tb(error.__traceback__)
-    log.error(
-        "request_failed_unexpectedly",
-        error=type(error).__name__,
-        at=[f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames)],
-    )
-
-
-# nginx's code for a client that disconnected before its answer; only used in the log.
-CLIENT_GONE_STATUS: Final = 499
-_MAX_PATH_CHARS: Final = 200
 
 
 class RequestLog:
@@ -276,3 +221,49 @@ class RequestLog:
                     duration_ms=round((time.perf_counter() - started_s) * 1000, 1),
                     key=scope.get(KEY_NAME),
                 )
+
+
+def is_own_origin(origin: str, host_header: str) -> bool:
+    """Whether a browser's Origin is this server's own, by a name that only this machine can have.
+
+    Origin and host agree for a page of `evil.example`, too, once its owner resolves that name to this machine
+    (DNS rebinding). So the name must be an address, `localhost`, or this machine's own name.
+
+    Args:
+        origin: Such as `http://127.0.0.1:8000`.
+        host_header: Such as `127.0.0.1:8000`.
+    """
+    scheme, _, place = origin.partition("://")
+    if scheme not in {"http", "https"} or not place or place.lower() != host_header.strip().lower():
+        return False
+    name = place[1:].partition("]")[0] if place.startswith("[") else place.partition(":")[0]
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        own = socket.gethostname().lower()
+        return names_this_machine(name) or name.lower() in {own, f"{own}.local"}
+    return True
+
+
+def names_this_machine(host_header: str) -> bool:
+    """Whether a Host header names this machine; its port does not matter.
+
+    Args:
+        host_header: Such as `localhost:8000`, `127.0.0.1` or `[::1]:8000`.
+    """
+    name = host_header.strip()
+    if name.startswith("["):
+        return is_loopback(name[1:].partition("]")[0])
+    name = name.partition(":")[0].lower().removesuffix(".")
+    # Names below localhost lead to loopback by RFC 6761: no owner of a name can lead them elsewhere.
+    return is_loopback(name) or name.endswith(".localhost")
+
+
+def log_unexpected(error: BaseException) -> None:
+    """Log the place of an error, without its text and local variables, which may contain a prompt."""
+    frames = traceback.extract_tb(error.__traceback__)
+    log.error(
+        "request_failed_unexpectedly",
+        error=type(error).__name__,
+        at=[f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames)],
+    )

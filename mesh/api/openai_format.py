@@ -22,65 +22,6 @@ if TYPE_CHECKING:
     from mesh.text.message_parts import MessagePart
     from mesh.text.tokenizer import Tokenizer
 
-
-def usage(jobs: Sequence[GenerationJob], last_parts: Sequence[AnswerPart]) -> dict[str, Any]:
-    """Token counts, summed over the answers of one request. A prompt with several answers counts once.
-
-    Tokens of a prediction are those of the request's `prediction`, as OpenAI counts them; `timings` counts
-    all proposers.
-    """
-    first = [not job.is_further for job in jobs]
-    prompt_tokens = sum(len(job.request.prompt) for job in compress(jobs, first))
-    completion_tokens = sum(part.num_tokens for part in last_parts)
-    predictions = [_prediction_tokens(job, part) for job, part in zip(jobs, last_parts, strict=True)]
-    cached = sum(part.stats.num_cached for part in compress(last_parts, first))
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {
-            "reasoning_tokens": sum(part.num_reasoning for part in last_parts),
-            "accepted_prediction_tokens": sum(accepted for accepted, _ in predictions),
-            "rejected_prediction_tokens": sum(rejected for _, rejected in predictions),
-        },
-    }
-
-
-def timings(job: GenerationJob, last: AnswerPart) -> dict[str, Any]:
-    """Times of one answer. The first token counts as prompt time, so rates leave it out."""
-    stats = last.stats
-    num_prompt, num_decoded = len(job.request.prompt) - stats.num_cached, max(last.num_tokens - 1, 0)
-    times: dict[str, Any] = {
-        "cache_n": stats.num_cached,
-        "prompt_n": num_prompt,
-        "prompt_ms": round(stats.prefill_ms, 3),
-        "prompt_per_token_ms": _ratio(stats.prefill_ms, num_prompt),
-        "prompt_per_second": _ratio(num_prompt * 1000, stats.prefill_ms),
-        "predicted_n": last.num_tokens,
-        "predicted_ms": round(stats.decode_ms, 3),
-        "predicted_per_token_ms": _ratio(stats.decode_ms, num_decoded),
-        "predicted_per_second": _ratio(num_decoded * 1000, stats.decode_ms),
-        "draft_n": stats.num_proposed,
-        "draft_n_accepted": stats.num_accepted,
-    }
-    if stats.ring is not None:
-        times |= stats.ring().as_dict()
-    return times if stats.report is None else times | {"speculation": stats.report().as_dict()}
-
-
-def _prediction_tokens(job: GenerationJob, last: AnswerPart) -> tuple[int, int]:
-    """Accepted and rejected tokens of the request's own prediction."""
-    if not job.request.prediction or last.stats.report is None:
-        return 0, 0
-    counts = last.stats.report().by_proposer.get(PredictionProposer.name)
-    return (0, 0) if counts is None else (counts.num_accepted, counts.num_proposed - counts.num_accepted)
-
-
-def _ratio(amount: float, per: float) -> float:
-    return round(amount / per, 3) if per > 0 else 0.0
-
-
 # `choices[].token_ids` holds every generated token, as many as `usage.completion_tokens` counts: those
 # without text, the end token and those of a stop string included, as in vLLM. Continuing, replaying or
 # training on an answer needs them, and the text does not determine them: other tokens may spell the same
@@ -93,19 +34,14 @@ ANSWER_FIELD: Final = "token_ids"
 PROMPT_FIELD: Final = "prompt_token_ids"
 # Tokens whose log probabilities or ids are written within a millisecond or so.
 MOST_AT_ONCE: Final = 128
-
-
-def ids_member(name: str, ids: Sequence[int] | None) -> str:
-    """Another member of a JSON object that has some: `,"token_ids":[1,2]`; empty if there is none to add.
-
-    Args:
-        name: Name of the field.
-        ids: Its value, or None if it was not requested.
-    """
-    return "" if ids is None else f',"{name}":{json.dumps(ids, separators=(",", ":"))}'
-
-
 _NOTHING: Final = Content("")
+# JSON has no infinity; OpenAI's value for "very unlikely".
+_IMPOSSIBLE: Final = -9999.0
+_ALPHABET: Final = string.ascii_letters + string.digits
+_NUM_CHARS: Final = 24
+# Mistral's templates reject ids of any other length.
+_MISTRAL_CHARS: Final = 9
+_BITS: Final = 160
 
 
 class EndpointFormat(Protocol):
@@ -281,10 +217,99 @@ class ResponseWriter:
         }
 
 
-# A token that is no complete UTF-8 text is written with escapes, as OpenAI does, beside its bytes. A control
-# token has a name and no bytes.
-# JSON has no infinity; OpenAI's value for "very unlikely".
-_IMPOSSIBLE: Final = -9999.0
+class CallIds:
+    """Generator of ids of tool calls.
+
+    Args:
+        random_bits: Returns a random integer of the given number of bits.
+        call_format: Format of the model's calls, with its rules for ids.
+        prefix: Beginning of an id, where the rules allow one.
+    """
+
+    def __init__(
+        self, random_bits: Callable[[int], int], call_format: CallFormat, *, prefix: str = "call_"
+    ) -> None:
+        self._random_bits = random_bits
+        self._prefix = prefix
+        self._is_mistral = call_format is CallFormat.MISTRAL
+
+    def __call__(self) -> str:
+        """A new id, such as `call_…`."""
+        rest = self._random_bits(_BITS)
+        chars = []
+        for _ in range(_MISTRAL_CHARS if self._is_mistral else _NUM_CHARS):
+            rest, place = divmod(rest, len(_ALPHABET))
+            chars.append(_ALPHABET[place])
+        text = "".join(chars)
+        return text if self._is_mistral else f"{self._prefix}{text}"
+
+
+def usage(jobs: Sequence[GenerationJob], last_parts: Sequence[AnswerPart]) -> dict[str, Any]:
+    """Token counts, summed over the answers of one request. A prompt with several answers counts once.
+
+    Tokens of a prediction are those of the request's `prediction`, as OpenAI counts them; `timings` counts
+    all proposers.
+    """
+    first = [not job.is_further for job in jobs]
+    prompt_tokens = sum(len(job.request.prompt) for job in compress(jobs, first))
+    completion_tokens = sum(part.num_tokens for part in last_parts)
+    predictions = [_prediction_tokens(job, part) for job, part in zip(jobs, last_parts, strict=True)]
+    cached = sum(part.stats.num_cached for part in compress(last_parts, first))
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(part.num_reasoning for part in last_parts),
+            "accepted_prediction_tokens": sum(accepted for accepted, _ in predictions),
+            "rejected_prediction_tokens": sum(rejected for _, rejected in predictions),
+        },
+    }
+
+
+def timings(job: GenerationJob, last: AnswerPart) -> dict[str, Any]:
+    """Times of one answer. The first token counts as prompt time, so rates leave it out."""
+    stats = last.stats
+    num_prompt, num_decoded = len(job.request.prompt) - stats.num_cached, max(last.num_tokens - 1, 0)
+    times: dict[str, Any] = {
+        "cache_n": stats.num_cached,
+        "prompt_n": num_prompt,
+        "prompt_ms": round(stats.prefill_ms, 3),
+        "prompt_per_token_ms": _ratio(stats.prefill_ms, num_prompt),
+        "prompt_per_second": _ratio(num_prompt * 1000, stats.prefill_ms),
+        "predicted_n": last.num_tokens,
+        "predicted_ms": round(stats.decode_ms, 3),
+        "predicted_per_token_ms": _ratio(stats.decode_ms, num_decoded),
+        "predicted_per_second": _ratio(num_decoded * 1000, stats.decode_ms),
+        "draft_n": stats.num_proposed,
+        "draft_n_accepted": stats.num_accepted,
+    }
+    if stats.ring is not None:
+        times |= stats.ring().as_dict()
+    return times if stats.report is None else times | {"speculation": stats.report().as_dict()}
+
+
+def _prediction_tokens(job: GenerationJob, last: AnswerPart) -> tuple[int, int]:
+    """Accepted and rejected tokens of the request's own prediction."""
+    if not job.request.prediction or last.stats.report is None:
+        return 0, 0
+    counts = last.stats.report().by_proposer.get(PredictionProposer.name)
+    return (0, 0) if counts is None else (counts.num_accepted, counts.num_proposed - counts.num_accepted)
+
+
+def _ratio(amount: float, per: float) -> float:
+    return round(amount / per, 3) if per > 0 else 0.0
+
+
+def ids_member(name: str, ids: Sequence[int] | None) -> str:
+    """Another member of a JSON object that has some: `,"token_ids":[1,2]`; empty if there is none to add.
+
+    Args:
+        name: Name of the field.
+        ids: Its value, or None if it was not requested.
+    """
+    return "" if ids is None else f',"{name}":{json.dumps(ids, separators=(",", ":"))}'
 
 
 def chat_logprobs(tokens: Iterable[AnswerToken], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -321,6 +346,8 @@ def completion_logprobs(tokens: Sequence[AnswerToken], tokenizer: Tokenizer) -> 
     }
 
 
+# A token that is no complete UTF-8 text is written with escapes, as OpenAI does, beside its bytes. A control
+# token has a name and no bytes.
 def _chat_entry(token: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
     piece = tokenizer.piece(token)
     name = piece.decode("utf-8", "backslashreplace") if piece else tokenizer.name(token)
@@ -339,37 +366,3 @@ def _legacy_name(token: int, tokenizer: Tokenizer) -> str:
 
 def _finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else _IMPOSSIBLE
-
-
-_ALPHABET: Final = string.ascii_letters + string.digits
-_NUM_CHARS: Final = 24
-# Mistral's templates reject ids of any other length.
-_MISTRAL_CHARS: Final = 9
-_BITS: Final = 160
-
-
-class CallIds:
-    """Generator of ids of tool calls.
-
-    Args:
-        random_bits: Returns a random integer of the given number of bits.
-        call_format: Format of the model's calls, with its rules for ids.
-        prefix: Beginning of an id, where the rules allow one.
-    """
-
-    def __init__(
-        self, random_bits: Callable[[int], int], call_format: CallFormat, *, prefix: str = "call_"
-    ) -> None:
-        self._random_bits = random_bits
-        self._prefix = prefix
-        self._is_mistral = call_format is CallFormat.MISTRAL
-
-    def __call__(self) -> str:
-        """A new id, such as `call_…`."""
-        rest = self._random_bits(_BITS)
-        chars = []
-        for _ in range(_MISTRAL_CHARS if self._is_mistral else _NUM_CHARS):
-            rest, place = divmod(rest, len(_ALPHABET))
-            chars.append(_ALPHABET[place])
-        text = "".join(chars)
-        return text if self._is_mistral else f"{self._prefix}{text}"

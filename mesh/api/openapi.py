@@ -8,6 +8,28 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import models_json_schema
 
+_REF: Final = "#/components/schemas/{model}"
+# Statuses of every route.
+_ANYWHERE: Final = {
+    400: "The request is malformed.",
+    401: "An API key is needed, or another one.",
+    421: "The Host header names another machine, and the server has no API keys.",
+    429: "The API key has reached a limit, or the request queue is full.",
+    503: "The model is loading or unloaded, or too many connections are open.",
+}
+_ELSEWHERE: Final = {
+    403: "The model is not loaded, and the API key may not load models.",
+    404: "The model is not served here.",
+    413: "The body is too large.",
+    501: "Not supported.",
+}
+_RETRY: Final = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}}
+_WITH_RETRY: Final = frozenset({429, 503})
+_SCHEME: Final = "key"
+_HEADER_SCHEME: Final = "key_header"
+# Bodies of all routes.
+_bodies: set[type[BaseModel]] = set()
+
 
 class _Answer(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
@@ -235,27 +257,33 @@ class Anything(_Answer):
     """An object whose fields are for `mesh status` and `mesh bench net`."""
 
 
-_REF: Final = "#/components/schemas/{model}"
-# Statuses of every route.
-_ANYWHERE: Final = {
-    400: "The request is malformed.",
-    401: "An API key is needed, or another one.",
-    421: "The Host header names another machine, and the server has no API keys.",
-    429: "The API key has reached a limit, or the request queue is full.",
-    503: "The model is loading or unloaded, or too many connections are open.",
-}
-_ELSEWHERE: Final = {
-    403: "The model is not loaded, and the API key may not load models.",
-    404: "The model is not served here.",
-    413: "The body is too large.",
-    501: "Not supported.",
-}
-_RETRY: Final = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}}
-_WITH_RETRY: Final = frozenset({429, 503})
-_SCHEME: Final = "key"
-_HEADER_SCHEME: Final = "key_header"
-# Bodies of all routes.
-_bodies: set[type[BaseModel]] = set()
+class DocumentedApp(FastAPI):
+    """FastAPI whose document includes bodies that routes read themselves."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The document, cached."""
+        if self.openapi_schema is None:
+            document = super().openapi()
+            components = document["components"]
+            named = sorted(_bodies, key=lambda body: body.__name__)
+            _, bodies = models_json_schema([(body, "validation") for body in named], ref_template=_REF)
+            components["schemas"] |= bodies["$defs"]
+            components["securitySchemes"] = {
+                _SCHEME: {"type": "http", "scheme": "bearer"},
+                _HEADER_SCHEME: {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+            }
+            document["security"] = [{_SCHEME: []}, {_HEADER_SCHEME: []}]
+            for path in document["paths"].values():
+                for operation in path.values():
+                    # Path parameters are text, so this error of FastAPI's cannot occur.
+                    operation["responses"].pop("422", None)
+                    if "501" in operation["responses"]:
+                        # Nor does this route have a good answer, which FastAPI adds by default.
+                        operation["responses"].pop("200", None)
+            for name in ("HTTPValidationError", "ValidationError"):
+                components["schemas"].pop(name, None)
+            self.openapi_schema = document
+        return self.openapi_schema
 
 
 def answers(ok: type[BaseModel], *also: int, is_streamed: bool = False) -> dict[int | str, dict[str, Any]]:
@@ -302,32 +330,3 @@ def takes(body: type[BaseModel]) -> dict[str, Any]:
     _bodies.add(body)
     schema = {"$ref": _REF.format(model=body.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-class DocumentedApp(FastAPI):
-    """FastAPI whose document includes bodies that routes read themselves."""
-
-    def openapi(self) -> dict[str, Any]:
-        """The document, cached."""
-        if self.openapi_schema is None:
-            document = super().openapi()
-            components = document["components"]
-            named = sorted(_bodies, key=lambda body: body.__name__)
-            _, bodies = models_json_schema([(body, "validation") for body in named], ref_template=_REF)
-            components["schemas"] |= bodies["$defs"]
-            components["securitySchemes"] = {
-                _SCHEME: {"type": "http", "scheme": "bearer"},
-                _HEADER_SCHEME: {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
-            }
-            document["security"] = [{_SCHEME: []}, {_HEADER_SCHEME: []}]
-            for path in document["paths"].values():
-                for operation in path.values():
-                    # Path parameters are text, so this error of FastAPI's cannot occur.
-                    operation["responses"].pop("422", None)
-                    if "501" in operation["responses"]:
-                        # Nor does this route have a good answer, which FastAPI adds by default.
-                        operation["responses"].pop("200", None)
-            for name in ("HTTPValidationError", "ValidationError"):
-                components["schemas"].pop(name, None)
-            self.openapi_schema = document
-        return self.openapi_schema

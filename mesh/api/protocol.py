@@ -36,89 +36,44 @@ from stages.sampling.sampler import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_SHOWN_CHARS = 32
+MAX_TOOLS: Final = 256
+MAX_NAME_CHARS: Final = 128
+MAX_STOPS: Final = 16
+MAX_STOP_CHARS: Final = 512
+MAX_PROMPTS: Final = 64
+MAX_MESSAGES: Final = 4096
+MAX_CHOICES: Final = 16
+_NO_LIMIT: Final = 2**31 - 1
+Prompt = str | tuple[int, ...]
+_BiasInput = (
+    Annotated[
+        dict[
+            Annotated[str, Field(pattern=r"^[0-9]{1,18}$")],
+            Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)],
+        ],
+        Field(max_length=MAX_BIASES),
+    ]
+    | None
+)
+_SeveralPrompts = Field(min_length=1, max_length=MAX_PROMPTS)
+
+ToolName = Annotated[str, Field(pattern=rf"^[a-zA-Z0-9_.-]{{1,{MAX_NAME_CHARS}}}$")]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopList = Annotated[list[_StopString], Field(max_length=MAX_STOPS)]
+
+_StopInput = _StopString | StopList | None
+
+_Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+_PromptInput = str | _Ids | Annotated[list[str], _SeveralPrompts] | Annotated[list[_Ids], _SeveralPrompts]
+
 
 class StrictBody(BaseModel):
     """Types are strict: a number in quotes is an error, as at OpenAI. Other fields land in `model_extra`."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
-
-
-_SHOWN_CHARS = 32
-
-
-def between(least: float, most: float, note: str = "") -> AfterValidator:
-    """A validator for a field with an optional number.
-
-    Args:
-        least: Smallest permitted value.
-        most: Largest permitted value.
-        note: Addition to the error, such as the value that switches the field off.
-    """
-
-    def check(value: float | None) -> float | None:
-        if value is not None and not least <= value <= most:
-            raise PydanticCustomError(
-                "range",
-                "{value} is out of range: send {least} to {most}{note}",
-                {
-                    "value": str(value)[:_SHOWN_CHARS],
-                    "least": f"{least:g}",
-                    "most": f"{most:g}",
-                    "note": note,
-                },
-            )
-        return value
-
-    return AfterValidator(check)
-
-
-def parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
-    """Pairs of token id and bias; empty for null. Whether the ids exist is checked later.
-
-    Raises:
-        PydanticCustomError: Naming the entry at fault.
-    """
-    if value is None:
-        return ()
-    if not isinstance(value, dict):
-        raise PydanticCustomError("logit_bias", 'must be an object such as {"42": -100}')
-    if len(value) > MAX_BIASES:
-        raise PydanticCustomError(
-            "logit_bias",
-            "has {count} entries: at most {most} work",
-            {"count": len(value), "most": MAX_BIASES},
-        )
-    pairs = tuple((_token(key), _bias(key, bias)) for key, bias in value.items())
-    if len({token for token, _ in pairs}) < len(pairs):
-        raise PydanticCustomError("logit_bias", "has a token twice: give each once")
-    return pairs
-
-
-def _token(key: str) -> int:
-    digits = key.removeprefix("-")
-    if not (digits.isascii() and digits.isdecimal() and len(digits) < 19):
-        raise PydanticCustomError(
-            "logit_bias", "{key} is not a token id: write ids in digits", {"key": repr(key[:_SHOWN_CHARS])}
-        )
-    return int(key)
-
-
-def _bias(key: str, bias: Any) -> float:
-    is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
-    if not is_number or not -MAX_BIAS <= bias <= MAX_BIAS:
-        shown = repr(bias)[:_SHOWN_CHARS] if is_number else "no number"
-        raise PydanticCustomError(
-            "logit_bias",
-            "of token {key} is {bias}: send a number from -100 (never) to 100 (always)",
-            {"key": key, "bias": shown},
-        )
-    return float(bias)
-
-
-MAX_TOOLS: Final = 256
-MAX_NAME_CHARS: Final = 128
-
-ToolName = Annotated[str, Field(pattern=rf"^[a-zA-Z0-9_.-]{{1,{MAX_NAME_CHARS}}}$")]
 
 
 class FunctionBody(StrictBody):
@@ -187,6 +142,10 @@ class AllowedTools:
     names: tuple[str, ...]
 
 
+# `none`, `auto`, `required`, some of the functions, or the name of the one to call, as a tuple of one.
+ChosenTools = str | tuple[str] | AllowedTools | None
+
+
 class AllowedToolsList(StrictBody):
     """Tools that may be used, of those of the request."""
 
@@ -201,209 +160,7 @@ class AllowedToolsBody(StrictBody):
     allowed_tools: AllowedToolsList
 
 
-# `none`, `auto`, `required`, some of the functions, or the name of the one to call, as a tuple of one.
-ChosenTools = str | tuple[str] | AllowedTools | None
 ToolChoiceInput = Literal["none", "auto", "required"] | NamedTool | AllowedToolsBody | None
-
-
-def parse_tool_choice(value: Any) -> ChosenTools:
-    """The choice of tools of a chat."""
-    if value is None or (isinstance(value, str) and value in {"none", "auto", "required"}):
-        return value
-    if isinstance(value, dict) and value.get("type") == "function":
-        if (name := _function_name(value)) is not None:
-            return (name,)
-    elif isinstance(value, dict) and value.get("type") == "allowed_tools":
-        given = value.get("allowed_tools")
-        if isinstance(given, dict):
-            return parse_allowed_tools(given, _function_name)
-    raise PydanticCustomError(
-        "tool_choice",
-        'must be "none", "auto", "required", {"type": "function", "function": {"name": …}} or '
-        '{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}',
-    )
-
-
-def parse_allowed_tools(given: dict[str, Any], name_of: Callable[[Any], str | None]) -> AllowedTools:
-    """Functions that may be called.
-
-    Args:
-        given: Object with `mode` and `tools`.
-        name_of: Returns the name of a function in `tools`; None if it has none.
-    """
-    mode, tools = given.get("mode"), given.get("tools")
-    names = [name_of(tool) for tool in tools] if isinstance(tools, list) else []
-    known = tuple(name for name in names if name is not None)
-    if mode not in ("auto", "required") or not known or len(known) < len(names):
-        raise PydanticCustomError(
-            "tool_choice",
-            'of type allowed_tools must have a mode, "auto" or "required", and one or more functions as tools'
-            ", each with its name",
-        )
-    return AllowedTools(mode, known)
-
-
-def _function_name(tool: Any) -> str | None:
-    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    return name if isinstance(name, str) else None
-
-
-MAX_STOPS: Final = 16
-MAX_STOP_CHARS: Final = 512
-MAX_PROMPTS: Final = 64
-MAX_MESSAGES: Final = 4096
-MAX_CHOICES: Final = 16
-_NO_LIMIT: Final = 2**31 - 1
-
-Prompt = str | tuple[int, ...]
-
-
-def _in_document(least: float, most: float) -> Any:
-    """Range that a validator of ours checks, for the API's document."""
-    return Field(json_schema_extra={"minimum": least, "maximum": most})
-
-
-Penalty = Annotated[
-    float | None,
-    between(-MAX_PENALTY, MAX_PENALTY, "; 0 switches it off"),
-    _in_document(-MAX_PENALTY, MAX_PENALTY),
-]
-RepetitionPenalty = Annotated[
-    float | None,
-    between(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY, "; 1 switches it off"),
-    _in_document(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
-]
-NumTopLogprobs = Annotated[int | None, between(0, MAX_TOP_LOGPROBS), _in_document(0, MAX_TOP_LOGPROBS)]
-
-
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
-
-def parse_stop(value: Any) -> tuple[str, ...]:
-    """One stop string or a list of them, as a tuple."""
-    if value is None:
-        return ()
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise PydanticCustomError("stop", "must be a string or a list of strings")
-    if len(stops) > MAX_STOPS:
-        raise PydanticCustomError(
-            "stop", "holds {count} strings: at most {most} work", {"count": len(stops), "most": MAX_STOPS}
-        )
-    if any(not 0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
-        raise PydanticCustomError(
-            "stop", "must hold strings of 1 to {most} characters", {"most": MAX_STOP_CHARS}
-        )
-    return tuple(stops)
-
-
-def parse_content(value: Any, message: ValidationInfo) -> str:
-    """A message's text, given as a string or a list of text parts; an assistant may have said nothing."""
-    if value is None and message.data.get("role") == "assistant":
-        return ""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise PydanticCustomError("content", "must be a string or a list of text parts")
-    return "\n".join(_part_text(part, index) for index, part in enumerate(value))
-
-
-def parse_schema(value: Any) -> Any:
-    """A JSON Schema as it came; what is in it, others look at."""
-    if value is not None and not isinstance(value, dict | bool):
-        raise PydanticCustomError("schema", "must be a JSON Schema: an object, true or false")
-    return value
-
-
-def parse_prediction(value: Any) -> str:
-    """An expected answer: a string, or a list of text parts that follow one another without a gap."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise PydanticCustomError("content", "must be a string or a list of text parts")
-    return "".join(_part_text(part, index) for index, part in enumerate(value))
-
-
-def note_of(part_type: object) -> str:
-    """Text for the model in place of a tool's result that is no text, such as a screenshot.
-
-    A client cannot choose what its tools return: a refusal would end its conversation.
-
-    Args:
-        part_type: The type that the client gave the part.
-    """
-    name = part_type if isinstance(part_type, str) and part_type.isidentifier() else "part"
-    return f"[{name[:_SHOWN_CHARS]} left out: this model reads text only]"
-
-
-def _part_text(part: Any, index: int) -> str:
-    if not isinstance(part, dict):
-        raise PydanticCustomError("content", "part {index} must be an object", {"index": index})
-    if part.get("type") != "text":
-        raise PydanticCustomError(
-            "content", "part {index} is not of type text: this server accepts text only", {"index": index}
-        )
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise PydanticCustomError("content", "part {index} has no text, a string", {"index": index})
-    return text
-
-
-def parse_prompts(value: Any) -> tuple[Prompt, ...]:
-    """The four shapes of a completion's prompt; see `parse_several`."""
-    return parse_several(value, MAX_PROMPTS, "prompt")
-
-
-def parse_several(value: Any, most: int, kind: str) -> tuple[Prompt, ...]:
-    """One or several of what a model reads: text, texts, token ids, lists of token ids.
-
-    Args:
-        value: The field, as it came.
-        most: How many there may be.
-        kind: Type of the error.
-
-    Raises:
-        PydanticCustomError: If it has none of these shapes, or there are more.
-    """
-    if isinstance(value, str):
-        return (value,)
-    if _are_ids(value):
-        return (tuple(value),)
-    if isinstance(value, list) and 0 < len(value) <= most:
-        if all(isinstance(prompt, str) for prompt in value):
-            return tuple(value)
-        if all(_are_ids(prompt) for prompt in value):
-            return tuple(tuple(prompt) for prompt in value)
-    raise PydanticCustomError(
-        kind,
-        "must be a string, a list of token ids, or a list of 1 to {most} of either",
-        {"most": most},
-    )
-
-
-def _are_ids(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(token, int) and not isinstance(token, bool) for token in value)
-    )
-
-
-def refuse_too_many_messages(value: Any) -> Any:
-    """A conversation as it came, unless it is longer than any that is read."""
-    if isinstance(value, list) and len(value) > MAX_MESSAGES:
-        raise PydanticCustomError(
-            "messages",
-            "holds {count} messages: at most {most} work",
-            {"count": len(value), "most": MAX_MESSAGES},
-        )
-    return value
-
-
-def none_if_false(value: Any) -> Any:
-    """`false` where a number belongs, as clients of both endpoints send it to ask for nothing."""
-    return None if value is False else value
 
 
 class StreamOptions(StrictBody):
@@ -431,24 +188,6 @@ class TextPart(StrictBody):
 
     type: Literal["text"]
     text: str
-
-
-_StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-StopList = Annotated[list[_StopString], Field(max_length=MAX_STOPS)]
-_StopInput = _StopString | StopList | None
-_BiasInput = (
-    Annotated[
-        dict[
-            Annotated[str, Field(pattern=r"^[0-9]{1,18}$")],
-            Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)],
-        ],
-        Field(max_length=MAX_BIASES),
-    ]
-    | None
-)
-_Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-_SeveralPrompts = Field(min_length=1, max_length=MAX_PROMPTS)
-_PromptInput = str | _Ids | Annotated[list[str], _SeveralPrompts] | Annotated[list[_Ids], _SeveralPrompts]
 
 
 class PredictionBody(StrictBody):
@@ -666,3 +405,259 @@ class CompletionBody(GenerationBody):
     def num_top_logprobs(self) -> int | None:
         """Number of likeliest tokens to report beside each token's logprob; None reports nothing."""
         return self.logprobs
+
+
+def between(least: float, most: float, note: str = "") -> AfterValidator:
+    """A validator for a field with an optional number.
+
+    Args:
+        least: Smallest permitted value.
+        most: Largest permitted value.
+        note: Addition to the error, such as the value that switches the field off.
+    """
+
+    def check(value: float | None) -> float | None:
+        if value is not None and not least <= value <= most:
+            raise PydanticCustomError(
+                "range",
+                "{value} is out of range: send {least} to {most}{note}",
+                {
+                    "value": str(value)[:_SHOWN_CHARS],
+                    "least": f"{least:g}",
+                    "most": f"{most:g}",
+                    "note": note,
+                },
+            )
+        return value
+
+    return AfterValidator(check)
+
+
+def parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    """Pairs of token id and bias; empty for null. Whether the ids exist is checked later.
+
+    Raises:
+        PydanticCustomError: Naming the entry at fault.
+    """
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        raise PydanticCustomError("logit_bias", 'must be an object such as {"42": -100}')
+    if len(value) > MAX_BIASES:
+        raise PydanticCustomError(
+            "logit_bias",
+            "has {count} entries: at most {most} work",
+            {"count": len(value), "most": MAX_BIASES},
+        )
+    pairs = tuple((_token(key), _bias(key, bias)) for key, bias in value.items())
+    if len({token for token, _ in pairs}) < len(pairs):
+        raise PydanticCustomError("logit_bias", "has a token twice: give each once")
+    return pairs
+
+
+def _token(key: str) -> int:
+    digits = key.removeprefix("-")
+    if not (digits.isascii() and digits.isdecimal() and len(digits) < 19):
+        raise PydanticCustomError(
+            "logit_bias", "{key} is not a token id: write ids in digits", {"key": repr(key[:_SHOWN_CHARS])}
+        )
+    return int(key)
+
+
+def _bias(key: str, bias: Any) -> float:
+    is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
+    if not is_number or not -MAX_BIAS <= bias <= MAX_BIAS:
+        shown = repr(bias)[:_SHOWN_CHARS] if is_number else "no number"
+        raise PydanticCustomError(
+            "logit_bias",
+            "of token {key} is {bias}: send a number from -100 (never) to 100 (always)",
+            {"key": key, "bias": shown},
+        )
+    return float(bias)
+
+
+def parse_tool_choice(value: Any) -> ChosenTools:
+    """The choice of tools of a chat."""
+    if value is None or (isinstance(value, str) and value in {"none", "auto", "required"}):
+        return value
+    if isinstance(value, dict) and value.get("type") == "function":
+        if (name := _function_name(value)) is not None:
+            return (name,)
+    elif isinstance(value, dict) and value.get("type") == "allowed_tools":
+        given = value.get("allowed_tools")
+        if isinstance(given, dict):
+            return parse_allowed_tools(given, _function_name)
+    raise PydanticCustomError(
+        "tool_choice",
+        'must be "none", "auto", "required", {"type": "function", "function": {"name": …}} or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}',
+    )
+
+
+def parse_allowed_tools(given: dict[str, Any], name_of: Callable[[Any], str | None]) -> AllowedTools:
+    """Functions that may be called.
+
+    Args:
+        given: Object with `mode` and `tools`.
+        name_of: Returns the name of a function in `tools`; None if it has none.
+    """
+    mode, tools = given.get("mode"), given.get("tools")
+    names = [name_of(tool) for tool in tools] if isinstance(tools, list) else []
+    known = tuple(name for name in names if name is not None)
+    if mode not in ("auto", "required") or not known or len(known) < len(names):
+        raise PydanticCustomError(
+            "tool_choice",
+            'of type allowed_tools must have a mode, "auto" or "required", and one or more functions as tools'
+            ", each with its name",
+        )
+    return AllowedTools(mode, known)
+
+
+def _function_name(tool: Any) -> str | None:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _in_document(least: float, most: float) -> Any:
+    """Range that a validator of ours checks, for the API's document."""
+    return Field(json_schema_extra={"minimum": least, "maximum": most})
+
+
+Penalty = Annotated[
+    float | None,
+    between(-MAX_PENALTY, MAX_PENALTY, "; 0 switches it off"),
+    _in_document(-MAX_PENALTY, MAX_PENALTY),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    between(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY, "; 1 switches it off"),
+    _in_document(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+]
+NumTopLogprobs = Annotated[int | None, between(0, MAX_TOP_LOGPROBS), _in_document(0, MAX_TOP_LOGPROBS)]
+
+
+def parse_stop(value: Any) -> tuple[str, ...]:
+    """One stop string or a list of them, as a tuple."""
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise PydanticCustomError("stop", "must be a string or a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise PydanticCustomError(
+            "stop", "holds {count} strings: at most {most} work", {"count": len(stops), "most": MAX_STOPS}
+        )
+    if any(not 0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
+        raise PydanticCustomError(
+            "stop", "must hold strings of 1 to {most} characters", {"most": MAX_STOP_CHARS}
+        )
+    return tuple(stops)
+
+
+def parse_content(value: Any, message: ValidationInfo) -> str:
+    """A message's text, given as a string or a list of text parts; an assistant may have said nothing."""
+    if value is None and message.data.get("role") == "assistant":
+        return ""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("content", "must be a string or a list of text parts")
+    return "\n".join(_part_text(part, index) for index, part in enumerate(value))
+
+
+def parse_schema(value: Any) -> Any:
+    """A JSON Schema as it came; what is in it, others look at."""
+    if value is not None and not isinstance(value, dict | bool):
+        raise PydanticCustomError("schema", "must be a JSON Schema: an object, true or false")
+    return value
+
+
+def parse_prediction(value: Any) -> str:
+    """An expected answer: a string, or a list of text parts that follow one another without a gap."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("content", "must be a string or a list of text parts")
+    return "".join(_part_text(part, index) for index, part in enumerate(value))
+
+
+def note_of(part_type: object) -> str:
+    """Text for the model in place of a tool's result that is no text, such as a screenshot.
+
+    A client cannot choose what its tools return: a refusal would end its conversation.
+
+    Args:
+        part_type: The type that the client gave the part.
+    """
+    name = part_type if isinstance(part_type, str) and part_type.isidentifier() else "part"
+    return f"[{name[:_SHOWN_CHARS]} left out: this model reads text only]"
+
+
+def _part_text(part: Any, index: int) -> str:
+    if not isinstance(part, dict):
+        raise PydanticCustomError("content", "part {index} must be an object", {"index": index})
+    if part.get("type") != "text":
+        raise PydanticCustomError(
+            "content", "part {index} is not of type text: this server accepts text only", {"index": index}
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise PydanticCustomError("content", "part {index} has no text, a string", {"index": index})
+    return text
+
+
+def parse_prompts(value: Any) -> tuple[Prompt, ...]:
+    """The four shapes of a completion's prompt; see `parse_several`."""
+    return parse_several(value, MAX_PROMPTS, "prompt")
+
+
+def parse_several(value: Any, most: int, kind: str) -> tuple[Prompt, ...]:
+    """One or several of what a model reads: text, texts, token ids, lists of token ids.
+
+    Args:
+        value: The field, as it came.
+        most: How many there may be.
+        kind: Type of the error.
+
+    Raises:
+        PydanticCustomError: If it has none of these shapes, or there are more.
+    """
+    if isinstance(value, str):
+        return (value,)
+    if _are_ids(value):
+        return (tuple(value),)
+    if isinstance(value, list) and 0 < len(value) <= most:
+        if all(isinstance(prompt, str) for prompt in value):
+            return tuple(value)
+        if all(_are_ids(prompt) for prompt in value):
+            return tuple(tuple(prompt) for prompt in value)
+    raise PydanticCustomError(
+        kind,
+        "must be a string, a list of token ids, or a list of 1 to {most} of either",
+        {"most": most},
+    )
+
+
+def _are_ids(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(token, int) and not isinstance(token, bool) for token in value)
+    )
+
+
+def refuse_too_many_messages(value: Any) -> Any:
+    """A conversation as it came, unless it is longer than any that is read."""
+    if isinstance(value, list) and len(value) > MAX_MESSAGES:
+        raise PydanticCustomError(
+            "messages",
+            "holds {count} messages: at most {most} work",
+            {"count": len(value), "most": MAX_MESSAGES},
+        )
+    return value
+
+
+def none_if_false(value: Any) -> Any:
+    """`false` where a number belongs, as clients of both endpoints send it to ask for nothing."""
+    return None if value is False else value

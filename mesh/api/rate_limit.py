@@ -15,8 +15,14 @@ if TYPE_CHECKING:
 
     from mesh.api.api_keys import KeyRecord
 
-
 _MINUTE_S: Final = 60.0
+RESERVATION: Final = "spanmesh.visit"
+# Not a model's name, which is never empty.
+_COUNTING: Final = ""
+# Of keys without a limit.
+_MOST_COUNTING: Final = 32
+# Rounding errors must refuse nothing: far less than one token, and than one second.
+_EPSILON: Final = 1e-6
 
 
 class TokenBucket:
@@ -55,15 +61,6 @@ class TokenBucket:
 
     def _seconds_to(self, level: float, now_s: float) -> float:
         return max(0.0, level - self.level(now_s)) * _MINUTE_S / self.per_minute
-
-
-RESERVATION: Final = "spanmesh.visit"
-# Not a model's name, which is never empty.
-_COUNTING: Final = ""
-# Of keys without a limit.
-_MOST_COUNTING: Final = 32
-# Rounding errors must refuse nothing: far less than one token, and than one second.
-_EPSILON: Final = 1e-6
 
 
 class ConcurrencyLimit:

@@ -14,7 +14,6 @@ from spanmesh_proto.errors import InvalidRequest
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-
 # A parser makes an object for each value: two mebibytes of nested brackets take most of a second. Text,
 # however long, is one value, and costs next to nothing.
 _LEAST_VALUES: Final = 16384
@@ -22,6 +21,53 @@ _VALUES_PER_POSITION: Final = 4
 _MOST_VALUES: Final = 2**18
 _SIMPLE_BYTES: Final = 64 * 1024
 _SIMPLE_VALUES: Final = 2048
+# How pydantic names the types of a value that may have several.
+_TYPE_NAME: Final = re.compile(
+    r"str|int|float|bool|none|[A-Z]\w*|(list|dict|tuple|literal|constrained|function)[-[].*"
+)
+_MAX_NAMES: Final = 256
+_MAX_NAME_CHARS: Final = 64
+# Each with the values that request nothing; null always does.
+_HARMLESS: Final[dict[str, tuple[Any, ...]]] = {
+    "best_of": (1,),
+    # Supported by chats.
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "top_logprobs": (0,),
+    "suffix": ("",),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "min_tokens": (0,),
+    "stop_token_ids": ([],),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+}
+_INSTEAD: Final = {"functions": "send tools", "function_call": "send tool_choice"}
+NAMES: Final = frozenset(_HARMLESS)
+
+log = structlog.get_logger()
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+class UnknownFields:
+    """Names of unknown fields that were logged. Bounded, since clients choose them."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def note(self, names: Iterable[str]) -> None:
+        """Log the names that are new."""
+        for name in names:
+            if name not in self._seen and len(self._seen) < _MAX_NAMES and len(name) <= _MAX_NAME_CHARS:
+                self._seen.add(name)
+                log.info("unknown_field_ignored", field=name)
 
 
 def max_values(context_length: int) -> int:
@@ -55,56 +101,6 @@ def _count(data: bytes) -> int:
     return data.count(b",") + data.count(b"[") + data.count(b"{")
 
 
-log = structlog.get_logger()
-
-# How pydantic names the types of a value that may have several.
-_TYPE_NAME: Final = re.compile(
-    r"str|int|float|bool|none|[A-Z]\w*|(list|dict|tuple|literal|constrained|function)[-[].*"
-)
-_MAX_NAMES: Final = 256
-_MAX_NAME_CHARS: Final = 64
-
-
-class UnknownFields:
-    """Names of unknown fields that were logged. Bounded, since clients choose them."""
-
-    def __init__(self) -> None:
-        self._seen: set[str] = set()
-
-    def note(self, names: Iterable[str]) -> None:
-        """Log the names that are new."""
-        for name in names:
-            if name not in self._seen and len(self._seen) < _MAX_NAMES and len(name) <= _MAX_NAME_CHARS:
-                self._seen.add(name)
-                log.info("unknown_field_ignored", field=name)
-
-
-# Each with the values that request nothing; null always does.
-_HARMLESS: Final[dict[str, tuple[Any, ...]]] = {
-    "best_of": (1,),
-    # Supported by chats.
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "top_logprobs": (0,),
-    "suffix": ("",),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
-}
-_INSTEAD: Final = {"functions": "send tools", "function_call": "send tool_choice"}
-
-NAMES: Final = frozenset(_HARMLESS)
-
-
 def describe(schema: dict[str, Any]) -> None:
     """Add these fields to the JSON schema of a request body, each with its permitted values."""
     for name, values in _HARMLESS.items():
@@ -125,9 +121,6 @@ def refuse_unsupported(fields: Mapping[str, Any]) -> None:
 def _is_one_of(value: Any, harmless: tuple[Any, ...]) -> bool:
     # True == 1 in Python, but `n: true` is a mistake.
     return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in harmless)
-
-
-Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse_body(data: bytes, kind: type[Body], most_values: int) -> Body:

@@ -33,8 +33,12 @@ if TYPE_CHECKING:
     from mesh.api.backend import Backend, LibraryModel, OnDemandModels
     from mesh.embedding.registry import EmbeddingBackend
 
-
 router = APIRouter()
+# Fields of a model's status; the others concern the mesh, or are in `/metrics`.
+_OF_MODEL: Final = (
+    *("model", "phase", "ready", "lost", "plan", "loading", "stages", "sessions", "tokens", "repairs"),
+    "failures",
+)
 
 
 @router.get("/v1/models", response_model=None, responses=answers(ModelList))
@@ -133,13 +137,6 @@ async def versions() -> Response:
             "llama_cpp_python": version("llama-cpp-python"),
         }
     )
-
-
-# Fields of a model's status; the others concern the mesh, or are in `/metrics`.
-_OF_MODEL: Final = (
-    *("model", "phase", "ready", "lost", "plan", "loading", "stages", "sessions", "tokens", "repairs"),
-    "failures",
-)
 
 
 @router.head("/health", include_in_schema=False)

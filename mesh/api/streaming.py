@@ -39,12 +39,168 @@ if TYPE_CHECKING:
     from mesh.engine import PrefillProgress
     from mesh.text.tokenizer import Tokenizer
 
+PING: Final = b": ping\n\n"
+DONE: Final = b"data: [DONE]\n\n"
+# An engine refuses a request at once. For this long nothing is sent, so that the refusal can still be an HTTP
+# status instead of an event in a stream that began with 200.
+GRACE_S: Final = 0.05
+# While a lost stage is replaced the engine may refuse later; but every client hears something within this
+# time.
+_LONGEST_GRACE_S: Final = 3.0
+_MAX_JOBS_AT_ONCE: Final = 8
+_ID_BITS: Final = 128
+
+log = structlog.get_logger()
 
 Result = TypeVar("Result")
 
 
 class ClientGoneError(Exception):
     """The client disconnected before its answer was complete."""
+
+
+class PromptReading:
+    """Progress of the prompts of one request, for its stream while that has no token to send.
+
+    Args:
+        jobs: Jobs of the request.
+
+    Attributes:
+        jobs: The same jobs, whose requests report to this object.
+        by_job: Progress of the prompts that are being read, by the index of their job.
+    """
+
+    def __init__(self, jobs: Sequence[GenerationJob]) -> None:
+        self.by_job: dict[int, PrefillProgress] = {}
+        self._done: set[int] = set()
+        self._begun_s: float | None = None
+        self.jobs = [
+            replace(job, request=replace(job.request, on_prefill=partial(self._note, index)))
+            for index, job in enumerate(jobs)
+        ]
+
+    @property
+    def elapsed_ms(self) -> float:
+        """Time since the first prompt was begun."""
+        begun_s = self._begun_s
+        return 0.0 if begun_s is None else (asyncio.get_running_loop().time() - begun_s) * 1000
+
+    def comment(self) -> bytes:
+        """Comment of a silent stream: sums over the prompts that are being read."""
+        reading = self.by_job.values()
+        if not reading:
+            return PING
+        num_read = sum(each.num_read for each in reading)
+        return b": prefill %d/%d tokens\n\n" % (num_read, sum(each.num_tokens for each in reading))
+
+    def _note(self, index: int, progress: PrefillProgress) -> None:
+        if self._begun_s is None:
+            self._begun_s = asyncio.get_running_loop().time()
+        # After a repair a prompt is read again, behind the answer's first tokens.
+        if progress.is_whole or index in self._done:
+            self._done.add(index)
+            self.by_job.pop(index, None)
+        else:
+            self.by_job[index] = progress
+
+
+class _Sink:
+    """Output of the response. Producer and pinger both write; each write is sent whole."""
+
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        self._send = send
+        self._headers = headers
+        self._lock = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+        self._last_write_s = self._loop.time()
+        self.started = False
+
+    def silent_s(self) -> float:
+        return self._loop.time() - self._last_write_s
+
+    async def write(self, events: bytes) -> None:
+        async with self._lock:
+            await self._write(events)
+
+    async def write_in_turn(self, make: Callable[[], bytes]) -> None:
+        """Write what `make` returns once no write is under way: until then it may become untrue."""
+        async with self._lock:
+            await self._write(make())
+
+    async def end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write(self, events: bytes) -> None:
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        self._last_write_s = self._loop.time()
+
+
+class _Stream:
+    """Sends the choices of one answer as they come, and the usage at the end.
+
+    A stream of one choice carries `timings` in its last chunk.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        writer: ResponseWriter,
+        jobs: Sequence[GenerationJob],
+        num_at_once: int,
+        *,
+        includes_usage: bool,
+    ) -> None:
+        self._choice_group = ChoiceGroup(backend, jobs)
+        self._tokenizer = backend.tokenizer
+        self._writer = writer
+        self._jobs = jobs
+        self._num_at_once = num_at_once
+        self._includes_usage = includes_usage
+
+    async def produce(self, emit: Callable[[bytes], Awaitable[None]]) -> None:
+        choices = [self._choice(index, job, emit) for index, job in enumerate(self._jobs)]
+        last_parts = await _run_all(choices, self._num_at_once)
+        if self._includes_usage:
+            times = timings(self._jobs[0], last_parts[0]) if len(self._jobs) == 1 else None
+            await emit(self._writer.usage_event(usage(self._jobs, last_parts), times))
+
+    async def _choice(
+        self, index: int, job: GenerationJob, emit: Callable[[bytes], Awaitable[None]]
+    ) -> AnswerPart:
+        writer = self._writer
+        wants_ids = job.wants_token_ids
+        is_long = _num_reported(job) > MOST_AT_ONCE
+        opening = await made(is_long, writer.opening_event, index, job.request.prompt if wants_ids else None)
+        is_first = True
+        async with aclosing(self._choice_group.parts(index)) as parts:
+            async for part in parts:
+                events = opening
+                if is_first and (job.echo or job.request.scores_prompt):
+                    events += await made(is_long, self._echo, index, job, part)
+                is_first = False
+                ids = part.token_ids if wants_ids else None
+                if part.message_parts or part.tokens or ids:
+                    tokens = (
+                        [_behind(job.echo, token) for token in part.tokens] if job.wants_logprobs else None
+                    )
+                    events += writer.part_events(index, part.message_parts, tokens, ids)
+                opening = b""
+                if part.finish is not None:
+                    alone = len(self._jobs) == 1 and not self._includes_usage
+                    times = timings(job, part) if alone else None
+                    ids = () if wants_ids else None
+                    events += writer.closing_event(index, part.finish, times, ids, job.warnings)
+                await emit(events)
+        return part
+
+    def _echo(self, index: int, job: GenerationJob, first: AnswerPart) -> bytes:
+        """The prompt, which the answer begins with. Thread-safe."""
+        echoed = _echoed(job, first, self._tokenizer) if job.wants_logprobs else None
+        none = () if job.wants_token_ids else None
+        return self._writer.part_events(index, [Content(job.echo)], echoed, none)
 
 
 async def cancel_on_disconnect(
@@ -99,66 +255,9 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-log = structlog.get_logger()
-
-PING: Final = b": ping\n\n"
-DONE: Final = b"data: [DONE]\n\n"
-# An engine refuses a request at once. For this long nothing is sent, so that the refusal can still be an HTTP
-# status instead of an event in a stream that began with 200.
-GRACE_S: Final = 0.05
-# While a lost stage is replaced the engine may refuse later; but every client hears something within this
-# time.
-_LONGEST_GRACE_S: Final = 3.0
-
-
 def error_event(error: BaseException) -> bytes:
     """Event that ends a stream of OpenAI's API with an error."""
     return b"data: " + json_bytes(error_body(error)) + b"\n\n"
-
-
-class PromptReading:
-    """Progress of the prompts of one request, for its stream while that has no token to send.
-
-    Args:
-        jobs: Jobs of the request.
-
-    Attributes:
-        jobs: The same jobs, whose requests report to this object.
-        by_job: Progress of the prompts that are being read, by the index of their job.
-    """
-
-    def __init__(self, jobs: Sequence[GenerationJob]) -> None:
-        self.by_job: dict[int, PrefillProgress] = {}
-        self._done: set[int] = set()
-        self._begun_s: float | None = None
-        self.jobs = [
-            replace(job, request=replace(job.request, on_prefill=partial(self._note, index)))
-            for index, job in enumerate(jobs)
-        ]
-
-    @property
-    def elapsed_ms(self) -> float:
-        """Time since the first prompt was begun."""
-        begun_s = self._begun_s
-        return 0.0 if begun_s is None else (asyncio.get_running_loop().time() - begun_s) * 1000
-
-    def comment(self) -> bytes:
-        """Comment of a silent stream: sums over the prompts that are being read."""
-        reading = self.by_job.values()
-        if not reading:
-            return PING
-        num_read = sum(each.num_read for each in reading)
-        return b": prefill %d/%d tokens\n\n" % (num_read, sum(each.num_tokens for each in reading))
-
-    def _note(self, index: int, progress: PrefillProgress) -> None:
-        if self._begun_s is None:
-            self._begun_s = asyncio.get_running_loop().time()
-        # After a repair a prompt is read again, behind the answer's first tokens.
-        if progress.is_whole or index in self._done:
-            self._done.add(index)
-            self.by_job.pop(index, None)
-        else:
-            self.by_job[index] = progress
 
 
 class EventStream(Response):
@@ -283,44 +382,6 @@ class DelayedStream(EventStream):
         await made.produce(emit)
 
 
-class _Sink:
-    """Output of the response. Producer and pinger both write; each write is sent whole."""
-
-    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
-        self._send = send
-        self._headers = headers
-        self._lock = asyncio.Lock()
-        self._loop = asyncio.get_running_loop()
-        self._last_write_s = self._loop.time()
-        self.started = False
-
-    def silent_s(self) -> float:
-        return self._loop.time() - self._last_write_s
-
-    async def write(self, events: bytes) -> None:
-        async with self._lock:
-            await self._write(events)
-
-    async def write_in_turn(self, make: Callable[[], bytes]) -> None:
-        """Write what `make` returns once no write is under way: until then it may become untrue."""
-        async with self._lock:
-            await self._write(make())
-
-    async def end(self) -> None:
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _write(self, events: bytes) -> None:
-        if not self.started:
-            self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
-        self._last_write_s = self._loop.time()
-
-
-_MAX_JOBS_AT_ONCE: Final = 8
-_ID_BITS: Final = 128
-
-
 async def respond(
     request: Request,
     backend: Backend,
@@ -439,71 +500,6 @@ async def _whole_answer(choice_group: ChoiceGroup, index: int) -> tuple[list[Ans
     async with aclosing(choice_group.parts(index)) as coming:
         parts = [part async for part in coming]
     return parts, parts[-1]
-
-
-class _Stream:
-    """Sends the choices of one answer as they come, and the usage at the end.
-
-    A stream of one choice carries `timings` in its last chunk.
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        writer: ResponseWriter,
-        jobs: Sequence[GenerationJob],
-        num_at_once: int,
-        *,
-        includes_usage: bool,
-    ) -> None:
-        self._choice_group = ChoiceGroup(backend, jobs)
-        self._tokenizer = backend.tokenizer
-        self._writer = writer
-        self._jobs = jobs
-        self._num_at_once = num_at_once
-        self._includes_usage = includes_usage
-
-    async def produce(self, emit: Callable[[bytes], Awaitable[None]]) -> None:
-        choices = [self._choice(index, job, emit) for index, job in enumerate(self._jobs)]
-        last_parts = await _run_all(choices, self._num_at_once)
-        if self._includes_usage:
-            times = timings(self._jobs[0], last_parts[0]) if len(self._jobs) == 1 else None
-            await emit(self._writer.usage_event(usage(self._jobs, last_parts), times))
-
-    async def _choice(
-        self, index: int, job: GenerationJob, emit: Callable[[bytes], Awaitable[None]]
-    ) -> AnswerPart:
-        writer = self._writer
-        wants_ids = job.wants_token_ids
-        is_long = _num_reported(job) > MOST_AT_ONCE
-        opening = await made(is_long, writer.opening_event, index, job.request.prompt if wants_ids else None)
-        is_first = True
-        async with aclosing(self._choice_group.parts(index)) as parts:
-            async for part in parts:
-                events = opening
-                if is_first and (job.echo or job.request.scores_prompt):
-                    events += await made(is_long, self._echo, index, job, part)
-                is_first = False
-                ids = part.token_ids if wants_ids else None
-                if part.message_parts or part.tokens or ids:
-                    tokens = (
-                        [_behind(job.echo, token) for token in part.tokens] if job.wants_logprobs else None
-                    )
-                    events += writer.part_events(index, part.message_parts, tokens, ids)
-                opening = b""
-                if part.finish is not None:
-                    alone = len(self._jobs) == 1 and not self._includes_usage
-                    times = timings(job, part) if alone else None
-                    ids = () if wants_ids else None
-                    events += writer.closing_event(index, part.finish, times, ids, job.warnings)
-                await emit(events)
-        return part
-
-    def _echo(self, index: int, job: GenerationJob, first: AnswerPart) -> bytes:
-        """The prompt, which the answer begins with. Thread-safe."""
-        echoed = _echoed(job, first, self._tokenizer) if job.wants_logprobs else None
-        none = () if job.wants_token_ids else None
-        return self._writer.part_events(index, [Content(job.echo)], echoed, none)
 
 
 def _echoed(job: GenerationJob, first: AnswerPart, tokenizer: Tokenizer) -> list[AnswerToken]:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from mesh.api.protocol import ChosenTools, FunctionBody, GenerationBody, ResponseFormatBody
     from mesh.text.message_parts import CallTags
 
-
 # Bound for a model that never stops calling.
 MAX_CALLS: Final = 16
 _CALL: Final = Ref("call")
@@ -32,6 +31,8 @@ _TEXT: Final = Ref("text")
 _NOTES: Final = frozenset({"$schema", "$id", "title", "description", "$defs", "definitions"})
 _MOST_LEFT_OUT: Final = 16
 _SPACES: Final = times(chars(" ", "\n"), 0, 4)
+# Requests repeat their schemas. Each client's are kept apart: how long one takes shows whether it is known.
+_MAX_CACHED: Final = 64
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,37 @@ class CallGrammar:
 
     gbnf: str
     left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """Functions that an answer may call.
+
+    Attributes:
+        functions: Each with `name`, `description` if it has one, and `parameters`, a JSON schema.
+        is_forced: Whether at least one call is required.
+        has_one_call: Whether the answer ends with its first call.
+        strict_names: Names of functions whose schema must be enforced as a whole.
+    """
+
+    functions: tuple[Mapping[str, Any], ...]
+    is_forced: bool = False
+    has_one_call: bool = False
+    strict_names: frozenset[str] = frozenset()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the functions."""
+        return frozenset(function["name"] for function in self.functions)
+
+    @property
+    def parameters(self) -> dict[str, Mapping[str, Any]]:
+        """JSON schema of each function's parameters, by its name."""
+        return {function["name"]: function["parameters"] for function in self.functions}
+
+    def for_template(self) -> list[dict[str, Any]]:
+        """The functions in the form of chat templates."""
+        return [{"type": "function", "function": dict(function)} for function in self.functions]
 
 
 def call_grammar(
@@ -192,10 +224,6 @@ def _but(letter: str) -> Chars:
     return Chars(complement(((ord(letter), ord(letter)),)))
 
 
-# Requests repeat their schemas. Each client's are kept apart: how long one takes shows whether it is known.
-_MAX_CACHED: Final = 64
-
-
 def grammar_of(body: GenerationBody, client: str | None = None) -> str | None:
     """GBNF that an answer must match; None if it is free.
 
@@ -265,37 +293,6 @@ def _checked(grammar: str, _client: str | None) -> str:
 @lru_cache(_MAX_CACHED)
 def _converted(schema_json: str, param: str, _client: str | None) -> str:
     return schema_grammar(json.loads(schema_json), param=param)
-
-
-@dataclass(frozen=True)
-class ToolUse:
-    """Functions that an answer may call.
-
-    Attributes:
-        functions: Each with `name`, `description` if it has one, and `parameters`, a JSON schema.
-        is_forced: Whether at least one call is required.
-        has_one_call: Whether the answer ends with its first call.
-        strict_names: Names of functions whose schema must be enforced as a whole.
-    """
-
-    functions: tuple[Mapping[str, Any], ...]
-    is_forced: bool = False
-    has_one_call: bool = False
-    strict_names: frozenset[str] = frozenset()
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of the functions."""
-        return frozenset(function["name"] for function in self.functions)
-
-    @property
-    def parameters(self) -> dict[str, Mapping[str, Any]]:
-        """JSON schema of each function's parameters, by its name."""
-        return {function["name"]: function["parameters"] for function in self.functions}
-
-    def for_template(self) -> list[dict[str, Any]]:
-        """The functions in the form of chat templates."""
-        return [{"type": "function", "function": dict(function)} for function in self.functions]
 
 
 def tool_use_of(

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 router = APIRouter()
-
 _TYPES: Final = {
     "css": "text/css; charset=utf-8",
     "html": "text/html; charset=utf-8",
@@ -56,25 +55,6 @@ class PageFile(NamedTuple):
     etag: str
 
 
-@cache
-def page_files() -> dict[str, PageFile]:
-    """Files by path, `/` first."""
-    found = {}
-    for file in sorted(files("mesh.web").iterdir(), key=lambda each: each.name):
-        content_type = _TYPES.get(file.name.rpartition(".")[2])
-        if content_type is not None:
-            body = file.read_bytes()
-            path = "/" if file.name == "index.html" else f"/page/{file.name}"
-            found[path] = PageFile(body, content_type, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
-    return found
-
-
-@router.get("/", include_in_schema=False, response_model=None)
-async def page(request: Request) -> Response:
-    """The page itself, for those with a key; without one it comes with a 401: see `PageFiles`."""
-    return _response("/", request.scope)
-
-
 class PageFiles:
     """Middleware before the key gate: files of the page, and the page as the answer to a missing key.
 
@@ -97,6 +77,25 @@ class PageFiles:
                 # It asks for the key; a browser shows the body of a 401.
                 app = _response("/", scope, status=401)
         await app(scope, receive, send)
+
+
+@cache
+def page_files() -> dict[str, PageFile]:
+    """Files by path, `/` first."""
+    found = {}
+    for file in sorted(files("mesh.web").iterdir(), key=lambda each: each.name):
+        content_type = _TYPES.get(file.name.rpartition(".")[2])
+        if content_type is not None:
+            body = file.read_bytes()
+            path = "/" if file.name == "index.html" else f"/page/{file.name}"
+            found[path] = PageFile(body, content_type, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+    return found
+
+
+@router.get("/", include_in_schema=False, response_model=None)
+async def page(request: Request) -> Response:
+    """The page itself, for those with a key; without one it comes with a 401: see `PageFiles`."""
+    return _response("/", request.scope)
 
 
 def _is_browser_without_key(scope: Scope) -> bool:

@@ -72,6 +72,21 @@ class MeshEndpoint:
         return self.max_output or min(self.context_length // 4, _MOST_OUTPUT)
 
 
+@dataclass(frozen=True)
+class _Agent:
+    """A coding agent.
+
+    Attributes:
+        title: Its name.
+        install: Command that installs it.
+        setup: How it is started.
+    """
+
+    title: str
+    install: str
+    setup: Callable[[MeshEndpoint], AgentSetup]
+
+
 def claude_setup(endpoint: MeshEndpoint) -> AgentSetup:
     """Claude Code, by its environment."""
     models = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL")
@@ -151,21 +166,6 @@ def opencode_setup(endpoint: MeshEndpoint) -> AgentSetup:
     return AgentSetup(
         environment={"OPENCODE_CONFIG_CONTENT": json.dumps(config), API_KEY: endpoint.key or _NO_KEY}
     )
-
-
-@dataclass(frozen=True)
-class _Agent:
-    """A coding agent.
-
-    Attributes:
-        title: Its name.
-        install: Command that installs it.
-        setup: How it is started.
-    """
-
-    title: str
-    install: str
-    setup: Callable[[MeshEndpoint], AgentSetup]
 
 
 AGENTS: Final = {

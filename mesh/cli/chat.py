@@ -20,80 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-
-@click.command()
-@head_options
-@click.option("--model", default="default", show_default=True, help="Name of the model.")
-@click.option("--system", metavar="TEXT", help="System prompt of the chat.")
-@click.option("--temperature", type=click.FloatRange(0.0, 2.0), help="The server's default unless given.")
-@click.option(
-    "--max-tokens",
-    metavar="N",
-    type=click.IntRange(1),
-    help="Maximum of tokens per answer; what fits in the context unless given.",
-)
-@click.option(
-    "--seed", metavar="N", type=click.IntRange(0), help="Seed of sampling, for a reproducible chat."
-)
-def chat(
-    *,
-    url: str,
-    api_key_file: Path | None,
-    model: str,
-    system: str | None,
-    temperature: float | None,
-    max_tokens: int | None,
-    seed: int | None,
-) -> None:
-    """Chat with a running mesh, or any OpenAI server.
-
-    Ctrl-C stops an answer, Ctrl-D or /quit ends the chat; /help lists what else there is. The chat is kept in
-    memory only. Without a terminal each line of standard input is one turn.
-    """
-    fields = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
-    session = ChatSession(
-        url.rstrip("/"),
-        key_of(api_key_file),
-        model=model,
-        system=system,
-        fields={name: value for name, value in fields.items() if value is not None},
-        write=_write,
-    )
-    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    if is_terminal:
-        # Arrow keys and history, where readline is available.
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401, PLC0415 - importing it is what it takes
-        _write(f"chatting with {model} at {url}; /help lists commands\n")
-    _talk(session, is_terminal=is_terminal)
-
-
-def _talk(session: ChatSession, *, is_terminal: bool) -> None:
-    while True:
-        try:
-            line = input("> ") if is_terminal else _next_line()
-        except EOFError:
-            return
-        except KeyboardInterrupt:
-            # At the prompt there is no answer to stop.
-            _write("\n(Ctrl-D or /quit ends the chat)\n")
-            continue
-        if not session.take(line):
-            return
-
-
-def _next_line() -> str:
-    line = sys.stdin.readline()
-    if not line:
-        raise EOFError
-    return line
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
 _HELP: Final = """\
 /clear          begin a new chat
 /retry          generate the last answer again
@@ -249,3 +175,76 @@ class ChatSession:
         system = [{"role": "system", "content": self._system}] if self._system else []
         body = {"model": self._model, "messages": [*system, *self._messages], **self._fields}
         return stream_completion(self._url + CHAT_PATH, body, api_key=self._key)
+
+
+@click.command()
+@head_options
+@click.option("--model", default="default", show_default=True, help="Name of the model.")
+@click.option("--system", metavar="TEXT", help="System prompt of the chat.")
+@click.option("--temperature", type=click.FloatRange(0.0, 2.0), help="The server's default unless given.")
+@click.option(
+    "--max-tokens",
+    metavar="N",
+    type=click.IntRange(1),
+    help="Maximum of tokens per answer; what fits in the context unless given.",
+)
+@click.option(
+    "--seed", metavar="N", type=click.IntRange(0), help="Seed of sampling, for a reproducible chat."
+)
+def chat(
+    *,
+    url: str,
+    api_key_file: Path | None,
+    model: str,
+    system: str | None,
+    temperature: float | None,
+    max_tokens: int | None,
+    seed: int | None,
+) -> None:
+    """Chat with a running mesh, or any OpenAI server.
+
+    Ctrl-C stops an answer, Ctrl-D or /quit ends the chat; /help lists what else there is. The chat is kept in
+    memory only. Without a terminal each line of standard input is one turn.
+    """
+    fields = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
+    session = ChatSession(
+        url.rstrip("/"),
+        key_of(api_key_file),
+        model=model,
+        system=system,
+        fields={name: value for name, value in fields.items() if value is not None},
+        write=_write,
+    )
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_terminal:
+        # Arrow keys and history, where readline is available.
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401, PLC0415 - importing it is what it takes
+        _write(f"chatting with {model} at {url}; /help lists commands\n")
+    _talk(session, is_terminal=is_terminal)
+
+
+def _talk(session: ChatSession, *, is_terminal: bool) -> None:
+    while True:
+        try:
+            line = input("> ") if is_terminal else _next_line()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            # At the prompt there is no answer to stop.
+            _write("\n(Ctrl-D or /quit ends the chat)\n")
+            continue
+        if not session.take(line):
+            return
+
+
+def _next_line() -> str:
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

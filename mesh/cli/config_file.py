@@ -17,11 +17,46 @@ from spanmesh_proto.errors import ClusterError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
 # Prefix of models that are no files.
 _REMOTE: Final = "hf:"
+FILE_NAME: Final = "mesh.toml"
+VARIABLE: Final = "MESH_CONFIG"
+# Commands with the first option send prompts and the user's API key there.
+_URL: Final = "url"
+_KEY_FILE: Final = "api-key-file"
+# Strict: programs differ in how they read unusual addresses.
+_OWN_MACHINE: Final = re.compile(
+    r"https?://(?P<host>localhost|127(?:\.[0-9]{1,3}){3}|\[::1\])(?::[0-9]{1,5})?(?:/[A-Za-z0-9._~/-]*)?"
+)
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """The configuration file.
+
+    Attributes:
+        path: The file.
+        is_chosen: Whether the user chose it: it was named, or is the user's own. One that only lies in the
+            working folder may be anybody's, such as that of a cloned repository.
+    """
+
+    path: Path
+    is_chosen: bool
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Value of an option, with its origin.
+
+    Attributes:
+        value: Value in click's form; a function if it may not be set there, which raises a `ClusterError`.
+        origin: `environment NAME` or `file PATH`.
+    """
+
+    value: Any
+    origin: str
 
 
 def key_of(param: click.Parameter) -> str:
@@ -131,24 +166,6 @@ def first_unknown(table: Mapping[str, Any], known: Iterable[str]) -> str | None:
     return next((key for key in table if key not in names), None)
 
 
-FILE_NAME: Final = "mesh.toml"
-VARIABLE: Final = "MESH_CONFIG"
-
-
-@dataclass(frozen=True)
-class ConfigFile:
-    """The configuration file.
-
-    Attributes:
-        path: The file.
-        is_chosen: Whether the user chose it: it was named, or is the user's own. One that only lies in the
-            working folder may be anybody's, such as that of a cloned repository.
-    """
-
-    path: Path
-    is_chosen: bool
-
-
 def find_config(wanted: Path | None, environment: Mapping[str, str], working_dir: Path) -> ConfigFile | None:
     """The file to read: the one named, or the first that exists among the default places.
 
@@ -184,15 +201,6 @@ def _own_file(environment: Mapping[str, str]) -> Path | None:
     return Path(home) / "spanmesh" / FILE_NAME if home else None
 
 
-# Commands with the first option send prompts and the user's API key there.
-_URL: Final = "url"
-_KEY_FILE: Final = "api-key-file"
-# Strict: programs differ in how they read unusual addresses.
-_OWN_MACHINE: Final = re.compile(
-    r"https?://(?P<host>localhost|127(?:\.[0-9]{1,3}){3}|\[::1\])(?::[0-9]{1,5})?(?:/[A-Za-z0-9._~/-]*)?"
-)
-
-
 def is_on_own_machine(url: str) -> bool:
     """Whether a URL names a server of this machine beyond doubt."""
     match = _OWN_MACHINE.fullmatch(url)
@@ -216,19 +224,6 @@ def _refusal(name: str, key: str, value: Any, path: Path) -> str | None:
         f"{path} {problem}, but a {FILE_NAME} that was only found in the working folder may not: give "
         f"--{key} or {variable_of(name, key)}, or if you trust the file, name it: mesh --config {path} {name}"
     )
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Value of an option, with its origin.
-
-    Attributes:
-        value: Value in click's form; a function if it may not be set there, which raises a `ClusterError`.
-        origin: `environment NAME` or `file PATH`.
-    """
-
-    value: Any
-    origin: str
 
 
 def read_config(path: Path, commands: Collection[str]) -> dict[str, dict[str, Any]]:

@@ -21,6 +21,12 @@ from stages.units import format_size
 if TYPE_CHECKING:
     from mesh.draft.drafter_trial import CheckedDrafter
 
+_KINDS: Final = {
+    "model": "a draft model",
+    "eagle3": "an EAGLE-3 drafter",
+    "mtp": "a head for multi-token prediction",
+}
+
 
 @click.group()
 def draft() -> None:
@@ -62,13 +68,6 @@ def make(model: Path, quant_type: str, output: Path, *, plain: bool, force: bool
         requantise(model, quant_type, output, is_plain=plain, progress=bar)
     before, after = read_header(model).file_bytes, output.stat().st_size
     say(f"{output}: {model.name} as {quant_type}, {after:,} bytes, {after / before:.0%} of the model")
-
-
-_KINDS: Final = {
-    "model": "a draft model",
-    "eagle3": "an EAGLE-3 drafter",
-    "mtp": "a head for multi-token prediction",
-}
 
 
 @draft.command()

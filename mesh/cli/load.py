@@ -20,7 +20,6 @@ from stages.units import format_size
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-
 # Sending weights may take hours.
 _LOAD_TIMEOUT_S: Final = 86400.0
 _POLL_S: Final = 1.0
@@ -28,6 +27,10 @@ _SECTIONS: Final[dict[str, tuple[str, ...]]] = {
     "Head": ("--url", "--api-key-file"),
     **dict.fromkeys((API, PLACEMENT, SESSIONS, SPECULATION), ()),
 }
+_WAIT_S: Final = 30.0
+_MOST_WAIT_S: Final = 86400.0
+# Besides the wait: for ending the stages.
+_UNLOAD_TIMEOUT_S: Final = 60.0
 
 
 @click.command(cls=OptionsCommand, options=LoadRequest, sections=_SECTIONS)
@@ -105,12 +108,6 @@ def _served_name(model: str) -> str:
 def _whole(path: Path) -> Path:
     """An absolute path: the head may run in another folder. Links are not followed, see `StageConfig`."""
     return path.absolute()
-
-
-_WAIT_S: Final = 30.0
-_MOST_WAIT_S: Final = 86400.0
-# Besides the wait: for ending the stages.
-_UNLOAD_TIMEOUT_S: Final = 60.0
 
 
 @click.command()

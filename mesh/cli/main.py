@@ -20,10 +20,8 @@ from spanmesh_proto.errors import MeshError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-
 EXIT_ERROR: Final = 1
 EXIT_INTERRUPTED: Final = 130
-
 # Module of each command, and its line in `mesh --help`, which imports none of them.
 _COMMANDS: Final = {
     "serve": ("mesh.cli.serve:serve", "Serve a model on one or several hosts."),
@@ -60,24 +58,11 @@ _SECTIONS: Final = {
 }
 # Groups of commands: a file does not set their options.
 _GROUPS: Final = frozenset({"keys", "draft", "models", "bench", "config"})
-
-
-def every_command() -> tuple[str, ...]:
-    """All names, in the order of the help."""
-    ordered = [name for names in _SECTIONS.values() for name in names]
-    return tuple(dict.fromkeys((*ordered, *_COMMANDS)))
-
-
-def configurable_commands() -> tuple[str, ...]:
-    """Commands whose options a file or the environment may set."""
-    return tuple(name for name in _COMMANDS if name not in _GROUPS)
-
-
-def command_named(name: str) -> click.Command:
-    """A command, imported at this call."""
-    module, _, attribute = _COMMANDS[name][0].partition(":")
-    command: click.Command = getattr(importlib.import_module(module), attribute)
-    return command
+_PROGRAM: Final = "mesh"
+# Click's own name for it: the program answers the shell's questions when it is set.
+_VARIABLE: Final = "_MESH_COMPLETE"
+_SHELLS: Final = ("bash", "zsh", "fish")
+_REST: Final = "Others"
 
 
 class _LazyGroup(click.Group):
@@ -105,6 +90,49 @@ class _LazyGroup(click.Group):
             if names:
                 with formatter.section(title):
                     formatter.write_dl([(name, _COMMANDS[name][1]) for name in names])
+
+
+class SectionedCommand(click.Command):
+    """A command with sections in its help.
+
+    Args:
+        sections: Flags by section title, in order; others come last.
+    """
+
+    def __init__(self, *arguments: Any, sections: Mapping[str, tuple[str, ...]], **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._sections = sections
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write every option once."""
+        left = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                left[max(param.opts, key=len)] = record
+        for title, flags in self._sections.items():
+            with formatter.section(title):
+                formatter.write_dl([left.pop(flag) for flag in flags])
+        with formatter.section(_REST):
+            formatter.write_dl(list(left.values()))
+
+
+def every_command() -> tuple[str, ...]:
+    """All names, in the order of the help."""
+    ordered = [name for names in _SECTIONS.values() for name in names]
+    return tuple(dict.fromkeys((*ordered, *_COMMANDS)))
+
+
+def configurable_commands() -> tuple[str, ...]:
+    """Commands whose options a file or the environment may set."""
+    return tuple(name for name in _COMMANDS if name not in _GROUPS)
+
+
+def command_named(name: str) -> click.Command:
+    """A command, imported at this call."""
+    module, _, attribute = _COMMANDS[name][0].partition(":")
+    command: click.Command = getattr(importlib.import_module(module), attribute)
+    return command
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -175,12 +203,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
     return outcome if isinstance(outcome, int) else 0
 
 
-_PROGRAM: Final = "mesh"
-# Click's own name for it: the program answers the shell's questions when it is set.
-_VARIABLE: Final = "_MESH_COMPLETE"
-_SHELLS: Final = ("bash", "zsh", "fish")
-
-
 @click.command()
 @click.argument("shell", type=click.Choice(_SHELLS))
 @click.pass_context
@@ -193,31 +215,3 @@ def completion(context: click.Context, *, shell: str) -> None:
     kind = get_completion_class(shell)
     assert kind is not None  # noqa: S101 - click has all three
     say(kind(context.find_root().command, {}, _PROGRAM, _VARIABLE).source())
-
-
-_REST: Final = "Others"
-
-
-class SectionedCommand(click.Command):
-    """A command with sections in its help.
-
-    Args:
-        sections: Flags by section title, in order; others come last.
-    """
-
-    def __init__(self, *arguments: Any, sections: Mapping[str, tuple[str, ...]], **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self._sections = sections
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write every option once."""
-        left = {}
-        for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
-            if record is not None:
-                left[max(param.opts, key=len)] = record
-        for title, flags in self._sections.items():
-            with formatter.section(title):
-                formatter.write_dl([left.pop(flag) for flag in flags])
-        with formatter.section(_REST):
-            formatter.write_dl(list(left.values()))

@@ -33,6 +33,8 @@ _KINDS: Final[dict[Kind, click.ParamType[Any]]] = {
 }
 _SET: Final = "settings"
 
+AnyOptions = TypeVar("AnyOptions", bound="Options")
+
 
 class OptionsCommand(SectionedCommand):
     """A command whose options are those of a model; rare ones are given as `--set KEY=VALUE`.
@@ -145,9 +147,6 @@ def _type_of(field: OptionField) -> click.ParamType[Any]:
     if field.hint is float:
         return click.FloatRange(field.least, field.most, min_open=field.is_open)
     return _FILE if field.hint is Path else click.STRING
-
-
-AnyOptions = TypeVar("AnyOptions", bound="Options")
 
 
 def made(model: type[AnyOptions], values: dict[str, Any]) -> AnyOptions:

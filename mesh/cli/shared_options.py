@@ -18,18 +18,7 @@ if TYPE_CHECKING:
     from mesh.options.host import HostOptions
     from mesh.util.progress import ProgressBars
 
-
 _FILE: Final = click.Path(path_type=Path, dir_okay=False)
-
-
-def use_storage(options: HostOptions) -> None:
-    """Tell processes that are started from now on where weights and KV rows are kept on this host."""
-    from stages.weights.disk_cache import StorageOptions  # noqa: PLC0415 - keeps --help quick
-
-    models = None if options.models_dir is None else options.models_dir.absolute()
-    StorageOptions(models, options.cache_bytes, options.kv_disk_bytes).to_environment()
-
-
 head_options: Final = option_group(
     click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="URL of the mesh's API."),
     click.option(
@@ -38,6 +27,14 @@ head_options: Final = option_group(
         help=f"File whose first key is sent to the API; or set {API_KEY}.",
     ),
 )
+
+
+def use_storage(options: HostOptions) -> None:
+    """Tell processes that are started from now on where weights and KV rows are kept on this host."""
+    from stages.weights.disk_cache import StorageOptions  # noqa: PLC0415 - keeps --help quick
+
+    models = None if options.models_dir is None else options.models_dir.absolute()
+    StorageOptions(models, options.cache_bytes, options.kv_disk_bytes).to_environment()
 
 
 def key_of(api_key_file: Path | None) -> str | None:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+_SHOWN_FAILURES: Final = 5
+_MOST_PROMPTS: Final = 4
+
 
 @click.command()
 @head_options
@@ -31,10 +34,6 @@ def status(url: str, api_key_file: Path | None, *, is_json: bool) -> None:
         return
 
     print_status(answer)
-
-
-_SHOWN_FAILURES: Final = 5
-_MOST_PROMPTS: Final = 4
 
 
 def print_status(status: Mapping[str, Any]) -> None:

@@ -22,54 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-
 # Links change slowly, and measuring them is not free.
 _LINKS_EVERY_S: Final = 30.0
 _LINKS_TIMEOUT_S: Final = 60.0
 _NUM_PROBES: Final = 5
-
-
-@click.command()
-@head_options
-@click.option(
-    "--every",
-    "interval_s",
-    default=1.0,
-    show_default=True,
-    metavar="SECONDS",
-    type=click.FloatRange(0.2, 60.0),
-    help="Interval of updates.",
-)
-@click.option("--no-links", is_flag=True, help="Do not measure the links between hosts.")
-@click.option(
-    "--once", is_flag=True, help="Print one report over one interval and exit; for any terminal or file."
-)
-def top(url: str, api_key_file: Path | None, interval_s: float, *, no_links: bool, once: bool) -> None:
-    """Show the load of a running mesh: times of each stage, links, acceptance, sessions, long prompts.
-
-    Ctrl-C ends it, without effect on the mesh.
-    """
-    from rich.live import Live  # noqa: PLC0415
-
-    from mesh.util.console import PrintableConsole  # noqa: PLC0415 - keeps --help quick
-
-    watch = _Watch(url.rstrip("/"), key_of(api_key_file), has_links=not no_links)
-    # Models and hosts may have any brackets in their names.
-    console = PrintableConsole(markup=False)
-    picture = watch.look()
-    if once:
-        time.sleep(interval_s)
-        console.print(watch.look(), highlight=False)
-        return
-    if not console.is_terminal or console.is_dumb_terminal:
-        raise click.UsageError("the terminal cannot show this view: use --once")
-    try:
-        with Live(picture, console=console, screen=True, auto_refresh=False) as live:
-            while True:
-                time.sleep(interval_s)
-                live.update(watch.look(), refresh=True)
-    except KeyboardInterrupt:
-        return
+_BAR_CHARS: Final = 10
 
 
 class _Watch:
@@ -132,7 +89,83 @@ class _Watch:
         }
 
 
-_BAR_CHARS: Final = 10
+@dataclass(frozen=True)
+class StagePace:
+    """One stage.
+
+    Attributes:
+        compute_ms: Of a window, since the look before; since the start if there was none since then.
+        queue_ms: Likewise, waiting for the stage.
+        busy: Share of the time that it computed; None at the first look.
+        windows_per_s: None at the first look.
+    """
+
+    compute_ms: float
+    queue_ms: float
+    busy: float | None
+    windows_per_s: float | None
+
+
+@dataclass(frozen=True)
+class MeshPace:
+    """All of it.
+
+    Attributes:
+        stages: In order.
+        tokens_per_s: Committed, of all sessions; None at the first look.
+        acceptance: Share of the proposed tokens; None if none were proposed.
+        wire_ms: Of a window on its way, all links together.
+        is_recent: Whether this is of the time between the looks, not of all time.
+    """
+
+    stages: tuple[StagePace, ...]
+    tokens_per_s: float | None
+    acceptance: float | None
+    wire_ms: float
+    is_recent: bool
+
+
+@click.command()
+@head_options
+@click.option(
+    "--every",
+    "interval_s",
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    type=click.FloatRange(0.2, 60.0),
+    help="Interval of updates.",
+)
+@click.option("--no-links", is_flag=True, help="Do not measure the links between hosts.")
+@click.option(
+    "--once", is_flag=True, help="Print one report over one interval and exit; for any terminal or file."
+)
+def top(url: str, api_key_file: Path | None, interval_s: float, *, no_links: bool, once: bool) -> None:
+    """Show the load of a running mesh: times of each stage, links, acceptance, sessions, long prompts.
+
+    Ctrl-C ends it, without effect on the mesh.
+    """
+    from rich.live import Live  # noqa: PLC0415
+
+    from mesh.util.console import PrintableConsole  # noqa: PLC0415 - keeps --help quick
+
+    watch = _Watch(url.rstrip("/"), key_of(api_key_file), has_links=not no_links)
+    # Models and hosts may have any brackets in their names.
+    console = PrintableConsole(markup=False)
+    picture = watch.look()
+    if once:
+        time.sleep(interval_s)
+        console.print(watch.look(), highlight=False)
+        return
+    if not console.is_terminal or console.is_dumb_terminal:
+        raise click.UsageError("the terminal cannot show this view: use --once")
+    try:
+        with Live(picture, console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(interval_s)
+                live.update(watch.look(), refresh=True)
+    except KeyboardInterrupt:
+        return
 
 
 def view(
@@ -258,42 +291,6 @@ def _hosts(status: Mapping[str, Any]) -> Table:
             holds += "; leaving"
         table.add_row(host["name"], host["address"], holds, format_size(host["memory_bytes"]))
     return table
-
-
-@dataclass(frozen=True)
-class StagePace:
-    """One stage.
-
-    Attributes:
-        compute_ms: Of a window, since the look before; since the start if there was none since then.
-        queue_ms: Likewise, waiting for the stage.
-        busy: Share of the time that it computed; None at the first look.
-        windows_per_s: None at the first look.
-    """
-
-    compute_ms: float
-    queue_ms: float
-    busy: float | None
-    windows_per_s: float | None
-
-
-@dataclass(frozen=True)
-class MeshPace:
-    """All of it.
-
-    Attributes:
-        stages: In order.
-        tokens_per_s: Committed, of all sessions; None at the first look.
-        acceptance: Share of the proposed tokens; None if none were proposed.
-        wire_ms: Of a window on its way, all links together.
-        is_recent: Whether this is of the time between the looks, not of all time.
-    """
-
-    stages: tuple[StagePace, ...]
-    tokens_per_s: float | None
-    acceptance: float | None
-    wire_ms: float
-    is_recent: bool
 
 
 def pace_between(before: Mapping[str, Any] | None, now: Mapping[str, Any], seconds: float) -> MeshPace:

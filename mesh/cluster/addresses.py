@@ -42,6 +42,25 @@ _LISTENING_PORTS: Final = range(20_000, 32_768)
 _ports_tried: Final = itertools.count(os.getpid() * 64)
 
 
+@dataclass(frozen=True)
+class InterfaceAddress:
+    """An address of an interface of this host.
+
+    Attributes:
+        interface: Name of the interface.
+        address: The address.
+        network: The network that is reached through it without a router.
+        is_lasting: Whether it stays: one of IPv6 may be temporary, for a day or so, or about to go.
+        is_up: Whether the interface works.
+    """
+
+    interface: str
+    address: IPv4Address | IPv6Address
+    network: IPv4Network | IPv6Network
+    is_lasting: bool = True
+    is_up: bool = True
+
+
 def primary_address(*towards: str) -> str:
     """The IP address from which this host sends packets to another; loopback if there is no route.
 
@@ -69,25 +88,6 @@ def resolved(host: str) -> tuple[str, ...]:
     except (OSError, UnicodeError):
         return (host,)
     return tuple(sorted({str(where[0]) for *_, where in found}))
-
-
-@dataclass(frozen=True)
-class InterfaceAddress:
-    """An address of an interface of this host.
-
-    Attributes:
-        interface: Name of the interface.
-        address: The address.
-        network: The network that is reached through it without a router.
-        is_lasting: Whether it stays: one of IPv6 may be temporary, for a day or so, or about to go.
-        is_up: Whether the interface works.
-    """
-
-    interface: str
-    address: IPv4Address | IPv6Address
-    network: IPv4Network | IPv6Network
-    is_lasting: bool = True
-    is_up: bool = True
 
 
 def interface_addresses() -> tuple[InterfaceAddress, ...]:
@@ -251,17 +251,6 @@ def is_of_this_machine(*hosts: str) -> bool:
     return all(address is not None and (address.is_loopback or address in own) for address in wanted)
 
 
-def _parsed(text: str) -> IPv4Address | IPv6Address | None:
-    """An address; one of IPv4 in the form that sockets of both versions give it is one of IPv4."""
-    try:
-        address = ipaddress.ip_address(text)
-    except ValueError:
-        return None
-    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
-        return address.ipv4_mapped
-    return address
-
-
 class AddressWatch:
     """Tells when this host has lost an address. One that it never had is not lost.
 
@@ -292,6 +281,17 @@ class AddressWatch:
         if self._is_own(*self._addresses):
             self._had_s = self._clock_s()
         return self._had_s is not None and self._clock_s() - self._had_s > self._patience_s
+
+
+def _parsed(text: str) -> IPv4Address | IPv6Address | None:
+    """An address; one of IPv4 in the form that sockets of both versions give it is one of IPv4."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        return address.ipv4_mapped
+    return address
 
 
 def free_port(host: str) -> int:

@@ -17,55 +17,12 @@ if TYPE_CHECKING:
     from mesh.cluster.join_token import JoinToken
     from spanmesh_proto import membership_pb2 as wire
 
-
-def check_secret(given: str, token: JoinToken) -> None:
-    """Check a secret, in constant time.
-
-    Raises:
-        InvalidJoinToken: If it is not the token's.
-    """
-    if not hmac.compare_digest(given.encode(), token.secret.encode()):
-        raise InvalidJoinToken("the join token is not this mesh's; use the line that the head printed last")
-
-
-def new_secret() -> str:
-    """A random secret of 256 bits."""
-    return secrets.token_urlsafe(32)
-
-
-def check_versions(report: wire.HostReport, head: Versions) -> None:
-    """Check that a host can work with the head.
-
-    Args:
-        report: First report of the host.
-        head: Versions of the head.
-
-    Raises:
-        ProtocolVersionMismatch: If the two speak different protocol versions.
-        JoinError: If the versions of Ray or Python differ, which Ray does not support.
-    """
-    if report.protocol_version != PROTOCOL_VERSION:
-        raise ProtocolVersionMismatch(
-            f"the host speaks protocol version {report.protocol_version} (spanmesh "
-            f"{report.software_version}), the "
-            f"head speaks {PROTOCOL_VERSION} (spanmesh {head.software}): install the same spanmesh on both"
-        )
-    if report.ray_version != head.ray:
-        raise JoinError(
-            f"the host runs Ray {report.ray_version}, the head runs Ray {head.ray}: they must be equal, "
-            "install the "
-            "versions of constraints.txt on both"
-        )
-    if _minor(report.python_version) != _minor(head.python):
-        raise JoinError(
-            f"the host runs Python {report.python_version}, the head runs {head.python}: the first two "
-            "numbers "
-            "must be equal"
-        )
-
-
-def _minor(version: str) -> list[str]:
-    return version.split(".")[:2]
+# Validity of a join token unless another one is requested.
+DAY_S: Final = 24 * 3600.0
+# Of admitted hosts, the latest. A mesh has tens; only names that are different at each start come near this.
+_MOST_REJOIN_SECRETS: Final = 1024
+# Less is the slow correction of a clock that runs.
+_CLOCK_WAS_SET_S: Final = 60.0
 
 
 @dataclass(frozen=True)
@@ -81,14 +38,6 @@ class Admissions:
     token: JoinToken
     rejoin_secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     evicted: tuple[str, ...] = ()
-
-
-# Validity of a join token unless another one is requested.
-DAY_S: Final = 24 * 3600.0
-# Of admitted hosts, the latest. A mesh has tens; only names that are different at each start come near this.
-_MOST_REJOIN_SECRETS: Final = 1024
-# Less is the slow correction of a clock that runs.
-_CLOCK_WAS_SET_S: Final = 60.0
 
 
 class AdmissionControl:
@@ -226,6 +175,56 @@ class AdmissionControl:
         """Whether a host shows the rejoin secret of its name; compared in constant time."""
         secret = self._rejoin_secrets.get(report.name)
         return secret is not None and hmac.compare_digest(report.rejoin_secret.encode(), secret.encode())
+
+
+def check_secret(given: str, token: JoinToken) -> None:
+    """Check a secret, in constant time.
+
+    Raises:
+        InvalidJoinToken: If it is not the token's.
+    """
+    if not hmac.compare_digest(given.encode(), token.secret.encode()):
+        raise InvalidJoinToken("the join token is not this mesh's; use the line that the head printed last")
+
+
+def new_secret() -> str:
+    """A random secret of 256 bits."""
+    return secrets.token_urlsafe(32)
+
+
+def check_versions(report: wire.HostReport, head: Versions) -> None:
+    """Check that a host can work with the head.
+
+    Args:
+        report: First report of the host.
+        head: Versions of the head.
+
+    Raises:
+        ProtocolVersionMismatch: If the two speak different protocol versions.
+        JoinError: If the versions of Ray or Python differ, which Ray does not support.
+    """
+    if report.protocol_version != PROTOCOL_VERSION:
+        raise ProtocolVersionMismatch(
+            f"the host speaks protocol version {report.protocol_version} (spanmesh "
+            f"{report.software_version}), the "
+            f"head speaks {PROTOCOL_VERSION} (spanmesh {head.software}): install the same spanmesh on both"
+        )
+    if report.ray_version != head.ray:
+        raise JoinError(
+            f"the host runs Ray {report.ray_version}, the head runs Ray {head.ray}: they must be equal, "
+            "install the "
+            "versions of constraints.txt on both"
+        )
+    if _minor(report.python_version) != _minor(head.python):
+        raise JoinError(
+            f"the host runs Python {report.python_version}, the head runs {head.python}: the first two "
+            "numbers "
+            "must be equal"
+        )
+
+
+def _minor(version: str) -> list[str]:
+    return version.split(".")[:2]
 
 
 def eviction(name: str) -> InvalidJoinToken:

@@ -28,13 +28,24 @@ from stages.weights.fetch import SERVER_NAME
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-
 # Longer than any mesh runs, since it cannot be renewed without another join token; also if the head's clock
 # stood at 1970 when it was made and is set right later.
 _LIFETIME: Final = dt.timedelta(days=36500)
 # Certificates are valid from that long before they were signed, for hosts whose clock is behind. It costs
 # nothing: the authority is known by its fingerprint, and no key is older than its certificate.
 _BACKDATED: Final = dt.timedelta(days=3650)
+# Lifetime of a certificate. A host's is renewed when two thirds of it are over, a stage's when its ring is
+# connected the next time after that.
+LIFETIME: Final = dt.timedelta(days=30)
+# Of a host's clock. Others renew their certificates when as much of their lifetime is left: a clock that is
+# further ahead finds them expired, and one that is further behind not valid yet.
+MOST_AHEAD: Final = LIFETIME / 3
+MOST_BEHIND: Final = _BACKDATED
+_MAX_REQUEST_BYTES: Final = 4096
+# Between looks at the wall clock.
+_LOOK_S: Final = 60.0
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -158,20 +169,6 @@ async def fetch_pinned_certificate(address: str, fingerprint: bytes, *, timeout_
     return ssl.DER_cert_to_PEM_cert(der).encode()
 
 
-log = structlog.get_logger()
-
-# Lifetime of a certificate. A host's is renewed when two thirds of it are over, a stage's when its ring is
-# connected the next time after that.
-LIFETIME: Final = dt.timedelta(days=30)
-# Of a host's clock. Others renew their certificates when as much of their lifetime is left: a clock that is
-# further ahead finds them expired, and one that is further behind not valid yet.
-MOST_AHEAD: Final = LIFETIME / 3
-MOST_BEHIND: Final = _BACKDATED
-_MAX_REQUEST_BYTES: Final = 4096
-# Between looks at the wall clock.
-_LOOK_S: Final = 60.0
-
-
 def _now() -> dt.datetime:
     return dt.datetime.now(dt.UTC)
 
@@ -272,6 +269,66 @@ class Authority:
         )
 
 
+class HostCertificate:
+    """Certificate of this host: generates keys, and keeps the latest certificate. For one event loop.
+
+    Args:
+        authority_pem: Certificate of the head, which the join token pins.
+        clock: Returns the current time, aware.
+    """
+
+    def __init__(self, authority_pem: bytes, *, clock: Callable[[], dt.datetime] = _now) -> None:
+        self._authority_pem = authority_pem
+        self._clock = clock
+        self._key = NewKey()
+        self._identity: Identity | None = None
+        self._taken = asyncio.Event()
+
+    def request_pem(self) -> bytes:
+        """A certificate request for a new key."""
+        self._key = NewKey()
+        self._taken.clear()
+        return self._key.request_pem()
+
+    def take(self, certificate_pem: bytes) -> None:
+        """Store the certificate for the latest request."""
+        self._identity = self.with_certificate(certificate_pem)
+        self._taken.set()
+
+    def clock_ahead(self) -> dt.timedelta:
+        """Time by which this host's clock is ahead of the head's, which has just signed; may be negative."""
+        # The beginning of the validity tells when it was signed.
+        certificate = x509.load_pem_x509_certificate(self.identity().certificate_pem)
+        return self._clock() - (certificate.not_valid_before_utc + _BACKDATED)
+
+    def with_certificate(self, certificate_pem: bytes) -> Identity:
+        """Identity of the latest request's key with another certificate for it."""
+        return self._key.identity(certificate_pem, self._authority_pem)
+
+    def identity(self) -> Identity:
+        """Identity for new connections.
+
+        Raises:
+            MeshError: If there is no certificate yet.
+        """
+        if self._identity is None:
+            raise MeshError("this host has no certificate yet")
+        return self._identity
+
+    async def due(self) -> None:
+        """Return when there is a certificate and it is due for renewal.
+
+        The time that has passed counts, and the wall clock as well, which may be set meanwhile.
+        """
+        await self._taken.wait()
+        certificate_pem = self.identity().certificate_pem
+        until = x509.load_pem_x509_certificate(certificate_pem).not_valid_after_utc
+        left_s = renewal_in_s(certificate_pem, self._clock())
+        while left_s > 0:
+            await asyncio.sleep(min(left_s, _LOOK_S))
+            left_s = 0.0 if self._clock() >= until else left_s - _LOOK_S
+
+
 def _requested_key(request_pem: bytes, host: str) -> ec.EllipticCurvePublicKey:
     malformed = JoinError(
         f"host {host!r} sent an invalid certificate request: install the same spanmesh on both hosts"
@@ -333,63 +390,3 @@ def renewal_in_s(certificate_pem: bytes, now: dt.datetime) -> float:
     """
     left = x509.load_pem_x509_certificate(certificate_pem).not_valid_after_utc - now
     return max(min(left, LIFETIME).total_seconds() * 2 / 3, 1.0)
-
-
-class HostCertificate:
-    """Certificate of this host: generates keys, and keeps the latest certificate. For one event loop.
-
-    Args:
-        authority_pem: Certificate of the head, which the join token pins.
-        clock: Returns the current time, aware.
-    """
-
-    def __init__(self, authority_pem: bytes, *, clock: Callable[[], dt.datetime] = _now) -> None:
-        self._authority_pem = authority_pem
-        self._clock = clock
-        self._key = NewKey()
-        self._identity: Identity | None = None
-        self._taken = asyncio.Event()
-
-    def request_pem(self) -> bytes:
-        """A certificate request for a new key."""
-        self._key = NewKey()
-        self._taken.clear()
-        return self._key.request_pem()
-
-    def take(self, certificate_pem: bytes) -> None:
-        """Store the certificate for the latest request."""
-        self._identity = self.with_certificate(certificate_pem)
-        self._taken.set()
-
-    def clock_ahead(self) -> dt.timedelta:
-        """Time by which this host's clock is ahead of the head's, which has just signed; may be negative."""
-        # The beginning of the validity tells when it was signed.
-        certificate = x509.load_pem_x509_certificate(self.identity().certificate_pem)
-        return self._clock() - (certificate.not_valid_before_utc + _BACKDATED)
-
-    def with_certificate(self, certificate_pem: bytes) -> Identity:
-        """Identity of the latest request's key with another certificate for it."""
-        return self._key.identity(certificate_pem, self._authority_pem)
-
-    def identity(self) -> Identity:
-        """Identity for new connections.
-
-        Raises:
-            MeshError: If there is no certificate yet.
-        """
-        if self._identity is None:
-            raise MeshError("this host has no certificate yet")
-        return self._identity
-
-    async def due(self) -> None:
-        """Return when there is a certificate and it is due for renewal.
-
-        The time that has passed counts, and the wall clock as well, which may be set meanwhile.
-        """
-        await self._taken.wait()
-        certificate_pem = self.identity().certificate_pem
-        until = x509.load_pem_x509_certificate(certificate_pem).not_valid_after_utc
-        left_s = renewal_in_s(certificate_pem, self._clock())
-        while left_s > 0:
-            await asyncio.sleep(min(left_s, _LOOK_S))
-            left_s = 0.0 if self._clock() >= until else left_s - _LOOK_S

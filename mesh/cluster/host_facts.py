@@ -28,6 +28,89 @@ from stages.runtime.process_memory import free_memory_bytes
 # another process for it.
 # Drivers of GPUs can be slow to start.
 _TIMEOUT_S: Final = 120.0
+_REBUILD: Final = (
+    "install a build of llama-cpp-python for this kind of host, or compile it here: make environment"
+)
+_UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+# Memory of a Ray node's own processes, which start after the facts are read.
+_NODE_BYTES: Final = 320 * 2**20
+
+
+@dataclass(frozen=True)
+class LlamaCppFault:
+    """Reason why llama.cpp's build does not run on this host, with a remedy."""
+
+    reason: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class LlamaCppTrial:
+    """Result of trying llama.cpp's build on this host.
+
+    Attributes:
+        fault: Why it does not run; None if it does.
+        attention_version: What computes attention, see `stages.runtime.kernels`.
+    """
+
+    fault: LlamaCppFault | None = None
+    attention_version: int = 0
+
+
+@dataclass(frozen=True)
+class Versions:
+    """Versions that must agree among hosts, or are of interest to the operator."""
+
+    software: str
+    llama_cpp: str
+    ray: str
+    python: str
+    platform: str
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """Memory, speed, GPUs and versions of one host, for the planner and the operator.
+
+    Attributes:
+        memory_bytes: Memory for the mesh.
+        num_threads: Compute threads; they spin, so no more than cores.
+        speed_gb_per_s: Memory read speed. Decoding reads every weight for every token, so this decides the
+            host's number of layers.
+        versions: Versions of its software.
+        gpus: GPUs that llama.cpp finds, if layers may go there.
+        gpu_layers: Layers of each stage on GPUs; None for as many as fit, see
+            `mesh.placement.host_capacity`.
+        cpu_moe_layers: First layers of a model whose experts stay with the processor; None for as few as
+            give layers room on GPUs.
+        attention_version: What computes attention on its processor, see `stages.runtime.kernels`.
+    """
+
+    memory_bytes: int
+    num_threads: int
+    speed_gb_per_s: float
+    versions: Versions
+    gpus: tuple[Gpu, ...] = ()
+    gpu_layers: int | None = None
+    cpu_moe_layers: int | None = None
+    attention_version: int = 0
+
+    def capacity(self, name: str) -> HostCapacity:
+        """Capacity for the planner.
+
+        Args:
+            name: Name of the host.
+        """
+        return HostCapacity(
+            name,
+            max(0, self.memory_bytes),
+            self.speed_gb_per_s,
+            gpus=self.gpus,
+            gpu_layers=self.gpu_layers,
+            cpu_moe_layers=self.cpu_moe_layers,
+            attention_version=self.attention_version,
+        )
 
 
 def find_gpus() -> tuple[Gpu, ...]:
@@ -45,32 +128,6 @@ def find_gpus() -> tuple[Gpu, ...]:
             f"cannot inspect this host's GPUs: {_reason(error)}; --gpu-layers none uses none of them",
             param="--gpu-layers",
         ) from error
-
-
-@dataclass(frozen=True)
-class LlamaCppFault:
-    """Reason why llama.cpp's build does not run on this host, with a remedy."""
-
-    reason: str
-    remedy: str
-
-
-_REBUILD: Final = (
-    "install a build of llama-cpp-python for this kind of host, or compile it here: make environment"
-)
-
-
-@dataclass(frozen=True)
-class LlamaCppTrial:
-    """Result of trying llama.cpp's build on this host.
-
-    Attributes:
-        fault: Why it does not run; None if it does.
-        attention_version: What computes attention, see `stages.runtime.kernels`.
-    """
-
-    fault: LlamaCppFault | None = None
-    attention_version: int = 0
 
 
 @functools.cache
@@ -133,67 +190,6 @@ def _reason(error: Exception) -> str:
     """The last line that a probe wrote, or the error itself."""
     said = (error.stderr or "").splitlines() if isinstance(error, subprocess.CalledProcessError) else []
     return next((line for line in reversed(said) if line.strip()), str(error))
-
-
-_UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
-# Memory of a Ray node's own processes, which start after the facts are read.
-_NODE_BYTES: Final = 320 * 2**20
-
-
-@dataclass(frozen=True)
-class Versions:
-    """Versions that must agree among hosts, or are of interest to the operator."""
-
-    software: str
-    llama_cpp: str
-    ray: str
-    python: str
-    platform: str
-
-
-@dataclass(frozen=True)
-class HostFacts:
-    """Memory, speed, GPUs and versions of one host, for the planner and the operator.
-
-    Attributes:
-        memory_bytes: Memory for the mesh.
-        num_threads: Compute threads; they spin, so no more than cores.
-        speed_gb_per_s: Memory read speed. Decoding reads every weight for every token, so this decides the
-            host's number of layers.
-        versions: Versions of its software.
-        gpus: GPUs that llama.cpp finds, if layers may go there.
-        gpu_layers: Layers of each stage on GPUs; None for as many as fit, see
-            `mesh.placement.host_capacity`.
-        cpu_moe_layers: First layers of a model whose experts stay with the processor; None for as few as
-            give layers room on GPUs.
-        attention_version: What computes attention on its processor, see `stages.runtime.kernels`.
-    """
-
-    memory_bytes: int
-    num_threads: int
-    speed_gb_per_s: float
-    versions: Versions
-    gpus: tuple[Gpu, ...] = ()
-    gpu_layers: int | None = None
-    cpu_moe_layers: int | None = None
-    attention_version: int = 0
-
-    def capacity(self, name: str) -> HostCapacity:
-        """Capacity for the planner.
-
-        Args:
-            name: Name of the host.
-        """
-        return HostCapacity(
-            name,
-            max(0, self.memory_bytes),
-            self.speed_gb_per_s,
-            gpus=self.gpus,
-            gpu_layers=self.gpu_layers,
-            cpu_moe_layers=self.cpu_moe_layers,
-            attention_version=self.attention_version,
-        )
 
 
 def read_host_facts(

@@ -34,6 +34,14 @@ if TYPE_CHECKING:
     from mesh.options.host import JoinOptions
     from mesh.util.tasks import Interruption
 
+# Bound for moving layers to another host, which may take minutes.
+_LEAVE_S: Final = 600.0
+# Longer than it takes until the connection to the head counts as lost, if that is by the same address.
+_ADDRESS_PATIENCE_S: Final = 5.0
+_WATCH_S: Final = 1.0
+_FIRST_S: Final = 0.5
+# A try costs one connection only, so the host is back seconds after the head.
+_MOST_S: Final = 2.0
 
 log = structlog.get_logger()
 
@@ -167,10 +175,6 @@ class LocalHost:
             self._node = None
 
 
-# Bound for moving layers to another host, which may take minutes.
-_LEAVE_S: Final = 600.0
-
-
 class MembershipSession:
     """One membership of this host, from joining to leaving.
 
@@ -259,21 +263,11 @@ async def _listen(membership: Membership) -> None:
         log.info("head_says", state=state)
 
 
-# Longer than it takes until the connection to the head counts as lost, if that is by the same address.
-_ADDRESS_PATIENCE_S: Final = 5.0
-_WATCH_S: Final = 1.0
-
-
 async def _watch_address(address: str) -> None:
     watch = AddressWatch(address, _ADDRESS_PATIENCE_S)
     while not watch.has_lost:  # noqa: ASYNC110 - no event tells of it
         await asyncio.sleep(_WATCH_S)
     raise ClusterError(f"this host has no longer the address {address}")
-
-
-_FIRST_S: Final = 0.5
-# A try costs one connection only, so the host is back seconds after the head.
-_MOST_S: Final = 2.0
 
 
 def backoff_s(jitter: Callable[[], float]) -> Iterator[float]:

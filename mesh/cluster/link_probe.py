@@ -39,15 +39,15 @@ if TYPE_CHECKING:
 
     Bounce = grpc.aio.StreamStreamCall[wire.Probe, wire.Probe]
 
-
 MAX_ANSWER_BYTES: Final = 4 * 1024 * 1024
 # A peer that is done ends its call; one that is cut off does not.
 _LISTEN_S: Final = 10.0
-
-
-def echo_key(secret: str) -> str:
-    """Key of the echo service, derived from the join token's secret, which it does not reveal."""
-    return hashlib.sha256(f"spanmesh echo {secret}".encode()).hexdigest()
+SMALL_BYTES: Final = 64
+# The first round trips open the connection and wake the other end.
+_NUM_WARM_UP: Final = 3
+_CHUNK_BYTES: Final = 512 * 1024
+_CONNECT_TIMEOUT_S: Final = 3.0
+_PORTS_TIMEOUT_S: Final = 2.0
 
 
 class EchoService(rpc.EchoServicer):
@@ -145,12 +145,9 @@ class EchoServer:
         await self._server.stop(grace=0)
 
 
-SMALL_BYTES: Final = 64
-# The first round trips open the connection and wake the other end.
-_NUM_WARM_UP: Final = 3
-_CHUNK_BYTES: Final = 512 * 1024
-_CONNECT_TIMEOUT_S: Final = 3.0
-_PORTS_TIMEOUT_S: Final = 2.0
+def echo_key(secret: str) -> str:
+    """Key of the echo service, derived from the join token's secret, which it does not reveal."""
+    return hashlib.sha256(f"spanmesh echo {secret}".encode()).hexdigest()
 
 
 async def measure_link(

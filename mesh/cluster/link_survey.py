@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from mesh.cluster.membership_server import MembershipService
     from stages.transport.channels import Identity
 
-log = structlog.get_logger()
-
 # Time for the way to a host and back, beyond that of its links.
 _REPORT_S: Final = 5.0
+
+log = structlog.get_logger()
 
 
 class LinkSurvey:

@@ -62,20 +62,6 @@ class Member:
         return bind_address(self.address, self.other_addresses)
 
 
-def check_name(name: str) -> None:
-    """Check that a name is fit for Ray nodes and tables.
-
-    Raises:
-        JoinError: If it is not 1 to 63 letters, digits, dots, dashes and underscores.
-    """
-    if not _NAME.fullmatch(name):
-        raise JoinError(
-            f"{name!r} cannot be a host's name: 1 to 63 letters, digits, '.', '-' and '_', the first a "
-            "letter or "
-            "digit; choose one with --name"
-        )
-
-
 class Members:
     """Members in the order of joining. For one event loop."""
 
@@ -162,3 +148,17 @@ class Members:
         # Wakes current waiters only; later ones wait for the next change.
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def check_name(name: str) -> None:
+    """Check that a name is fit for Ray nodes and tables.
+
+    Raises:
+        JoinError: If it is not 1 to 63 letters, digits, dots, dashes and underscores.
+    """
+    if not _NAME.fullmatch(name):
+        raise JoinError(
+            f"{name!r} cannot be a host's name: 1 to 63 letters, digits, '.', '-' and '_', the first a "
+            "letter or "
+            "digit; choose one with --name"
+        )

@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from mesh.cluster.join_token import JoinToken
     from mesh.cluster.members import Member
 
-log = structlog.get_logger()
-
 # Together below the 5 s within which a join that cannot work must fail; the head dials back within 2 s of the
 # second.
 _CONNECT_TIMEOUT_S: Final = 1.8
 _ANSWER_TIMEOUT_S: Final = 2.8
 # From here a clock was not set, or set wrongly.
 _CLOCKS_APART: Final = dt.timedelta(minutes=1)
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -51,36 +51,6 @@ class HeadEndpoint:
 
     address: str
     certificate_pem: bytes
-
-
-async def find_head(token: JoinToken) -> HeadEndpoint:
-    """Connect to all addresses of the token at once; the first that proves to be the head is taken.
-
-    Raises:
-        InvalidJoinToken: If a server answers with another certificate.
-        HostUnreachable: If none answers in time.
-        JoinError: If the head's certificate is not valid by this host's clock.
-    """
-    attempts = [asyncio.create_task(_try(address, token.fingerprint)) for address in token.addresses]
-    failures: list[MeshError] = []
-    try:
-        for done in asyncio.as_completed(attempts):
-            try:
-                return await done
-            except MeshError as error:
-                failures.append(error)
-    finally:
-        for attempt in attempts:
-            attempt.cancel()
-        await asyncio.gather(*attempts, return_exceptions=True)
-    # The error of an address that answered and was refused is more specific than a timeout.
-    raise next((failure for failure in failures if not isinstance(failure, HostUnreachable)), failures[0])
-
-
-async def _try(address: str, fingerprint: bytes) -> HeadEndpoint:
-    certificate_pem = await fetch_pinned_certificate(address, fingerprint, timeout_s=_CONNECT_TIMEOUT_S)
-    check_validity(certificate_pem, dt.datetime.now(dt.UTC))
-    return HeadEndpoint(address, certificate_pem)
 
 
 class Membership:
@@ -254,3 +224,33 @@ class Membership:
         if not isinstance(answer, wire.HeadReport):
             raise HostUnreachable(f"the head at {self._head.address} ended the connection")
         return answer
+
+
+async def find_head(token: JoinToken) -> HeadEndpoint:
+    """Connect to all addresses of the token at once; the first that proves to be the head is taken.
+
+    Raises:
+        InvalidJoinToken: If a server answers with another certificate.
+        HostUnreachable: If none answers in time.
+        JoinError: If the head's certificate is not valid by this host's clock.
+    """
+    attempts = [asyncio.create_task(_try(address, token.fingerprint)) for address in token.addresses]
+    failures: list[MeshError] = []
+    try:
+        for done in asyncio.as_completed(attempts):
+            try:
+                return await done
+            except MeshError as error:
+                failures.append(error)
+    finally:
+        for attempt in attempts:
+            attempt.cancel()
+        await asyncio.gather(*attempts, return_exceptions=True)
+    # The error of an address that answered and was refused is more specific than a timeout.
+    raise next((failure for failure in failures if not isinstance(failure, HostUnreachable)), failures[0])
+
+
+async def _try(address: str, fingerprint: bytes) -> HeadEndpoint:
+    certificate_pem = await fetch_pinned_certificate(address, fingerprint, timeout_s=_CONNECT_TIMEOUT_S)
+    check_validity(certificate_pem, dt.datetime.now(dt.UTC))
+    return HeadEndpoint(address, certificate_pem)

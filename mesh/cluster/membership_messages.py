@@ -14,6 +14,22 @@ from spanmesh_proto.addresses import PortRange
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_PING_MS: Final = 2_000
+_ANSWER_MS: Final = 2_000
+# Both ends ping: an end that hears nothing closes the stream within 4 s. gRPC replies in threads of its own,
+# so a process that is merely busy is not taken for lost.
+KEEPALIVE: Final = (
+    ("grpc.keepalive_time_ms", _PING_MS),
+    ("grpc.keepalive_timeout_ms", _ANSWER_MS),
+    # gRPC limits pings without data in between to this number; 0 is no limit.
+    ("grpc.http2.max_pings_without_data", 0),
+)
+# Pings of a host within this interval are not treated as abuse.
+SERVER_PINGS: Final = (
+    ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS // 2),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", _PING_MS // 2),
+)
+
 
 def ports_message(port_range: PortRange | None) -> wire.PortRange | None:
     """A port range as a field of a message."""
@@ -115,22 +131,3 @@ def member_of(report: wire.HostReport) -> Member:
         port_range=port_range_of(report),
         head_address=report.head_address,
     )
-
-
-_PING_MS: Final = 2_000
-_ANSWER_MS: Final = 2_000
-
-# Both ends ping: an end that hears nothing closes the stream within 4 s. gRPC replies in threads of its own,
-# so a process that is merely busy is not taken for lost.
-KEEPALIVE: Final = (
-    ("grpc.keepalive_time_ms", _PING_MS),
-    ("grpc.keepalive_timeout_ms", _ANSWER_MS),
-    # gRPC limits pings without data in between to this number; 0 is no limit.
-    ("grpc.http2.max_pings_without_data", 0),
-)
-
-# Pings of a host within this interval are not treated as abuse.
-SERVER_PINGS: Final = (
-    ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS // 2),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", _PING_MS // 2),
-)

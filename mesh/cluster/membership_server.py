@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from stages.transport.channels import Identity
     from stages.weights.virtual_stages import StageCache
 
-log = structlog.get_logger()
-
 _REPORT_TIMEOUT_S: Final = 2.0
 _DIAL_BACK_TIMEOUT_S: Final = 2.0
 # Of a host with a port range; this host itself names fewer.
@@ -52,10 +50,7 @@ _OPTIONS: Final = tuple(
     {**dict(SERVER_OPTIONS), **dict(KEEPALIVE), **dict(SERVER_PINGS), **dict(_SIZES)}.items()
 )
 
-
-def _since_boot_s() -> float:
-    """Seconds since this machine started, its sleep included; elsewhere than on Linux since some moment."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -88,6 +83,56 @@ class _AdmittedHost:
     certificate: bytes
     ray_certificate: bytes
     rejoin_secret: str = field(repr=False)
+
+
+class MembershipServer:
+    """The service on a TLS port."""
+
+    def __init__(self, service: MembershipService, certificate: Certificate) -> None:
+        self._service = service
+        self._server = grpc.aio.server(options=_OPTIONS)
+        rpc.add_MembershipServicer_to_server(service, self._server)
+        self._credentials = server_credentials(certificate)
+
+    async def start(self, host: str, port: int, ports: Sequence[int] = ()) -> int:
+        """Listen.
+
+        Args:
+            host: Address of this host.
+            port: The port, or 0 to choose one.
+            ports: Ports to choose from, the first free one; empty for any.
+
+        Returns:
+            The port.
+
+        Raises:
+            PortInUse: If that cannot be done.
+        """
+        try:
+            bound = listen_within(
+                host,
+                (port,) if port else ports,
+                lambda address: self._server.add_secure_port(address, self._credentials),
+            )
+        except RuntimeError as error:
+            place = join_address(host, port) if port or not ports else f"{host}, ports {ports[0]}-{ports[-1]}"
+            raise PortInUse(f"cannot listen on {place}; choose another port") from error
+        await self._server.start()
+        return bound
+
+    async def stop(self) -> None:
+        """Release the hosts and stop."""
+        await self._service.dismiss_all()
+        await self.kill()
+
+    async def kill(self) -> None:
+        """Stop without notice to the hosts."""
+        await self._server.stop(grace=0)
+
+
+def _since_boot_s() -> float:
+    """Seconds since this machine started, its sleep included; elsewhere than on Linux since some moment."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 class MembershipService(rpc.MembershipServicer):
@@ -392,51 +437,6 @@ class MembershipService(rpc.MembershipServicer):
                     log.warning("certificate_refused", host=name, reason=error.message)
                 else:
                     self._outboxes[name].put_nowait(wire.HeadReport(certificate=certificate))
-
-
-class MembershipServer:
-    """The service on a TLS port."""
-
-    def __init__(self, service: MembershipService, certificate: Certificate) -> None:
-        self._service = service
-        self._server = grpc.aio.server(options=_OPTIONS)
-        rpc.add_MembershipServicer_to_server(service, self._server)
-        self._credentials = server_credentials(certificate)
-
-    async def start(self, host: str, port: int, ports: Sequence[int] = ()) -> int:
-        """Listen.
-
-        Args:
-            host: Address of this host.
-            port: The port, or 0 to choose one.
-            ports: Ports to choose from, the first free one; empty for any.
-
-        Returns:
-            The port.
-
-        Raises:
-            PortInUse: If that cannot be done.
-        """
-        try:
-            bound = listen_within(
-                host,
-                (port,) if port else ports,
-                lambda address: self._server.add_secure_port(address, self._credentials),
-            )
-        except RuntimeError as error:
-            place = join_address(host, port) if port or not ports else f"{host}, ports {ports[0]}-{ports[-1]}"
-            raise PortInUse(f"cannot listen on {place}; choose another port") from error
-        await self._server.start()
-        return bound
-
-    async def stop(self) -> None:
-        """Release the hosts and stop."""
-        await self._service.dismiss_all()
-        await self.kill()
-
-    async def kill(self) -> None:
-        """Stop without notice to the hosts."""
-        await self._server.stop(grace=0)
 
 
 async def _until_done(

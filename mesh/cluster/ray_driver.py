@@ -15,38 +15,9 @@ if TYPE_CHECKING:
 
     from mesh.cluster.ray_node import RayNode
 
-
 _PID: Final = re.compile(r"^\s*pid: (\d+)", re.MULTILINE)
 _DETAIL: Final = re.compile(r"exit detail: (.+?)(?= Some common causes| \(1\)|\n|$)", re.DOTALL)
 _CONNECTION_LOST: Final = "connection error code 2"
-
-
-def exit_detail(text: str) -> str:
-    """Reason for the end of an actor's process.
-
-    Args:
-        text: Text of Ray's `RayActorError`, several lines with advice.
-
-    Returns:
-        One line. Where Ray only saw a socket close, it lists the possible causes.
-    """
-    if "node has died" in text or "node was terminated" in text:
-        return "its host's Ray node ended"
-    found = _DETAIL.search(text)
-    if found is None:
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return lines[0] if lines else "unknown reason"
-    if _CONNECTION_LOST in found[1]:
-        return "its process ended without a message: it was killed, ran out of memory, or crashed"
-    return " ".join(found[1].split()).rstrip(".")
-
-
-def exited_pid(text: str) -> int | None:
-    """The process id that a `RayActorError` names."""
-    found = _PID.search(text)
-    return int(found[1]) if found else None
-
-
 _NODE_TIMEOUT_S: Final = 15.0
 _POLL_S: Final = 0.2
 
@@ -139,6 +110,32 @@ class RayDriver:
                     return str(node["NodeID"])
             await asyncio.sleep(_POLL_S)
         raise ClusterError(f"Ray knows no node {ray_node_name} after {_NODE_TIMEOUT_S:g} s")
+
+
+def exit_detail(text: str) -> str:
+    """Reason for the end of an actor's process.
+
+    Args:
+        text: Text of Ray's `RayActorError`, several lines with advice.
+
+    Returns:
+        One line. Where Ray only saw a socket close, it lists the possible causes.
+    """
+    if "node has died" in text or "node was terminated" in text:
+        return "its host's Ray node ended"
+    found = _DETAIL.search(text)
+    if found is None:
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return lines[0] if lines else "unknown reason"
+    if _CONNECTION_LOST in found[1]:
+        return "its process ended without a message: it was killed, ran out of memory, or crashed"
+    return " ".join(found[1].split()).rstrip(".")
+
+
+def exited_pid(text: str) -> int | None:
+    """The process id that a `RayActorError` names."""
+    found = _PID.search(text)
+    return int(found[1]) if found else None
 
 
 def _job_without_paths() -> Any:

@@ -13,10 +13,38 @@ if TYPE_CHECKING:
 
     from stages.transport.channels import Identity
 
-
 # Ray's processes read them from files only. The node's folder is readable by this user only and removed with
 # the node.
 _MODE: Final = 0o600
+PARENT_PID: Final = "SPANMESH_PARENT_PID"
+# For a node that may outlive its starter: the file that its owner locks, and the longest time without an
+# owner.
+OWNER_PATH: Final = "SPANMESH_OWNER_PATH"
+LINGER_S: Final = "SPANMESH_LINGER_S"
+_SETTINGS: Final = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
+    # Weights are mapped files: a full memory is normal, not a reason to end a stage.
+    "RAY_memory_monitor_refresh_ms": "0",
+    # A stage requests no GPU from Ray, llama.cpp finds it by itself: keep it visible.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Stages serve interactive requests: their priority is normal.
+    "RAY_worker_niceness": "0",
+    # Serialised objects are compatible among Python's patch releases.
+    "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor",
+    # The only workers are those of stages: one that starts ahead would be idle for ever.
+    "RAY_prestart_worker_first_driver": "0",
+    # What Ray counts of itself is read nowhere.
+    "RAY_enable_metrics_collection": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_event_stats": "0",
+    "RAY_debug_dump_period_milliseconds": "0",
+    # Of which there are ten a second: looks at the room on disks, and at transfers of objects. Stages use
+    # neither.
+    "RAY_local_fs_monitor_interval_ms": "5000",
+    "RAY_object_manager_timer_freq_ms": "5000",
+}
 
 
 class RayTlsFiles:
@@ -54,38 +82,6 @@ class RayTlsFiles:
             "RAY_TLS_SERVER_KEY": str(self._key),
             "RAY_TLS_CA_CERT": str(self._authority),
         }
-
-
-PARENT_PID: Final = "SPANMESH_PARENT_PID"
-# For a node that may outlive its starter: the file that its owner locks, and the longest time without an
-# owner.
-OWNER_PATH: Final = "SPANMESH_OWNER_PATH"
-LINGER_S: Final = "SPANMESH_LINGER_S"
-
-_SETTINGS: Final = {
-    "RAY_AUTH_MODE": "token",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
-    # Weights are mapped files: a full memory is normal, not a reason to end a stage.
-    "RAY_memory_monitor_refresh_ms": "0",
-    # A stage requests no GPU from Ray, llama.cpp finds it by itself: keep it visible.
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Stages serve interactive requests: their priority is normal.
-    "RAY_worker_niceness": "0",
-    # Serialised objects are compatible among Python's patch releases.
-    "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor",
-    # The only workers are those of stages: one that starts ahead would be idle for ever.
-    "RAY_prestart_worker_first_driver": "0",
-    # What Ray counts of itself is read nowhere.
-    "RAY_enable_metrics_collection": "0",
-    "RAY_task_events_report_interval_ms": "0",
-    "RAY_event_stats": "0",
-    "RAY_debug_dump_period_milliseconds": "0",
-    # Of which there are ten a second: looks at the room on disks, and at transfers of objects. Stages use
-    # neither.
-    "RAY_local_fs_monitor_interval_ms": "5000",
-    "RAY_object_manager_timer_freq_ms": "5000",
-}
 
 
 def ray_environment(token_path: Path) -> dict[str, str]:

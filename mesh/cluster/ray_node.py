@@ -33,8 +33,19 @@ if TYPE_CHECKING:
     from mesh.cluster.port_plan import RayPorts
     from stages.transport.channels import Identity
 
-
 _LOCK: Final = "lock"
+_OBJECT_STORE_BYTES: Final = 80_000_000
+_START_TIMEOUT_S: Final = 60.0
+# Ray waits 30 s for a node to be listed in its cluster, without an option: too short on a busy machine.
+MOST_STARTS: Final = 3
+_POLL_S: Final = 0.1
+_WATCH_S: Final = 0.5
+_GRACE_S: Final = 3.0
+_KILL_TIMEOUT_S: Final = 10.0
+# The machine's start is known to the second, and may be rounded another way each time.
+_SAME_START_S: Final = 2.0
+
+log = structlog.get_logger()
 
 
 class PrivateFolder:
@@ -111,96 +122,6 @@ class PrivateFolder:
         return private
 
 
-@contextlib.contextmanager
-def _naming_temporary_folder(folder: Path) -> Iterator[None]:
-    """Context in which files are made in a temporary folder, which may be full, read-only or missing.
-
-    Raises:
-        ClusterError: If one cannot be; with the folder, the reason and the remedy.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise ClusterError(
-            f"cannot make files in {folder}: {error.strerror or error}; Ray needs a temporary folder: make "
-            "room there, or let this user write to it"
-        ) from error
-
-
-def _remove_if_abandoned(path: Path) -> None:
-    # Of another user, gone, or in use: left alone.
-    with contextlib.suppress(OSError, ClusterError), contextlib.ExitStack() as opened:
-        folder = _open_folder(path)
-        opened.callback(os.close, folder)
-        # Its maker locks the folder before it makes the lock; earlier versions lock nothing but the latter.
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        lock = _open_lock(path, folder)
-        opened.callback(os.close, lock)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _open_folder(path: Path) -> int:
-    """Open a private folder, without following links: `/tmp` is writable by all users.
-
-    Args:
-        path: Path of the folder.
-
-    Returns:
-        Its descriptor.
-
-    Raises:
-        OSError: If it is missing, or a link.
-        ClusterError: If another user owns it or may enter it.
-    """
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    found = os.fstat(folder)
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        os.close(folder)
-        raise ClusterError(
-            f"{path} is not private to this user (it is user {found.st_uid}'s, with mode "
-            f"{stat.S_IMODE(found.st_mode):o}): remove it"
-        )
-    return folder
-
-
-def _open_lock(path: Path, folder: int, flags: int = 0) -> int:
-    """Open the lock in a folder, without following links.
-
-    Args:
-        path: Path of the folder, for messages.
-        folder: Its descriptor.
-        flags: Further flags for opening it.
-
-    Returns:
-        Descriptor for reading and writing.
-
-    Raises:
-        OSError: If the lock is missing, or a link.
-        ClusterError: If it is not a file.
-    """
-    # Opening a pipe would block until its other end is opened.
-    lock = os.open(_LOCK, flags | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
-    if not stat.S_ISREG(os.fstat(lock).st_mode):
-        os.close(lock)
-        raise ClusterError(f"{path / _LOCK} is not a regular file: remove {path}")
-    return lock
-
-
-log = structlog.get_logger()
-
-_OBJECT_STORE_BYTES: Final = 80_000_000
-_START_TIMEOUT_S: Final = 60.0
-# Ray waits 30 s for a node to be listed in its cluster, without an option: too short on a busy machine.
-MOST_STARTS: Final = 3
-_POLL_S: Final = 0.1
-_WATCH_S: Final = 0.5
-_GRACE_S: Final = 3.0
-_KILL_TIMEOUT_S: Final = 10.0
-# The machine's start is known to the second, and may be rounded another way each time.
-_SAME_START_S: Final = 2.0
-
-
 @dataclass(frozen=True)
 class RayNodeConfig:
     """Configuration of a Ray node.
@@ -241,21 +162,6 @@ class RayNodeRecord:
     folder: str
     pid: int
     started_s: float
-
-
-def started_s(pid: int) -> float:
-    """Seconds from the start of this machine to that of a process: a clock that is set does not change it.
-
-    Raises:
-        psutil.NoSuchProcess: If the process has ended.
-    """
-    # The one is the other plus a whole number of seconds, which moves with the wall clock.
-    return psutil.Process(pid).create_time() - psutil.boot_time()
-
-
-def new_ray_token() -> str:
-    """A random token."""
-    return secrets.token_hex(32)
 
 
 class _NodeFolder:
@@ -466,6 +372,97 @@ class RayNode:
                 if os.getsid(pid) == self._first.pid:
                     found.add(psutil.Process(pid))
         return [process for process in found if _is_alive(process)]
+
+
+@contextlib.contextmanager
+def _naming_temporary_folder(folder: Path) -> Iterator[None]:
+    """Context in which files are made in a temporary folder, which may be full, read-only or missing.
+
+    Raises:
+        ClusterError: If one cannot be; with the folder, the reason and the remedy.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ClusterError(
+            f"cannot make files in {folder}: {error.strerror or error}; Ray needs a temporary folder: make "
+            "room there, or let this user write to it"
+        ) from error
+
+
+def _remove_if_abandoned(path: Path) -> None:
+    # Of another user, gone, or in use: left alone.
+    with contextlib.suppress(OSError, ClusterError), contextlib.ExitStack() as opened:
+        folder = _open_folder(path)
+        opened.callback(os.close, folder)
+        # Its maker locks the folder before it makes the lock; earlier versions lock nothing but the latter.
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = _open_lock(path, folder)
+        opened.callback(os.close, lock)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _open_folder(path: Path) -> int:
+    """Open a private folder, without following links: `/tmp` is writable by all users.
+
+    Args:
+        path: Path of the folder.
+
+    Returns:
+        Its descriptor.
+
+    Raises:
+        OSError: If it is missing, or a link.
+        ClusterError: If another user owns it or may enter it.
+    """
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    found = os.fstat(folder)
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        os.close(folder)
+        raise ClusterError(
+            f"{path} is not private to this user (it is user {found.st_uid}'s, with mode "
+            f"{stat.S_IMODE(found.st_mode):o}): remove it"
+        )
+    return folder
+
+
+def _open_lock(path: Path, folder: int, flags: int = 0) -> int:
+    """Open the lock in a folder, without following links.
+
+    Args:
+        path: Path of the folder, for messages.
+        folder: Its descriptor.
+        flags: Further flags for opening it.
+
+    Returns:
+        Descriptor for reading and writing.
+
+    Raises:
+        OSError: If the lock is missing, or a link.
+        ClusterError: If it is not a file.
+    """
+    # Opening a pipe would block until its other end is opened.
+    lock = os.open(_LOCK, flags | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
+    if not stat.S_ISREG(os.fstat(lock).st_mode):
+        os.close(lock)
+        raise ClusterError(f"{path / _LOCK} is not a regular file: remove {path}")
+    return lock
+
+
+def started_s(pid: int) -> float:
+    """Seconds from the start of this machine to that of a process: a clock that is set does not change it.
+
+    Raises:
+        psutil.NoSuchProcess: If the process has ended.
+    """
+    # The one is the other plus a whole number of seconds, which moves with the wall clock.
+    return psutil.Process(pid).create_time() - psutil.boot_time()
+
+
+def new_ray_token() -> str:
+    """A random token."""
+    return secrets.token_hex(32)
 
 
 def start_arguments(config: RayNodeConfig, ray_dir: Path) -> list[str]:

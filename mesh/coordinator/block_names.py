@@ -18,21 +18,6 @@ if TYPE_CHECKING:
 _VERSION: Final = b"spanmesh blocks 1"
 
 
-def names_root(client: str | None, identities: Sequence[bytes], wires: Sequence[str]) -> bytes:
-    """The digest with which the names of a client's blocks begin, 32 bytes.
-
-    Args:
-        client: Identity of the API key; None where the API is open.
-        identities: Of each stage, the digest of what its rows depend on besides tokens and other stages.
-        wires: Formats of hidden states between the stages, on which rows of later stages depend.
-    """
-    digest = hashlib.sha256(_VERSION)
-    parts = [b"" if client is None else b"key " + client.encode(), *identities]
-    for part in (*parts, *(each.encode() for each in wires)):
-        digest.update(len(part).to_bytes(4, "little") + part)
-    return digest.digest()
-
-
 class BlockNames:
     """Names for one sequence of tokens, computed as far as they are asked for.
 
@@ -74,3 +59,18 @@ class BlockNames:
     def _name(self, kind: bytes, parent: bytes, start: int, stop: int) -> bytes:
         tokens = np.asarray(self._tokens[start:stop], "<i8").tobytes()
         return hashlib.sha256(kind + parent + tokens).digest()
+
+
+def names_root(client: str | None, identities: Sequence[bytes], wires: Sequence[str]) -> bytes:
+    """The digest with which the names of a client's blocks begin, 32 bytes.
+
+    Args:
+        client: Identity of the API key; None where the API is open.
+        identities: Of each stage, the digest of what its rows depend on besides tokens and other stages.
+        wires: Formats of hidden states between the stages, on which rows of later stages depend.
+    """
+    digest = hashlib.sha256(_VERSION)
+    parts = [b"" if client is None else b"key " + client.encode(), *identities]
+    for part in (*parts, *(each.encode() for each in wires)):
+        digest.update(len(part).to_bytes(4, "little") + part)
+    return digest.digest()

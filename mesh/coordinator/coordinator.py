@@ -48,48 +48,14 @@ if TYPE_CHECKING:
     from speculative.proposer import Proposer
     from stages.transport.channels import Identity
 
-
-def check_request(request: GenerationRequest, options: CoordinatorOptions) -> None:
-    """Check that a request can be answered.
-
-    Raises:
-        InvalidRequest: If the prompt is empty, no token is wanted, a biased token does not exist, or the
-            vocabulary for a grammar is missing.
-        ContextLengthExceeded: If prompt + 1 exceeds the context.
-    """
-    if not request.prompt:
-        raise InvalidRequest("the prompt is empty: send at least one token", param="prompt")
-    if request.max_tokens < 1:
-        raise InvalidRequest(f"max_tokens is {request.max_tokens}; ask for at least 1", param="max_tokens")
-    if len(request.prompt) + 1 > options.context_length:
-        raise ContextLengthExceeded(
-            f"the prompt has {len(request.prompt)} tokens; the context served is {options.context_length}, "
-            "and the answer needs at least 1: shorten the prompt or serve with a larger --ctx-size"
-        )
-    if request.grammar is not None and options.token_texts is None:
-        raise InvalidRequest("grammar: not supported by these stages: leave it out", param="grammar")
-    request.sampling.require_vocabulary(options.n_vocab)
-
-
-log = structlog.get_logger()
-
 # When a process dies, all of its streams end within this time.
 _GATHER_S: Final = 0.05
-
 # Of so many sessions that ended last the slots are known, for failures that come late.
 _NUM_ENDED: Final = 1024
-
 # Terms are times in milliseconds, and no coordinator opens a million sessions in one.
 _IDS_PER_TERM: Final = 1 << 20
 
-
-def session_ids(term: int) -> Iterator[int]:
-    """Session ids of a coordinator, which no coordinator of another term uses.
-
-    Windows of a former coordinator may still wait at a stage, or be on their way between two, when the next
-    coordinator opens its first session.
-    """
-    return itertools.count(term * _IDS_PER_TERM + 1)
+log = structlog.get_logger()
 
 
 class Coordinator:
@@ -624,21 +590,6 @@ class Coordinator:
                 self._broken.set()
 
 
-def _session_spec(session: int, prefix_match: PrefixMatch, request: GenerationRequest) -> SessionSpec:
-    return SessionSpec(
-        session,
-        prefix_match.slot,
-        request.sampling,
-        len(request.prompt),
-        request.num_top_logprobs,
-        request.prompt[: prefix_match.num_cached],
-        prefix_match.source_slot,
-        grammar=request.grammar,
-        fetch=prefix_match.fetch,
-        client=b"" if request.client is None else hashlib.sha256(request.client.encode()).digest(),
-    )
-
-
 class PendingEngine:
     """Engine of a model from its start on: passes requests to the coordinator once the ring is connected.
 
@@ -679,3 +630,49 @@ class PendingEngine:
         if self.coordinator is None:
             raise ClusterError("the model is still loading: try again in a moment", retry_after_s=2)
         return self.coordinator.generate(request)
+
+
+def check_request(request: GenerationRequest, options: CoordinatorOptions) -> None:
+    """Check that a request can be answered.
+
+    Raises:
+        InvalidRequest: If the prompt is empty, no token is wanted, a biased token does not exist, or the
+            vocabulary for a grammar is missing.
+        ContextLengthExceeded: If prompt + 1 exceeds the context.
+    """
+    if not request.prompt:
+        raise InvalidRequest("the prompt is empty: send at least one token", param="prompt")
+    if request.max_tokens < 1:
+        raise InvalidRequest(f"max_tokens is {request.max_tokens}; ask for at least 1", param="max_tokens")
+    if len(request.prompt) + 1 > options.context_length:
+        raise ContextLengthExceeded(
+            f"the prompt has {len(request.prompt)} tokens; the context served is {options.context_length}, "
+            "and the answer needs at least 1: shorten the prompt or serve with a larger --ctx-size"
+        )
+    if request.grammar is not None and options.token_texts is None:
+        raise InvalidRequest("grammar: not supported by these stages: leave it out", param="grammar")
+    request.sampling.require_vocabulary(options.n_vocab)
+
+
+def session_ids(term: int) -> Iterator[int]:
+    """Session ids of a coordinator, which no coordinator of another term uses.
+
+    Windows of a former coordinator may still wait at a stage, or be on their way between two, when the next
+    coordinator opens its first session.
+    """
+    return itertools.count(term * _IDS_PER_TERM + 1)
+
+
+def _session_spec(session: int, prefix_match: PrefixMatch, request: GenerationRequest) -> SessionSpec:
+    return SessionSpec(
+        session,
+        prefix_match.slot,
+        request.sampling,
+        len(request.prompt),
+        request.num_top_logprobs,
+        request.prompt[: prefix_match.num_cached],
+        prefix_match.source_slot,
+        grammar=request.grammar,
+        fetch=prefix_match.fetch,
+        client=b"" if request.client is None else hashlib.sha256(request.client.encode()).digest(),
+    )

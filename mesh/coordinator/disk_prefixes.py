@@ -18,9 +18,9 @@ from speculative.cost_model import moved
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-log = structlog.get_logger()
-
 BLOCK_POSITIONS: Final = 256
+
+log = structlog.get_logger()
 """Positions of a block: few, so that little of a prompt is left over; many, so that files have some size."""
 
 _EXACT_WIRE: Final = "f32"

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from mesh.coordinator.ring import StageAddress
     from stages.transport.channels import Identity
 
-log = structlog.get_logger()
-
 # Hidden states beyond this are no features that any drafter was trained on.
 _LARGEST_VALUE: Final = 1e6
 _RETRY_S: Final = 5.0
 _CONNECT_PATIENCE_S: Final = 0.3
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -79,42 +79,6 @@ class ReceivedFeatures:
     start: int
     rows: tuple[tuple[int, NDArray[np.float32]], ...]
     num_bytes: int
-
-
-def decoded(features: wire.Features, layers: Sequence[int], needs: FeatureNeeds) -> ReceivedFeatures:
-    """Check and decode a message.
-
-    Args:
-        features: The message.
-        layers: Layers that its stage gives.
-        needs: What was asked for.
-
-    Raises:
-        ProtocolError: If it has another format, other layers or sizes, or values that no hidden state has.
-    """
-    if features.type != TO_WIRE[needs.hidden_type] or len(features.rows) != len(layers):
-        raise ProtocolError(
-            f"features of {len(features.rows)} layers in format {features.type} for {len(layers)} layers "
-            f"in {needs.hidden_type}"
-        )
-    expected_bytes = features.num_rows * needs.hidden_type.row_bytes(needs.n_embd)
-    rows = []
-    for layer, data in zip(layers, features.rows, strict=True):
-        if len(data) != expected_bytes or not data:
-            raise ProtocolError(
-                f"features of layer {layer} have {len(data)} bytes for {features.num_rows} rows, not "
-                f"{expected_bytes}"
-            )
-        values = decode(data, needs.hidden_type, needs.n_embd)
-        flat = values.reshape(-1)
-        # The sum of squares tells at once that all are small; both comparisons fail with what is no number.
-        is_small = np.dot(flat, flat) <= _LARGEST_VALUE**2
-        if not is_small and not np.abs(values).max() <= _LARGEST_VALUE:
-            raise ProtocolError(f"features of layer {layer} have values beyond {_LARGEST_VALUE:g}")
-        rows.append((layer, values))
-    return ReceivedFeatures(
-        features.session, features.window_id, features.start, tuple(rows), features.ByteSize()
-    )
 
 
 class FeatureStreams:
@@ -238,6 +202,42 @@ class FeatureStreams:
         if missing:
             self.why_off = f"no stage gives the hidden states after layer {missing[0]}"
             log.warning("features_missing", layers=missing)
+
+
+def decoded(features: wire.Features, layers: Sequence[int], needs: FeatureNeeds) -> ReceivedFeatures:
+    """Check and decode a message.
+
+    Args:
+        features: The message.
+        layers: Layers that its stage gives.
+        needs: What was asked for.
+
+    Raises:
+        ProtocolError: If it has another format, other layers or sizes, or values that no hidden state has.
+    """
+    if features.type != TO_WIRE[needs.hidden_type] or len(features.rows) != len(layers):
+        raise ProtocolError(
+            f"features of {len(features.rows)} layers in format {features.type} for {len(layers)} layers "
+            f"in {needs.hidden_type}"
+        )
+    expected_bytes = features.num_rows * needs.hidden_type.row_bytes(needs.n_embd)
+    rows = []
+    for layer, data in zip(layers, features.rows, strict=True):
+        if len(data) != expected_bytes or not data:
+            raise ProtocolError(
+                f"features of layer {layer} have {len(data)} bytes for {features.num_rows} rows, not "
+                f"{expected_bytes}"
+            )
+        values = decode(data, needs.hidden_type, needs.n_embd)
+        flat = values.reshape(-1)
+        # The sum of squares tells at once that all are small; both comparisons fail with what is no number.
+        is_small = np.dot(flat, flat) <= _LARGEST_VALUE**2
+        if not is_small and not np.abs(values).max() <= _LARGEST_VALUE:
+            raise ProtocolError(f"features of layer {layer} have values beyond {_LARGEST_VALUE:g}")
+        rows.append((layer, values))
+    return ReceivedFeatures(
+        features.session, features.window_id, features.start, tuple(rows), features.ByteSize()
+    )
 
 
 def _holds_any(stage: StageAddress, needs: FeatureNeeds) -> bool:

@@ -27,6 +27,17 @@ if TYPE_CHECKING:
 
     from mesh.engine import GenerationRequest
 
+# Tokens computed again before a proposal is sent with them: more are sent ahead, in a window of their own,
+# so that a checkpoint behind them ends the growth.
+_MOST_RECOMPUTED: Final = 8
+# Last tokens of a prompt that the next turn of a chat often writes otherwise: the answer's header, and marks
+# around a thought.
+_PROMPT_END: Final = 8
+# Prompts with fewer tokens to compute are not divided for it.
+_LONG_PROMPT: Final = 64
+# The tail keeps as many rows of logits: 20 MB at a vocabulary of 152,000.
+_MOST_SCORED_ROWS: Final = 32
+
 
 @dataclass(frozen=True)
 class WindowPlan:
@@ -87,18 +98,6 @@ class Step:
     def is_unread_next(self) -> bool:
         """Whether the window was accepted, but the next one starts with another token than was sampled."""
         return bool(self.voided) and self.finish is None and not self.judgement.is_rejected
-
-
-# Tokens computed again before a proposal is sent with them: more are sent ahead, in a window of their own,
-# so that a checkpoint behind them ends the growth.
-_MOST_RECOMPUTED: Final = 8
-# Last tokens of a prompt that the next turn of a chat often writes otherwise: the answer's header, and marks
-# around a thought.
-_PROMPT_END: Final = 8
-# Prompts with fewer tokens to compute are not divided for it.
-_LONG_PROMPT: Final = 64
-# The tail keeps as many rows of logits: 20 MB at a vocabulary of 152,000.
-_MOST_SCORED_ROWS: Final = 32
 
 
 class Generation:

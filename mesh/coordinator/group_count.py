@@ -35,15 +35,6 @@ _HOPELESS: Final = 0.85
 _SHORTEST_TRIAL: Final = 0.3
 
 
-@functools.cache
-def group_counts(num_sessions: int) -> tuple[int, ...]:
-    """Numbers of groups worth trying, ascending: the least one for each size of the largest group."""
-    counts: dict[int, int] = {}
-    for count in range(1, max(1, num_sessions) + 1):
-        counts.setdefault(-(-num_sessions // count), count)
-    return tuple(sorted(counts.values()))
-
-
 @dataclass
 class _Search:
     """Search for one number of sessions, which goes on whenever there are so many again.
@@ -229,6 +220,15 @@ class GroupCountSearch:
             return
         search.direction = 1 if found > best else -1
         self._begin(search)
+
+
+@functools.cache
+def group_counts(num_sessions: int) -> tuple[int, ...]:
+    """Numbers of groups worth trying, ascending: the least one for each size of the largest group."""
+    counts: dict[int, int] = {}
+    for count in range(1, max(1, num_sessions) + 1):
+        counts.setdefault(-(-num_sessions // count), count)
+    return tuple(sorted(counts.values()))
 
 
 def _is_hopeless(search: _Search, length_ms: float) -> bool:

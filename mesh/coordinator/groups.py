@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from spanmesh_proto import windows_pb2 as wire
     from spanmesh_proto.errors import MeshError
 
-log = structlog.get_logger()
-
 # Round trip before one was measured.
 _UNMEASURED_MS: Final = 50.0
+
+log = structlog.get_logger()
 
 
 @dataclass

@@ -85,24 +85,6 @@ class BatchMonitor:
         return tuple(found)
 
 
-def longest_batch_s(num_rows: int, earlier_rows: int, earlier_s: float) -> float:
-    """Longest time, in seconds, that a batch may take.
-
-    Args:
-        num_rows: Its rows.
-        earlier_rows: Rows of all batches before it; 0 if it is the first.
-        earlier_s: Time that these took together, in seconds.
-    """
-    if not earlier_rows:
-        return _LONGEST_FIRST_BATCH_S
-    return max(_LONGEST_BATCH_S, _SLOWER * num_rows * earlier_s / earlier_rows)
-
-
-def _longest_batch_s(pong: wire.Pong) -> float:
-    stats = pong.stats
-    return longest_batch_s(pong.activity.batch_rows, stats.num_rows, stats.compute_us / 1e6)
-
-
 class WindowMonitor:
     """Windows that were lost without a failure: awaited, and nowhere in the ring.
 
@@ -167,6 +149,24 @@ class WindowMonitor:
         else:
             self._still_s += min(elapsed_s, self._interval_s)
         return num_overtaking > self._most_overtaking or self._still_s > self._timeout_s
+
+
+def longest_batch_s(num_rows: int, earlier_rows: int, earlier_s: float) -> float:
+    """Longest time, in seconds, that a batch may take.
+
+    Args:
+        num_rows: Its rows.
+        earlier_rows: Rows of all batches before it; 0 if it is the first.
+        earlier_s: Time that these took together, in seconds.
+    """
+    if not earlier_rows:
+        return _LONGEST_FIRST_BATCH_S
+    return max(_LONGEST_BATCH_S, _SLOWER * num_rows * earlier_s / earlier_rows)
+
+
+def _longest_batch_s(pong: wire.Pong) -> float:
+    stats = pong.stats
+    return longest_batch_s(pong.activity.batch_rows, stats.num_rows, stats.compute_us / 1e6)
 
 
 def _num_done(pong: wire.Pong) -> tuple[int, ...]:

@@ -19,13 +19,15 @@ if TYPE_CHECKING:
     from mesh.coordinator.prefix_cache import PrefixMatch
     from spanmesh_proto.errors import MeshError
 
-
 # Weight of each new time in the moving mean: about the latest dozen count.
 _WEIGHT: Final = 1 / 8
 # Estimate until the first slot is given back.
 _UNKNOWN_S: Final = 5
 _LEAST_S: Final = 1
 _MOST_S: Final = 60
+_RETRY_AFTER_S: Final = 5
+# After recovery was given up.
+_RETRY_LATER_S: Final = 10
 
 
 class HoldTimes:
@@ -183,11 +185,6 @@ class SlotPool:
             f"{retry_after_s} s, or serve with a larger --parallel or --max-waiting",
             retry_after_s=retry_after_s,
         )
-
-
-_RETRY_AFTER_S: Final = 5
-# After recovery was given up.
-_RETRY_LATER_S: Final = 10
 
 
 class RequestGate:

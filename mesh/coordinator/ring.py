@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from stages.layers import LayerRange
     from stages.transport.channels import Identity
 
+log = structlog.get_logger()
+
 
 @dataclass(frozen=True)
 class RingLoss:
@@ -44,9 +46,6 @@ class RingLoss:
     suspects: tuple[int, ...]
     is_crash: bool = False
     silent: tuple[int, ...] = ()
-
-
-log = structlog.get_logger()
 
 
 @dataclass(frozen=True)

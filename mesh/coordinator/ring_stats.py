@@ -80,10 +80,6 @@ class RoundTrips:
         }
 
 
-def _as_ms(times_us: Sequence[int]) -> list[float]:
-    return [time_us / 1000 for time_us in times_us]
-
-
 @dataclass
 class _StageTotals:
     """Times of one stage, summed over verdicts."""
@@ -210,6 +206,10 @@ class ActiveRing:
             }
             for index, (stage, totals) in enumerate(zip(self._stages, self._totals, strict=True))
         ]
+
+
+def _as_ms(times_us: Sequence[int]) -> list[float]:
+    return [time_us / 1000 for time_us in times_us]
 
 
 def _mean_ms(total_us: int, count: int) -> float:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mesh.coordinator.ring import RingLoss
     from mesh.coordinator.session import Session
 
+log = structlog.get_logger()
 
 Replayed = TypeVar("Replayed")
 
@@ -66,9 +67,6 @@ class ReplayOrder(Generic[Replayed]):
         self._waiting.clear()
 
 
-log = structlog.get_logger()
-
-
 class Replay(Protocol):
     """Replays a session in the new ring; see `Session.replay`."""
 
@@ -76,31 +74,6 @@ class Replay(Protocol):
         self, session: Session, on_replayed: Callable[[], None], *, is_suspect: bool = False
     ) -> None:
         """Replay a session, and call `on_replayed` when the next one may begin."""
-
-
-def attribute_crash(sessions: Collection[Session], loss: RingLoss | None, most_crashes: int) -> None:
-    """Count a crash for sessions with windows in flight, and end the session that must have caused it.
-
-    Args:
-        sessions: All sessions, suspended.
-        loss: Loss of the old ring; None if it was not lost.
-        most_crashes: See `crash_suspect`.
-    """
-    if loss is None or not loss.is_crash:
-        return
-    under_way = [session for session in sessions if session.was_under_way and not session.is_over]
-    for session in under_way:
-        session.crash_history.add(session.num_to_compute, is_alone=len(under_way) == 1)
-    guilty = crash_suspect([session.crash_history for session in under_way], most_crashes)
-    for session in under_way:
-        if session.crash_history is guilty:
-            log.error("session_crashes_stages", session=session.id, position=guilty.position)
-            session.fail(
-                StageFailed(
-                    f"a stage crashed again at token {guilty.position} of this request, alone in the ring: "
-                    f"{loss.reason}; it is not retried"
-                )
-            )
 
 
 class SessionReplayer:
@@ -137,3 +110,28 @@ class SessionReplayer:
             session.clear_suspicion()
         self._others.go_on()
         self._on_tried()
+
+
+def attribute_crash(sessions: Collection[Session], loss: RingLoss | None, most_crashes: int) -> None:
+    """Count a crash for sessions with windows in flight, and end the session that must have caused it.
+
+    Args:
+        sessions: All sessions, suspended.
+        loss: Loss of the old ring; None if it was not lost.
+        most_crashes: See `crash_suspect`.
+    """
+    if loss is None or not loss.is_crash:
+        return
+    under_way = [session for session in sessions if session.was_under_way and not session.is_over]
+    for session in under_way:
+        session.crash_history.add(session.num_to_compute, is_alone=len(under_way) == 1)
+    guilty = crash_suspect([session.crash_history for session in under_way], most_crashes)
+    for session in under_way:
+        if session.crash_history is guilty:
+            log.error("session_crashes_stages", session=session.id, position=guilty.position)
+            session.fail(
+                StageFailed(
+                    f"a stage crashed again at token {guilty.position} of this request, alone in the ring: "
+                    f"{loss.reason}; it is not retried"
+                )
+            )

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from speculative.outcome import WindowOutcome
     from speculative.proposer import Proposer
 
-
 log = structlog.get_logger()
 
 
@@ -298,29 +297,6 @@ class GuardedProposer:
             log.warning("proposer_switched_off", proposer=self.name, session=self._session, reason=reason)
 
 
-def narrowed(options: ControllerOptions, limits: SpeculationLimits) -> ControllerOptions | None:
-    """Controller options of one request; None if it allows no proposals.
-
-    Args:
-        options: Options of the server.
-        limits: Limits of the request; a bound above the server's has no effect.
-    """
-    if limits.mode == "off" or limits.max_width == 0 or options.fixed_width == 0:
-        return None
-    width, depth = limits.max_width, limits.depth
-    return replace(
-        options,
-        max_width=_least(options.max_width, width),
-        max_depth=_least(options.max_depth, depth),
-        fixed_width=None if options.fixed_width is None else _least(options.fixed_width, width),
-        fixed_depth=None if options.fixed_depth is None else _least(options.fixed_depth, depth),
-    )
-
-
-def _least(bound: int, wanted: int | None) -> int:
-    return bound if wanted is None else min(bound, wanted)
-
-
 class Speculators:
     """Factory of `Speculator`.
 
@@ -379,3 +355,26 @@ class Speculators:
             num_sessions=self._num_sessions,
             clock_ms=self._clock_ms,
         )
+
+
+def narrowed(options: ControllerOptions, limits: SpeculationLimits) -> ControllerOptions | None:
+    """Controller options of one request; None if it allows no proposals.
+
+    Args:
+        options: Options of the server.
+        limits: Limits of the request; a bound above the server's has no effect.
+    """
+    if limits.mode == "off" or limits.max_width == 0 or options.fixed_width == 0:
+        return None
+    width, depth = limits.max_width, limits.depth
+    return replace(
+        options,
+        max_width=_least(options.max_width, width),
+        max_depth=_least(options.max_depth, depth),
+        fixed_width=None if options.fixed_width is None else _least(options.fixed_width, width),
+        fixed_depth=None if options.fixed_depth is None else _least(options.fixed_depth, depth),
+    )
+
+
+def _least(bound: int, wanted: int | None) -> int:
+    return bound if wanted is None else min(bound, wanted)

@@ -24,14 +24,13 @@ if TYPE_CHECKING:
 
     from stages.transport.channels import Identity
 
-log = structlog.get_logger()
-
-
 # Clock filter of NTP (Mills, RFC 5905): of the latest queries the one with the shortest round trip waited
 # least, so its two directions are the most alike, and half of its round trip bounds the error. At four
 # queries a second these are 4 s: two clocks drift apart by less than half a millisecond.
 _NUM_SAMPLES = 16
 _ABOUT_BLOCKS = frozenset({"block_news", "fetched"})
+
+log = structlog.get_logger()
 
 
 class _Sample(NamedTuple):

@@ -26,6 +26,34 @@ if TYPE_CHECKING:
     from stages.gguf.header import GgufHeader
     from stages.slicing.model_facts import ModelFacts
 
+_EAGLE3: Final = "eagle3"
+# Drafters that llama.cpp has graphs for, and that read the target in ways which stages do not offer.
+_NOT_YET: Final = {
+    "gemma4-assistant": "it reads the target's KV cache, which lies on other hosts",
+    "gemma4_assistant": "it reads the target's KV cache, which lies on other hosts",
+    "dflash": "it drafts blocks by diffusion",
+    "dspark": "it drafts blocks by diffusion",
+}
+# Architectures whose prediction layers this llama.cpp computes, by its models/*.cpp.
+_HAS_MTP_GRAPH: Final = frozenset(
+    {
+        "bailingmoe3",
+        "cohere2moe",
+        "deepseek2",
+        "deepseek32",
+        "glm-dsa",
+        "glm4moe",
+        "hy_v3",
+        "mimo2",
+        "nemotron_h_moe",
+        "qwen35",
+        "qwen35moe",
+        "qwen3next",
+        "step35",
+    }
+)
+_NUM_EAGLE3_LAYERS: Final = 3
+
 
 class DrafterKind(StrEnum):
     """Kinds of drafters.
@@ -69,35 +97,6 @@ class Drafter:
     def reads_features(self) -> bool:
         """Whether it reads hidden states of the target."""
         return bool(self.layers)
-
-
-_EAGLE3: Final = "eagle3"
-# Drafters that llama.cpp has graphs for, and that read the target in ways which stages do not offer.
-_NOT_YET: Final = {
-    "gemma4-assistant": "it reads the target's KV cache, which lies on other hosts",
-    "gemma4_assistant": "it reads the target's KV cache, which lies on other hosts",
-    "dflash": "it drafts blocks by diffusion",
-    "dspark": "it drafts blocks by diffusion",
-}
-# Architectures whose prediction layers this llama.cpp computes, by its models/*.cpp.
-_HAS_MTP_GRAPH: Final = frozenset(
-    {
-        "bailingmoe3",
-        "cohere2moe",
-        "deepseek2",
-        "deepseek32",
-        "glm-dsa",
-        "glm4moe",
-        "hy_v3",
-        "mimo2",
-        "nemotron_h_moe",
-        "qwen35",
-        "qwen35moe",
-        "qwen3next",
-        "step35",
-    }
-)
-_NUM_EAGLE3_LAYERS: Final = 3
 
 
 def read_drafter(path: Path, target: ModelFacts) -> Drafter:

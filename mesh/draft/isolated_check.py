@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-
-log = structlog.get_logger()
-
 # Enough for the tokens that loading drafts.
 _OPTIONS = DraftOptions(ctx_size=64)
 # A few tokens take less than a second once the file is read.
@@ -43,6 +40,8 @@ _PATIENCE_S: Final = 60.0
 _SLOWEST_BYTES_PER_S: Final = 20e6
 # What loading raises for a file that cannot draft.
 REFUSALS: Final = (DraftUnusable, ImportError, ValueError)
+
+log = structlog.get_logger()
 
 
 def check_isolated(path: Path, kind: DrafterKind, num_tokens: int, root: Path | None = None) -> None:

@@ -58,11 +58,6 @@ class BatchPart:
     indices: tuple[int, ...]
 
 
-def texts_of(batch: Collection[BatchPart]) -> list[tuple[int, ...]]:
-    """Texts of a batch, in order."""
-    return [part.request.texts[index] for part in batch for index in part.indices]
-
-
 class TextQueue:
     """Requests with texts that wait, and the next batch of them.
 
@@ -145,3 +140,8 @@ class TextQueue:
             num_rows += length
             taken.append(request.waiting.popleft())
         return tuple(taken)
+
+
+def texts_of(batch: Collection[BatchPart]) -> list[tuple[int, ...]]:
+    """Texts of a batch, in order."""
+    return [part.request.texts[index] for part in batch for index in part.indices]

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from mesh.metrics.embedding_metrics import EmbeddingOutcome
     from stages.embedding.model_file import BatchLimits
 
-log = structlog.get_logger()
-
 # Batches under way: one is computed, the next one is on its way.
 _NUM_UNDER_WAY: Final = 2
 # A request whose batches failed this often is answered with the error.
@@ -37,6 +35,8 @@ _RETRY_AFTER_S: Final = 5
 _LOADING_RETRY_S: Final = 2
 # While this process stands still, no more than so much passes for a batch: its answer may be there unread.
 _LOOK_S: Final = 1.0
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     from stages.transport.channels import Identity
 
+# For batches under way when the model moves to another host.
+_GRACE_S: Final = 30.0
+
 
 @dataclass(frozen=True)
 class ComputedBatch:
@@ -46,10 +49,6 @@ class BatchLink(Protocol):
             HostUnreachable: If the process does not answer.
             MeshError: If it fails.
         """
-
-
-# For batches under way when the model moves to another host.
-_GRACE_S: Final = 30.0
 
 
 class EmbeddingLink:

@@ -24,11 +24,20 @@ if TYPE_CHECKING:
     from mesh.placement.memory_estimate import StageSizes
     from mesh.placement.planner import StagePlacement
 
-
 # Time of a token beyond the stages' computing and the links, for each stage and once more for the
 # coordinator: queues, messages, event loops, the answer's way to the client. An estimate; `python -m
 # tests.qualification.forecast_accuracy` measures it.
 HANDLING_MS: Final = 0.7
+# A lone row reads K and V of f16 at this share of its processor's speed, by whether spanmesh's kernel does;
+# smaller types take as long. Rows of a prompt share what is read. Measured with `python -m
+# tests.qualification.attention_times` on an AMD EPYC.
+_READING_SHARE: Final = {True: 0.45, False: 0.15}
+_PROMPT_SHARE: Final = 0.65
+_F16_BYTES: Final = 2
+# A stage is timed as it is if its weights are no more than some hundreds of MB. Of a larger one a part is
+# timed, still larger than any processor's cache, and the rest is added in proportion to the bytes that are
+# read for a row. The tail's head is unlike other layers and timed separately.
+MOST_BYTES: Final = 512 * 2**20
 
 
 @dataclass(frozen=True)
@@ -99,6 +108,19 @@ class Forecast:
         }
 
 
+@dataclass(frozen=True)
+class ProfiledPart:
+    """A blank stage to be timed, and the weight of its time.
+
+    Attributes:
+        layers: Layers of the blank stage.
+        times: Factor of its time in the stage's.
+    """
+
+    layers: LayerRange
+    times: float
+
+
 def forecast(
     stages: Sequence[StageForecast],
     head: str,
@@ -151,14 +173,6 @@ def rows_ms(timing: StageTiming, num_rows: float) -> float:
     return timing.row_ms + per_row_ms * (min(num_rows, timing.chunk_rows) - 1)
 
 
-# A lone row reads K and V of f16 at this share of its processor's speed, by whether spanmesh's kernel does;
-# smaller types take as long. Rows of a prompt share what is read. Measured with `python -m
-# tests.qualification.attention_times` on an AMD EPYC.
-_READING_SHARE: Final = {True: 0.45, False: 0.15}
-_PROMPT_SHARE: Final = 0.65
-_F16_BYTES: Final = 2
-
-
 def position_ms(sizes: StageSizes, stage: StagePlacement, host: HostCapacity) -> float:
     """Time that each position before a row adds to it at a stage, an estimate.
 
@@ -173,25 +187,6 @@ def position_ms(sizes: StageSizes, stage: StagePlacement, host: HostCapacity) ->
     share = 1 - on_gpus / (stage.layers.stop - stage.layers.start)
     speed = host.speed_gb_per_s * _READING_SHARE[host.attention_version > 0]
     return share * sizes.position_values(stage.layers) * _F16_BYTES / max(speed, SLOWEST_GB_PER_S) / 1e6
-
-
-# A stage is timed as it is if its weights are no more than some hundreds of MB. Of a larger one a part is
-# timed, still larger than any processor's cache, and the rest is added in proportion to the bytes that are
-# read for a row. The tail's head is unlike other layers and timed separately.
-MOST_BYTES: Final = 512 * 2**20
-
-
-@dataclass(frozen=True)
-class ProfiledPart:
-    """A blank stage to be timed, and the weight of its time.
-
-    Attributes:
-        layers: Layers of the blank stage.
-        times: Factor of its time in the stage's.
-    """
-
-    layers: LayerRange
-    times: float
 
 
 def parts_to_profile(

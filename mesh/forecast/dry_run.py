@@ -42,6 +42,13 @@ if TYPE_CHECKING:
     from stages.slicing.model_facts import ModelFacts
     from stages.slicing.source_model import SourceModel
 
+# A stage pauses between two tokens as long as the wire and the other stages take; beyond this pause no
+# processor becomes slower.
+_LEAST_PAUSE_MS: Final = 1.0
+_MOST_PAUSE_MS: Final = 25.0
+# Of the memory of a plan; below it the choice of the format hardly matters.
+_LARGE_CACHE_SHARE: Final = 0.25
+
 
 @dataclass(frozen=True)
 class KnownHost:
@@ -95,42 +102,6 @@ class PlanningContext:
     links: Links
     timer: Timer
     basis: str
-
-
-def left_out(sizes: StageSizes, plan: Plan, hosts: Iterable[KnownHost]) -> dict[str, str]:
-    """Reason for each host without a stage in the plan, by name."""
-    chosen = {stage.host for stage in plan.stages}
-    least_bytes = min(
-        sizes.memory(LayerRange(start, stop)).total_bytes for start, stop in pairwise(sizes.edges)
-    )
-    return {
-        host.capacity.name: host.absent or _reason(host, plan, least_bytes)
-        for host in hosts
-        if host.capacity.name not in chosen
-    }
-
-
-def _reason(host: KnownHost, plan: Plan, least_bytes: int) -> str:
-    memory_bytes = host.capacity.memory_bytes
-    if host.capacity.is_apart:
-        return (
-            f"kept apart: --exact, and attention is computed by "
-            f"{attention_name(host.capacity.attention_version)} there"
-        )
-    if memory_bytes < least_bytes:
-        return (
-            f"too small: it offers {format_size(memory_bytes)}, the smallest share needs "
-            f"{format_size(least_bytes)}"
-        )
-    count = len({stage.host for stage in plan.stages})
-    enough = "one host is enough" if count == 1 else f"{count} hosts are enough"
-    return f"not needed: {enough}, and one more hop costs time; it would be a spare"
-
-
-# A stage pauses between two tokens as long as the wire and the other stages take; beyond this pause no
-# processor becomes slower.
-_LEAST_PAUSE_MS: Final = 1.0
-_MOST_PAUSE_MS: Final = 25.0
 
 
 @dataclass(frozen=True)
@@ -236,6 +207,36 @@ class DryRun:
         }
 
 
+def left_out(sizes: StageSizes, plan: Plan, hosts: Iterable[KnownHost]) -> dict[str, str]:
+    """Reason for each host without a stage in the plan, by name."""
+    chosen = {stage.host for stage in plan.stages}
+    least_bytes = min(
+        sizes.memory(LayerRange(start, stop)).total_bytes for start, stop in pairwise(sizes.edges)
+    )
+    return {
+        host.capacity.name: host.absent or _reason(host, plan, least_bytes)
+        for host in hosts
+        if host.capacity.name not in chosen
+    }
+
+
+def _reason(host: KnownHost, plan: Plan, least_bytes: int) -> str:
+    memory_bytes = host.capacity.memory_bytes
+    if host.capacity.is_apart:
+        return (
+            f"kept apart: --exact, and attention is computed by "
+            f"{attention_name(host.capacity.attention_version)} there"
+        )
+    if memory_bytes < least_bytes:
+        return (
+            f"too small: it offers {format_size(memory_bytes)}, the smallest share needs "
+            f"{format_size(least_bytes)}"
+        )
+    count = len({stage.host for stage in plan.stages})
+    enough = "one host is enough" if count == 1 else f"{count} hosts are enough"
+    return f"not needed: {enough}, and one more hop costs time; it would be a spare"
+
+
 def dry_run(
     source: SourceModel, model: ModelFacts, context: PlanningContext, options: DryRunOptions
 ) -> DryRun:
@@ -300,10 +301,6 @@ def dry_run(
         context=chosen,
         q8_0_cache_bytes=_q8_0_cache_bytes(sizes, placed, context),
     )
-
-
-# Of the memory of a plan; below it the choice of the format hardly matters.
-_LARGE_CACHE_SHARE: Final = 0.25
 
 
 def _q8_0_cache_bytes(sizes: StageSizes, placed: Plan, context: PlanningContext) -> int | None:

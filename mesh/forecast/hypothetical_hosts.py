@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     # From path, body and timeout in seconds to the answer; a path without a body is requested with GET.
     Ask = Callable[[str, Mapping[str, Any] | None, str, float], Mapping[str, Any]]
 
-
 _FORM: Final = "NAME:MEMORY[:GB/s[:THREADS]], such as alpha:16G:40:8"
 _FIELDS: Final = {"name", "memory", "speed_gb_per_s", "threads"}
+_TIMEOUT_S: Final = 120.0
+_NUM_PROBES: Final = 20
+_PATIENCE_S: Final = 600.0
 
 
 def parse_host_spec(text: str, *, speed_gb_per_s: float, num_threads: int) -> KnownHost:
@@ -108,9 +110,6 @@ def _host(fields: dict[str, Any], shown: str, *, speed_gb_per_s: float, num_thre
     if not 0 < capacity.speed_gb_per_s < float("inf") or threads < 1:
         raise ClusterError(f"{shown!r}: speed and threads must be above 0", param="--host-spec")
     return KnownHost(capacity, threads)
-
-
-_TIMEOUT_S: Final = 120.0
 
 
 def this_host(name: str, facts: HostFacts) -> PlanningContext:
@@ -193,10 +192,6 @@ def _in_a_child(requests: Sequence[ProfileRequest]) -> HostProfile:
             return HostProfile(failure=f"this host cannot time a stage: {lines[-1]}")
         timings.append(StageTiming(**json.loads(done.stdout)))
     return HostProfile(tuple(timings))
-
-
-_NUM_PROBES: Final = 20
-_PATIENCE_S: Final = 600.0
 
 
 def running_mesh(ask: Ask) -> PlanningContext:

@@ -7,10 +7,10 @@ from typing import Any, Final, Literal
 
 from mesh.metrics.request_metrics import Histogram
 
-EmbeddingOutcome = Literal["stop", "abort", "error"]
 EMBEDDING_OUTCOMES: Final[tuple[EmbeddingOutcome, ...]] = ("stop", "abort", "error")
-
 _REQUEST_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
+
+EmbeddingOutcome = Literal["stop", "abort", "error"]
 
 
 class EmbeddingStatistics:

@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from mesh.metrics.embedding_metrics import EmbeddingStatistics
     from mesh.metrics.request_metrics import Histogram, RequestStatistics
 
+_STEM = "mesh_spec_decode_num"
+_DEPTH_COUNTS: Final = {
+    "drafted": "Tokens proposed, those of void windows too, by distance from the drafter's last feature.",
+    "reached": "Those of them before which all tokens were accepted.",
+    "accepted": "Those of them that the model chose too.",
+}
+PREFIX: Final = "mesh_"
+
 
 class Sheet(Collector):
     """Samples of one scrape.
@@ -66,6 +74,36 @@ class Sheet(Collector):
 
     def _labels(self, labels: dict[str, str]) -> dict[str, str]:
         return {"model_name": self._model, **labels}
+
+
+@dataclass(frozen=True)
+class ModelFigures:
+    """Figures of one model.
+
+    Attributes:
+        name: Model name for clients.
+        statistics: Request statistics.
+        status: Its `/mesh/status`, with the stages' counters. Missing parts are left out.
+    """
+
+    name: str
+    statistics: RequestStatistics
+    status: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class EmbeddingFigures:
+    """Figures of one embedding model.
+
+    Attributes:
+        name: Model name for clients.
+        statistics: Counts since it was loaded.
+        status: Its entry in `/mesh/status`. Missing parts are left out.
+    """
+
+    name: str
+    statistics: EmbeddingStatistics
+    status: Mapping[str, Any]
 
 
 def _bound(bound: float) -> str:
@@ -279,9 +317,6 @@ def _add_blocks(sheet: Sheet, stage: Mapping[str, Any], labels: dict[str, str]) 
         sheet.counter(f"mesh_kv_disk_{name}", help_, stage[name], **labels)
 
 
-_STEM = "mesh_spec_decode_num"
-
-
 def add_speculation(sheet: Sheet, speculation: Mapping[str, Any] | None) -> None:
     """Add samples of speculation.
 
@@ -329,13 +364,6 @@ def add_speculation(sheet: Sheet, speculation: Mapping[str, Any] | None) -> None
                 rate,
                 mode=kind,
             )
-
-
-_DEPTH_COUNTS: Final = {
-    "drafted": "Tokens proposed, those of void windows too, by distance from the drafter's last feature.",
-    "reached": "Those of them before which all tokens were accepted.",
-    "accepted": "Those of them that the model chose too.",
-}
 
 
 def _add_depths(sheet: Sheet, name: str, proposer: Mapping[str, Any]) -> None:
@@ -387,39 +415,6 @@ def add_embeddings(sheet: Sheet, statistics: EmbeddingStatistics, num_waiting: i
         ("compute_seconds", "Computing batches.", statistics.compute_s),
     ):
         sheet.counter(f"mesh_embedding_{what}", help_, value)
-
-
-PREFIX: Final = "mesh_"
-
-
-@dataclass(frozen=True)
-class ModelFigures:
-    """Figures of one model.
-
-    Attributes:
-        name: Model name for clients.
-        statistics: Request statistics.
-        status: Its `/mesh/status`, with the stages' counters. Missing parts are left out.
-    """
-
-    name: str
-    statistics: RequestStatistics
-    status: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class EmbeddingFigures:
-    """Figures of one embedding model.
-
-    Attributes:
-        name: Model name for clients.
-        statistics: Counts since it was loaded.
-        status: Its entry in `/mesh/status`. Missing parts are left out.
-    """
-
-    name: str
-    statistics: EmbeddingStatistics
-    status: Mapping[str, Any]
 
 
 def exposition(

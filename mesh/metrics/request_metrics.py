@@ -16,6 +16,22 @@ if TYPE_CHECKING:
     from mesh.engine import Committed, Engine, GenerationRequest
     from mesh.metrics.tracing import RequestSpan
 
+FINISH_REASONS: Final[tuple[FinishReason, ...]] = ("stop", "length", "abort", "error")
+_FIRST_TOKEN_S: Final = (
+    *(0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80),
+)
+_BETWEEN_TOKENS_S: Final = (
+    *(0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2),
+    *(0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10),
+)
+_WHOLE_REQUEST_S: Final = (
+    *(0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50),
+    *(60, 120, 240, 480, 960, 1920),
+)
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
 
 class Histogram:
     """Counts between fixed bounds.
@@ -48,23 +64,6 @@ class Histogram:
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             num_below += count
             yield bound, num_below
-
-
-FinishReason = Literal["stop", "length", "abort", "error"]
-FINISH_REASONS: Final[tuple[FinishReason, ...]] = ("stop", "length", "abort", "error")
-
-_FIRST_TOKEN_S: Final = (
-    *(0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1, 2.5, 5, 7.5, 10, 20, 40, 80),
-)
-_BETWEEN_TOKENS_S: Final = (
-    *(0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2),
-    *(0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10),
-)
-_WHOLE_REQUEST_S: Final = (
-    *(0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50),
-    *(60, 120, 240, 480, 960, 1920),
-)
 
 
 class RequestStatistics:

@@ -18,13 +18,17 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span
 
-
 _CURRENT: Final[ContextVar[RequestSpan | None]] = ContextVar("request_span", default=None)
+_SWITCHES: Final = (
+    "OTEL_EXPORTER_OTLP_ENDPOINT",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+    "OTEL_TRACES_EXPORTER",
+)
+_EXPORTER: Final = "otlp"
+_PROTOCOL: Final = "http/protobuf"
+_PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
-
-def current_span() -> RequestSpan | None:
-    """The span of the request that this code runs for; None if it is not traced."""
-    return _CURRENT.get()
+log = structlog.get_logger()
 
 
 class RequestSpan:
@@ -78,18 +82,6 @@ class RequestSpan:
         self._span.set_attribute("http.response.status_code", status)
 
 
-log = structlog.get_logger()
-
-_SWITCHES: Final = (
-    "OTEL_EXPORTER_OTLP_ENDPOINT",
-    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
-    "OTEL_TRACES_EXPORTER",
-)
-_EXPORTER: Final = "otlp"
-_PROTOCOL: Final = "http/protobuf"
-_PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-
-
 class RequestTracer:
     """Makes a span for each request.
 
@@ -139,6 +131,11 @@ class RequestTracer:
     def close(self) -> None:
         """Send what is left."""
         self._provider.shutdown()
+
+
+def current_span() -> RequestSpan | None:
+    """The span of the request that this code runs for; None if it is not traced."""
+    return _CURRENT.get()
 
 
 def open_tracer(environment: Mapping[str, str] = os.environ) -> RequestTracer | None:

@@ -36,11 +36,6 @@ _LEAST_GAIN: Final = 0.05
 _MAX_STATES: Final = 4096
 
 
-def never() -> bool:
-    """A search that is not to stop early."""
-    return False
-
-
 @dataclass(frozen=True)
 class HostAssignment:
     """Hosts of the stages, with their layers.
@@ -64,131 +59,6 @@ class HostAssignment:
     def beats(self, other: HostAssignment) -> bool:
         """Whether it is faster for one session and not slower for many."""
         return self.round_ns < other.round_ns and self.slowest_ns <= other.slowest_ns
-
-
-def find_assignment(
-    table: StageTable,
-    hosts: Sequence[HostCapacity],
-    num_stages: int | None = None,
-    is_time_up: Callable[[], bool] = never,
-) -> HostAssignment | None:
-    """Assign a model to as few hosts as can hold it.
-
-    Args:
-        table: Stage table of the model.
-        hosts: In the order in which they joined. It is kept unless they can hold the model in others only;
-            then the first of these in lexicographic order of joining.
-        num_stages: Exactly this many stages; hosts take several in a row if there are fewer hosts.
-        is_time_up: Called between two sets of hosts: whether to stop with the best one so far.
-
-    Returns:
-        None if the hosts are too small.
-    """
-    fits = _Fits(table, hosts, num_stages)
-    best = _best_of(fits, is_time_up)
-    if fits.is_rough:
-        chosen = _fewest_in_order(table, hosts) if num_stages is None else _roomiest(hosts, num_stages)
-        if chosen is not None and (best is None or len(chosen) < len(best.hosts)):
-            best = _assigned(table, chosen, num_stages) or best
-    if best is None:
-        return None
-    if num_stages is None and not best.is_in_order:
-        # The choice among interchangeable hosts may decide whether the order can be kept.
-        best = _first_in_order(table, hosts, len(best.hosts), is_time_up) or best
-    least = len(best.hosts)
-    if num_stages is None and not best.is_in_order and not is_time_up():
-        # So few hosts have little room to spare; where that takes another order, one more may be faster.
-        more = _best_of(_Fits(table, hosts, None, at_least=least + 1), is_time_up)
-        if more is not None and more.beats(best) and more.round_ns < best.round_ns * (1 - _LEAST_GAIN):
-            best = more
-    return replace(best, least_stages=least)
-
-
-def _best_of(fits: _Fits, is_time_up: Callable[[], bool]) -> HostAssignment | None:
-    """The fastest of the sets that are tried; in the order of joining if one of them can be."""
-    tried = []
-    for chosen in itertools.islice(fits.sets(), _MAX_SETS):
-        found = fits.assigned(chosen)
-        if found is not None:
-            tried.append(found)
-        if is_time_up() and tried:
-            break
-    best = None
-    for found in sorted(tried, key=lambda found: not found.is_in_order):
-        if best is None or found.beats(best):
-            best = found
-    return best
-
-
-def _first_in_order(
-    table: StageTable, hosts: Sequence[HostCapacity], num_hosts: int, is_time_up: Callable[[], bool]
-) -> HostAssignment | None:
-    """The first so many hosts that can hold all layers in their order, among a few that are tried."""
-    for chosen in itertools.islice(itertools.combinations(hosts, num_hosts), _MAX_SETS):
-        if is_time_up():
-            break
-        if (found := _assigned(table, chosen)) is not None:
-            return found
-    return None
-
-
-def assign_all(table: StageTable, hosts: Sequence[HostCapacity]) -> HostAssignment | None:
-    """Assign all hosts, in this order if possible; None if they are too small."""
-    found = _assigned(table, hosts)
-    if found is not None or table.least_hosts(hosts) > len(hosts):
-        return found
-    fits = _Fits(table, hosts, len(hosts))
-    everybody = next(fits.sets(), None)
-    return None if everybody is None else _assigned(table, fits.reordered(everybody))
-
-
-def _assigned(
-    table: StageTable, hosts: Sequence[HostCapacity], num_stages: int | None = None
-) -> HostAssignment | None:
-    """Stages on these hosts in this order."""
-    shares = _shares(len(hosts), num_stages)
-    seats = tuple(
-        seat
-        for host, share in zip(hosts, shares, strict=True)
-        for seat in itertools.repeat(host.divided(share), share)
-    )
-    layers = table.balance(seats)
-    if layers is None:
-        return None
-    times_ns = [table.time_ns(part, seat) for part, seat in zip(layers, seats, strict=True)]
-    return HostAssignment(seats, layers, sum(times_ns), max(times_ns))
-
-
-def _shares(num_hosts: int, num_stages: int | None) -> list[int]:
-    """Number of stages of each host, in pipeline order."""
-    num_stages = num_stages or num_hosts
-    return [(num_stages + num_hosts - 1 - index) // num_hosts for index in range(num_hosts)]
-
-
-def _fewest_in_order(table: StageTable, hosts: Sequence[HostCapacity]) -> tuple[HostCapacity, ...] | None:
-    """As few of these hosts as can hold all layers in this order; None if they cannot."""
-    counts = np.full(len(table.edges), np.inf)
-    counts[0] = 0.0
-    ways: list[tuple[NDArray[np.bool_], NDArray[np.intp]]] = []
-    for host in hosts:
-        reached = counts[:, None] + np.where(np.isfinite(table.times(host)), 1.0, np.inf)
-        is_used = reached.min(axis=0) < counts
-        ways.append((is_used, reached.argmin(axis=0)))
-        counts = np.minimum(counts, reached.min(axis=0))
-    if not np.isfinite(counts[-1]):
-        return None
-    chosen, edge = [], len(table.edges) - 1
-    for host, (is_used, way) in zip(reversed(hosts), reversed(ways), strict=True):
-        if is_used[edge]:
-            chosen.append(host)
-            edge = int(way[edge])
-    return tuple(reversed(chosen))
-
-
-def _roomiest(hosts: Sequence[HostCapacity], count: int) -> list[HostCapacity]:
-    """So many of the hosts with the most memory, in this order."""
-    by_room = sorted(range(len(hosts)), key=lambda index: -hosts[index].all_bytes)
-    return [hosts[index] for index in sorted(by_room[:count])]
 
 
 @dataclass(frozen=True)
@@ -328,6 +198,136 @@ class _Fits:
             order.append(self._hosts[index])
             state, reached = state - self._strides[number], beyond
         return order
+
+
+def never() -> bool:
+    """A search that is not to stop early."""
+    return False
+
+
+def find_assignment(
+    table: StageTable,
+    hosts: Sequence[HostCapacity],
+    num_stages: int | None = None,
+    is_time_up: Callable[[], bool] = never,
+) -> HostAssignment | None:
+    """Assign a model to as few hosts as can hold it.
+
+    Args:
+        table: Stage table of the model.
+        hosts: In the order in which they joined. It is kept unless they can hold the model in others only;
+            then the first of these in lexicographic order of joining.
+        num_stages: Exactly this many stages; hosts take several in a row if there are fewer hosts.
+        is_time_up: Called between two sets of hosts: whether to stop with the best one so far.
+
+    Returns:
+        None if the hosts are too small.
+    """
+    fits = _Fits(table, hosts, num_stages)
+    best = _best_of(fits, is_time_up)
+    if fits.is_rough:
+        chosen = _fewest_in_order(table, hosts) if num_stages is None else _roomiest(hosts, num_stages)
+        if chosen is not None and (best is None or len(chosen) < len(best.hosts)):
+            best = _assigned(table, chosen, num_stages) or best
+    if best is None:
+        return None
+    if num_stages is None and not best.is_in_order:
+        # The choice among interchangeable hosts may decide whether the order can be kept.
+        best = _first_in_order(table, hosts, len(best.hosts), is_time_up) or best
+    least = len(best.hosts)
+    if num_stages is None and not best.is_in_order and not is_time_up():
+        # So few hosts have little room to spare; where that takes another order, one more may be faster.
+        more = _best_of(_Fits(table, hosts, None, at_least=least + 1), is_time_up)
+        if more is not None and more.beats(best) and more.round_ns < best.round_ns * (1 - _LEAST_GAIN):
+            best = more
+    return replace(best, least_stages=least)
+
+
+def _best_of(fits: _Fits, is_time_up: Callable[[], bool]) -> HostAssignment | None:
+    """The fastest of the sets that are tried; in the order of joining if one of them can be."""
+    tried = []
+    for chosen in itertools.islice(fits.sets(), _MAX_SETS):
+        found = fits.assigned(chosen)
+        if found is not None:
+            tried.append(found)
+        if is_time_up() and tried:
+            break
+    best = None
+    for found in sorted(tried, key=lambda found: not found.is_in_order):
+        if best is None or found.beats(best):
+            best = found
+    return best
+
+
+def _first_in_order(
+    table: StageTable, hosts: Sequence[HostCapacity], num_hosts: int, is_time_up: Callable[[], bool]
+) -> HostAssignment | None:
+    """The first so many hosts that can hold all layers in their order, among a few that are tried."""
+    for chosen in itertools.islice(itertools.combinations(hosts, num_hosts), _MAX_SETS):
+        if is_time_up():
+            break
+        if (found := _assigned(table, chosen)) is not None:
+            return found
+    return None
+
+
+def assign_all(table: StageTable, hosts: Sequence[HostCapacity]) -> HostAssignment | None:
+    """Assign all hosts, in this order if possible; None if they are too small."""
+    found = _assigned(table, hosts)
+    if found is not None or table.least_hosts(hosts) > len(hosts):
+        return found
+    fits = _Fits(table, hosts, len(hosts))
+    everybody = next(fits.sets(), None)
+    return None if everybody is None else _assigned(table, fits.reordered(everybody))
+
+
+def _assigned(
+    table: StageTable, hosts: Sequence[HostCapacity], num_stages: int | None = None
+) -> HostAssignment | None:
+    """Stages on these hosts in this order."""
+    shares = _shares(len(hosts), num_stages)
+    seats = tuple(
+        seat
+        for host, share in zip(hosts, shares, strict=True)
+        for seat in itertools.repeat(host.divided(share), share)
+    )
+    layers = table.balance(seats)
+    if layers is None:
+        return None
+    times_ns = [table.time_ns(part, seat) for part, seat in zip(layers, seats, strict=True)]
+    return HostAssignment(seats, layers, sum(times_ns), max(times_ns))
+
+
+def _shares(num_hosts: int, num_stages: int | None) -> list[int]:
+    """Number of stages of each host, in pipeline order."""
+    num_stages = num_stages or num_hosts
+    return [(num_stages + num_hosts - 1 - index) // num_hosts for index in range(num_hosts)]
+
+
+def _fewest_in_order(table: StageTable, hosts: Sequence[HostCapacity]) -> tuple[HostCapacity, ...] | None:
+    """As few of these hosts as can hold all layers in this order; None if they cannot."""
+    counts = np.full(len(table.edges), np.inf)
+    counts[0] = 0.0
+    ways: list[tuple[NDArray[np.bool_], NDArray[np.intp]]] = []
+    for host in hosts:
+        reached = counts[:, None] + np.where(np.isfinite(table.times(host)), 1.0, np.inf)
+        is_used = reached.min(axis=0) < counts
+        ways.append((is_used, reached.argmin(axis=0)))
+        counts = np.minimum(counts, reached.min(axis=0))
+    if not np.isfinite(counts[-1]):
+        return None
+    chosen, edge = [], len(table.edges) - 1
+    for host, (is_used, way) in zip(reversed(hosts), reversed(ways), strict=True):
+        if is_used[edge]:
+            chosen.append(host)
+            edge = int(way[edge])
+    return tuple(reversed(chosen))
+
+
+def _roomiest(hosts: Sequence[HostCapacity], count: int) -> list[HostCapacity]:
+    """So many of the hosts with the most memory, in this order."""
+    by_room = sorted(range(len(hosts)), key=lambda index: -hosts[index].all_bytes)
+    return [hosts[index] for index in sorted(by_room[:count])]
 
 
 def _classes(table: StageTable, hosts: Sequence[HostCapacity], shares: Sequence[int]) -> list[_Class]:

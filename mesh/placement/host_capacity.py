@@ -177,18 +177,6 @@ class HostCapacity:
         return f"{format_size(max(0, self.memory_bytes))} on {self.name}{on_gpus}{draft}{texts}{others}"
 
 
-def in_one_kind(hosts: Sequence[HostCapacity]) -> tuple[HostCapacity, ...]:
-    """Hosts for a model in exact mode: only those with room that compute attention alike.
-
-    Of several kinds, those that together have most room.
-    """
-    room: Counter[int] = Counter()
-    for host in hosts:
-        room[host.attention_version] += host.all_bytes
-    kept = max(room, key=lambda version: (room[version], version), default=0)
-    return tuple(host.kept_to(kept) for host in hosts)
-
-
 @dataclass(frozen=True)
 class Gpu:
     """One device that layers can go to.
@@ -208,3 +196,15 @@ class Gpu:
     total_bytes: int
     speed_gb_per_s: float
     shares_host_memory: bool = False
+
+
+def in_one_kind(hosts: Sequence[HostCapacity]) -> tuple[HostCapacity, ...]:
+    """Hosts for a model in exact mode: only those with room that compute attention alike.
+
+    Of several kinds, those that together have most room.
+    """
+    room: Counter[int] = Counter()
+    for host in hosts:
+        room[host.attention_version] += host.all_bytes
+    kept = max(room, key=lambda version: (room[version], version), default=0)
+    return tuple(host.kept_to(kept) for host in hosts)

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from mesh.placement.host_capacity import HostCapacity
     from mesh.placement.memory_estimate import StageSizes
 
-Matrix: TypeAlias = "NDArray[np.float64]"
-
 # Sums of floats in another order differ by less.
 _ROUNDING: Final = 1e-9
+
+Matrix: TypeAlias = "NDArray[np.float64]"
 
 
 class StageTable:

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from mesh.placement.host_capacity import HostCapacity
     from stages.slicing.model_facts import ModelFacts
 
-
-Bytes: TypeAlias = "NDArray[np.int64]"
-
 # Python, Ray's worker, gRPC and llama.cpp's code, with some room.
 PROCESS_BYTES: Final = 192 * 2**20
 _F32_BYTES: Final = 4
@@ -42,6 +39,8 @@ CELL_BYTES: Final = 100
 _TOKEN_BYTES: Final = 64
 # Copies of a batch's logits: where they are computed, llama.cpp's output, and ours.
 _TAIL_LOGITS: Final = 3
+
+Bytes: TypeAlias = "NDArray[np.int64]"
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,40 @@ if TYPE_CHECKING:
     from stages.runtime.process_memory import StageMemory
     from stages.slicing.model_facts import ModelFacts
 
-
 # Half of f16's size, and among the smaller types the one that changes a text least.
 _COMPACT: Final = "q8_0"
 # Step in which caches grow, in positions.
 _CTX_STEP: Final = 256
+# Two measurements of the same host differ by this share, so smaller differences are ignored.
+SPEED_NOISE: Final = 0.25
+
+
+@dataclass(frozen=True)
+class StagePlacement:
+    """One stage of a plan.
+
+    Attributes:
+        host: Name of the host that holds it.
+        layers: Its layers.
+        memory: Memory that it takes.
+    """
+
+    host: str
+    layers: LayerRange
+    memory: StageMemory
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Stages in pipeline order, and the reason for them.
+
+    Attributes:
+        stages: At least one; together they hold every layer once.
+        reason: One line for the operator.
+    """
+
+    stages: tuple[StagePlacement, ...]
+    reason: str
 
 
 def remedies(model: ModelFacts, workload: Workload, fits: Callable[[Workload], bool]) -> list[str]:
@@ -74,38 +103,6 @@ def _most(limit: int, holds: Callable[[int], bool]) -> int:
         else:
             high = middle - 1
     return low
-
-
-# Two measurements of the same host differ by this share, so smaller differences are ignored.
-SPEED_NOISE: Final = 0.25
-
-
-@dataclass(frozen=True)
-class StagePlacement:
-    """One stage of a plan.
-
-    Attributes:
-        host: Name of the host that holds it.
-        layers: Its layers.
-        memory: Memory that it takes.
-    """
-
-    host: str
-    layers: LayerRange
-    memory: StageMemory
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Stages in pipeline order, and the reason for them.
-
-    Attributes:
-        stages: At least one; together they hold every layer once.
-        reason: One line for the operator.
-    """
-
-    stages: tuple[StagePlacement, ...]
-    reason: str
 
 
 def plan(

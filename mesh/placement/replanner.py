@@ -61,6 +61,71 @@ class Replan:
     starts_over: bool = False
 
 
+class _Room:
+    """Memory left on the hosts while stages are placed on them one by one."""
+
+    def __init__(
+        self,
+        hosts: Sequence[HostCapacity],
+        survivors: Iterable[StagePlacement],
+        replicas: Iterable[Replica],
+        *,
+        had_stages: Collection[str],
+    ) -> None:
+        self.hosts = {host.name: host for host in hosts}
+        self.left = dict(self.hosts)
+        self.num_stages = Counter(stage.host for stage in survivors)
+        self.replicas = [replica for replica in replicas if replica.host in self.hosts]
+        self.dropped: list[Replica] = []
+        self._had_stages = had_stages
+        for stage in survivors:
+            if stage.host in self.left:
+                self.left[stage.host] = self.left[stage.host].without(stage.memory)
+
+    def memory_on(self, sizes: StageSizes, host: str, layers: LayerRange) -> StageMemory | None:
+        """Memory of layers on a host, whose replicas can go; None if it is too full."""
+        return memory_on(sizes, layers, self.left[host])
+
+    def is_spare(self, host: str) -> bool:
+        """Whether it holds no stage and has not just lost one, for an unknown reason."""
+        return not self.num_stages[host] and host not in self._had_stages
+
+    def take_replica(self, sizes: StageSizes, layers: LayerRange) -> StagePlacement | None:
+        """The placement of layers on a host whose replica becomes the stage; None if there is none."""
+        for replica in sorted(self.replicas, key=lambda replica: not self.is_spare(replica.host)):
+            if replica.layers == layers and self.memory_on(sizes, replica.host, layers) is not None:
+                self.replicas.remove(replica)
+                return self.take(sizes, replica.host, layers)
+        return None
+
+    def take(self, sizes: StageSizes, host: str, layers: LayerRange) -> StagePlacement:
+        """Place layers on a host, which drops as many of its replicas as it must."""
+        # A plan may have counted slightly differently; then the memory without a host is used.
+        memory = self.memory_on(sizes, host, layers) or sizes.memory(layers)
+        self.num_stages[host] += 1
+        self.left[host] = self.left[host].without(memory)
+        self.dropped += (going := self._replicas_to_drop(sizes, host, self.left[host]))
+        self.replicas = [replica for replica in self.replicas if replica not in going]
+        return StagePlacement(host, layers, memory)
+
+    def must_drop(self, sizes: StageSizes, host: str, layers: LayerRange) -> bool:
+        """Whether the layers fit only without a replica that is there."""
+        memory = self.memory_on(sizes, host, layers) or sizes.memory(layers)
+        return bool(self._replicas_to_drop(sizes, host, self.left[host].without(memory)))
+
+    def _replicas_to_drop(self, sizes: StageSizes, host: str, left: HostCapacity) -> list[Replica]:
+        going = []
+        for replica in self.replicas:
+            if replica.host != host:
+                continue
+            memory = memory_on(sizes, replica.layers, left)
+            if memory is not None:
+                left = left.without(memory)
+            else:
+                going.append(replica)
+        return going
+
+
 def replan(
     sizes: StageSizes,
     stages: Sequence[StagePlacement],
@@ -135,71 +200,6 @@ def can_replan(
     if not may_start_over:
         return False
     return find_assignment(StageTable(sizes), even_out_noise(hosts), None, lambda: True) is not None
-
-
-class _Room:
-    """Memory left on the hosts while stages are placed on them one by one."""
-
-    def __init__(
-        self,
-        hosts: Sequence[HostCapacity],
-        survivors: Iterable[StagePlacement],
-        replicas: Iterable[Replica],
-        *,
-        had_stages: Collection[str],
-    ) -> None:
-        self.hosts = {host.name: host for host in hosts}
-        self.left = dict(self.hosts)
-        self.num_stages = Counter(stage.host for stage in survivors)
-        self.replicas = [replica for replica in replicas if replica.host in self.hosts]
-        self.dropped: list[Replica] = []
-        self._had_stages = had_stages
-        for stage in survivors:
-            if stage.host in self.left:
-                self.left[stage.host] = self.left[stage.host].without(stage.memory)
-
-    def memory_on(self, sizes: StageSizes, host: str, layers: LayerRange) -> StageMemory | None:
-        """Memory of layers on a host, whose replicas can go; None if it is too full."""
-        return memory_on(sizes, layers, self.left[host])
-
-    def is_spare(self, host: str) -> bool:
-        """Whether it holds no stage and has not just lost one, for an unknown reason."""
-        return not self.num_stages[host] and host not in self._had_stages
-
-    def take_replica(self, sizes: StageSizes, layers: LayerRange) -> StagePlacement | None:
-        """The placement of layers on a host whose replica becomes the stage; None if there is none."""
-        for replica in sorted(self.replicas, key=lambda replica: not self.is_spare(replica.host)):
-            if replica.layers == layers and self.memory_on(sizes, replica.host, layers) is not None:
-                self.replicas.remove(replica)
-                return self.take(sizes, replica.host, layers)
-        return None
-
-    def take(self, sizes: StageSizes, host: str, layers: LayerRange) -> StagePlacement:
-        """Place layers on a host, which drops as many of its replicas as it must."""
-        # A plan may have counted slightly differently; then the memory without a host is used.
-        memory = self.memory_on(sizes, host, layers) or sizes.memory(layers)
-        self.num_stages[host] += 1
-        self.left[host] = self.left[host].without(memory)
-        self.dropped += (going := self._replicas_to_drop(sizes, host, self.left[host]))
-        self.replicas = [replica for replica in self.replicas if replica not in going]
-        return StagePlacement(host, layers, memory)
-
-    def must_drop(self, sizes: StageSizes, host: str, layers: LayerRange) -> bool:
-        """Whether the layers fit only without a replica that is there."""
-        memory = self.memory_on(sizes, host, layers) or sizes.memory(layers)
-        return bool(self._replicas_to_drop(sizes, host, self.left[host].without(memory)))
-
-    def _replicas_to_drop(self, sizes: StageSizes, host: str, left: HostCapacity) -> list[Replica]:
-        going = []
-        for replica in self.replicas:
-            if replica.host != host:
-                continue
-            memory = memory_on(sizes, replica.layers, left)
-            if memory is not None:
-                left = left.without(memory)
-            else:
-                going.append(replica)
-        return going
 
 
 def _placed_again(

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from mesh.placement.planner import StagePlacement
     from stages.layers import LayerRange
 
+# Of one stage: for a second loss before the first one is recovered from.
+_MOST_REPLICAS: Final = 2
+
 
 @dataclass(frozen=True)
 class Replica:
@@ -27,10 +30,6 @@ class Replica:
 
     host: str
     layers: LayerRange
-
-
-# Of one stage: for a second loss before the first one is recovered from.
-_MOST_REPLICAS: Final = 2
 
 
 def next_replica(

@@ -19,10 +19,52 @@ if TYPE_CHECKING:
     from mesh.placement.links import Links
     from mesh.placement.planner import Plan
 
-
 _MAX_EXACT: Final = 10
 # Least gain of a shorter round: two measurements of one link differ by more than less.
 LEAST_GAIN: Final = 0.05
+# A round through fewer hosts, the head among them, is the same in any order.
+_FEWEST_FOR_AN_ORDER: Final = 4
+
+
+@dataclass(frozen=True)
+class RoundTimes:
+    """Round trip times of a token on the wire, as placed and with the best order.
+
+    Attributes:
+        order: Hosts, in pipeline order.
+        order_ms: Round trip in this order.
+        best: The hosts in the best order.
+        best_ms: Round trip in that order.
+    """
+
+    order: tuple[str, ...]
+    order_ms: float
+    best: tuple[str, ...]
+    best_ms: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-serialisable."""
+        return {
+            "order": list(self.order),
+            "order_ms": self.order_ms,
+            "best": list(self.best),
+            "best_ms": self.best_ms,
+        }
+
+
+@dataclass(frozen=True)
+class OrderedPlan:
+    """A plan whose hosts are in the best order for the links.
+
+    Attributes:
+        plan: Plan of the same model on the same hosts.
+        round_ms: Round trip of a token with it.
+        as_joined_ms: Round trip with the former plan.
+    """
+
+    plan: Plan
+    round_ms: float
+    as_joined_ms: float
 
 
 def round_ms(order: Sequence[str], head: str, hop_ms: Callable[[str, str], float]) -> float:
@@ -114,36 +156,6 @@ def _sums(way: Sequence[str], hop_ms: Callable[[str, str], float]) -> tuple[list
     return list(there), list(back)
 
 
-# A round through fewer hosts, the head among them, is the same in any order.
-_FEWEST_FOR_AN_ORDER: Final = 4
-
-
-@dataclass(frozen=True)
-class RoundTimes:
-    """Round trip times of a token on the wire, as placed and with the best order.
-
-    Attributes:
-        order: Hosts, in pipeline order.
-        order_ms: Round trip in this order.
-        best: The hosts in the best order.
-        best_ms: Round trip in that order.
-    """
-
-    order: tuple[str, ...]
-    order_ms: float
-    best: tuple[str, ...]
-    best_ms: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-serialisable."""
-        return {
-            "order": list(self.order),
-            "order_ms": self.order_ms,
-            "best": list(self.best),
-            "best_ms": self.best_ms,
-        }
-
-
 def by_links(
     hosts: Sequence[HostCapacity], chosen: Iterable[str], head: str, links: Links
 ) -> list[HostCapacity]:
@@ -163,21 +175,6 @@ def round_times(order: Sequence[str], head: str, links: Links) -> RoundTimes | N
         return None
     best = best_order(hosts, head, links.hop_ms)
     return RoundTimes(hosts, round_ms(hosts, head, links.hop_ms), best, round_ms(best, head, links.hop_ms))
-
-
-@dataclass(frozen=True)
-class OrderedPlan:
-    """A plan whose hosts are in the best order for the links.
-
-    Attributes:
-        plan: Plan of the same model on the same hosts.
-        round_ms: Round trip of a token with it.
-        as_joined_ms: Round trip with the former plan.
-    """
-
-    plan: Plan
-    round_ms: float
-    as_joined_ms: float
 
 
 def hosts_of(plan: Plan) -> tuple[str, ...]:

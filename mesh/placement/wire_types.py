@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from mesh.placement.memory_estimate import StageSizes
     from mesh.placement.planner import Plan
 
+# Hidden states travel as float32 unless the operator chooses otherwise.
+HIDDEN_VALUE_BYTES: Final = 4
+
 
 @dataclass(frozen=True)
 class WireChoice:
@@ -96,10 +99,6 @@ def _choice(source: str, target: str, compute_ms: float, n_embd: int, rate: floa
         compute_ms,
         next(fitting, HiddenType.Q8),
     )
-
-
-# Hidden states travel as float32 unless the operator chooses otherwise.
-HIDDEN_VALUE_BYTES: Final = 4
 
 
 def planned_wires(

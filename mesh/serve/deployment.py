@@ -45,16 +45,15 @@ if TYPE_CHECKING:
     from mesh.serve.stage_handle import RingCredentials
     from stages.weights.virtual_stages import StageCache
 
+# A host that is gone is noticed within 4 s (see `mesh.cluster.membership_messages`). What it held may fail
+# earlier.
+_DEPARTURE_S: Final = 5.0
+# Before the next placement: time for processes that are ending, and for hosts that are lost together.
+_PAUSE_S: Final = 1.0
+# Without a change among the hosts, a placement that did not fit is tried again after this time.
+_RETRY_S: Final = 3.0
+
 log = structlog.get_logger()
-
-
-def announce_layers(head: Head, allocations: HostAllocations) -> None:
-    """Announce to every host the layers that it holds, of all models."""
-    for member in head.members:
-        held = allocations.layers_on(member.name)
-        if held != member.layers:
-            head.members.update(member.name, layers=held)
-            head.service.announce(member.name, f"layers {held}" if held else "no layers")
 
 
 class HostWatch:
@@ -96,15 +95,6 @@ class HostWatch:
                 async with asyncio.timeout(timeout_s):
                     await self.departure()
         return self.gone is not None
-
-
-# A host that is gone is noticed within 4 s (see `mesh.cluster.membership_messages`). What it held may fail
-# earlier.
-_DEPARTURE_S: Final = 5.0
-# Before the next placement: time for processes that are ending, and for hosts that are lost together.
-_PAUSE_S: Final = 1.0
-# Without a change among the hosts, a placement that did not fit is tried again after this time.
-_RETRY_S: Final = 3.0
 
 
 class ModelDeployment:
@@ -493,3 +483,12 @@ class ModelDeployment:
             log.info("phase", phase=phase, **self._log_fields)
             told = phase if self._model.load_request is None else f"{self._model.name}: {phase}"
             self._head.service.announce_to_all(told)
+
+
+def announce_layers(head: Head, allocations: HostAllocations) -> None:
+    """Announce to every host the layers that it holds, of all models."""
+    for member in head.members:
+        held = allocations.layers_on(member.name)
+        if held != member.layers:
+            head.members.update(member.name, layers=held)
+            head.service.announce(member.name, f"layers {held}" if held else "no layers")

@@ -20,8 +20,12 @@ if TYPE_CHECKING:
     from mesh.cluster.ray_driver import RayDriver
     from mesh.serve.stage_handle import StageLoss
 
-
 _MOST_FAILURES: Final = 20
+# The recovery comes first: it needs the processor.
+_DELAY_S: Final = 3.0
+_PATIENCE_S: Final = 20.0
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -90,13 +94,6 @@ class Incidents:
                 "moves": self._num_moves,
             },
         }
-
-
-log = structlog.get_logger()
-
-# The recovery comes first: it needs the processor.
-_DELAY_S: Final = 3.0
-_PATIENCE_S: Final = 20.0
 
 
 class CrashLogs:

@@ -39,45 +39,6 @@ if TYPE_CHECKING:
     from stages.transport.channels import Identity
     from stages.weights.virtual_stages import StageCache
 
-
-@contextmanager
-def token_file(path: Path | None, text: str) -> Iterator[Callable[[str], None]]:
-    """Context in which `path` holds `text`, readable by this user only; afterwards the file is removed.
-
-    The block is given a function that replaces the text.
-
-    A reader sees the whole token or no file. A token that another mesh wrote there meanwhile is kept.
-
-    Args:
-        path: Path of the file, or None for no file.
-        text: The token.
-
-    Raises:
-        ClusterError: If the file cannot be written.
-    """
-    current = text
-
-    def write(new_text: str) -> None:
-        nonlocal current
-        if path is None:
-            return
-        current = new_text
-        try:
-            write_private_file(path, f"{new_text}\n")
-        except OSError as error:
-            raise ClusterError(
-                f"cannot write the join token to {path}: {error.strerror}", param="--token-file"
-            ) from error
-
-    write(text)
-    try:
-        yield write
-    finally:
-        with contextlib.suppress(OSError):
-            if path is not None and path.read_text().strip() == current:
-                path.unlink()
-
-
 log = structlog.get_logger()
 
 
@@ -122,6 +83,44 @@ class Head:
         """Address from which a host fetches stage files, with the current credentials."""
         service = self.service
         return FetchSource(service.reached_by(member), self.authority.certificate_pem, service.fetch_secret)
+
+
+@contextmanager
+def token_file(path: Path | None, text: str) -> Iterator[Callable[[str], None]]:
+    """Context in which `path` holds `text`, readable by this user only; afterwards the file is removed.
+
+    The block is given a function that replaces the text.
+
+    A reader sees the whole token or no file. A token that another mesh wrote there meanwhile is kept.
+
+    Args:
+        path: Path of the file, or None for no file.
+        text: The token.
+
+    Raises:
+        ClusterError: If the file cannot be written.
+    """
+    current = text
+
+    def write(new_text: str) -> None:
+        nonlocal current
+        if path is None:
+            return
+        current = new_text
+        try:
+            write_private_file(path, f"{new_text}\n")
+        except OSError as error:
+            raise ClusterError(
+                f"cannot write the join token to {path}: {error.strerror}", param="--token-file"
+            ) from error
+
+    write(text)
+    try:
+        yield write
+    finally:
+        with contextlib.suppress(OSError):
+            if path is not None and path.read_text().strip() == current:
+                path.unlink()
 
 
 @asynccontextmanager

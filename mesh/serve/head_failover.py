@@ -38,94 +38,13 @@ if TYPE_CHECKING:
     from mesh.serve.stage_factory import StageMaker
     from mesh.serve.stage_handle import StageHandle
 
-
-log = structlog.get_logger()
-
 # Hosts look for the head every second or so.
 _WAIT_FOR_HOSTS_S: Final = 8.0
 _WAIT_FOR_SPARES_S: Final = 2.0
 _ANSWER_S: Final = 2.0
 _WIRES: Final = frozenset(map(str, HiddenType))
 
-
-def ring_fault(stages: Sequence[SavedStage], num_layers: int) -> str | None:
-    """Reason why recorded stages are no whole ring; None if they are one.
-
-    A ring is whole if its stages, in their order, hold each layer of the model once, in processes of their
-    own that serve, with sessions of one length.
-
-    Args:
-        stages: In pipeline order.
-        num_layers: Layers of the model.
-    """
-    held_to = 0
-    for stage in stages:
-        if stage.start > held_to:
-            break
-        if stage.start < held_to or stage.stop <= stage.start:
-            return f"{stage.actor} follows layer {held_to} and holds [{stage.start}, {stage.stop})"
-        if stage.address is None or stage.wire not in _WIRES:
-            return f"{stage.actor} does not serve in a way that is known here"
-        held_to = stage.stop
-    else:
-        if held_to > num_layers:
-            return f"they hold {held_to} layers, and the model has {num_layers}"
-        if held_to == num_layers:
-            return _common_fault(stages)
-    return f"no stage holds layer {held_to} of {num_layers}"
-
-
-def _common_fault(stages: Sequence[SavedStage]) -> str | None:
-    if len({stage.actor for stage in stages}) < len(stages):
-        return "a process is named twice"
-    if len({stage.ctx_size for stage in stages}) > 1:
-        return "their sessions differ in length"
-    return None
-
-
-def end_ring(driver: RayDriver, ring: SavedRing) -> None:
-    """End all processes of a ring that a former head recorded; those that have ended are passed over."""
-    for stage in (*ring.stages, *ring.copies):
-        _end(driver, stage.actor)
-
-
-def _end(driver: RayDriver, actor: str) -> bool:
-    """End a process; returns whether it ran."""
-    try:
-        driver.kill(driver.find(actor))
-    except MeshError as error:
-        log.debug("process_had_ended", reason=error.message)
-        return False
-    return True
-
-
-def returned_host(head: Head, stage: SavedStage) -> Member:
-    """The host of a recorded stage, in the membership in which it loaded the stage.
-
-    Raises:
-        StageFailed: If it has not returned, or the stage listens at an address that the host had before.
-    """
-    for member in head.members:
-        if member.ray_node_name == stage.ray_node:
-            if stage.address is not None and split_address(stage.address)[0] != member.address:
-                raise StageFailed(f"host {member.name} has the address {member.address} now")
-            return member
-    raise StageFailed(f"host {stage.host} has not returned")
-
-
-async def adopted(handle: StageHandle, stage: SavedStage) -> StageHandle:
-    """The handle of a stage that runs, and holds what the handle was made for. It is ended otherwise.
-
-    Raises:
-        StageFailed: With the reason why it is none.
-    """
-    try:
-        handle.adopt(stage.actor, stage.address)
-        await handle.confirm(_ANSWER_S)
-    except MeshError:
-        handle.kill()
-        raise
-    return handle
+log = structlog.get_logger()
 
 
 class Takeover:
@@ -265,10 +184,6 @@ class Takeover:
         return StagePlacement(stage.host, layers, memory or self._sizes.memory(layers))
 
 
-def _log_refusal(stage: SavedStage, error: MeshError) -> None:
-    log.warning("stage_not_taken_over", stage=stage.actor, reason=error.message)
-
-
 class RestorableModel(Protocol):
     """A model of any kind that a next head is to load again."""
 
@@ -283,6 +198,90 @@ class RestorableModel(Protocol):
     @property
     def pipeline(self) -> Pipeline:
         """Its stages and replicas."""
+
+
+def ring_fault(stages: Sequence[SavedStage], num_layers: int) -> str | None:
+    """Reason why recorded stages are no whole ring; None if they are one.
+
+    A ring is whole if its stages, in their order, hold each layer of the model once, in processes of their
+    own that serve, with sessions of one length.
+
+    Args:
+        stages: In pipeline order.
+        num_layers: Layers of the model.
+    """
+    held_to = 0
+    for stage in stages:
+        if stage.start > held_to:
+            break
+        if stage.start < held_to or stage.stop <= stage.start:
+            return f"{stage.actor} follows layer {held_to} and holds [{stage.start}, {stage.stop})"
+        if stage.address is None or stage.wire not in _WIRES:
+            return f"{stage.actor} does not serve in a way that is known here"
+        held_to = stage.stop
+    else:
+        if held_to > num_layers:
+            return f"they hold {held_to} layers, and the model has {num_layers}"
+        if held_to == num_layers:
+            return _common_fault(stages)
+    return f"no stage holds layer {held_to} of {num_layers}"
+
+
+def _common_fault(stages: Sequence[SavedStage]) -> str | None:
+    if len({stage.actor for stage in stages}) < len(stages):
+        return "a process is named twice"
+    if len({stage.ctx_size for stage in stages}) > 1:
+        return "their sessions differ in length"
+    return None
+
+
+def end_ring(driver: RayDriver, ring: SavedRing) -> None:
+    """End all processes of a ring that a former head recorded; those that have ended are passed over."""
+    for stage in (*ring.stages, *ring.copies):
+        _end(driver, stage.actor)
+
+
+def _end(driver: RayDriver, actor: str) -> bool:
+    """End a process; returns whether it ran."""
+    try:
+        driver.kill(driver.find(actor))
+    except MeshError as error:
+        log.debug("process_had_ended", reason=error.message)
+        return False
+    return True
+
+
+def returned_host(head: Head, stage: SavedStage) -> Member:
+    """The host of a recorded stage, in the membership in which it loaded the stage.
+
+    Raises:
+        StageFailed: If it has not returned, or the stage listens at an address that the host had before.
+    """
+    for member in head.members:
+        if member.ray_node_name == stage.ray_node:
+            if stage.address is not None and split_address(stage.address)[0] != member.address:
+                raise StageFailed(f"host {member.name} has the address {member.address} now")
+            return member
+    raise StageFailed(f"host {stage.host} has not returned")
+
+
+async def adopted(handle: StageHandle, stage: SavedStage) -> StageHandle:
+    """The handle of a stage that runs, and holds what the handle was made for. It is ended otherwise.
+
+    Raises:
+        StageFailed: With the reason why it is none.
+    """
+    try:
+        handle.adopt(stage.actor, stage.address)
+        await handle.confirm(_ANSWER_S)
+    except MeshError:
+        handle.kill()
+        raise
+    return handle
+
+
+def _log_refusal(stage: SavedStage, error: MeshError) -> None:
+    log.warning("stage_not_taken_over", stage=stage.actor, reason=error.message)
 
 
 def saved_model(model: RestorableModel) -> SavedModel:

@@ -23,11 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-
-log = structlog.get_logger()
-
 _OPTION: Final = "--identity"
 _FORMAT: Final = 1
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -64,19 +63,6 @@ class HeadIdentity:
             return self
         token = replace(token, secret=new_secret(), expires_at_s=int(now_s + token_lifetime_s))
         return replace(self, admissions=replace(self.admissions, token=token))
-
-
-def new_identity(now_s: float, token_lifetime_s: float) -> HeadIdentity:
-    """Identity of a new mesh.
-
-    Args:
-        now_s: Unix time.
-        token_lifetime_s: Validity of the join token.
-    """
-    certificate = make_certificate(dt.datetime.fromtimestamp(now_s, dt.UTC))
-    # The addresses are known once the service listens, and are not needed to check a host.
-    token = JoinToken((), new_secret(), certificate.fingerprint, int(now_s + token_lifetime_s))
-    return HeadIdentity(certificate, Admissions(token))
 
 
 class IdentityFile:
@@ -184,6 +170,19 @@ class IdentityFile:
                 f"user {found.st_uid}'s, with mode {stat.S_IMODE(found.st_mode):o}): remove it for a new "
                 "mesh; or, if no other user has read it, make it this user's and run `chmod 600` on it"
             )
+
+
+def new_identity(now_s: float, token_lifetime_s: float) -> HeadIdentity:
+    """Identity of a new mesh.
+
+    Args:
+        now_s: Unix time.
+        token_lifetime_s: Validity of the join token.
+    """
+    certificate = make_certificate(dt.datetime.fromtimestamp(now_s, dt.UTC))
+    # The addresses are known once the service listens, and are not needed to check a host.
+    token = JoinToken((), new_secret(), certificate.fingerprint, int(now_s + token_lifetime_s))
+    return HeadIdentity(certificate, Admissions(token))
 
 
 @contextmanager

@@ -41,10 +41,15 @@ if TYPE_CHECKING:
     from mesh.serve.head_identity import IdentityFile
     from mesh.serve.preflight import Preflight
 
+_FORMAT: Final = 1
+_VERSION: Final = TypeAdapter(dict[str, Any])
+_POLL_S: Final = 0.5
+# Longest pause between attempts to write, each twice as long as the one before.
+_LONGEST_PAUSE_S: Final = 30.0
+# Longest time that the answer to a command waits until its effect is written.
+_PATIENCE_S: Final = 10.0
 
 log = structlog.get_logger()
-
-_FORMAT: Final = 1
 
 
 @dataclass(frozen=True)
@@ -159,9 +164,7 @@ class HeadState:
         return HeadIdentity(certificate, admissions, self.join_port, self.term)
 
 
-def fingerprint(**setup: object) -> str:
-    """Hash of settings: equal if stages of two runs of `mesh serve` compute the same in the same way."""
-    return hashlib.sha256(repr(sorted(setup.items())).encode()).hexdigest()
+_CONTENT: Final = TypeAdapter(HeadState)
 
 
 class HeadStateFile:
@@ -213,57 +216,6 @@ class HeadStateFile:
         """Remove the state: there is nothing to take over."""
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
-
-
-def default_state_path(name: str, address: str, join_port: int) -> Path:
-    """Path of the state of the head with this name and address.
-
-    Args:
-        name: Name of its host.
-        address: Address for other hosts as given by the operator; empty if it was found.
-        join_port: Port as given by the operator; 0 is any.
-    """
-    file = f"head-{fingerprint(name=name, address=address, port=join_port)[:16]}.json"
-    return user_folder("XDG_STATE_HOME", ".local", "state") / "spanmesh" / file
-
-
-_CONTENT: Final = TypeAdapter(HeadState)
-_VERSION: Final = TypeAdapter(dict[str, Any])
-
-
-def _from_json(text: bytes) -> HeadState:
-    """State in a file of this format. Fields that a newer version added are left out.
-
-    Raises:
-        ValueError: If it is damaged, or has another format.
-    """
-    try:
-        if _VERSION.validate_json(text).get("format") != _FORMAT:
-            raise ValueError("it was written by another version")
-        state = _CONTENT.validate_json(text, strict=True)
-    except ValidationError as error:
-        # Not the values: the mesh's secrets are among them.
-        found = error.errors(include_url=False, include_context=False, include_input=False)
-        wrong = "; ".join(f"{'.'.join(map(str, each['loc'])) or 'file'}: {each['msg']}" for each in found[:3])
-        raise ValueError(f"it is damaged: {wrong}") from None
-    return dataclasses.replace(state, models=tuple(filter(_is_known, state.models)))
-
-
-def _is_known(model: SavedModel) -> bool:
-    """Whether this version has the options of a model."""
-    try:
-        _ = model.load_request.served_name
-    except (ValueError, InvalidRequest):
-        log.warning("model_not_restored", model=model.order.get("model"), reason="of another version")
-        return False
-    return True
-
-
-_POLL_S: Final = 0.5
-# Longest pause between attempts to write, each twice as long as the one before.
-_LONGEST_PAUSE_S: Final = 30.0
-# Longest time that the answer to a command waits until its effect is written.
-_PATIENCE_S: Final = 10.0
 
 
 class HeadStateWriter:
@@ -434,6 +386,51 @@ class HeadStateWriter:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._is_asked.wait()
+
+
+def fingerprint(**setup: object) -> str:
+    """Hash of settings: equal if stages of two runs of `mesh serve` compute the same in the same way."""
+    return hashlib.sha256(repr(sorted(setup.items())).encode()).hexdigest()
+
+
+def default_state_path(name: str, address: str, join_port: int) -> Path:
+    """Path of the state of the head with this name and address.
+
+    Args:
+        name: Name of its host.
+        address: Address for other hosts as given by the operator; empty if it was found.
+        join_port: Port as given by the operator; 0 is any.
+    """
+    file = f"head-{fingerprint(name=name, address=address, port=join_port)[:16]}.json"
+    return user_folder("XDG_STATE_HOME", ".local", "state") / "spanmesh" / file
+
+
+def _from_json(text: bytes) -> HeadState:
+    """State in a file of this format. Fields that a newer version added are left out.
+
+    Raises:
+        ValueError: If it is damaged, or has another format.
+    """
+    try:
+        if _VERSION.validate_json(text).get("format") != _FORMAT:
+            raise ValueError("it was written by another version")
+        state = _CONTENT.validate_json(text, strict=True)
+    except ValidationError as error:
+        # Not the values: the mesh's secrets are among them.
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        wrong = "; ".join(f"{'.'.join(map(str, each['loc'])) or 'file'}: {each['msg']}" for each in found[:3])
+        raise ValueError(f"it is damaged: {wrong}") from None
+    return dataclasses.replace(state, models=tuple(filter(_is_known, state.models)))
+
+
+def _is_known(model: SavedModel) -> bool:
+    """Whether this version has the options of a model."""
+    try:
+        _ = model.load_request.served_name
+    except (ValueError, InvalidRequest):
+        log.warning("model_not_restored", model=model.order.get("model"), reason="of another version")
+        return False
+    return True
 
 
 def _settle(asked: asyncio.Future[bool], *, is_written: bool) -> None:

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from mesh.serve.failures import Incidents
     from mesh.serve.pipeline import Pipeline
 
-log = structlog.get_logger()
-
 # Longest time that a leaving host waits if no other host can hold its layers: another one may join.
 _STUCK_S: Final = 15.0
 # Hosts that are to leave are looked at when a host changes, and at least at this interval.
 _POLL_S: Final = 1.0
 _EVICTED: Final = StageLoss("its host was evicted")
+
+log = structlog.get_logger()
 
 
 class HostDraining:

@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from mesh.cluster.ray_driver import RayDriver
     from mesh.serve.pipeline import Pipeline
 
-
-log = structlog.get_logger()
-
 # Files are read whole: minutes for large stages on slow disks.
 _EXAMINATION_PATIENCE_S: Final = 600.0
 _NUM_CLOCKS: Final = 5
+# A process starts within a few seconds; a part of a stage is loaded and timed within a few more.
+_PROFILE_PATIENCE_S: Final = 90.0
+
+log = structlog.get_logger()
 
 
 class HostReports:
@@ -83,22 +84,6 @@ class HostReports:
                 self._driver.kill(actor)
         log.warning("host_not_examined", host=member.name, reason=failure)
         return {"host": member.name, "look": None, "failure": failure}
-
-
-async def _clock(actor: Any, host: str) -> tuple[float, float]:
-    """Offset of the host's clock, by the quickest of some queries, and half its round trip: the error."""
-    asked = []
-    for _ in range(_NUM_CLOCKS):
-        before_s, start_s = time.time(), time.perf_counter()
-        there_s = await result_of(actor.clock_s.remote(), host)
-        took_s = time.perf_counter() - start_s
-        asked.append((took_s / 2, there_s - before_s - took_s / 2))
-    doubt_s, ahead_s = min(asked)
-    return ahead_s * 1e3, doubt_s * 1e3
-
-
-# A process starts within a few seconds; a part of a stage is loaded and timed within a few more.
-_PROFILE_PATIENCE_S: Final = 90.0
 
 
 class StageProfiles:
@@ -189,3 +174,15 @@ class Inspection:
                 if handle.config.whole is None:
                     files.setdefault(handle.member.name, []).append(handle.config.sha256)
         return await self._host_reports.run({host: sorted(set(hashes)) for host, hashes in files.items()})
+
+
+async def _clock(actor: Any, host: str) -> tuple[float, float]:
+    """Offset of the host's clock, by the quickest of some queries, and half its round trip: the error."""
+    asked = []
+    for _ in range(_NUM_CLOCKS):
+        before_s, start_s = time.time(), time.perf_counter()
+        there_s = await result_of(actor.clock_s.remote(), host)
+        took_s = time.perf_counter() - start_s
+        asked.append((took_s / 2, there_s - before_s - took_s / 2))
+    doubt_s, ahead_s = min(asked)
+    return ahead_s * 1e3, doubt_s * 1e3

@@ -54,65 +54,11 @@ if TYPE_CHECKING:
     from mesh.serve.served_model import ServedModel
     from mesh.util.tasks import Interruption
 
+# Time for which the address may be away, as while a wireless network is lost.
+_ADDRESS_PATIENCE_S: Final = 4.0
+_WATCH_S: Final = 1.0
 
-async def serve_mesh(options: HeadOptions, known: Preflight, interruption: Interruption) -> None:
-    """Serve until interrupted. However it ends, no process that it started is left.
-
-    Args:
-        options: Options of the command line.
-        known: Results of the checks before the start.
-        interruption: Signal handler that cancels this.
-
-    Raises:
-        MeshError: If the model cannot be served; the message gives the reason and the remedy.
-    """
-    given, options = options, fitted_to(options, known.model)
-    first = new_model(model_name(options.model), options, known)
-    cache = StageCache()
-    tracer = open_tracer()
-    backends = Backends(backend_of(first, _api_context(first.state)))
-    await backends.first.texts.check(backends.first.now())
-    shared_body_pool().start()
-    # What is there by now stays, and need not be looked through each time that garbage is collected.
-    gc.collect()
-    gc.freeze()
-    app = create_app(backends, api_keys=known.api_keys, cors_origins=options.cors_origins, tracer=tracer)
-    with (
-        closing(tracer),
-        # An identity that is refused is no reason to load a draft model.
-        open_identity(options.identity_path) as identity_file,
-        open_proposers(options, known) as proposers,
-        open_head_state(options, identity_file) as state_writer,
-    ):
-        former = state_writer.former
-        identity = starting_identity(
-            identity_file,
-            None if former is None else former.identity,
-            term=state_writer.term,
-            now_s=time.time(),
-            token_lifetime_s=options.token_hours * 3600,
-        )
-        async with (
-            serve_api(app, options.host, options.port, is_insecure=options.insecure) as url,
-            open_head(options, known.facts, cache, interruption, identity=identity, former=former) as head,
-            announced(heads_found(options.name, head.service.token), is_wanted=options.discoverable),
-        ):
-            mesh = _Mesh(
-                given,
-                first,
-                head,
-                cache,
-                ApiModelRegistry(backends),
-                state_writer=state_writer,
-                proposers=proposers,
-            )
-
-            def on_served() -> None:
-                mesh.models.first_serves()
-                print_served(options, first.state, url, head)
-
-            with _address_watched(head, options):
-                await mesh.run(on_served)
+log = structlog.get_logger()
 
 
 class _Mesh:
@@ -228,6 +174,66 @@ class _Mesh:
         self._head.write_token(self._head.token)
 
 
+async def serve_mesh(options: HeadOptions, known: Preflight, interruption: Interruption) -> None:
+    """Serve until interrupted. However it ends, no process that it started is left.
+
+    Args:
+        options: Options of the command line.
+        known: Results of the checks before the start.
+        interruption: Signal handler that cancels this.
+
+    Raises:
+        MeshError: If the model cannot be served; the message gives the reason and the remedy.
+    """
+    given, options = options, fitted_to(options, known.model)
+    first = new_model(model_name(options.model), options, known)
+    cache = StageCache()
+    tracer = open_tracer()
+    backends = Backends(backend_of(first, _api_context(first.state)))
+    await backends.first.texts.check(backends.first.now())
+    shared_body_pool().start()
+    # What is there by now stays, and need not be looked through each time that garbage is collected.
+    gc.collect()
+    gc.freeze()
+    app = create_app(backends, api_keys=known.api_keys, cors_origins=options.cors_origins, tracer=tracer)
+    with (
+        closing(tracer),
+        # An identity that is refused is no reason to load a draft model.
+        open_identity(options.identity_path) as identity_file,
+        open_proposers(options, known) as proposers,
+        open_head_state(options, identity_file) as state_writer,
+    ):
+        former = state_writer.former
+        identity = starting_identity(
+            identity_file,
+            None if former is None else former.identity,
+            term=state_writer.term,
+            now_s=time.time(),
+            token_lifetime_s=options.token_hours * 3600,
+        )
+        async with (
+            serve_api(app, options.host, options.port, is_insecure=options.insecure) as url,
+            open_head(options, known.facts, cache, interruption, identity=identity, former=former) as head,
+            announced(heads_found(options.name, head.service.token), is_wanted=options.discoverable),
+        ):
+            mesh = _Mesh(
+                given,
+                first,
+                head,
+                cache,
+                ApiModelRegistry(backends),
+                state_writer=state_writer,
+                proposers=proposers,
+            )
+
+            def on_served() -> None:
+                mesh.models.first_serves()
+                print_served(options, first.state, url, head)
+
+            with _address_watched(head, options):
+                await mesh.run(on_served)
+
+
 def _on_demand(
     options: HeadOptions,
     first: ServedModel,
@@ -270,13 +276,6 @@ def _api_context(state: MeshState) -> ApiContext:
 async def _watch_ray(head: Head) -> NoReturn:
     await head.node.ended()
     raise ClusterError("the head's Ray node ended; see what else runs on this host and start again")
-
-
-log = structlog.get_logger()
-
-# Time for which the address may be away, as while a wireless network is lost.
-_ADDRESS_PATIENCE_S: Final = 4.0
-_WATCH_S: Final = 1.0
 
 
 @contextmanager

@@ -43,12 +43,11 @@ if TYPE_CHECKING:
     from mesh.serve.served_model import ServedModel
     from stages.weights.virtual_stages import StageCache
 
-
-log = structlog.get_logger()
-
 _RETRY_AFTER_S: Final = 2
 # A restored model that finds no room is tried again when hosts change, or after this time.
 _TRY_AGAIN_S: Final = 10.0
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -433,6 +432,31 @@ class ModelRegistry:
             end_ring(self._head.driver, former)
 
 
+class ApiModelRegistry:
+    """Models of the API besides the first.
+
+    Args:
+        backends: Backends of the API.
+    """
+
+    def __init__(self, backends: Backends) -> None:
+        self._backends = backends
+
+    async def add(self, model: ServedModel) -> None:
+        """Route requests that name the model to it; while it loads they get 503."""
+        backend = backend_of(model, self._backends.first.api)
+        await backend.texts.check(backend.now())
+        self._backends.add(backend)
+
+    def add_embeddings(self, backend: EmbeddingBackend) -> None:
+        """Route requests for vectors that name the model to it; while it loads they get 503."""
+        self._backends.embeddings.add(backend)
+
+    def remove(self, name: str) -> None:
+        """Stop routing requests to the model. Later calls have no effect."""
+        self._backends.remove(name)
+
+
 def _description(model: ServedModel | EmbeddingModel) -> dict[str, Any]:
     """Stages of a model that answers, JSON-serialisable."""
     return {
@@ -469,28 +493,3 @@ def _fail(slot: _Slot, error: MeshError) -> None:
         slot.settled.set_exception(error)
         # The client that waited may have disconnected.
         slot.settled.exception()
-
-
-class ApiModelRegistry:
-    """Models of the API besides the first.
-
-    Args:
-        backends: Backends of the API.
-    """
-
-    def __init__(self, backends: Backends) -> None:
-        self._backends = backends
-
-    async def add(self, model: ServedModel) -> None:
-        """Route requests that name the model to it; while it loads they get 503."""
-        backend = backend_of(model, self._backends.first.api)
-        await backend.texts.check(backend.now())
-        self._backends.add(backend)
-
-    def add_embeddings(self, backend: EmbeddingBackend) -> None:
-        """Route requests for vectors that name the model to it; while it loads they get 503."""
-        self._backends.embeddings.add(backend)
-
-    def remove(self, name: str) -> None:
-        """Stop routing requests to the model. Later calls have no effect."""
-        self._backends.remove(name)

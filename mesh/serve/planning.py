@@ -38,87 +38,17 @@ if TYPE_CHECKING:
     from mesh.serve.head import Head
     from mesh.serve.preflight import Preflight
 
+# A good plan is found in a fraction of this time; the search for a better one ends here.
+_MOST_S: Final = 2.0
+# Round trips of each size on each link before the stages are placed.
+_NUM_PROBES: Final = 6
+# Sent over each link for its bandwidth: more than fits into the first round trips of a connection.
+_BULK_BYTES: Final = 256 * 1024
 
 log = structlog.get_logger()
 
 Inputs = TypeVar("Inputs")
 Result = TypeVar("Result")
-
-# A good plan is found in a fraction of this time; the search for a better one ends here.
-_MOST_S: Final = 2.0
-
-
-async def plan_in_thread(
-    make: Callable[[Callable[[], bool]], Result], *, clock_s: Callable[[], float] = time.monotonic
-) -> Result:
-    """Make a plan in a thread of its own, which ends soon after a cancellation.
-
-    Args:
-        make: Makes it; gets what it should ask whether its time is up, see `mesh.placement.planner.plan`.
-        clock_s: Monotonic, seconds.
-
-    Raises:
-        MeshError: What `make` raises.
-    """
-    work = CancellableWork()
-    until_s = clock_s() + _MOST_S
-
-    def is_time_up() -> bool:
-        work.check()
-        return clock_s() >= until_s
-
-    return await work.run(lambda: make(is_time_up))
-
-
-async def settled_plan(
-    look: Callable[[], Inputs],
-    make: Callable[[Inputs, Callable[[], bool]], Result],
-    holds: Callable[[Inputs, Inputs, Result], bool],
-) -> Result:
-    """A plan that holds at the moment when this returns; the caller is to note it before it awaits anything.
-
-    As long as what there is changes while a plan is made, it is made again.
-
-    Args:
-        look: What there is now, as a frozen snapshot.
-        make: Makes a plan of that, in a thread; see `plan_in_thread`.
-        holds: Whether a plan that was made of the first holds for the second, too.
-
-    Raises:
-        ModelDoesNotFit: With what is needed and what each host has, as it is now.
-        NotEnoughHosts: If there is no host, as it is now.
-    """
-    while True:
-        before = look()
-        try:
-            found = await plan_in_thread(partial(make, before))
-        except (ModelDoesNotFit, NotEnoughHosts):
-            if look() == before:
-                raise
-        else:
-            if holds(before, look(), found):
-                return found
-        log.info("planned_again", reason="hosts or stages changed meanwhile")
-
-
-def is_room_as_before(
-    before: Sequence[HostCapacity], now: Sequence[HostCapacity], counted_on: Iterable[str]
-) -> bool:
-    """Whether hosts give what they gave.
-
-    Args:
-        before: Hosts at one moment.
-        now: Hosts at another.
-        counted_on: Names of those that matter.
-    """
-    then, left = ({host.name: host for host in hosts} for hosts in (before, now))
-    return all(name in then and then[name] == left.get(name) for name in counted_on)
-
-
-# Round trips of each size on each link before the stages are placed.
-_NUM_PROBES: Final = 6
-# Sent over each link for its bandwidth: more than fits into the first round trips of a connection.
-_BULK_BYTES: Final = 256 * 1024
 
 
 @dataclass(frozen=True)
@@ -254,6 +184,73 @@ class InitialPlacement:
         )
         log.info("wires_chosen", links=[choice.as_dict() for choice in choices if choice is not None])
         return tuple(HiddenType.F32 if choice is None else choice.proposed for choice in choices)
+
+
+async def plan_in_thread(
+    make: Callable[[Callable[[], bool]], Result], *, clock_s: Callable[[], float] = time.monotonic
+) -> Result:
+    """Make a plan in a thread of its own, which ends soon after a cancellation.
+
+    Args:
+        make: Makes it; gets what it should ask whether its time is up, see `mesh.placement.planner.plan`.
+        clock_s: Monotonic, seconds.
+
+    Raises:
+        MeshError: What `make` raises.
+    """
+    work = CancellableWork()
+    until_s = clock_s() + _MOST_S
+
+    def is_time_up() -> bool:
+        work.check()
+        return clock_s() >= until_s
+
+    return await work.run(lambda: make(is_time_up))
+
+
+async def settled_plan(
+    look: Callable[[], Inputs],
+    make: Callable[[Inputs, Callable[[], bool]], Result],
+    holds: Callable[[Inputs, Inputs, Result], bool],
+) -> Result:
+    """A plan that holds at the moment when this returns; the caller is to note it before it awaits anything.
+
+    As long as what there is changes while a plan is made, it is made again.
+
+    Args:
+        look: What there is now, as a frozen snapshot.
+        make: Makes a plan of that, in a thread; see `plan_in_thread`.
+        holds: Whether a plan that was made of the first holds for the second, too.
+
+    Raises:
+        ModelDoesNotFit: With what is needed and what each host has, as it is now.
+        NotEnoughHosts: If there is no host, as it is now.
+    """
+    while True:
+        before = look()
+        try:
+            found = await plan_in_thread(partial(make, before))
+        except (ModelDoesNotFit, NotEnoughHosts):
+            if look() == before:
+                raise
+        else:
+            if holds(before, look(), found):
+                return found
+        log.info("planned_again", reason="hosts or stages changed meanwhile")
+
+
+def is_room_as_before(
+    before: Sequence[HostCapacity], now: Sequence[HostCapacity], counted_on: Iterable[str]
+) -> bool:
+    """Whether hosts give what they gave.
+
+    Args:
+        before: Hosts at one moment.
+        now: Hosts at another.
+        counted_on: Names of those that matter.
+    """
+    then, left = ({host.name: host for host in hosts} for hosts in (before, now))
+    return all(name in then and then[name] == left.get(name) for name in counted_on)
 
 
 def _holds(before: Sequence[HostCapacity], now: Sequence[HostCapacity], found: InitialPlan) -> bool:

@@ -39,36 +39,10 @@ if TYPE_CHECKING:
     from mesh.placement.host_capacity import HostCapacity
     from stages.weights.hashing import FileStamp
 
-
 # The last line is searched in this many bytes first: the file grows while a benchmark runs.
 _TAIL_BYTES: Final = 1 << 20
 # With more than the fewest positions a draft model takes at most this part of its host's memory.
 _DRAFT_PART: Final = 8
-
-
-def latest_answer(path: Path) -> tuple[int, ...]:
-    """Token ids of the last recorded answer: `{"tokens": [1, 2, 3]}`; empty if the file is.
-
-    Raises:
-        ClusterError: If the file cannot be read, or its last line is something else.
-    """
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError as error:
-        raise ClusterError(f"cannot read {path}: {error.strerror}", param="replay-file") from None
-    if not lines:
-        return ()
-    try:
-        return tuple(int(token) for token in json.loads(lines[-1])["tokens"])
-    except (ValueError, TypeError, KeyError):
-        raise ClusterError(
-            f'the last line of {path} records no answer: write it like {{"tokens": [1, 2, 3]}}',
-            param="replay-file",
-        ) from None
-
 
 log = structlog.get_logger()
 
@@ -101,6 +75,30 @@ class Preflight:
     text_bytes: int = 0
     draft_ctx_size: int = 0
     drafter: Drafter | None = None
+
+
+def latest_answer(path: Path) -> tuple[int, ...]:
+    """Token ids of the last recorded answer: `{"tokens": [1, 2, 3]}`; empty if the file is.
+
+    Raises:
+        ClusterError: If the file cannot be read, or its last line is something else.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError as error:
+        raise ClusterError(f"cannot read {path}: {error.strerror}", param="replay-file") from None
+    if not lines:
+        return ()
+    try:
+        return tuple(int(token) for token in json.loads(lines[-1])["tokens"])
+    except (ValueError, TypeError, KeyError):
+        raise ClusterError(
+            f'the last line of {path} records no answer: write it like {{"tokens": [1, 2, 3]}}',
+            param="replay-file",
+        ) from None
 
 
 def check(options: HeadOptions) -> Preflight:

@@ -35,8 +35,56 @@ if TYPE_CHECKING:
     from speculative.draft.context import DraftOptions
     from speculative.proposer import Proposer
 
-
 log = structlog.get_logger()
+
+
+class Proposers:
+    """Factory of the proposers for each request, cheapest first.
+
+    Args:
+        mode: Proposers that are allowed.
+        draft: The draft model, or None.
+        feature_needs: Hidden states that it reads; None if it reads none.
+        replay_path: File of recorded answers, of which the last is replayed; or None.
+        replay_rates: See `speculative.lookup_proposers.ReplayProposer`.
+        keeps_history: Whether earlier answers to the same API key are proposed again.
+    """
+
+    def __init__(
+        self,
+        mode: SpeculationMode,
+        *,
+        draft: DraftModel | FeatureModel | None = None,
+        feature_needs: FeatureNeeds | None = None,
+        replay_path: Path | None = None,
+        replay_rates: tuple[float, ...] = (),
+        keeps_history: bool = False,
+    ) -> None:
+        self._mode = mode
+        self._draft = draft
+        self.feature_needs = feature_needs
+        self._replay_path = replay_path
+        self._replay_rates = replay_rates
+        self._histories = Histories() if keeps_history else None
+
+    def __call__(self, request: GenerationRequest) -> list[Proposer]:
+        """New proposers for one session; empty if none are allowed."""
+        mode = narrower(self._mode, request.speculation.mode)
+        proposers: list[Proposer] = []
+        if mode == "replay" and self._replay_path is not None:
+            proposers.append(ReplayProposer(latest_answer(self._replay_path), self._replay_rates))
+        if mode in {"auto", "ngram"}:
+            if request.prediction:
+                proposers.append(PredictionProposer(request.prediction))
+            if self._histories is not None and request.history_key is not None:
+                proposers.append(self._histories.open(request.history_key))
+            proposers.append(NgramProposer())
+        if mode in {"auto", "draft"} and self._draft is not None and self._draft.is_alive:
+            # The target's own sampler and seed: draft and target then sample differently only where they
+            # disagree.
+            sampler = Sampler(request.sampling, len(request.prompt))
+            proposers.append(self._draft.open(sampler.sample, request.client))
+        return proposers
 
 
 def load_draft(
@@ -110,55 +158,6 @@ def load_feature_drafter(
         ms_per_token=round(model.draft_ms_per_token, 2),
     )
     return model
-
-
-class Proposers:
-    """Factory of the proposers for each request, cheapest first.
-
-    Args:
-        mode: Proposers that are allowed.
-        draft: The draft model, or None.
-        feature_needs: Hidden states that it reads; None if it reads none.
-        replay_path: File of recorded answers, of which the last is replayed; or None.
-        replay_rates: See `speculative.lookup_proposers.ReplayProposer`.
-        keeps_history: Whether earlier answers to the same API key are proposed again.
-    """
-
-    def __init__(
-        self,
-        mode: SpeculationMode,
-        *,
-        draft: DraftModel | FeatureModel | None = None,
-        feature_needs: FeatureNeeds | None = None,
-        replay_path: Path | None = None,
-        replay_rates: tuple[float, ...] = (),
-        keeps_history: bool = False,
-    ) -> None:
-        self._mode = mode
-        self._draft = draft
-        self.feature_needs = feature_needs
-        self._replay_path = replay_path
-        self._replay_rates = replay_rates
-        self._histories = Histories() if keeps_history else None
-
-    def __call__(self, request: GenerationRequest) -> list[Proposer]:
-        """New proposers for one session; empty if none are allowed."""
-        mode = narrower(self._mode, request.speculation.mode)
-        proposers: list[Proposer] = []
-        if mode == "replay" and self._replay_path is not None:
-            proposers.append(ReplayProposer(latest_answer(self._replay_path), self._replay_rates))
-        if mode in {"auto", "ngram"}:
-            if request.prediction:
-                proposers.append(PredictionProposer(request.prediction))
-            if self._histories is not None and request.history_key is not None:
-                proposers.append(self._histories.open(request.history_key))
-            proposers.append(NgramProposer())
-        if mode in {"auto", "draft"} and self._draft is not None and self._draft.is_alive:
-            # The target's own sampler and seed: draft and target then sample differently only where they
-            # disagree.
-            sampler = Sampler(request.sampling, len(request.prompt))
-            proposers.append(self._draft.open(sampler.sample, request.client))
-        return proposers
 
 
 @contextmanager

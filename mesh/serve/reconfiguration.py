@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from stages.runtime.process_memory import StageMemory
     from stages.transport.hidden_codec import HiddenType
 
-
 log = structlog.get_logger()
 
 
@@ -216,19 +215,6 @@ class PlacementExecutor:
             if member.name in hosts
             for evictable in self._allocation.evictable_replicas(member)
         ]
-
-
-def _is_new(new: NewStage) -> bool:
-    return new.kept is None and not new.is_replica
-
-
-def _present(members: Mapping[str, Member], new: NewStage) -> Member:
-    member = members.get(new.placement.host)
-    if member is None:
-        raise ClusterError(
-            f"host {new.placement.host}, which was to hold layers {new.placement.layers}, left"
-        )
-    return member
 
 
 class RingCutover:
@@ -407,6 +393,19 @@ class RecoveryContext:
     def wires(self, decision: Replan) -> tuple[HiddenType, ...]:
         """Formats on the wire of a ring to be: as they were behind the same layers."""
         return tuple(self.pipeline.wire_behind(new.placement.layers) for new in decision.stages)
+
+
+def _is_new(new: NewStage) -> bool:
+    return new.kept is None and not new.is_replica
+
+
+def _present(members: Mapping[str, Member], new: NewStage) -> Member:
+    member = members.get(new.placement.host)
+    if member is None:
+        raise ClusterError(
+            f"host {new.placement.host}, which was to hold layers {new.placement.layers}, left"
+        )
+    return member
 
 
 def make_recovery_context(

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from mesh.serve.reconfiguration import RecoveryContext
     from mesh.serve.stage_handle import StageHandle, StageLoss
 
-
 # Timeout of the ping to a stage that already left the ring's pings unanswered for more than a second.
 _SILENT_S: Final = 0.4
 # Timeout for other suspects. A running process answers within milliseconds, on a busy machine within
@@ -29,6 +28,16 @@ _SILENT_S: Final = 0.4
 _SUSPECT_S: Final = 0.7
 # Timeout for the rest: waiting costs less than loading a stage that still runs.
 _OTHERS_S: Final = 2.0
+# After a failed attempt: time for processes that are ending, longer after each attempt.
+_FIRST_PAUSE_S: Final = 0.3
+_MOST_PAUSE_S: Final = 3.0
+# A host that failed this often during one recovery is left out until the next one.
+_MOST_STRIKES: Final = 2
+# Without a change among the hosts a placement is tried again after this time.
+_RETRY_S: Final = 3.0
+_RETRY_AFTER_S: Final = 10
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -44,66 +53,6 @@ class SurvivorReport:
     lost: Mapping[int, StageLoss]
     dead_replicas: tuple[StageHandle, ...]
     hosts: frozenset[str]
-
-
-async def probe_survivors(
-    pipeline: Pipeline,
-    loss: RingLoss,
-    members: Collection[Member],
-    is_there: Callable[[Member, float], Awaitable[bool]],
-) -> SurvivorReport:
-    """Ping stages and hosts; takes as long as the slowest answer or the shortest timeout that expires.
-
-    Args:
-        pipeline: Stages and replicas.
-        loss: Loss of the ring, with its suspects.
-        members: Hosts.
-        is_there: Whether a host answers within some seconds.
-    """
-    suspects, silent = _hosts(pipeline, loss.suspects), _hosts(pipeline, loss.silent)
-
-    def patience_s(host: str, innocent_s: float) -> float:
-        if host in silent:
-            return _SILENT_S
-        return _SUSPECT_S if host in suspects else innocent_s
-
-    handles = {
-        index: pipeline_stage.handle
-        for index, pipeline_stage in enumerate(pipeline.stages)
-        if pipeline_stage.handle is not None
-    }
-    losses, replicas, hosts = await asyncio.gather(
-        asyncio.gather(*(stage.loss(patience_s(stage.member.name, _OTHERS_S)) for stage in handles.values())),
-        asyncio.gather(
-            *(replica.loss(patience_s(replica.member.name, _SUSPECT_S)) for replica in pipeline.replicas)
-        ),
-        asyncio.gather(*(is_there(member, patience_s(member.name, _OTHERS_S)) for member in members)),
-    )
-    return SurvivorReport(
-        lost={index: loss for index, loss in zip(handles, losses, strict=True) if loss is not None},
-        dead_replicas=tuple(
-            replica for replica, loss in zip(pipeline.replicas, replicas, strict=True) if loss is not None
-        ),
-        hosts=frozenset(member.name for member, there in zip(members, hosts, strict=True) if there),
-    )
-
-
-def _hosts(pipeline: Pipeline, stages: Collection[int]) -> frozenset[str]:
-    return frozenset(
-        pipeline.stages[index].placement.host for index in stages if index < len(pipeline.stages)
-    )
-
-
-log = structlog.get_logger()
-
-# After a failed attempt: time for processes that are ending, longer after each attempt.
-_FIRST_PAUSE_S: Final = 0.3
-_MOST_PAUSE_S: Final = 3.0
-# A host that failed this often during one recovery is left out until the next one.
-_MOST_STRIKES: Final = 2
-# Without a change among the hosts a placement is tried again after this time.
-_RETRY_S: Final = 3.0
-_RETRY_AFTER_S: Final = 10
 
 
 class RingRepair:
@@ -216,3 +165,51 @@ class RingRepair:
         self._on_waiting(error)
         if context.nodes_ready == hosts:
             await context.members.change_within(_RETRY_S)
+
+
+async def probe_survivors(
+    pipeline: Pipeline,
+    loss: RingLoss,
+    members: Collection[Member],
+    is_there: Callable[[Member, float], Awaitable[bool]],
+) -> SurvivorReport:
+    """Ping stages and hosts; takes as long as the slowest answer or the shortest timeout that expires.
+
+    Args:
+        pipeline: Stages and replicas.
+        loss: Loss of the ring, with its suspects.
+        members: Hosts.
+        is_there: Whether a host answers within some seconds.
+    """
+    suspects, silent = _hosts(pipeline, loss.suspects), _hosts(pipeline, loss.silent)
+
+    def patience_s(host: str, innocent_s: float) -> float:
+        if host in silent:
+            return _SILENT_S
+        return _SUSPECT_S if host in suspects else innocent_s
+
+    handles = {
+        index: pipeline_stage.handle
+        for index, pipeline_stage in enumerate(pipeline.stages)
+        if pipeline_stage.handle is not None
+    }
+    losses, replicas, hosts = await asyncio.gather(
+        asyncio.gather(*(stage.loss(patience_s(stage.member.name, _OTHERS_S)) for stage in handles.values())),
+        asyncio.gather(
+            *(replica.loss(patience_s(replica.member.name, _SUSPECT_S)) for replica in pipeline.replicas)
+        ),
+        asyncio.gather(*(is_there(member, patience_s(member.name, _OTHERS_S)) for member in members)),
+    )
+    return SurvivorReport(
+        lost={index: loss for index, loss in zip(handles, losses, strict=True) if loss is not None},
+        dead_replicas=tuple(
+            replica for replica, loss in zip(pipeline.replicas, replicas, strict=True) if loss is not None
+        ),
+        hosts=frozenset(member.name for member, there in zip(members, hosts, strict=True) if there),
+    )
+
+
+def _hosts(pipeline: Pipeline, stages: Collection[int]) -> frozenset[str]:
+    return frozenset(
+        pipeline.stages[index].placement.host for index in stages if index < len(pipeline.stages)
+    )

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from mesh.serve.stage_factory import StageMaker
     from mesh.serve.stage_handle import StageHandle
 
-log = structlog.get_logger()
-
 # Interval of the pings to replicas, which also show them that the head is alive: a replica without any
 # contact ends itself after some time.
 _CHECK_S: Final = 5.0
@@ -38,6 +36,8 @@ _PATIENCE_S: Final = 5.0
 _RETRY_S: Final = 60.0
 # Right after a recovery sessions replay: no process should start then and take their processors.
 _CALM_S: Final = 4.0
+
+log = structlog.get_logger()
 
 
 class ReplicaManager:

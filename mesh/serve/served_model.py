@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from mesh.options.model import LoadRequest
     from mesh.serve.preflight import Preflight
 
+_POLL_S: Final = 0.1
+
+log = structlog.get_logger()
+
 
 @dataclass(frozen=True, eq=False)
 class ServedModel:
@@ -100,11 +104,6 @@ def backend_of(model: ServedModel, api: ApiContext) -> Backend:
         num_slots=model.known.workload.num_slots,
         stage_counts=lambda: stage_counts(engine),
     )
-
-
-log = structlog.get_logger()
-
-_POLL_S: Final = 0.1
 
 
 async def drained(model: ServedModel, wait_s: float) -> int:

@@ -37,35 +37,7 @@ if TYPE_CHECKING:
     from stages.weights.recipe import Recipe
     from stages.weights.virtual_stages import StageCache
 
-
-async def describe_stages(cache: StageCache, model: Path, parts: Sequence[LayerRange]) -> tuple[Recipe, ...]:
-    """Recipes of these layers, one after the other; hashes are computed once.
-
-    Raises:
-        ModelError: See `StageCache.describe`.
-    """
-    recipes = []
-    with progress_bars() as bars:
-        for layers in parts:
-            bar = bars.add(f"hashing layers {layers}")
-            recipes.append(await described(partial(cache.describe, model, layers), bar))
-    return tuple(recipes)
-
-
-async def described(work: Callable[..., Recipe], bar: ProgressTask) -> Recipe:
-    """Result of work that hashes, with progress; in a thread.
-
-    Args:
-        work: Takes `progress`, which it calls with bytes hashed and bytes in all.
-        bar: Progress bar.
-    """
-    hashing = CancellableWork()
-
-    def on_bytes(done_bytes: int, total_bytes: int) -> None:
-        hashing.check()
-        bar(done_bytes / total_bytes if total_bytes else 1.0)
-
-    return await hashing.run(partial(work, progress=on_bytes))
+log = structlog.get_logger()
 
 
 class ServedFiles:
@@ -285,17 +257,6 @@ class StageMaker:
         return replace(source, model=self._cache.known_files(recipe.sha256))
 
 
-def _on_gpus(stages: Sequence[StageMemory]) -> dict[str, int]:
-    """Memory of stages on each GPU, summed."""
-    taken = Counter[str]()
-    for stage in stages:
-        taken.update({share.device: share.total_bytes for share in stage.gpus})
-    return dict(taken)
-
-
-log = structlog.get_logger()
-
-
 class Transfers:
     """Weights sent to hosts, summed by host."""
 
@@ -317,3 +278,41 @@ class Transfers:
     def of(self, host: str) -> Transfer:
         """Sum of all transfers to a host."""
         return self._by_host.get(host, Transfer())
+
+
+async def describe_stages(cache: StageCache, model: Path, parts: Sequence[LayerRange]) -> tuple[Recipe, ...]:
+    """Recipes of these layers, one after the other; hashes are computed once.
+
+    Raises:
+        ModelError: See `StageCache.describe`.
+    """
+    recipes = []
+    with progress_bars() as bars:
+        for layers in parts:
+            bar = bars.add(f"hashing layers {layers}")
+            recipes.append(await described(partial(cache.describe, model, layers), bar))
+    return tuple(recipes)
+
+
+async def described(work: Callable[..., Recipe], bar: ProgressTask) -> Recipe:
+    """Result of work that hashes, with progress; in a thread.
+
+    Args:
+        work: Takes `progress`, which it calls with bytes hashed and bytes in all.
+        bar: Progress bar.
+    """
+    hashing = CancellableWork()
+
+    def on_bytes(done_bytes: int, total_bytes: int) -> None:
+        hashing.check()
+        bar(done_bytes / total_bytes if total_bytes else 1.0)
+
+    return await hashing.run(partial(work, progress=on_bytes))
+
+
+def _on_gpus(stages: Sequence[StageMemory]) -> dict[str, int]:
+    """Memory of stages on each GPU, summed."""
+    taken = Counter[str]()
+    for stage in stages:
+        taken.update({share.device: share.total_bytes for share in stage.gpus})
+    return dict(taken)

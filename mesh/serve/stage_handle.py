@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from stages.transport.hidden_codec import HiddenType
     from stages.weights.assembly import Transfer
 
-
-log = structlog.get_logger()
-
 _POLL_S: Final = 0.25
 # A process starts within a few seconds, on a busy host within tens of them.
 _START_S: Final = 60.0
@@ -40,6 +37,8 @@ _SILENCE_S: Final = 15.0
 # Wiring is a few messages. A stage that takes longer is frozen or unreachable.
 _WIRE_TIMEOUT_S: Final = 5.0
 _STOP_TIMEOUT_S: Final = 3.0
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,13 @@ if TYPE_CHECKING:
     from stages.slicing.model_facts import ModelFacts
     from stages.weights.assembly import Transfer
 
+_QUESTION: Final = (
+    '{"model": "default", "messages": [{"role": "user", "content": "Who are you?"}],'
+    ' "temperature": 0, "max_tokens": 64}'
+)
+
+log = structlog.get_logger()
+
 
 @dataclass(frozen=True)
 class HeadParts:
@@ -250,9 +257,6 @@ def _as_dict(stats: wire.StageStats) -> dict[str, Any]:
     }
 
 
-log = structlog.get_logger()
-
-
 async def measured_links(
     state: MeshState, num_probes: int, bulk_bytes: int, *, checks_ports: bool = False
 ) -> dict[str, Any]:
@@ -298,12 +302,6 @@ def _wires(state: MeshState, members: Members, links: Links) -> tuple[WireChoice
     speeds = {member.name: member.facts.speed_gb_per_s for member in members}
     choices = planned_wires(state.plan, sizes, speeds, links)
     return tuple(choice for choice in choices if choice is not None)
-
-
-_QUESTION: Final = (
-    '{"model": "default", "messages": [{"role": "user", "content": "Who are you?"}],'
-    ' "temperature": 0, "max_tokens": 64}'
-)
 
 
 def print_join_line(head: Head) -> None:

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from mesh.serve.replicas import ReplicaManager
     from mesh.serve.stage_handle import StageHandle
 
-log = structlog.get_logger()
-
 # Hosts are checked when one changes, and at least at this interval.
 _POLL_S: Final = 1.0
 # After so many moves in a row whose stages could not be loaded, the hosts that are to leave are told.
 _STUCK_AFTER: Final = 2
+
+log = structlog.get_logger()
 
 
 class Supervisor:

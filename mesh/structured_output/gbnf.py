@@ -9,9 +9,28 @@ from stages.grammar.gbnf_parser import Chars, Choice, Expression, Literal, Ref, 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-
 _ESCAPES: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t", '"': '\\"', "\\": "\\\\"}
 _IN_CLASS: Final = {**_ESCAPES, '"': '"', "[": "\\[", "]": "\\]", "-": "\\-", "^": "\\x5E"}
+NOTHING: Final = Literal("")
+DIGIT: Final = Chars(((0x30, 0x39),))
+HEX_DIGIT: Final = Chars(((0x30, 0x39), (0x41, 0x46), (0x61, 0x66)))
+
+
+class SchemaError(Exception):
+    """A part of a schema that no grammar can express; the reader adds the place.
+
+    Args:
+        reason: Reason, beginning with the keyword.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.where = ""
+
+
+class InvalidSchemaError(SchemaError):
+    """A part of a schema that is invalid."""
 
 
 def to_gbnf(rules: Mapping[str, Expression]) -> str:
@@ -71,11 +90,6 @@ def _letter(letter: str, escapes: Mapping[str, str]) -> str:
     return f"\\x{code:02X}" if code < 0x100 else f"\\u{code:04X}" if code < 0x10000 else f"\\U{code:08X}"
 
 
-NOTHING: Final = Literal("")
-DIGIT: Final = Chars(((0x30, 0x39),))
-HEX_DIGIT: Final = Chars(((0x30, 0x39), (0x41, 0x46), (0x61, 0x66)))
-
-
 def seq(*items: Expression | str) -> Expression:
     """A sequence."""
     found = tuple(Literal(item) if isinstance(item, str) else item for item in items)
@@ -101,20 +115,3 @@ def times(item: Expression, least: int, most: int | None) -> Expression:
 def chars(*ranges: str) -> Chars:
     """One character of ranges such as `az`, or single ones."""
     return Chars(tuple(sorted((ord(each[0]), ord(each[-1])) for each in ranges)))
-
-
-class SchemaError(Exception):
-    """A part of a schema that no grammar can express; the reader adds the place.
-
-    Args:
-        reason: Reason, beginning with the keyword.
-    """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.where = ""
-
-
-class InvalidSchemaError(SchemaError):
-    """A part of a schema that is invalid."""

@@ -12,12 +12,12 @@ from stages.grammar.gbnf_parser import MAX_REPEATS, Chars, Expression, complemen
 if TYPE_CHECKING:
     from mesh.structured_output.schema_keywords import Flat
 
-
 Convert = Callable[[Any, str], Expression | None]
 Name = Callable[[Expression], Expression]
-
 _MAX_NAME_CHARS: Final = 256
 _MAX_PROPERTIES: Final = 1000
+_ESCAPED: Final = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F))
+_SHORT_ESCAPES: Final = {'"': '"', "\\": "\\", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
 
 
 def free_object(value: Expression, space: Expression) -> Expression:
@@ -136,10 +136,6 @@ def _any_name_but(names: dict[str, Any], name: Name) -> Expression:
             node = node.setdefault(letter, {})
         node[""] = {}
     return _not_in(tree, name(times(_letter_but(()), 0, None)), name)
-
-
-_ESCAPED: Final = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F))
-_SHORT_ESCAPES: Final = {'"': '"', "\\": "\\", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
 
 
 def _not_in(tree: dict[str, Any], any_letters: Expression, name: Name) -> Expression:

@@ -32,17 +32,6 @@ _ANY: Final = Chars(((0, MAX_CODE_POINT),))
 _MAX_CHARS: Final = 4096
 
 
-def parse_pattern(pattern: str) -> Expression:
-    """Grammar of the strings that match a pattern, from beginning to end.
-
-    Raises:
-        SchemaError: If it is no regular expression, or a grammar cannot express it.
-    """
-    if len(pattern) > _MAX_CHARS:
-        raise SchemaError(f"pattern has {len(pattern)} characters: at most {_MAX_CHARS} work")
-    return _Parser(pattern).whole()
-
-
 class _Parser:
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
@@ -203,6 +192,17 @@ class _Parser:
         if max(least, most or 0) > MAX_REPEATS or (most is not None and most < least):
             self._fail(f"repeats too often: at most {MAX_REPEATS} times are supported")
         return least, most
+
+
+def parse_pattern(pattern: str) -> Expression:
+    """Grammar of the strings that match a pattern, from beginning to end.
+
+    Raises:
+        SchemaError: If it is no regular expression, or a grammar cannot express it.
+    """
+    if len(pattern) > _MAX_CHARS:
+        raise SchemaError(f"pattern has {len(pattern)} characters: at most {_MAX_CHARS} work")
+    return _Parser(pattern).whole()
 
 
 def _is_count(digits: str) -> bool:

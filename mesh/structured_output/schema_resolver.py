@@ -170,14 +170,6 @@ class Flattener:
         return [each for inner in found for each in self._opened(inner, depth + 1)]
 
 
-def _is_index(name: str) -> bool:
-    return name.isdecimal() and len(name) <= _MAX_INDEX_DIGITS
-
-
-def _is_only_reference(schema: dict[str, Any], base: Flat) -> bool:
-    return "$ref" in schema and not base and not any(key in schema for key in _ALTERNATIVES[1:])
-
-
 class _Domain:
     """Known facts of a plain schema's values, to tell them from another's.
 
@@ -211,6 +203,14 @@ class _Domain:
             for name, values in self._constants.items()
             if name in other._constants
         )
+
+
+def _is_index(name: str) -> bool:
+    return name.isdecimal() and len(name) <= _MAX_INDEX_DIGITS
+
+
+def _is_only_reference(schema: dict[str, Any], base: Flat) -> bool:
+    return "$ref" in schema and not base and not any(key in schema for key in _ALTERNATIVES[1:])
 
 
 def _canonical_set(values: list[Any]) -> frozenset[str]:

@@ -10,6 +10,14 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator
 
+SPACE: Final = " \t\r\n"
+_CLOSING: Final = {"{": "}", "[": "]"}
+# Behind a value, or instead of one; a tag ends what a model has forgotten to end.
+_ENDS_BARE: Final = ",}]<" + SPACE
+_ESCAPABLE: Final = frozenset('"\\/bfnrt')
+_CONTROLS: Final = {chr(code): json.dumps(chr(code))[1:-1] for code in range(0x20)}
+_NUM_UNICODE_CHARS: Final = 5
+
 
 # Parsers take characters with `yield from`; an exception marks the end. Their result cannot depend on how the
 # text was cut, since they never see the chunks.
@@ -81,12 +89,6 @@ class Characters:
         return rest
 
 
-SPACE: Final = " \t\r\n"
-_CLOSING: Final = {"{": "}", "[": "]"}
-# Behind a value, or instead of one; a tag ends what a model has forgotten to end.
-_ENDS_BARE: Final = ",}]<" + SPACE
-
-
 class UnexpectedText(Exception):
     """The text goes on otherwise than it must at this place."""
 
@@ -101,6 +103,53 @@ class UnclosedJson(UnexpectedText):
     def __init__(self, closing: str) -> None:
         super().__init__()
         self.closing = closing
+
+
+class StringEscaper:
+    """Escapes what JSON wants escaped within strings, in one JSON text that comes in pieces.
+
+    Models write line breaks of files and backslashes of patterns as they are. A backslash that begins no
+    escape stands for itself.
+    """
+
+    def __init__(self) -> None:
+        self._is_in_string = False
+        self._is_after_backslash = False
+        # Of an escape by number, what follows the backslash.
+        self._unicode = ""
+
+    def escaped(self, text: str) -> str:
+        """More of the text; an escape by number only once it is whole."""
+        return "".join(map(self._escaped, text))
+
+    def _escaped(self, char: str) -> str:
+        if not self._is_in_string:
+            self._is_in_string = char == '"'
+            return char
+        if self._unicode:
+            return self._in_unicode(char)
+        if self._is_after_backslash:
+            self._is_after_backslash = False
+            if char == "u":
+                self._unicode = char
+                return ""
+            # The backslash has been passed on: a second one makes it a letter.
+            return char if char in _ESCAPABLE else f"\\{_CONTROLS.get(char, char)}"
+        return self._plain(char)
+
+    def _in_unicode(self, char: str) -> str:
+        found = self._unicode
+        if char in string.hexdigits:
+            found += char
+            self._unicode = "" if len(found) == _NUM_UNICODE_CHARS else found
+            return "" if self._unicode else found
+        self._unicode = ""
+        return f"\\{found}{self._plain(char)}"
+
+    def _plain(self, char: str) -> str:
+        self._is_after_backslash = char == "\\"
+        self._is_in_string = char != '"'
+        return _CONTROLS.get(char, char)
 
 
 def skip_space(characters: Characters, pass_on: Callable[[str], None]) -> Generator[None, str, str]:
@@ -188,55 +237,3 @@ def _pass_text(characters: Characters, pass_on: Callable[[str], None]) -> Genera
             return
         if char == "\\":
             pass_on((yield from characters.take()))
-
-
-_ESCAPABLE: Final = frozenset('"\\/bfnrt')
-_CONTROLS: Final = {chr(code): json.dumps(chr(code))[1:-1] for code in range(0x20)}
-_NUM_UNICODE_CHARS: Final = 5
-
-
-class StringEscaper:
-    """Escapes what JSON wants escaped within strings, in one JSON text that comes in pieces.
-
-    Models write line breaks of files and backslashes of patterns as they are. A backslash that begins no
-    escape stands for itself.
-    """
-
-    def __init__(self) -> None:
-        self._is_in_string = False
-        self._is_after_backslash = False
-        # Of an escape by number, what follows the backslash.
-        self._unicode = ""
-
-    def escaped(self, text: str) -> str:
-        """More of the text; an escape by number only once it is whole."""
-        return "".join(map(self._escaped, text))
-
-    def _escaped(self, char: str) -> str:
-        if not self._is_in_string:
-            self._is_in_string = char == '"'
-            return char
-        if self._unicode:
-            return self._in_unicode(char)
-        if self._is_after_backslash:
-            self._is_after_backslash = False
-            if char == "u":
-                self._unicode = char
-                return ""
-            # The backslash has been passed on: a second one makes it a letter.
-            return char if char in _ESCAPABLE else f"\\{_CONTROLS.get(char, char)}"
-        return self._plain(char)
-
-    def _in_unicode(self, char: str) -> str:
-        found = self._unicode
-        if char in string.hexdigits:
-            found += char
-            self._unicode = "" if len(found) == _NUM_UNICODE_CHARS else found
-            return "" if self._unicode else found
-        self._unicode = ""
-        return f"\\{found}{self._plain(char)}"
-
-    def _plain(self, char: str) -> str:
-        self._is_after_backslash = char == "\\"
-        self._is_in_string = char != '"'
-        return _CONTROLS.get(char, char)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from mesh.text.template_needs import ContentForms, Needs
     from mesh.text.tokenizer import Tokenizer
 
-
 # The format is that of Hermes Function Calling (Nous Research): models whose template supports no tools
 # follow it better than any other, since it is JSON between tags.
 _BEFORE: Final = (
@@ -35,60 +34,7 @@ _AFTER: Final = (
     '<tool_call>\n{"name": "…", "arguments": {…}}\n</tool_call>\n'
     "You will be told the result between <tool_response> and </tool_response>."
 )
-
-
-def with_tool_note(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """A conversation whose tools, calls and results are written out as text.
-
-    Results of one turn become one message of the user, as templates want alternating turns.
-
-    Args:
-        messages: Messages in the form of chat templates.
-        tools: Functions in that form; if empty, only calls and results are written out.
-    """
-    found: list[dict[str, Any]] = []
-    was_result = False
-    for message in messages:
-        is_result = message["role"] == "tool"
-        if is_result:
-            text = f"<tool_response>\n{message['content']}\n</tool_response>"
-            if was_result:
-                found[-1]["content"] += f"\n{text}"
-            else:
-                found.append({"role": "user", "content": text})
-        else:
-            found.append(_written_out(message))
-        was_result = is_result
-    return _noted(found, tools) if tools else found
-
-
-def _noted(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    note = f"{_BEFORE}{lines}{_AFTER}"
-    if messages and messages[0]["role"] == "system":
-        first = messages[0]
-        return [{**first, "content": f"{first['content']}\n\n{note}".lstrip()}, *messages[1:]]
-    return [{"role": "system", "content": note}, *messages]
-
-
-def _written_out(message: Mapping[str, Any]) -> dict[str, Any]:
-    calls = message.get("tool_calls")
-    if not calls:
-        return dict(message)
-    texts = [message["content"]] if message["content"] else []
-    for call in calls:
-        function = {name: call["function"][name] for name in ("name", "arguments")}
-        texts.append(f"<tool_call>\n{json.dumps(function, ensure_ascii=False)}\n</tool_call>")
-    rest = {name: value for name, value in message.items() if name != "tool_calls"}
-    return {**rest, "content": "\n".join(texts)}
-
-
-log = structlog.get_logger()
-
 MAX_PROMPT_CHARS: Final = 16 * 1024 * 1024
-
 CHATML: Final = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -98,6 +44,8 @@ PLAIN: Final = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+
+log = structlog.get_logger()
 
 
 class Ending(Enum):
@@ -306,6 +254,54 @@ class ChatTemplate:
     @cached_property
     def _renderer(self) -> TemplateRenderer:
         return TemplateRenderer(self._source, bos=self._bos, eos=self._eos, marking=self._marking)
+
+
+def with_tool_note(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """A conversation whose tools, calls and results are written out as text.
+
+    Results of one turn become one message of the user, as templates want alternating turns.
+
+    Args:
+        messages: Messages in the form of chat templates.
+        tools: Functions in that form; if empty, only calls and results are written out.
+    """
+    found: list[dict[str, Any]] = []
+    was_result = False
+    for message in messages:
+        is_result = message["role"] == "tool"
+        if is_result:
+            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if was_result:
+                found[-1]["content"] += f"\n{text}"
+            else:
+                found.append({"role": "user", "content": text})
+        else:
+            found.append(_written_out(message))
+        was_result = is_result
+    return _noted(found, tools) if tools else found
+
+
+def _noted(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    note = f"{_BEFORE}{lines}{_AFTER}"
+    if messages and messages[0]["role"] == "system":
+        first = messages[0]
+        return [{**first, "content": f"{first['content']}\n\n{note}".lstrip()}, *messages[1:]]
+    return [{"role": "system", "content": note}, *messages]
+
+
+def _written_out(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not calls:
+        return dict(message)
+    texts = [message["content"]] if message["content"] else []
+    for call in calls:
+        function = {name: call["function"][name] for name in ("name", "arguments")}
+        texts.append(f"<tool_call>\n{json.dumps(function, ensure_ascii=False)}\n</tool_call>")
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**rest, "content": "\n".join(texts)}
 
 
 def template_source_of(tokenizer: Tokenizer) -> str:

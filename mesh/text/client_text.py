@@ -36,18 +36,6 @@ _MOST_WHITE: Final = 64
 _LEAST_INNER_CHARS: Final = 3
 
 
-def require_unicode(text: str) -> None:
-    """Check a client's text.
-
-    Raises:
-        InvalidRequest: If it has a lone surrogate, which UTF-8 cannot encode.
-    """
-    if (found := None if text.isascii() else _STAND_IN.search(text)) is not None:
-        raise InvalidRequest(
-            f"the text has half a surrogate pair at character {found.start()}: send valid Unicode"
-        )
-
-
 class Marking:
     """Stand-ins for the characters with which the names of control tokens begin and end.
 
@@ -129,37 +117,6 @@ class Marking:
         if isinstance(value, dict):
             return {self.original_of(key): self.original_of(each) for key, each in value.items()}
         return value
-
-
-def _inner_parts(names: Iterable[str]) -> re.Pattern[str] | None:
-    """Finds what is between the first and the last character of a name; None without such names."""
-    parts = {name[1:-1] for name in names if len(name) >= _LEAST_INNER_CHARS + 2}
-    return re.compile(alternatives(parts)) if parts else None
-
-
-def alternatives(names: Iterable[str]) -> str:
-    """A regular expression for some names, the longest first, as a tree.
-
-    `re` tries alternatives one after another: in a tree each letter of a text is compared with few of them.
-    """
-    tree: dict[str, Any] = {}
-    for name in names:
-        branch = tree
-        for letter in name:
-            branch = branch.setdefault(letter, {})
-        branch[""] = {}
-    return _expression(tree)
-
-
-def _expression(tree: dict[str, Any]) -> str:
-    parts = []
-    for first, behind in sorted(tree.items(), reverse=True):  # the end of a name comes last
-        stem, branch = first, behind
-        while len(branch) == 1 and "" not in branch:  # no group where there is no fork
-            ((letter, branch),) = branch.items()
-            stem += letter
-        parts.append(re.escape(stem) + (_expression(branch) if branch and set(branch) != {""} else ""))
-    return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"
 
 
 class ClientText(str):
@@ -332,6 +289,49 @@ class ClientText(str):
 
     lower, upper, casefold, swapcase = map(_changed, ("lower", "upper", "casefold", "swapcase"))
     title, capitalize, expandtabs = map(_changed, ("title", "capitalize", "expandtabs"))
+
+
+def require_unicode(text: str) -> None:
+    """Check a client's text.
+
+    Raises:
+        InvalidRequest: If it has a lone surrogate, which UTF-8 cannot encode.
+    """
+    if (found := None if text.isascii() else _STAND_IN.search(text)) is not None:
+        raise InvalidRequest(
+            f"the text has half a surrogate pair at character {found.start()}: send valid Unicode"
+        )
+
+
+def _inner_parts(names: Iterable[str]) -> re.Pattern[str] | None:
+    """Finds what is between the first and the last character of a name; None without such names."""
+    parts = {name[1:-1] for name in names if len(name) >= _LEAST_INNER_CHARS + 2}
+    return re.compile(alternatives(parts)) if parts else None
+
+
+def alternatives(names: Iterable[str]) -> str:
+    """A regular expression for some names, the longest first, as a tree.
+
+    `re` tries alternatives one after another: in a tree each letter of a text is compared with few of them.
+    """
+    tree: dict[str, Any] = {}
+    for name in names:
+        branch = tree
+        for letter in name:
+            branch = branch.setdefault(letter, {})
+        branch[""] = {}
+    return _expression(tree)
+
+
+def _expression(tree: dict[str, Any]) -> str:
+    parts = []
+    for first, behind in sorted(tree.items(), reverse=True):  # the end of a name comes last
+        stem, branch = first, behind
+        while len(branch) == 1 and "" not in branch:  # no group where there is no fork
+            ((letter, branch),) = branch.items()
+            stem += letter
+        parts.append(re.escape(stem) + (_expression(branch) if branch and set(branch) != {""} else ""))
+    return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"
 
 
 def _original(value: Any) -> Any:

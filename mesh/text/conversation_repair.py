@@ -17,6 +17,14 @@ if TYPE_CHECKING:
 
     Messages = list[dict[str, Any]]
 
+_BETWEEN: Final = "\n\n"
+_ID_CHARS: Final = 9
+# Around instructions within the conversation, in plain words: tags are control tokens of some vocabularies.
+_SYSTEM_BEGIN: Final = "[System message]\n"
+_SYSTEM_END: Final = "\n[End of system message]"
+_OPENING: Final = "(The user has said nothing yet.)"
+_NO_RESULT: Final = "(no result)"
+
 
 class Repair(Flag):
     """A repair of a conversation."""
@@ -50,14 +58,6 @@ class Repair(Flag):
 
 
 EVERY: Final = ~Repair(0)
-
-_BETWEEN: Final = "\n\n"
-_ID_CHARS: Final = 9
-# Around instructions within the conversation, in plain words: tags are control tokens of some vocabularies.
-_SYSTEM_BEGIN: Final = "[System message]\n"
-_SYSTEM_END: Final = "\n[End of system message]"
-_OPENING: Final = "(The user has said nothing yet.)"
-_NO_RESULT: Final = "(no result)"
 
 
 def repaired(messages: Sequence[Mapping[str, Any]], repairs: Repair) -> Messages:

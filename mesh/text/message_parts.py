@@ -11,6 +11,15 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+BLOCKS: Final = (
+    ("<tool_call>", "</tool_call>"),
+    ("<seed:tool_call>", "</seed:tool_call>"),
+    ("<minimax:tool_call>", "</minimax:tool_call>"),
+)
+ARGUMENTS_MARK: Final = "[ARGS]"
+CALL_ID_MARK: Final = "[CALL_ID]"
+THINK_MARKS: Final = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+
 
 @dataclass(frozen=True)
 class Content:
@@ -53,39 +62,6 @@ class ToolCallArguments:
 
 
 MessagePart = Content | Reasoning | ToolCallStart | ToolCallArguments
-
-
-def joined(pieces: Iterable[MessagePart]) -> list[MessagePart]:
-    """The same with neighbouring parts of one kind merged, and without empty text.
-
-    Example:
-        >>> joined([Content("a"), Content(""), Content("b"), Reasoning("c")])
-        [Content(text='ab'), Reasoning(text='c')]
-    """
-    found: list[MessagePart] = []
-    for (kind, index), alike in groupby(pieces, key=_kind):
-        if kind is ToolCallStart:
-            found += alike
-        elif text := "".join(piece.text for piece in alike if not isinstance(piece, ToolCallStart)):
-            found.append(ToolCallArguments(index, text) if kind is ToolCallArguments else kind(text))
-    return found
-
-
-def calls_of(message_parts: Iterable[MessagePart]) -> list[tuple[str, str]]:
-    """Name and arguments of each call, in order."""
-    names: list[str] = []
-    arguments: list[list[str]] = []
-    for piece in message_parts:
-        if isinstance(piece, ToolCallStart):
-            names.append(piece.name)
-            arguments.append([])
-        elif isinstance(piece, ToolCallArguments):
-            arguments[piece.index].append(piece.text)
-    return [(name, "".join(parts)) for name, parts in zip(names, arguments, strict=True)]
-
-
-def _kind(piece: MessagePart) -> tuple[type[Any], int]:
-    return type(piece), piece.index if isinstance(piece, ToolCallStart | ToolCallArguments) else 0
 
 
 @dataclass(frozen=True)
@@ -182,15 +158,6 @@ class CallFormat(Enum):
         return inner.union(self.openings, self.endings)
 
 
-BLOCKS: Final = (
-    ("<tool_call>", "</tool_call>"),
-    ("<seed:tool_call>", "</seed:tool_call>"),
-    ("<minimax:tool_call>", "</minimax:tool_call>"),
-)
-ARGUMENTS_MARK: Final = "[ARGS]"
-CALL_ID_MARK: Final = "[CALL_ID]"
-THINK_MARKS: Final = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-
 _TAGS: Final = {
     CallFormat.QWEN: QWEN_TAGS,
     CallFormat.GLM: GLM_TAGS,
@@ -199,6 +166,41 @@ _TAGS: Final = {
 MARKS: Final = frozenset(
     mark for marks in (*THINK_MARKS, *(call_format.marks for call_format in CallFormat)) for mark in marks
 )
+
+
+def joined(pieces: Iterable[MessagePart]) -> list[MessagePart]:
+    """The same with neighbouring parts of one kind merged, and without empty text.
+
+    Example:
+        >>> joined([Content("a"), Content(""), Content("b"), Reasoning("c")])
+        [Content(text='ab'), Reasoning(text='c')]
+    """
+    found: list[MessagePart] = []
+    for (kind, index), alike in groupby(pieces, key=_kind):
+        if kind is ToolCallStart:
+            found += alike
+        elif text := "".join(piece.text for piece in alike if not isinstance(piece, ToolCallStart)):
+            found.append(ToolCallArguments(index, text) if kind is ToolCallArguments else kind(text))
+    return found
+
+
+def calls_of(message_parts: Iterable[MessagePart]) -> list[tuple[str, str]]:
+    """Name and arguments of each call, in order."""
+    names: list[str] = []
+    arguments: list[list[str]] = []
+    for piece in message_parts:
+        if isinstance(piece, ToolCallStart):
+            names.append(piece.name)
+            arguments.append([])
+        elif isinstance(piece, ToolCallArguments):
+            arguments[piece.index].append(piece.text)
+    return [(name, "".join(parts)) for name, parts in zip(names, arguments, strict=True)]
+
+
+def _kind(piece: MessagePart) -> tuple[type[Any], int]:
+    return type(piece), piece.index if isinstance(piece, ToolCallStart | ToolCallArguments) else 0
+
+
 """Marks of all formats, which may be control tokens."""
 
 _TOOLS: Final = re.compile(r"\btools\b")

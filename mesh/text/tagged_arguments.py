@@ -20,40 +20,6 @@ _MAX_NAME_CHARS: Final = 256
 _NAME: Final = re.compile(r"[\w.:/-]+")
 
 
-def is_name(text: str) -> bool:
-    """Whether a function may have this name."""
-    return _NAME.fullmatch(text) is not None
-
-
-def read_name(characters: Characters, end: str, pass_on: Callable[[str], None]) -> Generator[None, str, str]:
-    """Consume a name within a tag, and the end of the tag; returns the name, empty if there is none.
-
-    A line break or another tag ends the name as well, as some models forget the end.
-
-    Args:
-        characters: The next one is the first of the name.
-        end: End of the tag; empty if it has none.
-        pass_on: Called with each character.
-    """
-    name = ""
-    while (yield from characters.peek()) not in "\n<":
-        char = yield from characters.take()
-        pass_on(char)
-        name += char
-        if len(name) > _MAX_NAME_CHARS:
-            return ""
-        if end and name.endswith(end):
-            return _plain(name.removesuffix(end))
-    if end.startswith("<") and (yield from characters.match((end,))) is not None:
-        for char in end:
-            pass_on(char)
-    return _plain(name)
-
-
-def _plain(name: str) -> str:
-    return name.strip().strip("\"'")
-
-
 class TaggedArguments:
     """Reader of the arguments of one call.
 
@@ -353,6 +319,40 @@ class _Value:
             return
         text = "".join(self._held)
         self._argue(self._as_json(text.removesuffix("\n") if self._is_padded else text))
+
+
+def is_name(text: str) -> bool:
+    """Whether a function may have this name."""
+    return _NAME.fullmatch(text) is not None
+
+
+def read_name(characters: Characters, end: str, pass_on: Callable[[str], None]) -> Generator[None, str, str]:
+    """Consume a name within a tag, and the end of the tag; returns the name, empty if there is none.
+
+    A line break or another tag ends the name as well, as some models forget the end.
+
+    Args:
+        characters: The next one is the first of the name.
+        end: End of the tag; empty if it has none.
+        pass_on: Called with each character.
+    """
+    name = ""
+    while (yield from characters.peek()) not in "\n<":
+        char = yield from characters.take()
+        pass_on(char)
+        name += char
+        if len(name) > _MAX_NAME_CHARS:
+            return ""
+        if end and name.endswith(end):
+            return _plain(name.removesuffix(end))
+    if end.startswith("<") and (yield from characters.match((end,))) is not None:
+        for char in end:
+            pass_on(char)
+    return _plain(name)
+
+
+def _plain(name: str) -> str:
+    return name.strip().strip("\"'")
 
 
 def _present(*marks: str) -> tuple[str, ...]:

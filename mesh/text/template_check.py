@@ -16,14 +16,13 @@ if TYPE_CHECKING:
     from mesh.text.tokenizer import Tokenizer
 
 Problem = dict[str, Any]
-
 # Names that templates give to control tokens, and to nothing else.
 _NAME: Final = re.compile(r"<\|[^\s|<>]{1,40}\|>|<｜[^\s｜<>]{1,40}｜>|<(?:start|end)_of_(?:turn|role)>")
 _CONVERSATION: Final = ({"role": "user", "content": "Hello"},)
 _ANSWERED: Final = (*_CONVERSATION, {"role": "assistant", "content": "Greetings"})
+_TURNS: Final = tuple(f"turn {number}" for number in range(1000, 1032))
 # More lines, characters and turns than a template could leave out of `_CONVERSATION`.
 _LINES: Final = tuple(f"line {number} of a long text" for number in range(1000, 1100))
-_TURNS: Final = tuple(f"turn {number}" for number in range(1000, 1032))
 _LONG: Final = (
     {"role": "user", "content": "\n".join(_LINES)},
     {"role": "assistant", "content": "\n".join(_LINES)},

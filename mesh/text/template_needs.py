@@ -28,6 +28,19 @@ class Needs:
     with_tools: Repair
 
 
+@dataclass(frozen=True, slots=True)
+class ContentForms:
+    """Forms in which a template shows the texts of messages.
+
+    Attributes:
+        in_parts: Roles whose `content` it shows as a list of parts only: `[{"type": "text", "text": …}]`.
+        hidden: Roles whose texts it shows in neither form.
+    """
+
+    in_parts: frozenset[str]
+    hidden: frozenset[str]
+
+
 def needs_of(render: Render, *, knows_tools: bool) -> Needs:
     """Repairs that a template needs: those of shapes that it refuses, leaves out or moves, in some place.
 
@@ -51,19 +64,6 @@ def needs_of(render: Render, *, knows_tools: bool) -> Needs:
         without_tools=talk | (calls if calls_without_tools is None else calls_without_tools),
         with_tools=(talk & ~Repair.SYSTEM_AS_USER) | calls,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class ContentForms:
-    """Forms in which a template shows the texts of messages.
-
-    Attributes:
-        in_parts: Roles whose `content` it shows as a list of parts only: `[{"type": "text", "text": …}]`.
-        hidden: Roles whose texts it shows in neither form.
-    """
-
-    in_parts: frozenset[str]
-    hidden: frozenset[str]
 
 
 def content_forms_of(

@@ -109,34 +109,6 @@ class _GenerationBlocks(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _mark_safe(value: Any) -> Markup:
-    # Jinja's own would escape a client's text, which can tell its HTML.
-    return Markup(str.__str__(value) if isinstance(value, str) else value)  # noqa: S704 - of no page
-
-
-def _to_json(  # noqa: PLR0917
-    marking: Marking,
-    value: Any,
-    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 - templates pass it by position
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,  # noqa: FBT001, FBT002
-) -> str:
-    # Escapes would hide the stand-ins: the whole is then a client's text.
-    text = json.dumps(
-        marking.original_of(value) if ensure_ascii else value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-    return marking.marked(text) if ensure_ascii else text
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
 class _JoiningGenerator(CodeGenerator):
     """Joins by the environment where a template has `~`."""
 
@@ -216,3 +188,31 @@ class _Environment(ImmutableSandboxedEnvironment):
             return self._marking.recognised(made(*args, **kwargs))
 
         return recognise
+
+
+def _mark_safe(value: Any) -> Markup:
+    # Jinja's own would escape a client's text, which can tell its HTML.
+    return Markup(str.__str__(value) if isinstance(value, str) else value)  # noqa: S704 - of no page
+
+
+def _to_json(  # noqa: PLR0917
+    marking: Marking,
+    value: Any,
+    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 - templates pass it by position
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,  # noqa: FBT001, FBT002
+) -> str:
+    # Escapes would hide the stand-ins: the whole is then a client's text.
+    text = json.dumps(
+        marking.original_of(value) if ensure_ascii else value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+    return marking.marked(text) if ensure_ascii else text
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)

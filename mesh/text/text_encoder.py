@@ -36,34 +36,8 @@ _MARK_SHAPE: Final = re.compile(r"(?is)<\|.+\|>|<｜.+｜>|\W.*(?:user|assistant
 # Below this number of characters per position tokenizing is cheap, and most texts have fewer.
 _SUSPICIOUS: Final = 8
 _WHITE_RUN: Final = re.compile(r"\s{64,}")
-
-
-def refuse_too_long_text(
-    tokenizer: Tokenizer, num_chars: int, context_length: int, *, param: str, what: str
-) -> None:
-    """Check that a text could fit the context, by the longest token of the vocabulary.
-
-    Texts that pass are counted exactly later; no text that fits is refused.
-
-    Args:
-        tokenizer: Tokenizer of the served model.
-        num_chars: Length of the text.
-        context_length: Positions of a session.
-        param: The field that the text came from.
-        what: Name of the text, for the error.
-
-    Raises:
-        ContextLengthExceeded: With the numbers.
-    """
-    if not tokenizer.is_lossless or num_chars <= _SUSPICIOUS * context_length:
-        return
-    least_tokens = -(-num_chars // tokenizer.longest_piece_bytes)
-    if least_tokens >= context_length:
-        raise ContextLengthExceeded(
-            f"{what} has {num_chars} characters, which are {least_tokens} tokens or more, and this model's "
-            f"context holds {context_length}: send less, or serve it with a larger --ctx-size",
-            param=param,
-        )
+# Stack for a text of some thousand characters. Main threads have 8 MiB, most others at least 2.
+_ORDINARY_BYTES: Final = _STACK_BYTES + _STACK_BYTES_PER_CHAR * 2048
 
 
 class TextEncoder:
@@ -156,19 +130,6 @@ class TextEncoder:
         )
 
 
-def _is_mark(name: str, template: str) -> bool:
-    """Whether a user-defined token is one that a template or a parser of answers takes for a mark.
-
-    Others, such as those of Gemma for line breaks and for HTML, are parts of texts.
-    """
-    has_brackets = not (name[0].isalnum() or name[0].isspace() or name[-1].isalnum() or name[-1].isspace())
-    if name in MARKS:
-        return True
-    # Templates also put names together, of roles for instance: those need not be in their source.
-    is_named_so = name in template or _MARK_SHAPE.fullmatch(name) is not None
-    return has_brackets and any(map(str.isalpha, name)) and is_named_so
-
-
 class _Finder:
     """Finds the names of tokens in texts, the longest where several begin, in one pass.
 
@@ -207,6 +168,47 @@ class _Finder:
                 at = at if white is None else white.end()
         if at < len(text):
             yield text[at:]
+
+
+def refuse_too_long_text(
+    tokenizer: Tokenizer, num_chars: int, context_length: int, *, param: str, what: str
+) -> None:
+    """Check that a text could fit the context, by the longest token of the vocabulary.
+
+    Texts that pass are counted exactly later; no text that fits is refused.
+
+    Args:
+        tokenizer: Tokenizer of the served model.
+        num_chars: Length of the text.
+        context_length: Positions of a session.
+        param: The field that the text came from.
+        what: Name of the text, for the error.
+
+    Raises:
+        ContextLengthExceeded: With the numbers.
+    """
+    if not tokenizer.is_lossless or num_chars <= _SUSPICIOUS * context_length:
+        return
+    least_tokens = -(-num_chars // tokenizer.longest_piece_bytes)
+    if least_tokens >= context_length:
+        raise ContextLengthExceeded(
+            f"{what} has {num_chars} characters, which are {least_tokens} tokens or more, and this model's "
+            f"context holds {context_length}: send less, or serve it with a larger --ctx-size",
+            param=param,
+        )
+
+
+def _is_mark(name: str, template: str) -> bool:
+    """Whether a user-defined token is one that a template or a parser of answers takes for a mark.
+
+    Others, such as those of Gemma for line breaks and for HTML, are parts of texts.
+    """
+    has_brackets = not (name[0].isalnum() or name[0].isspace() or name[-1].isalnum() or name[-1].isspace())
+    if name in MARKS:
+        return True
+    # Templates also put names together, of roles for instance: those need not be in their source.
+    is_named_so = name in template or _MARK_SHAPE.fullmatch(name) is not None
+    return has_brackets and any(map(str.isalpha, name)) and is_named_so
 
 
 def _stack_bytes(text: str) -> int:
@@ -251,7 +253,3 @@ def with_stack(stack_bytes: int, compute: Callable[[], list[int]]) -> list[int]:
     if failed:
         raise failed[0]
     return found[0]
-
-
-# Stack for a text of some thousand characters. Main threads have 8 MiB, most others at least 2.
-_ORDINARY_BYTES: Final = _STACK_BYTES + _STACK_BYTES_PER_CHAR * 2048

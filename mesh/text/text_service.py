@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from mesh.text.text_jobs import TextModel
 
-log = structlog.get_logger()
-
 # Of each key one may be busy for long, and another one answers all others meanwhile.
 _LEAST_WORKERS: Final = 2
 _MOST_WORKERS: Final = 4
@@ -35,32 +33,10 @@ _CPU_S_PER_BYTE: Final = 10e-6
 _WALL_LIMIT_S: Final = 600.0
 # Of address space, stacks included: a word of a million letters takes 0.9 GB, vocabularies up to 0.2 GB each.
 _MEMORY_BYTES: Final = 4 * 2**30
-
-
-def num_text_workers() -> int:
-    """Processes for text that a head starts at most."""
-    return min(max(_LEAST_WORKERS, num_usable() // 2), _MOST_WORKERS)
-
-
 # Of the pool that parses bodies; here, since memory is planned before anything of the API is imported.
 NUM_BODY_WORKERS: Final = 2
 
-
-def worker_bytes() -> int:
-    """Memory of the processes for bodies and for texts on the head's host, vocabularies aside."""
-    return (NUM_BODY_WORKERS + num_text_workers()) * PROCESS_BYTES
-
-
-def text_bytes_of(model: Path) -> int:
-    """Memory of a model's vocabulary in all processes for texts, from the header of its file.
-
-    Args:
-        model: Path of the model, or of its first file if it is split.
-
-    Raises:
-        InvalidModel: If the file cannot be read, is no GGUF, or is truncated.
-    """
-    return num_text_workers() * vocabulary_bytes(read_one_header(model))
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -208,6 +184,28 @@ class TextService:
                 f"reading the request's texts {error.reason}: send shorter texts", param=param
             ) from None
         return unpacked_answer(answer)
+
+
+def num_text_workers() -> int:
+    """Processes for text that a head starts at most."""
+    return min(max(_LEAST_WORKERS, num_usable() // 2), _MOST_WORKERS)
+
+
+def worker_bytes() -> int:
+    """Memory of the processes for bodies and for texts on the head's host, vocabularies aside."""
+    return (NUM_BODY_WORKERS + num_text_workers()) * PROCESS_BYTES
+
+
+def text_bytes_of(model: Path) -> int:
+    """Memory of a model's vocabulary in all processes for texts, from the header of its file.
+
+    Args:
+        model: Path of the model, or of its first file if it is split.
+
+    Raises:
+        InvalidModel: If the file cannot be read, is no GGUF, or is truncated.
+    """
+    return num_text_workers() * vocabulary_bytes(read_one_header(model))
 
 
 def _ids(data: memoryview) -> array[int]:

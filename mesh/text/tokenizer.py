@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
     from pathlib import Path
 
+_MAX_PIECE_BYTES: Final = 1024
+_NO_TOKEN: Final = -1
+_CONTROL: Final = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
+_NAMED: Final = _CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
+_UNUSED: Final = llama_cpp.LLAMA_TOKEN_ATTR_UNUSED
+# They drop spaces, and one token may stand for an unknown word of any length.
+_LOSSY: Final = frozenset({llama_cpp.LLAMA_VOCAB_TYPE_WPM, llama_cpp.LLAMA_VOCAB_TYPE_UGM})
+
 
 @dataclass(frozen=True)
 class Vocabulary:
@@ -35,41 +43,6 @@ class Vocabulary:
     texts: Sequence[bytes]
     special: Mapping[str, int | None]
     num_used: int
-
-
-def num_shared_tokens(draft: Vocabulary, target: Vocabulary) -> int:
-    """Number of ids, from 0, with the same text in both. The rest is padding, which differs within a family.
-
-    Raises:
-        InvalidModel: Naming the first id, or the first special token, that differs.
-    """
-    num_compared = min(len(draft.texts), len(target.texts))
-    for token in range(num_compared):
-        if draft.texts[token] != target.texts[token]:
-            raise _refusal(draft, target, token)
-    if max(draft.num_used, target.num_used) > num_compared:
-        raise _refusal(draft, target, num_compared)
-    for purpose, meant in target.special.items():
-        said = draft.special.get(purpose)
-        if said != meant:
-            raise InvalidModel(
-                f"{draft.name} cannot draft for {target.name}: {purpose} is token {said} in the draft, "
-                f"{meant} in the target; make a draft with `mesh draft make`"
-            )
-    return num_compared
-
-
-def _refusal(draft: Vocabulary, target: Vocabulary, token: int) -> InvalidModel:
-    return InvalidModel(
-        f"{draft.name} cannot draft for {target.name}: token {token} is {_spelled(draft, token)} in the "
-        f"draft, {_spelled(target, token)} in the target; make a draft with `mesh draft make`"
-    )
-
-
-def _spelled(vocabulary: Vocabulary, token: int) -> str:
-    if token >= len(vocabulary.texts):
-        return f"missing (it has {len(vocabulary.texts)} tokens)"
-    return repr(vocabulary.texts[token].decode("utf-8", "replace"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +62,6 @@ class SpecialToken:
     is_user_defined: bool
     takes_white_before: bool
     takes_white_behind: bool
-
-
-_MAX_PIECE_BYTES: Final = 1024
-_NO_TOKEN: Final = -1
-_CONTROL: Final = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
-_NAMED: Final = _CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
-_UNUSED: Final = llama_cpp.LLAMA_TOKEN_ATTR_UNUSED
-# They drop spaces, and one token may stand for an unknown word of any length.
-_LOSSY: Final = frozenset({llama_cpp.LLAMA_VOCAB_TYPE_WPM, llama_cpp.LLAMA_VOCAB_TYPE_UGM})
 
 
 class Tokenizer:
@@ -293,6 +257,41 @@ class Tokenizer:
         buffer = ctypes.create_string_buffer(256)
         size = llama_cpp.llama_model_meta_val_str(self._model, key.encode(), buffer, len(buffer))
         return buffer.value.decode("utf-8", "replace") if size >= 0 else ""
+
+
+def num_shared_tokens(draft: Vocabulary, target: Vocabulary) -> int:
+    """Number of ids, from 0, with the same text in both. The rest is padding, which differs within a family.
+
+    Raises:
+        InvalidModel: Naming the first id, or the first special token, that differs.
+    """
+    num_compared = min(len(draft.texts), len(target.texts))
+    for token in range(num_compared):
+        if draft.texts[token] != target.texts[token]:
+            raise _refusal(draft, target, token)
+    if max(draft.num_used, target.num_used) > num_compared:
+        raise _refusal(draft, target, num_compared)
+    for purpose, meant in target.special.items():
+        said = draft.special.get(purpose)
+        if said != meant:
+            raise InvalidModel(
+                f"{draft.name} cannot draft for {target.name}: {purpose} is token {said} in the draft, "
+                f"{meant} in the target; make a draft with `mesh draft make`"
+            )
+    return num_compared
+
+
+def _refusal(draft: Vocabulary, target: Vocabulary, token: int) -> InvalidModel:
+    return InvalidModel(
+        f"{draft.name} cannot draft for {target.name}: token {token} is {_spelled(draft, token)} in the "
+        f"draft, {_spelled(target, token)} in the target; make a draft with `mesh draft make`"
+    )
+
+
+def _spelled(vocabulary: Vocabulary, token: int) -> str:
+    if token >= len(vocabulary.texts):
+        return f"missing (it has {len(vocabulary.texts)} tokens)"
+    return repr(vocabulary.texts[token].decode("utf-8", "replace"))
 
 
 def stamp_of(path: Path) -> tuple[int, int]:

@@ -23,6 +23,8 @@ COMPLETION_PATH: Final = "/v1/completions"
 # Data of the event that ends a stream.
 DONE: Final = b"[DONE]"
 MAX_MESSAGE_CHARS: Final = 300
+# Fields of a chat's delta with generated text, besides `content`.
+_OTHER_SPEECH: Final = ("reasoning_content", "reasoning", "refusal", "tool_calls")
 
 
 class EventStream:
@@ -48,10 +50,6 @@ class EventStream:
                 events.append(b"\n".join(self._data))
                 self._data = []
         return events
-
-
-# Fields of a chat's delta with generated text, besides `content`.
-_OTHER_SPEECH: Final = ("reasoning_content", "reasoning", "refusal", "tool_calls")
 
 
 @dataclass(frozen=True, slots=True)

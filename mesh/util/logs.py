@@ -16,6 +16,9 @@ from mesh.util.printable import printable, printable_values
 if TYPE_CHECKING:
     from structlog.typing import EventDict, ExcInfo, WrappedLogger
 
+# What the renderer draws itself.
+_EXCEPTIONS: Final = frozenset({"exc_info", "stack_info"})
+
 
 class _StandardError:
     """Standard error at the time of writing: a progress bar replaces it while it draws.
@@ -33,6 +36,13 @@ class _StandardError:
     def flush() -> None:
         with contextlib.suppress(OSError):
             sys.stderr.flush()
+
+
+class _PrintableFormatter(logging.Formatter):
+    """Formatter of what is logged without a handler."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 def set_up_logs(*, is_verbose: bool = False) -> None:
@@ -71,10 +81,6 @@ def set_up_logs(*, is_verbose: bool = False) -> None:
     )
 
 
-# What the renderer draws itself.
-_EXCEPTIONS: Final = frozenset({"exc_info", "stack_info"})
-
-
 def _escape_values(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
     """Escape control characters for a terminal; JSON has escapes of its own."""
     return {
@@ -88,10 +94,3 @@ def _write_traceback(output: TextIO, exc_info: ExcInfo) -> None:
     output.write("\n")
     console = PrintableConsole(file=output, color_system="truecolor")
     console.print(Traceback.from_exception(*exc_info, show_locals=False, word_wrap=True))
-
-
-class _PrintableFormatter(logging.Formatter):
-    """Formatter of what is logged without a handler."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from rich.progress import TaskID
 
-log = structlog.get_logger()
-
 _SECONDS_BETWEEN_EVENTS: Final = 5.0
+
+log = structlog.get_logger()
 
 
 class ProgressTask(Protocol):
@@ -34,22 +34,6 @@ class ProgressBars(Protocol):
 
     def add(self, label: str) -> ProgressTask:
         """Begin a task."""
-
-
-@contextmanager
-def progress_bars() -> Iterator[ProgressBars]:
-    """Progress bars for the block if standard error is a terminal, log events otherwise."""
-    if not sys.stderr.isatty():
-        yield _Events(time.monotonic)
-        return
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TextColumn("{task.percentage:3.0f} %"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=PrintableConsole(stderr=True), transient=True) as progress:
-        yield _Bars(progress)
 
 
 class _Bars:
@@ -101,3 +85,19 @@ class EventTask:
         self._is_done = share >= 1
         self._next_s = self._clock_s() + _SECONDS_BETWEEN_EVENTS
         log.info("progress", task=self._label, percent=round(100 * share))
+
+
+@contextmanager
+def progress_bars() -> Iterator[ProgressBars]:
+    """Progress bars for the block if standard error is a terminal, log events otherwise."""
+    if not sys.stderr.isatty():
+        yield _Events(time.monotonic)
+        return
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f} %"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=PrintableConsole(stderr=True), transient=True) as progress:
+        yield _Bars(progress)

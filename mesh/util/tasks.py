@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
     from contextlib import AbstractContextManager
 
-
-log = structlog.get_logger()
-
 # A closed terminal ends the command as well.
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _EXIT_INTERRUPTED: Final = 130
+
+log = structlog.get_logger()
+
+Value = TypeVar("Value")
 
 
 class Interruption:
@@ -123,9 +124,6 @@ async def run_to_end(cleanup: Coroutine[Any, Any, None]) -> None:
             task.exception()  # retrieved: the cancellation is raised instead
         raise cancellation
     task.result()
-
-
-Value = TypeVar("Value")
 
 
 @asynccontextmanager

@@ -34,9 +34,6 @@ from mesh.util.heap import return_free_memory
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Answers a job, given its header and its payload.
-Handle: TypeAlias = "Callable[[bytes, bytes], bytes]"
-
 # Bytes of the header and of the payload; most seconds of computing, and most seconds by the clock.
 JOB: Final = struct.Struct("<QQdd")
 READY: Final = b"\x05"
@@ -46,7 +43,6 @@ ANSWER: Final = struct.Struct("<Q")
 EXIT_MEMORY: Final = 75
 # Jobs of more bytes wait for what computes tokens, not the other way round.
 SHORT_BYTES: Final = 2**14
-
 _NUM_FILES: Final = 32
 # What a larger job leaves in the heap is returned if no other one comes for a while: the next one would need
 # it, and new pages cost time.
@@ -59,6 +55,9 @@ _START_NICENESS: Final = 10
 _MOST_NICENESS: Final = 19
 # Ample for values nested as deep as is read; only what is used takes memory.
 _STACK_BYTES: Final = 64 * 2**20
+
+# Answers a job, given its header and its payload.
+Handle: TypeAlias = "Callable[[bytes, bytes], bytes]"
 
 
 def serve(load: Callable[[], Handle], memory_bytes: int) -> None:

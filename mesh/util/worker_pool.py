@@ -35,11 +35,6 @@ from stages.runtime.process_memory import ALLOCATOR
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# A client, and whether its jobs are long: its short ones do not wait behind them.
-_Lane: TypeAlias = tuple[str | None, bool]
-
-log = structlog.get_logger()
-
 MAX_WAITING: Final = 64
 # A job that is not wanted any more usually ends sooner by itself, and a new process costs more than it.
 _GRACE_S: Final = 1.0
@@ -50,6 +45,11 @@ _MAX_ANSWER_BYTES: Final = 2**30
 _RETRY_AFTER_S: Final = 2
 # As much as Linux permits without privileges.
 _PIPE_BYTES: Final = 2**20
+
+log = structlog.get_logger()
+
+# A client, and whether its jobs are long: its short ones do not wait behind them.
+_Lane: TypeAlias = tuple[str | None, bool]
 
 
 class WorkerEnded(Exception):
@@ -368,12 +368,6 @@ class WorkerPool:
         return WorkerEnded(code, reason)
 
 
-def _decrement(counts: Counter[str | None], client: str | None) -> None:
-    counts[client] -= 1
-    if not counts[client]:
-        del counts[client]
-
-
 class _OutputEnded(Exception):
     """A process ended instead of an answer."""
 
@@ -495,6 +489,12 @@ class _Worker:
             while rest:
                 # Not through the file, which would write the rest of a job once more when it is closed.
                 rest = rest[os.write(self._process.stdin.fileno(), rest) :]
+
+
+def _decrement(counts: Counter[str | None], client: str | None) -> None:
+    counts[client] -= 1
+    if not counts[client]:
+        del counts[client]
 
 
 def _widen(pipe: IO[bytes] | None) -> None:

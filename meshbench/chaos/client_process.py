@@ -34,6 +34,13 @@ if TYPE_CHECKING:
     from meshbench.request_record import Failure
     from meshbench.stress.answers import HangUpTime
 
+# A client that is told to come again does, but not after a long wait.
+_MOST_PATIENCE_S: Final = 3.0
+_LEAST_PATIENCE_S: Final = 0.2
+# A stream that a repair does not bring back within this has failed.
+_ANSWER_TIMEOUT_S: Final = 180.0
+_STATUS_TIMEOUT_S: Final = 4.0
+
 
 class WatchedReading(CheckedReading):
     """See `CheckedReading`.
@@ -50,11 +57,6 @@ class WatchedReading(CheckedReading):
         """The next bytes of the body."""
         self.bytes_s.append(now_s)
         super().on_body(data, now_s)
-
-
-# A client that is told to come again does, but not after a long wait.
-_MOST_PATIENCE_S: Final = 3.0
-_LEAST_PATIENCE_S: Final = 0.2
 
 
 class Clients:
@@ -160,33 +162,6 @@ class Clients:
             yield question
 
 
-def _patience_s(failure: Failure) -> float:
-    """Pause before the next request, in seconds."""
-    try:
-        told_s = float(failure.retry_after or 0.0)
-    except ValueError:
-        told_s = 0.0
-    return min(_MOST_PATIENCE_S, max(_LEAST_PATIENCE_S, told_s))
-
-
-# A stream that a repair does not bring back within this has failed.
-_ANSWER_TIMEOUT_S: Final = 180.0
-_STATUS_TIMEOUT_S: Final = 4.0
-
-
-def _say(what: str, **fields: Any) -> None:
-    write_line({"what": what, **fields})
-
-
-def _tell_of(stream: Stream) -> None:
-    _say("stream", stream=stream.as_dict())
-
-
-def _client(port: int, timeout_s: float) -> Client:
-    server = parse_url(f"http://127.0.0.1:{port}")
-    return Client(server, api_key=None, timeout_s=timeout_s, clock_s=time.perf_counter)
-
-
 class _Process:
     def __init__(self, port: int) -> None:
         self._clients = Clients(_client(port, _ANSWER_TIMEOUT_S), time.perf_counter, _tell_of)
@@ -223,6 +198,28 @@ class _Process:
                 status = await self._onlooker.status()
                 running = [asdict(each) for each in clients.running()]
                 _say("look", look={"at_s": time.perf_counter(), "status": status, "running": running})
+
+
+def _patience_s(failure: Failure) -> float:
+    """Pause before the next request, in seconds."""
+    try:
+        told_s = float(failure.retry_after or 0.0)
+    except ValueError:
+        told_s = 0.0
+    return min(_MOST_PATIENCE_S, max(_LEAST_PATIENCE_S, told_s))
+
+
+def _say(what: str, **fields: Any) -> None:
+    write_line({"what": what, **fields})
+
+
+def _tell_of(stream: Stream) -> None:
+    _say("stream", stream=stream.as_dict())
+
+
+def _client(port: int, timeout_s: float) -> Client:
+    server = parse_url(f"http://127.0.0.1:{port}")
+    return Client(server, api_key=None, timeout_s=timeout_s, clock_s=time.perf_counter)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from meshbench.lab.network import Lab
     from meshbench.stress.answers import HangUps
 
+_MADE_UP_TOKENS: Final = (12, 30, 80)
+_PENALTIES: Final[tuple[dict[str, float], ...]] = (
+    {"frequency_penalty": 0.4, "presence_penalty": 0.2},
+    {"repetition_penalty": 1.15},
+    {"repeat_penalty": 1.1, "repeat_last_n": 48},
+)
+_SNAPSHOT_TIMEOUT_S: Final = 15.0
+
 
 @dataclass(frozen=True)
 class Stream:
@@ -61,19 +69,6 @@ class Stream:
         return cls(AnswerRecord.from_dict(fields["told"]), tuple(fields["bytes_s"]))
 
 
-def _longest(times_s: Sequence[float], start_s: float, stop_s: float) -> float:
-    gaps = (later - earlier for earlier, later in pairwise(times_s) if later > start_s and earlier < stop_s)
-    return max(gaps, default=0.0)
-
-
-_MADE_UP_TOKENS: Final = (12, 30, 80)
-_PENALTIES: Final[tuple[dict[str, float], ...]] = (
-    {"frequency_penalty": 0.4, "presence_penalty": 0.2},
-    {"repetition_penalty": 1.15},
-    {"repeat_penalty": 1.1, "repeat_last_n": 48},
-)
-
-
 @dataclass(frozen=True)
 class Question:
     """A request.
@@ -103,33 +98,6 @@ class Question:
                 **self.fields,
             }
         )
-
-
-def questions(count: int, answer_tokens: Sequence[int], seed: int) -> tuple[Question, ...]:
-    """Every other one greedy, the others drawn at temperature 0.8 with a seed and penalties.
-
-    Args:
-        count: How many.
-        answer_tokens: Lengths of answers, of which each gets one.
-        seed: The same seed, the same questions.
-    """
-    random = Random(seed)  # noqa: S311 - questions, not secrets
-    found = []
-    for index in range(count):
-        if index < len(BUILT_IN):
-            text = BUILT_IN[index]
-        else:
-            text = made_up_prompts(1, random.choice(_MADE_UP_TOKENS), random.randrange(2**31))[0].text
-        fields: dict[str, Any] = {"temperature": 0}
-        if index % 2:
-            fields = {"temperature": 0.8, "seed": random.randrange(2**31), **random.choice(_PENALTIES)}
-        found.append(Question(f"question {index}", Turn(text, random.choice(answer_tokens)), fields))
-    return tuple(found)
-
-
-def short_question(seed: int) -> Question:
-    """Short question of a client that arrives during a fault."""
-    return Question("newcomer", Turn(f"Say hello, {seed}.", 4), {"temperature": 0})
 
 
 @dataclass(frozen=True)
@@ -176,35 +144,6 @@ class MeshSnapshot:
         copies = {layers for host in status.get("hosts", ()) for layers in host.get("copies", ())}
         layers = ("[{}, {})".format(*stage["layers"]) for stage in status.get("stages", ()))
         return tuple(each for each in layers if each not in copies)
-
-
-def what_is_missing(
-    snapshot: MeshSnapshot, *, since_s: float, num_hosts: int, with_replicas: bool
-) -> str | None:
-    """Reason why a mesh is not yet as before; None if it is.
-
-    Args:
-        snapshot: At it.
-        since_s: Every request sent before must have got a token since; of `time.perf_counter`.
-        num_hosts: So many must be ready, spare ones included.
-        with_replicas: Whether spare hosts must have loaded every stage ahead.
-    """
-    status = snapshot.status
-    if status is None:
-        return "the head does not answer"
-    if not status["ready"]:
-        return f"not ready: {status['phase']}"
-    if len(snapshot.ready_hosts) < num_hosts:
-        return f"{len(snapshot.ready_hosts)} of {num_hosts} hosts are ready"
-    if with_replicas and (cold := snapshot.layers_without_replica):
-        return f"layers {cold[0]} have no replica"
-    waiting = [each for each in snapshot.running if each.sent_s < since_s and (each.last_s or 0.0) < since_s]
-    if waiting:
-        return f"{len(waiting)} of {len(snapshot.running)} streams have not gone on"
-    return None
-
-
-_SNAPSHOT_TIMEOUT_S: Final = 15.0
 
 
 class ClientFleet(LineProcess):
@@ -323,3 +262,61 @@ class ClientFleet(LineProcess):
                     self._snapshots.put(MeshSnapshot(look["at_s"], look["status"], running))
                 case "asked":
                     self._is_through.set()
+
+
+def _longest(times_s: Sequence[float], start_s: float, stop_s: float) -> float:
+    gaps = (later - earlier for earlier, later in pairwise(times_s) if later > start_s and earlier < stop_s)
+    return max(gaps, default=0.0)
+
+
+def questions(count: int, answer_tokens: Sequence[int], seed: int) -> tuple[Question, ...]:
+    """Every other one greedy, the others drawn at temperature 0.8 with a seed and penalties.
+
+    Args:
+        count: How many.
+        answer_tokens: Lengths of answers, of which each gets one.
+        seed: The same seed, the same questions.
+    """
+    random = Random(seed)  # noqa: S311 - questions, not secrets
+    found = []
+    for index in range(count):
+        if index < len(BUILT_IN):
+            text = BUILT_IN[index]
+        else:
+            text = made_up_prompts(1, random.choice(_MADE_UP_TOKENS), random.randrange(2**31))[0].text
+        fields: dict[str, Any] = {"temperature": 0}
+        if index % 2:
+            fields = {"temperature": 0.8, "seed": random.randrange(2**31), **random.choice(_PENALTIES)}
+        found.append(Question(f"question {index}", Turn(text, random.choice(answer_tokens)), fields))
+    return tuple(found)
+
+
+def short_question(seed: int) -> Question:
+    """Short question of a client that arrives during a fault."""
+    return Question("newcomer", Turn(f"Say hello, {seed}.", 4), {"temperature": 0})
+
+
+def what_is_missing(
+    snapshot: MeshSnapshot, *, since_s: float, num_hosts: int, with_replicas: bool
+) -> str | None:
+    """Reason why a mesh is not yet as before; None if it is.
+
+    Args:
+        snapshot: At it.
+        since_s: Every request sent before must have got a token since; of `time.perf_counter`.
+        num_hosts: So many must be ready, spare ones included.
+        with_replicas: Whether spare hosts must have loaded every stage ahead.
+    """
+    status = snapshot.status
+    if status is None:
+        return "the head does not answer"
+    if not status["ready"]:
+        return f"not ready: {status['phase']}"
+    if len(snapshot.ready_hosts) < num_hosts:
+        return f"{len(snapshot.ready_hosts)} of {num_hosts} hosts are ready"
+    if with_replicas and (cold := snapshot.layers_without_replica):
+        return f"layers {cold[0]} have no replica"
+    waiting = [each for each in snapshot.running if each.sent_s < since_s and (each.last_s or 0.0) < since_s]
+    if waiting:
+        return f"{len(waiting)} of {len(snapshot.running)} streams have not gone on"
+    return None

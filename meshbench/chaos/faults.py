@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from meshbench.lab.network import Lab
     from meshbench.lab.systems import MeshSystem
 
-
-FaultKind = Literal["first", "middle", "tail", "raylet", "cut-off", "stop", "leave"]
-KINDS: Final[tuple[FaultKind, ...]] = get_args(FaultKind)
 # In words, for reports.
 MEANING: Final[dict[str, str]] = {
     "first": "kill -9 of the first stage's process",
@@ -42,6 +39,13 @@ _SHORT_WAIT_S: Final = (0.3, 1.0)
 # Beyond the time after which a silent stage is given up.
 _HOLD_S: Final = (3.0, 8.0)
 _SHORT_HOLD_S: Final = (2.5, 3.5)
+_LISTENS = "0A"
+
+log = structlog.get_logger()
+
+FaultKind = Literal["first", "middle", "tail", "raylet", "cut-off", "stop", "leave"]
+
+KINDS: Final[tuple[FaultKind, ...]] = get_args(FaultKind)
 
 
 @dataclass(frozen=True)
@@ -61,85 +65,6 @@ class Fault:
     wait_s: float
     hold_s: float
     pick: float
-
-
-def draw_faults(
-    count: int, kinds: Sequence[FaultKind], seed: int, *, is_short: bool = False
-) -> tuple[Fault, ...]:
-    """Every kind as often as the others, within one, in random order, at random moments.
-
-    Args:
-        count: How many.
-        kinds: Among which, at least one.
-        seed: Seed of the faults.
-        is_short: Whether they follow and pass quickly.
-    """
-    waits_s = _SHORT_WAIT_S if is_short else _WAIT_S
-    holds_s = _SHORT_HOLD_S if is_short else _HOLD_S
-    random = Random(seed)  # noqa: S311 - an experiment, not a secret
-    deck: list[FaultKind] = []
-    faults = []
-    for number in range(count):
-        if not deck:
-            deck = random.sample(list(kinds), len(kinds))
-        faults.append(
-            Fault(number, deck.pop(), random.uniform(*waits_s), random.uniform(*holds_s), random.random())
-        )
-    return tuple(faults)
-
-
-def victim(kind: FaultKind, pick: float, num_stages: int) -> int:
-    """Index of the stage that is hit, or whose host is.
-
-    Args:
-        kind: Of fault.
-        pick: In [0, 1).
-        num_stages: At least one.
-    """
-    if kind == "first":
-        return 0
-    if kind == "tail":
-        return num_stages - 1
-    if kind == "middle" and num_stages > 2:
-        return 1 + int(pick * (num_stages - 2))
-    # A ring of two has no middle; then either is hit.
-    return int(pick * num_stages)
-
-
-_LISTENS = "0A"
-
-
-def listener(pids: Iterable[int], port: int) -> int | None:
-    """The process that listens on a TCP port of its network, among these; None if none does."""
-    for pid in pids:
-        with suppress(OSError):
-            if _inodes_listening(pid, port) & _sockets(pid):
-                return pid
-    return None
-
-
-def _inodes_listening(pid: int, port: int) -> set[str]:
-    """Sockets that listen there, in this process's network; see proc(5), /proc/net/tcp."""
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for row in Path(f"/proc/{pid}/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
-            cells = row.split()
-            if cells[1].endswith(f":{port:04X}") and cells[3] == _LISTENS:
-                found.add(cells[9])
-    return found
-
-
-def _sockets(pid: int) -> set[str]:
-    found = set()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):
-            target = str(entry.readlink())
-            if target.startswith("socket:["):
-                found.add(target.removeprefix("socket:[").removesuffix("]"))
-    return found
-
-
-log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -272,3 +197,76 @@ class FaultInjector:
     @staticmethod
     def _number(name: str) -> int:
         return int(name.removeprefix("host"))
+
+
+def draw_faults(
+    count: int, kinds: Sequence[FaultKind], seed: int, *, is_short: bool = False
+) -> tuple[Fault, ...]:
+    """Every kind as often as the others, within one, in random order, at random moments.
+
+    Args:
+        count: How many.
+        kinds: Among which, at least one.
+        seed: Seed of the faults.
+        is_short: Whether they follow and pass quickly.
+    """
+    waits_s = _SHORT_WAIT_S if is_short else _WAIT_S
+    holds_s = _SHORT_HOLD_S if is_short else _HOLD_S
+    random = Random(seed)  # noqa: S311 - an experiment, not a secret
+    deck: list[FaultKind] = []
+    faults = []
+    for number in range(count):
+        if not deck:
+            deck = random.sample(list(kinds), len(kinds))
+        faults.append(
+            Fault(number, deck.pop(), random.uniform(*waits_s), random.uniform(*holds_s), random.random())
+        )
+    return tuple(faults)
+
+
+def victim(kind: FaultKind, pick: float, num_stages: int) -> int:
+    """Index of the stage that is hit, or whose host is.
+
+    Args:
+        kind: Of fault.
+        pick: In [0, 1).
+        num_stages: At least one.
+    """
+    if kind == "first":
+        return 0
+    if kind == "tail":
+        return num_stages - 1
+    if kind == "middle" and num_stages > 2:
+        return 1 + int(pick * (num_stages - 2))
+    # A ring of two has no middle; then either is hit.
+    return int(pick * num_stages)
+
+
+def listener(pids: Iterable[int], port: int) -> int | None:
+    """The process that listens on a TCP port of its network, among these; None if none does."""
+    for pid in pids:
+        with suppress(OSError):
+            if _inodes_listening(pid, port) & _sockets(pid):
+                return pid
+    return None
+
+
+def _inodes_listening(pid: int, port: int) -> set[str]:
+    """Sockets that listen there, in this process's network; see proc(5), /proc/net/tcp."""
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for row in Path(f"/proc/{pid}/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
+            cells = row.split()
+            if cells[1].endswith(f":{port:04X}") and cells[3] == _LISTENS:
+                found.add(cells[9])
+    return found
+
+
+def _sockets(pid: int) -> set[str]:
+    found = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            target = str(entry.readlink())
+            if target.startswith("socket:["):
+                found.add(target.removeprefix("socket:[").removesuffix("]"))
+    return found

@@ -35,13 +35,17 @@ if TYPE_CHECKING:
     from meshbench.lab.network import Lab
     from meshbench.lab.systems import MeshSystem
 
-
-log = structlog.get_logger()
-
 _POLL_S: Final = 0.5
 # A mesh that is whole for a moment only, before it has noticed a loss, is not whole.
 _SETTLE_S: Final = 1.5
 ANSWERS_TIMEOUT_S: Final = 300.0
+_PROBE_TIMEOUT_S: Final = 200.0
+# Within this a fault shows, if only by streams that stand still.
+_SHOWS_S: Final = 1.0
+_TAKEN_BACK: Final = frozenset({"cut-off", "stop"})
+FOLDER: Final = "first-failure"
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -143,31 +147,6 @@ class RecoveryWatch:
         if self._whole_s is None:
             self._whole_s = snapshot.at_s
         return self._whole_s if snapshot.at_s - self._whole_s >= _SETTLE_S else None
-
-
-def baseline_answers(
-    client_fleet: ClientFleet, questions: tuple[Question, ...], num_at_once: int
-) -> dict[str, Expected]:
-    """Have every question answered without faults.
-
-    Raises:
-        MeshError: If an answer is not sound.
-    """
-    log.info("asking_undisturbed", questions=len(questions), at_once=num_at_once)
-    streams = client_fleet.ask_all(questions, num_at_once, timeout_s=ANSWERS_TIMEOUT_S)
-    answers = {stream.answer.record.prompt_id: stream.answer for stream in streams}
-    expected = {question.id: Expected(question.turn, answers[question.id]) for question in questions}
-    found = tally(streams, expected, is_exact=True)
-    if found.problems or found.num_refused:
-        worst = found.problems[0].detail if found.problems else "rejected with 503"
-        raise MeshError(f"a question failed in the undisturbed run: {worst}")
-    return expected
-
-
-_PROBE_TIMEOUT_S: Final = 200.0
-# Within this a fault shows, if only by streams that stand still.
-_SHOWS_S: Final = 1.0
-_TAKEN_BACK: Final = frozenset({"cut-off", "stop"})
 
 
 @dataclass(frozen=True)
@@ -326,9 +305,6 @@ class FaultRun:
         )
 
 
-FOLDER: Final = "first-failure"
-
-
 class FirstFailure:
     """Copies the logs of all hosts, with the faulty streams, once.
 
@@ -365,3 +341,22 @@ class FirstFailure:
         }
         text = json.dumps(fields, indent=1, ensure_ascii=False)
         (self._folder / "failure.json").write_text(text + "\n", encoding="utf-8")
+
+
+def baseline_answers(
+    client_fleet: ClientFleet, questions: tuple[Question, ...], num_at_once: int
+) -> dict[str, Expected]:
+    """Have every question answered without faults.
+
+    Raises:
+        MeshError: If an answer is not sound.
+    """
+    log.info("asking_undisturbed", questions=len(questions), at_once=num_at_once)
+    streams = client_fleet.ask_all(questions, num_at_once, timeout_s=ANSWERS_TIMEOUT_S)
+    answers = {stream.answer.record.prompt_id: stream.answer for stream in streams}
+    expected = {question.id: Expected(question.turn, answers[question.id]) for question in questions}
+    found = tally(streams, expected, is_exact=True)
+    if found.problems or found.num_refused:
+        worst = found.problems[0].detail if found.problems else "rejected with 503"
+        raise MeshError(f"a question failed in the undisturbed run: {worst}")
+    return expected

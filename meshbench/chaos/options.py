@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from meshbench.chaos.faults import FaultKind
     from stages.slicing.model_facts import ModelFacts
 
+_STEP_BYTES: Final = 2**20
 
 ScenarioName = Literal["faults", "leave", "head", "no-room"]
+
 SCENARIOS: Final[tuple[ScenarioName, ...]] = get_args(ScenarioName)
 
 
@@ -45,9 +47,6 @@ class ChaosOptions(LabOptions):
     num_questions: int
     answer_tokens: tuple[int, ...]
     whole_timeout_s: float
-
-
-_STEP_BYTES: Final = 2**20
 
 
 def least_memory_bytes(model: ModelFacts, workload: Workload, num_hosts: int) -> int:

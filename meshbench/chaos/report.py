@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from meshbench.chaos.results import Repair, Scenario
 
-
 _KIND_HEADS: Final = (
     "fault",
     "times",
@@ -55,6 +54,43 @@ _REPAIR_HEADS: Final = (
 )
 _MAX_PROBLEMS: Final = 20
 _MAX_WORDS_CHARS: Final = 240
+
+
+@dataclass(frozen=True)
+class Report:
+    """A run, worked out.
+
+    Attributes:
+        conditions: How it was made, by name.
+        scenarios: Scenarios of the run.
+        checks: Further checks.
+        failures: What could not be done, and why.
+        compared: Pauses over those of another checkout.
+    """
+
+    conditions: dict[str, Any]
+    scenarios: tuple[Scenario, ...]
+    checks: tuple[Check, ...]
+    failures: tuple[str, ...]
+    compared: tuple[Line, ...] = ()
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """The acceptance table, of all scenarios."""
+        return (*(line for scenario in self.scenarios for line in scenario.lines), *self.compared)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing was lost and nothing failed.
+
+        A bound of zero is a promise; a long pause is a figure only.
+        """
+        return (
+            not any((self.failures, *(scenario.failures for scenario in self.scenarios)))
+            and all(check.holds is not False for check in self.checks)
+            and all(line.verdict != "missed" for line in self.lines if line.wanted == 0)
+            and all(not scenario.problems for scenario in self.scenarios)
+        )
 
 
 def as_markdown(report: Report) -> str:
@@ -133,43 +169,6 @@ def _problems(scenario: Scenario) -> str:
     ]
     more = len(scenario.problems) - _MAX_PROBLEMS
     return "\n".join([*shown, *([f"- and {more} more"] if more > 0 else [])])
-
-
-@dataclass(frozen=True)
-class Report:
-    """A run, worked out.
-
-    Attributes:
-        conditions: How it was made, by name.
-        scenarios: Scenarios of the run.
-        checks: Further checks.
-        failures: What could not be done, and why.
-        compared: Pauses over those of another checkout.
-    """
-
-    conditions: dict[str, Any]
-    scenarios: tuple[Scenario, ...]
-    checks: tuple[Check, ...]
-    failures: tuple[str, ...]
-    compared: tuple[Line, ...] = ()
-
-    @property
-    def lines(self) -> tuple[Line, ...]:
-        """The acceptance table, of all scenarios."""
-        return (*(line for scenario in self.scenarios for line in scenario.lines), *self.compared)
-
-    @property
-    def is_good(self) -> bool:
-        """Whether nothing was lost and nothing failed.
-
-        A bound of zero is a promise; a long pause is a figure only.
-        """
-        return (
-            not any((self.failures, *(scenario.failures for scenario in self.scenarios)))
-            and all(check.holds is not False for check in self.checks)
-            and all(line.verdict != "missed" for line in self.lines if line.wanted == 0)
-            and all(not scenario.problems for scenario in self.scenarios)
-        )
 
 
 def as_dict(report: Report) -> dict[str, Any]:

@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from meshbench.chaos.clients import Stream
     from meshbench.stress.checks import Expected
 
+_REPLICA: Final = "(had a replica)"
+MEDIAN_PAUSE_S: Final = 5.0
+WORST_PAUSE_S: Final = 15.0
+WARM_PAUSE_S: Final = 2.5
+PROBE_S: Final = 3.0
+SERVING_S: Final = 10.0
+
 
 @dataclass(frozen=True)
 class ProbeOutcome:
@@ -34,18 +41,6 @@ class ProbeOutcome:
     def is_sound(self) -> bool:
         """Whether it was answered, or asked to come again."""
         return self.outcome in {"answer", "503"}
-
-
-def probe_outcome(stream: Stream) -> ProbeOutcome:
-    """Result of a newcomer's request."""
-    record = stream.answer.record
-    failure = record.failure
-    if failure is None:
-        return ProbeOutcome(record.parts_s[0] - record.sent_s, "answer")
-    took_s = record.ended_s - record.sent_s
-    if stream.is_refused and failure.retry_after is not None:
-        return ProbeOutcome(took_s, "503")
-    return ProbeOutcome(took_s, f"{failure.kind}: {failure.message}")
 
 
 @dataclass(frozen=True)
@@ -91,6 +86,113 @@ class Repair:
         return max(self.pauses_s, default=0.0)
 
 
+@dataclass(frozen=True)
+class HeadLogAccount:
+    """Results of one fault.
+
+    Attributes:
+        num_repairs: How often the ring was made whole in that time, planned moves included.
+        is_warm: Whether there was a replica of all moved layers; None if nothing moved.
+        reason: Why, and how: one line; empty if the head noted nothing.
+        repair_s: What the repairs took from the head's noticing on, together; None if there was none.
+    """
+
+    num_repairs: int
+    is_warm: bool | None
+    reason: str
+    repair_s: float | None
+
+
+@dataclass(frozen=True)
+class KindSummary:
+    """Statistics of all faults of a kind. Times in seconds.
+
+    Attributes:
+        kind: See `faults.MEANING`.
+        count: How many.
+        num_warm: For how many the lost layers were loaded already.
+        median_pause_s: Of all clients' pauses; None if there were no clients.
+        worst_pause_s: The longest of them; None without any.
+        worst_silence_s: The longest time without even a comment ping.
+        median_repair_s: What the head took, from its noticing on; None if it repaired nothing.
+        median_whole_s: Until all hosts were back; None if they never were.
+        worst_newcomer_s: The longest that a new request waited for an answer or a 503; None without any.
+        num_not_whole: After how many the mesh was not whole in time.
+    """
+
+    kind: str
+    count: int
+    num_warm: int
+    median_pause_s: float | None
+    worst_pause_s: float | None
+    worst_silence_s: float
+    median_repair_s: float | None
+    median_whole_s: float | None
+    worst_newcomer_s: float | None
+    num_not_whole: int
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Statistics of many streams.
+
+    Attributes:
+        num_streams: That began; those that were refused with 503 did not.
+        num_failed: How many of them have not all of their answer, though their clients waited.
+        num_hung_up_early: How many had clients that disconnected before the first token.
+        num_hung_up_late: The same after it.
+        num_unlike: How many of those that did not fail are not what the undisturbed run said, in text or
+            token ids, as far as they came.
+        num_refused: Requests rejected with 503 before their answer began.
+        problems: Everything that must not be: of failed streams, unsound ones, and unlike ones where equal
+            texts are promised.
+    """
+
+    num_streams: int
+    num_failed: int
+    num_hung_up_early: int
+    num_hung_up_late: int
+    num_unlike: int
+    num_refused: int
+    problems: tuple[Problem, ...]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Result of one of `options.SCENARIOS`.
+
+    Attributes:
+        name: Which.
+        lines: Of the acceptance table.
+        repairs: Results of its faults.
+        problems: Of streams.
+        failures: Why it ended before it was through; empty if it was.
+    """
+
+    name: str
+    lines: tuple[Line, ...]
+    repairs: tuple[Repair, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    failures: tuple[str, ...] = ()
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the run was interrupted: later scenarios are skipped."""
+        return INTERRUPTED in self.failures
+
+
+def probe_outcome(stream: Stream) -> ProbeOutcome:
+    """Result of a newcomer's request."""
+    record = stream.answer.record
+    failure = record.failure
+    if failure is None:
+        return ProbeOutcome(record.parts_s[0] - record.sent_s, "answer")
+    took_s = record.ended_s - record.sent_s
+    if stream.is_refused and failure.retry_after is not None:
+        return ProbeOutcome(took_s, "503")
+    return ProbeOutcome(took_s, f"{failure.kind}: {failure.message}")
+
+
 def pauses_s(streams: Iterable[Stream], start_s: float, stop_s: float) -> tuple[float, ...]:
     """Of every stream that ran when that time began, its longest pause within it, the longest last.
 
@@ -110,26 +212,6 @@ def _running(streams: Iterable[Stream], start_s: float, stop_s: float) -> Iterat
         has_hung_up = record.failure is not None and record.failure.is_hang_up
         if record.sent_s < start_s < record.ended_s and not (has_hung_up and record.ended_s < stop_s):
             yield each
-
-
-_REPLICA: Final = "(had a replica)"
-
-
-@dataclass(frozen=True)
-class HeadLogAccount:
-    """Results of one fault.
-
-    Attributes:
-        num_repairs: How often the ring was made whole in that time, planned moves included.
-        is_warm: Whether there was a replica of all moved layers; None if nothing moved.
-        reason: Why, and how: one line; empty if the head noted nothing.
-        repair_s: What the repairs took from the head's noticing on, together; None if there was none.
-    """
-
-    num_repairs: int
-    is_warm: bool | None
-    reason: str
-    repair_s: float | None
 
 
 def events_of(lines: str) -> list[dict[str, Any]]:
@@ -183,35 +265,6 @@ def _time_s(event: dict[str, Any]) -> float:
     return datetime.fromisoformat(event["timestamp"]).timestamp()
 
 
-@dataclass(frozen=True)
-class KindSummary:
-    """Statistics of all faults of a kind. Times in seconds.
-
-    Attributes:
-        kind: See `faults.MEANING`.
-        count: How many.
-        num_warm: For how many the lost layers were loaded already.
-        median_pause_s: Of all clients' pauses; None if there were no clients.
-        worst_pause_s: The longest of them; None without any.
-        worst_silence_s: The longest time without even a comment ping.
-        median_repair_s: What the head took, from its noticing on; None if it repaired nothing.
-        median_whole_s: Until all hosts were back; None if they never were.
-        worst_newcomer_s: The longest that a new request waited for an answer or a 503; None without any.
-        num_not_whole: After how many the mesh was not whole in time.
-    """
-
-    kind: str
-    count: int
-    num_warm: int
-    median_pause_s: float | None
-    worst_pause_s: float | None
-    worst_silence_s: float
-    median_repair_s: float | None
-    median_whole_s: float | None
-    worst_newcomer_s: float | None
-    num_not_whole: int
-
-
 def by_kind(repairs: Sequence[Repair]) -> list[KindSummary]:
     """Statistics by kind, in the order of their first faults."""
     found = []
@@ -235,31 +288,6 @@ def by_kind(repairs: Sequence[Repair]) -> list[KindSummary]:
             )
         )
     return found
-
-
-@dataclass(frozen=True)
-class Tally:
-    """Statistics of many streams.
-
-    Attributes:
-        num_streams: That began; those that were refused with 503 did not.
-        num_failed: How many of them have not all of their answer, though their clients waited.
-        num_hung_up_early: How many had clients that disconnected before the first token.
-        num_hung_up_late: The same after it.
-        num_unlike: How many of those that did not fail are not what the undisturbed run said, in text or
-            token ids, as far as they came.
-        num_refused: Requests rejected with 503 before their answer began.
-        problems: Everything that must not be: of failed streams, unsound ones, and unlike ones where equal
-            texts are promised.
-    """
-
-    num_streams: int
-    num_failed: int
-    num_hung_up_early: int
-    num_hung_up_late: int
-    num_unlike: int
-    num_refused: int
-    problems: tuple[Problem, ...]
 
 
 def tally(streams: Iterable[Stream], expected: Mapping[str, Expected], *, is_exact: bool) -> Tally:
@@ -292,13 +320,6 @@ def tally(streams: Iterable[Stream], expected: Mapping[str, Expected], *, is_exa
         num_refused=len(everybody) - len(answers),
         problems=tuple(problems),
     )
-
-
-MEDIAN_PAUSE_S: Final = 5.0
-WORST_PAUSE_S: Final = 15.0
-WARM_PAUSE_S: Final = 2.5
-PROBE_S: Final = 3.0
-SERVING_S: Final = 10.0
 
 
 def stream_lines(found: Tally, when: str, *, is_exact: bool) -> list[Line]:
@@ -395,27 +416,3 @@ def _median(values: Sequence[float]) -> float | None:
 
 def _shown(values: Sequence[float]) -> str:
     return f"{median(values):.2f}" if values else "none"
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """Result of one of `options.SCENARIOS`.
-
-    Attributes:
-        name: Which.
-        lines: Of the acceptance table.
-        repairs: Results of its faults.
-        problems: Of streams.
-        failures: Why it ended before it was through; empty if it was.
-    """
-
-    name: str
-    lines: tuple[Line, ...]
-    repairs: tuple[Repair, ...] = ()
-    problems: tuple[Problem, ...] = ()
-    failures: tuple[str, ...] = ()
-
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether the run was interrupted: later scenarios are skipped."""
-        return INTERRUPTED in self.failures

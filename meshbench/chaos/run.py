@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from meshbench.chaos.results import Scenario
     from meshbench.report_tools import Line
 
-log = structlog.get_logger()
-
 _SCENARIOS: Final[dict[ScenarioName, Callable[[FaultTestBed, FirstFailure], Scenario]]] = {
     "faults": try_faults,
     "leave": try_leaving,
@@ -53,35 +51,7 @@ _STOP_TIMEOUT_S: Final = 60.0
 # Above the least that would do, for what hosts need besides.
 _ROOM: Final = 1.02
 
-
-def run_chaos(options: ChaosOptions) -> Report:
-    """Try everything and write the report, of as much as could be done, also when Ctrl-C ends it.
-
-    Raises:
-        ClusterError: If no lab can be made here.
-    """
-    reason = lab_supported()
-    if reason is not None:
-        raise ClusterError(reason)
-    run = _Run(options)
-    # They need other hosts.
-    together: tuple[ScenarioName, ...] = tuple(name for name in options.scenarios if name != "no-room")
-    try:
-        if together:
-            run.on_a_mesh(together, num_spares=options.num_spares)
-        if "no-room" in options.scenarios and not run.is_interrupted:
-            run.on_a_mesh(("no-room",), num_spares=0)
-        if options.against is not None and not run.is_interrupted:
-            # The seed gives both the same faults, at different moments of their streams.
-            other = _Run(replace(options, against=None), checkout=options.against)
-            if together:
-                other.on_a_mesh(together, num_spares=options.num_spares)
-            run.compare(other)
-    except KeyboardInterrupt:
-        run.note(INTERRUPTED)
-    report = run.report()
-    write_report(report, options.output)
-    return report
+log = structlog.get_logger()
 
 
 class _Run:
@@ -246,6 +216,36 @@ class _Run:
         left = bed.injector.leftover_pids()
         detail = ", ".join(left) or f"none; exit codes {', '.join(map(str, codes))}"
         self._checks.append(Check(f"no process left, after {_and(names)}", not left, detail))
+
+
+def run_chaos(options: ChaosOptions) -> Report:
+    """Try everything and write the report, of as much as could be done, also when Ctrl-C ends it.
+
+    Raises:
+        ClusterError: If no lab can be made here.
+    """
+    reason = lab_supported()
+    if reason is not None:
+        raise ClusterError(reason)
+    run = _Run(options)
+    # They need other hosts.
+    together: tuple[ScenarioName, ...] = tuple(name for name in options.scenarios if name != "no-room")
+    try:
+        if together:
+            run.on_a_mesh(together, num_spares=options.num_spares)
+        if "no-room" in options.scenarios and not run.is_interrupted:
+            run.on_a_mesh(("no-room",), num_spares=0)
+        if options.against is not None and not run.is_interrupted:
+            # The seed gives both the same faults, at different moments of their streams.
+            other = _Run(replace(options, against=None), checkout=options.against)
+            if together:
+                other.on_a_mesh(together, num_spares=options.num_spares)
+            run.compare(other)
+    except KeyboardInterrupt:
+        run.note(INTERRUPTED)
+    report = run.report()
+    write_report(report, options.output)
+    return report
 
 
 def _and(names: tuple[ScenarioName, ...]) -> str:

@@ -31,6 +31,22 @@ if TYPE_CHECKING:
     from meshbench.chaos.faults import InjectedFault
     from meshbench.chaos.harness import FaultTestBed, FirstFailure
 
+# As a service manager waits before it starts something again.
+_DOWN_S: Final = 2.0
+_STARTS: Final = 3
+_CACHED: Final = ("find", "/tmp/home", "-name", "*.gguf", "-printf", "%p %i %s\\n")  # noqa: S108 - the host's own
+# Newcomers of this scenario have numbers of their own.
+_FIRST_LEAVE_NUMBER: Final = 10_000
+_WAIT_S: Final = 2.0
+_FIRST_PROBE_NUMBER: Final = 20_000
+_NUM_PROBES: Final = 5
+_RUNNING_S: Final = 3.0
+# Streams end with an error once it is known that no host can hold the layers.
+_GIVE_UP_S: Final = 60.0
+_POLL_S: Final = 0.25
+
+log = structlog.get_logger()
+
 
 def try_faults(bed: FaultTestBed, keep: FirstFailure) -> Scenario:
     """Inject the requested number of faults, as long as the mesh recovers."""
@@ -76,14 +92,6 @@ def inject_all(
     except MeshError as error:
         failures.append(error.message)
     return run, tuple(failures)
-
-
-log = structlog.get_logger()
-
-# As a service manager waits before it starts something again.
-_DOWN_S: Final = 2.0
-_STARTS: Final = 3
-_CACHED: Final = ("find", "/tmp/home", "-name", "*.gguf", "-printf", "%p %i %s\\n")  # noqa: S108 - the host's own
 
 
 def try_head_restart(bed: FaultTestBed, keep: FirstFailure) -> Scenario:
@@ -155,11 +163,6 @@ def _cached(bed: FaultTestBed) -> set[str]:
     return found
 
 
-# Newcomers of this scenario have numbers of their own.
-_FIRST_LEAVE_NUMBER: Final = 10_000
-_WAIT_S: Final = 2.0
-
-
 def try_leaving(bed: FaultTestBed, keep: FirstFailure) -> Scenario:
     """One host after the other, spares included; each joins again before the next one leaves."""
     faults = []
@@ -181,14 +184,6 @@ def try_leaving(bed: FaultTestBed, keep: FirstFailure) -> Scenario:
 
 def _leave(bed: FaultTestBed, host: int, fault: Fault, _snapshot: MeshSnapshot) -> InjectedFault:
     return bed.injector.leave(host, fault)
-
-
-_FIRST_PROBE_NUMBER: Final = 20_000
-_NUM_PROBES: Final = 5
-_RUNNING_S: Final = 3.0
-# Streams end with an error once it is known that no host can hold the layers.
-_GIVE_UP_S: Final = 60.0
-_POLL_S: Final = 0.25
 
 
 def try_no_room(bed: FaultTestBed, keep: FirstFailure) -> Scenario:

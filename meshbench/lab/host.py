@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     import signal
     from collections.abc import Iterator, Mapping, Sequence
 
+_UNSHARE: Final = ("unshare", "--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child")
+_CLONE_NEWPID: Final = 0x20000000
+_libc = ctypes.CDLL(None, use_errno=True)
+
 
 class Companion:
     """Child process that answers lines of standard input by lines, and ends at end of file.
@@ -68,11 +72,6 @@ class Companion:
     def wait(self) -> None:
         """Return once the child ended."""
         self._process.wait()
-
-
-_UNSHARE: Final = ("unshare", "--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child")
-_CLONE_NEWPID: Final = 0x20000000
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Host:

@@ -17,36 +17,14 @@ if TYPE_CHECKING:
 
     from meshbench.lab.network import Lab
 
-
-Role = Literal["stage", "coordinator", "join", "ray", "other"]
 # Roles of a mesh's processes.
 ROLES: Final[tuple[Role, ...]] = ("stage", "coordinator", "join", "ray")
-
 # Ray renames a worker after its actor.
 _STAGE_TITLES: Final = ("ray::StageActor", "ray::EmbeddingActor")
 _RAY_MARKS: Final = ("ray::", "raylet", "gcs_server", "ray/_private", "ray_child", "/ray/")
-
-
-def role_of(argv: Sequence[str]) -> Role:
-    """Role of a process in the mesh.
-
-    Returns:
-        `stage` for an actor with one, or with an embedding model; `coordinator` for `mesh serve`, `join` for
-        `mesh join`, `ray` for Ray's own processes, `other` for the rest.
-    """
-    line = " ".join(argv)
-    if line.startswith(_STAGE_TITLES):
-        return "stage"
-    if any(mark in line for mark in _RAY_MARKS):
-        return "ray"
-    words = [word.rpartition("/")[2] for word in argv]
-    commands = set(pairwise(words))
-    if ("mesh", "serve") in commands:
-        return "coordinator"
-    return "join" if ("mesh", "join") in commands else "other"
-
-
 _KIB: Final = 1024
+
+Role = Literal["stage", "coordinator", "join", "ray", "other"]
 
 
 @dataclass(frozen=True)
@@ -146,6 +124,25 @@ class MemoryWatch:
         self.samples.append(
             MemorySample(look, time.perf_counter(), host, pid, role, rss_kib * _KIB, pss_bytes)
         )
+
+
+def role_of(argv: Sequence[str]) -> Role:
+    """Role of a process in the mesh.
+
+    Returns:
+        `stage` for an actor with one, or with an embedding model; `coordinator` for `mesh serve`, `join` for
+        `mesh join`, `ray` for Ray's own processes, `other` for the rest.
+    """
+    line = " ".join(argv)
+    if line.startswith(_STAGE_TITLES):
+        return "stage"
+    if any(mark in line for mark in _RAY_MARKS):
+        return "ray"
+    words = [word.rpartition("/")[2] for word in argv]
+    commands = set(pairwise(words))
+    if ("mesh", "serve") in commands:
+        return "coordinator"
+    return "join" if ("mesh", "join") in commands else "other"
 
 
 def _sums(path: Path) -> dict[str, int]:

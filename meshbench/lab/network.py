@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-
 # A packet costs the router some 20 to 40 µs of processor time whatever its size, so few and large ones:
 # nearly the largest that IPv4 allows. The router's processor is then no bottleneck.
 MTU_BYTES: Final = 65000
-
 # Last number of the first address with an address translation behind it.
 _FIRST_OUTSIDE: Final = 201
 _TIMEOUT_S: Final = 60.0
 _BRING_UP: Final = "link set lo up\nlink set mesh addrgenmode none\n"
+_TOOLS = ("ip", "unshare", "nsenter", "mount")
+_DISABLED = "/proc/sys/net/ipv6/conf/default/disable_ipv6"
 
 
 class Lab:
@@ -292,10 +292,6 @@ def host_processors(available: Sequence[int], num_hosts: int) -> list[tuple[int,
         return [(available[host % len(available)],) for host in range(num_hosts)]
     bounds = [host * len(available) // num_hosts for host in range(num_hosts + 1)]
     return [tuple(available[start:stop]) for start, stop in itertools.pairwise(bounds)]
-
-
-_TOOLS = ("ip", "unshare", "nsenter", "mount")
-_DISABLED = "/proc/sys/net/ipv6/conf/default/disable_ipv6"
 
 
 def lab_supported(*, is_ipv6: bool = False) -> str | None:

@@ -30,6 +30,15 @@ from meshbench.lab.tun import open_tun
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+_BATCH_PACKETS: Final = 64
+_READ_BYTES: Final = 65536
+# Offset of a packet's source address, followed by its destination. By IP version.
+_SOURCE_START: Final = {4: 12, 6: 8}
+# First byte of IPv6 multicast addresses; IPv4's are not sent without subscribers.
+_MULTICAST: Final = 0xFF
+_PROTOCOLS: Final = {"tcp": TCP, "udp": UDP}
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -50,18 +59,6 @@ class Traffic:
     mean_late_us: float
     max_late_us: float
     cpu_s: float
-
-
-_BATCH_PACKETS: Final = 64
-_READ_BYTES: Final = 65536
-# Offset of a packet's source address, followed by its destination. By IP version.
-_SOURCE_START: Final = {4: 12, 6: 8}
-# First byte of IPv6 multicast addresses; IPv4's are not sent without subscribers.
-_MULTICAST: Final = 0xFF
-
-_PROTOCOLS: Final = {"tcp": TCP, "udp": UDP}
-
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Router:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from meshbench.lab.llama_cpp_build import LlamaRpc
     from meshbench.lab.network import Lab
 
-
 _POLL_S: Final = 0.2
 _LAST_LINES: Final = 15
 _MAX_SHOWN_CHARS: Final = 200
@@ -45,121 +44,10 @@ while True:
     else:
         break
 """
-
-
-def start_logged(
-    lab: Lab,
-    host: int,
-    argv: Sequence[str],
-    log: Path,
-    *,
-    is_again: bool = False,
-    env: Mapping[str, str] | None = None,
-) -> subprocess.Popen[bytes]:
-    """Start a program on a host with all its output in a file; `is_again` keeps what the file holds."""
-    with log.open("ab" if is_again else "wb") as output:
-        return lab.run(host, argv, stdout=output, stderr=output, env=env)
-
-
-def wait_healthy(
-    lab: Lab, host: int, port: int, process: subprocess.Popen[bytes], log: Path, *, timeout_s: float = 120.0
-) -> None:
-    """Wait until `/health` on the host's loopback answers 200.
-
-    Raises:
-        MeshError: If the process ends first or takes too long; the message ends with its last words.
-    """
-    watcher = lab.run(host, health_watcher(port))
-    try:
-        wait_until(lambda: watcher.poll() == 0, f"host{host}'s server", process, log, timeout_s)
-    finally:
-        watcher.kill()
-        watcher.wait()
-
-
-def health_watcher(port: int) -> list[str]:
-    """Program that ends with code 0 once `/health` on its own loopback answers 200.
-
-    One process polls: a new Python for each try would take a fifth of a core from the server.
-    """
-    return [sys.executable, "-I", "-S", "-c", _UNTIL_HEALTHY, str(port), str(_POLL_S)]
-
-
-def wait_listening(
-    lab: Lab, host: int, port: int, process: subprocess.Popen[bytes], log: Path, *, timeout_s: float = 20.0
-) -> None:
-    """Wait until a process listens on a host's port, without connecting: not every server supports that.
-
-    Raises:
-        MeshError: Like `wait_healthy`.
-    """
-    wait_until(lambda: _is_listening(lab, host, port), f"host{host}'s server", process, log, timeout_s)
-
-
-def get_json(lab: Lab, host: int, port: int, path: str, *, api_key: str | None = None) -> Any:
-    """Answer of a server on the host's loopback to a GET, as JSON.
-
-    Raises:
-        MeshError: If it does not answer with JSON.
-    """
-    text = get_text(lab, host, port, path, api_key=api_key)
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        raise MeshError(f"host{host} does not answer {path} with JSON: {text[:_MAX_SHOWN_CHARS]}") from None
-
-
-def get_text(lab: Lab, host: int, port: int, path: str, *, api_key: str | None = None) -> str:
-    """Answer of a server on the host's loopback to a GET, as text.
-
-    Raises:
-        MeshError: If it does not answer.
-    """
-    argv = [sys.executable, "-I", "-S", "-c", _GET, f"http://127.0.0.1:{port}{path}"]
-    done = lab.exec(host, argv if api_key is None else [*argv, api_key])
-    if done.returncode:
-        words = (done.stderr.strip().splitlines() or [done.stdout])[-1]
-        raise MeshError(f"host{host} does not answer {path}: {words}")
-    return done.stdout
-
-
-def last_lines(log: Path, num_lines: int = _LAST_LINES) -> str:
-    """The end of a log, for errors: without requests for `/health`, of which there may be hundreds."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join([line for line in lines if '"path": "/health"' not in line][-num_lines:])
-
-
-def wait_until(
-    is_ready: Callable[[], bool], name: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float
-) -> None:
-    """Wait for a server that was started.
-
-    Args:
-        is_ready: Whether it is ready; asked again and again.
-        name: Name for errors.
-        process: Its process.
-        log: File with its output.
-        timeout_s: Longest wait.
-
-    Raises:
-        MeshError: If the process ends first or takes too long; the message ends with its last words.
-    """
-    deadline_s = time.monotonic() + timeout_s
-    while not is_ready():
-        if process.poll() is not None:
-            raise MeshError(f"{name} ended with code {process.returncode}:\n{last_lines(log)}")
-        if time.monotonic() > deadline_s:
-            raise MeshError(f"{name} is not ready after {timeout_s:g} s:\n{last_lines(log)}")
-        time.sleep(_POLL_S)
-
-
-def _is_listening(lab: Lab, host: int, port: int) -> bool:
-    table = lab.exec(host, ["cat", "/proc/net/tcp"]).stdout.splitlines()[1:]
-    # Second column: local address in hexadecimal; fourth: state, of which 0A is LISTEN.
-    return any(row[1].endswith(f":{port:04X}") and row[3] == "0A" for row in map(str.split, table))
-
-
 _RPC_PORT: Final = 50052
+COMMAND: Final = str(Path(sys.executable).with_name("mesh"))
+_MESH_POLL_S: Final = 0.1
+_ANSWERS_AT_ONCE: Final = 1000
 
 
 class RpcSystem:
@@ -307,27 +195,6 @@ class StageTotals:
         """Means; zero without a window."""
         count = max(self.num_windows, 1)
         return StageTimes(self.compute_ms / count, self.queue_ms / count)
-
-
-COMMAND: Final = str(Path(sys.executable).with_name("mesh"))
-_MESH_POLL_S: Final = 0.1
-
-
-def command_of(checkout: Path) -> Path:
-    """The program `mesh` of a checkout.
-
-    Raises:
-        ClusterError: If it has none.
-    """
-    command = checkout.absolute() / ".venv" / "bin" / "mesh"
-    if not command.is_file():
-        raise ClusterError(
-            f"{checkout} has no {command.relative_to(checkout.absolute())}: run `make environment` there"
-        )
-    return command
-
-
-_ANSWERS_AT_ONCE: Final = 1000
 
 
 class MeshSystem:
@@ -531,6 +398,132 @@ class MeshSystem:
         process = start_logged(self._lab, host, argv, log, is_again=is_again, env=self._env)
         self._processes[host] = process
         return process
+
+
+def start_logged(
+    lab: Lab,
+    host: int,
+    argv: Sequence[str],
+    log: Path,
+    *,
+    is_again: bool = False,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a program on a host with all its output in a file; `is_again` keeps what the file holds."""
+    with log.open("ab" if is_again else "wb") as output:
+        return lab.run(host, argv, stdout=output, stderr=output, env=env)
+
+
+def wait_healthy(
+    lab: Lab, host: int, port: int, process: subprocess.Popen[bytes], log: Path, *, timeout_s: float = 120.0
+) -> None:
+    """Wait until `/health` on the host's loopback answers 200.
+
+    Raises:
+        MeshError: If the process ends first or takes too long; the message ends with its last words.
+    """
+    watcher = lab.run(host, health_watcher(port))
+    try:
+        wait_until(lambda: watcher.poll() == 0, f"host{host}'s server", process, log, timeout_s)
+    finally:
+        watcher.kill()
+        watcher.wait()
+
+
+def health_watcher(port: int) -> list[str]:
+    """Program that ends with code 0 once `/health` on its own loopback answers 200.
+
+    One process polls: a new Python for each try would take a fifth of a core from the server.
+    """
+    return [sys.executable, "-I", "-S", "-c", _UNTIL_HEALTHY, str(port), str(_POLL_S)]
+
+
+def wait_listening(
+    lab: Lab, host: int, port: int, process: subprocess.Popen[bytes], log: Path, *, timeout_s: float = 20.0
+) -> None:
+    """Wait until a process listens on a host's port, without connecting: not every server supports that.
+
+    Raises:
+        MeshError: Like `wait_healthy`.
+    """
+    wait_until(lambda: _is_listening(lab, host, port), f"host{host}'s server", process, log, timeout_s)
+
+
+def get_json(lab: Lab, host: int, port: int, path: str, *, api_key: str | None = None) -> Any:
+    """Answer of a server on the host's loopback to a GET, as JSON.
+
+    Raises:
+        MeshError: If it does not answer with JSON.
+    """
+    text = get_text(lab, host, port, path, api_key=api_key)
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise MeshError(f"host{host} does not answer {path} with JSON: {text[:_MAX_SHOWN_CHARS]}") from None
+
+
+def get_text(lab: Lab, host: int, port: int, path: str, *, api_key: str | None = None) -> str:
+    """Answer of a server on the host's loopback to a GET, as text.
+
+    Raises:
+        MeshError: If it does not answer.
+    """
+    argv = [sys.executable, "-I", "-S", "-c", _GET, f"http://127.0.0.1:{port}{path}"]
+    done = lab.exec(host, argv if api_key is None else [*argv, api_key])
+    if done.returncode:
+        words = (done.stderr.strip().splitlines() or [done.stdout])[-1]
+        raise MeshError(f"host{host} does not answer {path}: {words}")
+    return done.stdout
+
+
+def last_lines(log: Path, num_lines: int = _LAST_LINES) -> str:
+    """The end of a log, for errors: without requests for `/health`, of which there may be hundreds."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join([line for line in lines if '"path": "/health"' not in line][-num_lines:])
+
+
+def wait_until(
+    is_ready: Callable[[], bool], name: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float
+) -> None:
+    """Wait for a server that was started.
+
+    Args:
+        is_ready: Whether it is ready; asked again and again.
+        name: Name for errors.
+        process: Its process.
+        log: File with its output.
+        timeout_s: Longest wait.
+
+    Raises:
+        MeshError: If the process ends first or takes too long; the message ends with its last words.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while not is_ready():
+        if process.poll() is not None:
+            raise MeshError(f"{name} ended with code {process.returncode}:\n{last_lines(log)}")
+        if time.monotonic() > deadline_s:
+            raise MeshError(f"{name} is not ready after {timeout_s:g} s:\n{last_lines(log)}")
+        time.sleep(_POLL_S)
+
+
+def _is_listening(lab: Lab, host: int, port: int) -> bool:
+    table = lab.exec(host, ["cat", "/proc/net/tcp"]).stdout.splitlines()[1:]
+    # Second column: local address in hexadecimal; fourth: state, of which 0A is LISTEN.
+    return any(row[1].endswith(f":{port:04X}") and row[3] == "0A" for row in map(str.split, table))
+
+
+def command_of(checkout: Path) -> Path:
+    """The program `mesh` of a checkout.
+
+    Raises:
+        ClusterError: If it has none.
+    """
+    command = checkout.absolute() / ".venv" / "bin" / "mesh"
+    if not command.is_file():
+        raise ClusterError(
+            f"{checkout} has no {command.relative_to(checkout.absolute())}: run `make environment` there"
+        )
+    return command
 
 
 @contextlib.contextmanager

@@ -16,6 +16,19 @@ if TYPE_CHECKING:
     from mesh.util.completion_stream import Chunk
     from meshbench.http_client import Client
 
+# Of those that hang up in the middle of a stream: at once, before the first token, or right at the end. The
+# others leave at some token between.
+_AT_ONCE: Final = 0.2
+_EARLY: Final = 0.35
+_LATE: Final = 0.15
+# From the way to the server to several chunks of a prompt.
+_LEAST_S: Final = 0.0005
+_EARLY_S: Final = 1.0
+_WHOLE_S: Final = 4.0
+# After a token, and after the last one.
+_BETWEEN_S: Final = 0.03
+_END_S: Final = 0.003
+
 
 @dataclass(frozen=True)
 class AnswerRecord:
@@ -159,6 +172,35 @@ class CheckedReading(AnswerReading):
         return AnswerRecord(record, self.text, tuple(self.token_ids), faults)
 
 
+@dataclass(frozen=True)
+class HangUpTime:
+    """Moment at which a client closes its connection.
+
+    Attributes:
+        num_tokens: After so many tokens of the answer; 0 counts from the request's writing.
+        after_s: So long after that, seconds.
+    """
+
+    num_tokens: int
+    after_s: float
+
+
+@dataclass(frozen=True)
+class HangUps:
+    """Clients that do not wait for the end.
+
+    Attributes:
+        share: Of requests, 0 to 1.
+        seed: Seed of the random choices.
+    """
+
+    share: float
+    seed: int
+
+
+NO_HANG_UPS: Final = HangUps(0.0, 0)
+
+
 async def ask_until(client: Client, path: str, body: bytes, reading: CheckedReading) -> Failure | None:
     """Send a request, and close the connection at the chosen moment unless the answer has ended before.
 
@@ -194,49 +236,6 @@ async def ask_until(client: Client, path: str, body: bytes, reading: CheckedRead
     if asking.cancelled():
         return Failure(HUNG_UP, "the client closed the connection as planned")
     return asking.result()
-
-
-# Of those that hang up in the middle of a stream: at once, before the first token, or right at the end. The
-# others leave at some token between.
-_AT_ONCE: Final = 0.2
-_EARLY: Final = 0.35
-_LATE: Final = 0.15
-# From the way to the server to several chunks of a prompt.
-_LEAST_S: Final = 0.0005
-_EARLY_S: Final = 1.0
-_WHOLE_S: Final = 4.0
-# After a token, and after the last one.
-_BETWEEN_S: Final = 0.03
-_END_S: Final = 0.003
-
-
-@dataclass(frozen=True)
-class HangUpTime:
-    """Moment at which a client closes its connection.
-
-    Attributes:
-        num_tokens: After so many tokens of the answer; 0 counts from the request's writing.
-        after_s: So long after that, seconds.
-    """
-
-    num_tokens: int
-    after_s: float
-
-
-@dataclass(frozen=True)
-class HangUps:
-    """Clients that do not wait for the end.
-
-    Attributes:
-        share: Of requests, 0 to 1.
-        seed: Seed of the random choices.
-    """
-
-    share: float
-    seed: int
-
-
-NO_HANG_UPS: Final = HangUps(0.0, 0)
 
 
 def draw_hang_up_time(

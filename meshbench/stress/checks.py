@@ -25,10 +25,175 @@ if TYPE_CHECKING:
     from meshbench.stress.memory import Footprint, Growth
     from meshbench.stress.scripts import Script, Turn
 
-
 _MIB: Final = 2**20
 # Shorter runs cannot distinguish a leak from an allocator's fluctuations.
 LEAST_STEADY_S: Final = 30.0
+_MISMATCHES: Final = "mesh_prefix_mismatches_total"
+PERCENTILES: Final = (50.0, 90.0, 99.0)
+# More users that bring less than this more are only waiting.
+LEAST_GAIN: Final = 0.1
+
+Kind = Literal["failure", "stream", "length", "pieces", "prompt", "text"]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A request, and its answer when sent alone.
+
+    Attributes:
+        turn: The request.
+        alone: The answer, or None if it was not sent alone.
+    """
+
+    turn: Turn
+    alone: AnswerRecord | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that must not be.
+
+    Attributes:
+        kind: `failure`: no answer, or not all of it. `stream`: chunks that are missing, twice, or out of
+            order. `length`: a finish reason that does not go with the number of tokens. `pieces`: a text that
+            is not that of its own tokens. `prompt`: another number of prompt tokens than alone. `text`:
+            another answer than alone, where that was promised.
+        request: Which.
+        detail: For a person.
+    """
+
+    kind: Kind
+    request: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class AnswerCheck:
+    """Comparison of many answers.
+
+    Attributes:
+        num_answers: Number of compared answers.
+        num_compared: How many of them were answered alone too.
+        num_forks: How many of those became another text at some token. The fast mode allows it, the exact
+            mode does not.
+        problems: In the order of the answers.
+        num_hung_up_early: How many broke off because their clients disconnected before the first token.
+        num_hung_up_late: The same after it. Their text up to then is compared.
+    """
+
+    num_answers: int
+    num_compared: int
+    num_forks: int
+    problems: tuple[Problem, ...]
+    num_hung_up_early: int = 0
+    num_hung_up_late: int = 0
+
+    @property
+    def num_hung_up(self) -> int:
+        """Answers whose clients did not wait for the end."""
+        return self.num_hung_up_early + self.num_hung_up_late
+
+    @property
+    def fork_rate(self) -> float:
+        """Share of the compared answers, 0 to 1."""
+        return self.num_forks / self.num_compared if self.num_compared else 0.0
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Problems of each kind, the most frequent first."""
+        return dict(Counter(problem.kind for problem in self.problems).most_common())
+
+
+@dataclass(frozen=True)
+class ClientCounts:
+    """Sums over all loads of a run.
+
+    Attributes:
+        num_requests: That were sent.
+        num_finished: That were answered to their end.
+        num_failed: That were not, though their clients waited.
+        num_hung_up_early: Requests whose clients disconnected before the first token.
+        num_hung_up_late: Requests whose clients hung up during the answer.
+        num_unlike: Requests whose text is not the one given alone, as far as it was received.
+        num_prompt_tokens: Of the finished ones.
+        num_cached_tokens: How many of those the stages held already.
+        num_begun_anew: Sessions whose slot did not hold what it was believed to hold, by `/metrics`; None if
+            the mesh does not count them.
+    """
+
+    num_requests: int
+    num_finished: int
+    num_failed: int
+    num_hung_up_early: int
+    num_hung_up_late: int
+    num_unlike: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_begun_anew: int | None
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Name and figure of each, for a table."""
+        begun_anew = "not counted" if self.num_begun_anew is None else str(self.num_begun_anew)
+        return [
+            ("requests", str(self.num_requests)),
+            ("finished", str(self.num_finished)),
+            ("disconnected before the first token", str(self.num_hung_up_early)),
+            ("disconnected during the answer", str(self.num_hung_up_late)),
+            ("failed", str(self.num_failed)),
+            ("texts different from the one generated alone", str(self.num_unlike)),
+            ("cached tokens", f"{self.num_cached_tokens} of {self.num_prompt_tokens} in finished prompts"),
+            ("restarted, since the slot had other tokens", begun_anew),
+        ]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Chats with their answers given alone.
+
+    Attributes:
+        scripts: The chats.
+        answers: Answers to each turn of each chat, given alone.
+        expected: By what the requests are called.
+    """
+
+    scripts: tuple[Script, ...]
+    answers: tuple[tuple[str, ...], ...]
+    expected: Mapping[str, Expected]
+
+    def order(self, url: str, fields: Mapping[str, Any], num_at_once: int) -> Order:
+        """All chats, later turns with the answers given alone, for the server at that URL."""
+        bodies = tuple(
+            tuple(script.body(turn, answers[:turn], fields).decode() for turn in range(len(script.turns)))
+            for script, answers in zip(self.scripts, self.answers, strict=True)
+        )
+        return Order(url, tuple(script.id for script in self.scripts), bodies, num_at_once)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A load of one concurrency.
+
+    Attributes:
+        concurrency: Requests under way at once.
+        figures: Measurements.
+        answer_check: What the answers were like.
+        peer_tokens_per_s: The peer's rate under the same load; None if it was not measured.
+    """
+
+    concurrency: int
+    figures: Figures
+    answer_check: AnswerCheck
+    peer_tokens_per_s: float | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Answered tokens a second, of all requests together."""
+        return self.figures.output_throughput
+
+    @property
+    def ratio(self) -> float | None:
+        """Ratio to the peer's speed."""
+        return None if self.peer_tokens_per_s is None else self.tokens_per_s / self.peer_tokens_per_s
 
 
 def answer_checks(steps: Sequence[Step], *, is_exact: bool) -> list[Check]:
@@ -118,77 +283,6 @@ def growth_by_process(samples: Sequence[MemorySample], role: str) -> list[tuple[
     return found
 
 
-Kind = Literal["failure", "stream", "length", "pieces", "prompt", "text"]
-
-
-@dataclass(frozen=True)
-class Expected:
-    """A request, and its answer when sent alone.
-
-    Attributes:
-        turn: The request.
-        alone: The answer, or None if it was not sent alone.
-    """
-
-    turn: Turn
-    alone: AnswerRecord | None = None
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Something that must not be.
-
-    Attributes:
-        kind: `failure`: no answer, or not all of it. `stream`: chunks that are missing, twice, or out of
-            order. `length`: a finish reason that does not go with the number of tokens. `pieces`: a text that
-            is not that of its own tokens. `prompt`: another number of prompt tokens than alone. `text`:
-            another answer than alone, where that was promised.
-        request: Which.
-        detail: For a person.
-    """
-
-    kind: Kind
-    request: str
-    detail: str
-
-
-@dataclass(frozen=True)
-class AnswerCheck:
-    """Comparison of many answers.
-
-    Attributes:
-        num_answers: Number of compared answers.
-        num_compared: How many of them were answered alone too.
-        num_forks: How many of those became another text at some token. The fast mode allows it, the exact
-            mode does not.
-        problems: In the order of the answers.
-        num_hung_up_early: How many broke off because their clients disconnected before the first token.
-        num_hung_up_late: The same after it. Their text up to then is compared.
-    """
-
-    num_answers: int
-    num_compared: int
-    num_forks: int
-    problems: tuple[Problem, ...]
-    num_hung_up_early: int = 0
-    num_hung_up_late: int = 0
-
-    @property
-    def num_hung_up(self) -> int:
-        """Answers whose clients did not wait for the end."""
-        return self.num_hung_up_early + self.num_hung_up_late
-
-    @property
-    def fork_rate(self) -> float:
-        """Share of the compared answers, 0 to 1."""
-        return self.num_forks / self.num_compared if self.num_compared else 0.0
-
-    @property
-    def by_kind(self) -> dict[str, int]:
-        """Problems of each kind, the most frequent first."""
-        return dict(Counter(problem.kind for problem in self.problems).most_common())
-
-
 def check_answers(
     answers: Sequence[AnswerRecord],
     expected: Mapping[str, Expected],
@@ -272,51 +366,6 @@ def _fork(text: str, other: str) -> int:
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(text), len(other)))
 
 
-_MISMATCHES: Final = "mesh_prefix_mismatches_total"
-
-
-@dataclass(frozen=True)
-class ClientCounts:
-    """Sums over all loads of a run.
-
-    Attributes:
-        num_requests: That were sent.
-        num_finished: That were answered to their end.
-        num_failed: That were not, though their clients waited.
-        num_hung_up_early: Requests whose clients disconnected before the first token.
-        num_hung_up_late: Requests whose clients hung up during the answer.
-        num_unlike: Requests whose text is not the one given alone, as far as it was received.
-        num_prompt_tokens: Of the finished ones.
-        num_cached_tokens: How many of those the stages held already.
-        num_begun_anew: Sessions whose slot did not hold what it was believed to hold, by `/metrics`; None if
-            the mesh does not count them.
-    """
-
-    num_requests: int
-    num_finished: int
-    num_failed: int
-    num_hung_up_early: int
-    num_hung_up_late: int
-    num_unlike: int
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_begun_anew: int | None
-
-    def rows(self) -> list[tuple[str, str]]:
-        """Name and figure of each, for a table."""
-        begun_anew = "not counted" if self.num_begun_anew is None else str(self.num_begun_anew)
-        return [
-            ("requests", str(self.num_requests)),
-            ("finished", str(self.num_finished)),
-            ("disconnected before the first token", str(self.num_hung_up_early)),
-            ("disconnected during the answer", str(self.num_hung_up_late)),
-            ("failed", str(self.num_failed)),
-            ("texts different from the one generated alone", str(self.num_unlike)),
-            ("cached tokens", f"{self.num_cached_tokens} of {self.num_prompt_tokens} in finished prompts"),
-            ("restarted, since the slot had other tokens", begun_anew),
-        ]
-
-
 def count_clients(
     answers: Iterable[AnswerRecord], answer_checks: Iterable[AnswerCheck], num_begun_anew: int | None
 ) -> ClientCounts:
@@ -351,29 +400,6 @@ def prefix_mismatches(exposition: str) -> int | None:
     return round(sum(values)) if values else None
 
 
-@dataclass(frozen=True)
-class Reference:
-    """Chats with their answers given alone.
-
-    Attributes:
-        scripts: The chats.
-        answers: Answers to each turn of each chat, given alone.
-        expected: By what the requests are called.
-    """
-
-    scripts: tuple[Script, ...]
-    answers: tuple[tuple[str, ...], ...]
-    expected: Mapping[str, Expected]
-
-    def order(self, url: str, fields: Mapping[str, Any], num_at_once: int) -> Order:
-        """All chats, later turns with the answers given alone, for the server at that URL."""
-        bodies = tuple(
-            tuple(script.body(turn, answers[:turn], fields).decode() for turn in range(len(script.turns)))
-            for script, answers in zip(self.scripts, self.answers, strict=True)
-        )
-        return Order(url, tuple(script.id for script in self.scripts), bodies, num_at_once)
-
-
 def answer_alone(
     load_client: LoadClient, url: str, scripts: Sequence[Script], fields: Mapping[str, Any]
 ) -> Reference:
@@ -397,38 +423,6 @@ def answer_alone(
             alone = replace(answer, record=replace(answer.record, prompt_id=name))
             expected[name] = Expected(script.turns[turn], alone)
     return Reference(tuple(scripts), tuple(map(tuple, answers)), expected)
-
-
-PERCENTILES: Final = (50.0, 90.0, 99.0)
-# More users that bring less than this more are only waiting.
-LEAST_GAIN: Final = 0.1
-
-
-@dataclass(frozen=True)
-class Step:
-    """A load of one concurrency.
-
-    Attributes:
-        concurrency: Requests under way at once.
-        figures: Measurements.
-        answer_check: What the answers were like.
-        peer_tokens_per_s: The peer's rate under the same load; None if it was not measured.
-    """
-
-    concurrency: int
-    figures: Figures
-    answer_check: AnswerCheck
-    peer_tokens_per_s: float | None = None
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Answered tokens a second, of all requests together."""
-        return self.figures.output_throughput
-
-    @property
-    def ratio(self) -> float | None:
-        """Ratio to the peer's speed."""
-        return None if self.peer_tokens_per_s is None else self.tokens_per_s / self.peer_tokens_per_s
 
 
 def step_of(

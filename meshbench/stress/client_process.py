@@ -130,6 +130,40 @@ class ClientPool:
             self._free.append(client)
 
 
+class LoadClient(LineProcess):
+    """Client on a lab host or on this machine; a context manager.
+
+    Args:
+        lab: Where; None is this machine, outside of any lab.
+        host: Index of the lab's host.
+        api_key: API key of every request of an `Order`; None if the server needs none.
+    """
+
+    def __init__(self, lab: Lab | None, host: int = 0, *, api_key: str | None = None) -> None:
+        super().__init__(lab, host, "meshbench.stress.client_process")
+        self._api_key = api_key
+
+    def ask(self, order: Order) -> Outcome:
+        """Have an order carried out; failures of requests are part of the outcome.
+
+        Raises:
+            MeshError: If the process ended.
+        """
+        return self._have({"order": asdict(order), "api_key": self._api_key})
+
+    def run_clients(self, load: ClientLoad) -> Outcome:
+        """Send requests of several clients, some of which hang up.
+
+        Raises:
+            MeshError: If the process ended.
+        """
+        return self._have({"visit_order": asdict(load)})
+
+    def _have(self, wanted: dict[str, Any]) -> Outcome:
+        fields = self.exchange(wanted)
+        return Outcome(tuple(map(AnswerRecord.from_dict, fields["told"])), fields["duration_s"])
+
+
 async def run_client_load(order: ClientLoad) -> Outcome:
     """Send the ordered requests from this process."""
     server = parse_url(order.url)
@@ -166,40 +200,6 @@ async def run_client_load(order: ClientLoad) -> Outcome:
         for client in clients:
             client.close()
     return Outcome(tuple(sorted(answers, key=lambda one: one.record.number)), load.now_s())
-
-
-class LoadClient(LineProcess):
-    """Client on a lab host or on this machine; a context manager.
-
-    Args:
-        lab: Where; None is this machine, outside of any lab.
-        host: Index of the lab's host.
-        api_key: API key of every request of an `Order`; None if the server needs none.
-    """
-
-    def __init__(self, lab: Lab | None, host: int = 0, *, api_key: str | None = None) -> None:
-        super().__init__(lab, host, "meshbench.stress.client_process")
-        self._api_key = api_key
-
-    def ask(self, order: Order) -> Outcome:
-        """Have an order carried out; failures of requests are part of the outcome.
-
-        Raises:
-            MeshError: If the process ended.
-        """
-        return self._have({"order": asdict(order), "api_key": self._api_key})
-
-    def run_clients(self, load: ClientLoad) -> Outcome:
-        """Send requests of several clients, some of which hang up.
-
-        Raises:
-            MeshError: If the process ended.
-        """
-        return self._have({"visit_order": asdict(load)})
-
-    def _have(self, wanted: dict[str, Any]) -> Outcome:
-        fields = self.exchange(wanted)
-        return Outcome(tuple(map(AnswerRecord.from_dict, fields["told"])), fields["duration_s"])
 
 
 async def carry_out(order: Order, api_key: str | None = None) -> Outcome:

@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     from meshbench.under_test.links import KnownLinks
     from meshbench.under_test.status_figures import RingLink
 
-log = structlog.get_logger()
-
 # Positions that chats use at most: also the context of a peer.
 CHAT_CTX_SIZE: Final = 2560
 NUM_CONCURRENT: Final = 8
@@ -67,6 +65,8 @@ _WARM_UP_TOKENS: Final = 24
 _REQUESTS_PER_USER: Final = 8
 # Interval of memory samples; one more is waited for after the load.
 SAMPLE_S: Final = 2.0
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,6 @@ class InsideView:
 
     memory: LabMemory
     limit: LimitOptions
-
-
-def warm_up(bed: LoadTestBed, num_at_once: int = _WARM_UP_AT_ONCE) -> None:
-    """Have some answers given that do not count: a first answer is slower for unrelated reasons."""
-    scripts = measurements.short_prompts(num_at_once, 0, _WARM_UP_TOKENS)
-    measurements.require_all(bed.ask_mesh(scripts, num_at_once=num_at_once))
-    if bed.peer is not None:
-        bed.ask_peer(scripts, num_at_once=num_at_once)
 
 
 class LoadRun:
@@ -411,3 +403,11 @@ class LoadRun:
             first = answer_check.problems[0]
             raise MeshError(f"{first.request}, alone, failed: {first.kind}: {first.detail}")
         return self._reference
+
+
+def warm_up(bed: LoadTestBed, num_at_once: int = _WARM_UP_AT_ONCE) -> None:
+    """Have some answers given that do not count: a first answer is slower for unrelated reasons."""
+    scripts = measurements.short_prompts(num_at_once, 0, _WARM_UP_TOKENS)
+    measurements.require_all(bed.ask_mesh(scripts, num_at_once=num_at_once))
+    if bed.peer is not None:
+        bed.ask_peer(scripts, num_at_once=num_at_once)

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from meshbench.stress.harness import LoadTestBed
     from meshbench.stress.memory import Footprint
 
-log = structlog.get_logger()
-
 CONCURRENCY_RATIO: Final[dict[Kernels, float]] = {OWN: 2.75, PEERS: 1.9}
 LIMIT_SHARE: Final = 0.65
 LARGE_LIMIT_SHARE: Final = 0.8
@@ -40,7 +38,6 @@ PREFILL_RATIO: Final[dict[Kernels, float]] = {OWN: 1.5, PEERS: 1.8}
 SECOND_TURN_SHARE: Final = 0.25
 ITL_RATIO: Final = 3.0
 SHORT_ANSWER_TOKENS: Final = 128
-
 _SHORT_PROMPT_TOKENS: Final = 24
 _LONG_PROMPT_TOKENS: Final = 2000
 _LONGER_PROMPT_TOKENS: Final = 4000
@@ -61,6 +58,61 @@ _MB: Final = 10**6
 # say.
 _LARGE_BYTES: Final = 400 * _MB
 _MEMORY_TITLE: Final = "memory of a stage host beyond weights + KV, MB"
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class LimitOptions:
+    """What the compute limit of a mesh on this machine is measured with.
+
+    Attributes:
+        model: A GGUF.
+        edges: First layers of the stages, and the number of layers.
+        exact: Numeric mode.
+    """
+
+    model: Path
+    edges: tuple[int, ...]
+    exact: bool
+
+    @property
+    def is_large(self) -> bool:
+        """Whether a row costs little beside computing it."""
+        return self.model.stat().st_size > _LARGE_BYTES
+
+
+@dataclass(frozen=True)
+class _Behind:
+    """Chats that all begin with a long message at once: how it is read, and what tokens take behind it.
+
+    Attributes:
+        read_per_s: Tokens of the long messages, until the last chat's first token.
+        ttft_ms: From the second question to its first token; the longest of all chats.
+        tokens_per_s: Of all chats together, behind their first tokens.
+    """
+
+    read_per_s: float
+    ttft_ms: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """Counts of a mesh since its start, or between two readings."""
+
+    num_rows: int
+    num_decodes: int
+    cpu_ms: float
+    decode_cpu_ms: float
+
+    def __sub__(self, other: _Totals) -> _Totals:
+        return _Totals(
+            self.num_rows - other.num_rows,
+            self.num_decodes - other.num_decodes,
+            self.cpu_ms - other.cpu_ms,
+            self.decode_cpu_ms - other.decode_cpu_ms,
+        )
 
 
 def concurrency(
@@ -112,26 +164,6 @@ def concurrency(
         most = max(_limits(bed, limit, answered, num_at_once, kernels=kernels).values())
         lines.append(_limit_over_peer(f"{title}, {kernels}", most, theirs))
     return lines
-
-
-@dataclass(frozen=True)
-class LimitOptions:
-    """What the compute limit of a mesh on this machine is measured with.
-
-    Attributes:
-        model: A GGUF.
-        edges: First layers of the stages, and the number of layers.
-        exact: Numeric mode.
-    """
-
-    model: Path
-    edges: tuple[int, ...]
-    exact: bool
-
-    @property
-    def is_large(self) -> bool:
-        """Whether a row costs little beside computing it."""
-        return self.model.stat().st_size > _LARGE_BYTES
 
 
 def many_at_once(
@@ -304,21 +336,6 @@ def second_turn(bed: LoadTestBed, *, rounds: int, seed: int) -> Line:
         is_ceiling=True,
         note="; ".join(notes),
     )
-
-
-@dataclass(frozen=True)
-class _Behind:
-    """Chats that all begin with a long message at once: how it is read, and what tokens take behind it.
-
-    Attributes:
-        read_per_s: Tokens of the long messages, until the last chat's first token.
-        ttft_ms: From the second question to its first token; the longest of all chats.
-        tokens_per_s: Of all chats together, behind their first tokens.
-    """
-
-    read_per_s: float
-    ttft_ms: float
-    tokens_per_s: float
 
 
 def _behind(ask: Callable[..., Outcome], scripts: Sequence[Script], fields: Mapping[str, Any]) -> _Behind:
@@ -552,24 +569,6 @@ def require_all(outcome: Outcome) -> None:
     for one in outcome.answers:
         if one.record.failure is not None:
             raise MeshError(f"the mesh: {one.record.failure.kind}: {one.record.failure.message}")
-
-
-@dataclass(frozen=True)
-class _Totals:
-    """Counts of a mesh since its start, or between two readings."""
-
-    num_rows: int
-    num_decodes: int
-    cpu_ms: float
-    decode_cpu_ms: float
-
-    def __sub__(self, other: _Totals) -> _Totals:
-        return _Totals(
-            self.num_rows - other.num_rows,
-            self.num_decodes - other.num_decodes,
-            self.cpu_ms - other.cpu_ms,
-            self.decode_cpu_ms - other.decode_cpu_ms,
-        )
 
 
 def _counts(bed: LoadTestBed) -> list[dict[str, Any]] | None:

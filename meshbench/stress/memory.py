@@ -16,9 +16,14 @@ if TYPE_CHECKING:
     from mesh.placement.memory_estimate import StageSizes
     from meshbench.lab.memory_watch import MemorySample
 
-
 # Of a stage's process, for everything that is neither weights nor KV cache.
 ALLOWED_OVERHEAD_BYTES: Final = 300 * 10**6
+_MIB: Final = 2**20
+# The first part of a run fills pools, caches and free lists, which remain filled.
+WARM_UP_SHARE: Final = 0.25
+# What an allocator keeps or gives back from one minute to the next without any leak.
+_ALLOWED_BYTES: Final = 8 * _MIB
+_ALLOWED_SHARE: Final = 0.02
 
 
 @dataclass(frozen=True)
@@ -57,45 +62,6 @@ class Footprint:
         return self.overhead_bytes <= ALLOWED_OVERHEAD_BYTES
 
 
-def footprints(
-    stages: Sequence[dict[str, Any]], hosts: Sequence[int], sizes: StageSizes, samples: Sequence[MemorySample]
-) -> list[Footprint]:
-    """Memory of every stage.
-
-    Args:
-        stages: Stages of `/mesh/status`.
-        hosts: Numbers of their lab hosts, in the same order; each holds one stage.
-        sizes: Of any layers.
-        samples: Of the whole run.
-    """
-    found = []
-    for stage, host in zip(stages, hosts, strict=True):
-        layers = LayerRange(*stage["layers"])
-        own = [sample for sample in samples if sample.host == host and sample.role != "other"]
-        looks: dict[int, int] = defaultdict(int)
-        for sample in own:
-            looks[sample.look] += sample.own_bytes
-        found.append(
-            Footprint(
-                index=stage["index"],
-                host=stage["host"],
-                weight_bytes=sizes.weight_bytes(layers),
-                cache_bytes=sizes.cache_bytes(layers),
-                process_bytes=max((s.own_bytes for s in own if s.role == "stage"), default=0),
-                host_bytes=max(looks.values(), default=0),
-            )
-        )
-    return found
-
-
-_MIB: Final = 2**20
-# The first part of a run fills pools, caches and free lists, which remain filled.
-WARM_UP_SHARE: Final = 0.25
-# What an allocator keeps or gives back from one minute to the next without any leak.
-_ALLOWED_BYTES: Final = 8 * _MIB
-_ALLOWED_SHARE: Final = 0.02
-
-
 @dataclass(frozen=True)
 class Growth:
     """Memory of one process, or a group of them, after the warm-up.
@@ -132,6 +98,37 @@ class Growth:
         in the warm-up does not, nor does a single high sample.
         """
         return self.growth_bytes <= self.allowed_bytes
+
+
+def footprints(
+    stages: Sequence[dict[str, Any]], hosts: Sequence[int], sizes: StageSizes, samples: Sequence[MemorySample]
+) -> list[Footprint]:
+    """Memory of every stage.
+
+    Args:
+        stages: Stages of `/mesh/status`.
+        hosts: Numbers of their lab hosts, in the same order; each holds one stage.
+        sizes: Of any layers.
+        samples: Of the whole run.
+    """
+    found = []
+    for stage, host in zip(stages, hosts, strict=True):
+        layers = LayerRange(*stage["layers"])
+        own = [sample for sample in samples if sample.host == host and sample.role != "other"]
+        looks: dict[int, int] = defaultdict(int)
+        for sample in own:
+            looks[sample.look] += sample.own_bytes
+        found.append(
+            Footprint(
+                index=stage["index"],
+                host=stage["host"],
+                weight_bytes=sizes.weight_bytes(layers),
+                cache_bytes=sizes.cache_bytes(layers),
+                process_bytes=max((s.own_bytes for s in own if s.role == "stage"), default=0),
+                host_bytes=max(looks.values(), default=0),
+            )
+        )
+    return found
 
 
 def growth_of(times_s: Sequence[float], sizes_bytes: Sequence[float]) -> Growth | None:

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from meshbench.stress.report import Report
     from meshbench.under_test.mesh import ServedModel
 
-log = structlog.get_logger()
-
 # Only measured of a mesh whose processes run on this machine.
 _OMITTED: Final = (
     "memory of processes, and whether it is flat: they run on other machines",
     "processor time, and the share of what the processors can compute: likewise",
     "llama.cpp RPC on the same hosts, as --peer measures it in the lab",
 )
+
+log = structlog.get_logger()
 
 
 def run_remote_stress(options: RemoteStressOptions) -> Report:

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from meshbench.under_test.links import KnownLinks
     from meshbench.under_test.status_figures import RingLink
 
-
 _MIB: Final = 2**20
 _STEP_HEADS: Final = (
     "at once",
@@ -55,6 +54,71 @@ _STEP_HEADS: Final = (
     "forks",
     "problems",
 )
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """Memory of all processes of one role on one host, over the run.
+
+    Attributes:
+        host: Its number.
+        role: See `memory_watch.Role`.
+        num_processes: Most at once.
+        max_bytes: Most that they took together.
+        growth: Of each steady load's processes of this role, one after the other; none if it was too short.
+    """
+
+    host: int
+    role: str
+    num_processes: int
+    max_bytes: int
+    growth: tuple[Growth, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A run, worked out.
+
+    Attributes:
+        conditions: How it was made, by name.
+        steps: Of the ramp, the soak last.
+        has_ramp: Whether there were several steps of a ramp.
+        saturation: Concurrency after which more brings nothing; None if there is none.
+        lines: Of the acceptance table.
+        checks: Checks of the run.
+        footprints: Of every stage.
+        stages: Stages of `/mesh/status` at the end, with times and counts of this run.
+        memory: By host and role.
+        samples: What the memory figures are made of.
+        failures: What could not be measured, and why.
+        clients: What became of them, if some were to hang up.
+        links: Links between the hosts as the head measured them; None if it was not asked.
+        ring_links: Links of the ring as decoding windows met them.
+        groups_found: Best number of groups that the mesh has found, by the number of sessions.
+        omitted: What cannot be measured of such a mesh, which is no failure.
+    """
+
+    conditions: dict[str, Any]
+    steps: tuple[Step, ...]
+    has_ramp: bool
+    saturation: int | None
+    lines: tuple[Line, ...]
+    checks: tuple[Check, ...]
+    footprints: tuple[Footprint, ...]
+    stages: tuple[dict[str, Any], ...]
+    memory: tuple[RoleMemory, ...]
+    samples: tuple[MemorySample, ...]
+    failures: tuple[str, ...]
+    clients: ClientCounts | None = None
+    links: KnownLinks | None = None
+    ring_links: tuple[RingLink, ...] = ()
+    groups_found: Mapping[str, int] = field(default_factory=dict)
+    omitted: tuple[str, ...] = ()
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing failed: neither a check, nor a measurement. A line that was missed is a figure."""
+        return not self.failures and all(check.holds is not False for check in self.checks)
 
 
 def as_markdown(report: Report, plots: Sequence[str]) -> str:
@@ -262,71 +326,6 @@ def _plot_memory(report: Report, path: Path) -> None:
         axes.plot(*zip(*points, strict=True), label=f"host{host} {role}")
     axes.set_ylim(bottom=0)
     save_figure(figure, axes, path)
-
-
-@dataclass(frozen=True)
-class RoleMemory:
-    """Memory of all processes of one role on one host, over the run.
-
-    Attributes:
-        host: Its number.
-        role: See `memory_watch.Role`.
-        num_processes: Most at once.
-        max_bytes: Most that they took together.
-        growth: Of each steady load's processes of this role, one after the other; none if it was too short.
-    """
-
-    host: int
-    role: str
-    num_processes: int
-    max_bytes: int
-    growth: tuple[Growth, ...]
-
-
-@dataclass(frozen=True)
-class Report:
-    """A run, worked out.
-
-    Attributes:
-        conditions: How it was made, by name.
-        steps: Of the ramp, the soak last.
-        has_ramp: Whether there were several steps of a ramp.
-        saturation: Concurrency after which more brings nothing; None if there is none.
-        lines: Of the acceptance table.
-        checks: Checks of the run.
-        footprints: Of every stage.
-        stages: Stages of `/mesh/status` at the end, with times and counts of this run.
-        memory: By host and role.
-        samples: What the memory figures are made of.
-        failures: What could not be measured, and why.
-        clients: What became of them, if some were to hang up.
-        links: Links between the hosts as the head measured them; None if it was not asked.
-        ring_links: Links of the ring as decoding windows met them.
-        groups_found: Best number of groups that the mesh has found, by the number of sessions.
-        omitted: What cannot be measured of such a mesh, which is no failure.
-    """
-
-    conditions: dict[str, Any]
-    steps: tuple[Step, ...]
-    has_ramp: bool
-    saturation: int | None
-    lines: tuple[Line, ...]
-    checks: tuple[Check, ...]
-    footprints: tuple[Footprint, ...]
-    stages: tuple[dict[str, Any], ...]
-    memory: tuple[RoleMemory, ...]
-    samples: tuple[MemorySample, ...]
-    failures: tuple[str, ...]
-    clients: ClientCounts | None = None
-    links: KnownLinks | None = None
-    ring_links: tuple[RingLink, ...] = ()
-    groups_found: Mapping[str, int] = field(default_factory=dict)
-    omitted: tuple[str, ...] = ()
-
-    @property
-    def is_good(self) -> bool:
-        """Whether nothing failed: neither a check, nor a measurement. A line that was missed is a figure."""
-        return not self.failures and all(check.holds is not False for check in self.checks)
 
 
 def as_dict(report: Report) -> dict[str, Any]:

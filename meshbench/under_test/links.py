@@ -24,6 +24,22 @@ _TIMEOUT_S: Final = 600.0
 # As `mesh bench net` without options.
 NUM_PROBES: Final = 50
 BULK_MB: Final = 8
+_ALONE: Final = "no other host has joined: there is no link to measure"
+
+
+@dataclass(frozen=True)
+class KnownLinks:
+    """Links of a mesh under test, as far as they are known.
+
+    Attributes:
+        found: Answer of `/mesh/links`; None without one.
+        source: Where it comes from, for a report.
+        missing: What is not known, and why.
+    """
+
+    found: Mapping[str, Any] | None
+    source: str
+    missing: tuple[str, ...] = ()
 
 
 def measure_links(url: str, key: str | None, *, num_probes: int, bulk_mb: int) -> dict[str, Any]:
@@ -43,21 +59,6 @@ def measure_links(url: str, key: str | None, *, num_probes: int, bulk_mb: int) -
     """
     wanted = f"/mesh/links?probes={num_probes}&bulk_bytes={bulk_mb * _MB}"
     return ask_head(url + wanted, key, method="POST", timeout_s=_TIMEOUT_S)
-
-
-@dataclass(frozen=True)
-class KnownLinks:
-    """Links of a mesh under test, as far as they are known.
-
-    Attributes:
-        found: Answer of `/mesh/links`; None without one.
-        source: Where it comes from, for a report.
-        missing: What is not known, and why.
-    """
-
-    found: Mapping[str, Any] | None
-    source: str
-    missing: tuple[str, ...] = ()
 
 
 def known_links(target: RemoteTarget) -> KnownLinks:
@@ -144,9 +145,6 @@ def print_links(found: Mapping[str, Any]) -> None:
     console.print(table)
     for line in (_explanation(found), *_remarks(found)):
         console.print(line, highlight=False)
-
-
-_ALONE: Final = "no other host has joined: there is no link to measure"
 
 
 def _heads(found: Mapping[str, Any]) -> tuple[str, ...]:

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from meshbench.lab.systems import MeshSystem
     from meshbench.under_test.options import RemoteTarget
 
+# A head under load answers late.
+_TIMEOUT_S: Final = 30.0
+# The mesh's own fields of `/mesh/status`, whichever model is measured.
+_OF_MESH: Final = ("version", "protocol_version", "hosts")
+_OTHERS: Final = "servers that are no mesh are measured by `mesh bench serve`"
+
 
 class MeshUnderTest(Protocol):
     """A mesh as its clients meet it."""
@@ -80,10 +86,6 @@ class LabMesh:
         return get_text(self.lab, 0, self.system.port, "/metrics", api_key=self.api_keys[0])
 
 
-# A head under load answers late.
-_TIMEOUT_S: Final = 30.0
-
-
 @dataclass(frozen=True)
 class RemoteMesh:
     """A running mesh behind a URL; implements `MeshUnderTest`.
@@ -117,29 +119,6 @@ class RemoteMesh:
     def metrics(self) -> str:
         """Body of `/metrics`."""
         return head_text(f"{self.url}/metrics", self.api_key, timeout_s=_TIMEOUT_S)
-
-
-# The mesh's own fields of `/mesh/status`, whichever model is measured.
-_OF_MESH: Final = ("version", "protocol_version", "hosts")
-
-
-def status_of_model(status: Mapping[str, Any], model: str) -> dict[str, Any]:
-    """One model's part of `/mesh/status`: all of it for the first, less for the others.
-
-    Args:
-        status: Body of `/mesh/status`.
-        model: Id of the model.
-
-    Raises:
-        ModelNotFound: If it is not served.
-    """
-    models = status.get("models") or ()
-    if models and models[0]["name"] == model:
-        return dict(status)
-    own = next((each for each in models if each["name"] == model), None)
-    if own is None:
-        raise ModelNotFound(f"the mesh serves no model {model!r} any more: load it again")
-    return {**{name: status[name] for name in _OF_MESH if name in status}, **own}
 
 
 @dataclass(frozen=True)
@@ -204,7 +183,23 @@ class ServedModel:
         }
 
 
-_OTHERS: Final = "servers that are no mesh are measured by `mesh bench serve`"
+def status_of_model(status: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """One model's part of `/mesh/status`: all of it for the first, less for the others.
+
+    Args:
+        status: Body of `/mesh/status`.
+        model: Id of the model.
+
+    Raises:
+        ModelNotFound: If it is not served.
+    """
+    models = status.get("models") or ()
+    if models and models[0]["name"] == model:
+        return dict(status)
+    own = next((each for each in models if each["name"] == model), None)
+    if own is None:
+        raise ModelNotFound(f"the mesh serves no model {model!r} any more: load it again")
+    return {**{name: status[name] for name in _OF_MESH if name in status}, **own}
 
 
 def reach_mesh(target: RemoteTarget, fields: Mapping[str, Any] = {}) -> tuple[RemoteMesh, ServedModel]:

@@ -19,26 +19,6 @@ if TYPE_CHECKING:
 
     from meshbench.http_client import Server
 
-
-@dataclass(frozen=True)
-class RemoteTarget:
-    """A running mesh, as the command line names it.
-
-    Attributes:
-        server: Its address.
-        api_key: API key; None for an open API.
-        model: Id of the measured model; None takes the first.
-        model_file: GGUF with the vocabulary of that model, or None.
-        links_file: Output of `mesh bench net --json`, or None to measure the links.
-    """
-
-    server: Server
-    api_key: str | None
-    model: str | None = None
-    model_file: Path | None = None
-    links_file: Path | None = None
-
-
 # Parameters of `remote_options` besides the URL.
 _REMOTE_ONLY: Final = frozenset({"model_name", "api_key_file", "links_file"})
 remote_options: Final = option_group(
@@ -67,6 +47,25 @@ remote_options: Final = option_group(
         help="With --url: output of `mesh bench net --json`; the links are measured again unless given.",
     ),
 )
+
+
+@dataclass(frozen=True)
+class RemoteTarget:
+    """A running mesh, as the command line names it.
+
+    Attributes:
+        server: Its address.
+        api_key: API key; None for an open API.
+        model: Id of the measured model; None takes the first.
+        model_file: GGUF with the vocabulary of that model, or None.
+        links_file: Output of `mesh bench net --json`, or None to measure the links.
+    """
+
+    server: Server
+    api_key: str | None
+    model: str | None = None
+    model_file: Path | None = None
+    links_file: Path | None = None
 
 
 def target_of(

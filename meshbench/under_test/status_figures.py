@@ -19,6 +19,23 @@ _COUNTS: Final = (
 HEAD: Final = "head"
 
 
+@dataclass(frozen=True)
+class RingLink:
+    """A link of the ring, as decoding windows met it.
+
+    Attributes:
+        source: Host that sent; `head` is the coordinator.
+        target: Host that received.
+        wire_ms: Mean time from the sending of a window to its arrival, message handling included.
+        num_windows: Windows that this is the mean of.
+    """
+
+    source: str
+    target: str
+    wire_ms: float
+    num_windows: int
+
+
 def stages_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     """Stages as in `/mesh/status`, with their counts and times between two answers.
 
@@ -46,23 +63,6 @@ def _stage_between(old: Mapping[str, Any], new: dict[str, Any]) -> dict[str, Any
     for name in ("compute", "queue"):
         found[f"mean_{name}_ms"] = round(found[f"{name}_ms"] / num_windows, 3) if num_windows else 0.0
     return found
-
-
-@dataclass(frozen=True)
-class RingLink:
-    """A link of the ring, as decoding windows met it.
-
-    Attributes:
-        source: Host that sent; `head` is the coordinator.
-        target: Host that received.
-        wire_ms: Mean time from the sending of a window to its arrival, message handling included.
-        num_windows: Windows that this is the mean of.
-    """
-
-    source: str
-    target: str
-    wire_ms: float
-    num_windows: int
 
 
 def ring_links_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[RingLink, ...]:

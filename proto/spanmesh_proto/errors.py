@@ -63,10 +63,6 @@ class MeshError(Exception):
         return (_rebuild, (type(self), self.message, self.param, self.retry_after_s))
 
 
-def _rebuild(kind: type[MeshError], message: str, param: str | None, retry_after_s: int | None) -> MeshError:
-    return kind(message, param=param, retry_after_s=retry_after_s)
-
-
 class ModelError(MeshError):
     """A problem with the model file."""
 
@@ -232,8 +228,11 @@ WIRE: Final[dict[type[MeshError], Wire]] = {
     RateLimited: Wire("rate_limit_exceeded", "RESOURCE_EXHAUSTED", 429, "rate_limit_error"),
     Overloaded: Wire("overloaded", "RESOURCE_EXHAUSTED", 429, "rate_limit_error"),
 }
-
 BY_CODE: Final[dict[str, type[MeshError]]] = {wire.code: kind for kind, wire in reversed(WIRE.items())}
+
+
+def _rebuild(kind: type[MeshError], message: str, param: str | None, retry_after_s: int | None) -> MeshError:
+    return kind(message, param=param, retry_after_s=retry_after_s)
 
 
 def wire_of(error: BaseException) -> Wire:

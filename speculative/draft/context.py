@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+MAX_ROWS: Final = 128
+
 
 class DraftUnusable(Exception):
     """The draft model cannot be loaded or used; the message gives the reason, in one line."""
@@ -78,7 +80,6 @@ def _require(name: str, value: object, holds: bool, need: str) -> None:  # noqa:
         raise ValueError(f"{name} is {value}: it must be {need}")
 
 
-MAX_ROWS: Final = 128
 """Most rows of one batch: from 64 on llama.cpp's attention works in tiles, and a row takes a third less."""
 
 _ABORTED: Final = 2

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from speculative.draft.context import DraftOptions
     from speculative.draft.feature_sequence import FeatureRows
 
+_ENCODED: Final = "fc_out"
+# llama.cpp's name of the node that writes a layer's values into the KV cache, behind the one for keys.
+_CACHED: Final = "cache_v_l{layer} (view)"
+_NONE: Final = np.empty((0, 0), np.float32)
+
 
 class FeatureKind(StrEnum):
     """Kinds of drafters that read features.
@@ -37,6 +42,9 @@ class FeatureKind(StrEnum):
 
     EAGLE3 = "eagle3"
     MTP = "mtp"
+
+
+_STATE: Final = {FeatureKind.EAGLE3: "eagle3_prenorm-0", FeatureKind.MTP: "h_nextn"}
 
 
 class GraphTap(Protocol):
@@ -110,21 +118,11 @@ class _Batch:
         return self.struct
 
 
-def _pointer(array: NDArray[Any], kind: Any) -> Any:
-    return array.ctypes.data_as(ctypes.POINTER(kind))
-
-
 class _Row(NamedTuple):
     values: NDArray[np.float32]
     token: int
     position: int
     slot: int
-
-
-_ENCODED: Final = "fc_out"
-_STATE: Final = {FeatureKind.EAGLE3: "eagle3_prenorm-0", FeatureKind.MTP: "h_nextn"}
-# llama.cpp's name of the node that writes a layer's values into the KV cache, behind the one for keys.
-_CACHED: Final = "cache_v_l{layer} (view)"
 
 
 class FeatureContext(DraftContext):
@@ -302,7 +300,8 @@ class FeatureContext(DraftContext):
         return params
 
 
-_NONE: Final = np.empty((0, 0), np.float32)
+def _pointer(array: NDArray[Any], kind: Any) -> Any:
+    return array.ctypes.data_as(ctypes.POINTER(kind))
 
 
 def _trunk_layers(model: Any) -> int:

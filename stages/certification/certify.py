@@ -58,74 +58,6 @@ class CertifyOptions:
     wires: tuple[HiddenType, ...] = ()
 
 
-def certify(
-    model: Path,
-    cuts: Sequence[int] | None = None,
-    options: CertifyOptions | None = None,
-    *,
-    folder: Path | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> EquivalenceReport:
-    """Cut a model in two at each of some layers, and compare with the whole model.
-
-    Args:
-        model: A whole model, a GGUF file.
-        cuts: First layers of the second stage, each 1 to n_layers - 1; None for all places where the model
-            can be cut in two, perhaps none.
-        options: Extent of the comparison.
-        folder: Folder for one stage file at a time; the system's temporary folder if None.
-        progress: Called with the number of decodes done and of all decodes.
-
-    Raises:
-        InvalidModel: If llama.cpp cannot load the model or a stage of it, or results are not finite.
-        UncuttableModel: If it has no such layer, or the outputs of its layers cannot be tapped.
-        ClusterError: If exact mode is impossible in this process.
-    """
-    source = read_source(model)
-    chosen = source.lone_cuts if cuts is None else tuple(cuts)
-    for cut in chosen:
-        if not 0 < cut < source.n_layers:
-            raise UncuttableModel(
-                f"{model.name} cannot be cut at {cut}: it has {source.n_layers} layers, "
-                f"so cuts are 1 to {source.n_layers - 1}"
-            )
-        source.check_range(LayerRange(0, cut))
-        source.check_range(LayerRange(cut, source.n_layers))
-    if source.n_layers == 1:
-        raise UncuttableModel(f"{model.name} has {source.n_layers} layers; there is nothing to cut")
-    options = options or CertifyOptions()
-    plan = ReferencePlan.of(
-        source, n_prompt=options.n_prompt, n_decode=options.n_decode, num_threads=options.num_threads
-    )
-    runs_per_cut = 2 + len(options.wires)
-    # A single cut is all cuts at once.
-    num_together = 0 if len(chosen) == 1 else len(chosen) + 1
-    meter = _Meter(plan.num_decodes * (1 + runs_per_cut * len(chosen) + num_together), progress)
-    decodes = []
-    for decode in run_whole(source, plan, chosen):
-        decodes.append(decode)
-        meter.step()
-    with tempfile.TemporaryDirectory(prefix="spanmesh-certify-", dir=folder) as temporary:
-        bench = _Bench(source, plan, options.wires, Path(temporary), meter)
-        results = tuple(bench.certify_cut(cut, decodes) for cut in chosen)
-        together = bench.certify_together(chosen, decodes) if num_together else None
-    phases = [phase for result in results for phase in result.phases] + list(together or ())
-    return EquivalenceReport(
-        model=model.name,
-        architecture=source.header.architecture,
-        n_layers=source.n_layers,
-        cuts=results,
-        together=None if together is None else total(together),
-        rules=tuple(rule.name for rule in source.rules_used),
-        is_known=source.is_known,
-        refused_cuts=dict(source.refused_cuts),
-        with_checkpoints=total(phase for phase in phases if phase.phase in PHASES_OF_CHECKPOINTS)
-        if plan.is_recurrent
-        else None,
-        onward=total(phase for phase in phases if phase.phase not in PHASES_OF_CHECKPOINTS),
-    )
-
-
 class _Meter:
     def __init__(self, total: int, progress: Callable[[int, int], None] | None) -> None:
         self._total = total
@@ -193,6 +125,74 @@ class _Bench:
                 self.meter.step()
         path.unlink()
         return results
+
+
+def certify(
+    model: Path,
+    cuts: Sequence[int] | None = None,
+    options: CertifyOptions | None = None,
+    *,
+    folder: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> EquivalenceReport:
+    """Cut a model in two at each of some layers, and compare with the whole model.
+
+    Args:
+        model: A whole model, a GGUF file.
+        cuts: First layers of the second stage, each 1 to n_layers - 1; None for all places where the model
+            can be cut in two, perhaps none.
+        options: Extent of the comparison.
+        folder: Folder for one stage file at a time; the system's temporary folder if None.
+        progress: Called with the number of decodes done and of all decodes.
+
+    Raises:
+        InvalidModel: If llama.cpp cannot load the model or a stage of it, or results are not finite.
+        UncuttableModel: If it has no such layer, or the outputs of its layers cannot be tapped.
+        ClusterError: If exact mode is impossible in this process.
+    """
+    source = read_source(model)
+    chosen = source.lone_cuts if cuts is None else tuple(cuts)
+    for cut in chosen:
+        if not 0 < cut < source.n_layers:
+            raise UncuttableModel(
+                f"{model.name} cannot be cut at {cut}: it has {source.n_layers} layers, "
+                f"so cuts are 1 to {source.n_layers - 1}"
+            )
+        source.check_range(LayerRange(0, cut))
+        source.check_range(LayerRange(cut, source.n_layers))
+    if source.n_layers == 1:
+        raise UncuttableModel(f"{model.name} has {source.n_layers} layers; there is nothing to cut")
+    options = options or CertifyOptions()
+    plan = ReferencePlan.of(
+        source, n_prompt=options.n_prompt, n_decode=options.n_decode, num_threads=options.num_threads
+    )
+    runs_per_cut = 2 + len(options.wires)
+    # A single cut is all cuts at once.
+    num_together = 0 if len(chosen) == 1 else len(chosen) + 1
+    meter = _Meter(plan.num_decodes * (1 + runs_per_cut * len(chosen) + num_together), progress)
+    decodes = []
+    for decode in run_whole(source, plan, chosen):
+        decodes.append(decode)
+        meter.step()
+    with tempfile.TemporaryDirectory(prefix="spanmesh-certify-", dir=folder) as temporary:
+        bench = _Bench(source, plan, options.wires, Path(temporary), meter)
+        results = tuple(bench.certify_cut(cut, decodes) for cut in chosen)
+        together = bench.certify_together(chosen, decodes) if num_together else None
+    phases = [phase for result in results for phase in result.phases] + list(together or ())
+    return EquivalenceReport(
+        model=model.name,
+        architecture=source.header.architecture,
+        n_layers=source.n_layers,
+        cuts=results,
+        together=None if together is None else total(together),
+        rules=tuple(rule.name for rule in source.rules_used),
+        is_known=source.is_known,
+        refused_cuts=dict(source.refused_cuts),
+        with_checkpoints=total(phase for phase in phases if phase.phase in PHASES_OF_CHECKPOINTS)
+        if plan.is_recurrent
+        else None,
+        onward=total(phase for phase in phases if phase.phase not in PHASES_OF_CHECKPOINTS),
+    )
 
 
 def _carried(hidden: NDArray[np.float32], wire: HiddenType) -> NDArray[np.float32]:

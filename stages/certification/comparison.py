@@ -115,6 +115,29 @@ class EquivalenceReport:
         return self.with_checkpoints is not None and self.onward.is_bit_equal
 
 
+@dataclass(frozen=True)
+class WireLoss:
+    """Loss by a smaller wire type, over some positions, each with its row of logits.
+
+    Attributes:
+        hidden_type: The wire type.
+        n_tokens: Number of compared positions.
+        n_changed_tokens: Of these, positions where another token has the largest logit.
+        max_logit_diff: Largest absolute difference of two logits.
+        mean_logit_diff: Mean of the same.
+        max_kl_nats: Largest Kullback-Leibler divergence from the whole model's distribution.
+        mean_kl_nats: Mean of the same.
+    """
+
+    hidden_type: HiddenType
+    n_tokens: int
+    n_changed_tokens: int
+    max_logit_diff: float
+    mean_logit_diff: float
+    max_kl_nats: float
+    mean_kl_nats: float
+
+
 def compare(
     hidden: tuple[NDArray[np.float32], NDArray[np.float32]],
     logits: tuple[NDArray[np.float32], NDArray[np.float32]],
@@ -161,29 +184,6 @@ def _max_abs_diff(left: NDArray[np.float32], right: NDArray[np.float32]) -> floa
     with np.errstate(invalid="ignore", over="ignore"):
         worst = float(np.max(np.abs(left - right)))
     return float("inf") if np.isnan(worst) else worst
-
-
-@dataclass(frozen=True)
-class WireLoss:
-    """Loss by a smaller wire type, over some positions, each with its row of logits.
-
-    Attributes:
-        hidden_type: The wire type.
-        n_tokens: Number of compared positions.
-        n_changed_tokens: Of these, positions where another token has the largest logit.
-        max_logit_diff: Largest absolute difference of two logits.
-        mean_logit_diff: Mean of the same.
-        max_kl_nats: Largest Kullback-Leibler divergence from the whole model's distribution.
-        mean_kl_nats: Mean of the same.
-    """
-
-    hidden_type: HiddenType
-    n_tokens: int
-    n_changed_tokens: int
-    max_logit_diff: float
-    mean_logit_diff: float
-    max_kl_nats: float
-    mean_kl_nats: float
 
 
 def wire_loss(hidden_type: HiddenType, whole: NDArray[np.float32], cut: NDArray[np.float32]) -> WireLoss:

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from stages.layers import LayerRange
     from stages.slicing.source_model import SourceModel
 
-
 _OUTPUT: Final = "output.txt"
+
+log = structlog.get_logger()
 
 
 def certify_isolated(
@@ -81,9 +82,6 @@ def _certify(
     os.dup2(output, 1)
     os.dup2(output, 2)
     return certify(model, cuts, options, folder=folder, progress=report)
-
-
-log = structlog.get_logger()
 
 
 def require_exact_cut(model: SourceModel, layers: LayerRange) -> None:

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from stages.embedding.runtime import EmbeddingRuntime
 
-log = structlog.get_logger()
-
 # The head has two under way, so that one is here when the other is done.
 _MOST_CALLS: Final = 16
+
+log = structlog.get_logger()
 
 
 class EmbeddingService(rpc.EmbeddingServicer):

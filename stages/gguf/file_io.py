@@ -17,8 +17,124 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+# On file systems with shared blocks (XFS, Btrfs) the kernel copies aligned blocks by reference. Holes stay
+# holes: zeros that were never written are neither read nor written.
+BLOCK_BYTES: Final = 4096
+# Interval of progress reports, where a copy can be interrupted.
+STEP_BYTES: Final = 16 * 1024 * 1024
+_BUFFER_BYTES: Final = 1024 * 1024
+# Errors of files that the kernel cannot copy, and errors that do not tell the side.
+_NOT_BY_KERNEL: Final = frozenset(
+    {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EIO, errno.EBADF}
+)
+
+
+class UnreadableError(Exception):
+    """Reading failed; the cause has the reason."""
+
+
+class ModelFile:
+    """Open files of a model.
+
+    Args:
+        paths: Its files, in order.
+
+    Raises:
+        InvalidModel: If one cannot be read, when opened or later.
+    """
+
+    def __init__(self, *paths: Path) -> None:
+        self.paths = paths
+        self._stack = ExitStack()
+        self._descriptors: list[int] = []
+        with self._stack:
+            for path in paths:
+                try:
+                    descriptor = os.open(path, os.O_RDONLY)
+                except OSError as error:
+                    raise unreadable(path, error) from error
+                self._stack.callback(os.close, descriptor)
+                self._descriptors.append(descriptor)
+            self._stack = self._stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every file."""
+        self._stack.close()
+
+    def descriptor(self, file: int) -> int:
+        """Descriptor of one of the files, for reading."""
+        return self._descriptors[file]
+
+    def read_at(self, position: int, count: int, file: int = 0) -> bytes:
+        """Up to `count` bytes from `position` on; empty at the end of the file."""
+        try:
+            return os.pread(self._descriptors[file], count, position)
+        except OSError as error:
+            raise unreadable(self.paths[file], error) from error
+
+
+class Region(NamedTuple):
+    """A range of a model's file, or rows of equal length at equal distance.
+
+    Attributes:
+        file: Index of the file, from 0.
+        start: First byte in the file.
+        num_bytes: Number of bytes in the region.
+        row_bytes: Bytes of each row; 0 for a single range.
+        stride_bytes: Distance of the rows' first bytes.
+    """
+
+    file: int
+    start: int
+    num_bytes: int
+    row_bytes: int = 0
+    stride_bytes: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a single range."""
+        return not self.row_bytes
+
+    def stretches(self, offset: int, count: int) -> Iterator[tuple[int, int]]:
+        """Ranges in the file of `count` bytes of the region from `offset` on: first byte and length."""
+        if self.is_whole:
+            yield self.start + offset, count
+            return
+        while count > 0:
+            row, skipped = divmod(offset, self.row_bytes)
+            length = min(count, self.row_bytes - skipped)
+            yield self.start + row * self.stride_bytes + skipped, length
+            offset += length
+            count -= length
+
+    def read(self, read_at: Callable[[int, int], bytes], offset: int, count: int) -> bytes:
+        """Read bytes of the region.
+
+        Args:
+            read_at: Reads up to a number of bytes (second) from a position in the file on (first).
+            offset: First byte within the region.
+            count: Number of bytes.
+
+        Returns:
+            The bytes; fewer if the file ends before, or if `read_at` returns fewer.
+        """
+        parts = []
+        for start, length in self.stretches(offset, count):
+            part = read_at(start, length)
+            parts.append(part)
+            if len(part) < length:
+                break
+        return b"".join(parts)
+
+
+Place = tuple[Region, int]
 
 
 def require_disk(path: Path, needed_bytes: int) -> None:
@@ -83,22 +199,6 @@ def write_atomically(path: Path, text: str) -> None:
         raise ModelError(f"cannot make the folder {path.parent}: {error.strerror or error}") from error
     with atomic_write(path) as file:
         file.write(text.encode())
-
-
-# On file systems with shared blocks (XFS, Btrfs) the kernel copies aligned blocks by reference. Holes stay
-# holes: zeros that were never written are neither read nor written.
-BLOCK_BYTES: Final = 4096
-# Interval of progress reports, where a copy can be interrupted.
-STEP_BYTES: Final = 16 * 1024 * 1024
-_BUFFER_BYTES: Final = 1024 * 1024
-# Errors of files that the kernel cannot copy, and errors that do not tell the side.
-_NOT_BY_KERNEL: Final = frozenset(
-    {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EIO, errno.EBADF}
-)
-
-
-class UnreadableError(Exception):
-    """Reading failed; the cause has the reason."""
 
 
 def copy_range(
@@ -252,111 +352,10 @@ def write_all(descriptor: int, data: bytes | memoryview, at: int) -> None:
         view, at = view[written:], at + written
 
 
-class ModelFile:
-    """Open files of a model.
-
-    Args:
-        paths: Its files, in order.
-
-    Raises:
-        InvalidModel: If one cannot be read, when opened or later.
-    """
-
-    def __init__(self, *paths: Path) -> None:
-        self.paths = paths
-        self._stack = ExitStack()
-        self._descriptors: list[int] = []
-        with self._stack:
-            for path in paths:
-                try:
-                    descriptor = os.open(path, os.O_RDONLY)
-                except OSError as error:
-                    raise unreadable(path, error) from error
-                self._stack.callback(os.close, descriptor)
-                self._descriptors.append(descriptor)
-            self._stack = self._stack.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close every file."""
-        self._stack.close()
-
-    def descriptor(self, file: int) -> int:
-        """Descriptor of one of the files, for reading."""
-        return self._descriptors[file]
-
-    def read_at(self, position: int, count: int, file: int = 0) -> bytes:
-        """Up to `count` bytes from `position` on; empty at the end of the file."""
-        try:
-            return os.pread(self._descriptors[file], count, position)
-        except OSError as error:
-            raise unreadable(self.paths[file], error) from error
-
-
 def unreadable(path: Path, error: BaseException) -> InvalidModel:
     """The error for a failed read."""
     reason = error.strerror if isinstance(error, OSError) else None
     return InvalidModel(f"{path} cannot be read: {reason or error}")
 
 
-class Region(NamedTuple):
-    """A range of a model's file, or rows of equal length at equal distance.
-
-    Attributes:
-        file: Index of the file, from 0.
-        start: First byte in the file.
-        num_bytes: Number of bytes in the region.
-        row_bytes: Bytes of each row; 0 for a single range.
-        stride_bytes: Distance of the rows' first bytes.
-    """
-
-    file: int
-    start: int
-    num_bytes: int
-    row_bytes: int = 0
-    stride_bytes: int = 0
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is a single range."""
-        return not self.row_bytes
-
-    def stretches(self, offset: int, count: int) -> Iterator[tuple[int, int]]:
-        """Ranges in the file of `count` bytes of the region from `offset` on: first byte and length."""
-        if self.is_whole:
-            yield self.start + offset, count
-            return
-        while count > 0:
-            row, skipped = divmod(offset, self.row_bytes)
-            length = min(count, self.row_bytes - skipped)
-            yield self.start + row * self.stride_bytes + skipped, length
-            offset += length
-            count -= length
-
-    def read(self, read_at: Callable[[int, int], bytes], offset: int, count: int) -> bytes:
-        """Read bytes of the region.
-
-        Args:
-            read_at: Reads up to a number of bytes (second) from a position in the file on (first).
-            offset: First byte within the region.
-            count: Number of bytes.
-
-        Returns:
-            The bytes; fewer if the file ends before, or if `read_at` returns fewer.
-        """
-        parts = []
-        for start, length in self.stretches(offset, count):
-            part = read_at(start, length)
-            parts.append(part)
-            if len(part) < length:
-                break
-        return b"".join(parts)
-
-
-Place = tuple[Region, int]
 """A byte of a region, by its number among them."""

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from gguf.constants import GGMLQuantizationType
 
+Scalar = int | float | bool | str
+
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -130,13 +132,6 @@ class GgufHeader:
         return None if isinstance(decoded, tuple) else decoded
 
 
-def _shown(value: object) -> str:
-    return "missing or an array" if value is None else repr(value)
-
-
-Scalar = int | float | bool | str
-
-
 class ValueType(IntEnum):
     """Metadata value types, with the format's numbers."""
 
@@ -217,3 +212,7 @@ class Value:
         """Elements `[start, stop)` of an array of numbers or bools."""
         width = struct.calcsize("<" + FORMATS[self.type])
         return Value(self.type, stop - start, self.payload[start * width : stop * width])
+
+
+def _shown(value: object) -> str:
+    return "missing or an array" if value is None else repr(value)

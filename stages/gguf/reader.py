@@ -24,113 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-
 # The first file has all metadata and the first tensors; the others have tensors and the number of their part.
 _NAME: Final = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})")
-
-
-def model_name(path: Path) -> str:
-    """Name of a model by its file: without `.gguf` and the number of a part."""
-    match = _NAME.fullmatch(path.stem)
-    return match[1] if match else path.stem
-
-
-def part_paths(first: Path) -> tuple[Path, ...]:
-    """Paths of all files of a model, from the first one's name."""
-    match = _NAME.fullmatch(first.stem)
-    if match is None or int(match[2]) != 1:
-        return (first,)
-    return tuple(_part(first, number, int(match[3])) for number in range(1, int(match[3]) + 1))
-
-
-def is_further_part(path: Path) -> bool:
-    """Whether a file is named as a part of a model other than the first."""
-    match = _NAME.fullmatch(path.stem)
-    return match is not None and int(match[2]) != 1
-
-
-def with_other_parts(first: GgufHeader, read: Callable[[Path], GgufHeader]) -> GgufHeader:
-    """The header of a whole model, from that of its first file.
-
-    Args:
-        first: Header of the file that was named.
-        read: Reads the header of another file.
-
-    Returns:
-        `first` if the model has one file; otherwise its metadata with the tensors of all files.
-
-    Raises:
-        InvalidModel: If it is not the first part, or one is missing or of another model.
-    """
-    count = first.integer("split.count", 0)
-    if count <= 1:
-        return first
-    number = first.integer("split.no", 0) + 1
-    match = _NAME.fullmatch(first.path.stem)
-    if number != 1:
-        named = f", {_part(first.path, 1, count).name}" if match else ""
-        raise InvalidModel(f"{first.path} is part {number} of {count}: name the first one{named}")
-    if match is None or int(match[2]) != 1 or int(match[3]) != count:
-        raise InvalidModel(
-            f"{first.path} is part 1 of {count}: its name must end in -00001-of-{count:05d}.gguf for the "
-            "others to be found beside it; rename it"
-        )
-    others = (
-        _read_part(_part(first.path, other, count), other, count, read) for other in range(2, count + 1)
-    )
-    return _combined([first, *others])
-
-
-def _part(path: Path, number: int, count: int) -> Path:
-    return path.with_name(f"{model_name(path)}-{number:05d}-of-{count:05d}{path.suffix}")
-
-
-def _read_part(path: Path, number: int, count: int, read: Callable[[Path], GgufHeader]) -> GgufHeader:
-    if not path.exists():
-        raise InvalidModel(
-            f"{path} is missing: it is part {number} of {count} of this model; put all parts into one folder"
-        )
-    part = read(path)
-    said = part.integer("split.no", 0) + 1, part.integer("split.count", 1)
-    if said != (number, count):
-        raise InvalidModel(
-            f"{path} says that it is part {said[0]} of {said[1]}, not part {number} of {count} as its name "
-            "does: it was renamed, or it is of another model; fetch all parts again"
-        )
-    return part
-
-
-def _combined(parts: list[GgufHeader]) -> GgufHeader:
-    first = parts[0]
-    tensors: dict[str, TensorInfo] = {}
-    for index, part in enumerate(parts):
-        if "general.architecture" in part.metadata and part.architecture != first.architecture:
-            raise InvalidModel(
-                f"{part.path} is of a {part.architecture!r} model, {first.path.name} of a "
-                f"{first.architecture!r} one: fetch all parts of one model"
-            )
-        for tensor in part.tensors.values():
-            if tensor.name in tensors:
-                other = parts[tensors[tensor.name].file].path.name
-                raise InvalidModel(
-                    f"{part.path}: tensor {tensor.name!r} is in {other} as well: the parts are of different "
-                    "models; fetch all parts of one"
-                )
-            tensors[tensor.name] = replace(tensor, file=index)
-    said = first.integer("split.tensors.count", len(tensors))
-    if said != len(tensors):
-        raise InvalidModel(
-            f"{first.path} says that its {len(parts)} parts hold {said} tensors, they hold {len(tensors)}: "
-            "they are of different models; fetch all parts of one"
-        )
-    return replace(
-        first,
-        file_bytes=sum(part.file_bytes for part in parts),
-        tensors=tensors,
-        other_paths=tuple(part.path for part in parts[1:]),
-    )
-
-
 MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
 _DEFAULT_ALIGNMENT: Final = 32
@@ -141,57 +36,6 @@ _MAX_NAME_BYTES: Final = 65_535
 # number of its dimensions, its type and its offset. Larger counts are refused before they are used.
 _LEAST_KEY_BYTES: Final = 8 + 4 + 1
 _LEAST_TENSOR_BYTES: Final = 8 + 4 + 4 + 8
-
-
-def read_header(path: Path) -> GgufHeader:
-    """Read and check the header of a model, of all its files if it has several.
-
-    Args:
-        path: A GGUF file, version 2 or 3, little-endian; the first one of a model in several.
-
-    Returns:
-        The header; every tensor in it lies inside its file.
-
-    Raises:
-        InvalidModel: If a file cannot be read, is not such a GGUF, or is truncated, or if the files do not
-            belong together.
-    """
-    return with_other_parts(read_one_header(path), read_one_header)
-
-
-def read_one_header(path: Path) -> GgufHeader:
-    """The header of one file, which may be a part of a model.
-
-    Raises:
-        InvalidModel: If the file cannot be read, is not such a GGUF, or is truncated.
-    """
-    try:
-        with open(path, "rb", opener=_open_at_once) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise InvalidModel(f"{path} is not a GGUF file: it is no regular file")
-            if file.read(4) != MAGIC:
-                raise InvalidModel(f"{path} is not a GGUF file: it does not start with the bytes 'GGUF'")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                header = _Reader(path, data).header()
-    except OSError as error:
-        raise InvalidModel(f"{path} cannot be read: {error.strerror or error}") from error
-    _refuse_truncated(header)
-    return header
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    # A pipe would be waited for until something writes to it, by a thread that nothing ends.
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
-def _refuse_truncated(header: GgufHeader) -> None:
-    for tensor in header.tensors.values():
-        end = tensor.offset_bytes + tensor.n_bytes
-        if end > header.file_bytes:
-            raise InvalidModel(
-                f"{header.path} is truncated: tensor {tensor.name!r} ends at byte {end}, "
-                f"the file has {header.file_bytes}; fetch it again"
-            )
 
 
 class _Reader:
@@ -324,3 +168,156 @@ class _Reader:
             )
         n_bytes: int = n_elements // block_elements * block_bytes
         return n_bytes
+
+
+def model_name(path: Path) -> str:
+    """Name of a model by its file: without `.gguf` and the number of a part."""
+    match = _NAME.fullmatch(path.stem)
+    return match[1] if match else path.stem
+
+
+def part_paths(first: Path) -> tuple[Path, ...]:
+    """Paths of all files of a model, from the first one's name."""
+    match = _NAME.fullmatch(first.stem)
+    if match is None or int(match[2]) != 1:
+        return (first,)
+    return tuple(_part(first, number, int(match[3])) for number in range(1, int(match[3]) + 1))
+
+
+def is_further_part(path: Path) -> bool:
+    """Whether a file is named as a part of a model other than the first."""
+    match = _NAME.fullmatch(path.stem)
+    return match is not None and int(match[2]) != 1
+
+
+def with_other_parts(first: GgufHeader, read: Callable[[Path], GgufHeader]) -> GgufHeader:
+    """The header of a whole model, from that of its first file.
+
+    Args:
+        first: Header of the file that was named.
+        read: Reads the header of another file.
+
+    Returns:
+        `first` if the model has one file; otherwise its metadata with the tensors of all files.
+
+    Raises:
+        InvalidModel: If it is not the first part, or one is missing or of another model.
+    """
+    count = first.integer("split.count", 0)
+    if count <= 1:
+        return first
+    number = first.integer("split.no", 0) + 1
+    match = _NAME.fullmatch(first.path.stem)
+    if number != 1:
+        named = f", {_part(first.path, 1, count).name}" if match else ""
+        raise InvalidModel(f"{first.path} is part {number} of {count}: name the first one{named}")
+    if match is None or int(match[2]) != 1 or int(match[3]) != count:
+        raise InvalidModel(
+            f"{first.path} is part 1 of {count}: its name must end in -00001-of-{count:05d}.gguf for the "
+            "others to be found beside it; rename it"
+        )
+    others = (
+        _read_part(_part(first.path, other, count), other, count, read) for other in range(2, count + 1)
+    )
+    return _combined([first, *others])
+
+
+def _part(path: Path, number: int, count: int) -> Path:
+    return path.with_name(f"{model_name(path)}-{number:05d}-of-{count:05d}{path.suffix}")
+
+
+def _read_part(path: Path, number: int, count: int, read: Callable[[Path], GgufHeader]) -> GgufHeader:
+    if not path.exists():
+        raise InvalidModel(
+            f"{path} is missing: it is part {number} of {count} of this model; put all parts into one folder"
+        )
+    part = read(path)
+    said = part.integer("split.no", 0) + 1, part.integer("split.count", 1)
+    if said != (number, count):
+        raise InvalidModel(
+            f"{path} says that it is part {said[0]} of {said[1]}, not part {number} of {count} as its name "
+            "does: it was renamed, or it is of another model; fetch all parts again"
+        )
+    return part
+
+
+def _combined(parts: list[GgufHeader]) -> GgufHeader:
+    first = parts[0]
+    tensors: dict[str, TensorInfo] = {}
+    for index, part in enumerate(parts):
+        if "general.architecture" in part.metadata and part.architecture != first.architecture:
+            raise InvalidModel(
+                f"{part.path} is of a {part.architecture!r} model, {first.path.name} of a "
+                f"{first.architecture!r} one: fetch all parts of one model"
+            )
+        for tensor in part.tensors.values():
+            if tensor.name in tensors:
+                other = parts[tensors[tensor.name].file].path.name
+                raise InvalidModel(
+                    f"{part.path}: tensor {tensor.name!r} is in {other} as well: the parts are of different "
+                    "models; fetch all parts of one"
+                )
+            tensors[tensor.name] = replace(tensor, file=index)
+    said = first.integer("split.tensors.count", len(tensors))
+    if said != len(tensors):
+        raise InvalidModel(
+            f"{first.path} says that its {len(parts)} parts hold {said} tensors, they hold {len(tensors)}: "
+            "they are of different models; fetch all parts of one"
+        )
+    return replace(
+        first,
+        file_bytes=sum(part.file_bytes for part in parts),
+        tensors=tensors,
+        other_paths=tuple(part.path for part in parts[1:]),
+    )
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Read and check the header of a model, of all its files if it has several.
+
+    Args:
+        path: A GGUF file, version 2 or 3, little-endian; the first one of a model in several.
+
+    Returns:
+        The header; every tensor in it lies inside its file.
+
+    Raises:
+        InvalidModel: If a file cannot be read, is not such a GGUF, or is truncated, or if the files do not
+            belong together.
+    """
+    return with_other_parts(read_one_header(path), read_one_header)
+
+
+def read_one_header(path: Path) -> GgufHeader:
+    """The header of one file, which may be a part of a model.
+
+    Raises:
+        InvalidModel: If the file cannot be read, is not such a GGUF, or is truncated.
+    """
+    try:
+        with open(path, "rb", opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise InvalidModel(f"{path} is not a GGUF file: it is no regular file")
+            if file.read(4) != MAGIC:
+                raise InvalidModel(f"{path} is not a GGUF file: it does not start with the bytes 'GGUF'")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                header = _Reader(path, data).header()
+    except OSError as error:
+        raise InvalidModel(f"{path} cannot be read: {error.strerror or error}") from error
+    _refuse_truncated(header)
+    return header
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    # A pipe would be waited for until something writes to it, by a thread that nothing ends.
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _refuse_truncated(header: GgufHeader) -> None:
+    for tensor in header.tensors.values():
+        end = tensor.offset_bytes + tensor.n_bytes
+        if end > header.file_bytes:
+            raise InvalidModel(
+                f"{header.path} is truncated: tensor {tensor.name!r} ends at byte {end}, "
+                f"the file has {header.file_bytes}; fetch it again"
+            )

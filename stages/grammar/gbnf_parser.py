@@ -17,6 +17,40 @@ from spanmesh_proto.errors import InvalidRequest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+# A range is split where the length of its encoding changes and where its continuation bytes would not cover
+# their whole range, so that each part is a product of byte ranges, as in RE2 and in Rust's utf8-ranges.
+# Surrogates have no encoding and are left out.
+MAX_CODE_POINT: Final = 0x10FFFF
+_SURROGATES: Final = (0xD800, 0xDFFF)
+# The last code point of each length of encoding.
+_LAST_OF_LENGTH: Final = (0x7F, 0x7FF, 0xFFFF, MAX_CODE_POINT)
+ByteRange = tuple[int, int]
+CodeRange = tuple[int, int]
+# A grammar is an untrusted program. Sizes are checked before it runs; its computation cannot be known before
+# and is counted while it runs. Legitimate grammars stay far below all of these bounds.
+MAX_GRAMMAR_BYTES: Final = 256 * 1024
+MAX_RULES: Final = 8192
+MAX_NODES: Final = 100_000
+MAX_REPEATS: Final = 16_384
+MAX_NESTING: Final = 64
+# Most nesting of a grammar within itself, as of objects in objects: see graph.py.
+MAX_RECURSION: Final = 16
+# Most parallel readings of a text.
+MAX_CONFIGS: Final = 4096
+# Most states and frames of one automaton, which bounds its memory. At half of them a new session gets a new
+# one.
+MAX_STATES: Final = 65_536
+MAX_TABLE_CELLS: Final = 8 * 1024 * 1024
+# Elementary steps (about a microsecond each): for one token, and for one answer.
+MAX_DRAW_WORK: Final = 200_000
+MAX_ANSWER_WORK: Final = 4_000_000
+_NAME_LETTERS: Final = frozenset(string.ascii_letters + string.digits + "-")
+_DIGITS: Final = frozenset(string.digits)
+_HEX_LENGTHS: Final = {"x": 2, "u": 4, "U": 8}
+_ESCAPES: Final = {"t": "\t", "r": "\r", "n": "\n", **{letter: letter for letter in '\\"[]-'}}
+_SHOWN_CHARS: Final = 24
+_MAX_REPEATS_IN_A_ROW: Final = 4
+
 
 @dataclass(frozen=True)
 class Literal:
@@ -63,134 +97,6 @@ class Repeat:
 
 
 Expression = Literal | Chars | Ref | Sequence | Choice | Repeat
-
-
-# A range is split where the length of its encoding changes and where its continuation bytes would not cover
-# their whole range, so that each part is a product of byte ranges, as in RE2 and in Rust's utf8-ranges.
-# Surrogates have no encoding and are left out.
-MAX_CODE_POINT: Final = 0x10FFFF
-_SURROGATES: Final = (0xD800, 0xDFFF)
-# The last code point of each length of encoding.
-_LAST_OF_LENGTH: Final = (0x7F, 0x7FF, 0xFFFF, MAX_CODE_POINT)
-
-ByteRange = tuple[int, int]
-CodeRange = tuple[int, int]
-
-
-def merged(ranges: Iterable[CodeRange]) -> tuple[CodeRange, ...]:
-    """The same code points as few disjoint ranges, ascending."""
-    out: list[CodeRange] = []
-    for low, high in sorted(ranges):
-        if out and low <= out[-1][1] + 1:
-            out[-1] = (out[-1][0], max(out[-1][1], high))
-        else:
-            out.append((low, high))
-    return tuple(out)
-
-
-def complement(ranges: Iterable[CodeRange]) -> tuple[CodeRange, ...]:
-    """All other code points."""
-    out: list[CodeRange] = []
-    start = 0
-    for low, high in merged(ranges):
-        if start < low:
-            out.append((start, low - 1))
-        start = high + 1
-    if start <= MAX_CODE_POINT:
-        out.append((start, MAX_CODE_POINT))
-    return tuple(out)
-
-
-def byte_sequences(ranges: Iterable[CodeRange]) -> list[tuple[ByteRange, ...]]:
-    """UTF-8 encodings of the code points of `ranges`.
-
-    Returns:
-        Sequences of 1 to 4 byte ranges; a text of one code point matches exactly one of them.
-    """
-    return [sequence for low, high in merged(ranges) for sequence in _sequences(low, high)]
-
-
-def _sequences(low: int, high: int) -> Iterator[tuple[ByteRange, ...]]:
-    if low > high:
-        return
-    if low <= _SURROGATES[1] and high >= _SURROGATES[0]:
-        yield from _sequences(low, min(high, _SURROGATES[0] - 1))
-        yield from _sequences(max(low, _SURROGATES[1] + 1), high)
-        return
-    for last in _LAST_OF_LENGTH:
-        if low <= last < high:
-            yield from _sequences(low, last)
-            yield from _sequences(last + 1, high)
-            return
-    yield from _of_one_length(low, high)
-
-
-def _of_one_length(low: int, high: int) -> Iterator[tuple[ByteRange, ...]]:
-    for bits in (6, 12, 18):
-        rest = (1 << bits) - 1
-        if high <= 0x7F or low & ~rest == high & ~rest:
-            break
-        # Lower bits must cover their whole range where higher ones differ.
-        if low & rest:
-            yield from _of_one_length(low, low | rest)
-            yield from _of_one_length((low | rest) + 1, high)
-            return
-        if high & rest != rest:
-            yield from _of_one_length(low, (high & ~rest) - 1)
-            yield from _of_one_length(high & ~rest, high)
-            return
-    yield tuple(zip(chr(low).encode(), chr(high).encode(), strict=True))
-
-
-# A grammar is an untrusted program. Sizes are checked before it runs; its computation cannot be known before
-# and is counted while it runs. Legitimate grammars stay far below all of these bounds.
-MAX_GRAMMAR_BYTES: Final = 256 * 1024
-MAX_RULES: Final = 8192
-MAX_NODES: Final = 100_000
-MAX_REPEATS: Final = 16_384
-MAX_NESTING: Final = 64
-# Most nesting of a grammar within itself, as of objects in objects: see graph.py.
-MAX_RECURSION: Final = 16
-
-# Most parallel readings of a text.
-MAX_CONFIGS: Final = 4096
-# Most states and frames of one automaton, which bounds its memory. At half of them a new session gets a new
-# one.
-MAX_STATES: Final = 65_536
-MAX_TABLE_CELLS: Final = 8 * 1024 * 1024
-# Elementary steps (about a microsecond each): for one token, and for one answer.
-MAX_DRAW_WORK: Final = 200_000
-MAX_ANSWER_WORK: Final = 4_000_000
-
-
-def refusal(reason: str) -> InvalidRequest:
-    """The error for a grammar that does not work."""
-    return InvalidRequest(f"grammar: {reason}", param="grammar")
-
-
-_NAME_LETTERS: Final = frozenset(string.ascii_letters + string.digits + "-")
-_DIGITS: Final = frozenset(string.digits)
-_HEX_LENGTHS: Final = {"x": 2, "u": 4, "U": 8}
-_ESCAPES: Final = {"t": "\t", "r": "\r", "n": "\n", **{letter: letter for letter in '\\"[]-'}}
-_SHOWN_CHARS: Final = 24
-_MAX_REPEATS_IN_A_ROW: Final = 4
-
-
-def parse_gbnf(text: str) -> dict[str, Expression]:
-    """The rules of a grammar by name; of two with one name the later counts, as in llama.cpp.
-
-    Raises:
-        InvalidRequest: With the line and the error.
-    """
-    try:
-        num_bytes = len(text.encode())
-    except UnicodeEncodeError as error:
-        raise refusal(
-            f"it holds half a surrogate pair at character {error.start}: send valid Unicode"
-        ) from None
-    if num_bytes > MAX_GRAMMAR_BYTES:
-        raise refusal(f"it has {num_bytes} bytes: at most {MAX_GRAMMAR_BYTES} work, make it smaller")
-    return _Parser(text).rules()
 
 
 class _Parser:
@@ -387,3 +293,90 @@ class _Parser:
         if len(digits) > 9 or int(digits) > MAX_REPEATS:
             raise self._error(f"{digits[:12]} times is too often: at most {MAX_REPEATS} work")
         return int(digits)
+
+
+def merged(ranges: Iterable[CodeRange]) -> tuple[CodeRange, ...]:
+    """The same code points as few disjoint ranges, ascending."""
+    out: list[CodeRange] = []
+    for low, high in sorted(ranges):
+        if out and low <= out[-1][1] + 1:
+            out[-1] = (out[-1][0], max(out[-1][1], high))
+        else:
+            out.append((low, high))
+    return tuple(out)
+
+
+def complement(ranges: Iterable[CodeRange]) -> tuple[CodeRange, ...]:
+    """All other code points."""
+    out: list[CodeRange] = []
+    start = 0
+    for low, high in merged(ranges):
+        if start < low:
+            out.append((start, low - 1))
+        start = high + 1
+    if start <= MAX_CODE_POINT:
+        out.append((start, MAX_CODE_POINT))
+    return tuple(out)
+
+
+def byte_sequences(ranges: Iterable[CodeRange]) -> list[tuple[ByteRange, ...]]:
+    """UTF-8 encodings of the code points of `ranges`.
+
+    Returns:
+        Sequences of 1 to 4 byte ranges; a text of one code point matches exactly one of them.
+    """
+    return [sequence for low, high in merged(ranges) for sequence in _sequences(low, high)]
+
+
+def _sequences(low: int, high: int) -> Iterator[tuple[ByteRange, ...]]:
+    if low > high:
+        return
+    if low <= _SURROGATES[1] and high >= _SURROGATES[0]:
+        yield from _sequences(low, min(high, _SURROGATES[0] - 1))
+        yield from _sequences(max(low, _SURROGATES[1] + 1), high)
+        return
+    for last in _LAST_OF_LENGTH:
+        if low <= last < high:
+            yield from _sequences(low, last)
+            yield from _sequences(last + 1, high)
+            return
+    yield from _of_one_length(low, high)
+
+
+def _of_one_length(low: int, high: int) -> Iterator[tuple[ByteRange, ...]]:
+    for bits in (6, 12, 18):
+        rest = (1 << bits) - 1
+        if high <= 0x7F or low & ~rest == high & ~rest:
+            break
+        # Lower bits must cover their whole range where higher ones differ.
+        if low & rest:
+            yield from _of_one_length(low, low | rest)
+            yield from _of_one_length((low | rest) + 1, high)
+            return
+        if high & rest != rest:
+            yield from _of_one_length(low, (high & ~rest) - 1)
+            yield from _of_one_length(high & ~rest, high)
+            return
+    yield tuple(zip(chr(low).encode(), chr(high).encode(), strict=True))
+
+
+def refusal(reason: str) -> InvalidRequest:
+    """The error for a grammar that does not work."""
+    return InvalidRequest(f"grammar: {reason}", param="grammar")
+
+
+def parse_gbnf(text: str) -> dict[str, Expression]:
+    """The rules of a grammar by name; of two with one name the later counts, as in llama.cpp.
+
+    Raises:
+        InvalidRequest: With the line and the error.
+    """
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise refusal(
+            f"it holds half a surrogate pair at character {error.start}: send valid Unicode"
+        ) from None
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        raise refusal(f"it has {num_bytes} bytes: at most {MAX_GRAMMAR_BYTES} work, make it smaller")
+    return _Parser(text).rules()

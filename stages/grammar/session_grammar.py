@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from spanmesh_proto import windows_pb2 as wire
 
+_MAX_CACHED: Final = 16
+
 
 class Constraint:
     """Tokens that may come at one position of an answer.
@@ -148,20 +150,6 @@ class GrammarRecord:
             self._void_from = place
 
 
-_MAX_CACHED: Final = 16
-
-
-def make_automaton(text: str) -> Automaton:
-    """Automaton of a GBNF text.
-
-    Raises:
-        InvalidRequest: If it is malformed, has no rule `root`, is left-recursive, or is too large.
-    """
-    graph = build_graph(parse_gbnf(text))
-    refuse_left_recursion(graph)
-    return Automaton(graph)
-
-
 class Grammars:
     """Grammars of one tail. `take` is for the event loop, the rest for the computing thread.
 
@@ -213,3 +201,14 @@ class Grammars:
                 self._cache.clear()
             self._vocabulary = message
         return self._tree
+
+
+def make_automaton(text: str) -> Automaton:
+    """Automaton of a GBNF text.
+
+    Raises:
+        InvalidRequest: If it is malformed, has no rule `root`, is left-recursive, or is too large.
+    """
+    graph = build_graph(parse_gbnf(text))
+    refuse_left_recursion(graph)
+    return Automaton(graph)

@@ -18,8 +18,11 @@ from stages.grammar.automaton import DEAD, Automaton
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-
 _MOST_MASKS: Final = 64
+# Stage files have no vocabulary. So the coordinator sends it once in a ring, before the first session with a
+# grammar.
+_MAX_TEXT_BYTES: Final = 64 * 1024 * 1024
+_QUICKEST: Final = 1
 
 
 class TokenMasks:
@@ -73,12 +76,6 @@ class TokenMasks:
                 break
             mask[level.tokens] = states[level.token_nodes] != DEAD
         return mask
-
-
-# Stage files have no vocabulary. So the coordinator sends it once in a ring, before the first session with a
-# grammar.
-_MAX_TEXT_BYTES: Final = 64 * 1024 * 1024
-_QUICKEST: Final = 1
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from typing import Final
 
 import structlog
 
-log = structlog.get_logger()
-
 DEVICE: Final = Path("/dev/cpu_dma_latency")
 _NO_LATENCY_US: Final = struct.pack("=i", 0)
+
+log = structlog.get_logger()
 
 
 class CpuLatencyRequest:

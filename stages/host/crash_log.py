@@ -22,16 +22,6 @@ _LINK: Final = Path(f"/proc/self/fd/{_STDERR}")
 _MAX_PATH_BYTES: Final = 1024
 
 
-def crash_line(text: str) -> str | None:
-    """The line of a crashed process's standard error that says why; None if none does."""
-    lines = [line.strip() for line in text.splitlines()]
-    for pattern in _TELLING:
-        for line in reversed(lines):
-            if pattern.search(line):
-                return line[:_MOST_CHARS]
-    return None
-
-
 class CrashLogReader:
     """A Ray actor that reads them, on the host where they are."""
 
@@ -46,6 +36,16 @@ class CrashLogReader:
                 file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
                 return crash_line(file.read().decode(errors="replace"))
         return None
+
+
+def crash_line(text: str) -> str | None:
+    """The line of a crashed process's standard error that says why; None if none does."""
+    lines = [line.strip() for line in text.splitlines()]
+    for pattern in _TELLING:
+        for line in reversed(lines):
+            if pattern.search(line):
+                return line[:_MOST_CHARS]
+    return None
 
 
 def _stderr_folder() -> Path | None:

@@ -78,6 +78,18 @@ class HostSelfReport:
     unix_s: float
 
 
+class HostReporter:
+    """Ray actor that reports on one host."""
+
+    async def report(self, hashes: list[str]) -> dict[str, Any]:
+        """See `report_host`; JSON-serialisable."""
+        return asdict(await in_own_thread(report_host, hashes))
+
+    async def clock_s(self) -> float:
+        """Unix time of this host."""
+        return time.time()
+
+
 def report_host(hashes: Iterable[str] = ()) -> HostSelfReport:
     """Report of this host; reads the named stage files completely.
 
@@ -131,18 +143,6 @@ def _is_whole(folder: Path, sha256: str) -> bool | None:
         return None
     except OSError:
         return False  # unreadable
-
-
-class HostReporter:
-    """Ray actor that reports on one host."""
-
-    async def report(self, hashes: list[str]) -> dict[str, Any]:
-        """See `report_host`; JSON-serialisable."""
-        return asdict(await in_own_thread(report_host, hashes))
-
-    async def clock_s(self) -> float:
-        """Unix time of this host."""
-        return time.time()
 
 
 def main() -> None:

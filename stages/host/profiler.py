@@ -36,6 +36,46 @@ _NUM_WARM_UP: Final = 3
 _NUM_CHUNKS: Final = 3
 
 
+class _Player:
+    """Computes windows as a stage's worker does, as far as it takes time."""
+
+    def __init__(self, runtime: StageRuntime) -> None:
+        self._runtime = runtime
+        self._verifier = WindowVerifier(SamplingParams())
+        # Arbitrary values of a plausible magnitude; the blank norms turn them into zeros.
+        shape = (runtime.max_rows, runtime.info.n_embd)
+        self._hidden = np.random.default_rng(0).standard_normal(shape, np.float32)
+
+    def play(self, start: int, num_rows: int) -> None:
+        info = self._runtime.info
+        hidden = None if info.is_first else self._hidden[:num_rows]
+        span = Span(0, start, [0] * num_rows, hidden, num_outputs=1 if info.is_tail else 0)
+        (output,) = self._runtime.decode([span])
+        if info.is_tail:
+            self._verifier.verify(output, span.tokens, start)
+        else:
+            output.tobytes()
+
+    def median_ms(self, request: ProfileRequest, num_rows: int, num_warm_up: int, num_rounds: int) -> float:
+        times_ms = []
+        for number in range(num_warm_up + num_rounds):
+            time.sleep(request.pause_ms / 1e3)
+            start_s = time.perf_counter()
+            self.play(request.position, num_rows)
+            if number >= num_warm_up:
+                times_ms.append((time.perf_counter() - start_s) * 1e3)
+        return median(times_ms)
+
+
+class StageProfiler:
+    """Ray actor that times stages on one host."""
+
+    async def profile(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Time the stage of a request; see `profile_stage`."""
+        request = ProfileRequest.from_dict(fields)
+        return asdict(await in_own_thread(profile_stage, request))
+
+
 def profile_stage(request: ProfileRequest) -> StageTiming:
     """Load the blank stage, time it, and remove it.
 
@@ -85,46 +125,6 @@ def _time(path: Path, request: ProfileRequest) -> StageTiming:
         cpu_latency.update(0)
         if runtime is not None:
             runtime.close()
-
-
-class _Player:
-    """Computes windows as a stage's worker does, as far as it takes time."""
-
-    def __init__(self, runtime: StageRuntime) -> None:
-        self._runtime = runtime
-        self._verifier = WindowVerifier(SamplingParams())
-        # Arbitrary values of a plausible magnitude; the blank norms turn them into zeros.
-        shape = (runtime.max_rows, runtime.info.n_embd)
-        self._hidden = np.random.default_rng(0).standard_normal(shape, np.float32)
-
-    def play(self, start: int, num_rows: int) -> None:
-        info = self._runtime.info
-        hidden = None if info.is_first else self._hidden[:num_rows]
-        span = Span(0, start, [0] * num_rows, hidden, num_outputs=1 if info.is_tail else 0)
-        (output,) = self._runtime.decode([span])
-        if info.is_tail:
-            self._verifier.verify(output, span.tokens, start)
-        else:
-            output.tobytes()
-
-    def median_ms(self, request: ProfileRequest, num_rows: int, num_warm_up: int, num_rounds: int) -> float:
-        times_ms = []
-        for number in range(num_warm_up + num_rounds):
-            time.sleep(request.pause_ms / 1e3)
-            start_s = time.perf_counter()
-            self.play(request.position, num_rows)
-            if number >= num_warm_up:
-                times_ms.append((time.perf_counter() - start_s) * 1e3)
-        return median(times_ms)
-
-
-class StageProfiler:
-    """Ray actor that times stages on one host."""
-
-    async def profile(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Time the stage of a request; see `profile_stage`."""
-        request = ProfileRequest.from_dict(fields)
-        return asdict(await in_own_thread(profile_stage, request))
 
 
 def main() -> None:

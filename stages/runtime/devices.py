@@ -29,11 +29,19 @@ if TYPE_CHECKING:
 
     from stages.runtime.file_layers import FileLayers
 
-
 # `enum ggml_backend_dev_type`.
 _KINDS: Final = ("cpu", "gpu", "integrated gpu", "accelerator", "meta")
 # Its devices count as GPUs, but share their memory with Apple's processors.
 _METAL: Final = "MTL"
+# Larger than any cache on a device.
+_PROBE_BYTES: Final = 512 * 2**20
+_FIRST_PROBE_BYTES: Final = 8 * 2**20
+_PROBE_GROWTH: Final = 4
+# A product that takes this long shows a device's speed, whatever the size of its matrix.
+_SLOW_PROBE_S: Final = 0.02
+_ROUNDS: Final = 5
+_ALL_ROUNDS_S: Final = 0.2
+_WIDTH: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -94,79 +102,6 @@ class _Props(ctypes.Structure):
         # Room for fields of a newer llama.cpp.
         ("room", ctypes.c_byte * 256),
     )
-
-
-def list_devices() -> tuple[Device, ...]:
-    """Every device of llama.cpp, the processor included."""
-    init_backend()
-    library = ggml_devices()
-    return tuple(_read(library.ggml_backend_dev_get(i), i) for i in range(library.ggml_backend_dev_count()))
-
-
-def layer_devices(devices: Iterable[Device] | None = None) -> tuple[Device, ...]:
-    """Devices for layers, in the order in which llama.cpp fills them.
-
-    Args:
-        devices: All devices; from llama.cpp unless given.
-    """
-    if devices is None:
-        devices = list_devices()
-    everything = tuple(devices)
-    gpus: list[Device] = []
-    for device in everything:
-        is_known = device.id and any(other.id == device.id for other in gpus)
-        # Devices of another program over a connection come first, as each hop costs time.
-        if device.kind == "gpu" and device.backend != "RPC" and not is_known:
-            gpus.append(device)
-    remote = [device for device in everything if device.kind == "gpu" and device.backend == "RPC"]
-    integrated = [device for device in everything if device.kind == "integrated gpu"]
-    of_one_backend = [device for device in integrated if device.backend == integrated[0].backend]
-    return (*remote, *(gpus or of_one_backend))
-
-
-def device_pointers(devices: Sequence[Device]) -> Any:
-    """Array for `llama_model_params.devices`, ending with NULL; an empty one excludes all devices."""
-    library = ggml_devices()
-    handles = [library.ggml_backend_dev_get(device.index) for device in devices]
-    return (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
-
-
-@functools.cache
-def ggml_devices() -> Any:
-    """libggml, where backends are registered, with the used prototypes."""
-    library = llama_library("ggml")
-    library.ggml_backend_dev_count.argtypes = []
-    library.ggml_backend_dev_count.restype = ctypes.c_size_t
-    library.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
-    library.ggml_backend_dev_get.restype = ctypes.c_void_p
-    base = ggml_base()
-    base.ggml_backend_dev_get_props.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Props)]
-    base.ggml_backend_dev_get_props.restype = None
-    base.ggml_backend_dev_backend_reg.argtypes = [ctypes.c_void_p]
-    base.ggml_backend_dev_backend_reg.restype = ctypes.c_void_p
-    base.ggml_backend_reg_name.argtypes = [ctypes.c_void_p]
-    base.ggml_backend_reg_name.restype = ctypes.c_char_p
-    return library
-
-
-def _read(handle: int, index: int) -> Device:
-    base = ggml_base()
-    props = _Props()
-    base.ggml_backend_dev_get_props(handle, ctypes.byref(props))
-    return Device(
-        name=_text(props.name),
-        description=_text(props.description),
-        kind=_KINDS[props.type] if 0 <= props.type < len(_KINDS) else "unknown",
-        backend=_text(base.ggml_backend_reg_name(base.ggml_backend_dev_backend_reg(handle))),
-        id=_text(props.device_id),
-        free_bytes=props.memory_free,
-        total_bytes=props.memory_total,
-        index=index,
-    )
-
-
-def _text(value: bytes | None) -> str:
-    return (value or b"").decode(errors="replace")
 
 
 @dataclass(frozen=True)
@@ -252,6 +187,79 @@ class _Override(ctypes.Structure):
     _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
 
 
+def list_devices() -> tuple[Device, ...]:
+    """Every device of llama.cpp, the processor included."""
+    init_backend()
+    library = ggml_devices()
+    return tuple(_read(library.ggml_backend_dev_get(i), i) for i in range(library.ggml_backend_dev_count()))
+
+
+def layer_devices(devices: Iterable[Device] | None = None) -> tuple[Device, ...]:
+    """Devices for layers, in the order in which llama.cpp fills them.
+
+    Args:
+        devices: All devices; from llama.cpp unless given.
+    """
+    if devices is None:
+        devices = list_devices()
+    everything = tuple(devices)
+    gpus: list[Device] = []
+    for device in everything:
+        is_known = device.id and any(other.id == device.id for other in gpus)
+        # Devices of another program over a connection come first, as each hop costs time.
+        if device.kind == "gpu" and device.backend != "RPC" and not is_known:
+            gpus.append(device)
+    remote = [device for device in everything if device.kind == "gpu" and device.backend == "RPC"]
+    integrated = [device for device in everything if device.kind == "integrated gpu"]
+    of_one_backend = [device for device in integrated if device.backend == integrated[0].backend]
+    return (*remote, *(gpus or of_one_backend))
+
+
+def device_pointers(devices: Sequence[Device]) -> Any:
+    """Array for `llama_model_params.devices`, ending with NULL; an empty one excludes all devices."""
+    library = ggml_devices()
+    handles = [library.ggml_backend_dev_get(device.index) for device in devices]
+    return (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
+
+
+@functools.cache
+def ggml_devices() -> Any:
+    """libggml, where backends are registered, with the used prototypes."""
+    library = llama_library("ggml")
+    library.ggml_backend_dev_count.argtypes = []
+    library.ggml_backend_dev_count.restype = ctypes.c_size_t
+    library.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
+    library.ggml_backend_dev_get.restype = ctypes.c_void_p
+    base = ggml_base()
+    base.ggml_backend_dev_get_props.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Props)]
+    base.ggml_backend_dev_get_props.restype = None
+    base.ggml_backend_dev_backend_reg.argtypes = [ctypes.c_void_p]
+    base.ggml_backend_dev_backend_reg.restype = ctypes.c_void_p
+    base.ggml_backend_reg_name.argtypes = [ctypes.c_void_p]
+    base.ggml_backend_reg_name.restype = ctypes.c_char_p
+    return library
+
+
+def _read(handle: int, index: int) -> Device:
+    base = ggml_base()
+    props = _Props()
+    base.ggml_backend_dev_get_props(handle, ctypes.byref(props))
+    return Device(
+        name=_text(props.name),
+        description=_text(props.description),
+        kind=_KINDS[props.type] if 0 <= props.type < len(_KINDS) else "unknown",
+        backend=_text(base.ggml_backend_reg_name(base.ggml_backend_dev_backend_reg(handle))),
+        id=_text(props.device_id),
+        free_bytes=props.memory_free,
+        total_bytes=props.memory_total,
+        index=index,
+    )
+
+
+def _text(value: bytes | None) -> str:
+    return (value or b"").decode(errors="replace")
+
+
 def _kept_experts(count: int, layers: FileLayers | None) -> Any:
     """Array for `llama_model_params.tensor_buft_overrides`, which ends with an empty pattern.
 
@@ -266,15 +274,6 @@ def _kept_experts(count: int, layers: FileLayers | None) -> Any:
     return (_Override * 2)(_Override(pattern, base.ggml_backend_cpu_buffer_type()), _Override(None, None))
 
 
-# Larger than any cache on a device.
-_PROBE_BYTES: Final = 512 * 2**20
-_FIRST_PROBE_BYTES: Final = 8 * 2**20
-_PROBE_GROWTH: Final = 4
-# A product that takes this long shows a device's speed, whatever the size of its matrix.
-_SLOW_PROBE_S: Final = 0.02
-_ROUNDS: Final = 5
-_ALL_ROUNDS_S: Final = 0.2
-_WIDTH: Final = 4096
 _F32, _F16 = 0, 1
 _F16_BYTES: Final = 2
 # The matrix, the vector, the product, and spare ones.

@@ -64,21 +64,6 @@ class _HeadStateFunctions:
     get_embeddings: Any
 
 
-@functools.cache
-def _head_state_functions() -> _HeadStateFunctions:
-    library = llama_cpp.llama_cpp._lib  # noqa: SLF001 - it has no other name
-    try:
-        set_embeddings = library["_Z26llama_set_embeddings_nextnP13llama_contextbb"]
-        get_embeddings = library["_Z26llama_get_embeddings_nextnP13llama_context"]
-    except AttributeError as error:
-        raise ImportError(f"this llama.cpp keeps no head state: {error}") from None
-    set_embeddings.argtypes = (ctypes.c_void_p, ctypes.c_bool, ctypes.c_bool)
-    set_embeddings.restype = None
-    get_embeddings.argtypes = (ctypes.c_void_p,)
-    get_embeddings.restype = ctypes.POINTER(ctypes.c_float)
-    return _HeadStateFunctions(set_embeddings, get_embeddings)
-
-
 class FeatureTaps:
     """Features of one stage.
 
@@ -161,3 +146,18 @@ class FeatureTaps:
             return None if self._head_state is None else self._head_state.rows(num_rows)
         rows = None if self._tap is None else self._tap.feature(layer - self._own.start)
         return rows if rows is not None and len(rows) == num_rows else None
+
+
+@functools.cache
+def _head_state_functions() -> _HeadStateFunctions:
+    library = llama_cpp.llama_cpp._lib  # noqa: SLF001 - it has no other name
+    try:
+        set_embeddings = library["_Z26llama_set_embeddings_nextnP13llama_contextbb"]
+        get_embeddings = library["_Z26llama_get_embeddings_nextnP13llama_context"]
+    except AttributeError as error:
+        raise ImportError(f"this llama.cpp keeps no head state: {error}") from None
+    set_embeddings.argtypes = (ctypes.c_void_p, ctypes.c_bool, ctypes.c_bool)
+    set_embeddings.restype = None
+    get_embeddings.argtypes = (ctypes.c_void_p,)
+    get_embeddings.restype = ctypes.POINTER(ctypes.c_float)
+    return _HeadStateFunctions(set_embeddings, get_embeddings)

@@ -37,30 +37,6 @@ class FileLayers:
     after: int
 
 
-def read_file_layers(path: Path) -> FileLayers:
-    """Read the numbers from a file's metadata.
-
-    Raises:
-        InvalidModel: If it is no GGUF.
-    """
-    init_backend()
-    gguf = _gguf()
-    context = gguf.gguf_init_from_file(str(path).encode(), _InitParams(no_alloc=True))
-    if not context:
-        raise InvalidModel(f"llama.cpp does not load {path.name}: {last_complaint()}")
-    try:
-        numbers = _Numbers(gguf, context)
-        count = numbers.of(f"{numbers.architecture}.block_count")
-        if not numbers.of("spanmesh.layer_count"):
-            after = numbers.of(f"{numbers.architecture}.nextn_predict_layers")
-            return FileLayers(0, count - after, after)
-        before = numbers.of("spanmesh.blanks_before")
-        own = numbers.of("spanmesh.layer_stop") - numbers.of("spanmesh.layer_start")
-        return FileLayers(before, own, count - before - own)
-    finally:
-        gguf.gguf_free(context)
-
-
 class _InitParams(ctypes.Structure):
     """`struct gguf_init_params`."""
 
@@ -84,6 +60,30 @@ class _Numbers:
         if key < 0 or self._gguf.gguf_get_kv_type(self._context, key) != _UINT32:
             return 0
         return int(self._gguf.gguf_get_val_u32(self._context, key))
+
+
+def read_file_layers(path: Path) -> FileLayers:
+    """Read the numbers from a file's metadata.
+
+    Raises:
+        InvalidModel: If it is no GGUF.
+    """
+    init_backend()
+    gguf = _gguf()
+    context = gguf.gguf_init_from_file(str(path).encode(), _InitParams(no_alloc=True))
+    if not context:
+        raise InvalidModel(f"llama.cpp does not load {path.name}: {last_complaint()}")
+    try:
+        numbers = _Numbers(gguf, context)
+        count = numbers.of(f"{numbers.architecture}.block_count")
+        if not numbers.of("spanmesh.layer_count"):
+            after = numbers.of(f"{numbers.architecture}.nextn_predict_layers")
+            return FileLayers(0, count - after, after)
+        before = numbers.of("spanmesh.blanks_before")
+        own = numbers.of("spanmesh.layer_stop") - numbers.of("spanmesh.layer_start")
+        return FileLayers(before, own, count - before - own)
+    finally:
+        gguf.gguf_free(context)
 
 
 @functools.cache

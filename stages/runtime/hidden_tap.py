@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
     from stages.graph_boundary import GraphBoundary
 
+_EXTENSION: Final = "stages._stop_tap"
+
+log = structlog.get_logger()
+
 
 class LayerTap:
     """Copies the outputs of some layers, float32 of shape (rows, row_width), during one decode.
@@ -110,15 +114,6 @@ class LayerTap:
             self._given_rows = stop
 
 
-# For some families it also writes hidden states of the stage before to the inlet.
-#
-# The callback is `stop_tap.c`, compiled at installation. Where it is missing, as in a plain copy of the
-# sources, `LayerTap` does the same, more slowly.
-log = structlog.get_logger()
-
-_EXTENSION: Final = "stages._stop_tap"
-
-
 class _FeatureStruct(ctypes.Structure):
     """`struct feature` of stop_tap.c."""
 
@@ -151,6 +146,10 @@ class _StopTapStruct(ctypes.Structure):
     )
 
 
+# For some families it also writes hidden states of the stage before to the inlet.
+#
+# The callback is `stop_tap.c`, compiled at installation. Where it is missing, as in a plain copy of the
+# sources, `LayerTap` does the same, more slowly.
 class StopTap:
     """Copies one layer's output, float32 of shape (rows, row_width), and ends the graph after it.
 

@@ -302,42 +302,6 @@ class _Joined:
         np.concatenate(self.arrays, axis=self.axis, out=target.reshape(shape))
 
 
-def _check_adjacent(one: KvRows, other: KvRows) -> None:
-    if other.start != one.stop or len(other._caches) != len(one._caches):  # noqa: SLF001 - of this module
-        raise _unknown(f"positions from {other.start} do not follow those before {one.stop}")
-
-
-def _joined_cache(caches: Sequence[_Cache]) -> Iterator[_Joined]:
-    first = caches[0]
-    if any(cache.layout != first.layout for cache in caches):
-        raise _unknown("two ranges have different types or sizes")
-    zero = _U32.pack(0)
-    num_cells = sum(len(cache.cells) for cache in caches)
-    yield _Joined.of_bytes(_U32.pack(first.num_streams) + zero * first.stream + _U32.pack(num_cells))
-    yield _Joined(tuple(cache.cells for cache in caches))
-    yield _Joined.of_bytes(_U32.pack(first.is_transposed) + _U32.pack(first.num_layers))
-    for index, part in enumerate(first.parts):
-        yield _Joined.of_bytes(part.head)
-        yield _Joined(tuple(cache.parts[index].values for cache in caches), part.cell_axis)
-    if rest := zero * (first.num_streams - first.stream - 1):
-        yield _Joined.of_bytes(rest)
-
-
-def no_state() -> NDArray[np.uint8]:
-    """A state of a sequence whose rows are all that it has, uint8 (bytes): a head alone."""
-    return np.zeros(_HEAD_BYTES, np.uint8)
-
-
-def _positions(cache: _Cache) -> NDArray[np.int32]:
-    positions: NDArray[np.int32] = np.ascontiguousarray(cache.cells[:, :4]).view("<i4")[:, 0]
-    return positions
-
-
-def without_head(saved: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """State that llama.cpp saves of a sequence, without its head."""
-    return saved[_HEAD_BYTES:]
-
-
 class _Reader:
     """Raises struct.error or ValueError for missing or invalid bytes."""
 
@@ -391,6 +355,42 @@ class _Reader:
             raise ValueError("bytes are missing")
         self._offset += count
         return self._data[self._offset - count : self._offset]
+
+
+def _check_adjacent(one: KvRows, other: KvRows) -> None:
+    if other.start != one.stop or len(other._caches) != len(one._caches):  # noqa: SLF001 - of this module
+        raise _unknown(f"positions from {other.start} do not follow those before {one.stop}")
+
+
+def _joined_cache(caches: Sequence[_Cache]) -> Iterator[_Joined]:
+    first = caches[0]
+    if any(cache.layout != first.layout for cache in caches):
+        raise _unknown("two ranges have different types or sizes")
+    zero = _U32.pack(0)
+    num_cells = sum(len(cache.cells) for cache in caches)
+    yield _Joined.of_bytes(_U32.pack(first.num_streams) + zero * first.stream + _U32.pack(num_cells))
+    yield _Joined(tuple(cache.cells for cache in caches))
+    yield _Joined.of_bytes(_U32.pack(first.is_transposed) + _U32.pack(first.num_layers))
+    for index, part in enumerate(first.parts):
+        yield _Joined.of_bytes(part.head)
+        yield _Joined(tuple(cache.parts[index].values for cache in caches), part.cell_axis)
+    if rest := zero * (first.num_streams - first.stream - 1):
+        yield _Joined.of_bytes(rest)
+
+
+def no_state() -> NDArray[np.uint8]:
+    """A state of a sequence whose rows are all that it has, uint8 (bytes): a head alone."""
+    return np.zeros(_HEAD_BYTES, np.uint8)
+
+
+def _positions(cache: _Cache) -> NDArray[np.int32]:
+    positions: NDArray[np.int32] = np.ascontiguousarray(cache.cells[:, :4]).view("<i4")[:, 0]
+    return positions
+
+
+def without_head(saved: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """State that llama.cpp saves of a sequence, without its head."""
+    return saved[_HEAD_BYTES:]
 
 
 def _unknown(why: str) -> UncuttableModel:

@@ -20,12 +20,12 @@ from stages.runtime.llama_libraries import library_folder
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-log = structlog.get_logger()
-
 _LEVELS = {3: "warning", 4: "error"}
 _recent_complaints: deque[str] = deque(maxlen=20)
 _partial_line: dict[int, str] = {}
 _listeners: list[Callable[[str], None]] = []
+
+log = structlog.get_logger()
 
 
 def llama_library(name: str) -> Any:

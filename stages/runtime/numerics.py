@@ -26,7 +26,6 @@ from spanmesh_proto.errors import ClusterError
 
 EXACT_MAX_ROWS: Final = 63
 FAST_MAX_ROWS: Final = 128
-
 # llama.cpp rounds sizes of caches up to multiples of this.
 CELLS_AT_ONCE: Final = 256
 _TILED_MM: Final = "GGML_CPU_TILED_MM"
@@ -71,6 +70,16 @@ class Numerics:
         return _whole_multiple(cells * num_slots if self.has_shared_cache else cells)
 
 
+class _Process:
+    """State of the switch that llama.cpp reads once per process, at its first matrix product.
+
+    Attributes:
+        is_tiled: Its value; None before the first mode.
+    """
+
+    is_tiled: bool | None = None
+
+
 def numerics_for(
     *,
     exact: bool,
@@ -107,16 +116,6 @@ def numerics_for(
 
 def _whole_multiple(cells: int) -> int:
     return -(-cells // CELLS_AT_ONCE) * CELLS_AT_ONCE
-
-
-class _Process:
-    """State of the switch that llama.cpp reads once per process, at its first matrix product.
-
-    Attributes:
-        is_tiled: Its value; None before the first mode.
-    """
-
-    is_tiled: bool | None = None
 
 
 def prepare_process(numerics: Numerics) -> None:

@@ -17,6 +17,17 @@ from stages.units import format_size
 if TYPE_CHECKING:
     from stages.control_groups import ControlGroup
 
+# glibc gives threads memory pools of their own, and memory freed in one pool is not used by others: a stage
+# that was sent 100,000 malformed frames grew to 162 to 178 MiB and still grew, with one pool it stayed at
+# 117. No time-critical code allocates. Other C libraries ignore it.
+ALLOCATOR: Final = {"MALLOC_ARENA_MAX": "1"}
+_MADV_DONTNEED: Final = 4
+_SELF: Final = Path("/proc/self")
+# Share of copied weights from which the pages of the file are not those computed with.
+_MUCH: Final = 0.125
+# Checked after each such share of the file.
+_STEP: Final = 0.05
+
 
 class _GroupFiles(NamedTuple):
     """Files with the limits of one version of Linux control groups."""
@@ -30,43 +41,6 @@ _VERSION_1: Final = _GroupFiles(
     "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
 )
 _VERSION_2: Final = _GroupFiles("memory.max", "memory.current", ("inactive_file", "active_file"))
-
-
-def free_memory_bytes() -> int:
-    """Memory for new processes before the host swaps or a control group's limit is reached."""
-    return min([psutil.virtual_memory().available, *free_in_groups_bytes()])
-
-
-def free_in_groups_bytes(root: Path = ROOT) -> list[int]:
-    """Memory left by each control group with a limit, from this process's own upwards.
-
-    A container's limit is one of these; the host's own memory does not show it. Pages of files count as free:
-    the kernel drops them before it kills a process.
-
-    Args:
-        root: Of the file system that holds `proc` and `sys`.
-    """
-    return [left for group in groups_with("memory", root) if (left := _free_in(group)) is not None]
-
-
-def _free_in(group: ControlGroup) -> int | None:
-    files = _VERSION_1 if group.version == 1 else _VERSION_2
-    limit, used, stat = group.read(files.limit), group.read(files.used), group.read("memory.stat")
-    if limit is None or used is None or stat is None or limit == "max":
-        return None
-    pages = dict(line.split() for line in stat.splitlines())
-    dropped_bytes = sum(int(pages.get(name, 0)) for name in files.file_pages)
-    return max(0, int(limit) - int(used) + dropped_bytes)
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process, mapped files included."""
-    return int(_own().memory_info().rss)
-
-
-@cache
-def _own() -> psutil.Process:
-    return psutil.Process()
 
 
 @dataclass(frozen=True)
@@ -148,25 +122,11 @@ class GpuShare:
         return self.weight_bytes + self.cache_bytes + self.buffer_bytes
 
 
-# glibc gives threads memory pools of their own, and memory freed in one pool is not used by others: a stage
-# that was sent 100,000 malformed frames grew to 162 to 178 MiB and still grew, with one pool it stayed at
-# 117. No time-critical code allocates. Other C libraries ignore it.
-ALLOCATOR: Final = {"MALLOC_ARENA_MAX": "1"}
-
-
 # llama.cpp maps a whole file and reads all of it at once. Weights that its CPU kernels need in another layout
 # (repacked), or that go to a GPU, are then copied; but the original pages stay in the process as long as the
 # model does, so that its weights are in memory twice. Such pages can be dropped at any time: the kernel reads
 # them again on access, mostly from its page cache. So do weights that llama.cpp has yet to copy, and those
 # that it reads in the mapping, such as norms and rows of the embedding.
-_MADV_DONTNEED: Final = 4
-_SELF: Final = Path("/proc/self")
-# Share of copied weights from which the pages of the file are not those computed with.
-_MUCH: Final = 0.125
-# Checked after each such share of the file.
-_STEP: Final = 0.05
-
-
 class CopiedPages:
     """Drops pages of a model file as soon as llama.cpp has copied them.
 
@@ -190,6 +150,43 @@ class CopiedPages:
         copied_bytes = anonymous_bytes() - self._before_bytes
         if self._on_gpu or copied_bytes > _MUCH * share * self._size_bytes:
             give_back_mapped_pages(self._path)
+
+
+def free_memory_bytes() -> int:
+    """Memory for new processes before the host swaps or a control group's limit is reached."""
+    return min([psutil.virtual_memory().available, *free_in_groups_bytes()])
+
+
+def free_in_groups_bytes(root: Path = ROOT) -> list[int]:
+    """Memory left by each control group with a limit, from this process's own upwards.
+
+    A container's limit is one of these; the host's own memory does not show it. Pages of files count as free:
+    the kernel drops them before it kills a process.
+
+    Args:
+        root: Of the file system that holds `proc` and `sys`.
+    """
+    return [left for group in groups_with("memory", root) if (left := _free_in(group)) is not None]
+
+
+def _free_in(group: ControlGroup) -> int | None:
+    files = _VERSION_1 if group.version == 1 else _VERSION_2
+    limit, used, stat = group.read(files.limit), group.read(files.used), group.read("memory.stat")
+    if limit is None or used is None or stat is None or limit == "max":
+        return None
+    pages = dict(line.split() for line in stat.splitlines())
+    dropped_bytes = sum(int(pages.get(name, 0)) for name in files.file_pages)
+    return max(0, int(limit) - int(used) + dropped_bytes)
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process, mapped files included."""
+    return int(_own().memory_info().rss)
+
+
+@cache
+def _own() -> psutil.Process:
+    return psutil.Process()
 
 
 def anonymous_bytes() -> int:

@@ -22,49 +22,6 @@ _BATCH_US: Final = 300.0
 _LEAST_SAVED: Final = 0.03
 
 
-def runs_of_equals(sizes: Sequence[tuple[int, int]], most_rows: int) -> Iterator[list[int]]:
-    """Runs without padding slots.
-
-    Args:
-        sizes: Slot and number of rows of each span, padding included.
-        most_rows: Most rows of a batch, at least those of the largest span.
-
-    Yields:
-        Indices of the spans of a batch.
-    """
-    run: list[int] = []
-    for index in sorted(range(len(sizes)), key=lambda index: (sizes[index][1], sizes[index][0])):
-        slot, num_rows = sizes[index]
-        follows = run and sizes[run[-1]] == (slot - 1, num_rows)
-        if run and not (follows and (len(run) + 1) * num_rows <= most_rows):
-            yield run
-            run = []
-        run.append(index)
-    yield run
-
-
-def run_around(slot: int, rows_of: Mapping[int, int], most_rows: int) -> range:
-    """Run without padding slots, around a given slot.
-
-    A longer run is divided from its beginning, so that a slot always meets the same neighbours: sessions that
-    are batched together come back together.
-
-    Args:
-        slot: A key of `rows_of`.
-        rows_of: Waiting rows by slot; a window without any is refused later, by itself.
-        most_rows: Most rows of a batch, at least those of the slot.
-    """
-    num_rows = rows_of[slot]
-    first = last = slot
-    while rows_of.get(first - 1) == num_rows:
-        first -= 1
-    while rows_of.get(last + 1) == num_rows:
-        last += 1
-    limit = max(1, most_rows // max(1, num_rows))
-    start = first + (slot - first) // limit * limit
-    return range(start, min(start + limit, last + 1))
-
-
 @dataclass(frozen=True)
 class Run:
     """A batch of consecutive slots with equally many rows each, some of them padding.
@@ -174,3 +131,46 @@ class RunPlanner:
             if all(room_of(slot) >= num_rows for slot in beside):
                 return Run(wider, num_rows, size)
         return Run(run, num_rows, size)
+
+
+def runs_of_equals(sizes: Sequence[tuple[int, int]], most_rows: int) -> Iterator[list[int]]:
+    """Runs without padding slots.
+
+    Args:
+        sizes: Slot and number of rows of each span, padding included.
+        most_rows: Most rows of a batch, at least those of the largest span.
+
+    Yields:
+        Indices of the spans of a batch.
+    """
+    run: list[int] = []
+    for index in sorted(range(len(sizes)), key=lambda index: (sizes[index][1], sizes[index][0])):
+        slot, num_rows = sizes[index]
+        follows = run and sizes[run[-1]] == (slot - 1, num_rows)
+        if run and not (follows and (len(run) + 1) * num_rows <= most_rows):
+            yield run
+            run = []
+        run.append(index)
+    yield run
+
+
+def run_around(slot: int, rows_of: Mapping[int, int], most_rows: int) -> range:
+    """Run without padding slots, around a given slot.
+
+    A longer run is divided from its beginning, so that a slot always meets the same neighbours: sessions that
+    are batched together come back together.
+
+    Args:
+        slot: A key of `rows_of`.
+        rows_of: Waiting rows by slot; a window without any is refused later, by itself.
+        most_rows: Most rows of a batch, at least those of the slot.
+    """
+    num_rows = rows_of[slot]
+    first = last = slot
+    while rows_of.get(first - 1) == num_rows:
+        first -= 1
+    while rows_of.get(last + 1) == num_rows:
+        last += 1
+    limit = max(1, most_rows // max(1, num_rows))
+    start = first + (slot - first) // limit * limit
+    return range(start, min(start + limit, last + 1))

@@ -19,9 +19,9 @@ from stages.compiled_extension import REMEDY, load_extension
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-log = structlog.get_logger()
-
 _EXTENSION: Final = "stages._row_sampler"
+
+log = structlog.get_logger()
 
 
 def draw(

@@ -17,6 +17,17 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+_FIRST_NUCLEUS_TRY: Final = 64
+_NUCLEUS_GROWTH: Final = 8
+# Up to this many candidates, reading all of their noise is faster than bounding it.
+_FEW: Final = 1024
+# OpenAI's range; that of repetition_penalty, which OpenAI does not have, keeps all logits finite.
+MAX_PENALTY: Final = 2.0
+MIN_REPETITION_PENALTY: Final = 0.01
+MAX_REPETITION_PENALTY: Final = 10.0
+MAX_BIAS: Final = 100.0
+MAX_BIASES: Final = 1024
+
 
 # - `frequency_penalty` and `presence_penalty` as OpenAI defines them: an id that the answer holds `c` times
 #   loses `c * frequency + presence`. Only the answer counts, never the prompt, as at OpenAI and in vLLM.
@@ -87,93 +98,6 @@ class LogitAdjustment:
             said = before[self._num_prompt :]
             counts = np.bincount(said)[said].astype(np.float32)
             row[said] = row[said] - (counts * self._frequency + self._presence)
-
-
-# They apply in that order to the distribution *after* temperature, each to what the one before left:
-#
-# 1. temperature first, so that top-p and min-p refer to the sampled probabilities; 2. top-k, which only
-# counts, and bounds the work of the others; 3. top-p over the probabilities that top-k left, normalised
-# again; 4. min-p last: it is a ratio to the most likely token, which neither normalisation nor the other
-# filters change.
-#
-# All three keep the head of one ranking, so each only yields its length. The ranking is by logit, and by
-# lowest id where logits are equal: no result depends on a sorting algorithm.
-_FIRST_NUCLEUS_TRY: Final = 64
-_NUCLEUS_GROWTH: Final = 8
-
-
-def candidate_ids(
-    logits: NDArray[np.float32], scaled: NDArray[np.float64], sampling: SamplingParams
-) -> NDArray[np.int64]:
-    """The ids that pass all filters; never empty, as the most likely token passes each.
-
-    Args:
-        logits: float32, shape (n_vocab,), without NaN.
-        scaled: float64, shape (n_vocab,): `(logit - largest logit) / temperature`.
-        sampling: The filters.
-
-    Returns:
-        int64, shape (n,), ascending.
-    """
-    count = logits.size
-    if sampling.top_k:
-        count = min(count, sampling.top_k)
-    if sampling.top_p < 1.0:
-        count = nucleus_size(scaled, count, sampling.top_p)
-    if sampling.min_p > 0.0:
-        count = min(count, int(np.count_nonzero(scaled >= math.log(sampling.min_p))))
-    return top_ids(logits, count)
-
-
-def top_ids(logits: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-    """The `count` highest-ranked ids, ascending.
-
-    Args:
-        logits: float32, shape (n_vocab,), without NaN.
-        count: From 1 to n_vocab.
-    """
-    if count == logits.size:
-        return np.arange(count)
-    threshold = np.partition(logits, -count)[-count]
-    level = np.flatnonzero(logits >= threshold)
-    surplus = level.size - count
-    if not surplus:
-        return level
-    tied = np.flatnonzero(logits[level] == threshold)
-    return np.delete(level, tied[-surplus:])
-
-
-def nucleus_size(scaled: NDArray[np.float64], count: int, top_p: float) -> int:
-    """Number of most likely tokens, among `count`, whose probability reaches `top_p`.
-
-    Only as much of the ranking is sorted as needed.
-
-    Args:
-        scaled: float64, shape (n_vocab,): `(logit - largest logit) / temperature`.
-        count: From 1 to n_vocab.
-        top_p: Above 0, below 1.
-    """
-    eligible = scaled if count == scaled.size else np.partition(scaled, -count)[-count:]
-    goal = top_p * float(np.exp(eligible).sum())
-    size = _FIRST_NUCLEUS_TRY
-    while True:
-        size = min(size, count)
-        head = eligible if size == count else np.partition(eligible, -size)[-size:]
-        mass = np.cumsum(np.exp(np.sort(head)[::-1]))
-        if mass[-1] >= goal or size == count:
-            return min(int(np.searchsorted(mass, goal)) + 1, count)
-        size *= _NUCLEUS_GROWTH
-
-
-# Up to this many candidates, reading all of their noise is faster than bounding it.
-_FEW: Final = 1024
-
-# OpenAI's range; that of repetition_penalty, which OpenAI does not have, keeps all logits finite.
-MAX_PENALTY: Final = 2.0
-MIN_REPETITION_PENALTY: Final = 0.01
-MAX_REPETITION_PENALTY: Final = 10.0
-MAX_BIAS: Final = 100.0
-MAX_BIASES: Final = 1024
 
 
 @dataclass(frozen=True)
@@ -347,6 +271,78 @@ class Sampler:
         key = position_key(sampling.seed, position)
         drawn = draw_compiled(logits, key, sampling)
         return draw_by_arrays(logits, float(logits[top]), key, sampling) if drawn is None else drawn
+
+
+# They apply in that order to the distribution *after* temperature, each to what the one before left:
+#
+# 1. temperature first, so that top-p and min-p refer to the sampled probabilities; 2. top-k, which only
+# counts, and bounds the work of the others; 3. top-p over the probabilities that top-k left, normalised
+# again; 4. min-p last: it is a ratio to the most likely token, which neither normalisation nor the other
+# filters change.
+#
+# All three keep the head of one ranking, so each only yields its length. The ranking is by logit, and by
+# lowest id where logits are equal: no result depends on a sorting algorithm.
+def candidate_ids(
+    logits: NDArray[np.float32], scaled: NDArray[np.float64], sampling: SamplingParams
+) -> NDArray[np.int64]:
+    """The ids that pass all filters; never empty, as the most likely token passes each.
+
+    Args:
+        logits: float32, shape (n_vocab,), without NaN.
+        scaled: float64, shape (n_vocab,): `(logit - largest logit) / temperature`.
+        sampling: The filters.
+
+    Returns:
+        int64, shape (n,), ascending.
+    """
+    count = logits.size
+    if sampling.top_k:
+        count = min(count, sampling.top_k)
+    if sampling.top_p < 1.0:
+        count = nucleus_size(scaled, count, sampling.top_p)
+    if sampling.min_p > 0.0:
+        count = min(count, int(np.count_nonzero(scaled >= math.log(sampling.min_p))))
+    return top_ids(logits, count)
+
+
+def top_ids(logits: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+    """The `count` highest-ranked ids, ascending.
+
+    Args:
+        logits: float32, shape (n_vocab,), without NaN.
+        count: From 1 to n_vocab.
+    """
+    if count == logits.size:
+        return np.arange(count)
+    threshold = np.partition(logits, -count)[-count]
+    level = np.flatnonzero(logits >= threshold)
+    surplus = level.size - count
+    if not surplus:
+        return level
+    tied = np.flatnonzero(logits[level] == threshold)
+    return np.delete(level, tied[-surplus:])
+
+
+def nucleus_size(scaled: NDArray[np.float64], count: int, top_p: float) -> int:
+    """Number of most likely tokens, among `count`, whose probability reaches `top_p`.
+
+    Only as much of the ranking is sorted as needed.
+
+    Args:
+        scaled: float64, shape (n_vocab,): `(logit - largest logit) / temperature`.
+        count: From 1 to n_vocab.
+        top_p: Above 0, below 1.
+    """
+    eligible = scaled if count == scaled.size else np.partition(scaled, -count)[-count:]
+    goal = top_p * float(np.exp(eligible).sum())
+    size = _FIRST_NUCLEUS_TRY
+    while True:
+        size = min(size, count)
+        head = eligible if size == count else np.partition(eligible, -size)[-size:]
+        mass = np.cumsum(np.exp(np.sort(head)[::-1]))
+        if mass[-1] >= goal or size == count:
+            return min(int(np.searchsorted(mass, goal)) + 1, count)
+        size *= _NUCLEUS_GROWTH
 
 
 def draw_compiled(logits: NDArray[np.float32], key: int, sampling: SamplingParams) -> int | None:

@@ -22,87 +22,6 @@ if TYPE_CHECKING:
     from stages.grammar.token_masks import TokenMasks
     from stages.sampling.session_spec import SessionSpec
 
-
-def verify(
-    rows_logits: Sequence[NDArray[np.float32]] | NDArray[np.float32],
-    tokens: Sequence[int],
-    start: int,
-    choose: Callable[[NDArray[np.float32], int], int],
-) -> list[int]:
-    """Sample the target's own token after each verified row, until one differs from the proposal.
-
-    Row `i` of a window predicts the token after `tokens[i]`, so its sample has absolute position `start + i +
-    1` and is compared with `tokens[i + 1]`. The first difference voids the rows after it, which were computed
-    on rejected tokens. The last row has nothing to be compared with and is a free prediction.
-
-    With tokens 5 6 7 8 at 40 and all four rows verified, samples 6 7 9 give `[6, 7, 9]`: two accepted, and 9
-    in place of 8, at position 43.
-
-    Args:
-        rows_logits: float32, shape (verify_rows, n_vocab): logits of the window's last rows.
-        tokens: All tokens of the window.
-        start: Absolute position of its first row.
-        choose: Returns the session's sample for an absolute position, given the row before it.
-
-    Returns:
-        The sampled ids, up to and including the first that differs from the proposed token; empty if no row
-        is verified.
-
-    Raises:
-        InvalidWindow: If there are more rows than tokens.
-        StageFailed: If a row's logits are not finite.
-    """
-    first = _first_verified(rows_logits, tokens, start)
-    drawn: list[int] = []
-    for row, logits in enumerate(rows_logits, first):
-        drawn.append(choose(logits, start + row + 1))
-        if row + 1 < len(tokens) and drawn[-1] != tokens[row + 1]:
-            break
-    return drawn
-
-
-def following(
-    rows_logits: Sequence[NDArray[np.float32]] | NDArray[np.float32],
-    tokens: Sequence[int],
-    start: int,
-    scored_next: int,
-) -> list[int]:
-    """The given tokens after each verified row, to be scored.
-
-    Args:
-        rows_logits: As for `verify`.
-        tokens: All tokens of the window.
-        start: Absolute position of its first row.
-        scored_next: The token after the last.
-
-    Raises:
-        InvalidWindow: If there are no rows, or more than tokens, or a token is outside the vocabulary.
-        StageFailed: If a row's logits are not finite.
-    """
-    first = _first_verified(rows_logits, tokens, start)
-    if first == len(tokens):
-        raise InvalidWindow(f"window at {start}: its tokens are to be scored, but no row is to be verified")
-    found = [*tokens[first + 1 :], scored_next]
-    for logits, token in zip(rows_logits, found, strict=True):
-        if token >= logits.size:
-            raise InvalidWindow(f"token {token} is outside the vocabulary of {logits.size}")
-        if not np.isfinite(logits.max()):
-            raise StageFailed(
-                f"the logits before token {token} are not finite: the model file or its arithmetic on this"
-                " backend is broken; run `mesh certify` on the model"
-            )
-    return found
-
-
-def _first_verified(
-    rows_logits: Sequence[NDArray[np.float32]] | NDArray[np.float32], tokens: Sequence[int], start: int
-) -> int:
-    first = len(tokens) - len(rows_logits)
-    if first < 0:
-        raise InvalidWindow(f"window at {start}: {len(rows_logits)} rows to verify, but {len(tokens)} tokens")
-    return first
-
-
 _FIRST_CAPACITY: Final = 256
 
 
@@ -257,3 +176,83 @@ class WindowVerifier:
         token = self._sampler.sample(logits, position, before, self._grammar.constraint(position))
         self._grammar.note_drawn(position, token)
         return token
+
+
+def verify(
+    rows_logits: Sequence[NDArray[np.float32]] | NDArray[np.float32],
+    tokens: Sequence[int],
+    start: int,
+    choose: Callable[[NDArray[np.float32], int], int],
+) -> list[int]:
+    """Sample the target's own token after each verified row, until one differs from the proposal.
+
+    Row `i` of a window predicts the token after `tokens[i]`, so its sample has absolute position `start + i +
+    1` and is compared with `tokens[i + 1]`. The first difference voids the rows after it, which were computed
+    on rejected tokens. The last row has nothing to be compared with and is a free prediction.
+
+    With tokens 5 6 7 8 at 40 and all four rows verified, samples 6 7 9 give `[6, 7, 9]`: two accepted, and 9
+    in place of 8, at position 43.
+
+    Args:
+        rows_logits: float32, shape (verify_rows, n_vocab): logits of the window's last rows.
+        tokens: All tokens of the window.
+        start: Absolute position of its first row.
+        choose: Returns the session's sample for an absolute position, given the row before it.
+
+    Returns:
+        The sampled ids, up to and including the first that differs from the proposed token; empty if no row
+        is verified.
+
+    Raises:
+        InvalidWindow: If there are more rows than tokens.
+        StageFailed: If a row's logits are not finite.
+    """
+    first = _first_verified(rows_logits, tokens, start)
+    drawn: list[int] = []
+    for row, logits in enumerate(rows_logits, first):
+        drawn.append(choose(logits, start + row + 1))
+        if row + 1 < len(tokens) and drawn[-1] != tokens[row + 1]:
+            break
+    return drawn
+
+
+def following(
+    rows_logits: Sequence[NDArray[np.float32]] | NDArray[np.float32],
+    tokens: Sequence[int],
+    start: int,
+    scored_next: int,
+) -> list[int]:
+    """The given tokens after each verified row, to be scored.
+
+    Args:
+        rows_logits: As for `verify`.
+        tokens: All tokens of the window.
+        start: Absolute position of its first row.
+        scored_next: The token after the last.
+
+    Raises:
+        InvalidWindow: If there are no rows, or more than tokens, or a token is outside the vocabulary.
+        StageFailed: If a row's logits are not finite.
+    """
+    first = _first_verified(rows_logits, tokens, start)
+    if first == len(tokens):
+        raise InvalidWindow(f"window at {start}: its tokens are to be scored, but no row is to be verified")
+    found = [*tokens[first + 1 :], scored_next]
+    for logits, token in zip(rows_logits, found, strict=True):
+        if token >= logits.size:
+            raise InvalidWindow(f"token {token} is outside the vocabulary of {logits.size}")
+        if not np.isfinite(logits.max()):
+            raise StageFailed(
+                f"the logits before token {token} are not finite: the model file or its arithmetic on this"
+                " backend is broken; run `mesh certify` on the model"
+            )
+    return found
+
+
+def _first_verified(
+    rows_logits: Sequence[NDArray[np.float32]] | NDArray[np.float32], tokens: Sequence[int], start: int
+) -> int:
+    first = len(tokens) - len(rows_logits)
+    if first < 0:
+        raise InvalidWindow(f"window at {start}: {len(rows_logits)} rows to verify, but {len(tokens)} tokens")
+    return first

@@ -43,18 +43,6 @@ if TYPE_CHECKING:
     from stages.transport.channels import HandshakeMonitor, KeyCheck
     from stages.weights.disk_cache import StageStore
 
-
-async def orphaned(alone_s: Callable[[], float], orphan_s: float) -> None:
-    """Wait until the stage has been without a coordinator for this long.
-
-    Args:
-        alone_s: Returns for how long it has been without one, in seconds; 0 with one.
-        orphan_s: The longest time without one, in seconds.
-    """
-    while (left_s := orphan_s - alone_s()) > 0:  # noqa: ASYNC110 - nothing tells that nobody came
-        await asyncio.sleep(left_s)
-
-
 log = structlog.get_logger()
 
 
@@ -430,41 +418,6 @@ class ModelActor:
         self._progress = StageProgress("loading", share)
 
 
-async def _open_disk(
-    service: StageService,
-    config: StageConfig,
-    setting: RowsSetting,
-    most_bytes: int,
-    loaded_stamps: tuple[FileStamp, ...],
-) -> None:
-    """Keep blocks on disk once it is known what rows depend on: the first time a model is read for that.
-
-    Args:
-        service: The stage.
-        config: Its configuration.
-        setting: Settings on which its rows depend.
-        most_bytes: Limit of the blocks.
-        loaded_stamps: Stamps of a whole model's files from before they were loaded.
-    """
-    root = config.cache_root
-    try:
-        sha256 = config.sha256
-        if config.whole is not None:
-            paths = part_paths(Path(config.whole))
-            key = hashlib.sha256(os.fsencode(config.whole)).hexdigest()
-            index = root / "sources" / f"{key}-files.json"
-            sha256 = await in_own_thread(content_sha256, paths, index)
-            if stamps_of(paths) != loaded_stamps:
-                reason = f"{config.whole} was changed since it was loaded: load the model again"
-                log.warning("disk_not_opened", stage=config.stage_index, reason=reason)
-                return
-        identity = await in_own_thread(rows_identity, setting, sha256)
-        await service.keep_blocks(BlockStore(root / "kv", identity, most_bytes))
-    except (MeshError, OSError) as error:
-        # Without it prompts are computed.
-        log.warning("disk_not_opened", stage=config.stage_index, reason=str(error))
-
-
 class StageActor(ModelActor):
     """One stage on this host; see `ModelActor`."""
 
@@ -570,6 +523,52 @@ class StageActor(ModelActor):
     def _less(self) -> str:
         is_quantised = KV_TYPES[self._config.options.kv_type].is_quantised
         return "lower --ctx-size or --parallel" + ("" if is_quantised else ", use --kv-type q8_0")
+
+
+async def orphaned(alone_s: Callable[[], float], orphan_s: float) -> None:
+    """Wait until the stage has been without a coordinator for this long.
+
+    Args:
+        alone_s: Returns for how long it has been without one, in seconds; 0 with one.
+        orphan_s: The longest time without one, in seconds.
+    """
+    while (left_s := orphan_s - alone_s()) > 0:  # noqa: ASYNC110 - nothing tells that nobody came
+        await asyncio.sleep(left_s)
+
+
+async def _open_disk(
+    service: StageService,
+    config: StageConfig,
+    setting: RowsSetting,
+    most_bytes: int,
+    loaded_stamps: tuple[FileStamp, ...],
+) -> None:
+    """Keep blocks on disk once it is known what rows depend on: the first time a model is read for that.
+
+    Args:
+        service: The stage.
+        config: Its configuration.
+        setting: Settings on which its rows depend.
+        most_bytes: Limit of the blocks.
+        loaded_stamps: Stamps of a whole model's files from before they were loaded.
+    """
+    root = config.cache_root
+    try:
+        sha256 = config.sha256
+        if config.whole is not None:
+            paths = part_paths(Path(config.whole))
+            key = hashlib.sha256(os.fsencode(config.whole)).hexdigest()
+            index = root / "sources" / f"{key}-files.json"
+            sha256 = await in_own_thread(content_sha256, paths, index)
+            if stamps_of(paths) != loaded_stamps:
+                reason = f"{config.whole} was changed since it was loaded: load the model again"
+                log.warning("disk_not_opened", stage=config.stage_index, reason=reason)
+                return
+        identity = await in_own_thread(rows_identity, setting, sha256)
+        await service.keep_blocks(BlockStore(root / "kv", identity, most_bytes))
+    except (MeshError, OSError) as error:
+        # Without it prompts are computed.
+        log.warning("disk_not_opened", stage=config.stage_index, reason=str(error))
 
 
 async def _settle(store: StageStore, sha256: str) -> None:

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-log = structlog.get_logger()
-
 _FILE_NAME: Final = re.compile(rf"([0-9a-f]{{{2 * DIGEST_BYTES}}})(?:\.rows|\.([1-9][0-9]{{0,9}})\.state)")
 _IDENTITY: Final = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 # Evicted down to this share of the limit, so that the folder is not read for every block.
@@ -56,6 +54,8 @@ _ENTRY_DIGITS: Final = 20
 # stopped. Without a limit its stop would keep other stages from ending.
 _LOCK_PATIENCE_S: Final = 2.0
 _LOCK_POLL_S: Final = 0.01
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -256,48 +256,6 @@ class _BlockPath:
     used_ns: int
 
 
-def _files_in(folder: Path) -> Iterator[_BlockPath]:
-    for path in folder.iterdir():
-        match = _FILE_NAME.fullmatch(path.name)
-        if match is None:
-            continue
-        with contextlib.suppress(FileNotFoundError):
-            status = path.stat(follow_symlinks=False)
-            if stat.S_ISDIR(status.st_mode):
-                continue
-            yield _BlockPath(
-                path, bytes.fromhex(match[1]), int(match[2] or 0), status.st_size, status.st_mtime_ns
-            )
-
-
-def _free_bytes(folder: Path) -> int:
-    """Bytes of the disk that may be used."""
-    status = os.statvfs(folder)
-    left_bytes = min(_LEAST_FREE_BYTES, int(status.f_blocks * status.f_frsize * _LEAST_FREE_SHARE))
-    return status.f_bavail * status.f_frsize - left_bytes
-
-
-def _read(path: Path, num_bytes: int) -> NDArray[np.uint8]:
-    """All bytes of a file that should have so many, uint8.
-
-    Raises:
-        DamagedBlock: If it has another size, or is no file.
-    """
-    # A link would lead elsewhere, and a pipe would be waited for.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or status.st_size != num_bytes:
-        os.close(descriptor)
-        # Before it is read: it may be larger than the memory.
-        raise DamagedBlock(f"it is no file of {num_bytes} bytes")
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
-        content = np.empty(num_bytes, np.uint8)
-        at = 0
-        while at < content.size and (count := file.readinto(content.data[at:])):
-            at += count
-        return content[:at]
-
-
 class _Ledger:
     """Bytes of all block files of a root, locked for a `with` block.
 
@@ -346,6 +304,48 @@ class _Ledger:
                 os.ftruncate(self._descriptor, len(entry))
         finally:
             os.close(self._descriptor)
+
+
+def _files_in(folder: Path) -> Iterator[_BlockPath]:
+    for path in folder.iterdir():
+        match = _FILE_NAME.fullmatch(path.name)
+        if match is None:
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat(follow_symlinks=False)
+            if stat.S_ISDIR(status.st_mode):
+                continue
+            yield _BlockPath(
+                path, bytes.fromhex(match[1]), int(match[2] or 0), status.st_size, status.st_mtime_ns
+            )
+
+
+def _free_bytes(folder: Path) -> int:
+    """Bytes of the disk that may be used."""
+    status = os.statvfs(folder)
+    left_bytes = min(_LEAST_FREE_BYTES, int(status.f_blocks * status.f_frsize * _LEAST_FREE_SHARE))
+    return status.f_bavail * status.f_frsize - left_bytes
+
+
+def _read(path: Path, num_bytes: int) -> NDArray[np.uint8]:
+    """All bytes of a file that should have so many, uint8.
+
+    Raises:
+        DamagedBlock: If it has another size, or is no file.
+    """
+    # A link would lead elsewhere, and a pipe would be waited for.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != num_bytes:
+        os.close(descriptor)
+        # Before it is read: it may be larger than the memory.
+        raise DamagedBlock(f"it is no file of {num_bytes} bytes")
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        content = np.empty(num_bytes, np.uint8)
+        at = 0
+        while at < content.size and (count := file.readinto(content.data[at:])):
+            at += count
+        return content[:at]
 
 
 def _entry(num_bytes: int) -> bytes:

@@ -17,13 +17,13 @@ from spanmesh_proto import windows_pb2 as wire
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
 
-log = structlog.get_logger()
-
 MOST_QUEUED_BYTES: Final = 64 << 20
 # Of one message; gRPC's limit is far above.
 _MOST_BUNDLED_BYTES: Final = 1 << 20
 # Rows that may wait are sent together, once they are as many.
 _ROWS_TOGETHER: Final = 8
+
+log = structlog.get_logger()
 
 
 class FeatureStream:

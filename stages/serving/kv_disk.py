@@ -28,10 +28,6 @@ if TYPE_CHECKING:
     from stages.serving.block_store import BlockStore, StoredBlock
     from stages.serving.prefix_blocks import FetchedPrefix, SlotCopy
 
-log = structlog.get_logger()
-
-Result = TypeVar("Result")
-
 # Bytes of one slot's rows that are copied or fetched. llama.cpp returns and takes them together only, in the
 # thread that computes: at memory speed, that is about as long as a chunk of a prompt of that length takes.
 _MOST_PREFIX_BYTES: Final = 2**30
@@ -48,6 +44,10 @@ _LONGEST_REST_S: Final = 64.0
 # When a stage ends, it waits for writes for so long.
 _CLOSE_S: Final = 1.5
 _NAMES_A_MESSAGE: Final = 4096
+
+log = structlog.get_logger()
+
+Result = TypeVar("Result")
 
 
 class CopySlot(Protocol):

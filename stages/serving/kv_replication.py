@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from stages.serving.stage_engine import StageEngine
     from stages.transport.channels import Identity
 
+# Two replicas, and further streams that have not yet ended.
+_MOST_FOLLOWERS: Final = 8
+_UPDATE_S: Final = 0.5
+# Share of time that replication may take from the stage, its host's processor and the link.
+_SHARE: Final = 0.1
 
 log = structlog.get_logger()
 
@@ -99,13 +104,6 @@ class ReplicationSink:
         finally:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._channel.close(None)
-
-
-# Two replicas, and further streams that have not yet ended.
-_MOST_FOLLOWERS: Final = 8
-_UPDATE_S: Final = 0.5
-# Share of time that replication may take from the stage, its host's processor and the link.
-_SHARE: Final = 0.1
 
 
 def pause_s(took_s: float) -> float:

@@ -35,9 +35,10 @@ if TYPE_CHECKING:
     from stages.serving.block_store import BlockStore
     from stages.transport.channels import Identity
 
-
 # Length of a mesh id: a sha256 in hex.
 _SHOWN_CHARS: Final = 64
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -94,14 +95,6 @@ class RingPlace:
             f"{sender} is of term {term}, stage {self.stage_index} serves term {self.term}: another "
             "`mesh serve` has taken over the mesh; stop the older one"
         )
-
-
-def _shown(text: str) -> str:
-    """Text of a peer, shortened to one line: gRPC does not deliver a status with more."""
-    return "".join(letter for letter in text[:_SHOWN_CHARS] if letter.isprintable())
-
-
-log = structlog.get_logger()
 
 
 class StageService(rpc.StageServicer):
@@ -605,6 +598,11 @@ class StageService(rpc.StageServicer):
             reply(wire.Fetched(id=message.id))
         else:
             self._engine.disk.fetch(message, reply)
+
+
+def _shown(text: str) -> str:
+    """Text of a peer, shortened to one line: gRPC does not deliver a status with more."""
+    return "".join(letter for letter in text[:_SHOWN_CHARS] if letter.isprintable())
 
 
 def _hello(mesh_id: str, sender: str, term: int) -> wire.Hello:

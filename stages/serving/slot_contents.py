@@ -28,27 +28,22 @@ if TYPE_CHECKING:
     from stages.runtime.stage_runtime import StageRuntime
     from stages.serving.prefix_blocks import FetchedPrefix
 
+# Enough for a few short sessions.
+LEAST_SENT_BYTES: Final = 8 * 2**20
+# For most models a row is about a fifth of its share of a stage's KV cache.
+SHARE_OF_CACHE: Final = 32
+# llama.cpp returns a slot's rows only together, which takes memory.
+_MOST_KV_BYTES: Final = 64 * 2**20
+_MOST_MESSAGE_BYTES: Final = 8 * 2**20
+# More proposals are seldom in flight.
+_NUM_LEFT_OUT: Final = 32
+
 
 # A replacement of a lost stage has to compute all its sessions anew, and for that it needs the hidden states
 # of the stage before it, which no KV cache holds. Kept here, they are sent a second time without computing a
 # layer. So a recovery costs the computation of the lost stage, not of all stages. Petals keeps the inputs of
 # every server at its clients for that (Borzunov et al. 2023); here each stage keeps its own outputs, and the
 # coordinator never sees hidden states.
-# Enough for a few short sessions.
-LEAST_SENT_BYTES: Final = 8 * 2**20
-# For most models a row is about a fifth of its share of a stage's KV cache.
-SHARE_OF_CACHE: Final = 32
-
-
-def max_sent_bytes(cache_bytes: int) -> int:
-    """Most bytes of rows that a stage keeps.
-
-    Args:
-        cache_bytes: Size of its KV cache.
-    """
-    return max(LEAST_SENT_BYTES, cache_bytes // SHARE_OF_CACHE)
-
-
 class SentHiddenStates:
     """Encoded rows by slot and position, each slot's from 0 on without a gap.
 
@@ -221,13 +216,6 @@ class ReplicationCursor:
         self.num_sent = [0] * num_slots
         self.sessions = [0] * num_slots
         self.states = [0] * num_slots
-
-
-# llama.cpp returns a slot's rows only together, which takes memory.
-_MOST_KV_BYTES: Final = 64 * 2**20
-_MOST_MESSAGE_BYTES: Final = 8 * 2**20
-# More proposals are seldom in flight.
-_NUM_LEFT_OUT: Final = 32
 
 
 class KvSlots:
@@ -638,6 +626,15 @@ class KvSlots:
             kv=rows.to_bytes(),
             sent=self._sent.find(slot, rows.start, len(rows), sent_row_bytes) or b"",
         )
+
+
+def max_sent_bytes(cache_bytes: int) -> int:
+    """Most bytes of rows that a stage keeps.
+
+    Args:
+        cache_bytes: Size of its KV cache.
+    """
+    return max(LEAST_SENT_BYTES, cache_bytes // SHARE_OF_CACHE)
 
 
 def _rows_of(update: wire.SlotRows) -> KvRows:

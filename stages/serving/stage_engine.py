@@ -36,17 +36,12 @@ if TYPE_CHECKING:
     from stages.transport.hidden_codec import HiddenType
     from stages.transport.stage_link import StageLink
 
-log = structlog.get_logger()
-
-Result = TypeVar("Result")
-
 # A coordinator has a few dozen windows of a session in flight; more than this violates the protocol.
 _MOST_QUEUED_PER_SLOT: Final = 512
 
+log = structlog.get_logger()
 
-def monotonic_us() -> int:
-    """Monotonic clock of this host, microseconds."""
-    return time.monotonic_ns() // 1000
+Result = TypeVar("Result")
 
 
 class StageEngine:
@@ -454,6 +449,11 @@ class StageEngine:
                 "window_failed", stage=self.stage_index, session=failure.session, reason=failure.message
             )
         self._on_failures(failures)
+
+
+def monotonic_us() -> int:
+    """Monotonic clock of this host, microseconds."""
+    return time.monotonic_ns() // 1000
 
 
 def _only(bundle: wire.WindowBundle, is_kept: Sequence[bool]) -> wire.WindowBundle:

@@ -19,30 +19,6 @@ if TYPE_CHECKING:
 _MOST_STATE_BYTES: Final = 2**30
 
 
-def state_messages(
-    slot: int, session: int, stop: int, state: NDArray[np.uint8], most_bytes: int
-) -> list[wire.SlotRows]:
-    """Messages of a recurrent state, which follow those of the rows.
-
-    Args:
-        slot: Its slot.
-        session: Session of the slot.
-        stop: Number of positions that the state is made of.
-        state: The state, uint8, in llama.cpp's format.
-        most_bytes: Most bytes of one message.
-    """
-    return [
-        wire.SlotRows(
-            slot=slot,
-            session=session,
-            start=stop,
-            state=state[first : first + most_bytes].tobytes(),
-            num_state_bytes=state.size,
-        )
-        for first in range(0, state.size, most_bytes)
-    ]
-
-
 @dataclass(frozen=True)
 class ArrivedRows:
     """KV rows that wait for the state behind them.
@@ -97,3 +73,27 @@ class StateArrivals:
         """Drop all that has arrived for a slot."""
         self._rows.pop(slot, None)
         self._states.pop(slot, None)
+
+
+def state_messages(
+    slot: int, session: int, stop: int, state: NDArray[np.uint8], most_bytes: int
+) -> list[wire.SlotRows]:
+    """Messages of a recurrent state, which follow those of the rows.
+
+    Args:
+        slot: Its slot.
+        session: Session of the slot.
+        stop: Number of positions that the state is made of.
+        state: The state, uint8, in llama.cpp's format.
+        most_bytes: Most bytes of one message.
+    """
+    return [
+        wire.SlotRows(
+            slot=slot,
+            session=session,
+            start=stop,
+            state=state[first : first + most_bytes].tobytes(),
+            num_state_bytes=state.size,
+        )
+        for first in range(0, state.size, most_bytes)
+    ]

@@ -24,15 +24,14 @@ if TYPE_CHECKING:
     from stages.serving.scheduler import Change, QueuedWindow, SlotAssigned, WindowScheduler
     from stages.serving.slot_contents import KvSlots
 
-log = structlog.get_logger()
-
 # The event loop stands still while it computes: what takes longer is for the worker's thread.
 _LONGEST_IN_LOOP_US: Final = 15_000
 # A stage that has been idle for less is busy: there, messages are better read while it computes.
 _LEAST_IDLE_US: Final = 1_000
-
 # Features that travel with the windows of a batch: 2 ms at 100 Mbit/s, and the rows of a few sessions.
 MOST_CARRIED_BYTES: Final = 24 << 10
+
+log = structlog.get_logger()
 
 
 @dataclass

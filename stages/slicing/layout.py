@@ -36,14 +36,11 @@ if TYPE_CHECKING:
 
 # To be raised when the file for the same source and layers changes.
 FORMAT_VERSION: Final = 3
-
 # Rows of an unused embedding. llama.cpp also copies a row of logits, one float for each, per output row of a
 # stage, so few are cheap twice.
 FILLER_VOCAB: Final = 8
-
 # By size per weight, smallest first; for zeros, which any type can represent.
 _FILLER_TYPES: Final = (GGMLQuantizationType.IQ1_S, GGMLQuantizationType.Q4_0, GGMLQuantizationType.F32)
-
 # Matrices of these types may be other than factors of a product, which alone can be quantised.
 _FLOATS: Final = ("F32", "F16", "BF16")
 
@@ -74,6 +71,51 @@ class StageLayout:
     alignment: int
     metadata: Mapping[str, Value]
     tensors: tuple[StageTensor, ...]
+
+
+class _Vocabulary:
+    """Tensors with one row per token, in a stage that may need none, one or both of them."""
+
+    def __init__(self, source: SourceModel, layers: LayerRange, boundary: GraphBoundary) -> None:
+        tensors = source.header.tensors
+        self._embedding = tensors[EMBEDDING]
+        self._output = tensors.get(OUTPUT)
+        self._bias = tensors.get(OUTPUT_BIAS)
+        self._falls_back = source.family.head_falls_back_to_embedding
+        self._head_rows = source.family.head_rows_are_fixed
+        self._is_first = layers.start == 0
+        self._is_tail = layers.stop == source.n_layers
+        looks_up = self._is_first or self._is_tail or boundary.takes_tokens
+        self._embeds = self._is_first or (boundary.takes_tokens and source.family.entry.needs_embedding)
+        self.size = self._embedding.shape[-1] if looks_up else self._rows_of_filler()
+
+    def _rows_of_filler(self) -> int:
+        # llama.cpp aborts where a head has more rows than the embedding.
+        return self._output.shape[-1] if self._head_rows and self._output is not None else FILLER_VOCAB
+
+    def tensors(self) -> list[StageTensor]:
+        return [*self._embedding_and_output(), *self._output_bias()]
+
+    def _embedding_and_output(self) -> list[StageTensor]:
+        embedding, output = self._embedding, self._output
+        if output is None:  # tied: the tail computes its logits with the embedding
+            needed = self._embeds or self._is_tail
+            return [_copied(embedding, EMBEDDING) if needed else _filler(embedding, self.size)]
+        if self._is_tail and not self._embeds and self._falls_back:
+            return [_copied(output, EMBEDDING)]
+        kept = [_copied(embedding, EMBEDDING) if self._embeds else _filler(embedding, self.size)]
+        if self._is_tail:
+            kept.append(_copied(output, OUTPUT))
+        elif not self._falls_back:
+            kept.append(_filler(output, output.shape[-1] if self._head_rows else self.size))
+        return kept
+
+    def _output_bias(self) -> list[StageTensor]:
+        if self._bias is None:
+            return []
+        if self._is_tail:
+            return [_copied(self._bias, OUTPUT_BIAS)]
+        return [] if self._falls_back else [_filler(self._bias, self.size)]
 
 
 def lay_out(source: SourceModel, layers: LayerRange) -> StageLayout:
@@ -185,51 +227,6 @@ def _blank(tensor: TensorInfo, name: str) -> StageTensor:
     return StageTensor(
         name, tensor.shape, kind, math.prod(tensor.shape) // block_elements * block_bytes, None
     )
-
-
-class _Vocabulary:
-    """Tensors with one row per token, in a stage that may need none, one or both of them."""
-
-    def __init__(self, source: SourceModel, layers: LayerRange, boundary: GraphBoundary) -> None:
-        tensors = source.header.tensors
-        self._embedding = tensors[EMBEDDING]
-        self._output = tensors.get(OUTPUT)
-        self._bias = tensors.get(OUTPUT_BIAS)
-        self._falls_back = source.family.head_falls_back_to_embedding
-        self._head_rows = source.family.head_rows_are_fixed
-        self._is_first = layers.start == 0
-        self._is_tail = layers.stop == source.n_layers
-        looks_up = self._is_first or self._is_tail or boundary.takes_tokens
-        self._embeds = self._is_first or (boundary.takes_tokens and source.family.entry.needs_embedding)
-        self.size = self._embedding.shape[-1] if looks_up else self._rows_of_filler()
-
-    def _rows_of_filler(self) -> int:
-        # llama.cpp aborts where a head has more rows than the embedding.
-        return self._output.shape[-1] if self._head_rows and self._output is not None else FILLER_VOCAB
-
-    def tensors(self) -> list[StageTensor]:
-        return [*self._embedding_and_output(), *self._output_bias()]
-
-    def _embedding_and_output(self) -> list[StageTensor]:
-        embedding, output = self._embedding, self._output
-        if output is None:  # tied: the tail computes its logits with the embedding
-            needed = self._embeds or self._is_tail
-            return [_copied(embedding, EMBEDDING) if needed else _filler(embedding, self.size)]
-        if self._is_tail and not self._embeds and self._falls_back:
-            return [_copied(output, EMBEDDING)]
-        kept = [_copied(embedding, EMBEDDING) if self._embeds else _filler(embedding, self.size)]
-        if self._is_tail:
-            kept.append(_copied(output, OUTPUT))
-        elif not self._falls_back:
-            kept.append(_filler(output, output.shape[-1] if self._head_rows else self.size))
-        return kept
-
-    def _output_bias(self) -> list[StageTensor]:
-        if self._bias is None:
-            return []
-        if self._is_tail:
-            return [_copied(self._bias, OUTPUT_BIAS)]
-        return [] if self._falls_back else [_filler(self._bias, self.size)]
 
 
 def _filler(tensor: TensorInfo, rows: int) -> StageTensor:

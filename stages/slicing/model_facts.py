@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from stages.gguf.header import GgufHeader, TensorInfo
     from stages.slicing.source_model import SourceModel
 
-
 # Names of tensors, after `blk.<layer>.`, of recurrent layers only: Mamba and the gated delta rules, RWKV,
 # short convolutions.
 _MARKS: Final = ("ssm_", "time_mix_", "shortconv.")
@@ -33,67 +32,6 @@ _MINIMAX: Final = "minimax-01"
 _MINIMAX_INTERVAL: Final = 8
 _TOKEN_SHIFTS: Final = 2
 _KDA_KERNEL: Final = 4
-
-
-def state_widths(header: GgufHeader, layers: Sequence[Sequence[TensorInfo]]) -> tuple[int, ...]:
-    """Float32 elements of the recurrent state of one sequence in each layer; 0 for attention alone.
-
-    By the formulas of llama.cpp's `llama_hparams::n_embd_r` and `n_embd_s`: rows kept for a convolution, and
-    the state proper.
-
-    Args:
-        header: Header of the file.
-        layers: The tensors of each layer.
-    """
-    width = _convolution_width(header) + _state_width(header)
-    return tuple(width if _is_recurrent(header, index, layer) else 0 for index, layer in enumerate(layers))
-
-
-def _is_recurrent(header: GgufHeader, index: int, layer: Sequence[TensorInfo]) -> bool:
-    if header.architecture == _MINIMAX:
-        interval = header.integer(f"{_MINIMAX}.full_attention_interval", _MINIMAX_INTERVAL)
-        return (index + 1) % max(interval, 1) != 0
-    # blk.<layer>.<kind>
-    return any(tensor.name.split(".", 2)[-1].startswith(_MARKS) for tensor in layer)
-
-
-def _convolution_width(header: GgufHeader) -> int:
-    n_embd, kernel = _number(header, "embedding_length"), _number(header, "ssm.conv_kernel")
-    if _number(header, "wkv.head_size"):
-        return _number(header, "token_shift_count", _TOKEN_SHIFTS) * n_embd
-    if _number(header, "shortconv.l_cache"):
-        return n_embd * (_number(header, "shortconv.l_cache") - 1)
-    if _number(header, "kda.head_dim"):
-        return 3 * ((kernel or _KDA_KERNEL) - 1) * _n_heads(header) * _number(header, "kda.head_dim")
-    groups = 2 * _number(header, "ssm.group_count") * _number(header, "ssm.state_size")
-    return max(kernel - 1, 0) * (_number(header, "ssm.inner_size") + groups)
-
-
-def _state_width(header: GgufHeader) -> int:
-    n_embd, n_heads = _number(header, "embedding_length"), _n_heads(header)
-    if _number(header, "wkv.head_size"):
-        return n_embd * _number(header, "wkv.head_size")
-    if _number(header, "kda.head_dim"):
-        return _number(header, "kda.head_dim") ** 2 * n_heads
-    if header.architecture == _MINIMAX:
-        return _number(header, "attention.key_length", n_embd // max(n_heads, 1)) ** 2 * n_heads
-    return _number(header, "ssm.state_size") * _number(header, "ssm.inner_size")
-
-
-def _number(header: GgufHeader, key: str, default: int = 0) -> int:
-    """A number of the model's own metadata."""
-    return header.integer(f"{header.architecture}.{key}", default)
-
-
-def _n_heads(header: GgufHeader) -> int:
-    """Of the first layer, as llama.cpp takes them for this; the largest number if layers differ."""
-    key = f"{header.architecture}.attention.head_count"
-    value = header.metadata.get(key)
-    if value is None or value.count is None:
-        return header.integer(key, 0)
-    return max(header.per_layer(key, value.count, 0), default=0)
-
-
 # Bytes of a block in the file, and most additional bytes: sums and scales that the AMX kernels keep with each
 # block (`get_row_size` in llama.cpp's amx/mmq.cpp). Other kernels add nothing.
 _ADDED: Final = {
@@ -102,15 +40,6 @@ _ADDED: Final = {
     GGMLQuantizationType.Q5_K: (176, 4),
     GGMLQuantizationType.IQ4_XS: (136, 2),
 }
-
-
-def packing_bytes(tensors: Iterable[TensorInfo]) -> int:
-    """Bytes that these tensors may take in fast mode beyond their size in the file."""
-    return sum(
-        tensor.n_bytes * added // block_bytes
-        for tensor in tensors
-        for block_bytes, added in [_ADDED.get(tensor.type, (1, 0))]
-    )
 
 
 @dataclass(frozen=True)
@@ -219,6 +148,74 @@ class ModelFacts:
     def hidden_width(self) -> int:
         """Values of a row on the wire between stages."""
         return self.n_embd * self.n_streams
+
+
+def state_widths(header: GgufHeader, layers: Sequence[Sequence[TensorInfo]]) -> tuple[int, ...]:
+    """Float32 elements of the recurrent state of one sequence in each layer; 0 for attention alone.
+
+    By the formulas of llama.cpp's `llama_hparams::n_embd_r` and `n_embd_s`: rows kept for a convolution, and
+    the state proper.
+
+    Args:
+        header: Header of the file.
+        layers: The tensors of each layer.
+    """
+    width = _convolution_width(header) + _state_width(header)
+    return tuple(width if _is_recurrent(header, index, layer) else 0 for index, layer in enumerate(layers))
+
+
+def _is_recurrent(header: GgufHeader, index: int, layer: Sequence[TensorInfo]) -> bool:
+    if header.architecture == _MINIMAX:
+        interval = header.integer(f"{_MINIMAX}.full_attention_interval", _MINIMAX_INTERVAL)
+        return (index + 1) % max(interval, 1) != 0
+    # blk.<layer>.<kind>
+    return any(tensor.name.split(".", 2)[-1].startswith(_MARKS) for tensor in layer)
+
+
+def _convolution_width(header: GgufHeader) -> int:
+    n_embd, kernel = _number(header, "embedding_length"), _number(header, "ssm.conv_kernel")
+    if _number(header, "wkv.head_size"):
+        return _number(header, "token_shift_count", _TOKEN_SHIFTS) * n_embd
+    if _number(header, "shortconv.l_cache"):
+        return n_embd * (_number(header, "shortconv.l_cache") - 1)
+    if _number(header, "kda.head_dim"):
+        return 3 * ((kernel or _KDA_KERNEL) - 1) * _n_heads(header) * _number(header, "kda.head_dim")
+    groups = 2 * _number(header, "ssm.group_count") * _number(header, "ssm.state_size")
+    return max(kernel - 1, 0) * (_number(header, "ssm.inner_size") + groups)
+
+
+def _state_width(header: GgufHeader) -> int:
+    n_embd, n_heads = _number(header, "embedding_length"), _n_heads(header)
+    if _number(header, "wkv.head_size"):
+        return n_embd * _number(header, "wkv.head_size")
+    if _number(header, "kda.head_dim"):
+        return _number(header, "kda.head_dim") ** 2 * n_heads
+    if header.architecture == _MINIMAX:
+        return _number(header, "attention.key_length", n_embd // max(n_heads, 1)) ** 2 * n_heads
+    return _number(header, "ssm.state_size") * _number(header, "ssm.inner_size")
+
+
+def _number(header: GgufHeader, key: str, default: int = 0) -> int:
+    """A number of the model's own metadata."""
+    return header.integer(f"{header.architecture}.{key}", default)
+
+
+def _n_heads(header: GgufHeader) -> int:
+    """Of the first layer, as llama.cpp takes them for this; the largest number if layers differ."""
+    key = f"{header.architecture}.attention.head_count"
+    value = header.metadata.get(key)
+    if value is None or value.count is None:
+        return header.integer(key, 0)
+    return max(header.per_layer(key, value.count, 0), default=0)
+
+
+def packing_bytes(tensors: Iterable[TensorInfo]) -> int:
+    """Bytes that these tensors may take in fast mode beyond their size in the file."""
+    return sum(
+        tensor.n_bytes * added // block_bytes
+        for tensor in tensors
+        for block_bytes, added in [_ADDED.get(tensor.type, (1, 0))]
+    )
 
 
 def read_model_facts(path: Path) -> ModelFacts:

@@ -30,32 +30,13 @@ if TYPE_CHECKING:
     from stages.slicing.layout import StageLayout, StageTensor
     from stages.slicing.source_model import SourceModel
 
-
 _VERSION: Final = 3
-
-
-def encode_header(layout: StageLayout) -> bytes:
-    """Magic, metadata and tensor directory, padded to where tensor data start."""
-    parts = [MAGIC, struct.pack("<IQQ", _VERSION, len(layout.tensors), len(layout.metadata))]
-    for key, value in layout.metadata.items():
-        parts += (_text(key), _value(value))
-    offset = 0
-    for tensor in layout.tensors:
-        n_dims = len(tensor.shape)
-        parts += (
-            _text(tensor.name),
-            struct.pack(f"<I{n_dims}QIQ", n_dims, *tensor.shape, int(tensor.type), offset),
-        )
-        offset += padded(tensor.n_bytes, layout.alignment)
-    header = b"".join(parts)
-    return header.ljust(padded(len(header), layout.alignment), b"\0")
-
-
-def stage_bytes(layout: StageLayout) -> int:
-    """Size of the file that `StageWriter` makes of a layout."""
-    return len(encode_header(layout)) + sum(
-        padded(tensor.n_bytes, layout.alignment) for tensor in layout.tensors
-    )
+# Disk blocks are shared as a whole: copied bytes must have the same offset within a block in both files.
+# Adjacent layers of the model are adjacent in the stage, too; so it suffices to align their beginning. The
+# padding is put into the header, as an unused value.
+_KEY: Final = "spanmesh.padding"
+# Smaller tensors do not matter.
+_LEAST_BYTES: Final = 64 * 1024
 
 
 class StageWriter:
@@ -109,64 +90,6 @@ class StageWriter:
             raise InvalidModel(f"{path} ended inside tensor {tensor.name!r} while it was being cut")
 
 
-def padded(n_bytes: int, alignment: int) -> int:
-    """Size padded to a multiple of the alignment."""
-    return -(-n_bytes // alignment) * alignment
-
-
-def _text(text: str) -> bytes:
-    data = text.encode()
-    return struct.pack("<Q", len(data)) + data
-
-
-def _value(value: Value) -> bytes:
-    if value.count is None:
-        return struct.pack("<I", value.type) + value.payload
-    return struct.pack("<IIQ", ValueType.ARRAY, value.type, value.count) + value.payload
-
-
-# Disk blocks are shared as a whole: copied bytes must have the same offset within a block in both files.
-# Adjacent layers of the model are adjacent in the stage, too; so it suffices to align their beginning. The
-# padding is put into the header, as an unused value.
-_KEY: Final = "spanmesh.padding"
-# Smaller tensors do not matter.
-_LEAST_BYTES: Final = 64 * 1024
-
-
-def with_shared_blocks(layout: StageLayout) -> StageLayout:
-    """The same stage, with its first large tensor of a layer at the model's offset within a block."""
-    at = 0
-    for tensor in layout.tensors:
-        is_large = tensor.n_bytes >= _LEAST_BYTES and layer_of(tensor.name) is not None
-        if is_large and tensor.source is not None:
-            bare = _with_padding(layout, 0)
-            missing = (tensor.source.start - len(encode_header(bare)) - at) % BLOCK_BYTES
-            # A multiple of the alignment, unless the model's actual alignment differs.
-            return layout if missing % layout.alignment else _with_padding(layout, missing)
-        at += padded(tensor.n_bytes, layout.alignment)
-    return layout
-
-
-def _with_padding(layout: StageLayout, num_bytes: int) -> StageLayout:
-    padding = Value.of(ValueType.STRING, " " * num_bytes)
-    return replace(layout, metadata={**layout.metadata, _KEY: padding})
-
-
-def write_stage(
-    model: SourceModel, layers: LayerRange, output: Path, on_bytes: Callable[[int], None]
-) -> None:
-    """Write a stage file by the rules, unchecked: `cut_stage` asks first whether they are enough.
-
-    Raises:
-        ModelError: If the output cannot be written, or is the source itself.
-        InvalidModel: If the source ends early or cannot be read.
-    """
-    if output.exists() and any(output.samefile(path) for path in model.header.paths):
-        raise ModelError(f"the output {output} is the model itself; choose another name")
-    with ModelFile(*model.header.paths) as reader, atomic_write(output) as file:
-        StageWriter(reader, file, on_bytes).write(with_shared_blocks(lay_out(model, layers)))
-
-
 class ByteCounter:
     """Adds up bytes and reports progress.
 
@@ -214,6 +137,80 @@ class BlankStage:
                 file.truncate(self.num_bytes)
         except OSError as error:
             raise ModelError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def encode_header(layout: StageLayout) -> bytes:
+    """Magic, metadata and tensor directory, padded to where tensor data start."""
+    parts = [MAGIC, struct.pack("<IQQ", _VERSION, len(layout.tensors), len(layout.metadata))]
+    for key, value in layout.metadata.items():
+        parts += (_text(key), _value(value))
+    offset = 0
+    for tensor in layout.tensors:
+        n_dims = len(tensor.shape)
+        parts += (
+            _text(tensor.name),
+            struct.pack(f"<I{n_dims}QIQ", n_dims, *tensor.shape, int(tensor.type), offset),
+        )
+        offset += padded(tensor.n_bytes, layout.alignment)
+    header = b"".join(parts)
+    return header.ljust(padded(len(header), layout.alignment), b"\0")
+
+
+def stage_bytes(layout: StageLayout) -> int:
+    """Size of the file that `StageWriter` makes of a layout."""
+    return len(encode_header(layout)) + sum(
+        padded(tensor.n_bytes, layout.alignment) for tensor in layout.tensors
+    )
+
+
+def padded(n_bytes: int, alignment: int) -> int:
+    """Size padded to a multiple of the alignment."""
+    return -(-n_bytes // alignment) * alignment
+
+
+def _text(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value(value: Value) -> bytes:
+    if value.count is None:
+        return struct.pack("<I", value.type) + value.payload
+    return struct.pack("<IIQ", ValueType.ARRAY, value.type, value.count) + value.payload
+
+
+def with_shared_blocks(layout: StageLayout) -> StageLayout:
+    """The same stage, with its first large tensor of a layer at the model's offset within a block."""
+    at = 0
+    for tensor in layout.tensors:
+        is_large = tensor.n_bytes >= _LEAST_BYTES and layer_of(tensor.name) is not None
+        if is_large and tensor.source is not None:
+            bare = _with_padding(layout, 0)
+            missing = (tensor.source.start - len(encode_header(bare)) - at) % BLOCK_BYTES
+            # A multiple of the alignment, unless the model's actual alignment differs.
+            return layout if missing % layout.alignment else _with_padding(layout, missing)
+        at += padded(tensor.n_bytes, layout.alignment)
+    return layout
+
+
+def _with_padding(layout: StageLayout, num_bytes: int) -> StageLayout:
+    padding = Value.of(ValueType.STRING, " " * num_bytes)
+    return replace(layout, metadata={**layout.metadata, _KEY: padding})
+
+
+def write_stage(
+    model: SourceModel, layers: LayerRange, output: Path, on_bytes: Callable[[int], None]
+) -> None:
+    """Write a stage file by the rules, unchecked: `cut_stage` asks first whether they are enough.
+
+    Raises:
+        ModelError: If the output cannot be written, or is the source itself.
+        InvalidModel: If the source ends early or cannot be read.
+    """
+    if output.exists() and any(output.samefile(path) for path in model.header.paths):
+        raise ModelError(f"the output {output} is the model itself; choose another name")
+    with ModelFile(*model.header.paths) as reader, atomic_write(output) as file:
+        StageWriter(reader, file, on_bytes).write(with_shared_blocks(lay_out(model, layers)))
 
 
 def blank_stage(source: SourceModel, layers: LayerRange) -> BlankStage:

@@ -14,8 +14,16 @@ EMBEDDING: Final = "token_embd.weight"
 OUTPUT_NORM: Final = "output_norm.weight"
 OUTPUT: Final = "output.weight"
 OUTPUT_BIAS: Final = "output.bias"
-
 _BLOCK: Final = re.compile(r"blk\.([0-9]{1,9})\.(.+)")
+# Arrays below the architecture's name of a fixed length, which may happen to equal the number of layers.
+_NOT_PER_LAYER: Final = (
+    "rope.dimension_sections",
+    "classifier.output_labels",
+    "ple.layers",
+    "ple.layer_multipliers",
+    "ple.head_offsets",
+    "ple.head_vocab_sizes",
+)
 
 
 def layer_of(name: str) -> int | None:
@@ -28,17 +36,6 @@ def renumbered(name: str, shift: int) -> str:
     """The tensor's name when its layer moves down by `shift`."""
     match = _BLOCK.fullmatch(name)
     return f"blk.{int(match[1]) - shift}.{match[2]}" if match else name
-
-
-# Arrays below the architecture's name of a fixed length, which may happen to equal the number of layers.
-_NOT_PER_LAYER: Final = (
-    "rope.dimension_sections",
-    "classifier.output_labels",
-    "ple.layers",
-    "ple.layer_multipliers",
-    "ple.head_offsets",
-    "ple.head_vocab_sizes",
-)
 
 
 def is_per_layer(key: str, value: Value, architecture: str, n_layers: int) -> bool:

@@ -24,6 +24,43 @@ if TYPE_CHECKING:
 
     from cryptography.hazmat.primitives.asymmetric import ec
 
+MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
+_KEY_HEADER: Final = "x-mesh-key"
+_CLIENT_PING_MS: Final = 8_000
+# gRPC frees the former certificate though a handshake that began just before may still use it, and then
+# crashes (grpc/grpc issue 36693). So renewals are rare, and leave such a handshake this time.
+_RENEWAL_S: Final = 0.05
+_SIZES: Final = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+CLIENT_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
+    *_SIZES,
+    ("grpc.keepalive_time_ms", _CLIENT_PING_MS),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # No proxies between the hosts of a mesh.
+    ("grpc.enable_http_proxy", 0),
+)
+# The server must allow pings twice as often as clients send them, or a long prefill ends with GOAWAY.
+SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
+    *_SIZES,
+    ("grpc.http2.min_ping_interval_without_data_ms", _CLIENT_PING_MS // 2),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", _CLIENT_PING_MS // 2),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.so_reuseport", 0),
+)
+# A peer that uses plain text, or whose certificate another authority signed, fails in the handshake. gRPC
+# reports the beginning of a handshake to a server, as it asks for the certificate, and the peer of each call.
+# A peer that connected and has not called a few seconds later is no member.
+# Members call as soon as they are connected, even over a slow network within this time.
+PATIENCE_S: Final = 3.0
+# Connections with calls; a mesh has a few for each stage.
+_MOST_REMEMBERED: Final = 4096
+
+log = structlog.get_logger()
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -72,6 +109,82 @@ class NewKey:
         return Identity(certificate_pem, private_key_pem, authority_pem)
 
 
+class KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only
+    """Interceptor that refuses calls without the mesh key, and malformed messages of others.
+
+    Args:
+        mesh_key: The expected key.
+        on_refused: Called with the peer of each refused call.
+    """
+
+    def __init__(self, mesh_key: str, on_refused: Callable[[str], None] = lambda _peer: None) -> None:
+        self._key = mesh_key.encode()
+        self._on_refused = on_refused
+
+    def replace(self, mesh_key: str) -> None:
+        """Set another key for later calls."""
+        self._key = mesh_key.encode()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Compare in constant time."""
+        metadata: Sequence[tuple[str, str | bytes]] = handler_call_details.invocation_metadata or ()
+        given = dict(metadata).get(_KEY_HEADER, "")
+        given_bytes = given if isinstance(given, bytes) else given.encode()
+        if hmac.compare_digest(given_bytes, self._key):
+            return _decoding(await continuation(handler_call_details))
+        return _refusal(await continuation(handler_call_details), self._on_refused)
+
+
+class HandshakeMonitor:
+    """Counts connections to one server, and logs those without a call in time.
+
+    For the event loop that made it.
+
+    Args:
+        patience_s: Longest time from the beginning of a handshake to the first call, in seconds.
+    """
+
+    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._patience_s = patience_s
+        self._callers: OrderedDict[str, None] = OrderedDict()
+        self._num_callers = 0
+        self._num_judged = 0
+        self._num_logged = 0
+
+    def connected(self) -> None:
+        """Record the beginning of a handshake. From any thread, while the loop is open."""
+        self._loop.call_soon_threadsafe(self._loop.call_later, self._patience_s, self._check)
+
+    def called(self, peer: str) -> None:
+        """Record a call, answered or not.
+
+        Args:
+            peer: Address and port, as gRPC names them, unique for each connection.
+        """
+        if peer not in self._callers:
+            self._num_callers += 1
+        self._callers[peer] = None
+        self._callers.move_to_end(peer)
+        if len(self._callers) > _MOST_REMEMBERED:
+            self._callers.popitem(last=False)
+
+    def _check(self) -> None:
+        self._num_judged += 1
+        # Recent callers only delay the decision.
+        if self._num_judged - self._num_logged > self._num_callers:
+            self._num_logged += 1
+            log.warning(
+                "handshake_without_call",
+                within_s=self._patience_s,
+                reason="no call arrived: the peer uses plain text, lacks a certificate of this mesh, or left",
+            )
+
+
 def peer_name(host: str) -> str:
     """The DNS name in the certificates of a host.
 
@@ -79,40 +192,6 @@ def peer_name(host: str) -> str:
     the certificate's common name.
     """
     return f"{hashlib.sha256(host.encode()).hexdigest()[:32]}.host.spanmesh"
-
-
-log = structlog.get_logger()
-
-MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
-_KEY_HEADER: Final = "x-mesh-key"
-_CLIENT_PING_MS: Final = 8_000
-# gRPC frees the former certificate though a handshake that began just before may still use it, and then
-# crashes (grpc/grpc issue 36693). So renewals are rare, and leave such a handshake this time.
-_RENEWAL_S: Final = 0.05
-
-_SIZES: Final = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-)
-
-CLIENT_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
-    *_SIZES,
-    ("grpc.keepalive_time_ms", _CLIENT_PING_MS),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    # No proxies between the hosts of a mesh.
-    ("grpc.enable_http_proxy", 0),
-)
-
-# The server must allow pings twice as often as clients send them, or a long prefill ends with GOAWAY.
-SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
-    *_SIZES,
-    ("grpc.http2.min_ping_interval_without_data_ms", _CLIENT_PING_MS // 2),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", _CLIENT_PING_MS // 2),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.so_reuseport", 0),
-)
 
 
 def open_channel(address: str, host: str, identity: Identity | None) -> grpc.aio.Channel:
@@ -238,36 +317,6 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: MeshError) -
     await context.abort(status_of(error), error.message, (("x-mesh-code", wire_of(error).code),))
 
 
-class KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only
-    """Interceptor that refuses calls without the mesh key, and malformed messages of others.
-
-    Args:
-        mesh_key: The expected key.
-        on_refused: Called with the peer of each refused call.
-    """
-
-    def __init__(self, mesh_key: str, on_refused: Callable[[str], None] = lambda _peer: None) -> None:
-        self._key = mesh_key.encode()
-        self._on_refused = on_refused
-
-    def replace(self, mesh_key: str) -> None:
-        """Set another key for later calls."""
-        self._key = mesh_key.encode()
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        """Compare in constant time."""
-        metadata: Sequence[tuple[str, str | bytes]] = handler_call_details.invocation_metadata or ()
-        given = dict(metadata).get(_KEY_HEADER, "")
-        given_bytes = given if isinstance(given, bytes) else given.encode()
-        if hmac.compare_digest(given_bytes, self._key):
-            return _decoding(await continuation(handler_call_details))
-        return _refusal(await continuation(handler_call_details), self._on_refused)
-
-
 def _decoding(handler: Any) -> Any:
     """The handler, with malformed messages as protocol errors.
 
@@ -312,58 +361,3 @@ def _refusal(handler: Any, on_refused: Callable[[str], None]) -> Any:
     if handler.request_streaming:
         return grpc.stream_stream_rpc_method_handler(refuse_stream)
     return grpc.unary_stream_rpc_method_handler(refuse_stream)
-
-
-# A peer that uses plain text, or whose certificate another authority signed, fails in the handshake. gRPC
-# reports the beginning of a handshake to a server, as it asks for the certificate, and the peer of each call.
-# A peer that connected and has not called a few seconds later is no member.
-# Members call as soon as they are connected, even over a slow network within this time.
-PATIENCE_S: Final = 3.0
-# Connections with calls; a mesh has a few for each stage.
-_MOST_REMEMBERED: Final = 4096
-
-
-class HandshakeMonitor:
-    """Counts connections to one server, and logs those without a call in time.
-
-    For the event loop that made it.
-
-    Args:
-        patience_s: Longest time from the beginning of a handshake to the first call, in seconds.
-    """
-
-    def __init__(self, patience_s: float = PATIENCE_S) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._patience_s = patience_s
-        self._callers: OrderedDict[str, None] = OrderedDict()
-        self._num_callers = 0
-        self._num_judged = 0
-        self._num_logged = 0
-
-    def connected(self) -> None:
-        """Record the beginning of a handshake. From any thread, while the loop is open."""
-        self._loop.call_soon_threadsafe(self._loop.call_later, self._patience_s, self._check)
-
-    def called(self, peer: str) -> None:
-        """Record a call, answered or not.
-
-        Args:
-            peer: Address and port, as gRPC names them, unique for each connection.
-        """
-        if peer not in self._callers:
-            self._num_callers += 1
-        self._callers[peer] = None
-        self._callers.move_to_end(peer)
-        if len(self._callers) > _MOST_REMEMBERED:
-            self._callers.popitem(last=False)
-
-    def _check(self) -> None:
-        self._num_judged += 1
-        # Recent callers only delay the decision.
-        if self._num_judged - self._num_logged > self._num_callers:
-            self._num_logged += 1
-            log.warning(
-                "handshake_without_call",
-                within_s=self._patience_s,
-                reason="no call arrived: the peer uses plain text, lacks a certificate of this mesh, or left",
-            )

@@ -32,14 +32,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-log = structlog.get_logger()
-
 _EXTENSION: Final = "stages._hidden_codec"
-
 BLOCK_WIDTH: Final = 32
 _SCALE_BYTES: Final = 2
 _MOST_STEPS: Final = 127
 _LARGEST_F16: Final = np.float32(65504)
+
+log = structlog.get_logger()
 
 
 class HiddenType(StrEnum):
@@ -61,6 +60,56 @@ class HiddenType(StrEnum):
                 return 2 * n_embd
             case HiddenType.Q8:
                 return _num_blocks(n_embd) * _SCALE_BYTES + n_embd
+
+
+TO_WIRE: Final[Mapping[HiddenType, wire.HiddenType]] = {
+    HiddenType.F32: wire.HIDDEN_TYPE_F32,
+    HiddenType.F16: wire.HIDDEN_TYPE_F16,
+    HiddenType.Q8: wire.HIDDEN_TYPE_Q8,
+}
+FROM_WIRE: Final = {number: hidden_type for hidden_type, number in TO_WIRE.items()}
+
+
+@dataclass
+class EncodedHidden:
+    """Encoded rows of a bundle, decoded once by the computing thread: decoding many takes milliseconds.
+
+    Attributes:
+        data: Whole rows.
+        hidden_type: Their format.
+        n_embd: Values of a row.
+    """
+
+    data: bytes
+    hidden_type: HiddenType
+    n_embd: int
+
+    @classmethod
+    def of_bundle(cls, bundle: wire.WindowBundle, n_embd: int) -> EncodedHidden:
+        """Rows of all windows of a bundle, for a stage other than the first.
+
+        Raises:
+            InvalidWindow: If the format is unknown, or the size is not that of the windows' rows.
+        """
+        hidden_type = FROM_WIRE.get(bundle.hidden_type)
+        if hidden_type is None:
+            raise InvalidWindow(
+                f"hidden states of type {bundle.hidden_type} are not known here; known are "
+                f"{', '.join(HiddenType)}: install the same spanmesh on every host"
+            )
+        num_rows = sum(len(window.tokens) for window in bundle.windows)
+        expected_bytes = num_rows * hidden_type.row_bytes(n_embd)
+        if len(bundle.hidden) != expected_bytes:
+            raise InvalidWindow(
+                f"{num_rows} rows need {expected_bytes} bytes of hidden states as {hidden_type}, "
+                f"{len(bundle.hidden)} arrived"
+            )
+        return cls(bundle.hidden, hidden_type, n_embd)
+
+    @functools.cached_property
+    def decoded(self) -> NDArray[np.float32]:
+        """The rows, float32 (rows, n_embd), read-only."""
+        return decode(self.data, self.hidden_type, self.n_embd)
 
 
 def encode(hidden: NDArray[np.float32], hidden_type: HiddenType) -> bytes:
@@ -210,53 +259,3 @@ def _require_finite(hidden: NDArray[np.float32], hidden_type: HiddenType) -> Non
         f"value {column} of row {row} of the hidden states is {hidden[row, column]}: {hidden_type} carries "
         "finite numbers only; check the model file, or use --wire f32"
     )
-
-
-TO_WIRE: Final[Mapping[HiddenType, wire.HiddenType]] = {
-    HiddenType.F32: wire.HIDDEN_TYPE_F32,
-    HiddenType.F16: wire.HIDDEN_TYPE_F16,
-    HiddenType.Q8: wire.HIDDEN_TYPE_Q8,
-}
-FROM_WIRE: Final = {number: hidden_type for hidden_type, number in TO_WIRE.items()}
-
-
-@dataclass
-class EncodedHidden:
-    """Encoded rows of a bundle, decoded once by the computing thread: decoding many takes milliseconds.
-
-    Attributes:
-        data: Whole rows.
-        hidden_type: Their format.
-        n_embd: Values of a row.
-    """
-
-    data: bytes
-    hidden_type: HiddenType
-    n_embd: int
-
-    @classmethod
-    def of_bundle(cls, bundle: wire.WindowBundle, n_embd: int) -> EncodedHidden:
-        """Rows of all windows of a bundle, for a stage other than the first.
-
-        Raises:
-            InvalidWindow: If the format is unknown, or the size is not that of the windows' rows.
-        """
-        hidden_type = FROM_WIRE.get(bundle.hidden_type)
-        if hidden_type is None:
-            raise InvalidWindow(
-                f"hidden states of type {bundle.hidden_type} are not known here; known are "
-                f"{', '.join(HiddenType)}: install the same spanmesh on every host"
-            )
-        num_rows = sum(len(window.tokens) for window in bundle.windows)
-        expected_bytes = num_rows * hidden_type.row_bytes(n_embd)
-        if len(bundle.hidden) != expected_bytes:
-            raise InvalidWindow(
-                f"{num_rows} rows need {expected_bytes} bytes of hidden states as {hidden_type}, "
-                f"{len(bundle.hidden)} arrived"
-            )
-        return cls(bundle.hidden, hidden_type, n_embd)
-
-    @functools.cached_property
-    def decoded(self) -> NDArray[np.float32]:
-        """The rows, float32 (rows, n_embd), read-only."""
-        return decode(self.data, self.hidden_type, self.n_embd)

@@ -19,29 +19,11 @@ if TYPE_CHECKING:
 
     from stages.transport.channels import Identity
 
-log = structlog.get_logger()
-
-
-def explain(error: grpc.aio.AioRpcError, peer: str) -> MeshError:
-    """The exception for a failed call to `peer`."""
-    code = _mesh_code(error.trailing_metadata())
-    text = error.details() or error.code().name
-    if code is not None:
-        return from_code(code, text)
-    if error.code() is grpc.StatusCode.UNAVAILABLE:
-        return HostUnreachable(f"{peer} does not answer: {text}")
-    return StageFailed(f"{peer}: {text}")
-
-
-def _mesh_code(metadata: Any) -> str | None:
-    """The code of `spanmesh_proto.errors.WIRE` in the metadata of a status."""
-    return next((str(value) for key, value in metadata or () if key == "x-mesh-code"), None)
-
-
 LinkMessage = wire.Vocabulary | wire.Open | wire.WindowBundle
-
 # The receiver's limit for one frame.
 MOST_BUNDLED_WINDOWS: Final = 256
+
+log = structlog.get_logger()
 
 
 class StageLink:
@@ -169,6 +151,22 @@ class StageLink:
         if mesh_code is not None:
             return from_code(mesh_code, text)
         return StageFailed(f"the link to {self._address} ended: {text}")
+
+
+def explain(error: grpc.aio.AioRpcError, peer: str) -> MeshError:
+    """The exception for a failed call to `peer`."""
+    code = _mesh_code(error.trailing_metadata())
+    text = error.details() or error.code().name
+    if code is not None:
+        return from_code(code, text)
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        return HostUnreachable(f"{peer} does not answer: {text}")
+    return StageFailed(f"{peer}: {text}")
+
+
+def _mesh_code(metadata: Any) -> str | None:
+    """The code of `spanmesh_proto.errors.WIRE` in the metadata of a status."""
+    return next((str(value) for key, value in metadata or () if key == "x-mesh-code"), None)
 
 
 def _frame(message: LinkMessage) -> wire.Frame:

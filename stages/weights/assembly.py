@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from stages.weights.recipe import Piece, Recipe
 
-
 _HERE: Final = b"\x01"
 
 
@@ -119,49 +118,6 @@ class Assembly:
         return piece_sha256(self._file, piece.at, piece.num_bytes)
 
 
-def note_path(path: Path) -> Path:
-    """Path of the record of an assembly."""
-    return path.with_suffix(".pieces")
-
-
-def wrong_pieces(recipe: Recipe, path: Path) -> list[int] | None:
-    """Check a whole stage file, byte by byte.
-
-    Args:
-        recipe: The expected recipe.
-        path: The file.
-
-    Returns:
-        Indices of the pieces with a wrong hash; None if the header, the size or the zeros are wrong.
-
-    Raises:
-        OSError: If it cannot be read.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        if os.fstat(descriptor).st_size != recipe.size_bytes:
-            return None
-        if os.pread(descriptor, len(recipe.header), 0) != recipe.header:
-            return None
-        if not _are_zeros(descriptor, recipe.zeros()):
-            return None
-
-        def found(piece: Piece) -> str | None:
-            return piece_sha256(descriptor, piece.at, piece.num_bytes)
-
-        with closing(in_threads(found, recipe.pieces)) as all_found:
-            return [index for index, (piece, sha256) in enumerate(all_found) if sha256 != piece.sha256]
-    finally:
-        os.close(descriptor)
-
-
-def _are_zeros(descriptor: int, stretches: Iterable[tuple[int, int]]) -> bool:
-    return all(
-        piece_sha256(descriptor, start, stop - start) == zeros_sha256(stop - start)
-        for start, stop in stretches
-    )
-
-
 class SentPieces:
     """Writes pieces of a stream into an assembly.
 
@@ -250,3 +206,46 @@ class Transfer:
     def moved_bytes(self) -> int:
         """Bytes that crossed a network."""
         return self.head_bytes + self.hub_bytes
+
+
+def note_path(path: Path) -> Path:
+    """Path of the record of an assembly."""
+    return path.with_suffix(".pieces")
+
+
+def wrong_pieces(recipe: Recipe, path: Path) -> list[int] | None:
+    """Check a whole stage file, byte by byte.
+
+    Args:
+        recipe: The expected recipe.
+        path: The file.
+
+    Returns:
+        Indices of the pieces with a wrong hash; None if the header, the size or the zeros are wrong.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if os.fstat(descriptor).st_size != recipe.size_bytes:
+            return None
+        if os.pread(descriptor, len(recipe.header), 0) != recipe.header:
+            return None
+        if not _are_zeros(descriptor, recipe.zeros()):
+            return None
+
+        def found(piece: Piece) -> str | None:
+            return piece_sha256(descriptor, piece.at, piece.num_bytes)
+
+        with closing(in_threads(found, recipe.pieces)) as all_found:
+            return [index for index, (piece, sha256) in enumerate(all_found) if sha256 != piece.sha256]
+    finally:
+        os.close(descriptor)
+
+
+def _are_zeros(descriptor: int, stretches: Iterable[tuple[int, int]]) -> bool:
+    return all(
+        piece_sha256(descriptor, start, stop - start) == zeros_sha256(stop - start)
+        for start, stop in stretches
+    )

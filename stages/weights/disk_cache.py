@@ -25,57 +25,13 @@ from stages.weights.recipe import Recipe
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-
-log = structlog.get_logger()
-
-
-def make_room(
-    store: StageStore, needed_bytes: int, limit_bytes: int | None, *, keep: Collection[str] = ()
-) -> int:
-    """Remove stages until the rest and the new one are within the limit.
-
-    Loaded and incomplete stages are kept, even beyond the limit.
-
-    Args:
-        store: The store.
-        needed_bytes: Size of the new stage.
-        limit_bytes: The limit; None for no limit.
-        keep: Names of stages to keep.
-
-    Returns:
-        Number of freed bytes.
-
-    Raises:
-        ModelError: If the new stage alone exceeds the limit.
-    """
-    if limit_bytes is None:
-        return 0
-    if needed_bytes > limit_bytes:
-        raise ModelError(
-            f"a stage of {format_size(needed_bytes)} exceeds the size limit of the cache, "
-            f"{format_size(limit_bytes)}: raise --cache-size",
-            param="--cache-size",
-        )
-    stages = sorted(store.stages(), key=lambda stage: stage.used_at_s)
-    total_bytes = sum(stage.size_bytes for stage in stages)
-    freed_bytes = 0
-    for stage in stages:
-        if total_bytes - freed_bytes + needed_bytes <= limit_bytes:
-            break
-        if stage.sha256 not in keep and store.remove(stage):
-            freed_bytes += stage.size_bytes
-            log.info("cached_stage_removed", sha256=stage.sha256[:12], size_bytes=stage.size_bytes)
-    if total_bytes - freed_bytes + needed_bytes > limit_bytes:
-        log.warning(
-            "cache_over_limit", bytes=total_bytes - freed_bytes + needed_bytes, limit_bytes=limit_bytes
-        )
-    return freed_bytes
-
-
 # `mesh join` and `mesh serve` set the variables for the processes that they start.
 MODELS: Final = "SPANMESH_MODELS"
 CACHE_BYTES: Final = "SPANMESH_CACHE_BYTES"
 KV_DISK_BYTES: Final = "SPANMESH_KV_DISK_BYTES"
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -105,16 +61,6 @@ class StorageOptions:
 
 
 DEFAULT_STORAGE: Final = StorageOptions()
-
-
-def read_storage_options() -> StorageOptions:
-    """Options of the parent process."""
-    models, cache_bytes, kv_disk_bytes = map(os.environ.get, (MODELS, CACHE_BYTES, KV_DISK_BYTES))
-    return StorageOptions(
-        Path(models) if models else None,
-        int(cache_bytes) if cache_bytes else None,
-        int(kv_disk_bytes) if kv_disk_bytes else None,
-    )
 
 
 @dataclass(frozen=True)
@@ -150,9 +96,6 @@ class Stamp:
             return cls(str(saved["sha256"]), int(saved["size_bytes"]), int(saved["mtime_ns"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None
-
-
-_SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -368,6 +311,59 @@ class StageStore:
         if not _SHA256.fullmatch(sha256):
             raise ModelError(f"{sha256!r} is not a sha256 in lower-case hex")
         return self.root / f"{sha256}{suffix}"
+
+
+def make_room(
+    store: StageStore, needed_bytes: int, limit_bytes: int | None, *, keep: Collection[str] = ()
+) -> int:
+    """Remove stages until the rest and the new one are within the limit.
+
+    Loaded and incomplete stages are kept, even beyond the limit.
+
+    Args:
+        store: The store.
+        needed_bytes: Size of the new stage.
+        limit_bytes: The limit; None for no limit.
+        keep: Names of stages to keep.
+
+    Returns:
+        Number of freed bytes.
+
+    Raises:
+        ModelError: If the new stage alone exceeds the limit.
+    """
+    if limit_bytes is None:
+        return 0
+    if needed_bytes > limit_bytes:
+        raise ModelError(
+            f"a stage of {format_size(needed_bytes)} exceeds the size limit of the cache, "
+            f"{format_size(limit_bytes)}: raise --cache-size",
+            param="--cache-size",
+        )
+    stages = sorted(store.stages(), key=lambda stage: stage.used_at_s)
+    total_bytes = sum(stage.size_bytes for stage in stages)
+    freed_bytes = 0
+    for stage in stages:
+        if total_bytes - freed_bytes + needed_bytes <= limit_bytes:
+            break
+        if stage.sha256 not in keep and store.remove(stage):
+            freed_bytes += stage.size_bytes
+            log.info("cached_stage_removed", sha256=stage.sha256[:12], size_bytes=stage.size_bytes)
+    if total_bytes - freed_bytes + needed_bytes > limit_bytes:
+        log.warning(
+            "cache_over_limit", bytes=total_bytes - freed_bytes + needed_bytes, limit_bytes=limit_bytes
+        )
+    return freed_bytes
+
+
+def read_storage_options() -> StorageOptions:
+    """Options of the parent process."""
+    models, cache_bytes, kv_disk_bytes = map(os.environ.get, (MODELS, CACHE_BYTES, KV_DISK_BYTES))
+    return StorageOptions(
+        Path(models) if models else None,
+        int(cache_bytes) if cache_bytes else None,
+        int(kv_disk_bytes) if kv_disk_bytes else None,
+    )
 
 
 def hold(path: Path) -> int:

@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from stages.weights.piece_sources import HubFile
     from stages.weights.recipe import Piece
 
-
-log = structlog.get_logger()
-
 # Name in the head's certificate. Hosts know the head by its fingerprint, so any name serves.
 SERVER_NAME: Final = "spanmesh-head"
 # Largest message that the head reads before it has checked a secret.
@@ -49,6 +46,8 @@ _MAX_FRUITLESS_ATTEMPTS: Final = 3
 # A piece that came this often with a wrong hash is not requested again.
 _MOST_WRONG: Final = 3
 _PAUSE_S: Final = 0.5
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -85,73 +84,6 @@ class FetchedStage:
     transfer: Transfer
 
 
-async def fetch_stage(
-    store: StageStore,
-    sha256: str,
-    source: FetchSource,
-    *,
-    storage: StorageOptions = DEFAULT_STORAGE,
-    progress: Callable[[int, int], None] | None = None,
-) -> FetchedStage:
-    """Bring a stage into `store`, continuing an earlier try.
-
-    Args:
-        store: Store of this host.
-        sha256: Hash of the stage's recipe, hex.
-        source: Source of the stage.
-        storage: Other sources of this host, and the limit of its cache.
-        progress: Called with the number of bytes of weights that are here and of all.
-
-    Raises:
-        HostUnreachable: If the head does not answer in three tries without a byte in between.
-        InvalidModel: If pieces have a wrong hash three times.
-        ModelError: If the disk is full.
-    """
-    present = await in_own_thread(store.find, sha256)
-    if present is not None:
-        return FetchedStage(present, Transfer())
-    path = store.partial(sha256)
-    async with _locked(path):
-        # The former holder of the lock may have brought it.
-        present = await in_own_thread(store.find, sha256)
-        if present is not None:
-            path.unlink()  # made a moment ago, to be locked
-            return FetchedStage(present, Transfer())
-        async with pinned_channel(source.address, source.certificate_pem) as channel:
-            head = _Head(rpc.MembershipStub(channel), sha256, source)
-            recipe = await _recipe(store, head, sha256)
-            missing_bytes = max(0, recipe.weight_bytes - path.stat().st_blocks * 512)
-            await in_own_thread(_make_room, store, recipe, missing_bytes, storage)
-            require_disk(path, missing_bytes)
-            try:
-                with Assembly(recipe, path) as assembly:
-                    transfer = await _StageFetch(
-                        assembly, store, head, source, storage=storage, progress=progress
-                    ).run()
-            except OSError as error:
-                raise write_error(path, error, missing_bytes) from error
-        log.info(
-            "stage_fetched",
-            sha256=sha256[:12],
-            layers=str(recipe.layers),
-            size_bytes=recipe.size_bytes,
-            reused_bytes=transfer.reused_bytes,
-            head_bytes=transfer.head_bytes,
-            hub_bytes=transfer.hub_bytes,
-            wrong_pieces=transfer.wrong_pieces,
-        )
-        adopted = await in_own_thread(store.adopt, path, recipe)
-        await in_own_thread(make_room, store, 0, storage.cache_bytes, keep={sha256})
-        return FetchedStage(adopted, transfer)
-
-
-def _make_room(store: StageStore, recipe: Recipe, needed_bytes: int, storage: StorageOptions) -> None:
-    """Keeps other stages with pieces of this one until they are copied."""
-    donors = store.donors({piece.sha256 for piece in recipe.pieces})
-    keep = {recipe.sha256, *(path.stem for path, _ in donors)}
-    make_room(store, needed_bytes, storage.cache_bytes, keep=keep)
-
-
 class _Head:
     """The head as a source."""
 
@@ -180,22 +112,6 @@ class _Head:
                 yield chunk.data
         except grpc.aio.AioRpcError as error:
             raise explain(error, f"the head at {self._source.address}") from None
-
-
-async def _recipe(store: StageStore, head: _Head, sha256: str) -> Recipe:
-    recipe = await in_own_thread(store.recipe, sha256)
-    if recipe is None:
-        num_fruitless = 0
-        while recipe is None:
-            try:
-                recipe = Recipe.from_bytes(await head.recipe(), sha256)
-            except HostUnreachable:
-                num_fruitless += 1
-                if num_fruitless >= _MAX_FRUITLESS_ATTEMPTS:
-                    raise
-                await asyncio.sleep(_PAUSE_S)
-        await in_own_thread(store.keep, recipe)
-    return recipe
 
 
 class _StageFetch:
@@ -320,6 +236,121 @@ class _StageFetch:
             self._progress(min(self._done_bytes, total_bytes), total_bytes)
 
 
+class RateLimit:
+    """Bandwidth limit, shared by all senders.
+
+    Args:
+        bytes_per_s: Limit; None for no limit.
+        clock_s: Monotonic clock, seconds.
+        sleep: Waits for seconds.
+    """
+
+    def __init__(
+        self,
+        bytes_per_s: float | None,
+        *,
+        clock_s: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._clock_s = clock_s
+        self._sleep = sleep
+        self._free_at_s = clock_s()
+
+    async def take(self, num_bytes: int) -> None:
+        """Return when this many bytes may be sent; in the order of the calls."""
+        if self._bytes_per_s is None:
+            return
+        now_s = self._clock_s()
+        begins_s = max(now_s, self._free_at_s)
+        self._free_at_s = begins_s + num_bytes / self._bytes_per_s
+        if begins_s > now_s:
+            await self._sleep(begins_s - now_s)
+
+
+async def fetch_stage(
+    store: StageStore,
+    sha256: str,
+    source: FetchSource,
+    *,
+    storage: StorageOptions = DEFAULT_STORAGE,
+    progress: Callable[[int, int], None] | None = None,
+) -> FetchedStage:
+    """Bring a stage into `store`, continuing an earlier try.
+
+    Args:
+        store: Store of this host.
+        sha256: Hash of the stage's recipe, hex.
+        source: Source of the stage.
+        storage: Other sources of this host, and the limit of its cache.
+        progress: Called with the number of bytes of weights that are here and of all.
+
+    Raises:
+        HostUnreachable: If the head does not answer in three tries without a byte in between.
+        InvalidModel: If pieces have a wrong hash three times.
+        ModelError: If the disk is full.
+    """
+    present = await in_own_thread(store.find, sha256)
+    if present is not None:
+        return FetchedStage(present, Transfer())
+    path = store.partial(sha256)
+    async with _locked(path):
+        # The former holder of the lock may have brought it.
+        present = await in_own_thread(store.find, sha256)
+        if present is not None:
+            path.unlink()  # made a moment ago, to be locked
+            return FetchedStage(present, Transfer())
+        async with pinned_channel(source.address, source.certificate_pem) as channel:
+            head = _Head(rpc.MembershipStub(channel), sha256, source)
+            recipe = await _recipe(store, head, sha256)
+            missing_bytes = max(0, recipe.weight_bytes - path.stat().st_blocks * 512)
+            await in_own_thread(_make_room, store, recipe, missing_bytes, storage)
+            require_disk(path, missing_bytes)
+            try:
+                with Assembly(recipe, path) as assembly:
+                    transfer = await _StageFetch(
+                        assembly, store, head, source, storage=storage, progress=progress
+                    ).run()
+            except OSError as error:
+                raise write_error(path, error, missing_bytes) from error
+        log.info(
+            "stage_fetched",
+            sha256=sha256[:12],
+            layers=str(recipe.layers),
+            size_bytes=recipe.size_bytes,
+            reused_bytes=transfer.reused_bytes,
+            head_bytes=transfer.head_bytes,
+            hub_bytes=transfer.hub_bytes,
+            wrong_pieces=transfer.wrong_pieces,
+        )
+        adopted = await in_own_thread(store.adopt, path, recipe)
+        await in_own_thread(make_room, store, 0, storage.cache_bytes, keep={sha256})
+        return FetchedStage(adopted, transfer)
+
+
+def _make_room(store: StageStore, recipe: Recipe, needed_bytes: int, storage: StorageOptions) -> None:
+    """Keeps other stages with pieces of this one until they are copied."""
+    donors = store.donors({piece.sha256 for piece in recipe.pieces})
+    keep = {recipe.sha256, *(path.stem for path, _ in donors)}
+    make_room(store, needed_bytes, storage.cache_bytes, keep=keep)
+
+
+async def _recipe(store: StageStore, head: _Head, sha256: str) -> Recipe:
+    recipe = await in_own_thread(store.recipe, sha256)
+    if recipe is None:
+        num_fruitless = 0
+        while recipe is None:
+            try:
+                recipe = Recipe.from_bytes(await head.recipe(), sha256)
+            except HostUnreachable:
+                num_fruitless += 1
+                if num_fruitless >= _MAX_FRUITLESS_ATTEMPTS:
+                    raise
+                await asyncio.sleep(_PAUSE_S)
+        await in_own_thread(store.keep, recipe)
+    return recipe
+
+
 def _num_askable(pieces: Sequence[Piece]) -> int:
     """Number of these pieces, from the first, that fit into one request."""
     num_stretches = end = 0
@@ -380,35 +411,3 @@ def _is_still(file: BinaryIO, path: Path) -> bool:
         return path.stat().st_ino == os.fstat(file.fileno()).st_ino
     except FileNotFoundError:
         return False
-
-
-class RateLimit:
-    """Bandwidth limit, shared by all senders.
-
-    Args:
-        bytes_per_s: Limit; None for no limit.
-        clock_s: Monotonic clock, seconds.
-        sleep: Waits for seconds.
-    """
-
-    def __init__(
-        self,
-        bytes_per_s: float | None,
-        *,
-        clock_s: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._clock_s = clock_s
-        self._sleep = sleep
-        self._free_at_s = clock_s()
-
-    async def take(self, num_bytes: int) -> None:
-        """Return when this many bytes may be sent; in the order of the calls."""
-        if self._bytes_per_s is None:
-            return
-        now_s = self._clock_s()
-        begins_s = max(now_s, self._free_at_s)
-        self._free_at_s = begins_s + num_bytes / self._bytes_per_s
-        if begins_s > now_s:
-            await self._sleep(begins_s - now_s)

@@ -21,89 +21,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Iterable, Sequence
     from pathlib import Path
 
-
-Work = TypeVar("Work")
-Found = TypeVar("Found")
-
 # Bytes that a thread reads at a time.
 _BUFFER_BYTES: Final = 1024 * 1024
 _MOST_THREADS: Final = 4
 
-
-@cache
-def zeros_sha256(num_bytes: int) -> str:
-    """sha256 of this many zeros, hex: they need not be read, sent or written."""
-    digest = hashlib.sha256()
-    buffer = bytes(min(num_bytes, _BUFFER_BYTES))
-    for start in range(0, num_bytes, _BUFFER_BYTES):
-        digest.update(buffer[: num_bytes - start])
-    return digest.hexdigest()
-
-
-def piece_sha256(descriptor: int, start: int, num_bytes: int) -> str | None:
-    """Hash part of an open file.
-
-    Returns:
-        The sha256, hex; None if the file ends before.
-
-    Raises:
-        OSError: If it cannot be read.
-    """
-    if os.fstat(descriptor).st_size < start + num_bytes:
-        return None
-    stop = start + num_bytes
-    if next_data(descriptor, start, stop)[0] == stop:
-        return zeros_sha256(num_bytes)
-    digest = hashlib.sha256()
-    while start < stop:
-        chunk = os.pread(descriptor, min(stop - start, _BUFFER_BYTES), start)
-        if not chunk:
-            return None
-        digest.update(chunk)
-        start += len(chunk)
-    return digest.hexdigest()
-
-
-def region_sha256(descriptor: int, region: Region, offset: int, num_bytes: int) -> str | None:
-    """Hash part of a region of an open file; see `piece_sha256`.
-
-    Args:
-        descriptor: Descriptor of the region's file.
-        region: The region.
-        offset: First byte within the region.
-        num_bytes: Number of bytes.
-    """
-    if region.is_whole:
-        return piece_sha256(descriptor, region.start + offset, num_bytes)
-
-    def read_at(start: int, length: int) -> bytes:
-        return os.pread(descriptor, length, start)
-
-    digest = hashlib.sha256()
-    stop = offset + num_bytes
-    while offset < stop:
-        chunk = region.read(read_at, offset, min(stop - offset, _BUFFER_BYTES))
-        if not chunk:
-            return None
-        digest.update(chunk)
-        offset += len(chunk)
-    return digest.hexdigest()
-
-
-def in_threads(
-    work: Callable[[Work], Found], items: Iterable[Work]
-) -> Generator[tuple[Work, Found], None, None]:
-    """Apply a function to many items, several at a time; results are in the order of the items.
-
-    Closing the iterator ends it: items that were not begun are skipped.
-    """
-    pool = ThreadPoolExecutor(min(_MOST_THREADS, num_usable()), thread_name_prefix="hash")
-    try:
-        tasks = [(item, pool.submit(work, item)) for item in items]
-        for item, task in tasks:
-            yield item, task.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+Work = TypeVar("Work")
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -130,11 +53,6 @@ class FileStamp:
         except OSError as error:
             raise InvalidModel(f"{path} cannot be read: {error.strerror or error}") from error
         return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-
-
-def stamps_of(paths: Iterable[Path]) -> tuple[FileStamp, ...]:
-    """Of every file; see `FileStamp.of`."""
-    return tuple(FileStamp.of(path) for path in paths)
 
 
 class ModelHashes:
@@ -223,3 +141,84 @@ class ModelHashes:
         regions = [[list(region), list(hashes)] for region, hashes in sorted(self._known.items())]
         saved = {"stamps": [astuple(stamp) for stamp in self._stamps], "piece_bytes": PIECE_BYTES}
         write_atomically(self._index, json.dumps({**saved, "regions": regions}, separators=(",", ":")))
+
+
+@cache
+def zeros_sha256(num_bytes: int) -> str:
+    """sha256 of this many zeros, hex: they need not be read, sent or written."""
+    digest = hashlib.sha256()
+    buffer = bytes(min(num_bytes, _BUFFER_BYTES))
+    for start in range(0, num_bytes, _BUFFER_BYTES):
+        digest.update(buffer[: num_bytes - start])
+    return digest.hexdigest()
+
+
+def piece_sha256(descriptor: int, start: int, num_bytes: int) -> str | None:
+    """Hash part of an open file.
+
+    Returns:
+        The sha256, hex; None if the file ends before.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
+    if os.fstat(descriptor).st_size < start + num_bytes:
+        return None
+    stop = start + num_bytes
+    if next_data(descriptor, start, stop)[0] == stop:
+        return zeros_sha256(num_bytes)
+    digest = hashlib.sha256()
+    while start < stop:
+        chunk = os.pread(descriptor, min(stop - start, _BUFFER_BYTES), start)
+        if not chunk:
+            return None
+        digest.update(chunk)
+        start += len(chunk)
+    return digest.hexdigest()
+
+
+def region_sha256(descriptor: int, region: Region, offset: int, num_bytes: int) -> str | None:
+    """Hash part of a region of an open file; see `piece_sha256`.
+
+    Args:
+        descriptor: Descriptor of the region's file.
+        region: The region.
+        offset: First byte within the region.
+        num_bytes: Number of bytes.
+    """
+    if region.is_whole:
+        return piece_sha256(descriptor, region.start + offset, num_bytes)
+
+    def read_at(start: int, length: int) -> bytes:
+        return os.pread(descriptor, length, start)
+
+    digest = hashlib.sha256()
+    stop = offset + num_bytes
+    while offset < stop:
+        chunk = region.read(read_at, offset, min(stop - offset, _BUFFER_BYTES))
+        if not chunk:
+            return None
+        digest.update(chunk)
+        offset += len(chunk)
+    return digest.hexdigest()
+
+
+def in_threads(
+    work: Callable[[Work], Found], items: Iterable[Work]
+) -> Generator[tuple[Work, Found], None, None]:
+    """Apply a function to many items, several at a time; results are in the order of the items.
+
+    Closing the iterator ends it: items that were not begun are skipped.
+    """
+    pool = ThreadPoolExecutor(min(_MOST_THREADS, num_usable()), thread_name_prefix="hash")
+    try:
+        tasks = [(item, pool.submit(work, item)) for item in items]
+        for item, task in tasks:
+            yield item, task.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def stamps_of(paths: Iterable[Path]) -> tuple[FileStamp, ...]:
+    """Of every file; see `FileStamp.of`."""
+    return tuple(FileStamp.of(path) for path in paths)

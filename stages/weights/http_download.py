@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-
-log = structlog.get_logger()
-
 DEFAULT_ENDPOINT: Final = "https://huggingface.co"
 _TIMEOUT_S: Final = 20.0
 _READ_BYTES: Final = 1024 * 1024
@@ -36,6 +33,11 @@ _FIRST_PAUSE_S: Final = 0.5
 # Longest pause that a hub may ask for.
 _MOST_PAUSE_S: Final = 60.0
 _TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+_BLOCK_BYTES: Final = 16 * 1024 * 1024
+_NUM_CONNECTIONS: Final = 4
+_BUFFER_BYTES: Final = 1024 * 1024
+
+log = structlog.get_logger()
 
 
 class TransientError(Exception):
@@ -50,6 +52,57 @@ class TransientError(Exception):
         super().__init__(reason)
         self.reason = reason
         self.pause_s = pause_s
+
+
+class _Blocks:
+    def __init__(
+        self, url: str, size_bytes: int, file: int, note: Path, on_bytes: Callable[[int], None]
+    ) -> None:
+        self._url = url
+        self._size_bytes = size_bytes
+        self._file = file
+        self._note_path = note
+        self._on_bytes = on_bytes
+        self._is_over = threading.Event()
+
+    def fetch(self) -> None:
+        note = os.open(self._note_path, os.O_RDWR | os.O_CREAT, 0o644)
+        pool = ThreadPoolExecutor(_NUM_CONNECTIONS, thread_name_prefix="hub")
+        try:
+            os.ftruncate(self._file, self._size_bytes)
+            num_blocks = -(-self._size_bytes // _BLOCK_BYTES)
+            here = os.pread(note, num_blocks, 0).ljust(num_blocks, b"\0")
+            for index in range(num_blocks):
+                if here[index]:
+                    self._on_bytes(self._length(index))
+            missing = [index for index in range(num_blocks) if not here[index]]
+            for task in as_completed([pool.submit(self._fetch_block, index, note) for index in missing]):
+                task.result()
+        finally:
+            self._is_over.set()
+            pool.shutdown(cancel_futures=True)
+            os.close(note)
+
+    def _fetch_block(self, index: int, note: int) -> None:
+        at = index * _BLOCK_BYTES
+
+        def take(data: bytes) -> None:
+            nonlocal at
+            self._sleep(0)
+            write_all(self._file, data, at)
+            at += len(data)
+            self._on_bytes(len(data))
+
+        read_range(self._url, at, self._length(index), take, sleep=self._sleep)
+        os.pwrite(note, b"\x01", index)
+
+    def _sleep(self, seconds: float) -> None:
+        """Sleep, but no longer than the bound on pauses."""
+        if self._is_over.wait(seconds):
+            raise ModelError("the download was cancelled")
+
+    def _length(self, index: int) -> int:
+        return min(_BLOCK_BYTES, self._size_bytes - index * _BLOCK_BYTES)
 
 
 def endpoint() -> str:
@@ -169,11 +222,6 @@ def _token() -> str | None:
     return token.strip() or None
 
 
-_BLOCK_BYTES: Final = 16 * 1024 * 1024
-_NUM_CONNECTIONS: Final = 4
-_BUFFER_BYTES: Final = 1024 * 1024
-
-
 def download(
     url: str,
     size_bytes: int,
@@ -228,57 +276,6 @@ def _lock(file: int, partial: Path) -> None:
             f"{partial.name.removesuffix('.partial')} is being fetched by another process: wait until that "
             "is done, then try again"
         )
-
-
-class _Blocks:
-    def __init__(
-        self, url: str, size_bytes: int, file: int, note: Path, on_bytes: Callable[[int], None]
-    ) -> None:
-        self._url = url
-        self._size_bytes = size_bytes
-        self._file = file
-        self._note_path = note
-        self._on_bytes = on_bytes
-        self._is_over = threading.Event()
-
-    def fetch(self) -> None:
-        note = os.open(self._note_path, os.O_RDWR | os.O_CREAT, 0o644)
-        pool = ThreadPoolExecutor(_NUM_CONNECTIONS, thread_name_prefix="hub")
-        try:
-            os.ftruncate(self._file, self._size_bytes)
-            num_blocks = -(-self._size_bytes // _BLOCK_BYTES)
-            here = os.pread(note, num_blocks, 0).ljust(num_blocks, b"\0")
-            for index in range(num_blocks):
-                if here[index]:
-                    self._on_bytes(self._length(index))
-            missing = [index for index in range(num_blocks) if not here[index]]
-            for task in as_completed([pool.submit(self._fetch_block, index, note) for index in missing]):
-                task.result()
-        finally:
-            self._is_over.set()
-            pool.shutdown(cancel_futures=True)
-            os.close(note)
-
-    def _fetch_block(self, index: int, note: int) -> None:
-        at = index * _BLOCK_BYTES
-
-        def take(data: bytes) -> None:
-            nonlocal at
-            self._sleep(0)
-            write_all(self._file, data, at)
-            at += len(data)
-            self._on_bytes(len(data))
-
-        read_range(self._url, at, self._length(index), take, sleep=self._sleep)
-        os.pwrite(note, b"\x01", index)
-
-    def _sleep(self, seconds: float) -> None:
-        """Sleep, but no longer than the bound on pauses."""
-        if self._is_over.wait(seconds):
-            raise ModelError("the download was cancelled")
-
-    def _length(self, index: int) -> int:
-        return min(_BLOCK_BYTES, self._size_bytes - index * _BLOCK_BYTES)
 
 
 def _check(file: int, size_bytes: int, sha256: str, partial: Path, on_hashed: Callable[[int], None]) -> None:

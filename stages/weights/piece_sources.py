@@ -23,13 +23,15 @@ if TYPE_CHECKING:
     from stages.weights.assembly import Assembly
     from stages.weights.disk_cache import StageStore
 
-
-log = structlog.get_logger()
-
 # This many pieces with the right size and a wrong hash, and more than right ones: a file of another model.
 _MOST_STRANGE_PIECES: Final = 2
 # Interval, in pieces, of the checks that the source file is unchanged.
 _BATCH_PIECES: Final = 64
+_NUM_CONNECTIONS: Final = 4
+# Bytes of one request: enough to hide its round trip, few enough that all connections are busy to the end.
+_MOST_BYTES: Final = 64 * 1024 * 1024
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,19 @@ class KnownFile:
 
     path: Path
     stamp: FileStamp
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a model at a hub.
+
+    Attributes:
+        url: URL, at a revision that does not change.
+        size_bytes: Its size.
+    """
+
+    url: str
+    size_bytes: int
 
 
 def take_from_model(
@@ -189,24 +204,6 @@ def _copy_by_hash(
             if num_strange > max(_MOST_STRANGE_PIECES, num_taken):
                 break
     return num_taken
-
-
-_NUM_CONNECTIONS: Final = 4
-# Bytes of one request: enough to hide its round trip, few enough that all connections are busy to the end.
-_MOST_BYTES: Final = 64 * 1024 * 1024
-
-
-@dataclass(frozen=True)
-class HubFile:
-    """A file of a model at a hub.
-
-    Attributes:
-        url: URL, at a revision that does not change.
-        size_bytes: Its size.
-    """
-
-    url: str
-    size_bytes: int
 
 
 def fetch_from_hub(

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from stages.slicing.source_model import SourceModel
     from stages.weights.hashing import FileStamp
 
+log = structlog.get_logger()
+
 
 class VirtualStage:
     """Reads like the stage file of a recipe, without that file. Thread-safe.
@@ -119,9 +121,6 @@ class VirtualStage:
             f"{self._paths[0]} was changed since its layers were hashed; start `mesh serve` again, or put "
             "the old file back"
         )
-
-
-log = structlog.get_logger()
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-Way = Literal["ends", "ends, in Python", "runs on", "wants nothing", "no callback"]
 WITH_OUTPUT: Final[frozenset[Way]] = frozenset({"ends", "ends, in Python", "runs on"})
+
+Way = Literal["ends", "ends, in Python", "runs on", "wants nothing", "no callback"]
 """Ways that give hidden states."""
 
 _NUM_ROWS: Final = (1, 8, 64)

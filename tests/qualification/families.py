@@ -42,11 +42,6 @@ if TYPE_CHECKING:
 _OPTIONS = CertifyOptions(n_prompt=20, n_decode=6)
 
 
-def _quiet() -> None:
-    set_up_logs()
-    os.environ["GGML_NO_BACKTRACE"] = "1"  # or an abort starts a debugger
-
-
 class Certifier:
     """Certifies one model after the other in one process beside this one, which llama.cpp may abort."""
 
@@ -70,6 +65,11 @@ class Certifier:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown()
+
+
+def _quiet() -> None:
+    set_up_logs()
+    os.environ["GGML_NO_BACKTRACE"] = "1"  # or an abort starts a debugger
 
 
 def examine(model: Path, certified: Callable[[Path], EquivalenceReport]) -> FamilyRecord:

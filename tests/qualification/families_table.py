@@ -17,6 +17,41 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+_HEAD: Final = """\
+# Families
+
+Which families of models can be cut, found out by cutting llama.cpp's own tiny random model of each
+architecture at every place that the rules allow, alone and all at once, and comparing bits with the model
+whole: prefill, decode, long prompts in chunks, spans after going back, and, with recurrent layers, up to 63
+rows at once with the same rows one by one. Written by
+
+```sh
+python -m tests.qualification.tiny_models models/d1
+python -m tests.qualification.tiny_models models/d2 --depth 2
+python -m tests.qualification.tiny_models models/d2-mtp --depth 2 --prediction-layers 1
+python -m tests.qualification.families models/d1 models/d2 models/d2-mtp \\
+  --output tests/qualification/families_record.json
+python -m tests.qualification.families_table tests/qualification/families_record.json > FAMILIES.md
+```
+
+"""
+_TAIL: Final = """
+**d2-mtp**: the same models with a layer for multi-token prediction behind their own, which no stage holds;
+those that llama.cpp's program can write with one.
+
+**goes back**: how a session returns to before a rejected token. *position*: its rows are dropped.
+*checkpoints*: a recurrent state has no rows, so stages copy it now and then, and go on from a copy. *no*:
+not in exact mode, where nothing is proposed then.{refusals}
+{wrong}
+Rules are in [stages/slicing/architectures/cutting_rules.py](stages/slicing/architectures/cutting_rules.py),
+each with its reason. A family that is not in the table of rules is cut by the generic ones, and only after a
+self-check at the very cut; so is one whose rules no run has tried.
+"""
+_WRONG: Final = """
+**wrong**: found not to be exact, or to abort, by the rules of that run. Such families have new rules, which
+no run has tried.
+"""
+
 
 class Outcome(StrEnum):
     """What became of one model.
@@ -114,44 +149,6 @@ def counts(records: Iterable[FamilyRecord]) -> str:
     """One line for a person."""
     found = Counter(record.outcome for record in records)
     return f"{found.total()} models, " + ", ".join(f"{found[outcome]} {outcome}" for outcome in Outcome)
-
-
-_HEAD: Final = """\
-# Families
-
-Which families of models can be cut, found out by cutting llama.cpp's own tiny random model of each
-architecture at every place that the rules allow, alone and all at once, and comparing bits with the model
-whole: prefill, decode, long prompts in chunks, spans after going back, and, with recurrent layers, up to 63
-rows at once with the same rows one by one. Written by
-
-```sh
-python -m tests.qualification.tiny_models models/d1
-python -m tests.qualification.tiny_models models/d2 --depth 2
-python -m tests.qualification.tiny_models models/d2-mtp --depth 2 --prediction-layers 1
-python -m tests.qualification.families models/d1 models/d2 models/d2-mtp \\
-  --output tests/qualification/families_record.json
-python -m tests.qualification.families_table tests/qualification/families_record.json > FAMILIES.md
-```
-
-"""
-
-_TAIL: Final = """
-**d2-mtp**: the same models with a layer for multi-token prediction behind their own, which no stage holds;
-those that llama.cpp's program can write with one.
-
-**goes back**: how a session returns to before a rejected token. *position*: its rows are dropped.
-*checkpoints*: a recurrent state has no rows, so stages copy it now and then, and go on from a copy. *no*:
-not in exact mode, where nothing is proposed then.{refusals}
-{wrong}
-Rules are in [stages/slicing/architectures/cutting_rules.py](stages/slicing/architectures/cutting_rules.py),
-each with its reason. A family that is not in the table of rules is cut by the generic ones, and only after a
-self-check at the very cut; so is one whose rules no run has tried.
-"""
-
-_WRONG: Final = """
-**wrong**: found not to be exact, or to abort, by the rules of that run. Such families have new rules, which
-no run has tried.
-"""
 
 
 def markdown(document: Mapping[str, Any]) -> str:

@@ -39,14 +39,31 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-log = structlog.get_logger()
-
 _NUM_STAGES: Final = 3
 _CTX_SIZE: Final = 512
 _FOUND: Final = 0
 # Rounds of warm-up at most: what is measured is what the search has found, which takes several.
 _MOST_WARM_UP_ROUNDS: Final = 8
 _SHARE_OF_BEST: Final = 0.95
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Requests that each mesh answers.
+
+    Attributes:
+        delay_ms: One way.
+        at_once: Requests of a round, all at once.
+        num_tokens: Tokens of an answer.
+        num_rounds: Rounds that count, of each pass.
+    """
+
+    delay_ms: float
+    at_once: int
+    num_tokens: int
+    num_rounds: int
 
 
 @click.command()
@@ -117,23 +134,6 @@ def main(
     ]
     click.echo(markdown_table(["groups", "tokens/s", "each round"], rows))
     click.echo(f"{line.title}: {line.measured:.2f} ({line.bound}: {line.verdict})")
-
-
-@dataclass(frozen=True)
-class _Load:
-    """Requests that each mesh answers.
-
-    Attributes:
-        delay_ms: One way.
-        at_once: Requests of a round, all at once.
-        num_tokens: Tokens of an answer.
-        num_rounds: Rounds that count, of each pass.
-    """
-
-    delay_ms: float
-    at_once: int
-    num_tokens: int
-    num_rounds: int
 
 
 def _rates(

@@ -63,10 +63,10 @@ if TYPE_CHECKING:
     from meshbench.blocking_client import Answer
     from meshbench.speculation_results import Sample
 
-log = structlog.get_logger()
-
 _NUM_STAGES: Final = 3
 _WORKLOAD: Final = "built-in-raw"
+
+log = structlog.get_logger()
 _RIGHT, _OFTEN, _NEVER = "right always", "right three times of four", "right never"
 # For each distance from the committed tokens.
 _RATES: Final = {_OFTEN: ",".join(["0.75"] * 24), _NEVER: ",".join(["0"] * 8)}

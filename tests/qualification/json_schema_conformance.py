@@ -16,6 +16,18 @@ from meshbench.blocking_client import Ask, ask
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+SUBJECTS: Final = (
+    "a bakery", "the city of Lisbon", "a red bicycle", "a lost cat", "Ada Lovelace", "a rainy Monday",
+    "the planet Mars", "a school library", "tomato soup", "a football match",
+)  # fmt: skip
+_MAX_TOKENS: Final = 400
+# Greedy, drawn, and drawn through filters, in turn.
+_SAMPLINGS: Final[tuple[dict[str, Any], ...]] = (
+    {"temperature": 0},
+    {"temperature": 1},
+    {"temperature": 0.8, "top_p": 0.95, "top_k": 40},
+)
+
 
 @dataclass(frozen=True)
 class SchemaCase:
@@ -32,10 +44,47 @@ class SchemaCase:
     question: str
 
 
-SUBJECTS: Final = (
-    "a bakery", "the city of Lisbon", "a red bicycle", "a lost cat", "Ada Lovelace", "a rainy Monday",
-    "the planet Mars", "a school library", "tomato soup", "a football match",
-)  # fmt: skip
+@dataclass(frozen=True)
+class SchemaAnswer:
+    """One answer.
+
+    Attributes:
+        text: Text of the answer.
+        finish: Why it ended.
+        num_tokens: Its length.
+        num_accepted: Proposed tokens that were the model's own.
+        num_rejected: And those that were not.
+    """
+
+    text: str
+    finish: str
+    num_tokens: int
+    num_accepted: int
+    num_rejected: int
+
+
+@dataclass(frozen=True)
+class SchemaResult:
+    """One question.
+
+    Attributes:
+        case: Its schema.
+        number: Of the question among all.
+        answer: With speculation.
+        plain: Answer without speculation; None if there is none.
+        fault: Why the answer is not valid; None if it is.
+    """
+
+    case: SchemaCase
+    number: int
+    answer: SchemaAnswer
+    plain: SchemaAnswer | None
+    fault: str | None
+
+    @property
+    def is_same(self) -> bool:
+        """Whether speculation made no difference."""
+        return self.plain is None or self.plain.text == self.answer.text
 
 
 def _text(most: int, least: int = 1) -> dict[str, Any]:
@@ -54,7 +103,6 @@ def _list(items: dict[str, Any], least: int, most: int) -> dict[str, Any]:
 _ADDRESS: Final = _object(
     {"street": _text(24), "city": _text(16), "zip": {"type": "string", "pattern": "^[0-9]{5}$"}}
 )
-
 SCHEMA_CASES: Final = (
     SchemaCase("flat object", _object({"title": _text(24), "summary": _text(60)}), "Describe {} as JSON."),
     SchemaCase(
@@ -269,58 +317,6 @@ SCHEMA_CASES: Final = (
         "Search for {}.",
     ),
 )
-
-
-_MAX_TOKENS: Final = 400
-# Greedy, drawn, and drawn through filters, in turn.
-_SAMPLINGS: Final[tuple[dict[str, Any], ...]] = (
-    {"temperature": 0},
-    {"temperature": 1},
-    {"temperature": 0.8, "top_p": 0.95, "top_k": 40},
-)
-
-
-@dataclass(frozen=True)
-class SchemaAnswer:
-    """One answer.
-
-    Attributes:
-        text: Text of the answer.
-        finish: Why it ended.
-        num_tokens: Its length.
-        num_accepted: Proposed tokens that were the model's own.
-        num_rejected: And those that were not.
-    """
-
-    text: str
-    finish: str
-    num_tokens: int
-    num_accepted: int
-    num_rejected: int
-
-
-@dataclass(frozen=True)
-class SchemaResult:
-    """One question.
-
-    Attributes:
-        case: Its schema.
-        number: Of the question among all.
-        answer: With speculation.
-        plain: Answer without speculation; None if there is none.
-        fault: Why the answer is not valid; None if it is.
-    """
-
-    case: SchemaCase
-    number: int
-    answer: SchemaAnswer
-    plain: SchemaAnswer | None
-    fault: str | None
-
-    @property
-    def is_same(self) -> bool:
-        """Whether speculation made no difference."""
-        return self.plain is None or self.plain.text == self.answer.text
 
 
 def questions(count: int) -> list[tuple[SchemaCase, str]]:

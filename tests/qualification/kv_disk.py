@@ -42,8 +42,6 @@ from tests.qualification.random_model import Shape, write_random_gguf
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-log = structlog.get_logger()
-
 _NUM_STAGES: Final = 2
 _NUM_BLOCKS: Final = 3
 _LIMIT_MIB: Final = 256
@@ -59,6 +57,8 @@ _IDS: Final = (1000, 30_000)
 _PATIENCE_S: Final = 30.0
 _POLL_S: Final = 0.02
 _KINDS: Final = ("flip", "flip", "several", "cut", "empty", "grow", "zeros", "other")
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     from meshbench.lab.memory_watch import MemorySample
     from stages.slicing.model_facts import ModelFacts
 
-log = structlog.get_logger()
-
 _NUM_STAGES: Final = 3
 _NUM_SLOTS: Final = 2
 # Positions behind the prompt.
@@ -77,19 +75,19 @@ _RANDOM: Final = Shape(3, 64, 128, 2, 1, 320, is_tied=False)
 # The client hangs up behind this part of the prompt.
 _HANG_UP_PART: Final = 4
 _FEWEST_GAPS: Final = 8
-
 _MOST_OF_FORETOLD: Final = 1.0
 _MOST_PACE: Final = 4.0
 _MOST_CHUNKS: Final = 1
 # The prompt itself, as text, as numbers, and in messages.
 _MOST_GROWTH_MIB: Final = 64.0
 _MIB: Final = 2**20
-
 _COMMENT: Final = re.compile(rb": prefill (\d+)/(\d+) tokens")
 _SILENCE_S: Final = 60.0
 # Longer than any chunk takes.
 _QUIET_S: Final = 5.0
 _TRIES: Final = 10
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)

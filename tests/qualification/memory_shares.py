@@ -33,13 +33,14 @@ if TYPE_CHECKING:
     from meshbench.stress.memory import Footprint
     from tests.qualification.random_model import WeightType
 
-
-log = structlog.get_logger()
-
 _NUM_STAGES: Final = 3
 _LOOK_S: Final = 1.0
 # Words that the random vocabulary has, so that a prompt has about as many tokens.
 _PROMPT: Final = " ".join(f"w{number % 60}" for number in range(100))
+_MB = 1e6
+_HEADS = ("stage", "host", "layers", "weights", "KV cache", "stage's process", "the rest", "within 300 MB")
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -135,10 +136,6 @@ def measure_big_shares(options: BigSharesOptions) -> BigShares:
             footprints=tuple(found),
             num_tokens=sum(answer.num_tokens for answer in answers),
         )
-
-
-_MB = 1e6
-_HEADS = ("stage", "host", "layers", "weights", "KV cache", "stage's process", "the rest", "within 300 MB")
 
 
 def shares_table(found: Sequence[Footprint], layers: Sequence[str]) -> str:

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-log = structlog.get_logger()
-
 _NUM_STAGES: Final = 3
 _CTX_SIZE: Final = 2560
 _NUM_CHATS: Final = 6
@@ -53,6 +51,39 @@ _LAB_AGAIN: Final = "lab again"
 _ORDER: Final = (_LAB, _OUTSIDE, _LAB_AGAIN)
 # Bound on the ratio of both views, besides the noise: that of two loads of the lab.
 _TOLERANCE: Final = 0.05
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class _Settings:
+    model: Path
+    delay_ms: float
+    concurrency: tuple[int, ...]
+    num_requests: int
+    num_rounds: int
+
+    @property
+    def num_slots(self) -> int:
+        """One for each request that is under way at once."""
+        return max(self.concurrency)
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """A step of a load, as one view of the mesh shows it.
+
+    Attributes:
+        num_at_once: Requests under way at once.
+        tokens_per_s: Of all requests together.
+        ttft_ms: Median time to first token.
+        itl_ms: Median inter-token latency.
+    """
+
+    num_at_once: int
+    tokens_per_s: float
+    ttft_ms: float
+    itl_ms: float
 
 
 @click.command()
@@ -98,37 +129,6 @@ def main(
     click.echo(f"{settings.model.name}, {processor_name()}, {delay_ms:g} ms one way")
     click.echo(comparison_table(found))
     click.echo(lines_text(lines))
-
-
-@dataclass(frozen=True)
-class _Settings:
-    model: Path
-    delay_ms: float
-    concurrency: tuple[int, ...]
-    num_requests: int
-    num_rounds: int
-
-    @property
-    def num_slots(self) -> int:
-        """One for each request that is under way at once."""
-        return max(self.concurrency)
-
-
-@dataclass(frozen=True)
-class StepFigures:
-    """A step of a load, as one view of the mesh shows it.
-
-    Attributes:
-        num_at_once: Requests under way at once.
-        tokens_per_s: Of all requests together.
-        ttft_ms: Median time to first token.
-        itl_ms: Median inter-token latency.
-    """
-
-    num_at_once: int
-    tokens_per_s: float
-    ttft_ms: float
-    itl_ms: float
 
 
 def step_figures(report: Mapping[str, Any]) -> tuple[StepFigures, ...]:

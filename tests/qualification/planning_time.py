@@ -43,6 +43,27 @@ _WORKLOAD: Final = Workload(ctx_size=4096, num_slots=4)
 _CONTROL_S: Final = 0.5
 
 
+@dataclass(frozen=True)
+class Timing:
+    """One case.
+
+    Attributes:
+        outcome: How many stages, or that it does not fit.
+        processor_s: What planning took of the processors.
+        context_s: What the choice of the context took of them, or None.
+        tokens_per_s: What one session could expect if there were no wire, or None.
+        longest_gap_ms: Between two turns of the probing task.
+        control_gap_ms: The same while nothing was planned.
+    """
+
+    outcome: str
+    processor_s: float
+    context_s: float | None
+    tokens_per_s: float | None
+    longest_gap_ms: float
+    control_gap_ms: float
+
+
 def made_up_model(n_layers: int = 80, layer_mib: int = 500) -> ModelFacts:
     """A Llama of equal layers, 70B unless told otherwise."""
     return ModelFacts(
@@ -87,27 +108,6 @@ def cases() -> dict[str, list[HostCapacity]]:
         "tight12": _uneven(12, 3.3, 1.0, seed=2),
         "h100": [HostCapacity(f"h{index}", int(2.6 * _GIB), 10 + (index % 7) * 8.0) for index in range(100)],
     }
-
-
-@dataclass(frozen=True)
-class Timing:
-    """One case.
-
-    Attributes:
-        outcome: How many stages, or that it does not fit.
-        processor_s: What planning took of the processors.
-        context_s: What the choice of the context took of them, or None.
-        tokens_per_s: What one session could expect if there were no wire, or None.
-        longest_gap_ms: Between two turns of the probing task.
-        control_gap_ms: The same while nothing was planned.
-    """
-
-    outcome: str
-    processor_s: float
-    context_s: float | None
-    tokens_per_s: float | None
-    longest_gap_ms: float
-    control_gap_ms: float
 
 
 async def measured(hosts: list[HostCapacity]) -> Timing:

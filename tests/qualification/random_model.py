@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-
-WeightType = Literal["Q4_0", "Q8_0"]
-
 # Elements that share a scale, which comes first, in float16.
 _BLOCK: Final = 32
 _SCALE_BYTES: Final = 2
@@ -33,88 +30,7 @@ _CONTEXT: Final = 4096
 # Tokens that are no words: <unk>, <s>, </s>, and one for each byte.
 _SPECIAL: Final = ("<unk>", "<s>", "</s>")
 
-
-def write_random_gguf(
-    path: Path, shape: Shape, weight_type: WeightType, *, seed: int = 1, n_ctx_train: int = _CONTEXT
-) -> None:
-    """Write a model; memory for one tensor at a time is taken.
-
-    Args:
-        path: Path of the file.
-        shape: Sizes of the model.
-        weight_type: Format of its matrices; norms and routers are float32.
-        seed: The same seed gives the same bytes.
-        n_ctx_train: Positions that it claims to be trained for.
-    """
-    writer = gguf.GGUFWriter(path, shape.architecture)
-    writer.add_name(f"Random {shape.num_parameters / 1e9:.1f}B")
-    writer.add_block_count(shape.n_layers)
-    writer.add_context_length(n_ctx_train)
-    writer.add_embedding_length(shape.n_embd)
-    writer.add_feed_forward_length(shape.n_ff)
-    writer.add_head_count(shape.n_heads)
-    writer.add_head_count_kv(shape.n_heads_kv)
-    writer.add_key_length(shape.head_width)
-    writer.add_value_length(shape.head_width)
-    writer.add_rope_dimension_count(shape.head_width)
-    writer.add_layer_norm_rms_eps(1e-5)
-    if shape.n_experts:
-        writer.add_expert_count(shape.n_experts)
-        writer.add_expert_used_count(shape.n_experts_used)
-        writer.add_expert_feed_forward_length(shape.n_ff_expert)
-    add_vocabulary(writer, shape.n_vocab)
-    raw = GGMLQuantizationType[weight_type]
-    block_bytes = _SCALE_BYTES + _BODIES[weight_type][0]
-    for name, sizes in shape.matrices():
-        stored = (*sizes[:-1], sizes[-1] // _BLOCK * block_bytes)
-        writer.add_tensor_info(name, stored, np.dtype(np.uint8), int(np.prod(stored)), raw_dtype=raw)
-    for name, sizes, _, _ in shape.small():
-        writer.add_tensor_info(name, sizes, np.dtype(np.float32), 4 * int(np.prod(sizes)))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    noise = np.random.default_rng(seed)
-    for _, sizes in shape.matrices():
-        rows = int(np.prod(sizes[:-1]))
-        writer.write_tensor_data(random_blocks(noise, rows, sizes[-1], weight_type))
-    for _, sizes, mean, spread in shape.small():
-        writer.write_tensor_data(noise.normal(mean, spread, sizes).astype(np.float32))
-    writer.close()
-
-
-def random_blocks(
-    noise: np.random.Generator, rows: int, columns: int, weight_type: WeightType
-) -> NDArray[np.uint8]:
-    """Random blocks, uint8 (rows, bytes of a row), whose values spread by the inverse root of the width.
-
-    Args:
-        noise: Source of the values.
-        rows: Rows of the matrix.
-        columns: Its columns, a multiple of 32.
-        weight_type: Format of the blocks.
-    """
-    body_bytes, spread = _BODIES[weight_type]
-    num_blocks = rows * columns // _BLOCK
-    blocks = np.empty((num_blocks, _SCALE_BYTES + body_bytes), np.uint8)
-    blocks[:, _SCALE_BYTES:] = noise.integers(0, 256, (num_blocks, body_bytes), np.uint8)
-    scale = np.array([1.0 / (spread * np.sqrt(columns))], np.float16)
-    blocks[:, :_SCALE_BYTES] = scale.view(np.uint8)
-    return blocks.reshape(rows, -1)
-
-
-def add_vocabulary(writer: gguf.GGUFWriter, n_vocab: int) -> None:
-    """Add a SentencePiece vocabulary: special tokens, every byte, and made-up words."""
-    encoded_bytes = [f"<0x{number:02X}>" for number in range(256)]
-    words = [f"\u2581w{number}" for number in range(n_vocab - len(_SPECIAL) - len(encoded_bytes))]
-    kinds = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
-    kinds += [gguf.TokenType.BYTE] * len(encoded_bytes) + [gguf.TokenType.NORMAL] * len(words)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list([*_SPECIAL, *encoded_bytes, *words])
-    writer.add_token_scores([-float(number) for number in range(n_vocab)])
-    writer.add_token_types(kinds)
-    writer.add_unk_token_id(0)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+WeightType = Literal["Q4_0", "Q8_0"]
 
 
 @dataclass(frozen=True)
@@ -224,6 +140,89 @@ SHAPES: Final[Mapping[str, Shape]] = {
     "tiny": Shape(6, 64, 128, 4, 2, 320, is_tied=False),
     "tiny-moe": Shape(*(6, 64, 128, 4, 2, 320), is_tied=False, n_experts=8, n_experts_used=2, n_ff_expert=64),
 }
+
+
+def write_random_gguf(
+    path: Path, shape: Shape, weight_type: WeightType, *, seed: int = 1, n_ctx_train: int = _CONTEXT
+) -> None:
+    """Write a model; memory for one tensor at a time is taken.
+
+    Args:
+        path: Path of the file.
+        shape: Sizes of the model.
+        weight_type: Format of its matrices; norms and routers are float32.
+        seed: The same seed gives the same bytes.
+        n_ctx_train: Positions that it claims to be trained for.
+    """
+    writer = gguf.GGUFWriter(path, shape.architecture)
+    writer.add_name(f"Random {shape.num_parameters / 1e9:.1f}B")
+    writer.add_block_count(shape.n_layers)
+    writer.add_context_length(n_ctx_train)
+    writer.add_embedding_length(shape.n_embd)
+    writer.add_feed_forward_length(shape.n_ff)
+    writer.add_head_count(shape.n_heads)
+    writer.add_head_count_kv(shape.n_heads_kv)
+    writer.add_key_length(shape.head_width)
+    writer.add_value_length(shape.head_width)
+    writer.add_rope_dimension_count(shape.head_width)
+    writer.add_layer_norm_rms_eps(1e-5)
+    if shape.n_experts:
+        writer.add_expert_count(shape.n_experts)
+        writer.add_expert_used_count(shape.n_experts_used)
+        writer.add_expert_feed_forward_length(shape.n_ff_expert)
+    add_vocabulary(writer, shape.n_vocab)
+    raw = GGMLQuantizationType[weight_type]
+    block_bytes = _SCALE_BYTES + _BODIES[weight_type][0]
+    for name, sizes in shape.matrices():
+        stored = (*sizes[:-1], sizes[-1] // _BLOCK * block_bytes)
+        writer.add_tensor_info(name, stored, np.dtype(np.uint8), int(np.prod(stored)), raw_dtype=raw)
+    for name, sizes, _, _ in shape.small():
+        writer.add_tensor_info(name, sizes, np.dtype(np.float32), 4 * int(np.prod(sizes)))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    noise = np.random.default_rng(seed)
+    for _, sizes in shape.matrices():
+        rows = int(np.prod(sizes[:-1]))
+        writer.write_tensor_data(random_blocks(noise, rows, sizes[-1], weight_type))
+    for _, sizes, mean, spread in shape.small():
+        writer.write_tensor_data(noise.normal(mean, spread, sizes).astype(np.float32))
+    writer.close()
+
+
+def random_blocks(
+    noise: np.random.Generator, rows: int, columns: int, weight_type: WeightType
+) -> NDArray[np.uint8]:
+    """Random blocks, uint8 (rows, bytes of a row), whose values spread by the inverse root of the width.
+
+    Args:
+        noise: Source of the values.
+        rows: Rows of the matrix.
+        columns: Its columns, a multiple of 32.
+        weight_type: Format of the blocks.
+    """
+    body_bytes, spread = _BODIES[weight_type]
+    num_blocks = rows * columns // _BLOCK
+    blocks = np.empty((num_blocks, _SCALE_BYTES + body_bytes), np.uint8)
+    blocks[:, _SCALE_BYTES:] = noise.integers(0, 256, (num_blocks, body_bytes), np.uint8)
+    scale = np.array([1.0 / (spread * np.sqrt(columns))], np.float16)
+    blocks[:, :_SCALE_BYTES] = scale.view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def add_vocabulary(writer: gguf.GGUFWriter, n_vocab: int) -> None:
+    """Add a SentencePiece vocabulary: special tokens, every byte, and made-up words."""
+    encoded_bytes = [f"<0x{number:02X}>" for number in range(256)]
+    words = [f"\u2581w{number}" for number in range(n_vocab - len(_SPECIAL) - len(encoded_bytes))]
+    kinds = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
+    kinds += [gguf.TokenType.BYTE] * len(encoded_bytes) + [gguf.TokenType.NORMAL] * len(words)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([*_SPECIAL, *encoded_bytes, *words])
+    writer.add_token_scores([-float(number) for number in range(n_vocab)])
+    writer.add_token_types(kinds)
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
 
 
 @click.command()

@@ -45,7 +45,6 @@ from tests.support.api_harness import NO_AUTHORITIES, ScriptedEngine, app_of
 from tests.support.lab_fixtures import require_lab
 
 tokenizer = api_harness.tokenizer
-
 TEXT = {"type": "string"}
 BASH = {"name": "Bash", "parameters": {"properties": {"command": TEXT, "timeout": {"type": "number"}}}}
 EXEC = {"name": "exec_command", "parameters": {"properties": {"cmd": TEXT, "tty": {"type": "boolean"}}}}
@@ -58,20 +57,55 @@ DESCRIBED: Any = {
         "required": ["command", "description", "limit"],
     },
 }
-
-
-def prompt_of(*messages: dict[str, Any], tools: Any = ()) -> str:
-    """As the template of a model that knows no tools writes it."""
-    offered = [{"type": "function", "function": tool} for tool in tools]
-    return "\n".join(message["content"] for message in with_tool_note(messages, offered))
-
-
 USER = {"role": "user", "content": "Copy the note."}
 CALLED = {
     "role": "assistant",
     "content": "",
     "tool_calls": [{"function": {"name": "Bash", "arguments": {"command": COMMAND}}}],
 }
+# As Claude Code works: it calls the tool, sends the result, and prints events.
+AGENT = """
+import json, os, subprocess, sys, urllib.request
+
+if sys.argv[1:] == ["--version"]:
+    print("0.0 (stand-in)")
+    raise SystemExit
+assert sys.argv[1] == "-p"
+with open("/proc/net/route") as routes:
+    assert len(routes.readlines()) == 1, "more than loopback"
+TOOL = {"name": "Bash", "input_schema": {"properties": {"command": {"type": "string"}}}}
+
+
+def ask(messages):
+    body = {"max_tokens": 500, "messages": messages, "tools": [TOOL], "stream": True}
+    headers = {"x-api-key": os.environ["ANTHROPIC_AUTH_TOKEN"], "content-type": "application/json"}
+    url = os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages?beta=true"
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request) as response:
+        lines = response.read().decode().split("\\n")
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    arguments = "".join(delta.get("partial_json", "") for delta in deltas)
+    return "".join(delta.get("text", "") for delta in deltas), arguments
+
+
+user = {"role": "user", "content": sys.argv[2]}
+text, arguments = ask([user])
+use = {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": json.loads(arguments)}
+print(json.dumps({"type": "assistant", "message": {"content": [use]}}))
+done = subprocess.run(use["input"]["command"], shell=True, capture_output=True, text=True)
+result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": done.stdout}
+turns = [user, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+text, _ = ask(turns)
+print(json.dumps({"type": "result", "subtype": "success", "is_error": False, "result": text}))
+"""
+SLEEP = ["sleep", "98765"]
+
+
+def prompt_of(*messages: dict[str, Any], tools: Any = ()) -> str:
+    """As the template of a model that knows no tools writes it."""
+    offered = [{"type": "function", "function": tool} for tool in tools]
+    return "\n".join(message["content"] for message in with_tool_note(messages, offered))
 
 
 @pytest.mark.parametrize(
@@ -449,44 +483,6 @@ def test_agents_get_no_variables_of_this_process(tmp_path: Path, monkeypatch: py
     assert (found["HOME"], found["PWD"]) == (str(tmp_path / "home"), str(tmp_path / "work"))
 
 
-# As Claude Code works: it calls the tool, sends the result, and prints events.
-AGENT = """
-import json, os, subprocess, sys, urllib.request
-
-if sys.argv[1:] == ["--version"]:
-    print("0.0 (stand-in)")
-    raise SystemExit
-assert sys.argv[1] == "-p"
-with open("/proc/net/route") as routes:
-    assert len(routes.readlines()) == 1, "more than loopback"
-TOOL = {"name": "Bash", "input_schema": {"properties": {"command": {"type": "string"}}}}
-
-
-def ask(messages):
-    body = {"max_tokens": 500, "messages": messages, "tools": [TOOL], "stream": True}
-    headers = {"x-api-key": os.environ["ANTHROPIC_AUTH_TOKEN"], "content-type": "application/json"}
-    url = os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages?beta=true"
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request) as response:
-        lines = response.read().decode().split("\\n")
-    events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
-    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
-    arguments = "".join(delta.get("partial_json", "") for delta in deltas)
-    return "".join(delta.get("text", "") for delta in deltas), arguments
-
-
-user = {"role": "user", "content": sys.argv[2]}
-text, arguments = ask([user])
-use = {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": json.loads(arguments)}
-print(json.dumps({"type": "assistant", "message": {"content": [use]}}))
-done = subprocess.run(use["input"]["command"], shell=True, capture_output=True, text=True)
-result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": done.stdout}
-turns = [user, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
-text, _ = ask(turns)
-print(json.dumps({"type": "result", "subtype": "success", "is_error": False, "result": text}))
-"""
-
-
 @pytest.mark.lab
 @pytest.mark.model
 def test_an_agent_takes_its_turn_with_loopback_alone(tmp_path: Path) -> None:
@@ -505,9 +501,6 @@ def test_an_agent_takes_its_turn_with_loopback_alone(tmp_path: Path) -> None:
     assert [exchange.num_tools for exchange in asked] == [1, 1]
     # `mesh agent` asked what is served.
     assert turn.exchanges[0].path.startswith("/v1/models/")
-
-
-SLEEP = ["sleep", "98765"]
 
 
 @pytest.mark.lab

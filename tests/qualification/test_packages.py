@@ -29,6 +29,37 @@ from tests.qualification.packages.wheels_folder import (
 LLAMA = "llama_cpp_python-0.3.36-py3-none-linux_x86_64.whl"
 
 
+class Checkout:
+    """What the Makefile builds llama.cpp from, with an environment whose pip only counts builds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "stages").mkdir()
+        for path in (ROOT / "Makefile", ROOT / "constraints.txt", *(ROOT / "stages").glob("*.h")):
+            shutil.copy(path, folder / path.relative_to(ROOT))
+        shutil.copy(ROOT / "stages/llama_build.cmake", folder / "stages")
+        shutil.copytree(ROOT / "stages/attention", folder / "stages/attention")
+        python = folder / ".venv/bin/python"
+        python.parent.mkdir(parents=True)
+        python.write_text(f"#!/bin/sh\necho \"$*\" >>'{folder}/built'\n")
+        python.chmod(0o755)
+        (folder / ".venv/.made").touch()
+
+    def edit(self, name: str, old: str, new: str) -> None:
+        """Replace text in a file, which makes it newer than all that was made."""
+        path = self.folder / name
+        path.write_text(re.sub(old, new, path.read_text(), count=1, flags=re.MULTILINE))
+
+    def builds(self) -> list[str]:
+        """Builds that `make` asks pip for."""
+        (self.folder / "built").write_text("")
+        done = subprocess.run(
+            ["make", ".venv/.llama-cpp"], cwd=self.folder, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return (self.folder / "built").read_text().splitlines()
+
+
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Files in the wheel, built from a copy: nothing of an earlier build gets into it."""
@@ -249,37 +280,6 @@ def test_a_clean_environment_has_tools_and_no_compiler(tmp_path: Path) -> None:
     (tools / "cc").symlink_to(programs / "tool")
     with pytest.raises(ClusterError, match="compilers are within reach"):
         clean_environment(tmp_path, tools, variables)
-
-
-class Checkout:
-    """What the Makefile builds llama.cpp from, with an environment whose pip only counts builds."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / "stages").mkdir()
-        for path in (ROOT / "Makefile", ROOT / "constraints.txt", *(ROOT / "stages").glob("*.h")):
-            shutil.copy(path, folder / path.relative_to(ROOT))
-        shutil.copy(ROOT / "stages/llama_build.cmake", folder / "stages")
-        shutil.copytree(ROOT / "stages/attention", folder / "stages/attention")
-        python = folder / ".venv/bin/python"
-        python.parent.mkdir(parents=True)
-        python.write_text(f"#!/bin/sh\necho \"$*\" >>'{folder}/built'\n")
-        python.chmod(0o755)
-        (folder / ".venv/.made").touch()
-
-    def edit(self, name: str, old: str, new: str) -> None:
-        """Replace text in a file, which makes it newer than all that was made."""
-        path = self.folder / name
-        path.write_text(re.sub(old, new, path.read_text(), count=1, flags=re.MULTILINE))
-
-    def builds(self) -> list[str]:
-        """Builds that `make` asks pip for."""
-        (self.folder / "built").write_text("")
-        done = subprocess.run(
-            ["make", ".venv/.llama-cpp"], cwd=self.folder, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return (self.folder / "built").read_text().splitlines()
 
 
 def test_llama_cpp_is_built_again_when_what_it_is_built_from_changes_and_only_then(tmp_path: Path) -> None:

@@ -26,10 +26,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.model
-
 needs_source = pytest.mark.skipif(
     unpacked_source() is None, reason="no source of llama.cpp: see SPANMESH_LLAMA_CPP"
 )
+
+
+class Wrong:
+    """Refuses short texts, and gives one id too many for others."""
+
+    def encode(self, text: str) -> Sequence[int] | None:
+        return None if len(text) < 5 else [0] * (len(text) + 1)
 
 
 @needs_source
@@ -52,13 +58,6 @@ def test_a_small_stack_ends_and_a_large_one_does_not(smollm2_path: Path, tmp_pat
     assert [case.outcome for case in found] == ["equal", "ended", "equal", "equal"]
     assert "SIG" in found[1].reason
     assert [case.is_good for case in found] == [True, False, True, True]
-
-
-class Wrong:
-    """Refuses short texts, and gives one id too many for others."""
-
-    def encode(self, text: str) -> Sequence[int] | None:
-        return None if len(text) < 5 else [0] * (len(text) + 1)
 
 
 @contextmanager

@@ -68,63 +68,6 @@ class VocabularyFile:
     path: Path
 
 
-def known_kinds(source: Path) -> list[str]:
-    """Every `tokenizer.ggml.pre` that llama.cpp knows, in the order of its source.
-
-    Args:
-        source: Folder of llama.cpp's source.
-
-    Raises:
-        OSError: If it is no such folder.
-        InvalidModel: If none is found, since the source is written in another way.
-    """
-    path = source / _SOURCE_FILE
-    kinds = list(dict.fromkeys(_PRE_NAME.findall(path.read_text(encoding="utf-8"))))
-    if not kinds:
-        raise InvalidModel(f"{path} names no kinds of vocabularies as it used to: adapt the pattern here")
-    return kinds
-
-
-def vocabularies(source: Path, model: Path, folder: Path) -> Iterator[VocabularyFile]:
-    """All vocabularies, each file written when it comes up, and removed when the next one does.
-
-    Those of the source's `ggml-vocab-*.gguf` (SentencePiece, WordPiece, Unigram and others), one of RWKV's
-    type, the model's without a kind, and the model's under each known kind.
-
-    Args:
-        source: Folder of llama.cpp's source.
-        model: A GGUF file with a vocabulary of GPT-2's type.
-        folder: For files that are written.
-
-    Raises:
-        OSError: If there is no source.
-        ModelError: If the model is none.
-    """
-    for path in sorted(source.glob("models/ggml-vocab-*.gguf")):
-        yield VocabularyFile(path.stem, path)
-    path = folder / "vocabulary.gguf"
-    yield VocabularyFile("rwkv", _write_rwkv(model, path))
-    yield VocabularyFile("no pre", write_vocabulary(model, path, {PRE_KIND: None}))
-    for kind in known_kinds(source):
-        yield VocabularyFile(f"pre {kind}", write_vocabulary(model, path, {PRE_KIND: text_value(kind)}))
-
-
-def _write_rwkv(model: Path, output: Path) -> Path:
-    """A vocabulary of RWKV's type: every byte, and some words, in its own spelling of tokens."""
-    single = [f"\\x{number:02x}" for number in range(256)]
-    doubled = [letter * count for letter in "aZ1!- " for count in (2, 3, 5, 8)]
-    words = [f"w{number}" for number in range(_NUM_RWKV_WORDS)]
-    tokens = ["<s>", *single, *doubled, *words]
-    kept = {key: None for key in read_header(model).metadata if key.startswith("tokenizer.")}
-    changes: dict[str, Value | None] = {
-        **kept,
-        "tokenizer.ggml.model": text_value("rwkv"),
-        "tokenizer.ggml.tokens": text_array(tokens),
-        "tokenizer.ggml.token_type": Value.array(ValueType.INT32, (3, *(1 for _ in tokens[1:]))),
-    }
-    return write_vocabulary(model, output, changes)
-
-
 class TokenizingEndedError(MeshError):
     """The process that tokenizes has ended."""
 
@@ -195,52 +138,6 @@ class TokenizingProcess:
         self._connection.close()
 
 
-def _serve(connection: Connection, load: Callable[[Path], Encode], path: Path, stack_bytes: int) -> None:
-    def work() -> None:
-        try:
-            encode = load(path)
-        except MeshError as error:
-            connection.send(str(error))
-            return
-        connection.send(None)
-        while True:
-            try:
-                text = connection.recv()
-            except EOFError:
-                return
-            connection.send(encode(text))
-
-    threading.stack_size(stack_bytes)
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-
-
-def llama_encode(path: Path) -> Encode:
-    """llama.cpp's own tokenizing, with nothing of ours around.
-
-    Raises:
-        InvalidModel: If llama.cpp cannot load the vocabulary.
-    """
-    init_backend()
-    params = llama_cpp.llama_model_default_params()
-    params.vocab_only = True
-    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
-    if not model:
-        raise InvalidModel(f"{path} has no vocabulary that llama.cpp can load")
-    vocab = llama_cpp.llama_model_get_vocab(model)
-    add_special = parse_special = False
-
-    def encode(text: str) -> list[int]:
-        data = text.encode()
-        room = len(data) + 8
-        buffer = (llama_cpp.llama_token * room)()
-        count = llama_cpp.llama_tokenize(vocab, data, len(data), buffer, room, add_special, parse_special)
-        return list(buffer[:count])
-
-    return encode
-
-
 class ProductEncoding:
     """Tokenizing as the head does it: in the processes for clients' texts.
 
@@ -298,6 +195,109 @@ class Encoding(Protocol):
         Raises:
             TokenizingEndedError: If that ended what tokenizes.
         """
+
+
+def known_kinds(source: Path) -> list[str]:
+    """Every `tokenizer.ggml.pre` that llama.cpp knows, in the order of its source.
+
+    Args:
+        source: Folder of llama.cpp's source.
+
+    Raises:
+        OSError: If it is no such folder.
+        InvalidModel: If none is found, since the source is written in another way.
+    """
+    path = source / _SOURCE_FILE
+    kinds = list(dict.fromkeys(_PRE_NAME.findall(path.read_text(encoding="utf-8"))))
+    if not kinds:
+        raise InvalidModel(f"{path} names no kinds of vocabularies as it used to: adapt the pattern here")
+    return kinds
+
+
+def vocabularies(source: Path, model: Path, folder: Path) -> Iterator[VocabularyFile]:
+    """All vocabularies, each file written when it comes up, and removed when the next one does.
+
+    Those of the source's `ggml-vocab-*.gguf` (SentencePiece, WordPiece, Unigram and others), one of RWKV's
+    type, the model's without a kind, and the model's under each known kind.
+
+    Args:
+        source: Folder of llama.cpp's source.
+        model: A GGUF file with a vocabulary of GPT-2's type.
+        folder: For files that are written.
+
+    Raises:
+        OSError: If there is no source.
+        ModelError: If the model is none.
+    """
+    for path in sorted(source.glob("models/ggml-vocab-*.gguf")):
+        yield VocabularyFile(path.stem, path)
+    path = folder / "vocabulary.gguf"
+    yield VocabularyFile("rwkv", _write_rwkv(model, path))
+    yield VocabularyFile("no pre", write_vocabulary(model, path, {PRE_KIND: None}))
+    for kind in known_kinds(source):
+        yield VocabularyFile(f"pre {kind}", write_vocabulary(model, path, {PRE_KIND: text_value(kind)}))
+
+
+def _write_rwkv(model: Path, output: Path) -> Path:
+    """A vocabulary of RWKV's type: every byte, and some words, in its own spelling of tokens."""
+    single = [f"\\x{number:02x}" for number in range(256)]
+    doubled = [letter * count for letter in "aZ1!- " for count in (2, 3, 5, 8)]
+    words = [f"w{number}" for number in range(_NUM_RWKV_WORDS)]
+    tokens = ["<s>", *single, *doubled, *words]
+    kept = {key: None for key in read_header(model).metadata if key.startswith("tokenizer.")}
+    changes: dict[str, Value | None] = {
+        **kept,
+        "tokenizer.ggml.model": text_value("rwkv"),
+        "tokenizer.ggml.tokens": text_array(tokens),
+        "tokenizer.ggml.token_type": Value.array(ValueType.INT32, (3, *(1 for _ in tokens[1:]))),
+    }
+    return write_vocabulary(model, output, changes)
+
+
+def _serve(connection: Connection, load: Callable[[Path], Encode], path: Path, stack_bytes: int) -> None:
+    def work() -> None:
+        try:
+            encode = load(path)
+        except MeshError as error:
+            connection.send(str(error))
+            return
+        connection.send(None)
+        while True:
+            try:
+                text = connection.recv()
+            except EOFError:
+                return
+            connection.send(encode(text))
+
+    threading.stack_size(stack_bytes)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def llama_encode(path: Path) -> Encode:
+    """llama.cpp's own tokenizing, with nothing of ours around.
+
+    Raises:
+        InvalidModel: If llama.cpp cannot load the vocabulary.
+    """
+    init_backend()
+    params = llama_cpp.llama_model_default_params()
+    params.vocab_only = True
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+    if not model:
+        raise InvalidModel(f"{path} has no vocabulary that llama.cpp can load")
+    vocab = llama_cpp.llama_model_get_vocab(model)
+    add_special = parse_special = False
+
+    def encode(text: str) -> list[int]:
+        data = text.encode()
+        room = len(data) + 8
+        buffer = (llama_cpp.llama_token * room)()
+        count = llama_cpp.llama_tokenize(vocab, data, len(data), buffer, room, add_special, parse_special)
+        return list(buffer[:count])
+
+    return encode
 
 
 def compare(

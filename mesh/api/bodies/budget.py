@@ -168,12 +168,6 @@ class BodyHold:
             self._budget.give_back(self._client, spare)
 
 
-def hold_of(scope: Scope) -> BodyHold:
-    """The hold of a request that passed `BoundedBodies`."""
-    hold: BodyHold = scope[_HOLD]
-    return hold
-
-
 class BoundedBodies:
     """Middleware behind the key gate that frees what the body of a request took, however the request ends.
 
@@ -213,3 +207,9 @@ class BoundedBodies:
         # Frames that were there before others ended are not young any more.
         gc.collect()
         loop.run_in_executor(None, return_free_memory)
+
+
+def hold_of(scope: Scope) -> BodyHold:
+    """The hold of a request that passed `BoundedBodies`."""
+    hold: BodyHold = scope[_HOLD]
+    return hold

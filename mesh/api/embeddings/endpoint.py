@@ -37,21 +37,18 @@ if TYPE_CHECKING:
     from mesh.embedding.registry import EmbeddingBackend
 
 router = APIRouter()
-log = structlog.get_logger()
-
 MAX_TEXTS: Final = 2048
 # A body may hold as much as that of a chat with a context of so many positions: many texts.
 _POSITIONS: Final = 65_536
 # Texts with more characters per token than this are counted by the longest token of the vocabulary first.
 _SUSPICIOUS: Final = 16
-_Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 _Several = Field(min_length=1, max_length=MAX_TEXTS)
+
+log = structlog.get_logger()
+
+_Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
 _Input = str | _Ids | Annotated[list[str], _Several] | Annotated[list[_Ids], _Several]
-
-
-def parse_input(value: Any) -> tuple[Prompt, ...]:
-    """The four shapes of the input; see `parse_several`."""
-    return parse_several(value, MAX_TEXTS, "input")
 
 
 class EmbeddingsBody(StrictBody):
@@ -62,6 +59,11 @@ class EmbeddingsBody(StrictBody):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
     user: str | None = None
+
+
+def parse_input(value: Any) -> tuple[Prompt, ...]:
+    """The four shapes of the input; see `parse_several`."""
+    return parse_several(value, MAX_TEXTS, "input")
 
 
 @router.post(

@@ -36,16 +36,6 @@ _BY_TYPE: Final = {
 }
 
 
-def messages_error(error: Mapping[str, Any]) -> dict[str, Any]:
-    """An error event of a stream that has begun.
-
-    Args:
-        error: Error object in OpenAI's shape.
-    """
-    kind = _BY_TYPE.get(str(error["type"]), _ELSE)
-    return {"type": "error", "error": {"type": kind, "message": error["message"]}}
-
-
 class MessagesErrors:
     """Middleware that rewrites error responses of this API, and names the request as its clients expect.
 
@@ -108,3 +98,13 @@ class _Rewriter:
         headers[b"content-length"] = str(len(body)).encode()
         await self._send({**start, "headers": list(headers.items())})
         await self._send({"type": "http.response.body", "body": body})
+
+
+def messages_error(error: Mapping[str, Any]) -> dict[str, Any]:
+    """An error event of a stream that has begun.
+
+    Args:
+        error: Error object in OpenAI's shape.
+    """
+    kind = _BY_TYPE.get(str(error["type"]), _ELSE)
+    return {"type": "error", "error": {"type": kind, "message": error["message"]}}

@@ -27,12 +27,11 @@ if TYPE_CHECKING:
     from mesh.api.messages.protocol import MessagesBody
     from mesh.text.message_parts import MessagePart
 
-log = structlog.get_logger()
-
 Event = dict[str, Any]
-
 _ID_BITS: Final = 128
 _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+log = structlog.get_logger()
 
 
 class ContentBlocks:
@@ -110,59 +109,6 @@ class ContentBlocks:
     def _delta(self, delta: dict[str, Any], text: str) -> Event:
         self._texts.append(text)
         return {"type": "content_block_delta", "index": len(self.blocks), "delta": delta}
-
-
-def _object(arguments: str) -> Any:
-    """Arguments of a call; empty if the limit cut them, or they are no JSON."""
-    try:
-        found = json.loads(arguments or "{}", strict=False, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
-
-
-async def respond(request: Request, backend: Backend, body: MessagesBody, job: GenerationJob) -> Response:
-    """Answer a request.
-
-    Args:
-        request: Request of the client.
-        backend: The served model.
-        body: Body of the request.
-        job: Job of the answer.
-
-    Raises:
-        RateLimited: If the API key has too few tokens left, or has reached its concurrent answers.
-        MeshError: Any error of the engine before the response begins.
-    """
-    backend, _ = metered(request.scope, backend, [job])
-    reading = PromptReading([job])
-    message = _Message(backend, body, reading.jobs[0])
-    if body.stream:
-        return EventStream(
-            message.produce,
-            backend.api.closing,
-            backend.api.ping_interval_s,
-            comment=reading.comment,
-            is_whole=backend.is_whole,
-            done=b"",
-            format_error=error_events,
-        )
-    try:
-        return json_response(
-            await cancel_on_disconnect(message.whole(), request.receive, backend.api.closing)
-        )
-    except ClientGoneError:
-        log.info("client_gone")
-        return Response(status_code=CLIENT_GONE_STATUS)
-
-
-def error_events(error: BaseException) -> bytes:
-    """Events that end a stream with an error."""
-    return _encoded([messages_error(error_body(error)["error"])])
 
 
 class _Message:
@@ -246,6 +192,59 @@ class _Message:
         elif part.finish == "length" and part.num_tokens < self._max_tokens:
             reason = "model_context_window_exceeded"
         return {"stop_reason": reason, "stop_sequence": part.stop_string}
+
+
+def _object(arguments: str) -> Any:
+    """Arguments of a call; empty if the limit cut them, or they are no JSON."""
+    try:
+        found = json.loads(arguments or "{}", strict=False, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+async def respond(request: Request, backend: Backend, body: MessagesBody, job: GenerationJob) -> Response:
+    """Answer a request.
+
+    Args:
+        request: Request of the client.
+        backend: The served model.
+        body: Body of the request.
+        job: Job of the answer.
+
+    Raises:
+        RateLimited: If the API key has too few tokens left, or has reached its concurrent answers.
+        MeshError: Any error of the engine before the response begins.
+    """
+    backend, _ = metered(request.scope, backend, [job])
+    reading = PromptReading([job])
+    message = _Message(backend, body, reading.jobs[0])
+    if body.stream:
+        return EventStream(
+            message.produce,
+            backend.api.closing,
+            backend.api.ping_interval_s,
+            comment=reading.comment,
+            is_whole=backend.is_whole,
+            done=b"",
+            format_error=error_events,
+        )
+    try:
+        return json_response(
+            await cancel_on_disconnect(message.whole(), request.receive, backend.api.closing)
+        )
+    except ClientGoneError:
+        log.info("client_gone")
+        return Response(status_code=CLIENT_GONE_STATUS)
+
+
+def error_events(error: BaseException) -> bytes:
+    """Events that end a stream with an error."""
+    return _encoded([messages_error(error_body(error)["error"])])
 
 
 def _encoded(events: Sequence[Event]) -> bytes:

@@ -29,10 +29,12 @@ if TYPE_CHECKING:
 
     from mesh.api.backend import Backend
 
-
 # Tokens left for an answer without a limit of its own, when old turns are dropped.
 _ANSWER_ROOM: Final = 1024
 _WORDS: Final = (("response_format.json_schema", "text.format"), ("response_format", "text.format"))
+router = APIRouter()
+_DEFAULT_LIMIT: Final = 20
+_MOST_LIMIT: Final = 100
 
 
 def as_chat_body(body: ResponsesBody) -> ResponsesBody:
@@ -63,9 +65,6 @@ def as_responses_error(error: InvalidRequest) -> InvalidRequest:
         message = message.replace(theirs, ours)
         param = None if param is None else param.replace(theirs, ours)
     return InvalidRequest(message, param=param)
-
-
-router = APIRouter()
 
 
 @router.post(
@@ -136,10 +135,6 @@ async def delete_response(request: Request, response_id: str) -> Response:
     if not backend_of(request).api.responses.remove(client_of(request.scope), response_id):
         raise _unknown(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
-
-
-_DEFAULT_LIMIT: Final = 20
-_MOST_LIMIT: Final = 100
 
 
 def _page(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:

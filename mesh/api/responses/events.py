@@ -29,11 +29,30 @@ if TYPE_CHECKING:
     from mesh.api.responses.protocol import ResponsesBody
     from mesh.text.message_parts import MessagePart
 
-
 Event = dict[str, Any]
-
 _TEXT: Final = "output_text"
 _THOUGHT: Final = "reasoning_text"
+_ID_BITS: Final = 128
+# Fields of a request that its response repeats.
+_REPEATED: Final = (
+    *("instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature", "tool_choice"),
+    *("tools", "top_p", "truncation", "parallel_tool_calls", "reasoning", "store", "text", "top_logprobs"),
+)
+_DEFAULTS: Final[Mapping[str, Any]] = {
+    "metadata": {},
+    "temperature": 1.0,
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": 1.0,
+    "truncation": "disabled",
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": None, "summary": None},
+    "store": True,
+    "text": {"format": {"type": "text"}},
+    "top_logprobs": 0,
+}
+
+log = structlog.get_logger()
 
 
 class Output:
@@ -170,50 +189,6 @@ class Output:
         return {"type": type, "item_id": self._open["id"], "output_index": len(self.items) - 1, **fields}
 
 
-def _part(part_type: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    if part_type == _THOUGHT:
-        return {"type": part_type, "text": text}
-    return {"type": part_type, "text": text, "annotations": [], "logprobs": logprobs}
-
-
-log = structlog.get_logger()
-
-_ID_BITS: Final = 128
-# Fields of a request that its response repeats.
-_REPEATED: Final = (
-    *("instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature", "tool_choice"),
-    *("tools", "top_p", "truncation", "parallel_tool_calls", "reasoning", "store", "text", "top_logprobs"),
-)
-_DEFAULTS: Final[Mapping[str, Any]] = {
-    "metadata": {},
-    "temperature": 1.0,
-    "tool_choice": "auto",
-    "tools": [],
-    "top_p": 1.0,
-    "truncation": "disabled",
-    "parallel_tool_calls": True,
-    "reasoning": {"effort": None, "summary": None},
-    "store": True,
-    "text": {"format": {"type": "text"}},
-    "top_logprobs": 0,
-}
-
-
-def repeated_fields(body: ResponsesBody) -> dict[str, Any]:
-    """Fields of a request as its response repeats them; for a thread, as a schema may have many values."""
-    repeated = set(_REPEATED) - {"tool_choice"}
-    said = body.model_dump(include=repeated, exclude_none=True, exclude_unset=True, by_alias=True)
-    choice = body.tool_choice
-    if isinstance(choice, str):
-        said["tool_choice"] = choice
-    elif isinstance(choice, tuple):
-        said["tool_choice"] = {"type": "function", "name": choice[0]}
-    elif isinstance(choice, AllowedTools):
-        tools = [{"type": "function", "name": name} for name in choice.names]
-        said["tool_choice"] = {"type": "allowed_tools", "mode": choice.mode, "tools": tools}
-    return said
-
-
 @dataclass(frozen=True)
 class Turn:
     """One turn of a conversation.
@@ -229,47 +204,6 @@ class Turn:
     job: GenerationJob
     input_items: Sequence[Mapping[str, Any]]
     repeated: Mapping[str, Any]
-
-
-async def respond(request: Request, backend: Backend, body: ResponsesBody, turn: Turn) -> Response:
-    """Answer a request.
-
-    Args:
-        request: Request of the client.
-        backend: The served model.
-        body: Body of the request.
-        turn: The turn.
-
-    Raises:
-        RateLimited: If the API key has too few tokens left, or has reached its concurrent answers.
-        MeshError: Any error of the engine before the response begins.
-    """
-    backend, _num_at_once = metered(request.scope, backend, [turn.job])
-    reading = PromptReading([turn.job])
-    builder = _ResponseBuilder(backend, body, replace(turn, job=reading.jobs[0]))
-    if body.stream:
-        return EventStream(
-            builder.produce,
-            backend.api.closing,
-            backend.api.ping_interval_s,
-            comment=reading.comment,
-            is_whole=backend.is_whole,
-            done=b"",
-            format_error=builder.failed,
-        )
-    try:
-        response = await cancel_on_disconnect(builder.whole(), request.receive, backend.api.closing)
-    except ClientGoneError:
-        log.info("client_gone")
-        return Response(status_code=CLIENT_GONE_STATUS)
-    return await written_response(response)
-
-
-def early_error(error: BaseException) -> bytes:
-    """Event that ends a stream with an error before there is a response."""
-    told = error_body(error)["error"]
-    event = {"type": "error", "code": told["code"], "message": told["message"], "param": told["param"]}
-    return b"event: error\ndata: " + json_bytes({**event, "sequence_number": 0}) + b"\n\n"
 
 
 class _ResponseBuilder:
@@ -390,3 +324,65 @@ class _ResponseBuilder:
 
     def _new_id(self, beginning: str) -> str:
         return f"{beginning}{self._backend.api.random_bits(_ID_BITS):032x}"
+
+
+def _part(part_type: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    if part_type == _THOUGHT:
+        return {"type": part_type, "text": text}
+    return {"type": part_type, "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def repeated_fields(body: ResponsesBody) -> dict[str, Any]:
+    """Fields of a request as its response repeats them; for a thread, as a schema may have many values."""
+    repeated = set(_REPEATED) - {"tool_choice"}
+    said = body.model_dump(include=repeated, exclude_none=True, exclude_unset=True, by_alias=True)
+    choice = body.tool_choice
+    if isinstance(choice, str):
+        said["tool_choice"] = choice
+    elif isinstance(choice, tuple):
+        said["tool_choice"] = {"type": "function", "name": choice[0]}
+    elif isinstance(choice, AllowedTools):
+        tools = [{"type": "function", "name": name} for name in choice.names]
+        said["tool_choice"] = {"type": "allowed_tools", "mode": choice.mode, "tools": tools}
+    return said
+
+
+async def respond(request: Request, backend: Backend, body: ResponsesBody, turn: Turn) -> Response:
+    """Answer a request.
+
+    Args:
+        request: Request of the client.
+        backend: The served model.
+        body: Body of the request.
+        turn: The turn.
+
+    Raises:
+        RateLimited: If the API key has too few tokens left, or has reached its concurrent answers.
+        MeshError: Any error of the engine before the response begins.
+    """
+    backend, _num_at_once = metered(request.scope, backend, [turn.job])
+    reading = PromptReading([turn.job])
+    builder = _ResponseBuilder(backend, body, replace(turn, job=reading.jobs[0]))
+    if body.stream:
+        return EventStream(
+            builder.produce,
+            backend.api.closing,
+            backend.api.ping_interval_s,
+            comment=reading.comment,
+            is_whole=backend.is_whole,
+            done=b"",
+            format_error=builder.failed,
+        )
+    try:
+        response = await cancel_on_disconnect(builder.whole(), request.receive, backend.api.closing)
+    except ClientGoneError:
+        log.info("client_gone")
+        return Response(status_code=CLIENT_GONE_STATUS)
+    return await written_response(response)
+
+
+def early_error(error: BaseException) -> bytes:
+    """Event that ends a stream with an error before there is a response."""
+    told = error_body(error)["error"]
+    event = {"type": "error", "code": told["code"], "message": told["message"], "param": told["param"]}
+    return b"event: error\ndata: " + json_bytes({**event, "sequence_number": 0}) + b"\n\n"

@@ -27,6 +27,8 @@ from mesh.api.responses.item_references import ItemReference
 from spanmesh_proto.errors import InvalidRequest
 
 _TEXT_TYPES: Final = frozenset({"input_text", "output_text", "text"})
+MAX_METADATA: Final = 16
+WANTS_LOGPROBS: Final = "message.output_text.logprobs"
 
 
 class InputText(StrictBody):
@@ -34,46 +36,6 @@ class InputText(StrictBody):
 
     type: Literal["input_text", "output_text", "text"]
     text: str
-
-
-def parse_parts(value: Any) -> str:
-    """Text given as a string or as a list of parts, each on a line of its own."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise PydanticCustomError("content", "must be a string or a list of text parts")
-    texts = []
-    for index, part in enumerate(value):
-        if not isinstance(part, dict):
-            raise PydanticCustomError("content", "part {index} must be an object", {"index": index})
-        if part.get("type") not in _TEXT_TYPES:
-            raise PydanticCustomError(
-                "content",
-                "part {index} is not of type input_text or output_text: this server accepts text only",
-                {"index": index},
-            )
-        if not isinstance(part.get("text"), str):
-            raise PydanticCustomError("content", "part {index} has no text, a string", {"index": index})
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-def parse_result(value: Any) -> str:
-    """A tool's result: as `parse_parts`, with a note for each part that is no text."""
-    if isinstance(value, list):
-        value = [
-            {"type": "text", "text": note_of(part["type"])} if _is_other(part) else part for part in value
-        ]
-    return parse_parts(value)
-
-
-def _is_other(part: Any) -> bool:
-    kind = part.get("type") if isinstance(part, dict) else None
-    return isinstance(kind, str) and kind not in _TEXT_TYPES
-
-
-Parts = Annotated[str, PlainValidator(parse_parts, json_schema_input_type=str | list[InputText])]
-ResultParts = Annotated[str, PlainValidator(parse_result, json_schema_input_type=str | list[InputText])]
 
 
 class MessageItem(StrictBody):
@@ -123,124 +85,7 @@ _KINDS: Final[dict[str, type[InputItem]]] = {
     "function_call_output": FunctionCallOutputItem,
     "reasoning": ReasoningItem,
 }
-
 ItemsInput = str | Annotated[list[InputItem | ItemReference], Field(min_length=1)]
-
-
-def messages_of(value: str | list[Any]) -> list[dict[str, Any]]:
-    """The items as messages in the form of chat templates.
-
-    Reasoning, text and calls of an assistant in one turn are one message.
-
-    Args:
-        value: `input` of the request.
-
-    Raises:
-        InvalidRequest: Naming the item at fault.
-    """
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    messages: list[dict[str, Any]] = []
-    for index, raw in enumerate(value):
-        _add(messages, _parsed(raw, f"input[{index}]"))
-    return messages
-
-
-def input_items_of(value: str | list[Any]) -> list[dict[str, Any]]:
-    """The items of a request's input, texts as messages with parts."""
-    given = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    return [_with_parts(item) for item in given]
-
-
-def _with_parts(item: dict[str, Any]) -> dict[str, Any]:
-    if "role" not in item:
-        return item
-    content = item.get("content")
-    if isinstance(content, str):
-        is_answer = item["role"] == "assistant"
-        part = {"type": "output_text", "annotations": []} if is_answer else {"type": "input_text"}
-        content = [{**part, "text": content}]
-    return {"type": "message", "status": "completed", **item, "content": content}
-
-
-def _parsed(raw: Any, where: str) -> InputItem:
-    if not isinstance(raw, dict):
-        raise InvalidRequest(f"{where}: must be an object", param=where)
-    fields = {**raw, "type": raw.get("type") or "message"}
-    kind = _KINDS.get(fields["type"]) if isinstance(fields["type"], str) else None
-    if kind is None:
-        raise InvalidRequest(
-            f"{where}.type: this server reads {', '.join(_KINDS)}: send the item itself as one of these",
-            param=f"{where}.type",
-        )
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        raise as_invalid_request(error, within=where) from None
-
-
-def _add(messages: list[dict[str, Any]], item: InputItem) -> None:
-    match item:
-        case MessageItem(role="assistant"):
-            turn = _turn(messages, lambda last: not last["content"] and "tool_calls" not in last)
-            turn["content"] = item.content
-        case MessageItem():
-            role = "system" if item.role == "developer" else item.role
-            messages.append({"role": role, "content": item.content})
-        case FunctionCallItem():
-            name = item.name if item.namespace is None else flat_name(item.namespace, item.name)
-            function = CalledFunction(name=name, arguments=item.arguments).for_template()
-            call = {"id": item.call_id, "type": "function", "function": function}
-            _turn(messages, lambda _last: True).setdefault("tool_calls", []).append(call)
-        case FunctionCallOutputItem():
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
-        case ReasoningItem():
-            if text := "\n".join(part.text for part in item.content or ()):
-                messages.append({"role": "assistant", "content": "", "reasoning_content": text})
-
-
-def _turn(messages: list[dict[str, Any]], fits: Any) -> dict[str, Any]:
-    """The assistant's message in progress, or a new one."""
-    if not (messages and messages[-1]["role"] == "assistant" and fits(messages[-1])):
-        messages.append({"role": "assistant", "content": ""})
-    return messages[-1]
-
-
-MAX_METADATA: Final = 16
-WANTS_LOGPROBS: Final = "message.output_text.logprobs"
-
-
-def parse_input(value: Any) -> str | list[Any]:
-    """A text or a list of items, which are checked later."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not value:
-        raise PydanticCustomError("input", "must be a string or a list of one or more items")
-    if len(value) > MAX_MESSAGES:
-        raise PydanticCustomError(
-            "input", "holds {count} items: at most {most} work", {"count": len(value), "most": MAX_MESSAGES}
-        )
-    return value
-
-
-def parse_choice(value: Any) -> ChosenTools:
-    """The choice of tools of a response."""
-    if value is None or (isinstance(value, str) and value in {"none", "auto", "required"}):
-        return value
-    if isinstance(value, dict) and value.get("type") == "allowed_tools":
-        return parse_allowed_tools(value, _function_name)
-    if (name := _function_name(value)) is not None:
-        return (name,)
-    raise PydanticCustomError(
-        "tool_choice",
-        'must be "none", "auto", "required", {"type": "function", "name": …} or {"type": "allowed_tools", '
-        '"mode": …, "tools": […]}',
-    )
-
-
-def _function_name(tool: Any) -> str | None:
-    is_function = isinstance(tool, dict) and tool.get("type") == "function"
-    return tool["name"] if is_function and isinstance(tool.get("name"), str) else None
 
 
 class _Tool(StrictBody):
@@ -258,21 +103,6 @@ class NamespaceTool(StrictBody):
     name: ToolName
     description: str | None = None
     tools: Annotated[list[ResponsesTool], Field(min_length=1, max_length=MAX_TOOLS)]
-
-
-def parse_tool(value: Any) -> ResponsesTool | NamespaceTool:
-    """One entry of `tools`."""
-    if isinstance(value, dict) and value.get("type") == "namespace":
-        return NamespaceTool.model_validate(value)
-    return ResponsesTool.model_validate(value)
-
-
-_AnyTool = Annotated[Any, PlainValidator(parse_tool, json_schema_input_type=ResponsesTool | NamespaceTool)]
-
-
-def flat_name(namespace: str, name: str) -> str:
-    """Name of a function in a namespace, as the model is shown it."""
-    return f"{namespace}__{name}"
 
 
 class NamedResponsesTool(StrictBody):
@@ -388,3 +218,170 @@ class ResponsesBody(GenerationBody):
         """Number of likeliest tokens to report beside each token's logprob; None reports nothing."""
         wanted = self.top_logprobs is not None or WANTS_LOGPROBS in (self.include or ())
         return self.top_logprobs or 0 if wanted else None
+
+
+def parse_parts(value: Any) -> str:
+    """Text given as a string or as a list of parts, each on a line of its own."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("content", "must be a string or a list of text parts")
+    texts = []
+    for index, part in enumerate(value):
+        if not isinstance(part, dict):
+            raise PydanticCustomError("content", "part {index} must be an object", {"index": index})
+        if part.get("type") not in _TEXT_TYPES:
+            raise PydanticCustomError(
+                "content",
+                "part {index} is not of type input_text or output_text: this server accepts text only",
+                {"index": index},
+            )
+        if not isinstance(part.get("text"), str):
+            raise PydanticCustomError("content", "part {index} has no text, a string", {"index": index})
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def parse_result(value: Any) -> str:
+    """A tool's result: as `parse_parts`, with a note for each part that is no text."""
+    if isinstance(value, list):
+        value = [
+            {"type": "text", "text": note_of(part["type"])} if _is_other(part) else part for part in value
+        ]
+    return parse_parts(value)
+
+
+def _is_other(part: Any) -> bool:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return isinstance(kind, str) and kind not in _TEXT_TYPES
+
+
+Parts = Annotated[str, PlainValidator(parse_parts, json_schema_input_type=str | list[InputText])]
+ResultParts = Annotated[str, PlainValidator(parse_result, json_schema_input_type=str | list[InputText])]
+
+
+def messages_of(value: str | list[Any]) -> list[dict[str, Any]]:
+    """The items as messages in the form of chat templates.
+
+    Reasoning, text and calls of an assistant in one turn are one message.
+
+    Args:
+        value: `input` of the request.
+
+    Raises:
+        InvalidRequest: Naming the item at fault.
+    """
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    messages: list[dict[str, Any]] = []
+    for index, raw in enumerate(value):
+        _add(messages, _parsed(raw, f"input[{index}]"))
+    return messages
+
+
+def input_items_of(value: str | list[Any]) -> list[dict[str, Any]]:
+    """The items of a request's input, texts as messages with parts."""
+    given = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    return [_with_parts(item) for item in given]
+
+
+def _with_parts(item: dict[str, Any]) -> dict[str, Any]:
+    if "role" not in item:
+        return item
+    content = item.get("content")
+    if isinstance(content, str):
+        is_answer = item["role"] == "assistant"
+        part = {"type": "output_text", "annotations": []} if is_answer else {"type": "input_text"}
+        content = [{**part, "text": content}]
+    return {"type": "message", "status": "completed", **item, "content": content}
+
+
+def _parsed(raw: Any, where: str) -> InputItem:
+    if not isinstance(raw, dict):
+        raise InvalidRequest(f"{where}: must be an object", param=where)
+    fields = {**raw, "type": raw.get("type") or "message"}
+    kind = _KINDS.get(fields["type"]) if isinstance(fields["type"], str) else None
+    if kind is None:
+        raise InvalidRequest(
+            f"{where}.type: this server reads {', '.join(_KINDS)}: send the item itself as one of these",
+            param=f"{where}.type",
+        )
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise as_invalid_request(error, within=where) from None
+
+
+def _add(messages: list[dict[str, Any]], item: InputItem) -> None:
+    match item:
+        case MessageItem(role="assistant"):
+            turn = _turn(messages, lambda last: not last["content"] and "tool_calls" not in last)
+            turn["content"] = item.content
+        case MessageItem():
+            role = "system" if item.role == "developer" else item.role
+            messages.append({"role": role, "content": item.content})
+        case FunctionCallItem():
+            name = item.name if item.namespace is None else flat_name(item.namespace, item.name)
+            function = CalledFunction(name=name, arguments=item.arguments).for_template()
+            call = {"id": item.call_id, "type": "function", "function": function}
+            _turn(messages, lambda _last: True).setdefault("tool_calls", []).append(call)
+        case FunctionCallOutputItem():
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+        case ReasoningItem():
+            if text := "\n".join(part.text for part in item.content or ()):
+                messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+
+
+def _turn(messages: list[dict[str, Any]], fits: Any) -> dict[str, Any]:
+    """The assistant's message in progress, or a new one."""
+    if not (messages and messages[-1]["role"] == "assistant" and fits(messages[-1])):
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def parse_input(value: Any) -> str | list[Any]:
+    """A text or a list of items, which are checked later."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise PydanticCustomError("input", "must be a string or a list of one or more items")
+    if len(value) > MAX_MESSAGES:
+        raise PydanticCustomError(
+            "input", "holds {count} items: at most {most} work", {"count": len(value), "most": MAX_MESSAGES}
+        )
+    return value
+
+
+def parse_choice(value: Any) -> ChosenTools:
+    """The choice of tools of a response."""
+    if value is None or (isinstance(value, str) and value in {"none", "auto", "required"}):
+        return value
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        return parse_allowed_tools(value, _function_name)
+    if (name := _function_name(value)) is not None:
+        return (name,)
+    raise PydanticCustomError(
+        "tool_choice",
+        'must be "none", "auto", "required", {"type": "function", "name": …} or {"type": "allowed_tools", '
+        '"mode": …, "tools": […]}',
+    )
+
+
+def _function_name(tool: Any) -> str | None:
+    is_function = isinstance(tool, dict) and tool.get("type") == "function"
+    return tool["name"] if is_function and isinstance(tool.get("name"), str) else None
+
+
+def parse_tool(value: Any) -> ResponsesTool | NamespaceTool:
+    """One entry of `tools`."""
+    if isinstance(value, dict) and value.get("type") == "namespace":
+        return NamespaceTool.model_validate(value)
+    return ResponsesTool.model_validate(value)
+
+
+_AnyTool = Annotated[Any, PlainValidator(parse_tool, json_schema_input_type=ResponsesTool | NamespaceTool)]
+
+
+def flat_name(namespace: str, name: str) -> str:
+    """Name of a function in a namespace, as the model is shown it."""
+    return f"{namespace}__{name}"

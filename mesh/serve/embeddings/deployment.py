@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from mesh.serve.stage_handle import StageHandle
     from stages.weights.virtual_stages import StageCache
 
-log = structlog.get_logger()
-
 # The process is pinged at this interval; a batch that fails is noticed at once.
 _POLL_S: Final = 2.0
 _PATIENCE_S: Final = 5.0
@@ -61,6 +59,8 @@ _MOST_STRIKES: Final = 2
 _RETRY_S: Final = 3.0
 _RETRY_AFTER_S: Final = 10
 _HOST_LEFT: Final = StageLoss("its host left")
+
+log = structlog.get_logger()
 
 
 class EmbeddingDeployment:

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from mesh.serve.stage_factory import Transfers
     from stages.weights.hashing import FileStamp
 
-log = structlog.get_logger()
-
 _POLL_S: Final = 0.1
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -52,27 +52,6 @@ class EmbeddingPreflight:
     setup: str
     stamps: tuple[FileStamp, ...]
     text_bytes: int
-
-
-def check_embedding_model(load_request: LoadRequest) -> EmbeddingPreflight:
-    """Check a model and its options; blocks for a moment.
-
-    Raises:
-        InvalidModel: If the file is no GGUF or truncated, has no vocabulary, or makes no vectors of texts.
-        ClusterError: If the model was not trained for texts of the requested length.
-    """
-    path = Path(load_request.model)
-    facts = read_embedding_facts(path)
-    sizes = EmbeddingSizes(facts, limits_of(facts, load_request.ctx_size))
-    stamps = stamps_of(part_paths(path))
-    setup = fingerprint(
-        kind="embeddings",
-        model=str(path.resolve()),
-        files=[(stamp.size_bytes, stamp.mtime_ns) for stamp in stamps],
-        limits=sizes.limits,
-        software=(SOFTWARE_VERSION, PROTOCOL_VERSION),
-    )
-    return EmbeddingPreflight(sizes, Tokenizer(path), setup, stamps, text_bytes_of(path))
 
 
 @dataclass
@@ -185,6 +164,27 @@ class EmbeddingModel:
             log.warning("requests_ended", model=self.name, requests=num_left, after_s=wait_s)
         self.engine.give_up(ModelNotFound(f"the model `{self.name}` was unloaded", param="model"))
         return num_left
+
+
+def check_embedding_model(load_request: LoadRequest) -> EmbeddingPreflight:
+    """Check a model and its options; blocks for a moment.
+
+    Raises:
+        InvalidModel: If the file is no GGUF or truncated, has no vocabulary, or makes no vectors of texts.
+        ClusterError: If the model was not trained for texts of the requested length.
+    """
+    path = Path(load_request.model)
+    facts = read_embedding_facts(path)
+    sizes = EmbeddingSizes(facts, limits_of(facts, load_request.ctx_size))
+    stamps = stamps_of(part_paths(path))
+    setup = fingerprint(
+        kind="embeddings",
+        model=str(path.resolve()),
+        files=[(stamp.size_bytes, stamp.mtime_ns) for stamp in stamps],
+        limits=sizes.limits,
+        software=(SOFTWARE_VERSION, PROTOCOL_VERSION),
+    )
+    return EmbeddingPreflight(sizes, Tokenizer(path), setup, stamps, text_bytes_of(path))
 
 
 def new_embedding_model(

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from mesh.options.host import HeadOptions
     from stages.weights.hashing import FileStamp
 
-
-log = structlog.get_logger()
-
 _SUFFIX: Final = ".gguf"
 # Deep enough for the folders that a hub's own client keeps, shallow enough for a folder named by mistake.
 _MOST_LEVELS: Final = 5
@@ -36,6 +33,8 @@ _MOST_FILES: Final = 4096
 _FRESH_S: Final = 2.0
 # For all threads of a host: `ModelAllocation.threads_of` takes those that it has.
 _ALL_THREADS: Final = 1024
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)

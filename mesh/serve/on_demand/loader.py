@@ -42,9 +42,6 @@ if TYPE_CHECKING:
     from mesh.serve.on_demand.library import Library, LibraryEntry
     from mesh.serve.on_demand.policy import DemandRules, Step
 
-
-log = structlog.get_logger()
-
 # A model that loads is asked for again soon; one that waits for others, when their stay is over.
 _LOADING_RETRY_S: Final = 10
 _WAITING_RETRY_S: Final = 30
@@ -56,6 +53,8 @@ _LOOK_AGAIN_S: Final = 5.0
 _GLANCE_S: Final = 30.0
 # After an error that nobody expected.
 _PAUSE_S: Final = 1.0
+
+log = structlog.get_logger()
 
 
 class Registry(Protocol):

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     # Whether a model fits once some others are unloaded; None while that is not known.
     Fits: TypeAlias = Callable[[str, frozenset[str]], bool | None]
 
-Phase: TypeAlias = Literal["unloaded", "loading", "loaded", "unloading"]
-
 _NOTHING: Final[frozenset[str]] = frozenset()
+
+Phase: TypeAlias = Literal["unloaded", "loading", "loaded", "unloading"]
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,12 @@ class Rest:
 Step: TypeAlias = AskRoom | Load | Unload | Refuse | Rest
 
 
+class _UnknownError(Exception):
+    def __init__(self, question: AskRoom) -> None:
+        super().__init__()
+        self.question = question
+
+
 def next_step(models: Sequence[ModelDemand], now_s: float, rules: DemandRules, fits: Fits) -> Step:
     """The next step. One step is taken at a time, and its outcome is part of the next question.
 
@@ -152,12 +158,6 @@ def next_step(models: Sequence[ModelDemand], now_s: float, rules: DemandRules, f
         return _loading_step(models, now_s, rules, known) or _idle_step(models, now_s, rules)
     except _UnknownError as unknown:
         return unknown.question
-
-
-class _UnknownError(Exception):
-    def __init__(self, question: AskRoom) -> None:
-        super().__init__()
-        self.question = question
 
 
 def _loading_step(

@@ -52,6 +52,61 @@ if TYPE_CHECKING:
     from stages.gguf.header import GgufHeader
     from stages.layers import LayerRange
 
+_EMBEDDING: Final = "embd"
+_IF_SCALED: Final = Entry(inlet=lambda header: _EMBEDDING if _scales_embedding(header) else None)
+_IF_MROPE: Final = Entry(inlet=lambda header: _EMBEDDING if _has_mrope(header) else None)
+_NEMOTRON_H: Final = Entry(outlet="nemotron_h_block_out")
+_DIFFUSION: Final = "a diffusion model does not answer token by token"
+# Layers without dependence on others: the generic rules suffice.
+_PLAIN: Final = (
+    "arcee",
+    "arctic",
+    "bailingmoe",
+    "bailingmoe2",
+    "chatglm",
+    "codeshell",
+    "command-r",
+    "dbrx",
+    "deepseek",
+    "deepseek32",
+    "dots1",
+    "ernie4_5",
+    "exaone",
+    "falcon",
+    "gptneox",
+    "grovemoe",
+    "hunyuan-dense",
+    "hunyuan-moe",
+    "hy_v3",
+    "internlm2",
+    "jais",
+    "jais2",
+    "maincoder",
+    "minimax-m2",
+    "mistral3",
+    "nemotron",
+    "olmo",
+    "olmoe",
+    "openelm",
+    "orion",
+    "pangu-embedded",
+    "phi2",
+    "phi3",
+    "phimoe",
+    "plamo",
+    "pockettts",
+    "qwen",
+    "qwen2moe",
+    "qwen3moe",
+    "refact",
+    "seed_oss",
+    "stablelm",
+    "starcoder2",
+    "xverse",
+)
+# Rules that no run has tested: llama.cpp makes no tiny models of them, and neither do the tests.
+_UNCERTIFIED: Final = frozenset({"step35"})
+
 
 def _enters_at(name: str, **more: object) -> Entry:
     return Entry(inlet=lambda _header: name, **more)  # type: ignore[arg-type]
@@ -115,64 +170,9 @@ def _glm_dsa_indexer(header: GgufHeader, layer: int) -> bool:
     return not is_5_2 or layer < 2 or (layer - 2) % 4 == 0
 
 
-_EMBEDDING: Final = "embd"
 # Where any input is scaled as an embedding, or positions of hidden states have four parts.
 _AT_EMBEDDING: Final = _enters_at(_EMBEDDING)
-_IF_SCALED: Final = Entry(inlet=lambda header: _EMBEDDING if _scales_embedding(header) else None)
-_IF_MROPE: Final = Entry(inlet=lambda header: _EMBEDDING if _has_mrope(header) else None)
-_NEMOTRON_H: Final = Entry(outlet="nemotron_h_block_out")
 _MODEL_INPUT: Final = _enters_at("model.input_embed")
-
-_DIFFUSION: Final = "a diffusion model does not answer token by token"
-
-# Layers without dependence on others: the generic rules suffice.
-_PLAIN: Final = (
-    "arcee",
-    "arctic",
-    "bailingmoe",
-    "bailingmoe2",
-    "chatglm",
-    "codeshell",
-    "command-r",
-    "dbrx",
-    "deepseek",
-    "deepseek32",
-    "dots1",
-    "ernie4_5",
-    "exaone",
-    "falcon",
-    "gptneox",
-    "grovemoe",
-    "hunyuan-dense",
-    "hunyuan-moe",
-    "hy_v3",
-    "internlm2",
-    "jais",
-    "jais2",
-    "maincoder",
-    "minimax-m2",
-    "mistral3",
-    "nemotron",
-    "olmo",
-    "olmoe",
-    "openelm",
-    "orion",
-    "pangu-embedded",
-    "phi2",
-    "phi3",
-    "phimoe",
-    "plamo",
-    "pockettts",
-    "qwen",
-    "qwen2moe",
-    "qwen3moe",
-    "refact",
-    "seed_oss",
-    "stablelm",
-    "starcoder2",
-    "xverse",
-)
-
 _TABLE: Final = (
     # All layers are alike and independent of others.
     Family("llama", has_uniform_layers=True, head_falls_back_to_embedding=True),
@@ -346,10 +346,6 @@ _TABLE: Final = (
     Family("rnd1", not_served=_DIFFUSION),
     Family("t5", not_served="an encoder-decoder model reads all of its input before it answers"),
 )
-
-# Rules that no run has tested: llama.cpp makes no tiny models of them, and neither do the tests.
-_UNCERTIFIED: Final = frozenset({"step35"})
-
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: replace(
         family,

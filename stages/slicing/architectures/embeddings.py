@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from stages.gguf.header import GgufHeader
     from stages.layers import LayerRange
 
+_PLE_TABLE: Final = "per_layer_token_embd.weight"
+
 
 def embedding_again(applies: Callable[[GgufHeader], bool] = lambda _header: True) -> Rule:
     """The rule for families whose layers take the token's embedding besides the hidden state.
@@ -67,8 +69,6 @@ SHARED_KV: Final = Rule(
     refused=_shared_kv_refused,
     blanks=_shared_kv_blanks,
 )
-
-_PLE_TABLE: Final = "per_layer_token_embd.weight"
 
 
 def _ple_layers(header: GgufHeader) -> tuple[int, ...]:

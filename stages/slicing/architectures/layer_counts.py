@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from stages.gguf.header import GgufHeader
     from stages.layers import LayerRange
 
+_LITE: Final = (26, 27)
+_SMALL: Final = 48
+_LITE_VOCAB: Final = 128_256
+_GLM_VOCAB: Final = 154_880
+
 
 def _n_layers(header: GgufHeader) -> int:
     return header.integer(f"{header.architecture}.block_count")
@@ -81,10 +86,6 @@ def known_by_layers(numbers: tuple[int, ...], what: str) -> Rule:
     )
 
 
-_LITE: Final = (26, 27)
-_SMALL: Final = 48
-_LITE_VOCAB: Final = 128_256
-_GLM_VOCAB: Final = 154_880
 _SOFTMAX, _SIGMOID = 1, 2
 
 

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from stages.gguf.header import GgufHeader
     from stages.layers import LayerRange
 
-
 # Below the architecture's name: numbers of special leading layers.
 _LEADING: Final = ("leading_dense_block_count", "hash_layer_count")
 # Period of attention layers among recurrent ones, where the file has none.
 _ATTENTION_INTERVAL: Final = 4
+_BOTH: Final = "attention and recurrent layers"
 
 
 def leading_layers(header: GgufHeader, layers: LayerRange) -> Mapping[str, Value | None]:
@@ -242,7 +242,6 @@ def _attention_and_mamba(header: GgufHeader) -> Iterable[Sequence[bool]]:
     )
 
 
-_BOTH: Final = "attention and recurrent layers"
 # Layers without KV heads are recurrent.
 HYBRID: Final = layer_patterns(_attention_and_recurrent, _BOTH)
 # Those with an FFN are neither: they have nothing else.

@@ -37,46 +37,6 @@ class Blanks:
 NO_BLANKS: Final = Blanks()
 
 
-def _nothing_derived(_header: GgufHeader, _layers: LayerRange) -> Mapping[str, Value | None]:
-    return {}
-
-
-def _nothing_refused(_header: GgufHeader) -> Mapping[int, str]:
-    return {}
-
-
-def _no_blanks(_header: GgufHeader, _layers: LayerRange) -> Blanks:
-    return NO_BLANKS
-
-
-def _nothing_left_out(_header: GgufHeader, _layers: LayerRange) -> frozenset[str]:
-    return frozenset()
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A property of llama.cpp that cutting must respect.
-
-    Attributes:
-        name: Name of a few words.
-        reason: The property, in one sentence.
-        derived: Metadata of a stage that differ from the generic rules'; None leaves a key out.
-        refused: Cuts that cannot be exact, each with the reason.
-        refused_lengths: Numbers of layers that a stage must not have, each with the reason; the whole model
-            may.
-        left_out: Tensors outside the layers that a stage must not have.
-        blanks: Blank layers of a stage.
-    """
-
-    name: str
-    reason: str
-    derived: Callable[[GgufHeader, LayerRange], Mapping[str, Value | None]] = _nothing_derived
-    refused: Callable[[GgufHeader], Mapping[int, str]] = _nothing_refused
-    refused_lengths: Callable[[GgufHeader], Mapping[int, str]] = _nothing_refused
-    left_out: Callable[[GgufHeader, LayerRange], frozenset[str]] = _nothing_left_out
-    blanks: Callable[[GgufHeader, LayerRange], Blanks] = _no_blanks
-
-
 @dataclass(frozen=True)
 class Entry:
     """Entry and exit of hidden states in the graph of a family; see `stages.graph_boundary`.
@@ -180,6 +140,46 @@ class Family:
     def left_out(self, header: GgufHeader, layers: LayerRange) -> frozenset[str]:
         """Tensors outside the layers that a stage must not have."""
         return frozenset[str]().union(*(rule.left_out(header, layers) for rule in self.rules))
+
+
+def _nothing_derived(_header: GgufHeader, _layers: LayerRange) -> Mapping[str, Value | None]:
+    return {}
+
+
+def _nothing_refused(_header: GgufHeader) -> Mapping[int, str]:
+    return {}
+
+
+def _no_blanks(_header: GgufHeader, _layers: LayerRange) -> Blanks:
+    return NO_BLANKS
+
+
+def _nothing_left_out(_header: GgufHeader, _layers: LayerRange) -> frozenset[str]:
+    return frozenset()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A property of llama.cpp that cutting must respect.
+
+    Attributes:
+        name: Name of a few words.
+        reason: The property, in one sentence.
+        derived: Metadata of a stage that differ from the generic rules'; None leaves a key out.
+        refused: Cuts that cannot be exact, each with the reason.
+        refused_lengths: Numbers of layers that a stage must not have, each with the reason; the whole model
+            may.
+        left_out: Tensors outside the layers that a stage must not have.
+        blanks: Blank layers of a stage.
+    """
+
+    name: str
+    reason: str
+    derived: Callable[[GgufHeader, LayerRange], Mapping[str, Value | None]] = _nothing_derived
+    refused: Callable[[GgufHeader], Mapping[int, str]] = _nothing_refused
+    refused_lengths: Callable[[GgufHeader], Mapping[int, str]] = _nothing_refused
+    left_out: Callable[[GgufHeader, LayerRange], frozenset[str]] = _nothing_left_out
+    blanks: Callable[[GgufHeader, LayerRange], Blanks] = _no_blanks
 
 
 def _first_reasons(refusals: Iterator[Mapping[int, str]]) -> Mapping[int, str]:

@@ -23,7 +23,6 @@ COPY: Final = "copy.txt"
 COMMAND: Final = f"cat {NOTE} | tee {COPY}"
 # Answers to requests without tools, such as for a title; as JSON where a schema is given.
 TITLE: Final = "A copied note"
-
 _CODE_WORD: Final = re.compile(r"The code word is (\w+)\.")
 # As `mesh.text.chat_template` writes them out for a model whose template knows no tools.
 _TOOLS_BEGIN: Final = "<tools>\n"
@@ -32,6 +31,91 @@ _RESULT: Final = re.compile(r"<tool_response>\n(.*?)\n</tool_response>", re.DOTA
 _SHELLS: Final = ("Bash", "bash", "exec_command", "shell_command", "shell")
 _PURPOSE: Final = "Copy the note"
 _WAIT_MS: Final = 60_000
+# More tokens than that belong to answers that a grammar shapes, which would be no JSON if they were cut.
+_GRAMMAR_FACTOR: Final = 4
+_NEVER: Final = -100.0
+
+
+class ScriptedModel:
+    """Engine that answers by `answer_to`, token by token.
+
+    Args:
+        tokenizer: Tokenizer of a model whose template knows no tools.
+        context_length: Positions of a session; none of them takes memory.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context_length: int) -> None:
+        self._tokenizer = tokenizer
+        self._context_length = context_length
+
+    @property
+    def context_length(self) -> int:
+        """Positions that one session may use."""
+        return self._context_length
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Committed, None]:
+        """The next answer.
+
+        Raises:
+            ContextLengthExceeded: If the prompt does not fit.
+        """
+        if len(request.prompt) >= self._context_length:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(request.prompt)} tokens, and the context holds {self._context_length}"
+            )
+        text = answer_to(self._text(request.prompt), is_json=request.grammar is not None)
+        tokens = self._tokenizer.encode(text, add_special=False, parse_special=False)
+        steps = [*tokens, *sorted(request.end_tokens)[:1]][: request.max_tokens]
+        for token in steps[:-1]:
+            yield Committed((token,), None, GenerationStats())
+            # Other requests are answered meanwhile.
+            await asyncio.sleep(0)
+        last = steps[-1]
+        yield Committed((last,), "stop" if last in request.end_tokens else "length", GenerationStats())
+
+    def _text(self, prompt: Sequence[int]) -> str:
+        pieces = (self._tokenizer.piece(token) or self._tokenizer.name(token).encode() for token in prompt)
+        return b"".join(pieces).decode("utf-8", "replace")
+
+
+class BoundedAnswers:
+    """Engine that ends free answers of another one after a number of tokens, and not before.
+
+    A model of a hundred million parameters, behind an agent's prompt of many thousand tokens, ends its
+    answer at once or never.
+
+    Args:
+        engine: The other one.
+        num_tokens: Tokens of an answer, without the one that ends it.
+    """
+
+    def __init__(self, engine: Engine, num_tokens: int) -> None:
+        self._engine = engine
+        self._num_tokens = num_tokens
+
+    @property
+    def context_length(self) -> int:
+        """The other engine's."""
+        return self._engine.context_length
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Committed, None]:
+        """As the other engine does, up to the bound."""
+        if request.grammar is not None:
+            most = min(request.max_tokens, _GRAMMAR_FACTOR * self._num_tokens)
+            request = replace(request, max_tokens=most)
+        end: int | None = None
+        if request.grammar is None and request.end_tokens and request.max_tokens > self._num_tokens:
+            end = min(request.end_tokens)
+            request = _endless(request)
+        count = 0
+        async with aclosing(self._engine.generate(request)) as steps:
+            async for step in steps:
+                count += len(step.tokens)
+                if end is not None and step.finish is None and count >= self._num_tokens:
+                    logprobs = (*step.logprobs, *step.logprobs[-1:])
+                    yield Committed((*step.tokens, end), "stop", step.stats, logprobs)
+                    return
+                yield step
 
 
 def note_text(word: str) -> str:
@@ -95,93 +179,6 @@ def _filler(schema: Mapping[str, Any]) -> Any:
     name = kind[0] if isinstance(kind, list) and kind else kind
     fillers = {"integer": _WAIT_MS, "number": _WAIT_MS, "boolean": False, "array": [], "object": {}}
     return fillers.get(str(name), _PURPOSE)
-
-
-class ScriptedModel:
-    """Engine that answers by `answer_to`, token by token.
-
-    Args:
-        tokenizer: Tokenizer of a model whose template knows no tools.
-        context_length: Positions of a session; none of them takes memory.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, context_length: int) -> None:
-        self._tokenizer = tokenizer
-        self._context_length = context_length
-
-    @property
-    def context_length(self) -> int:
-        """Positions that one session may use."""
-        return self._context_length
-
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Committed, None]:
-        """The next answer.
-
-        Raises:
-            ContextLengthExceeded: If the prompt does not fit.
-        """
-        if len(request.prompt) >= self._context_length:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(request.prompt)} tokens, and the context holds {self._context_length}"
-            )
-        text = answer_to(self._text(request.prompt), is_json=request.grammar is not None)
-        tokens = self._tokenizer.encode(text, add_special=False, parse_special=False)
-        steps = [*tokens, *sorted(request.end_tokens)[:1]][: request.max_tokens]
-        for token in steps[:-1]:
-            yield Committed((token,), None, GenerationStats())
-            # Other requests are answered meanwhile.
-            await asyncio.sleep(0)
-        last = steps[-1]
-        yield Committed((last,), "stop" if last in request.end_tokens else "length", GenerationStats())
-
-    def _text(self, prompt: Sequence[int]) -> str:
-        pieces = (self._tokenizer.piece(token) or self._tokenizer.name(token).encode() for token in prompt)
-        return b"".join(pieces).decode("utf-8", "replace")
-
-
-# More tokens than that belong to answers that a grammar shapes, which would be no JSON if they were cut.
-_GRAMMAR_FACTOR: Final = 4
-_NEVER: Final = -100.0
-
-
-class BoundedAnswers:
-    """Engine that ends free answers of another one after a number of tokens, and not before.
-
-    A model of a hundred million parameters, behind an agent's prompt of many thousand tokens, ends its
-    answer at once or never.
-
-    Args:
-        engine: The other one.
-        num_tokens: Tokens of an answer, without the one that ends it.
-    """
-
-    def __init__(self, engine: Engine, num_tokens: int) -> None:
-        self._engine = engine
-        self._num_tokens = num_tokens
-
-    @property
-    def context_length(self) -> int:
-        """The other engine's."""
-        return self._engine.context_length
-
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Committed, None]:
-        """As the other engine does, up to the bound."""
-        if request.grammar is not None:
-            most = min(request.max_tokens, _GRAMMAR_FACTOR * self._num_tokens)
-            request = replace(request, max_tokens=most)
-        end: int | None = None
-        if request.grammar is None and request.end_tokens and request.max_tokens > self._num_tokens:
-            end = min(request.end_tokens)
-            request = _endless(request)
-        count = 0
-        async with aclosing(self._engine.generate(request)) as steps:
-            async for step in steps:
-                count += len(step.tokens)
-                if end is not None and step.finish is None and count >= self._num_tokens:
-                    logprobs = (*step.logprobs, *step.logprobs[-1:])
-                    yield Committed((*step.tokens, end), "stop", step.stats, logprobs)
-                    return
-                yield step
 
 
 def _endless(request: GenerationRequest) -> GenerationRequest:

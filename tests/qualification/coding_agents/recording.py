@@ -62,55 +62,6 @@ class Exchange:
         return sum(len(each) if isinstance(each, list) else 1 for each in inner)
 
 
-def exchange_of(
-    *,
-    method: str,
-    path: str,
-    client: str,
-    status: int | None,
-    content_type: str,
-    request: bytes,
-    response: bytes,
-    is_complete: bool,
-) -> Exchange:
-    """The exchange of these bytes."""
-    events = list(stream_events(response)) if content_type.startswith(_STREAM) else []
-    is_refused = status is not None and status >= 400
-    return Exchange(
-        method=method,
-        path=path,
-        client=client,
-        status=status,
-        request=_object(request),
-        events=dict(Counter(name for name, _event in events)),
-        last_event=events[-1][0] if events else "",
-        text="".join(_event_text(event) for _name, event in events) or _whole_text(_object(response)),
-        error=response.decode("utf-8", "replace") if is_refused else "",
-        is_complete=is_complete,
-    )
-
-
-def stream_events(body: bytes) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Type and data of each event of a stream, in order; comments and an unfinished last event left out."""
-    *blocks, _rest = body.decode("utf-8", "replace").split("\n\n")
-    for block in blocks:
-        data = "\n".join(
-            line.removeprefix("data:").lstrip(" ") for line in block.split("\n") if line.startswith("data:")
-        )
-        if data == DONE:
-            yield DONE, {}
-        elif data:
-            event = _object(data.encode())
-            yield str(event.get("type") or event.get("object") or next(iter(event), "")), event
-
-
-def read_recording(path: Path) -> list[Exchange]:
-    """The exchanges of a recording, in the order of their ends; none without a file."""
-    if not path.exists():
-        return []
-    return [Exchange(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 class ExchangeRecorder:
     """Middleware that appends every exchange to a file when it ends.
 
@@ -163,6 +114,55 @@ class ExchangeRecorder:
             )
             with self._path.open("a", encoding="utf-8") as recording:
                 recording.write(json.dumps(asdict(exchange)) + "\n")
+
+
+def exchange_of(
+    *,
+    method: str,
+    path: str,
+    client: str,
+    status: int | None,
+    content_type: str,
+    request: bytes,
+    response: bytes,
+    is_complete: bool,
+) -> Exchange:
+    """The exchange of these bytes."""
+    events = list(stream_events(response)) if content_type.startswith(_STREAM) else []
+    is_refused = status is not None and status >= 400
+    return Exchange(
+        method=method,
+        path=path,
+        client=client,
+        status=status,
+        request=_object(request),
+        events=dict(Counter(name for name, _event in events)),
+        last_event=events[-1][0] if events else "",
+        text="".join(_event_text(event) for _name, event in events) or _whole_text(_object(response)),
+        error=response.decode("utf-8", "replace") if is_refused else "",
+        is_complete=is_complete,
+    )
+
+
+def stream_events(body: bytes) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Type and data of each event of a stream, in order; comments and an unfinished last event left out."""
+    *blocks, _rest = body.decode("utf-8", "replace").split("\n\n")
+    for block in blocks:
+        data = "\n".join(
+            line.removeprefix("data:").lstrip(" ") for line in block.split("\n") if line.startswith("data:")
+        )
+        if data == DONE:
+            yield DONE, {}
+        elif data:
+            event = _object(data.encode())
+            yield str(event.get("type") or event.get("object") or next(iter(event), "")), event
+
+
+def read_recording(path: Path) -> list[Exchange]:
+    """The exchanges of a recording, in the order of their ends; none without a file."""
+    if not path.exists():
+        return []
+    return [Exchange(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _header(headers: Sequence[tuple[bytes, bytes]], name: bytes) -> str:

@@ -98,36 +98,6 @@ class Turn:
     last_words: str
 
 
-def take_turns(program: AgentProgram, options: TurnOptions) -> Generator[Turn, None, None]:
-    """Let an agent take its turns.
-
-    Args:
-        program: The agent.
-        options: Options of all turns.
-
-    Raises:
-        MeshError: If the system refuses the namespaces, or a server does not start.
-    """
-    with TemporaryDirectory(prefix="spanmesh-agents-") as name:
-        scratch = Path(name)
-        with _loopback_host((scratch, options.agents, options.output)) as host:
-            setting = _Setting(host, program, options, scratch)
-            version = setting.version()
-            for kind in options.kinds:
-                yield setting.turn(kind, version)
-
-
-@contextmanager
-def _loopback_host(shared: Sequence[Path]) -> Iterator[Host]:
-    """A host whose network is loopback alone; every process on it ends with the block."""
-    host = Host("agents", shared)
-    try:
-        host.configure(["ip", "link", "set", "lo", "up"])
-        yield host
-    finally:
-        host.close()
-
-
 class _Setting:
     """A host, and what an agent needs on it.
 
@@ -248,6 +218,36 @@ class _Setting:
         """A command without variables of this process, which may be meant for other servers."""
         variables = agent_environment(self._options.agents, home, work, self._program.environment)
         return ["env", "-i", *(f"{name}={value}" for name, value in variables.items()), *argv]
+
+
+def take_turns(program: AgentProgram, options: TurnOptions) -> Generator[Turn, None, None]:
+    """Let an agent take its turns.
+
+    Args:
+        program: The agent.
+        options: Options of all turns.
+
+    Raises:
+        MeshError: If the system refuses the namespaces, or a server does not start.
+    """
+    with TemporaryDirectory(prefix="spanmesh-agents-") as name:
+        scratch = Path(name)
+        with _loopback_host((scratch, options.agents, options.output)) as host:
+            setting = _Setting(host, program, options, scratch)
+            version = setting.version()
+            for kind in options.kinds:
+                yield setting.turn(kind, version)
+
+
+@contextmanager
+def _loopback_host(shared: Sequence[Path]) -> Iterator[Host]:
+    """A host whose network is loopback alone; every process on it ends with the block."""
+    host = Host("agents", shared)
+    try:
+        host.configure(["ip", "link", "set", "lo", "up"])
+        yield host
+    finally:
+        host.close()
 
 
 def agent_environment(agents: Path, home: Path, work: Path, own: Mapping[str, str]) -> dict[str, str]:

@@ -60,8 +60,6 @@ if TYPE_CHECKING:
 
     from meshbench.blocking_client import Answer
 
-log = structlog.get_logger()
-
 _NUM_STAGES: Final = 3
 _OFF: Final[dict[str, Any]] = {"speculation": {"mode": "off"}}
 _FEATURES: Final[dict[str, Any]] = {"speculation": {"mode": LISTENING}}
@@ -73,6 +71,8 @@ _FEW_TOKENS: Final = 16
 _COUNTED_TOKENS: Final = 64
 _SPARE_POSITIONS: Final = 32
 _WARM_UP: Final = "Describe a house by the sea."
+
+log = structlog.get_logger()
 
 
 class ListeningMesh(MeshSystem):

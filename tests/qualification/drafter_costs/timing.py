@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 
     from mesh.draft.drafter import Drafter
 
+# Rows of a prompt come to the drafter so many at a time.
+_NUM_ROWS: Final = 64
+_NUM_TIMES: Final = 15
+_DRAFTER_PATIENCE_S: Final = 120.0
+
 
 @dataclass(frozen=True)
 class DrafterTimes:
@@ -44,12 +49,6 @@ class DrafterTimes:
     absorbed: tuple[float, ...]
     full: tuple[float, ...]
     chained: tuple[float, ...]
-
-
-# Rows of a prompt come to the drafter so many at a time.
-_NUM_ROWS: Final = 64
-_NUM_TIMES: Final = 15
-_DRAFTER_PATIENCE_S: Final = 120.0
 
 
 def time_drafter(drafter: Drafter, target: Path, num_tokens: int) -> DrafterTimes:

@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from meshbench.chaos.results import Tally
     from meshbench.report_tools import Line
 
-log = structlog.get_logger()
-
 _NUM_STAGES: Final = 3
 _NUM_SPARES: Final = 1
 _NUM_SLOTS: Final = 2
@@ -83,30 +81,7 @@ _LATEST: Final = 0.55
 # Requests of the undisturbed run have numbers of their own.
 _FIRST_UNDISTURBED: Final = 10_000
 
-
-def loss_tokens(count: int, num_tokens: int) -> tuple[int, ...]:
-    """Tokens of an answer after which a stage is lost: evenly over the part where losses happen.
-
-    Args:
-        count: How many.
-        num_tokens: Length of the answers.
-    """
-    share = (_LATEST - _EARLIEST) / count
-    return tuple(round(num_tokens * (_EARLIEST + share * (number + 0.5))) for number in range(count))
-
-
-def questions(count: int, num_tokens: int) -> tuple[Question, ...]:
-    """Greedy questions, each computed anew.
-
-    Args:
-        count: How many; no more than there are.
-        num_tokens: Length of the answers.
-    """
-    fields = {"temperature": 0, "cache_prompt": False}
-    return tuple(
-        Question(f"story {index}", Turn(_STORY.format(topic), num_tokens), fields)
-        for index, topic in enumerate(_TOPICS[:count])
-    )
+log = structlog.get_logger()
 
 
 class LossRun:
@@ -198,6 +173,31 @@ class LossRun:
         if sample is not None:
             samples.append(sample)
         return snapshot
+
+
+def loss_tokens(count: int, num_tokens: int) -> tuple[int, ...]:
+    """Tokens of an answer after which a stage is lost: evenly over the part where losses happen.
+
+    Args:
+        count: How many.
+        num_tokens: Length of the answers.
+    """
+    share = (_LATEST - _EARLIEST) / count
+    return tuple(round(num_tokens * (_EARLIEST + share * (number + 0.5))) for number in range(count))
+
+
+def questions(count: int, num_tokens: int) -> tuple[Question, ...]:
+    """Greedy questions, each computed anew.
+
+    Args:
+        count: How many; no more than there are.
+        num_tokens: Length of the answers.
+    """
+    fields = {"temperature": 0, "cache_prompt": False}
+    return tuple(
+        Question(f"story {index}", Turn(_STORY.format(topic), num_tokens), fields)
+        for index, topic in enumerate(_TOPICS[:count])
+    )
 
 
 def _serve_options(options: ChaosOptions) -> list[str]:

@@ -17,8 +17,19 @@ if TYPE_CHECKING:
 
     from tests.qualification.fuzz.report import FuzzOptions, FuzzReport
 
-
 _CASES = click.IntRange(1)
+# Each is an option of `mesh bench fuzz` of the same name; imported only when it is asked for.
+_KINDS: Final = {
+    "http": "tests.qualification.fuzz.http_fuzz:fuzz_http",
+    "grpc": "tests.qualification.fuzz.grpc_fuzz:fuzz_grpc",
+    "gguf": "tests.qualification.fuzz.gguf_fuzz:fuzz_ggufs",
+    "drafters": "tests.qualification.fuzz.drafter_fuzz:fuzz_drafters",
+    "tokens": "tests.qualification.fuzz.token_fuzz:fuzz_tokens",
+    "texts": "tests.qualification.fuzz.text_fuzz:fuzz_texts",
+    "flood": "tests.qualification.fuzz.flood:fuzz_flood",
+    "kills": "tests.qualification.fuzz.worker_kills:fuzz_kills",
+    "prompts": "tests.qualification.fuzz.prompt_fuzz:fuzz_prompts",
+}
 
 
 @click.command()
@@ -90,20 +101,6 @@ def fuzz(*, model: Path | None, seed: int, output: Path, is_json: bool, **num_ca
         say(json.dumps([as_dict(report) for report in reports], indent=2))
     if not all(report.is_good for report in reports):
         click.get_current_context().exit(1)
-
-
-# Each is an option of `mesh bench fuzz` of the same name; imported only when it is asked for.
-_KINDS: Final = {
-    "http": "tests.qualification.fuzz.http_fuzz:fuzz_http",
-    "grpc": "tests.qualification.fuzz.grpc_fuzz:fuzz_grpc",
-    "gguf": "tests.qualification.fuzz.gguf_fuzz:fuzz_ggufs",
-    "drafters": "tests.qualification.fuzz.drafter_fuzz:fuzz_drafters",
-    "tokens": "tests.qualification.fuzz.token_fuzz:fuzz_tokens",
-    "texts": "tests.qualification.fuzz.text_fuzz:fuzz_texts",
-    "flood": "tests.qualification.fuzz.flood:fuzz_flood",
-    "kills": "tests.qualification.fuzz.worker_kills:fuzz_kills",
-    "prompts": "tests.qualification.fuzz.prompt_fuzz:fuzz_prompts",
-}
 
 
 def feed(kind: str, options: FuzzOptions) -> FuzzReport:

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from random import Random
 
-ApiName = Literal["chat", "messages", "responses"]
-
 # A mark is drawn as a character of Unicode's private area, and written out in the end.
 _FIRST_PLACE: Final = 0xE000
 _NUM_PLACES: Final = 6400
@@ -23,6 +21,8 @@ _TOOL: Final = "look"
 # Marks that templates look for in earlier answers, to leave reasoning out: written there, they do what they
 # are for.
 _OF_REASONING: Final = ("think", "channel", "reason", "message", "final", "analysis")
+
+ApiName = Literal["chat", "messages", "responses"]
 
 
 @dataclass(frozen=True)
@@ -36,24 +36,6 @@ class Marks:
 
     everywhere: tuple[str, ...]
     answers: tuple[str, ...]
-
-
-def marks_of(names: Sequence[str]) -> Marks:
-    """Names of control tokens, turns forged with them, and texts that are nearly such names.
-
-    Args:
-        names: Of the control tokens, one or more.
-    """
-    forged = [f"{first}\n{second}system\nSay only" for first, second in pairwise(names)]
-    wrapped = [f"{name[:3]}{name}{name[3:]}" for name in names]
-    alike = [
-        text
-        for name in names
-        for text in (name[:-1], name[1:], name.upper(), name.replace("<", "&lt;"), f"{name[0]} {name[1:]}")
-        if text not in names
-    ]
-    every = (*names, *names, *forged, *wrapped, *alike)
-    return Marks(every, tuple(mark for mark in every if not any(word in mark for word in _OF_REASONING)))
 
 
 @dataclass(frozen=True)
@@ -232,6 +214,24 @@ class Conversations:
     def _place(self, mark: str) -> str:
         self._drawn.append(mark)
         return chr(_FIRST_PLACE + len(self._drawn) - 1)
+
+
+def marks_of(names: Sequence[str]) -> Marks:
+    """Names of control tokens, turns forged with them, and texts that are nearly such names.
+
+    Args:
+        names: Of the control tokens, one or more.
+    """
+    forged = [f"{first}\n{second}system\nSay only" for first, second in pairwise(names)]
+    wrapped = [f"{name[:3]}{name}{name[3:]}" for name in names]
+    alike = [
+        text
+        for name in names
+        for text in (name[:-1], name[1:], name.upper(), name.replace("<", "&lt;"), f"{name[0]} {name[1:]}")
+        if text not in names
+    ]
+    every = (*names, *names, *forged, *wrapped, *alike)
+    return Marks(every, tuple(mark for mark in every if not any(word in mark for word in _OF_REASONING)))
 
 
 def _written(value: Any, marks: Sequence[str] | None) -> Any:

@@ -50,6 +50,23 @@ _MIB: Final = 2**20
 _ANSWER: Final = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
+@dataclass(frozen=True)
+class Pace:
+    """What streams beside a flood felt.
+
+    Attributes:
+        num_streams: Streams that ended, well or not.
+        first_ms: Median time to the first token.
+        slow_first_ms: 95th percentile of it.
+        gap_ms: 99th percentile of the times between tokens.
+    """
+
+    num_streams: int
+    first_ms: float
+    slow_first_ms: float
+    gap_ms: float
+
+
 def flood_bodies(max_bytes: int) -> list[tuple[str, bytes]]:
     """Endpoints and bodies as large as is read: of words, of one run, of marks, of many messages.
 
@@ -166,23 +183,6 @@ def _thrown_away() -> Iterator[int]:
     finally:
         process.kill()
         process.join()
-
-
-@dataclass(frozen=True)
-class Pace:
-    """What streams beside a flood felt.
-
-    Attributes:
-        num_streams: Streams that ended, well or not.
-        first_ms: Median time to the first token.
-        slow_first_ms: 95th percentile of it.
-        gap_ms: 99th percentile of the times between tokens.
-    """
-
-    num_streams: int
-    first_ms: float
-    slow_first_ms: float
-    gap_ms: float
 
 
 def pace_of(records: Sequence[Record]) -> Pace:

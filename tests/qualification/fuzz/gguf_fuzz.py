@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from tests.qualification.fuzz.isolated_trial import Trial
     from tests.qualification.fuzz.report import FuzzOptions, FuzzReport
 
-
 _ODD_EXTENTS: Final = (0, 1, 7, 2**31 - 1, 2**32, 2**63 - 1, 2**64 - 1)
 _ODD_TEXTS: Final = ("", "llama", "qwen3", "gemma3", "no such thing", "nul\0l", "x" * 10_000, "\ufffd", "-1")
 _ODD_NAMES: Final = (
@@ -51,6 +50,10 @@ _ODD_NAMES: Final = (
     "nul\0l",
     "x" * 1000,
 )
+# Far more than the good file takes, far less than what a lying count asks for.
+_MEMORY_BYTES: Final = 4 * 2**30
+_NUM_LAYERS: Final = 2
+_NUM_TOKENS: Final = 1024
 
 
 def hostile_files(good: bytes, layout: StageLayout, random: Random) -> Iterator[bytes]:
@@ -134,10 +137,6 @@ def _fitted(number: int, width: int) -> bytes:
     return (number & ((1 << 8 * width) - 1)).to_bytes(width, "little")
 
 
-# Far more than the good file takes, far less than what a lying count asks for.
-_MEMORY_BYTES: Final = 4 * 2**30
-
-
 def try_model(context: ForkServerContext, path: Path, folder: Path) -> Trial:
     """Read, cut and load a file, and compute a few rows with its first layer.
 
@@ -214,10 +213,6 @@ def with_rows(tensor: StageTensor, num_rows: int) -> StageTensor:
         return tensor
     num_bytes = tensor.n_bytes // tensor.shape[-1] * num_rows
     return replace(tensor, shape=(*tensor.shape[:-1], num_rows), n_bytes=num_bytes)
-
-
-_NUM_LAYERS: Final = 2
-_NUM_TOKENS: Final = 1024
 
 
 def fuzz_ggufs(options: FuzzOptions) -> FuzzReport:

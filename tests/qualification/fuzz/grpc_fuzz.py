@@ -32,95 +32,9 @@ if TYPE_CHECKING:
     from stages.transport.channels import Identity
     from tests.qualification.fuzz.report import FuzzOptions, FuzzReport
 
-
 _PROMPT: Final = (5, 300, 7, 900, 11, 12, 13, 500)
 _NUM_STEPS: Final = 4
 _SAMPLING: Final = SamplingParams(temperature=0.7, top_k=40, seed=17, frequency_penalty=0.5)
-
-
-async def good_session(
-    first: str,
-    tail: str,
-    hello: wire.Hello,
-    identity: Identity,
-    *,
-    session: int,
-    slot: int,
-    patience_s: float,
-) -> bytes:
-    """Open a session, decode a few windows, some with proposals that are rejected, and close it.
-
-    Args:
-        first: `host:port` of the first stage.
-        tail: `host:port` of the tail.
-        hello: First message of each stream.
-        identity: TLS identity for the stages.
-        session: Its id; never used before.
-        slot: Where it runs.
-        patience_s: For each answer.
-
-    Returns:
-        All tokens and log probabilities, serialised: the same while the stages work.
-
-    Raises:
-        MeshError: If a stream breaks.
-        TimeoutError: If an answer does not come.
-    """
-    verdicts: asyncio.Queue[wire.Verdict | MeshError] = asyncio.Queue()
-
-    def take(verdict: wire.Verdict, _times: BatchTimes) -> None:
-        if verdict.session == session:
-            verdicts.put_nowait(verdict)
-
-    stream = VerdictStream(
-        tail,
-        hello,
-        MESH_KEY,
-        on_verdict=take,
-        on_features=lambda _features: None,
-        on_lost=verdicts.put_nowait,
-        host=HOST,
-        identity=identity,
-    )
-    link = StageLink(first, hello, MESH_KEY, verdicts.put_nowait, host=HOST, identity=identity)
-    try:
-        async with asyncio.timeout(patience_s):
-            await stream.open()
-            await link.open()
-        link.send(SessionSpec(session, slot, _SAMPLING, len(_PROMPT), num_top_logprobs=3).to_wire())
-        tokens, start = list(_PROMPT), 0
-        answers = []
-        for number in range(_NUM_STEPS):
-            window = wire.Window(
-                session=session,
-                epoch=number,
-                id=number,
-                start=start,
-                tokens=tokens,
-                verify_rows=1 if number == 0 else len(tokens),
-            )
-            link.send(wire.WindowBundle(windows=[window]))
-            async with asyncio.timeout(patience_s):
-                verdict = await verdicts.get()
-            if isinstance(verdict, MeshError):
-                raise verdict
-            answers.append(
-                b"".join(
-                    [
-                        bytes(str(list(verdict.tokens)), "ascii"),
-                        *(entry.SerializeToString(deterministic=True) for entry in verdict.logprobs),
-                    ]
-                )
-            )
-            start += len(tokens) if number == 0 else len(verdict.tokens)
-            # The second proposal is hardly ever right.
-            tokens = [verdict.tokens[-1], 1, 2]
-        return b"\n".join(answers)
-    finally:
-        await link.close()
-        await stream.close()
-
-
 _LINK: Final = "/spanmesh.windows.Stage/Link"
 _CONTROL: Final = "/spanmesh.windows.Stage/Control"
 _FOLLOW: Final = "/spanmesh.windows.Stage/Follow"
@@ -142,25 +56,6 @@ _SETTLE_S: Final = 0.5
 _NUM_LOOKS: Final = 3
 # What a peer is never to blame for.
 _FAULTS: Final = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-
-
-def fuzz_grpc(options: FuzzOptions) -> FuzzReport:
-    """Whatever a peer sends, the stages run, answer, and compute for others as before.
-
-    Args:
-        options: Options of the run; the stages hold the first layers of its model.
-    """
-    with tempfile.TemporaryDirectory(prefix="spanmesh-fuzz-") as name:
-        folder = Path(name)
-        model = folder / "model.gguf"
-        write_layout(options.model, small_layout(options.model, num_layers=2, num_tokens=1024), model)
-        identity = Authority(make_certificate(dt.datetime.now(dt.UTC))).own_identity([HOST], "127.0.0.1")
-        with StageProcess(model, folder, identity) as process:
-            return asyncio.run(_attack_stages(options, process, identity))
-
-
-async def _attack_stages(options: FuzzOptions, process: StageProcess, identity: Identity) -> FuzzReport:
-    return await _GrpcAttack(options, process, identity).run()
 
 
 class _GrpcAttack:
@@ -324,6 +219,108 @@ class _GrpcAttack:
             slot=self._num_sessions % self._process.stages[0].shape.num_slots,
             patience_s=_PATIENCE_S,
         )
+
+
+async def good_session(
+    first: str,
+    tail: str,
+    hello: wire.Hello,
+    identity: Identity,
+    *,
+    session: int,
+    slot: int,
+    patience_s: float,
+) -> bytes:
+    """Open a session, decode a few windows, some with proposals that are rejected, and close it.
+
+    Args:
+        first: `host:port` of the first stage.
+        tail: `host:port` of the tail.
+        hello: First message of each stream.
+        identity: TLS identity for the stages.
+        session: Its id; never used before.
+        slot: Where it runs.
+        patience_s: For each answer.
+
+    Returns:
+        All tokens and log probabilities, serialised: the same while the stages work.
+
+    Raises:
+        MeshError: If a stream breaks.
+        TimeoutError: If an answer does not come.
+    """
+    verdicts: asyncio.Queue[wire.Verdict | MeshError] = asyncio.Queue()
+
+    def take(verdict: wire.Verdict, _times: BatchTimes) -> None:
+        if verdict.session == session:
+            verdicts.put_nowait(verdict)
+
+    stream = VerdictStream(
+        tail,
+        hello,
+        MESH_KEY,
+        on_verdict=take,
+        on_features=lambda _features: None,
+        on_lost=verdicts.put_nowait,
+        host=HOST,
+        identity=identity,
+    )
+    link = StageLink(first, hello, MESH_KEY, verdicts.put_nowait, host=HOST, identity=identity)
+    try:
+        async with asyncio.timeout(patience_s):
+            await stream.open()
+            await link.open()
+        link.send(SessionSpec(session, slot, _SAMPLING, len(_PROMPT), num_top_logprobs=3).to_wire())
+        tokens, start = list(_PROMPT), 0
+        answers = []
+        for number in range(_NUM_STEPS):
+            window = wire.Window(
+                session=session,
+                epoch=number,
+                id=number,
+                start=start,
+                tokens=tokens,
+                verify_rows=1 if number == 0 else len(tokens),
+            )
+            link.send(wire.WindowBundle(windows=[window]))
+            async with asyncio.timeout(patience_s):
+                verdict = await verdicts.get()
+            if isinstance(verdict, MeshError):
+                raise verdict
+            answers.append(
+                b"".join(
+                    [
+                        bytes(str(list(verdict.tokens)), "ascii"),
+                        *(entry.SerializeToString(deterministic=True) for entry in verdict.logprobs),
+                    ]
+                )
+            )
+            start += len(tokens) if number == 0 else len(verdict.tokens)
+            # The second proposal is hardly ever right.
+            tokens = [verdict.tokens[-1], 1, 2]
+        return b"\n".join(answers)
+    finally:
+        await link.close()
+        await stream.close()
+
+
+def fuzz_grpc(options: FuzzOptions) -> FuzzReport:
+    """Whatever a peer sends, the stages run, answer, and compute for others as before.
+
+    Args:
+        options: Options of the run; the stages hold the first layers of its model.
+    """
+    with tempfile.TemporaryDirectory(prefix="spanmesh-fuzz-") as name:
+        folder = Path(name)
+        model = folder / "model.gguf"
+        write_layout(options.model, small_layout(options.model, num_layers=2, num_tokens=1024), model)
+        identity = Authority(make_certificate(dt.datetime.now(dt.UTC))).own_identity([HOST], "127.0.0.1")
+        with StageProcess(model, folder, identity) as process:
+            return asyncio.run(_attack_stages(options, process, identity))
+
+
+async def _attack_stages(options: FuzzOptions, process: StageProcess, identity: Identity) -> FuzzReport:
+    return await _GrpcAttack(options, process, identity).run()
 
 
 def _ends_stream(method: str, data: bytes) -> bool:

@@ -30,6 +30,8 @@ _IDLE_SHARE: Final = 0.2
 _TIMEOUT_S: Final = 300.0
 _DRAIN_S: Final = 60.0
 _OK: Final = 200
+_ALLOWED_COUNT: Final = 16
+_ALLOWED_BYTES: Final = 128 * 2**20
 
 
 @dataclass(frozen=True)
@@ -69,46 +71,6 @@ class Footprint:
             f"{now} {name} where {then} were" for name, now, then, allowed in counts if now > then + allowed
         ]
         return ", ".join(found) or None
-
-
-_ALLOWED_COUNT: Final = 16
-_ALLOWED_BYTES: Final = 128 * 2**20
-
-
-def footprint_of(mesh: ServedMesh) -> Footprint:
-    """What a mesh holds now; zeros if it has ended. Takes some ten milliseconds."""
-    found = [0, 0, 0, 0]
-    busy_s = 0.0
-    with suppress(psutil.Error):
-        parent = psutil.Process(mesh.process.pid)
-        for process in [parent, *parent.children(recursive=True)]:
-            # A process may end during the look.
-            with suppress(psutil.Error):
-                if role_of(process.cmdline()) == "ray":
-                    continue
-                more = (1, process.num_threads(), process.num_fds(), process.memory_full_info().pss)
-                times = process.cpu_times()
-                busy_s += times.user + times.system
-                found = [total + each for total, each in zip(found, more, strict=True)]
-    return Footprint(found[0], found[1], found[2], found[3], busy_s)
-
-
-async def settled(mesh: ServedMesh, rest: Footprint, patience_s: float) -> Footprint:
-    """The footprint as soon as nothing is left and the mesh is idle, or after some time.
-
-    Args:
-        mesh: The mesh.
-        rest: The footprint before.
-        patience_s: How long to wait, in seconds.
-    """
-    deadline_s = time.monotonic() + patience_s
-    found = await asyncio.to_thread(footprint_of, mesh)
-    while True:
-        await asyncio.sleep(_LOOK_S)
-        before, found = found, await asyncio.to_thread(footprint_of, mesh)
-        is_idle = found.busy_s - before.busy_s < _IDLE_SHARE * _LOOK_S
-        if (is_idle and found.excess_over(rest) is None) or time.monotonic() > deadline_s:
-            return found
 
 
 class HeadWatch:
@@ -211,3 +173,39 @@ class HeadWatch:
             found = await asyncio.to_thread(footprint_of, self._mesh)
             self.peak_bytes = max(self.peak_bytes, found.size_bytes)
             await asyncio.sleep(_LOOK_S)
+
+
+def footprint_of(mesh: ServedMesh) -> Footprint:
+    """What a mesh holds now; zeros if it has ended. Takes some ten milliseconds."""
+    found = [0, 0, 0, 0]
+    busy_s = 0.0
+    with suppress(psutil.Error):
+        parent = psutil.Process(mesh.process.pid)
+        for process in [parent, *parent.children(recursive=True)]:
+            # A process may end during the look.
+            with suppress(psutil.Error):
+                if role_of(process.cmdline()) == "ray":
+                    continue
+                more = (1, process.num_threads(), process.num_fds(), process.memory_full_info().pss)
+                times = process.cpu_times()
+                busy_s += times.user + times.system
+                found = [total + each for total, each in zip(found, more, strict=True)]
+    return Footprint(found[0], found[1], found[2], found[3], busy_s)
+
+
+async def settled(mesh: ServedMesh, rest: Footprint, patience_s: float) -> Footprint:
+    """The footprint as soon as nothing is left and the mesh is idle, or after some time.
+
+    Args:
+        mesh: The mesh.
+        rest: The footprint before.
+        patience_s: How long to wait, in seconds.
+    """
+    deadline_s = time.monotonic() + patience_s
+    found = await asyncio.to_thread(footprint_of, mesh)
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        before, found = found, await asyncio.to_thread(footprint_of, mesh)
+        is_idle = found.busy_s - before.busy_s < _IDLE_SHARE * _LOOK_S
+        if (is_idle and found.excess_over(rest) is None) or time.monotonic() > deadline_s:
+            return found

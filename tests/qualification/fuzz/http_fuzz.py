@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from tests.qualification.fuzz.report import FuzzOptions, FuzzReport
 
-
 _METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "get", "G")
 _ODD_HEADERS: Final = (
     b"Content-Length: 0", b"Content-Length: 99999999999999999999", b"Content-Length: 5",
@@ -38,6 +37,21 @@ _ODD_HEADERS: Final = (
     b"Authorization: Bearer", b"Authorization: Basic eDp5", b"Authorization: Bearer \xff\xff", b"Host:",
 )  # fmt: skip
 _ENOUGH_TOKENS: Final = 3
+# After half a request: how long an answer may come all the same before we say that no more will follow.
+_MORE_S: Final = 0.05
+_READ_BYTES: Final = 65536
+_AT_ONCE: Final = 8
+# One stage; room for a chat template's own words, but so little that no answer takes long.
+_MESH_OPTIONS: Final = ("--stages", "1", "--threads", "1", "--ctx-size", "128", "--parallel", "4")
+# Requests of many prompts wait for one another; on a busy machine that takes its time.
+_TIMEOUT_S: Final = 180.0
+_NUM_SAMPLES: Final = 100
+# By then most sorts of requests have come, and what they load and keep for good is there.
+_NUM_WARM_UP: Final = 250
+_OK: Final = 200
+_NOT_DONE_HERE: Final = 501
+# Text in the log for an unexpected exception.
+_MARKS: Final = (b"Traceback (most recent call last)", b"_unexpectedly", b"Fatal error")
 
 
 @dataclass(frozen=True)
@@ -151,28 +165,6 @@ class HttpCases:
         return head + b"\r\n\r\n" + body
 
 
-def is_whole(data: bytes) -> bool:
-    """Whether a server that has read all of it need not wait for more: it is a request, or surely none."""
-    if not data:
-        return False
-    server = h11.Connection(h11.SERVER)
-    try:
-        server.receive_data(data)
-        while True:
-            event = server.next_event()
-            if event is h11.NEED_DATA:
-                return False
-            if isinstance(event, h11.EndOfMessage) or event is h11.PAUSED:
-                return True
-    except h11.RemoteProtocolError:
-        return True
-
-
-# After half a request: how long an answer may come all the same before we say that no more will follow.
-_MORE_S: Final = 0.05
-_READ_BYTES: Final = 65536
-
-
 @dataclass(frozen=True)
 class Reply:
     """Reaction of a server to one request.
@@ -188,6 +180,31 @@ class Reply:
     content_type: str
     body: bytes
     is_over: bool
+
+
+class _Found:
+    def __init__(self) -> None:
+        self.status: int | None = None
+        self.content_type = ""
+        self.body = bytearray()
+        self.is_over = False
+
+
+def is_whole(data: bytes) -> bool:
+    """Whether a server that has read all of it need not wait for more: it is a request, or surely none."""
+    if not data:
+        return False
+    server = h11.Connection(h11.SERVER)
+    try:
+        server.receive_data(data)
+        while True:
+            event = server.next_event()
+            if event is h11.NEED_DATA:
+                return False
+            if isinstance(event, h11.EndOfMessage) or event is h11.PAUSED:
+                return True
+    except h11.RemoteProtocolError:
+        return True
 
 
 async def exchange(port: int, case: HttpCase, timeout_s: float) -> Reply:
@@ -230,14 +247,6 @@ async def exchange(port: int, case: HttpCase, timeout_s: float) -> Reply:
     return Reply(found.status, found.content_type, bytes(found.body), found.is_over)
 
 
-class _Found:
-    def __init__(self) -> None:
-        self.status: int | None = None
-        self.content_type = ""
-        self.body = bytearray()
-        self.is_over = False
-
-
 async def _read(reader: asyncio.StreamReader, client: h11.Connection, found: _Found) -> None:
     while True:
         try:
@@ -255,20 +264,6 @@ async def _read(reader: asyncio.StreamReader, client: h11.Connection, found: _Fo
             found.body += event.data
         elif isinstance(event, h11.EndOfMessage | h11.ConnectionClosed) or event is h11.PAUSED:
             return
-
-
-_AT_ONCE: Final = 8
-# One stage; room for a chat template's own words, but so little that no answer takes long.
-_MESH_OPTIONS: Final = ("--stages", "1", "--threads", "1", "--ctx-size", "128", "--parallel", "4")
-# Requests of many prompts wait for one another; on a busy machine that takes its time.
-_TIMEOUT_S: Final = 180.0
-_NUM_SAMPLES: Final = 100
-# By then most sorts of requests have come, and what they load and keep for good is there.
-_NUM_WARM_UP: Final = 250
-_OK: Final = 200
-_NOT_DONE_HERE: Final = 501
-# Text in the log for an unexpected exception.
-_MARKS: Final = (b"Traceback (most recent call last)", b"_unexpectedly", b"Fatal error")
 
 
 def fuzz_http(options: FuzzOptions) -> FuzzReport:

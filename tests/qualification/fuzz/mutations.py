@@ -11,59 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from random import Random
 
-
-# Lengths and counts that readers trip over, as little-endian numbers of 1, 2, 4 and 8 bytes.
-_ODD_NUMBERS: Final = tuple(
-    number.to_bytes(width, "little")
-    for width in (1, 2, 4, 8)
-    for number in (0, 1, 2 ** (8 * width - 1) - 1, 2 ** (8 * width - 1), 2 ** (8 * width) - 1)
-)
 _MOST_BYTES: Final = 64
-
-
-def damaged(data: bytes, random: Random) -> bytes:
-    """`data` after one to four accidents: bits flipped, bytes changed, lost, doubled, or the end cut off.
-
-    Args:
-        data: Any bytes.
-        random: Decides.
-    """
-    wreck = bytearray(data)
-    for _ in range(random.choice((1, 1, 1, 2, 4))):
-        random.choice((_flip, _overwrite, _insert, _lose, _double, _cut))(wreck, random)
-    return bytes(wreck)
-
-
-def _flip(wreck: bytearray, random: Random) -> None:
-    if wreck:
-        wreck[random.randrange(len(wreck))] ^= 1 << random.randrange(8)
-
-
-def _overwrite(wreck: bytearray, random: Random) -> None:
-    new = random.choice((random.randbytes(random.randint(1, 8)), random.choice(_ODD_NUMBERS)))
-    at = random.randint(0, len(wreck))
-    wreck[at : at + len(new)] = new
-
-
-def _insert(wreck: bytearray, random: Random) -> None:
-    at = random.randint(0, len(wreck))
-    wreck[at:at] = random.choice((random.randbytes(random.randint(1, 8)), random.choice(_ODD_NUMBERS)))
-
-
-def _lose(wreck: bytearray, random: Random) -> None:
-    at = random.randint(0, len(wreck))
-    del wreck[at : at + random.randint(1, _MOST_BYTES)]
-
-
-def _double(wreck: bytearray, random: Random) -> None:
-    at = random.randint(0, len(wreck))
-    wreck[at:at] = wreck[at : at + random.randint(1, _MOST_BYTES)]
-
-
-def _cut(wreck: bytearray, random: Random) -> None:
-    del wreck[random.randint(0, len(wreck)) :]
-
-
 # It knows what OpenAPI documents of pydantic models are made of, and no more of JSON Schema.
 # Texts that have surprised parsers, tokenizers, templates and terminals.
 TEXTS: Final = (
@@ -78,6 +26,30 @@ _VALUE_NAMES: Final = ("look", "f-1_x.y", "Z" * 64)
 _ANY: Final[tuple[Any, ...]] = (None, True, 0, 1.5, "text", [], {})
 _DEPTH: Final = 6
 _FEW: Final = 4
+_WRONG: Final[tuple[Any, ...]] = (
+    None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, -(2**63) - 1, 10**30, 1e308, -0.0, 1.5, 5e-324, "", "1",
+    [], {}, [[]], [None], [{}], {"": {}}, ["a", 1], float("nan"), float("inf"), 10**400, list(range(300)),
+    "x" * 20_000, ["x"] * 2000, [[0] * 50] * 50, {str(number): number for number in range(500)},
+)  # fmt: skip
+# Lengths and counts that readers trip over, as little-endian numbers of 1, 2, 4 and 8 bytes.
+_ODD_NUMBERS: Final = tuple(
+    number.to_bytes(width, "little")
+    for width in (1, 2, 4, 8)
+    for number in (0, 1, 2 ** (8 * width - 1) - 1, 2 ** (8 * width - 1), 2 ** (8 * width) - 1)
+)
+_JSON_NAMES: Final = (
+    "",
+    "__proto__",
+    "model_config",
+    "self",
+    "role",
+    "messages",
+    "stream",
+    "n",
+    "user",
+    "\x00",
+    "\ud800",
+)
 
 
 class SchemaValues:
@@ -172,29 +144,52 @@ class SchemaValues:
         return found
 
 
+def damaged(data: bytes, random: Random) -> bytes:
+    """`data` after one to four accidents: bits flipped, bytes changed, lost, doubled, or the end cut off.
+
+    Args:
+        data: Any bytes.
+        random: Decides.
+    """
+    wreck = bytearray(data)
+    for _ in range(random.choice((1, 1, 1, 2, 4))):
+        random.choice((_flip, _overwrite, _insert, _lose, _double, _cut))(wreck, random)
+    return bytes(wreck)
+
+
+def _flip(wreck: bytearray, random: Random) -> None:
+    if wreck:
+        wreck[random.randrange(len(wreck))] ^= 1 << random.randrange(8)
+
+
+def _overwrite(wreck: bytearray, random: Random) -> None:
+    new = random.choice((random.randbytes(random.randint(1, 8)), random.choice(_ODD_NUMBERS)))
+    at = random.randint(0, len(wreck))
+    wreck[at : at + len(new)] = new
+
+
+def _insert(wreck: bytearray, random: Random) -> None:
+    at = random.randint(0, len(wreck))
+    wreck[at:at] = random.choice((random.randbytes(random.randint(1, 8)), random.choice(_ODD_NUMBERS)))
+
+
+def _lose(wreck: bytearray, random: Random) -> None:
+    at = random.randint(0, len(wreck))
+    del wreck[at : at + random.randint(1, _MOST_BYTES)]
+
+
+def _double(wreck: bytearray, random: Random) -> None:
+    at = random.randint(0, len(wreck))
+    wreck[at:at] = wreck[at : at + random.randint(1, _MOST_BYTES)]
+
+
+def _cut(wreck: bytearray, random: Random) -> None:
+    del wreck[random.randint(0, len(wreck)) :]
+
+
 def _as_json_reads(text: str) -> str:
     """The text that JSON gives back: two surrogates that meet are one character, escaped as the same pair."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
-
-
-_WRONG: Final[tuple[Any, ...]] = (
-    None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, -(2**63) - 1, 10**30, 1e308, -0.0, 1.5, 5e-324, "", "1",
-    [], {}, [[]], [None], [{}], {"": {}}, ["a", 1], float("nan"), float("inf"), 10**400, list(range(300)),
-    "x" * 20_000, ["x"] * 2000, [[0] * 50] * 50, {str(number): number for number in range(500)},
-)  # fmt: skip
-_JSON_NAMES: Final = (
-    "",
-    "__proto__",
-    "model_config",
-    "self",
-    "role",
-    "messages",
-    "stream",
-    "n",
-    "user",
-    "\x00",
-    "\ud800",
-)
 
 
 def damaged_value(value: Any, random: Random) -> Any:

@@ -19,16 +19,6 @@ _ANCHOR: Final = re.compile(r"qz[a-y]{6}z")
 _LETTERS: Final = "abcdefghijklmnoprstuvwxy"
 
 
-def anchor(random: Random) -> str:
-    """A word that no template, no vocabulary and no other text has."""
-    return f"qz{''.join(random.choices(_LETTERS, k=6))}z"
-
-
-def anchors_in(text: str) -> tuple[str, ...]:
-    """Anchors of a text, in order."""
-    return tuple(_ANCHOR.findall(text))
-
-
 @dataclass(frozen=True)
 class Piece:
     """What one token of a prompt stands for.
@@ -40,6 +30,16 @@ class Piece:
 
     data: bytes
     is_control: bool
+
+
+def anchor(random: Random) -> str:
+    """A word that no template, no vocabulary and no other text has."""
+    return f"qz{''.join(random.choices(_LETTERS, k=6))}z"
+
+
+def anchors_in(text: str) -> tuple[str, ...]:
+    """Anchors of a text, in order."""
+    return tuple(_ANCHOR.findall(text))
 
 
 def skeleton(pieces: Iterable[Piece]) -> tuple[str, ...]:

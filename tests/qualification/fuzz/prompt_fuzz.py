@@ -54,6 +54,52 @@ _APIS: Final[Mapping[ApiName, tuple[str, str, str]]] = {
 }
 
 
+class PromptRecorder:
+    """Engine that keeps the prompt of each request, and answers nothing.
+
+    Attributes:
+        prompts: Token ids so far.
+    """
+
+    def __init__(self) -> None:
+        self.prompts: list[tuple[int, ...]] = []
+
+    @property
+    def context_length(self) -> int:
+        """Positions that one session may use."""
+        return _CONTEXT
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Committed, None]:
+        """The end of the answer."""
+        self.prompts.append(request.prompt)
+        end = min(request.end_tokens, default=0)
+        yield Committed((end,), "stop" if request.end_tokens else "length", GenerationStats())
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """A running API."""
+
+    client: Client
+    recorder: PromptRecorder
+    tokenizer: Tokenizer
+    control: frozenset[int]
+
+    async def ask(self, path: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Status and answer."""
+        reply = WholeBody()
+        await self.client.exchange("POST", path, json.dumps(body).encode(), reply)
+        return reply.status, json.loads(reply.body)
+
+    def pieces(self, tokens: tuple[int, ...]) -> Iterator[Piece]:
+        """What each token stands for."""
+        for token in tokens:
+            if token in self.control:
+                yield Piece(self.tokenizer.name(token).encode(), is_control=True)
+            else:
+                yield Piece(self.tokenizer.piece(token), is_control=False)
+
+
 def known_templates(source: Path | None) -> dict[str, str]:
     """Chat templates of llama.cpp's source by name; none without the source.
 
@@ -107,52 +153,6 @@ def _write_model(model: Path, output: Path, template: str | None) -> list[str]:
     changes = with_control_tokens(model, names)
     write_vocabulary(model, output, {TEMPLATE: text_value(template), **changes})
     return names
-
-
-class PromptRecorder:
-    """Engine that keeps the prompt of each request, and answers nothing.
-
-    Attributes:
-        prompts: Token ids so far.
-    """
-
-    def __init__(self) -> None:
-        self.prompts: list[tuple[int, ...]] = []
-
-    @property
-    def context_length(self) -> int:
-        """Positions that one session may use."""
-        return _CONTEXT
-
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Committed, None]:
-        """The end of the answer."""
-        self.prompts.append(request.prompt)
-        end = min(request.end_tokens, default=0)
-        yield Committed((end,), "stop" if request.end_tokens else "length", GenerationStats())
-
-
-@dataclass(frozen=True)
-class _Prompts:
-    """A running API."""
-
-    client: Client
-    recorder: PromptRecorder
-    tokenizer: Tokenizer
-    control: frozenset[int]
-
-    async def ask(self, path: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Status and answer."""
-        reply = WholeBody()
-        await self.client.exchange("POST", path, json.dumps(body).encode(), reply)
-        return reply.status, json.loads(reply.body)
-
-    def pieces(self, tokens: tuple[int, ...]) -> Iterator[Piece]:
-        """What each token stands for."""
-        for token in tokens:
-            if token in self.control:
-                yield Piece(self.tokenizer.name(token).encode(), is_control=True)
-            else:
-                yield Piece(self.tokenizer.piece(token), is_control=False)
 
 
 @asynccontextmanager

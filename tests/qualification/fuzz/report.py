@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 
     from meshbench.stress.memory import Growth
 
+_MIB: Final = 2**20
+# Of each sort of failure; after some they repeat themselves.
+_MAX_KEPT: Final = 10
+
+Failure = Literal["crash", "hang", "fault"]
+
 
 @dataclass(frozen=True)
 class FuzzOptions:
@@ -30,9 +36,6 @@ class FuzzOptions:
     seed: int
     model: Path
     output: Path
-
-
-_MIB: Final = 2**20
 
 
 @dataclass(frozen=True)
@@ -73,69 +76,6 @@ class FuzzReport:
         """Whether nothing failed, and memory stayed flat as far as is known."""
         num_failures = self.num_crashes + self.num_hangs + self.num_faults
         return num_failures == 0 and (self.growth is None or self.growth.is_flat)
-
-
-def as_dict(report: FuzzReport) -> dict[str, Any]:
-    """For JSON."""
-    growth = report.growth
-    return {
-        "kind": report.kind,
-        "good": report.is_good,
-        "seed": report.seed,
-        "cases": report.num_cases,
-        "outcomes": dict(report.outcomes),
-        "crashes": report.num_crashes,
-        "hangs": report.num_hangs,
-        "faults": report.num_faults,
-        "warm_bytes": None if growth is None else growth.first_bytes,
-        "end_bytes": None if growth is None else growth.last_bytes,
-        "growth_bytes": None if growth is None else growth.growth_bytes,
-        "flat": None if growth is None else growth.is_flat,
-        "kept": [str(path) for path in report.kept],
-        "duration_s": round(report.duration_s, 1),
-        "figures": {name: _rounded(value) for name, value in report.figures.items()},
-    }
-
-
-def as_text(report: FuzzReport) -> str:
-    """A few lines for a person."""
-    outcomes = ", ".join(f"{name}: {count}" for name, count in sorted(report.outcomes.items()))
-    verdict = "good" if report.is_good else "FAILED"
-    failures = f"crashes {report.num_crashes}, hangs {report.num_hangs}, faults {report.num_faults}"
-    lines = [
-        f"{report.kind}: {report.num_cases} cases, seed {report.seed}, {report.duration_s:.0f} s: {verdict}",
-        f"  {failures}",
-        f"  memory: {_memory(report)}",
-        f"  answers: {outcomes}",
-        *(f"  {name}: {_rounded(value):g}" for name, value in report.figures.items()),
-        *(f"  kept: {path}" for path in report.kept),
-    ]
-    return "\n".join(lines)
-
-
-def _rounded(value: float) -> float:
-    """To three digits behind the point, which counts do not need."""
-    return round(value, 3)
-
-
-def _memory(report: FuzzReport) -> str:
-    """Before, after, and what that means."""
-    growth = report.growth
-    if not report.num_memory_samples:
-        return "not judged: each input had a process of its own, or the run was too short"
-    if growth is None:
-        return f"{report.num_memory_samples} samples, too few to tell"
-    verdict = "flat" if growth.is_flat else "GROWS"
-    return (
-        f"{growth.first_bytes / _MIB:.1f} MiB after the warm-up, {growth.last_bytes / _MIB:.1f} at the end, "
-        f"{growth.growth_bytes / _MIB:+.1f} where {growth.allowed_bytes / _MIB:.1f} is allowed: {verdict}"
-    )
-
-
-Failure = Literal["crash", "hang", "fault"]
-
-# Of each sort of failure; after some they repeat themselves.
-_MAX_KEPT: Final = 10
 
 
 class Tally:
@@ -199,3 +139,60 @@ class Tally:
             duration_s=self._now_s() - self._begin_s,
             figures=dict(self.figures),
         )
+
+
+def as_dict(report: FuzzReport) -> dict[str, Any]:
+    """For JSON."""
+    growth = report.growth
+    return {
+        "kind": report.kind,
+        "good": report.is_good,
+        "seed": report.seed,
+        "cases": report.num_cases,
+        "outcomes": dict(report.outcomes),
+        "crashes": report.num_crashes,
+        "hangs": report.num_hangs,
+        "faults": report.num_faults,
+        "warm_bytes": None if growth is None else growth.first_bytes,
+        "end_bytes": None if growth is None else growth.last_bytes,
+        "growth_bytes": None if growth is None else growth.growth_bytes,
+        "flat": None if growth is None else growth.is_flat,
+        "kept": [str(path) for path in report.kept],
+        "duration_s": round(report.duration_s, 1),
+        "figures": {name: _rounded(value) for name, value in report.figures.items()},
+    }
+
+
+def as_text(report: FuzzReport) -> str:
+    """A few lines for a person."""
+    outcomes = ", ".join(f"{name}: {count}" for name, count in sorted(report.outcomes.items()))
+    verdict = "good" if report.is_good else "FAILED"
+    failures = f"crashes {report.num_crashes}, hangs {report.num_hangs}, faults {report.num_faults}"
+    lines = [
+        f"{report.kind}: {report.num_cases} cases, seed {report.seed}, {report.duration_s:.0f} s: {verdict}",
+        f"  {failures}",
+        f"  memory: {_memory(report)}",
+        f"  answers: {outcomes}",
+        *(f"  {name}: {_rounded(value):g}" for name, value in report.figures.items()),
+        *(f"  kept: {path}" for path in report.kept),
+    ]
+    return "\n".join(lines)
+
+
+def _rounded(value: float) -> float:
+    """To three digits behind the point, which counts do not need."""
+    return round(value, 3)
+
+
+def _memory(report: FuzzReport) -> str:
+    """Before, after, and what that means."""
+    growth = report.growth
+    if not report.num_memory_samples:
+        return "not judged: each input had a process of its own, or the run was too short"
+    if growth is None:
+        return f"{report.num_memory_samples} samples, too few to tell"
+    verdict = "flat" if growth.is_flat else "GROWS"
+    return (
+        f"{growth.first_bytes / _MIB:.1f} MiB after the warm-up, {growth.last_bytes / _MIB:.1f} at the end, "
+        f"{growth.growth_bytes / _MIB:+.1f} where {growth.allowed_bytes / _MIB:.1f} is allowed: {verdict}"
+    )

@@ -43,6 +43,18 @@ _CHARS_OF_A_TOKEN: Final = 4
 _N_VOCAB: Final = 49_152
 _HANG_UP_SHARE: Final = 0.4
 _MAX_HANG_UP_S: Final = 3.0
+_FEW: Final = {"max_tokens": 2}
+_MAX_KEPT_BYTES: Final = 65_536
+_AT_ONCE: Final = 8
+_TIMEOUT_S: Final = 180.0
+# Far beyond what a busy machine does to a healthy head.
+_STILL_MS: Final = 10_000.0
+_SLOW_MS: Final = 20_000.0
+_STREAM_TOKENS: Final = 16
+_SETTLE_S: Final = 60.0
+_END_S: Final = 2.0
+_OVERLOADED: Final = 503
+_MIB: Final = 2**20
 
 
 @dataclass(frozen=True)
@@ -70,62 +82,6 @@ class TextCase:
         end = "" if self.hang_up_s is None else f", hung up after {self.hang_up_s:.1f} s"
         what = f"{self.num_chars} characters of {self.shape}"
         return f"request {self.number} of the seed: {self.path}, {what}{end}"
-
-
-def _user(text: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": text}]}
-
-
-def _tool(text: str) -> dict[str, Any]:
-    function = {"name": "look", "description": text}
-    return {**_user("Look"), "tools": [{"type": "function", "function": function}]}
-
-
-def _result(text: str) -> dict[str, Any]:
-    called = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-    messages = [
-        {"role": "user", "content": "Look"},
-        {"role": "assistant", "content": None, "tool_calls": [called]},
-        {"role": "tool", "tool_call_id": "call_1", "content": text},
-    ]
-    return {"messages": messages}
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    conversation = _result("done")
-    arguments = json.dumps({"place": text})
-    conversation["messages"][1]["tool_calls"][0]["function"]["arguments"] = arguments
-    return conversation
-
-
-def _ids(text: str) -> dict[str, Any]:
-    count = len(text) // _CHARS_OF_A_TOKEN + 1
-    return {"tokens": [(17 * number + len(text)) % _N_VOCAB for number in range(count)]}
-
-
-_FEW: Final = {"max_tokens": 2}
-_REQUESTS: Final[Sequence[tuple[str, Callable[[str], dict[str, Any]]]]] = (
-    ("/v1/chat/completions", lambda text: {**_user(text), **_FEW}),
-    ("/v1/chat/completions", lambda text: {**_tool(text), **_FEW}),
-    ("/v1/chat/completions", lambda text: {**_result(text), **_FEW}),
-    ("/v1/chat/completions", lambda text: {**_arguments(text), **_FEW}),
-    (
-        "/v1/chat/completions",
-        lambda text: {**_user("Go on"), **_FEW, "prediction": {"type": "content", "content": text}},
-    ),
-    ("/v1/completions", lambda text: {"prompt": text, **_FEW}),
-    ("/v1/completions", lambda text: {"prompt": [text[:100], text], **_FEW, "echo": True}),
-    ("/v1/messages", lambda text: {**_user(text), **_FEW}),
-    ("/v1/messages", lambda text: {**_user("Hello"), "system": text, **_FEW}),
-    ("/v1/messages/count_tokens", _user),
-    ("/v1/responses", lambda text: {"input": text, "max_output_tokens": 2, "store": False}),
-    ("/v1/responses/input_tokens", lambda text: {"input": text}),
-    ("/tokenize", lambda text: {"prompt": text}),
-    ("/tokenize", lambda text: {"prompt": text, "return_token_strs": True}),
-    ("/tokenize", _user),
-    ("/detokenize", _ids),
-    ("/v1/embeddings", lambda text: {"input": text}),
-)
 
 
 class TextCases:
@@ -166,13 +122,6 @@ class TextCases:
         ]
 
 
-def _encoded(body: Mapping[str, Any]) -> bytes:
-    try:
-        return json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # half a surrogate pair, which only an escape can write
-        return json.dumps(body).encode()
-
-
 class _Answer:
     """Keeps the beginning of a response; implements `http_client.Receiver`."""
 
@@ -190,61 +139,6 @@ class _Answer:
         """The next bytes of the body."""
         if len(self.body) < _MAX_KEPT_BYTES:
             self.body += data
-
-
-_MAX_KEPT_BYTES: Final = 65_536
-_AT_ONCE: Final = 8
-_TIMEOUT_S: Final = 180.0
-# Far beyond what a busy machine does to a healthy head.
-_STILL_MS: Final = 10_000.0
-_SLOW_MS: Final = 20_000.0
-_STREAM_TOKENS: Final = 16
-_SETTLE_S: Final = 60.0
-_END_S: Final = 2.0
-_OVERLOADED: Final = 503
-_MIB: Final = 2**20
-
-
-def fuzz_texts(options: FuzzOptions) -> FuzzReport:
-    """Do what an attacker of text does: one key sends eight requests at once, another one streams meanwhile.
-
-    The vocabulary is the model's under other kinds (`tokenizer.ggml.pre`), each served for a hundred cases in
-    turn. A failure is: the head is gone; no end of an answer in 180 s; `/health` unanswered for 10 s; a first
-    token of the other key after 20 s, or a stream of it that breaks off; a 5xx but 503, an error of another
-    shape; processes, threads, open files or memory that are left a minute after the last request.
-
-    Args:
-        options: Options of the run.
-
-    Raises:
-        MeshError: If the mesh does not come up.
-    """
-    tally = Tally("texts", options, time.monotonic)
-    marks = control_tokens(options.model)
-    cases = TextCases(options.seed, marks, max_body_bytes(_CONTEXT))
-    number = 0
-    with tempfile.TemporaryDirectory(prefix="spanmesh-fuzz-") as name:
-        for kind in cycle(_KINDS):
-            stop = min(number + _CASES_OF_A_MESH, options.num_cases)
-            changes = {} if kind is None else {PRE_KIND: text_value(kind)}
-            model = write_altered(options.model, Path(name) / f"{kind}.gguf", changes, num_layers=_NUM_LAYERS)
-            while number < stop:
-                number = _attacked(model, tally, cases, range(number, stop), options.output)
-            model.unlink()
-            if number >= options.num_cases:
-                return tally.report()
-    raise AssertionError  # the loop has no other end
-
-
-def _attacked(model: Path, tally: Tally, cases: TextCases, numbers: range, output: Path) -> int:
-    """Serve a model, and feed cases until the last one, or until the head is gone.
-
-    Returns:
-        The number of the next case.
-    """
-    keys = [secrets.token_urlsafe(32) for _ in range(2)]
-    with served_mesh(model, output, keys[0], _MESH_OPTIONS, keys[1:]) as mesh:
-        return asyncio.run(Attack(mesh, tally, cases, keys[0], keys[1]).run(numbers))
 
 
 class Attack:
@@ -363,3 +257,107 @@ class Attack:
         }
         for name, value in found.items():
             self._tally.figures[name] = max(value, self._tally.figures.get(name, 0.0))
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+def _tool(text: str) -> dict[str, Any]:
+    function = {"name": "look", "description": text}
+    return {**_user("Look"), "tools": [{"type": "function", "function": function}]}
+
+
+def _result(text: str) -> dict[str, Any]:
+    called = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "Look"},
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "call_1", "content": text},
+    ]
+    return {"messages": messages}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    conversation = _result("done")
+    arguments = json.dumps({"place": text})
+    conversation["messages"][1]["tool_calls"][0]["function"]["arguments"] = arguments
+    return conversation
+
+
+def _ids(text: str) -> dict[str, Any]:
+    count = len(text) // _CHARS_OF_A_TOKEN + 1
+    return {"tokens": [(17 * number + len(text)) % _N_VOCAB for number in range(count)]}
+
+
+_REQUESTS: Final[Sequence[tuple[str, Callable[[str], dict[str, Any]]]]] = (
+    ("/v1/chat/completions", lambda text: {**_user(text), **_FEW}),
+    ("/v1/chat/completions", lambda text: {**_tool(text), **_FEW}),
+    ("/v1/chat/completions", lambda text: {**_result(text), **_FEW}),
+    ("/v1/chat/completions", lambda text: {**_arguments(text), **_FEW}),
+    (
+        "/v1/chat/completions",
+        lambda text: {**_user("Go on"), **_FEW, "prediction": {"type": "content", "content": text}},
+    ),
+    ("/v1/completions", lambda text: {"prompt": text, **_FEW}),
+    ("/v1/completions", lambda text: {"prompt": [text[:100], text], **_FEW, "echo": True}),
+    ("/v1/messages", lambda text: {**_user(text), **_FEW}),
+    ("/v1/messages", lambda text: {**_user("Hello"), "system": text, **_FEW}),
+    ("/v1/messages/count_tokens", _user),
+    ("/v1/responses", lambda text: {"input": text, "max_output_tokens": 2, "store": False}),
+    ("/v1/responses/input_tokens", lambda text: {"input": text}),
+    ("/tokenize", lambda text: {"prompt": text}),
+    ("/tokenize", lambda text: {"prompt": text, "return_token_strs": True}),
+    ("/tokenize", _user),
+    ("/detokenize", _ids),
+    ("/v1/embeddings", lambda text: {"input": text}),
+)
+
+
+def _encoded(body: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # half a surrogate pair, which only an escape can write
+        return json.dumps(body).encode()
+
+
+def fuzz_texts(options: FuzzOptions) -> FuzzReport:
+    """Do what an attacker of text does: one key sends eight requests at once, another one streams meanwhile.
+
+    The vocabulary is the model's under other kinds (`tokenizer.ggml.pre`), each served for a hundred cases in
+    turn. A failure is: the head is gone; no end of an answer in 180 s; `/health` unanswered for 10 s; a first
+    token of the other key after 20 s, or a stream of it that breaks off; a 5xx but 503, an error of another
+    shape; processes, threads, open files or memory that are left a minute after the last request.
+
+    Args:
+        options: Options of the run.
+
+    Raises:
+        MeshError: If the mesh does not come up.
+    """
+    tally = Tally("texts", options, time.monotonic)
+    marks = control_tokens(options.model)
+    cases = TextCases(options.seed, marks, max_body_bytes(_CONTEXT))
+    number = 0
+    with tempfile.TemporaryDirectory(prefix="spanmesh-fuzz-") as name:
+        for kind in cycle(_KINDS):
+            stop = min(number + _CASES_OF_A_MESH, options.num_cases)
+            changes = {} if kind is None else {PRE_KIND: text_value(kind)}
+            model = write_altered(options.model, Path(name) / f"{kind}.gguf", changes, num_layers=_NUM_LAYERS)
+            while number < stop:
+                number = _attacked(model, tally, cases, range(number, stop), options.output)
+            model.unlink()
+            if number >= options.num_cases:
+                return tally.report()
+    raise AssertionError  # the loop has no other end
+
+
+def _attacked(model: Path, tally: Tally, cases: TextCases, numbers: range, output: Path) -> int:
+    """Serve a model, and feed cases until the last one, or until the head is gone.
+
+    Returns:
+        The number of the next case.
+    """
+    keys = [secrets.token_urlsafe(32) for _ in range(2)]
+    with served_mesh(model, output, keys[0], _MESH_OPTIONS, keys[1:]) as mesh:
+        return asyncio.run(Attack(mesh, tally, cases, keys[0], keys[1]).run(numbers))

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from tests.qualification.fuzz.report import FuzzOptions, FuzzReport
 
-
 _ADDRESSES: Final = (
     "",
     ":",
@@ -42,6 +41,9 @@ _ADDRESSES: Final = (
     "host:" + "9" * 2000,
 )
 _ALPHABET: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_=+/ \n\0é€"
+_GOOD: Final = JoinToken(("192.0.2.7:4100", "[2001:db8::7]:4100"), "s" * 43, bytes(range(32)), 2**39)
+_SLOW_S: Final = 1.0
+_NUM_SAMPLES: Final = 50
 
 
 def hostile_tokens(token: JoinToken, random: Random) -> Iterator[str]:
@@ -123,11 +125,6 @@ def _counted(random: Random) -> str:
 
 def _noise(random: Random) -> str:
     return "".join(random.choices(_ALPHABET, k=random.randint(0, 5000)))
-
-
-_GOOD: Final = JoinToken(("192.0.2.7:4100", "[2001:db8::7]:4100"), "s" * 43, bytes(range(32)), 2**39)
-_SLOW_S: Final = 1.0
-_NUM_SAMPLES: Final = 50
 
 
 def fuzz_tokens(options: FuzzOptions) -> FuzzReport:

@@ -37,6 +37,58 @@ _SETTLE_S: Final = 30.0
 _OK: Final = 200
 
 
+class _Readers:
+    """Has a long text tokenized again and again during the block.
+
+    Attributes:
+        num_read: Complete answers.
+        failures: What the others were.
+    """
+
+    def __init__(self, mesh: ServedMesh, key: str) -> None:
+        self._mesh = mesh
+        self._key = key
+        self._is_over = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._first = asyncio.Event()
+        self._num_ids = 0
+        self.num_read = 0
+        self.failures: list[str] = []
+
+    async def __aenter__(self) -> None:
+        self._tasks = [asyncio.create_task(self._read()) for _ in range(_NUM_READERS)]
+
+    async def __aexit__(self, *_: object) -> None:
+        self._is_over = True
+        await asyncio.gather(*self._tasks)
+
+    async def have_read(self) -> None:
+        """Wait for the first answer: the processes run."""
+        await self._first.wait()
+
+    async def _read(self) -> None:
+        url = parse_url(f"http://127.0.0.1:{self._mesh.port}")
+        client = Client(url, api_key=self._key, timeout_s=_TIMEOUT_S, clock_s=time.perf_counter)
+        body = json.dumps({"prompt": _TEXT}).encode()
+        while self._mesh.is_running() and not self._is_over:
+            reply = WholeBody()
+            try:
+                await client.exchange("POST", "/tokenize", body, reply)
+                self._judge(reply.status, reply.body)
+            except OSError as error:
+                self.failures.append(f"/tokenize: {error}")
+            self._first.set()
+        client.close()
+
+    def _judge(self, status: int, body: bytes) -> None:
+        ids: Sequence[int] = json.loads(body)["tokens"] if status == _OK else ()
+        self._num_ids = self._num_ids or len(ids)
+        if ids and len(ids) == self._num_ids:
+            self.num_read += 1
+        else:
+            self.failures.append(f"/tokenize: {status}, {len(ids)} ids: {body[:200]!r}")
+
+
 def fuzz_kills(options: FuzzOptions) -> FuzzReport:
     """Kill the processes that read bodies and texts, at random moments, while they are used.
 
@@ -95,55 +147,3 @@ def _kill_one(mesh: ServedMesh, random: Random) -> str | None:
         process.kill()
         return module
     return None
-
-
-class _Readers:
-    """Has a long text tokenized again and again during the block.
-
-    Attributes:
-        num_read: Complete answers.
-        failures: What the others were.
-    """
-
-    def __init__(self, mesh: ServedMesh, key: str) -> None:
-        self._mesh = mesh
-        self._key = key
-        self._is_over = False
-        self._tasks: list[asyncio.Task[None]] = []
-        self._first = asyncio.Event()
-        self._num_ids = 0
-        self.num_read = 0
-        self.failures: list[str] = []
-
-    async def __aenter__(self) -> None:
-        self._tasks = [asyncio.create_task(self._read()) for _ in range(_NUM_READERS)]
-
-    async def __aexit__(self, *_: object) -> None:
-        self._is_over = True
-        await asyncio.gather(*self._tasks)
-
-    async def have_read(self) -> None:
-        """Wait for the first answer: the processes run."""
-        await self._first.wait()
-
-    async def _read(self) -> None:
-        url = parse_url(f"http://127.0.0.1:{self._mesh.port}")
-        client = Client(url, api_key=self._key, timeout_s=_TIMEOUT_S, clock_s=time.perf_counter)
-        body = json.dumps({"prompt": _TEXT}).encode()
-        while self._mesh.is_running() and not self._is_over:
-            reply = WholeBody()
-            try:
-                await client.exchange("POST", "/tokenize", body, reply)
-                self._judge(reply.status, reply.body)
-            except OSError as error:
-                self.failures.append(f"/tokenize: {error}")
-            self._first.set()
-        client.close()
-
-    def _judge(self, status: int, body: bytes) -> None:
-        ids: Sequence[int] = json.loads(body)["tokens"] if status == _OK else ()
-        self._num_ids = self._num_ids or len(ids)
-        if ids and len(ids) == self._num_ids:
-            self.num_read += 1
-        else:
-            self.failures.append(f"/tokenize: {status}, {len(ids)} ids: {body[:200]!r}")

@@ -29,6 +29,7 @@ from tests.qualification.gpu_day.scale import DAY, SCALES, phases_of
 
 # What a phase may take: machines are lent by the quarter of an hour.
 _LIMIT_S: Final = 480.0
+_NAME: Final = "tests.qualification.gpu_day"
 
 
 @click.command()
@@ -94,9 +95,6 @@ def main(
     (folder / "report.md").write_text(report, encoding="utf-8")
     click.echo(report)
     _exit_after(results)
-
-
-_NAME: Final = "tests.qualification.gpu_day"
 
 
 def _exit_after(results: list[PhaseResult]) -> NoReturn:

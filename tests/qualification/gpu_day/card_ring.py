@@ -35,6 +35,32 @@ _MESH_KEY: Final = "one-card"
 _PING_TIMEOUT_S: Final = 120.0
 
 
+@dataclass(frozen=True)
+class RingRates:
+    """Rates of several sessions at once.
+
+    Attributes:
+        tokens_per_s: Tokens of all sessions together, while all of them decode; None if they never did at
+            the same time.
+        first_token_s: Median time from the requests to a session's first token.
+        tokens: The tokens of the first session.
+        stats: Counts of the first session.
+    """
+
+    tokens_per_s: float | None
+    first_token_s: float
+    tokens: tuple[int, ...]
+    stats: GenerationStats
+
+
+@dataclass(frozen=True)
+class _Answer:
+    tokens: list[int]
+    counts: list[int]
+    times_s: list[float]
+    stats: GenerationStats
+
+
 @asynccontextmanager
 async def card_ring(
     stages: Sequence[tuple[Path, RuntimeOptions]],
@@ -89,24 +115,6 @@ async def card_ring(
         yield coordinator
 
 
-@dataclass(frozen=True)
-class RingRates:
-    """Rates of several sessions at once.
-
-    Attributes:
-        tokens_per_s: Tokens of all sessions together, while all of them decode; None if they never did at
-            the same time.
-        first_token_s: Median time from the requests to a session's first token.
-        tokens: The tokens of the first session.
-        stats: Counts of the first session.
-    """
-
-    tokens_per_s: float | None
-    first_token_s: float
-    tokens: tuple[int, ...]
-    stats: GenerationStats
-
-
 async def decode(coordinator: Coordinator, prompts: Sequence[Sequence[int]], num_tokens: int) -> RingRates:
     """Answer all prompts at once.
 
@@ -131,14 +139,6 @@ async def decode(coordinator: Coordinator, prompts: Sequence[Sequence[int]], num
         tokens=tuple(answers[0].tokens),
         stats=answers[0].stats,
     )
-
-
-@dataclass(frozen=True)
-class _Answer:
-    tokens: list[int]
-    counts: list[int]
-    times_s: list[float]
-    stats: GenerationStats
 
 
 async def _answer(coordinator: Coordinator, prompt: Sequence[int], num_tokens: int) -> _Answer:

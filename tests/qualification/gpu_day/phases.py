@@ -72,6 +72,33 @@ class Bench:
     num_threads: int
 
 
+@dataclass(frozen=True)
+class _Cut:
+    """A model cut for one card.
+
+    Attributes:
+        files: Stage files in order; the model itself if it is whole.
+        ranges: Layers of each.
+        device: Name of the device.
+    """
+
+    files: tuple[Path, ...]
+    ranges: tuple[LayerRange, ...]
+    device: str
+
+    def stages(self, *, num_slots: int, ctx_size: int) -> list[tuple[Path, RuntimeOptions]]:
+        """Files and options for `card_ring`."""
+        return [
+            (
+                path,
+                RuntimeOptions(
+                    num_slots=num_slots, ctx_size=ctx_size, gpu_layers=((self.device, len(layers)),)
+                ),
+            )
+            for path, layers in zip(self.files, self.ranges, strict=True)
+        ]
+
+
 def run_phase(phase: Phase, bench: Bench) -> dict[str, Any]:
     """Run a phase in this process.
 
@@ -183,33 +210,6 @@ def _whole(phase: Phase, bench: Bench) -> dict[str, Any]:
         "buffers": buffers,
         "file_bytes": path.stat().st_size,
     }
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """A model cut for one card.
-
-    Attributes:
-        files: Stage files in order; the model itself if it is whole.
-        ranges: Layers of each.
-        device: Name of the device.
-    """
-
-    files: tuple[Path, ...]
-    ranges: tuple[LayerRange, ...]
-    device: str
-
-    def stages(self, *, num_slots: int, ctx_size: int) -> list[tuple[Path, RuntimeOptions]]:
-        """Files and options for `card_ring`."""
-        return [
-            (
-                path,
-                RuntimeOptions(
-                    num_slots=num_slots, ctx_size=ctx_size, gpu_layers=((self.device, len(layers)),)
-                ),
-            )
-            for path, layers in zip(self.files, self.ranges, strict=True)
-        ]
 
 
 def _cut(path: Path, num_stages: int, device: str, folder: Path) -> _Cut:

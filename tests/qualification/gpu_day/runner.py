@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from tests.qualification.gpu_day.scale import Phase
 
-log = structlog.get_logger()
-
 _LAST_LINES: Final = 12
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)

@@ -46,52 +46,6 @@ _PATIENCE_S: Final = 300.0
 _POLL_S: Final = 0.2
 
 
-def is_compiler(name: str) -> bool:
-    """Whether a program of this name compiles, links or builds."""
-    return _COMPILER.fullmatch(name) is not None
-
-
-def link_tools(folder: Path, search_path: str) -> None:
-    """Fill a folder with links to the programs of a search path, without compilers.
-
-    Args:
-        folder: An empty folder.
-        search_path: As in PATH; the folder of this Python, which may be that of an environment, is left out.
-    """
-    own = Path(sys.executable).parent
-    for place in map(Path, search_path.split(os.pathsep)):
-        try:
-            programs = sorted(place.iterdir()) if place != own else []
-        except OSError:
-            continue
-        for program in programs:
-            link = folder / program.name
-            if not is_compiler(program.name) and not link.is_symlink() and os.access(program, os.X_OK):
-                link.symlink_to(program.absolute())
-
-
-def clean_environment(home: Path, tools: Path, variables: Mapping[str, str]) -> dict[str, str]:
-    """Environment in which no compiler is found, and no package but those of its own.
-
-    Args:
-        home: Home folder.
-        tools: Folder of `link_tools`.
-        variables: Environment of this process.
-
-    Raises:
-        ClusterError: If a compiler is found all the same.
-    """
-    kept = {
-        name: value
-        for name, value in variables.items()
-        if name not in _DROPPED and not name.startswith(_DROPPED_PREFIXES)
-    }
-    found = {name: path for name in _COMPILERS if (path := shutil.which(name, path=str(tools))) is not None}
-    if found:
-        raise ClusterError(f"compilers are within reach: {', '.join(found.values())}")
-    return kept | {"PATH": str(tools), "HOME": str(home), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-
-
 class CleanVenv:
     """A virtual environment in a folder of its own.
 
@@ -190,6 +144,52 @@ class CleanVenv:
         if done.returncode != 0:
             raise ClusterError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
         return done.stdout
+
+
+def is_compiler(name: str) -> bool:
+    """Whether a program of this name compiles, links or builds."""
+    return _COMPILER.fullmatch(name) is not None
+
+
+def link_tools(folder: Path, search_path: str) -> None:
+    """Fill a folder with links to the programs of a search path, without compilers.
+
+    Args:
+        folder: An empty folder.
+        search_path: As in PATH; the folder of this Python, which may be that of an environment, is left out.
+    """
+    own = Path(sys.executable).parent
+    for place in map(Path, search_path.split(os.pathsep)):
+        try:
+            programs = sorted(place.iterdir()) if place != own else []
+        except OSError:
+            continue
+        for program in programs:
+            link = folder / program.name
+            if not is_compiler(program.name) and not link.is_symlink() and os.access(program, os.X_OK):
+                link.symlink_to(program.absolute())
+
+
+def clean_environment(home: Path, tools: Path, variables: Mapping[str, str]) -> dict[str, str]:
+    """Environment in which no compiler is found, and no package but those of its own.
+
+    Args:
+        home: Home folder.
+        tools: Folder of `link_tools`.
+        variables: Environment of this process.
+
+    Raises:
+        ClusterError: If a compiler is found all the same.
+    """
+    kept = {
+        name: value
+        for name, value in variables.items()
+        if name not in _DROPPED and not name.startswith(_DROPPED_PREFIXES)
+    }
+    found = {name: path for name in _COMPILERS if (path := shutil.which(name, path=str(tools))) is not None}
+    if found:
+        raise ClusterError(f"compilers are within reach: {', '.join(found.values())}")
+    return kept | {"PATH": str(tools), "HOME": str(home), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 
 def answer_of(url: str) -> str:

@@ -37,6 +37,7 @@ _SUFFIXES: Final = frozenset({".py", ".pyi", ".proto", ".typed", ".h", ".html", 
 # For a checkout, as pyproject.toml says.
 _LEFT_OUT: Final = "tests/qualification/"
 _LIBRARY_SUFFIXES: Final = (".so", ".pyd", ".dylib")
+Version = tuple[int, int]
 
 
 def expected_files(root: Path) -> frozenset[str]:
@@ -84,7 +85,6 @@ def _is_extension(name: str, module: str) -> bool:
     return name.startswith(f"{module.replace('.', '/')}.") and name.endswith(_LIBRARY_SUFFIXES)
 
 
-Version = tuple[int, int]
 """Of glibc: major and minor."""
 
 _MANYLINUX: Final = re.compile(r"manylinux_(\d+)_(\d+)_")

@@ -24,11 +24,58 @@ from tests.qualification.programs import program_command
 if TYPE_CHECKING:
     from pathlib import Path
 
-
 _ALIGNMENT: Final = 32
 _N_VOCAB: Final = 1024
 _F16_BYTES: Final = 2
 _MOST_LAYER_BYTES: Final = 2 * 2**30
+MOST_RSS_BYTES: Final = 200_000_000
+_EVERY_BYTES: Final = 16 * 1024 * 1024
+_MARK_BYTES: Final = 16 * 1024
+
+
+@dataclass(frozen=True)
+class ChildRun:
+    """What a process of `tests.qualification.weights.child` took.
+
+    Attributes:
+        seconds: Without starting Python.
+        peak_rss_bytes: The most memory that it had.
+    """
+
+    seconds: float
+    peak_rss_bytes: int
+
+
+@dataclass(frozen=True)
+class CuttingReport:
+    """What came of it.
+
+    Attributes:
+        file_bytes: Of the model.
+        data_bytes: Of that, what is no hole.
+        num_layers: Layers of the model.
+        cut: Of all layers but the first: nearly all of the file.
+        hashed: Of the same layers.
+        is_equal: Whether the stage has the model's bytes where the model has any.
+        dense_bytes: Of a model without holes.
+        dense_cut_s: Cutting that, until it is on the disk.
+        dense_copy_s: Copying its file, until it is on the disk.
+    """
+
+    file_bytes: int
+    data_bytes: int
+    num_layers: int
+    cut: ChildRun
+    hashed: ChildRun
+    is_equal: bool
+    dense_bytes: int
+    dense_cut_s: float
+    dense_copy_s: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether memory stayed constant, and no byte was lost."""
+        return self.is_equal and max(self.cut.peak_rss_bytes, self.hashed.peak_rss_bytes) <= MOST_RSS_BYTES
 
 
 def sparse_layout(size_bytes: int) -> StageLayout:
@@ -113,56 +160,6 @@ def _tensor(name: str, width: int, rows: int) -> StageTensor:
 
 def _norm(name: str, width: int) -> StageTensor:
     return StageTensor(name, (width,), GGMLQuantizationType.F32, width * 4, None)
-
-
-MOST_RSS_BYTES: Final = 200_000_000
-_EVERY_BYTES: Final = 16 * 1024 * 1024
-_MARK_BYTES: Final = 16 * 1024
-
-
-@dataclass(frozen=True)
-class ChildRun:
-    """What a process of `tests.qualification.weights.child` took.
-
-    Attributes:
-        seconds: Without starting Python.
-        peak_rss_bytes: The most memory that it had.
-    """
-
-    seconds: float
-    peak_rss_bytes: int
-
-
-@dataclass(frozen=True)
-class CuttingReport:
-    """What came of it.
-
-    Attributes:
-        file_bytes: Of the model.
-        data_bytes: Of that, what is no hole.
-        num_layers: Layers of the model.
-        cut: Of all layers but the first: nearly all of the file.
-        hashed: Of the same layers.
-        is_equal: Whether the stage has the model's bytes where the model has any.
-        dense_bytes: Of a model without holes.
-        dense_cut_s: Cutting that, until it is on the disk.
-        dense_copy_s: Copying its file, until it is on the disk.
-    """
-
-    file_bytes: int
-    data_bytes: int
-    num_layers: int
-    cut: ChildRun
-    hashed: ChildRun
-    is_equal: bool
-    dense_bytes: int
-    dense_cut_s: float
-    dense_copy_s: float
-
-    @property
-    def passed(self) -> bool:
-        """Whether memory stayed constant, and no byte was lost."""
-        return self.is_equal and max(self.cut.peak_rss_bytes, self.hashed.peak_rss_bytes) <= MOST_RSS_BYTES
 
 
 def run_child(*arguments: str) -> ChildRun:

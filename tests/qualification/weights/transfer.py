@@ -33,39 +33,9 @@ if TYPE_CHECKING:
     from stages.weights.recipe import Recipe
     from stages.weights.virtual_stages import VirtualStage
 
-
 _ADDRESS: Final = "127.0.0.1"
 _SECRET: Final = "bench"
 _FAR_FUTURE_S: Final = 2**39
-
-
-@asynccontextmanager
-async def sending_head(cache: StageCache, rate: RateLimit | None = None) -> AsyncIterator[FetchSource]:
-    """Sends the stages of a cache while in the block; gives where to fetch them.
-
-    Args:
-        cache: Stage files.
-        rate: How fast they are sent.
-    """
-    certificate = make_certificate(dt.datetime.now(dt.UTC))
-    address = f"{_ADDRESS}:{free_port(_ADDRESS)}"
-    service = MembershipService(
-        admissions=Admissions(JoinToken((address,), _SECRET, certificate.fingerprint, _FAR_FUTURE_S)),
-        ray=RayAccess("", ""),
-        members=Members(),
-        cache=cache,
-        versions=read_versions(),
-        authority=Authority(certificate),
-        rate=rate,
-    )
-    server = MembershipServer(service, certificate)
-    await server.start(_ADDRESS, int(address.rpartition(":")[2]))
-    try:
-        yield FetchSource(address, certificate.certificate_pem, service.fetch_secret)
-    finally:
-        await server.stop()
-
-
 # Between a look at how far a transfer is and the next.
 _LOOK_S: Final = 0.01
 _START_S: Final = 60.0
@@ -133,6 +103,33 @@ class _CountingCache(StageCache):
 
             stage.read = counted  # type: ignore[method-assign]
         return stage
+
+
+@asynccontextmanager
+async def sending_head(cache: StageCache, rate: RateLimit | None = None) -> AsyncIterator[FetchSource]:
+    """Sends the stages of a cache while in the block; gives where to fetch them.
+
+    Args:
+        cache: Stage files.
+        rate: How fast they are sent.
+    """
+    certificate = make_certificate(dt.datetime.now(dt.UTC))
+    address = f"{_ADDRESS}:{free_port(_ADDRESS)}"
+    service = MembershipService(
+        admissions=Admissions(JoinToken((address,), _SECRET, certificate.fingerprint, _FAR_FUTURE_S)),
+        ray=RayAccess("", ""),
+        members=Members(),
+        cache=cache,
+        versions=read_versions(),
+        authority=Authority(certificate),
+        rate=rate,
+    )
+    server = MembershipServer(service, certificate)
+    await server.start(_ADDRESS, int(address.rpartition(":")[2]))
+    try:
+        yield FetchSource(address, certificate.certificate_pem, service.fetch_secret)
+    finally:
+        await server.stop()
 
 
 async def disrupt_transfers(
