@@ -74,7 +74,7 @@ def refusals() -> dict[str, Any]:
 def events() -> list[str]:
     """Names of all events in the log."""
     names: set[str] = set()
-    for room in ("mesh", "stages", "speculative", "proto"):
+    for room in ("mesh", "meshbench", "stages", "speculative", "proto"):
         for path in (ROOT / room).rglob("*.py"):
             names.update(_events_in(ast.parse(path.read_bytes())))
     return sorted(names)

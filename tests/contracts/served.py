@@ -14,14 +14,14 @@ from unittest import mock
 
 import httpx
 
-from mesh.lab.local_mesh import served_mesh
+from meshbench.lab.local_mesh import served_mesh
 from mesh.serve.options import demo_model
 from tests.contracts.exchanges import EXCHANGES, KEY, Exchange
 from tests.contracts.normal_form import answer_in_normal_form, shape_of
 from tests.support.tiny_embedders import TinyEmbedder
 
 # Something is proposed in every answer, whether it pays or not: otherwise speed decides which figures appear.
-_SPECULATION = ("--speculate", "ngram", "--spec-width", "4", "--spec-depth", "2")
+_SPECULATION = ("--speculate", "ngram", "--set", "spec-width=4", "--set", "spec-depth=2")
 _OPTIONS = ("--stages", "2", "--exact", "--ctx-size", "512", "--threads", "1", *_SPECULATION)
 
 
