@@ -106,7 +106,7 @@ def _asking_for_nothing(command: click.Command) -> click.Command:
 def _as_toml(key: str, param: click.Parameter, value: Any) -> str:
     if key in _SECRET and value:
         return f'{key} = "…"'
-    if value is None or value == ():
+    if value is None or value in ((), ""):
         return f"# {key} ="
     if isinstance(param, click.Option) and param.is_flag and param.flag_value is False:
         value = not value
