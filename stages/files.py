@@ -28,13 +28,17 @@ def whole_file(path: Path, *, is_private: bool = False, is_durable: bool = True)
         OSError: If the folder cannot be written to, or its disk is full.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if is_private else 0o666)
+    mode = 0o600 if is_private else 0o666
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags, mode)
+
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with open(partial, "xb", opener=opener) as file:  # noqa: PTH123 - pathlib's takes no opener
             yield file
             file.flush()
             if is_durable:
-                os.fsync(descriptor)
+                os.fsync(file.fileno())
         partial.replace(path)
     except BaseException:
         # On a full disk the rest would take the room that the next attempt needs.

@@ -190,13 +190,6 @@ class TextPart(StrictBody):
     text: str
 
 
-class PredictionBody(StrictBody):
-    """Whole answer that the client expects (OpenAI's predicted outputs)."""
-
-    type: Literal["content"]
-    content: Annotated[str, PlainValidator(parse_prediction, json_schema_input_type=str | list[TextPart])]
-
-
 class JsonSchemaBody(StrictBody):
     """A named schema; OpenAI's `strict` makes no difference, as answers always keep to it."""
 
@@ -211,200 +204,6 @@ class ResponseFormatBody(StrictBody):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaBody | None = None
-
-
-class GenerationBody(StrictBody):
-    """Fields of both endpoints."""
-
-    model_config = ConfigDict(json_schema_extra=request_parsing.describe)
-
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    # llama.cpp's name of it; -1 sets no limit.
-    n_predict: Annotated[int, Field(ge=-1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    frequency_penalty: Penalty = None
-    presence_penalty: Penalty = None
-    repetition_penalty: RepetitionPenalty = None
-    repeat_penalty: RepetitionPenalty = None
-    repeat_last_n: Annotated[
-        int | None, between(-1, 2**31 - 1, "; -1 counts all, 0 none"), _in_document(-1, 2**31 - 1)
-    ] = None
-    logit_bias: Annotated[
-        tuple[tuple[int, float], ...], PlainValidator(parse_logit_bias, json_schema_input_type=_BiasInput)
-    ] = ()
-    stop: Annotated[tuple[str, ...], PlainValidator(parse_stop, json_schema_input_type=_StopInput)] = ()
-    ignore_eos: bool | None = None
-    cache_prompt: bool | None = None
-    speculation: SpeculationBody | None = None
-    prediction: PredictionBody | None = None
-    response_format: ResponseFormatBody | None = None
-    json_schema: Annotated[
-        Any, PlainValidator(parse_schema, json_schema_input_type=dict[str, Any] | bool | None)
-    ] = None
-    grammar: str | None = None
-    return_token_ids: bool | None = None
-    return_progress: bool | None = None
-    n: Annotated[int | None, between(1, MAX_CHOICES), _in_document(1, MAX_CHOICES)] = None
-
-    @property
-    def num_choices(self) -> int:
-        """Answers to each prompt."""
-        return self.n or 1
-
-    @property
-    def includes_usage(self) -> bool:
-        """Whether the stream ends with a usage chunk."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def token_limit(self) -> int | None:
-        """Most tokens of the answer, if the request names a number.
-
-        Raises:
-            InvalidRequest: If `max_tokens` and `n_predict` differ, or nothing would be answered.
-        """
-        theirs = _NO_LIMIT if self.n_predict == -1 else self.n_predict
-        if None not in (self.max_tokens, theirs) and self.max_tokens != theirs:
-            raise InvalidRequest(
-                f"max_tokens is {self.max_tokens} and n_predict {self.n_predict}: they are the same setting,"
-                " send one of them",
-                param="n_predict",
-            )
-        limit = theirs if self.max_tokens is None else self.max_tokens
-        if limit == 0 and not self.has_echo:
-            name = "n_predict" if self.max_tokens is None else "max_tokens"
-            raise InvalidRequest(
-                f"{name} is 0, so there would be no answer: send at least 1, or echo to have the prompt back",
-                param=name,
-            )
-        return limit
-
-    @property
-    def has_echo(self) -> bool:
-        """Whether the answer begins with the prompt."""
-        return False
-
-    @property
-    def scores_prompt(self) -> bool:
-        """Whether the prompt's tokens have logprobs, too."""
-        return False
-
-    @property
-    def num_top_logprobs(self) -> int | None:
-        """Number of likeliest tokens to report beside each token's logprob; None reports nothing."""
-        return None
-
-
-class Message(StrictBody):
-    """One turn of a conversation. Fields beyond these go to the template as they are."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[
-        Any,
-        PlainValidator(parse_content, json_schema_input_type=str | list[TextPart] | None),
-        Field(validate_default=True),
-    ] = None
-    tool_calls: list[ToolCallBody] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates know it: `developer` is OpenAI's newer word for `system`."""
-        role = "system" if self.role == "developer" else self.role
-        found = {**(self.model_extra or {}), "role": role, "content": self.content}
-        if self.tool_calls:
-            found["tool_calls"] = [
-                {"id": call.id or "", "type": "function", "function": call.function.for_template()}
-                for call in self.tool_calls
-            ]
-        if self.tool_call_id is not None:
-            found["tool_call_id"] = self.tool_call_id
-        if self.reasoning_content is not None:
-            found["reasoning_content"] = self.reasoning_content
-        return found
-
-
-class ConversationBody(StrictBody):
-    """Fields that make the prompt of a chat."""
-
-    # The first one that is wrong is enough: thousands of them would take seconds to tell.
-    messages: Annotated[
-        list[Message],
-        FailFast(),
-        Field(min_length=1, json_schema_extra={"maxItems": MAX_MESSAGES}),
-        BeforeValidator(refuse_too_many_messages),
-    ]
-    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Annotated[
-        ChosenTools,
-        PlainValidator(parse_tool_choice, json_schema_input_type=ToolChoiceInput),
-    ] = None
-    parallel_tool_calls: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Effort | None = None
-
-
-class ChatBody(GenerationBody, ConversationBody):
-    """`POST /v1/chat/completions`."""
-
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    reasoning_format: Literal["auto", "none", "deepseek"] | None = None
-    logprobs: bool | None = None
-    top_logprobs: NumTopLogprobs = None
-
-    @property
-    def token_limit(self) -> int | None:
-        """Most tokens of the answer: the newer of the two fields goes first."""
-        newer = self.max_completion_tokens
-        return super().token_limit if newer is None else newer
-
-    @property
-    def num_top_logprobs(self) -> int | None:
-        """Number of likeliest tokens to report beside each token's logprob; None reports nothing.
-
-        Raises:
-            InvalidRequest: If `top_logprobs` asks for some and `logprobs` does not.
-        """
-        if self.top_logprobs and not self.logprobs:
-            raise InvalidRequest(
-                f"top_logprobs is {self.top_logprobs}, but logprobs is not true: send both or neither",
-                param="top_logprobs",
-            )
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-
-class CompletionBody(GenerationBody):
-    """`POST /v1/completions`."""
-
-    prompt: Annotated[tuple[Prompt, ...], PlainValidator(parse_prompts, json_schema_input_type=_PromptInput)]
-    echo: bool | None = None
-    logprobs: Annotated[NumTopLogprobs, BeforeValidator(none_if_false)] = None
-    # 0 answers with the prompt alone, if `echo` asks for it.
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-
-    @property
-    def has_echo(self) -> bool:
-        """Whether the answer begins with the prompt."""
-        return bool(self.echo)
-
-    @property
-    def scores_prompt(self) -> bool:
-        """Whether the prompt's tokens have logprobs, too."""
-        return self.has_echo and self.logprobs is not None
-
-    @property
-    def num_top_logprobs(self) -> int | None:
-        """Number of likeliest tokens to report beside each token's logprob; None reports nothing."""
-        return self.logprobs
 
 
 def between(least: float, most: float, note: str = "") -> AfterValidator:
@@ -566,6 +365,35 @@ def parse_content(value: Any, message: ValidationInfo) -> str:
     return "\n".join(_part_text(part, index) for index, part in enumerate(value))
 
 
+class Message(StrictBody):
+    """One turn of a conversation. Fields beyond these go to the template as they are."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        Any,
+        PlainValidator(parse_content, json_schema_input_type=str | list[TextPart] | None),
+        Field(validate_default=True),
+    ] = None
+    tool_calls: list[ToolCallBody] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates know it: `developer` is OpenAI's newer word for `system`."""
+        role = "system" if self.role == "developer" else self.role
+        found = {**(self.model_extra or {}), "role": role, "content": self.content}
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {"id": call.id or "", "type": "function", "function": call.function.for_template()}
+                for call in self.tool_calls
+            ]
+        if self.tool_call_id is not None:
+            found["tool_call_id"] = self.tool_call_id
+        if self.reasoning_content is not None:
+            found["reasoning_content"] = self.reasoning_content
+        return found
+
+
 def parse_schema(value: Any) -> Any:
     """A JSON Schema as it came; what is in it, others look at."""
     if value is not None and not isinstance(value, dict | bool):
@@ -580,6 +408,102 @@ def parse_prediction(value: Any) -> str:
     if not isinstance(value, list):
         raise PydanticCustomError("content", "must be a string or a list of text parts")
     return "".join(_part_text(part, index) for index, part in enumerate(value))
+
+
+class PredictionBody(StrictBody):
+    """Whole answer that the client expects (OpenAI's predicted outputs)."""
+
+    type: Literal["content"]
+    content: Annotated[str, PlainValidator(parse_prediction, json_schema_input_type=str | list[TextPart])]
+
+
+class GenerationBody(StrictBody):
+    """Fields of both endpoints."""
+
+    model_config = ConfigDict(json_schema_extra=request_parsing.describe)
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    # llama.cpp's name of it; -1 sets no limit.
+    n_predict: Annotated[int, Field(ge=-1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    frequency_penalty: Penalty = None
+    presence_penalty: Penalty = None
+    repetition_penalty: RepetitionPenalty = None
+    repeat_penalty: RepetitionPenalty = None
+    repeat_last_n: Annotated[
+        int | None, between(-1, 2**31 - 1, "; -1 counts all, 0 none"), _in_document(-1, 2**31 - 1)
+    ] = None
+    logit_bias: Annotated[
+        tuple[tuple[int, float], ...], PlainValidator(parse_logit_bias, json_schema_input_type=_BiasInput)
+    ] = ()
+    stop: Annotated[tuple[str, ...], PlainValidator(parse_stop, json_schema_input_type=_StopInput)] = ()
+    ignore_eos: bool | None = None
+    cache_prompt: bool | None = None
+    speculation: SpeculationBody | None = None
+    prediction: PredictionBody | None = None
+    response_format: ResponseFormatBody | None = None
+    json_schema: Annotated[
+        Any, PlainValidator(parse_schema, json_schema_input_type=dict[str, Any] | bool | None)
+    ] = None
+    grammar: str | None = None
+    return_token_ids: bool | None = None
+    return_progress: bool | None = None
+    n: Annotated[int | None, between(1, MAX_CHOICES), _in_document(1, MAX_CHOICES)] = None
+
+    @property
+    def num_choices(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether the stream ends with a usage chunk."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens of the answer, if the request names a number.
+
+        Raises:
+            InvalidRequest: If `max_tokens` and `n_predict` differ, or nothing would be answered.
+        """
+        theirs = _NO_LIMIT if self.n_predict == -1 else self.n_predict
+        if None not in (self.max_tokens, theirs) and self.max_tokens != theirs:
+            raise InvalidRequest(
+                f"max_tokens is {self.max_tokens} and n_predict {self.n_predict}: they are the same setting,"
+                " send one of them",
+                param="n_predict",
+            )
+        limit = theirs if self.max_tokens is None else self.max_tokens
+        if limit == 0 and not self.has_echo:
+            name = "n_predict" if self.max_tokens is None else "max_tokens"
+            raise InvalidRequest(
+                f"{name} is 0, so there would be no answer: send at least 1, or echo to have the prompt back",
+                param=name,
+            )
+        return limit
+
+    @property
+    def has_echo(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the prompt's tokens have logprobs, too."""
+        return False
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Number of likeliest tokens to report beside each token's logprob; None reports nothing."""
+        return None
 
 
 def note_of(part_type: object) -> str:
@@ -658,6 +582,82 @@ def refuse_too_many_messages(value: Any) -> Any:
     return value
 
 
+class ConversationBody(StrictBody):
+    """Fields that make the prompt of a chat."""
+
+    # The first one that is wrong is enough: thousands of them would take seconds to tell.
+    messages: Annotated[
+        list[Message],
+        FailFast(),
+        Field(min_length=1, json_schema_extra={"maxItems": MAX_MESSAGES}),
+        BeforeValidator(refuse_too_many_messages),
+    ]
+    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[
+        ChosenTools,
+        PlainValidator(parse_tool_choice, json_schema_input_type=ToolChoiceInput),
+    ] = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
+
+
+class ChatBody(GenerationBody, ConversationBody):
+    """`POST /v1/chat/completions`."""
+
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    reasoning_format: Literal["auto", "none", "deepseek"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumTopLogprobs = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens of the answer: the newer of the two fields goes first."""
+        newer = self.max_completion_tokens
+        return super().token_limit if newer is None else newer
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Number of likeliest tokens to report beside each token's logprob; None reports nothing.
+
+        Raises:
+            InvalidRequest: If `top_logprobs` asks for some and `logprobs` does not.
+        """
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest(
+                f"top_logprobs is {self.top_logprobs}, but logprobs is not true: send both or neither",
+                param="top_logprobs",
+            )
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
 def none_if_false(value: Any) -> Any:
     """`false` where a number belongs, as clients of both endpoints send it to ask for nothing."""
     return None if value is False else value
+
+
+class CompletionBody(GenerationBody):
+    """`POST /v1/completions`."""
+
+    prompt: Annotated[tuple[Prompt, ...], PlainValidator(parse_prompts, json_schema_input_type=_PromptInput)]
+    echo: bool | None = None
+    logprobs: Annotated[NumTopLogprobs, BeforeValidator(none_if_false)] = None
+    # 0 answers with the prompt alone, if `echo` asks for it.
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+
+    @property
+    def has_echo(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return bool(self.echo)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the prompt's tokens have logprobs, too."""
+        return self.has_echo and self.logprobs is not None
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Number of likeliest tokens to report beside each token's logprob; None reports nothing."""
+        return self.logprobs

@@ -40,7 +40,6 @@ COMPOSITION: Final = {
     "mesh.serve.proposers": 18,
     "mesh.serve.head_failover": 18,
     "mesh.forecast.dry_run": 17,
-    "mesh.serve.head_state": 16,
     "mesh.serve.embeddings.model": 16,
     "mesh.serve.embeddings.maker": 16,
 }

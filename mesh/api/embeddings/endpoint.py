@@ -51,6 +51,11 @@ _Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 _Input = str | _Ids | Annotated[list[str], _Several] | Annotated[list[_Ids], _Several]
 
 
+def parse_input(value: Any) -> tuple[Prompt, ...]:
+    """The four shapes of the input; see `parse_several`."""
+    return parse_several(value, MAX_TEXTS, "input")
+
+
 class EmbeddingsBody(StrictBody):
     """`POST /v1/embeddings`. `user` is not used."""
 
@@ -59,11 +64,6 @@ class EmbeddingsBody(StrictBody):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
     user: str | None = None
-
-
-def parse_input(value: Any) -> tuple[Prompt, ...]:
-    """The four shapes of the input; see `parse_several`."""
-    return parse_several(value, MAX_TEXTS, "input")
 
 
 @router.post(

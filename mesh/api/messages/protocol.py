@@ -175,6 +175,63 @@ class OutputConfig(StrictBody):
     format: OutputFormat | None = None
 
 
+def parse_choice(value: Any) -> AnyToolChoice | NamedToolChoice | None:
+    """The choice of tools."""
+    if value is None:
+        return None
+    kind, name, is_alone = (
+        map(value.get, ("type", "name", "disable_parallel_tool_use"))
+        if isinstance(value, dict)
+        else (None, None, None)
+    )
+    if not isinstance(kind, str) or kind not in {"auto", "any", "none", "tool"}:
+        raise PydanticCustomError(
+            "tool_choice", 'must be {"type": "auto"}, "any" or "none", or {"type": "tool", "name": …}'
+        )
+    if is_alone is not None and not isinstance(is_alone, bool):
+        raise PydanticCustomError("tool_choice", "has disable_parallel_tool_use, which must be true or false")
+    if kind != "tool":
+        return AnyToolChoice(type=kind, disable_parallel_tool_use=is_alone)  # type: ignore[arg-type]
+    if not isinstance(name, str):
+        raise PydanticCustomError("tool_choice", "of type tool must have the name of a tool")
+    return NamedToolChoice(type="tool", name=name, disable_parallel_tool_use=is_alone)
+
+
+def parse_turns(value: Any) -> list[Any]:
+    """A list of turns, which are checked later: the first that is wrong is enough."""
+    if not isinstance(value, list) or not value:
+        raise PydanticCustomError("messages", "must be a list of one or more messages")
+    if len(value) > MAX_MESSAGES:
+        raise PydanticCustomError(
+            "messages",
+            "holds {count} messages: at most {most} work",
+            {"count": len(value), "most": MAX_MESSAGES},
+        )
+    return value
+
+
+def parse_tools(value: Any) -> list[Any]:
+    """A list of tools; those that a server would run are refused by name."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise PydanticCustomError("tools", "must be a list of tools")
+    if len(value) > MAX_TOOLS:
+        raise PydanticCustomError(
+            "tools", "holds {count} tools: at most {most} work", {"count": len(value), "most": MAX_TOOLS}
+        )
+    for index, tool in enumerate(value):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind not in (None, "custom"):
+            raise PydanticCustomError(
+                "tools",
+                "tool {index} has the type {kind}: this server runs no tools, and knows those with an "
+                "input_schema only: leave it out",
+                {"index": index, "kind": repr(kind)[:64]},
+            )
+    return value
+
+
 class ConversationParams(StrictBody):
     """Fields that make the prompt."""
 
@@ -247,6 +304,13 @@ class CountBody(ConversationParams):
     """`POST /v1/messages/count_tokens`."""
 
 
+def parse_stops(value: Any) -> tuple[str, ...]:
+    """A list of strings that end the answer."""
+    if isinstance(value, str):
+        raise PydanticCustomError("stop_sequences", "must be a list of strings")
+    return parse_stop(value)
+
+
 class MessagesBody(GenerationBody, ConversationParams):
     """`POST /v1/messages`."""
 
@@ -264,70 +328,6 @@ class MessagesBody(GenerationBody, ConversationParams):
     def token_limit(self) -> int | None:
         """Most tokens of the answer."""
         return 0 if self.max_tokens == 0 and self.n_predict in (None, 0) else super().token_limit
-
-
-def parse_choice(value: Any) -> AnyToolChoice | NamedToolChoice | None:
-    """The choice of tools."""
-    if value is None:
-        return None
-    kind, name, is_alone = (
-        map(value.get, ("type", "name", "disable_parallel_tool_use"))
-        if isinstance(value, dict)
-        else (None, None, None)
-    )
-    if not isinstance(kind, str) or kind not in {"auto", "any", "none", "tool"}:
-        raise PydanticCustomError(
-            "tool_choice", 'must be {"type": "auto"}, "any" or "none", or {"type": "tool", "name": …}'
-        )
-    if is_alone is not None and not isinstance(is_alone, bool):
-        raise PydanticCustomError("tool_choice", "has disable_parallel_tool_use, which must be true or false")
-    if kind != "tool":
-        return AnyToolChoice(type=kind, disable_parallel_tool_use=is_alone)  # type: ignore[arg-type]
-    if not isinstance(name, str):
-        raise PydanticCustomError("tool_choice", "of type tool must have the name of a tool")
-    return NamedToolChoice(type="tool", name=name, disable_parallel_tool_use=is_alone)
-
-
-def parse_turns(value: Any) -> list[Any]:
-    """A list of turns, which are checked later: the first that is wrong is enough."""
-    if not isinstance(value, list) or not value:
-        raise PydanticCustomError("messages", "must be a list of one or more messages")
-    if len(value) > MAX_MESSAGES:
-        raise PydanticCustomError(
-            "messages",
-            "holds {count} messages: at most {most} work",
-            {"count": len(value), "most": MAX_MESSAGES},
-        )
-    return value
-
-
-def parse_tools(value: Any) -> list[Any]:
-    """A list of tools; those that a server would run are refused by name."""
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise PydanticCustomError("tools", "must be a list of tools")
-    if len(value) > MAX_TOOLS:
-        raise PydanticCustomError(
-            "tools", "holds {count} tools: at most {most} work", {"count": len(value), "most": MAX_TOOLS}
-        )
-    for index, tool in enumerate(value):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind not in (None, "custom"):
-            raise PydanticCustomError(
-                "tools",
-                "tool {index} has the type {kind}: this server runs no tools, and knows those with an "
-                "input_schema only: leave it out",
-                {"index": index, "kind": repr(kind)[:64]},
-            )
-    return value
-
-
-def parse_stops(value: Any) -> tuple[str, ...]:
-    """A list of strings that end the answer."""
-    if isinstance(value, str):
-        raise PydanticCustomError("stop_sequences", "must be a list of strings")
-    return parse_stop(value)
 
 
 def messages_of(turns: list[Any], system: str | list[TextBlock] | None) -> list[dict[str, Any]]:

@@ -38,14 +38,6 @@ class InputText(StrictBody):
     text: str
 
 
-class MessageItem(StrictBody):
-    """A message. `type` may be left out."""
-
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: Parts
-
-
 class FunctionCallItem(StrictBody):
     """A call that the model made."""
 
@@ -54,14 +46,6 @@ class FunctionCallItem(StrictBody):
     name: str
     namespace: str | None = None
     arguments: str
-
-
-class FunctionCallOutputItem(StrictBody):
-    """Result of a call."""
-
-    type: Literal["function_call_output"]
-    call_id: str
-    output: ResultParts
 
 
 class ReasoningText(StrictBody):
@@ -76,16 +60,6 @@ class ReasoningItem(StrictBody):
 
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = None
-
-
-InputItem = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
-_KINDS: Final[dict[str, type[InputItem]]] = {
-    "message": MessageItem,
-    "function_call": FunctionCallItem,
-    "function_call_output": FunctionCallOutputItem,
-    "reasoning": ReasoningItem,
-}
-ItemsInput = str | Annotated[list[InputItem | ItemReference], Field(min_length=1)]
 
 
 class _Tool(StrictBody):
@@ -143,83 +117,6 @@ class TextBody(StrictBody):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ResponsesBody(GenerationBody):
-    """`POST /v1/responses`."""
-
-    input: Annotated[str | list[Any], PlainValidator(parse_input, json_schema_input_type=ItemsInput)]
-    instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    tools: Annotated[list[_AnyTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Annotated[
-        ChosenTools,
-        PlainValidator(
-            parse_choice,
-            json_schema_input_type=Literal["none", "auto", "required"]
-            | NamedResponsesTool
-            | AllowedResponsesTools
-            | None,
-        ),
-    ] = None
-    parallel_tool_calls: bool | None = None
-    text: TextBody | None = None
-    reasoning: ReasoningBody | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
-    store: bool | None = None
-    previous_response_id: str | None = None
-    include: list[str] | None = None
-    top_logprobs: NumTopLogprobs = None
-    truncation: Literal["auto", "disabled"] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    # One answer, generated while its client waits.
-    n: Annotated[int | None, between(1, 1), Field(json_schema_extra={"minimum": 1, "maximum": 1})] = None
-    background: Literal[False] | None = None
-    conversation: None = None
-    prompt: None = None
-
-    @property
-    def functions(self) -> list[FunctionBody]:
-        """All functions, those of namespaces by their flat names.
-
-        Raises:
-            InvalidRequest: If they are too many.
-        """
-        found: list[FunctionBody] = []
-        for tool in self.tools or ():
-            if isinstance(tool, NamespaceTool):
-                found += (
-                    each.model_copy(update={"name": flat_name(tool.name, each.name)}) for each in tool.tools
-                )
-            else:
-                found.append(tool)
-        if len(found) > MAX_TOOLS:
-            raise InvalidRequest(
-                f"tools: they hold more than {MAX_TOOLS} functions: send less", param="tools"
-            )
-        return found
-
-    @property
-    def namespaced(self) -> dict[str, tuple[str, str]]:
-        """Namespace and own name of each function that has one, by its flat name."""
-        return {
-            flat_name(tool.name, each.name): (tool.name, each.name)
-            for tool in self.tools or ()
-            if isinstance(tool, NamespaceTool)
-            for each in tool.tools
-        }
-
-    @property
-    def token_limit(self) -> int | None:
-        """Most tokens of the answer."""
-        newer = self.max_output_tokens
-        return super().token_limit if newer is None else newer
-
-    @property
-    def num_top_logprobs(self) -> int | None:
-        """Number of likeliest tokens to report beside each token's logprob; None reports nothing."""
-        wanted = self.top_logprobs is not None or WANTS_LOGPROBS in (self.include or ())
-        return self.top_logprobs or 0 if wanted else None
-
-
 def parse_parts(value: Any) -> str:
     """Text given as a string or as a list of parts, each on a line of its own."""
     if isinstance(value, str):
@@ -258,6 +155,32 @@ def _is_other(part: Any) -> bool:
 
 Parts = Annotated[str, PlainValidator(parse_parts, json_schema_input_type=str | list[InputText])]
 ResultParts = Annotated[str, PlainValidator(parse_result, json_schema_input_type=str | list[InputText])]
+
+
+class MessageItem(StrictBody):
+    """A message. `type` may be left out."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Parts
+
+
+class FunctionCallOutputItem(StrictBody):
+    """Result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: ResultParts
+
+
+InputItem = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+_KINDS: Final[dict[str, type[InputItem]]] = {
+    "message": MessageItem,
+    "function_call": FunctionCallItem,
+    "function_call_output": FunctionCallOutputItem,
+    "reasoning": ReasoningItem,
+}
+ItemsInput = str | Annotated[list[InputItem | ItemReference], Field(min_length=1)]
 
 
 def messages_of(value: str | list[Any]) -> list[dict[str, Any]]:
@@ -380,6 +303,83 @@ def parse_tool(value: Any) -> ResponsesTool | NamespaceTool:
 
 
 _AnyTool = Annotated[Any, PlainValidator(parse_tool, json_schema_input_type=ResponsesTool | NamespaceTool)]
+
+
+class ResponsesBody(GenerationBody):
+    """`POST /v1/responses`."""
+
+    input: Annotated[str | list[Any], PlainValidator(parse_input, json_schema_input_type=ItemsInput)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: Annotated[list[_AnyTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[
+        ChosenTools,
+        PlainValidator(
+            parse_choice,
+            json_schema_input_type=Literal["none", "auto", "required"]
+            | NamedResponsesTool
+            | AllowedResponsesTools
+            | None,
+        ),
+    ] = None
+    parallel_tool_calls: bool | None = None
+    text: TextBody | None = None
+    reasoning: ReasoningBody | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    include: list[str] | None = None
+    top_logprobs: NumTopLogprobs = None
+    truncation: Literal["auto", "disabled"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # One answer, generated while its client waits.
+    n: Annotated[int | None, between(1, 1), Field(json_schema_extra={"minimum": 1, "maximum": 1})] = None
+    background: Literal[False] | None = None
+    conversation: None = None
+    prompt: None = None
+
+    @property
+    def functions(self) -> list[FunctionBody]:
+        """All functions, those of namespaces by their flat names.
+
+        Raises:
+            InvalidRequest: If they are too many.
+        """
+        found: list[FunctionBody] = []
+        for tool in self.tools or ():
+            if isinstance(tool, NamespaceTool):
+                found += (
+                    each.model_copy(update={"name": flat_name(tool.name, each.name)}) for each in tool.tools
+                )
+            else:
+                found.append(tool)
+        if len(found) > MAX_TOOLS:
+            raise InvalidRequest(
+                f"tools: they hold more than {MAX_TOOLS} functions: send less", param="tools"
+            )
+        return found
+
+    @property
+    def namespaced(self) -> dict[str, tuple[str, str]]:
+        """Namespace and own name of each function that has one, by its flat name."""
+        return {
+            flat_name(tool.name, each.name): (tool.name, each.name)
+            for tool in self.tools or ()
+            if isinstance(tool, NamespaceTool)
+            for each in tool.tools
+        }
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens of the answer."""
+        newer = self.max_output_tokens
+        return super().token_limit if newer is None else newer
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Number of likeliest tokens to report beside each token's logprob; None reports nothing."""
+        wanted = self.top_logprobs is not None or WANTS_LOGPROBS in (self.include or ())
+        return self.top_logprobs or 0 if wanted else None
 
 
 def flat_name(namespace: str, name: str) -> str:
