@@ -34,7 +34,7 @@ def whole_file(path: Path, *, is_private: bool = False, is_durable: bool = True)
         return os.open(name, flags, mode)
 
     try:
-        with open(partial, "xb", opener=opener) as file:  # noqa: PTH123 - pathlib's takes no opener
+        with open(partial, "xb", opener=opener) as file:
             yield file
             file.flush()
             if is_durable:

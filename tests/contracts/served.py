@@ -14,8 +14,8 @@ from unittest import mock
 
 import httpx
 
-from meshbench.lab.local_mesh import served_mesh
 from mesh.serve.options import demo_model
+from meshbench.lab.local_mesh import served_mesh
 from tests.contracts.exchanges import EXCHANGES, KEY, Exchange
 from tests.contracts.normal_form import answer_in_normal_form, shape_of
 from tests.support.tiny_embedders import TinyEmbedder
