@@ -33,17 +33,17 @@ def whole_file(path: Path, *, is_private: bool = False, is_durable: bool = True)
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags, mode)
 
-    try:
-        with open(partial, "xb", opener=opener) as file:
+    with open(partial, "xb", opener=opener) as file:
+        try:
             yield file
             file.flush()
             if is_durable:
                 os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        # On a full disk the rest would take the room that the next attempt needs.
-        partial.unlink(missing_ok=True)
-        raise
+            partial.replace(path)
+        except BaseException:
+            # On a full disk the rest would take the room that the next attempt needs.
+            partial.unlink(missing_ok=True)
+            raise
     if is_durable:
         sync(path.parent)
 

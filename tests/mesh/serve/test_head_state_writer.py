@@ -46,6 +46,13 @@ def file(tmp_path: Path) -> Iterator[HeadStateFile]:
         yield opened
 
 
+@pytest.fixture
+def in_the_way(file: HeadStateFile, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder there, where its parts go, keeps anything from being written, for root, too."""
+    monkeypatch.setattr("secrets.token_hex", lambda _num_bytes: "0000")
+    return file.path.with_name(f".{file.path.name}.0000.part")
+
+
 @asynccontextmanager
 async def kept(file: HeadStateFile, *, patience_s: float = 10.0) -> AsyncIterator[Kept]:
     keeping = Kept(file, patience_s=patience_s)
@@ -64,11 +71,9 @@ async def until_written(file: HeadStateFile, state: HeadState, within_s: float =
             await asyncio.sleep(0.02)
 
 
-async def test_what_could_not_be_written_is_written_later(file: HeadStateFile) -> None:
+async def test_what_could_not_be_written_is_written_later(file: HeadStateFile, in_the_way: Path) -> None:
     async with kept(file) as keeping:
         await until_written(file, STATE)
-        # A folder where its parts go: for root, too, nothing can be written.
-        in_the_way = file.path.with_suffix(".part")
         in_the_way.mkdir()
         changed = keeping.change()
         async with asyncio.timeout(10):
@@ -115,22 +120,22 @@ async def test_what_is_answered_is_written_first(file: HeadStateFile) -> None:
             assert file.load() == changed
 
 
-async def test_who_waits_in_vain_hears_why_and_what_to_do(file: HeadStateFile) -> None:
+async def test_who_waits_in_vain_hears_why_and_what_to_do(file: HeadStateFile, in_the_way: Path) -> None:
     async with kept(file, patience_s=0.3) as keeping:
         await until_written(file, STATE)
-        in_the_way = file.path.with_suffix(".part")
         in_the_way.mkdir()
         changed = keeping.change()
-        with pytest.raises(ClusterError, match=rf"not saved .*directory.*free space for {file.path}"):
+        with pytest.raises(ClusterError, match=rf"not saved .*exists.*free space for {file.path}"):
             await keeping.state_writer.written()
         in_the_way.rmdir()
         await until_written(file, changed)
 
 
-async def test_who_waits_when_the_head_ends_hears_that_it_is_not_written(file: HeadStateFile) -> None:
+async def test_who_waits_when_the_head_ends_hears_that_it_is_not_written(
+    file: HeadStateFile, in_the_way: Path
+) -> None:
     async with kept(file) as keeping:
         await until_written(file, STATE)
-        in_the_way = file.path.with_suffix(".part")
         in_the_way.mkdir()
         changed = keeping.change()
         asked = asyncio.create_task(keeping.state_writer.written())
@@ -144,10 +149,11 @@ async def test_who_waits_when_the_head_ends_hears_that_it_is_not_written(file: H
     assert file.load() == changed
 
 
-async def test_a_state_that_changes_back_after_a_failed_write_is_no_failure(file: HeadStateFile) -> None:
+async def test_a_state_that_changes_back_after_a_failed_write_is_no_failure(
+    file: HeadStateFile, in_the_way: Path
+) -> None:
     async with kept(file) as keeping:
         await until_written(file, STATE)
-        in_the_way = file.path.with_suffix(".part")
         in_the_way.mkdir()
         keeping.change()
         async with asyncio.timeout(10):
