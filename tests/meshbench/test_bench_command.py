@@ -98,6 +98,7 @@ def test_wrong_hang_ups_are_named(
                 "with_clients": False,
                 "hang_up_share": 0.0,
                 "with_rpc": True,
+                "against": None,
                 "rounds": 1,
                 "slos": (Slo("e2el", 900.0),),
                 "output": Path("out"),
@@ -110,7 +111,7 @@ def test_wrong_hang_ups_are_named(
             (
                 "--scenario head --quick --faults 3 --kinds stop,first --seed 4 --stages 4 --spares 0"
                 " --streams 3 --fast --hang-ups .2 --delay-ms 1 --ctx-size 512 --threads 2 --speculate off"
-                " --serve --insecure --whole-timeout-s 4 -o out --logs logs"
+                " --serve --insecure --whole-timeout-s 4 -o out --logs logs --against /usr"
             ),
             {
                 "scenarios": ("head",),
@@ -136,6 +137,7 @@ def test_wrong_hang_ups_are_named(
                 "speculate": "off",
                 "serve_options": ("--insecure",),
                 "whole_timeout_s": 4.0,
+                "against": Path("/usr"),
                 "output": Path("out"),
                 "logs": Path("logs"),
             },
@@ -147,7 +149,7 @@ def test_wrong_hang_ups_are_named(
                 "--workloads a,b --proposers auto,ngram --draft-max 2 --delay-ms 1,2 --questions 2 --tokens 9"
                 " --context 70"
                 " --threads 2 --draft-type none --exact --rpc --seed 3 --replay-rates 0.5,0.25"
-                " -o out --logs logs"
+                " -o out --logs logs --against /usr"
             ),
             {
                 "draft_model": None,
@@ -165,12 +167,13 @@ def test_wrong_hang_ups_are_named(
                 "num_threads": 2,
                 "exact": True,
                 "with_rpc": True,
+                "against": Path("/usr"),
                 "seed": 3,
                 "output": Path("out"),
                 "logs": Path("logs"),
                 "command": "mesh bench spec SmolLM2-135M-Instruct.Q4_1.gguf --workloads a,b"
                 " --proposers ngram,auto --draft-max 2 --delay-ms 1,2 --replay-rates 0.5,0.25 --questions 2"
-                " --tokens 9 --context 70 --threads 2 --draft-type none --exact --rpc --seed 3",
+                " --tokens 9 --context 70 --threads 2 --draft-type none --exact --rpc --against usr --seed 3",
             },
         ),
     ],

@@ -46,11 +46,17 @@ def file(tmp_path: Path) -> Iterator[HeadStateFile]:
         yield opened
 
 
+class Obstacle:
+    """A folder where the parts of a file go: nothing can be written, by root neither."""
+
+    def __init__(self, path: Path) -> None:
+        self.add, self.remove = path.mkdir, path.rmdir
+
+
 @pytest.fixture
-def in_the_way(file: HeadStateFile, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder there, where its parts go, keeps anything from being written, for root, too."""
+def obstacle(file: HeadStateFile, monkeypatch: pytest.MonkeyPatch) -> Obstacle:
     monkeypatch.setattr("secrets.token_hex", lambda _num_bytes: "0000")
-    return file.path.with_name(f".{file.path.name}.0000.part")
+    return Obstacle(file.path.with_name(f".{file.path.name}.0000.part"))
 
 
 @asynccontextmanager
@@ -71,16 +77,16 @@ async def until_written(file: HeadStateFile, state: HeadState, within_s: float =
             await asyncio.sleep(0.02)
 
 
-async def test_what_could_not_be_written_is_written_later(file: HeadStateFile, in_the_way: Path) -> None:
+async def test_what_could_not_be_written_is_written_later(file: HeadStateFile, obstacle: Obstacle) -> None:
     async with kept(file) as keeping:
         await until_written(file, STATE)
-        in_the_way.mkdir()
+        obstacle.add()
         changed = keeping.change()
         async with asyncio.timeout(10):
             while keeping.state_writer.failure is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         assert file.load() == STATE
-        in_the_way.rmdir()
+        obstacle.remove()
         # Nothing changes any more, and nobody asks.
         await until_written(file, changed)
         async with asyncio.timeout(10):
@@ -120,23 +126,23 @@ async def test_what_is_answered_is_written_first(file: HeadStateFile) -> None:
             assert file.load() == changed
 
 
-async def test_who_waits_in_vain_hears_why_and_what_to_do(file: HeadStateFile, in_the_way: Path) -> None:
+async def test_who_waits_in_vain_hears_why_and_what_to_do(file: HeadStateFile, obstacle: Obstacle) -> None:
     async with kept(file, patience_s=0.3) as keeping:
         await until_written(file, STATE)
-        in_the_way.mkdir()
+        obstacle.add()
         changed = keeping.change()
         with pytest.raises(ClusterError, match=rf"not saved .*exists.*free space for {file.path}"):
             await keeping.state_writer.written()
-        in_the_way.rmdir()
+        obstacle.remove()
         await until_written(file, changed)
 
 
 async def test_who_waits_when_the_head_ends_hears_that_it_is_not_written(
-    file: HeadStateFile, in_the_way: Path
+    file: HeadStateFile, obstacle: Obstacle
 ) -> None:
     async with kept(file) as keeping:
         await until_written(file, STATE)
-        in_the_way.mkdir()
+        obstacle.add()
         changed = keeping.change()
         asked = asyncio.create_task(keeping.state_writer.written())
         await asyncio.sleep(0.05)
@@ -144,23 +150,23 @@ async def test_who_waits_when_the_head_ends_hears_that_it_is_not_written(
     with pytest.raises(ClusterError, match=r"not saved .*after a crash of this one would.*is ending"):
         await asked
     assert file.load() == STATE
-    in_the_way.rmdir()
+    obstacle.remove()
     await keeping.state_writer.written()
     assert file.load() == changed
 
 
 async def test_a_state_that_changes_back_after_a_failed_write_is_no_failure(
-    file: HeadStateFile, in_the_way: Path
+    file: HeadStateFile, obstacle: Obstacle
 ) -> None:
     async with kept(file) as keeping:
         await until_written(file, STATE)
-        in_the_way.mkdir()
+        obstacle.add()
         keeping.change()
         async with asyncio.timeout(10):
             while keeping.state_writer.failure is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         keeping.state = STATE
-        in_the_way.rmdir()
+        obstacle.remove()
         await keeping.state_writer.written()
         assert keeping.state_writer.failure is None
         assert file.load() == STATE
