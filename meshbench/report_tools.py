@@ -112,22 +112,17 @@ class PairedRatio:
         margin = quantile * stdev(logarithms) / math.sqrt(len(pairs))
         return cls(*(math.exp(middle + part * margin) for part in (-1, 0, 1)))
 
-    def lines(self, title: str, other: str, *, note: str, is_rate: bool = True) -> list[Line]:
-        """The ratio, and the end of its interval that must not be worse than allowed.
-
-        Args:
-            title: Measured quantity.
-            other: Name of the other system.
-            note: Rounds and figures.
-            is_rate: Whether more is better; for times, less is.
-        """
+    def line(self, title: str, other: str, note: str) -> Line:
+        """The ratio, with its interval."""
         between = f"{self.low:.3f} to {self.high:.3f} in {note}"
-        bound = (
-            Line(f"{title}, over {other}: lower bound", self.low, NO_LESS)
-            if is_rate
-            else Line(f"{title}, over {other}: upper bound", self.high, 1 / NO_LESS, is_ceiling=True)
-        )
-        return [Line(f"{title}, over {other}", self.ratio, None, note=between), bound]
+        return Line(f"{title}, over {other}", self.ratio, None, note=between)
+
+    def lines(self, title: str, other: str, note: str) -> list[Line]:
+        """The ratio of rates, and the lower end of its interval against the allowed loss."""
+        return [
+            self.line(title, other, note),
+            Line(f"{title}, over {other}: lower bound", self.low, NO_LESS),
+        ]
 
 
 def number(value: float | None) -> str:

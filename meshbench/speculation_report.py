@@ -387,7 +387,7 @@ def _over_checkout(results: Results) -> list[Line]:
         forks = sum(pair.is_fork for pair in pairs)
         note = f"{len(pairs)} turns, {forks} texts differ"
         title = f"tokens/s under {setting} at {delay_ms:g} ms"
-        lines += PairedRatio.of(rates).lines(title, other, note=note)
+        lines += PairedRatio.of(rates).lines(title, other, note)
     return lines
 
 

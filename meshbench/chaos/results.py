@@ -403,7 +403,7 @@ def pause_lines(own: Scenario, theirs: Scenario, other: str) -> list[Line]:
         return []
     medians = " against ".join(f"{median(side):.2f}" for side in zip(*pairs, strict=True))
     title, note = f"{own.name}: longest pause of each fault", f"{len(pairs)} faults, medians {medians} s"
-    return PairedRatio.of(pairs).lines(title, other, note=note, is_rate=False)
+    return [PairedRatio.of(pairs).line(title, other, note)]
 
 
 def _ceiling(title: str, measured: float | None, most: float, note: str = "") -> Line:

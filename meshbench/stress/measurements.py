@@ -515,7 +515,7 @@ def _alone_or_paired(
         return [Line(title, median(ours), None, note=_figures(ours))]
     pairs = list(zip(ours, theirs, strict=True))
     note = f"{len(pairs)} rounds: " + "; ".join(f"{our:.1f} against {their:.1f}" for our, their in pairs)
-    return PairedRatio.of(pairs).lines(title, other.name, note=note)
+    return PairedRatio.of(pairs).lines(title, other.name, note)
 
 
 def _against_peer(

@@ -256,9 +256,7 @@ def test_a_ratio_of_paired_rounds_has_an_interval() -> None:
     assert two.high == pytest.approx(4.0 * 2**12.706, rel=1e-3)
     same = PairedRatio.of([(3.0, 4.0)] * 10)
     assert (same.low, same.ratio, same.high) == pytest.approx((0.75, 0.75, 0.75))
-    (_, bound) = same.lines("tokens/s", "the other", note="10 rounds")
+    (_, bound) = same.lines("tokens/s", "the other", "10 rounds")
     assert bound.verdict == "missed"
-    (_, bound) = same.lines("pause, s", "the other", note="10 rounds", is_rate=False)
-    assert bound.verdict == "met"
-    (_, bound) = PairedRatio.of([(1.0, 1.0)]).lines("tokens/s", "the other", note="1 round")
+    (_, bound) = PairedRatio.of([(1.0, 1.0)]).lines("tokens/s", "the other", "1 round")
     assert bound.verdict == "missed", "a single round shows nothing"
