@@ -110,7 +110,7 @@ class Connection(asyncio.Protocol):
             StaleConnectionError: If it is to be sent again over another connection.
             ConnectionError: If the connection breaks, or the other end does not speak HTTP.
         """
-        assert self._transport is not None  # noqa: S101 - whoever has the connection opened it
+        assert self._transport is not None  # noqa: S101 - the owner of the connection opened it
         self._receiver, self._is_silent = receiver, True
         self._complete = asyncio.get_running_loop().create_future()
         parts = [self._http.send(request)]

@@ -205,7 +205,7 @@ def run_remote_spec(options: RemoteSpecOptions) -> Report:
     tokenizer = tokenizer_of(target, mesh)
     workloads = _workloads(options, tokenizer)
     links = known_links(target)
-    # Samples are filed under a delay; without links nobody knows it.
+    # Samples are filed under a delay; without links it is unknown.
     delay_ms = round(hop_ms(links.found) or 0.0, 2)
     results = Results(_remote_conditions(options, mesh, served), links=links)
     results.servers[AS_SERVED] = (

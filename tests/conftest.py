@@ -123,6 +123,14 @@ def stage_cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("stages")
 
 
+@pytest.fixture(scope="module")
+def cut_stages(stage_cache_dir: Path) -> Iterator[None]:
+    """They are in the default cache while tests of the module run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(stage_cache_dir))
+        yield
+
+
 @pytest.fixture
 def heeded_hang_ups() -> Iterator[None]:
     """Processes that the test starts heed SIGHUP, which they ignore if the tests were started with nohup."""

@@ -321,7 +321,7 @@ class EmbeddingEngine:
             job.is_done.set_exception(error)
 
     def _forget(self, request: TextsRequest, outcome: EmbeddingOutcome, took_s: float) -> None:
-        """Remove a request that is over, and batches that nobody waits for any more."""
+        """Remove a request that is over, and batches without a waiting request."""
         self.statistics.ended(outcome, took_s)
         self._queue.discard(request)
         del self._jobs[request]

@@ -277,8 +277,8 @@ def assign_all(table: StageTable, hosts: Sequence[HostCapacity]) -> HostAssignme
     if found is not None or table.least_hosts(hosts) > len(hosts):
         return found
     fits = _Fits(table, hosts, len(hosts))
-    everybody = next(fits.sets(), None)
-    return None if everybody is None else _assigned(table, fits.reordered(everybody))
+    all_hosts = next(fits.sets(), None)
+    return None if all_hosts is None else _assigned(table, fits.reordered(all_hosts))
 
 
 def _assigned(
@@ -286,16 +286,16 @@ def _assigned(
 ) -> HostAssignment | None:
     """Stages on these hosts in this order."""
     shares = _shares(len(hosts), num_stages)
-    seats = tuple(
-        seat
+    of_stages = tuple(
+        part
         for host, share in zip(hosts, shares, strict=True)
-        for seat in itertools.repeat(host.divided(share), share)
+        for part in itertools.repeat(host.divided(share), share)
     )
-    layers = table.balance(seats)
+    layers = table.balance(of_stages)
     if layers is None:
         return None
-    times_ns = [table.time_ns(part, seat) for part, seat in zip(layers, seats, strict=True)]
-    return HostAssignment(seats, layers, sum(times_ns), max(times_ns))
+    times_ns = [table.time_ns(part, host) for part, host in zip(layers, of_stages, strict=True)]
+    return HostAssignment(of_stages, layers, sum(times_ns), max(times_ns))
 
 
 def _shares(num_hosts: int, num_stages: int | None) -> list[int]:

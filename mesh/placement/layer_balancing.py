@@ -130,18 +130,18 @@ class StageTable:
         fitting = self.read_bytes[np.isfinite(self.times(host))]
         return int(fitting.max(initial=0.0))
 
-    def balance(self, seats: Sequence[HostCapacity]) -> tuple[LayerRange, ...] | None:
+    def balance(self, hosts: Sequence[HostCapacity]) -> tuple[LayerRange, ...] | None:
         """Layers for these hosts in this order, so that the slowest stage is as fast as possible.
 
         Among equal solutions, the most even one.
 
         Args:
-            seats: One host for each stage, with the memory that it may use.
+            hosts: One host for each stage, with the memory that it may use.
 
         Returns:
             Layers of each host; None if the hosts are too small, or the model cannot be cut so often.
         """
-        matrices = [self.times(seat) for seat in seats]
+        matrices = [self.times(host) for host in hosts]
         slowest = self._from_first_edge()
         for times in matrices:
             slowest = np.maximum(slowest[:, None], times).min(axis=0)

@@ -286,7 +286,7 @@ class HeadStateWriter:
                     _settle(asked, is_written=True)
                 await self._asked_within(_POLL_S)
         finally:
-            # Whoever waits writes the state itself, as for requests that come while the head shuts down.
+            # The waiting task writes the state itself, as for requests that come while the head shuts down.
             self._has_ended = True
             for asked in (*waiting, *self._waiting):
                 _settle(asked, is_written=False)

@@ -72,7 +72,7 @@ class InitialPlacement:
         known: What was found out beforehand.
         head: Open.
         allocation: What hosts have left for the model.
-        announce: Tells everybody what is going on.
+        announce: Tells hosts and the status what is going on.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class InitialPlacement:
         until_s = time.monotonic() + EXAMINED_S
 
         def is_examined() -> bool:
-            # Raises if nobody waits for the plan any more.
+            # Raises if no task waits for the plan any more.
             is_time_up()
             return time.monotonic() >= until_s
 

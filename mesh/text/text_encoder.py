@@ -1,8 +1,8 @@
 """Token ids of prompts: control tokens where a template wrote their names, letters where a client did.
 
 llama.cpp splits a text at the names of its special tokens in time that grows with the square of their number,
-and makes tokens of all of them, whoever wrote them. So a text is split here, in linear time, and llama.cpp
-gets the pieces between. Its own rules are followed, so that the ids are the same
+and makes tokens of all of them, those in a user's text too. So a text is split here, in linear time, and
+llama.cpp gets the pieces between. Its own rules are followed, so that the ids are the same
 (`llama_vocab::impl::tokenize` and `tokenizer_st_partition`).
 """
 

@@ -293,7 +293,7 @@ class WorkerPool:
         begun_s = time.monotonic()
         try:
             answer = self._answer(worker, job)
-        except Exception as error:  # noqa: BLE001 - whoever waits for the job gets it
+        except Exception as error:  # noqa: BLE001 - it goes to the job's waiter
             failure = error
         with self._changed:
             worker.job = None

@@ -298,8 +298,8 @@ def tally(streams: Iterable[Stream], expected: Mapping[str, Expected], *, is_exa
         expected: Answers of the undisturbed run, by question.
         is_exact: Whether every text must be that.
     """
-    everybody = list(streams)
-    answers = [stream.answer for stream in everybody if not stream.is_refused]
+    all_streams = list(streams)
+    answers = [stream.answer for stream in all_streams if not stream.is_refused]
     answer_check = check_answers(answers, expected, is_exact=is_exact, text_of=None)
     problems = list(answer_check.problems)
     num_unlike = answer_check.num_forks
@@ -317,7 +317,7 @@ def tally(streams: Iterable[Stream], expected: Mapping[str, Expected], *, is_exa
         num_hung_up_early=answer_check.num_hung_up_early,
         num_hung_up_late=answer_check.num_hung_up_late,
         num_unlike=num_unlike,
-        num_refused=len(everybody) - len(answers),
+        num_refused=len(all_streams) - len(answers),
         problems=tuple(problems),
     )
 

@@ -57,7 +57,7 @@ class AddressTranslation:
         self._by_port: dict[tuple[int, int], _Mapping] = {}
 
     def forward(self, protocol: int, port: int, inside: Endpoint) -> None:
-        """Forward an outside port to a host, for everybody.
+        """Forward an outside port to a host, for every sender.
 
         Args:
             protocol: `TCP` or `UDP`.

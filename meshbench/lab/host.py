@@ -166,8 +166,8 @@ class Host:
     def pids(self) -> list[int]:
         """Process ids, in the outer namespace, of the host's processes except its init."""
         here = _process_namespace(self.keeper_pid)
-        everybody = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
-        return [pid for pid in everybody if pid != self.keeper_pid and _process_namespace(pid) == here]
+        all_pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+        return [pid for pid in all_pids if pid != self.keeper_pid and _process_namespace(pid) == here]
 
     def signal_all(self, number: signal.Signals) -> None:
         """Send a signal to every process of this host at once, so that none can escape by forking."""

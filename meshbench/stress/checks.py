@@ -223,7 +223,7 @@ def leak_check(status: dict[str, Any], num_before: int = 0) -> Check:
 
     Args:
         status: Body of `/mesh/status` when no request of ours is running.
-        num_before: Sessions that were open before the load: with those of other clients among them nobody can
+        num_before: Sessions that were open before the load: with those of other clients among them one cannot
             say whose is left.
     """
     sessions = status["sessions"]

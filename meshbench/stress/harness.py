@@ -57,7 +57,7 @@ class LoadTestBed:
             MeshError: If a request failed: no figure of the peer's is to come from half of an answer.
         """
         peer = self.peer
-        assert peer is not None  # noqa: S101 - whoever calls has looked
+        assert peer is not None  # noqa: S101 - the caller has looked
         assert self.processes is not None  # noqa: S101 - a peer shares the hosts of the lab
         with in_place_of(self.processes, peer):
             outcome = self.load_client.ask(order_for(peer.url, scripts, peer.fields, **order))

@@ -30,7 +30,7 @@ _MAX_ROWS_BESIDE_DRAFTS: Final = 8
 
 
 MAX_ROWS_UNASKED: Final = 64
-"""Most rows of a batch that nobody waits for yet: it delays whoever asks meanwhile."""
+"""Most rows of a batch that no answer waits for yet: it delays requests that come meanwhile."""
 
 
 def share_rows(wanted: Sequence[int], max_rows: int) -> list[int]:

@@ -74,7 +74,7 @@ class EmbeddingFacts:
         state_width: Float32 elements of the recurrent state of one text; 0 without one.
         row_width: Float32 elements of one row in llama.cpp at a time.
         num_masks: Attention masks of a batch: two where some layers have a window.
-        has_logits: Whether llama.cpp computes logits, which nobody reads, as well.
+        has_logits: Whether llama.cpp computes logits, which are not read, as well.
     """
 
     path: Path

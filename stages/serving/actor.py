@@ -532,7 +532,7 @@ async def orphaned(alone_s: Callable[[], float], orphan_s: float) -> None:
         alone_s: Returns for how long it has been without one, in seconds; 0 with one.
         orphan_s: The longest time without one, in seconds.
     """
-    while (left_s := orphan_s - alone_s()) > 0:  # noqa: ASYNC110 - nothing tells that nobody came
+    while (left_s := orphan_s - alone_s()) > 0:  # noqa: ASYNC110 - nothing tells that no head came
         await asyncio.sleep(left_s)
 
 

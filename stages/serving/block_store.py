@@ -50,7 +50,7 @@ _KEPT_SHARE: Final = 7 / 8
 _LEAST_FREE_BYTES: Final = 2**30
 _LEAST_FREE_SHARE: Final = 1 / 20
 _ENTRY_DIGITS: Final = 20
-# A block is written in less, unless the disk is much too slow; whoever has locked the ledger for longer is
+# A block is written in less, unless the disk is much too slow; a process that holds the ledger for longer is
 # stopped. Without a limit its stop would keep other stages from ending.
 _LOCK_PATIENCE_S: Final = 2.0
 _LOCK_POLL_S: Final = 0.01
@@ -224,7 +224,7 @@ class BlockStore:
         files: list[_BlockPath] = []
         for folder in self._root.iterdir():
             if _IDENTITY.fullmatch(folder.name) and folder.is_dir():
-                # Nobody writes while the ledger is locked: these are of killed processes.
+                # Nothing is written while the ledger is locked: these are of killed processes.
                 for partial in folder.glob(".*.part"):
                     partial.unlink(missing_ok=True)
                 files += _files_in(folder)

@@ -383,7 +383,7 @@ class StageEngine:
         def run() -> None:
             try:
                 result, error = work(), None
-            except Exception as raised:  # noqa: BLE001 - whatever it is, it is for whoever waits
+            except Exception as raised:  # noqa: BLE001 - whatever it is, it is for the waiting task
                 result, error = None, raised
             self._loop.call_soon_threadsafe(settle, result, error)
 

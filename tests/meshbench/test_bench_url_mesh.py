@@ -13,12 +13,13 @@ from meshbench.http_client import parse_url
 from meshbench.stress.checks import prefix_mismatches
 from meshbench.under_test.mesh import reach_mesh
 from meshbench.under_test.options import RemoteTarget
-from tests.support import served_mesh
+from tests.support import mesh_in_process
 from tests.support.api_harness import KEY, MODEL
+from tests.support.mesh_in_process import CLIENT_WORKLOAD, NUM_STAGES
 
 pytestmark = pytest.mark.model
 
-mesh_url = served_mesh.mesh_url
+mesh_url = mesh_in_process.mesh_url
 
 
 @pytest.fixture(autouse=True)
@@ -55,12 +56,12 @@ def test_a_running_mesh_is_loaded_and_every_answer_checked(
     assert any("byte-equal to alone" in check["name"] for check in found["checks"])
     checks = {check["name"]: check["holds"] for check in found["checks"]}
     assert checks["no session left when idle"] is True
-    assert [stage["open_sessions"] for stage in found["stages"]] == [0, 0]
+    assert [stage["open_sessions"] for stage in found["stages"]] == [0] * NUM_STAGES
     assert all(stage["rows"] >= stage["decodes"] > 0 for stage in found["stages"])
     assert all(link["num_windows"] > 0 for link in found["ring_links"])
     told = found["circumstances"]
-    assert (told["url"], told["numeric_mode"], told["stages"]) == (mesh_url, "exact", 2)
-    assert (told["slots"], told["ctx_size"]) == (served_mesh.NUM_SLOTS, served_mesh.CTX_SIZE)
+    assert (told["url"], told["numeric_mode"], told["stages"]) == (mesh_url, "exact", NUM_STAGES)
+    assert (told["slots"], told["ctx_size"]) == (CLIENT_WORKLOAD.num_slots, CLIENT_WORKLOAD.ctx_size)
     assert found["memory"] == found["footprints"] == []
     hidden = " ".join(found["not_measured_from_outside"])
     for words in ("memory of processes", "llama.cpp RPC", "links: there are no hosts here"):
@@ -111,7 +112,7 @@ def test_a_wrong_key_and_an_unknown_model_are_refused(
 
 def test_the_counters_of_a_running_mesh_are_read(mesh_url: str) -> None:
     mesh, served = reach_mesh(RemoteTarget(parse_url(mesh_url), KEY))
-    assert served.num_places(has_key=True) == served_mesh.NUM_SLOTS - 1
+    assert served.num_places(has_key=True) == CLIENT_WORKLOAD.num_slots - 1
     assert prefix_mismatches(mesh.metrics()) == 0
 
 

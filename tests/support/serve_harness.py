@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from mesh.serve.head import Head
     from mesh.serve.preflight import Preflight
     from speculative.proposer import Proposer
+    from stages.grammar.token_masks import TokenTexts
     from stages.serving.actor import StageActor
 
 WORKLOAD = Workload(ctx_size=256, num_slots=2, is_exact=True)
@@ -192,6 +193,8 @@ async def serving(
     say: Callable[[str], None] = lambda _phase: None,
     beside: Serving | None = None,
     has_replicas: bool = True,
+    token_texts: TokenTexts | None = None,
+    workload: Workload = WORKLOAD,
 ) -> AsyncIterator[Serving]:
     """Three stages on the first three hosts, tended while in the block.
 
@@ -204,12 +207,14 @@ async def serving(
         say: Told what goes on.
         beside: Another model on the same hosts; then of `hosts` only the names count.
         has_replicas: Whether spare hosts are given replicas of stages, after four seconds.
+        token_texts: Of the vocabulary, for answers with a grammar.
+        workload: Context and slots of each stage.
     """
     facts, cache, pipeline = read_model_facts(model), StageCache(), Pipeline()
     members, driver = (Members(), InProcessDriver()) if beside is None else (beside.members, beside.driver)
     allocations = HostAllocations(lambda _member: False) if beside is None else beside.allocations
     rings: list[tuple[Pipeline, Incidents]] = [] if beside is None else beside.rings
-    sizes = StageSizes(facts, WORKLOAD)
+    sizes = StageSizes(facts, workload)
     for name, share in hosts.items() if beside is None else ():
         members.admit(host(name, int(share * stage_bytes(sizes))))
     authority = Authority(make_certificate(dt.datetime.now(dt.UTC)))
@@ -222,7 +227,7 @@ async def serving(
         members=members,
     )
     options = HeadOptions(model=model, exact=True)
-    known = SimpleNamespace(model=facts, workload=WORKLOAD, stamps=stamps_of(part_paths(model)))
+    known = SimpleNamespace(model=facts, workload=workload, stamps=stamps_of(part_paths(model)))
     maker = StageMaker(options, cast("Preflight", known), cast("Head", head), cache, Transfers())
     allocation = allocations.open(f"model {len(rings)}", pipeline)
     executor, incidents = PlacementExecutor(maker, allocation, members), Incidents(time.time)
@@ -241,12 +246,13 @@ async def serving(
     coordinator = Coordinator(
         await wire_up(pipeline.stages, credentials, log_stage_error),
         CoordinatorOptions(
-            WORKLOAD.ctx_size,
-            WORKLOAD.num_slots,
+            workload.ctx_size,
+            workload.num_slots,
             63,
             facts.n_vocab,
             repair_wait_s=1.0,
             feature_needs=feature_needs,
+            token_texts=None if token_texts is None else lambda: token_texts,
         ),
         mesh_id=credentials.mesh_id,
         mesh_key=credentials.mesh_key,

@@ -98,5 +98,5 @@ async def _lease_to_wait_for(request: Request, backends: Backends, model: str | 
     refusal = load_refusal(request, model)
     if refusal is not None and known.phase != "loading":
         raise refusal
-    # While others have it loaded, everybody may wait for it.
+    # While others have it loaded, every client may wait for it.
     return lease_for(request.scope, on_demand, model, refusal=refusal)

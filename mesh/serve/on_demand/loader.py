@@ -51,7 +51,7 @@ _RETRY_S: Final = 60
 _LOOK_AGAIN_S: Final = 5.0
 # Age of the latest search of the library that is good enough for a status.
 _GLANCE_S: Final = 30.0
-# After an error that nobody expected.
+# After an unexpected error.
 _PAUSE_S: Final = 1.0
 
 log = structlog.get_logger()

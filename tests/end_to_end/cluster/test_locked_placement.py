@@ -14,15 +14,10 @@ from tests.support.serve_harness import PARTS, host, serving
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("cut_stages")]
 
 LOCKED = Topology(tuple(LockedStage(name, layers) for name, layers in zip("abc", PARTS, strict=True)))
 ROOMY = {"a": 9.0, "b": 9.0, "c": 9.0, "spare": 9.0}
-
-
-@pytest.fixture(autouse=True)
-def _cache(stage_cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(stage_cache_dir))
 
 
 async def test_a_lost_stage_is_loaded_again_on_its_own_host_whoever_has_room(smollm2_path: Path) -> None:

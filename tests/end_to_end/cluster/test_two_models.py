@@ -14,15 +14,10 @@ from tests.support.serve_harness import Serving, serving
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("cut_stages")]
 
 REQUEST = GenerationRequest(tuple(range(100, 112)), max_tokens=60)
 HOSTS = ("a", "b", "c")
-
-
-@pytest.fixture(autouse=True)
-def _cache(stage_cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(stage_cache_dir))
 
 
 async def answer(mesh: Serving) -> list[int]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support import served_mesh
+from tests.support import mesh_in_process
 from tests.support.api_harness import KEY
 
 COMMAND = os.environ.get("SPANMESH_LM_EVAL")
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(COMMAND is None, reason="no lm-eval: see SPANMESH_LM_EVAL"),
 ]
 
-mesh_url = served_mesh.mesh_url
+mesh_url = mesh_in_process.mesh_url
 
 
 def likeliest(mesh_url: str, country: str, choices: list[str]) -> int:

@@ -7,12 +7,12 @@ import anthropic
 import openai
 import pytest
 
-from tests.support import served_mesh
+from tests.support import mesh_in_process
 from tests.support.api_harness import KEY
 
 pytestmark = pytest.mark.model
 
-mesh_url = served_mesh.mesh_url
+mesh_url = mesh_in_process.mesh_url
 
 FORECAST: Any = {
     "name": "forecast",

@@ -13,12 +13,12 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 
-from tests.support import served_mesh
+from tests.support import mesh_in_process
 from tests.support.api_harness import KEY
 
 pytestmark = pytest.mark.model
 
-mesh_url = served_mesh.mesh_url
+mesh_url = mesh_in_process.mesh_url
 
 QUESTION = "Name three fruits."
 

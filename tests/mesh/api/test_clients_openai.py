@@ -11,13 +11,13 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from tests.support import served_mesh
+from tests.support import mesh_in_process
 from tests.support.api_harness import KEY
-from tests.support.served_mesh import POOR_KEY
+from tests.support.mesh_in_process import POOR_KEY
 
 pytestmark = pytest.mark.model
 
-mesh_url = served_mesh.mesh_url
+mesh_url = mesh_in_process.mesh_url
 
 ASKED: Any = {
     "model": "default",

@@ -15,10 +15,10 @@ from mesh.api.api_keys import ApiKeys, KeyRecord, digest_of
 from mesh.text.tokenizer import Tokenizer
 from tests.support.api_harness import KEY, ScriptedEngine, backend_of, running_api
 from tests.support.browser import CHROMIUM, Page, browser_page
-from tests.support.page_mesh import PageMesh, page_mesh
+from tests.support.mesh_in_process import MeshInProcess, mesh_in_process
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from tests.support.api_harness import Api
@@ -39,21 +39,14 @@ async def browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pag
         yield page
 
 
-@pytest.fixture(scope="module")
-def _cache(stage_cache_dir: Path) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(stage_cache_dir))
-        yield
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(smollm2_path: Path, _cache: None) -> AsyncIterator[PageMesh]:
-    async with page_mesh(smollm2_path) as served:
+async def served(smollm2_path: Path, cut_stages: None) -> AsyncIterator[MeshInProcess]:
+    async with mesh_in_process(smollm2_path) as served:
         yield served
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def page(browser: Page, served: PageMesh) -> AsyncIterator[Page]:
+async def page(browser: Page, served: MeshInProcess) -> AsyncIterator[Page]:
     """The page, opened anew; whatever a test did, it asked nobody else and had no errors."""
     await browser.leave()
     browser.urls.clear()
@@ -102,7 +95,7 @@ async def test_an_answer_streams_and_what_it_took_is_told(page: Page) -> None:
     assert "tokens a trip" in await page.text("#speculation")
 
 
-async def test_stop_stops_the_answer_at_every_stage(page: Page, served: PageMesh) -> None:
+async def test_stop_stops_the_answer_at_every_stage(page: Page, served: MeshInProcess) -> None:
     await say(page, LONG)
     await page.until(f"{LAST}.querySelector('.text').textContent.length > 10")
     assert served.mesh.coordinator.status()["sessions"]["running"] == 1
@@ -276,7 +269,7 @@ async def test_it_fits_a_phone(page: Page) -> None:
         assert await page.js(f"document.querySelector('{selector}').getBoundingClientRect().height") >= 32
 
 
-async def test_a_killed_stage_is_shown_and_its_healing_too(page: Page, served: PageMesh) -> None:
+async def test_a_killed_stage_is_shown_and_its_healing_too(page: Page, served: MeshInProcess) -> None:
     mesh = served.mesh
     await say(page, LONG)
     await page.until(f"{LAST}.querySelector('.text').textContent.length > 10")

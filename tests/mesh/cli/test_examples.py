@@ -12,12 +12,12 @@ import httpx
 import openai
 import pytest
 
-from tests.support import served_mesh
+from tests.support import mesh_in_process
 from tests.support.api_harness import KEY
 
 pytestmark = pytest.mark.model
 
-mesh_url = served_mesh.mesh_url
+mesh_url = mesh_in_process.mesh_url
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 # Shortened: a small model's context would not hold an agent's own.

@@ -28,7 +28,7 @@ from tests.support import api_harness
 from tests.support.api_harness import KEY, ScriptedEngine, running_api
 from tests.support.eagle3 import DRAFTER
 from tests.support.embedders import ScriptedLink, embedding_backend, running_engine
-from tests.support.page_mesh import page_mesh
+from tests.support.mesh_in_process import mesh_in_process
 from tests.support.serve_harness import WORKLOAD, host
 
 if TYPE_CHECKING:
@@ -203,7 +203,9 @@ async def test_every_metric_named_in_the_documents_and_the_dashboard_exists_and_
         needs = FeatureNeeds(drafter.layers, 30, drafter.n_embd)
         proposers = Proposers("auto", draft=draft, feature_needs=needs)
         hosts = ("attic", "cellar", "desk", "shed")
-        served = await stack.enter_async_context(page_mesh(smollm2_path, hosts=hosts, proposers=proposers))
+        served = await stack.enter_async_context(
+            mesh_in_process(smollm2_path, hosts=hosts, proposers=proposers)
+        )
         http, mesh = served.api.http, served.mesh
         embedder = await stack.enter_async_context(running_engine())
         assert served.api.backends is not None

@@ -21,15 +21,10 @@ from tests.support.serve_harness import PARTS, WORKLOAD, InProcessActor, Serving
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("cut_stages")]
 
 REQUEST = GenerationRequest(tuple(range(100, 112)), max_tokens=60)
 ROOMY = {"a": 9.0, "b": 9.0, "c": 9.0}
-
-
-@pytest.fixture(autouse=True)
-def _cache(stage_cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(stage_cache_dir))
 
 
 async def answer(mesh: Serving) -> list[int]:

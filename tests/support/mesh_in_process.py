@@ -1,35 +1,48 @@
-"""What a browser meets: the real API and page over real stages that are repaired for real, in one process."""
+"""A mesh with its API, in one process: real stages that are repaired for real, certificates, page; no Ray.
+
+For tests of clients that block, `mesh_url` runs it in a thread.
+"""
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
+import asyncio
+import threading
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
+import pytest
+
+from mesh.api.api_keys import ApiKeys, KeyRecord, digest_of
 from mesh.coordinator.coordinator import PendingEngine
+from mesh.placement.memory_estimate import Workload
 from mesh.serve.allocations import HostAllocations
 from mesh.serve.pipeline import Pipeline
 from mesh.serve.proposers import Proposers
 from mesh.serve.status import MeshState, stage_counts
 from mesh.text.tokenizer import Tokenizer
 from stages.slicing.model_facts import read_model_facts
-from tests.support.api_harness import running_api
+from tests.support.api_harness import KEY, running_api
 from tests.support.serve_harness import WORKLOAD, serving
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
-    from mesh.api.api_keys import ApiKeys
     from mesh.serve.status import HeadParts
     from tests.support.api_harness import Api
     from tests.support.serve_harness import Serving
 
+POOR_KEY = "sk-of-bob"
+CLIENT_WORKLOAD = Workload(ctx_size=1024, num_slots=3, is_exact=True)
+NUM_STAGES = 3
+
 
 @dataclass
-class PageMesh:
-    """A mesh and its page.
+class MeshInProcess:
+    """A mesh and its API.
 
     Attributes:
         api: What serves the page.
@@ -43,16 +56,17 @@ class PageMesh:
 
 
 @asynccontextmanager
-async def page_mesh(
+async def mesh_in_process(
     model: Path,
     *,
     keys: ApiKeys | None = None,
     hosts: tuple[str, ...] = ("attic", "cellar", "desk"),
     proposers: Proposers | None = None,
-) -> AsyncIterator[PageMesh]:
+    workload: Workload = WORKLOAD,
+) -> AsyncIterator[MeshInProcess]:
     """Three stages on the first three hosts; the others stand by. Without `proposers`, n-grams propose."""
     proposers = proposers or Proposers("ngram")
-    facts, engine = read_model_facts(model), PendingEngine(WORKLOAD.ctx_size)
+    facts, engine, tokenizer = read_model_facts(model), PendingEngine(workload.ctx_size), Tokenizer(model)
     state = MeshState(facts, engine, Pipeline(), numeric_mode="exact", speculation_mode="ngram")
 
     def say(phase: str) -> None:
@@ -63,7 +77,9 @@ async def page_mesh(
         dict.fromkeys(hosts, 9.0),
         make_proposers=proposers,
         feature_needs=proposers.feature_needs,
+        token_texts=tokenizer.texts,
         say=say,
+        workload=workload,
     ) as mesh:
         allocations = HostAllocations(lambda _member: False)
         allocations.open("page", mesh.pipeline)
@@ -79,7 +95,7 @@ async def page_mesh(
             mesh.members.update(stage.placement.host, layers=str(stage.placement.layers))
         async with running_api(
             engine,
-            Tokenizer(model),
+            tokenizer,
             keys=keys,
             status=state.as_dict,
             ready=lambda: engine.coordinator is not None,
@@ -88,4 +104,44 @@ async def page_mesh(
             stage_counts=lambda: stage_counts(engine),
             host_admin=lambda: mesh.host_draining,
         ) as api:
-            yield PageMesh(api, mesh, state)
+            yield MeshInProcess(api, mesh, state)
+
+
+@contextmanager
+def _in_thread(model: Path) -> Iterator[str]:
+    url: Future[str] = Future()
+    loop = asyncio.new_event_loop()
+    over = asyncio.Event()
+
+    async def serve() -> None:
+        keys = ApiKeys([KeyRecord("alice", digest_of(KEY)), KeyRecord("bob", digest_of(POOR_KEY), 1)])
+        async with mesh_in_process(model, keys=keys, workload=CLIENT_WORKLOAD) as served:
+            url.set_result(served.api.url)
+            await over.wait()
+
+    def run() -> None:
+        try:
+            loop.run_until_complete(serve())
+        except BaseException as error:
+            if not url.done():
+                url.set_exception(error)
+            raise
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield url.result(60)
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join(30)
+        loop.close()
+
+
+@pytest.fixture(scope="module")
+def mesh_url(smollm2_path: Path, cut_stages: None) -> Iterator[str]:
+    """Such as `http://127.0.0.1:8000`, which Alice's key opens without end, and Bob's once a minute.
+
+    A test file that binds it has it.
+    """
+    with _in_thread(smollm2_path) as url:
+        yield url
