@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 # Share of one row's time for each further row, while only one row count was measured: between a GPU (nearly
 # nothing) and a CPU (nearly all of it), so that wider windows are tried once and then known.
 _UNKNOWN_SLOPE: Final = 0.5
-# Factor of the slope between the last two known row counts, beyond the last.
+# Factor of the slope between known row counts, beyond the last.
 _HOPE: Final = 0.8
 _NEWEST_WEIGHT: Final = 0.125
 # A sample this many times off was disturbed by another process; it counts as no further off.
@@ -66,8 +66,9 @@ class BatchTimeModel:
     Each row count has a running mean: kernels work in tiles, so there are steps. Attention adds a slope times
     the load, `p` times the rows' weights; it is learned from batches of equally many rows at different
     positions, so that the steps do not count as a part of it. Between known row counts the time is
-    interpolated. Beyond the last it continues a little flatter than the slope before it: the optimism lets
-    wider windows be tried once. It never falls as rows are added.
+    interpolated. Beyond the last it continues a little flatter than the last slope and than the mean one,
+    since a single one may be noise: the optimism lets wider windows be tried once. It never falls as rows
+    are added.
     """
 
     def __init__(self) -> None:
@@ -122,7 +123,9 @@ class BatchTimeModel:
         for (left, left_ms), (right, right_ms) in pairwise(stairs):
             if num_rows <= right:
                 return left_ms + (right_ms - left_ms) * (num_rows - left) / (right - left)
-        return right_ms + _HOPE * (right_ms - left_ms) * (num_rows - right) / (right - left)
+        first, first_ms = stairs[0]
+        slope_ms = min((right_ms - left_ms) / (right - left), (right_ms - first_ms) / (right - first))
+        return right_ms + _HOPE * slope_ms * (num_rows - right)
 
     def _stairs_at(self, position: float) -> list[tuple[int, float]]:
         if self._stairs_position != position:

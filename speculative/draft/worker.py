@@ -195,7 +195,9 @@ class ThreadPriority:
         # Unlike a thread of low priority, an idle one is preempted at once.
         if sys.platform == "linux":
             policy = os.SCHED_IDLE if is_idle else os.SCHED_OTHER
-            os.sched_setscheduler(self._thread_id, policy, os.sched_param(0))
+            # The process of an isolated context may have ended, which its next answer tells.
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setscheduler(self._thread_id, policy, os.sched_param(0))
 
 
 # Returns the token for an absolute position, given the logits and all tokens before it.

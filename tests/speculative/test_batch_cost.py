@@ -32,6 +32,11 @@ def test_beyond_what_is_known_it_hopes_a_little() -> None:
     assert table.ms(10) == pytest.approx(15.8)
 
 
+def test_a_steep_last_step_does_not_bar_wider_windows() -> None:
+    table = measured((1, 4.0), (2, 5.0), (3, 12.0))
+    assert table.ms(5) == pytest.approx(12.0 + 0.8 * 2 * (12.0 - 4.0) / 2)
+
+
 def test_one_row_count_gives_a_moderate_slope() -> None:
     table = measured((1, 4.0))
     assert table.ms(1) == 4.0

@@ -1,6 +1,7 @@
 """How sessions share a draft model: rows of a batch, and slots of its KV cache."""
 
 import os
+import subprocess
 import sys
 import threading
 
@@ -128,3 +129,12 @@ def test_a_thread_gives_way_until_somebody_waits_for_it() -> None:
     if not can_be_lowered[0]:
         pytest.skip("this process may not take a niceness back")
     assert seen == [7, os.SCHED_IDLE, os.SCHED_OTHER, os.SCHED_OTHER]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux schedules threads of other processes")
+def test_a_process_that_ended_has_no_priority_to_raise() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    priority = ThreadPriority(process.pid, 0)
+    with priority.lowered():
+        process.kill()
+        process.communicate()
