@@ -68,21 +68,18 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Check:
-    """Result of one check, with a remedy.
-
-    Attributes:
-        where: The host, or both ends of a link.
-        what: Subject, in a word or two.
-        outcome: A warning costs speed, now or later; a failure keeps a mesh from working.
-        detail: Finding.
-        fix: Remedy; empty if all is well.
-    """
+    """Result of one check, with a remedy."""
 
     where: str
+    """The host, or both ends of a link."""
     what: str
+    """Subject, in a word or two."""
     outcome: Outcome
+    """A warning costs speed, now or later; a failure keeps a mesh from working."""
     detail: str
+    """Finding."""
     fix: str = ""
+    """Remedy; empty if all is well."""
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-serialisable."""

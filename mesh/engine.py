@@ -19,32 +19,26 @@ SpeculationMode = Literal["off", "ngram", "draft", "auto", "replay"]
 
 @dataclass(frozen=True)
 class SpeculationLimits:
-    """Limits of speculation for one request; they cannot exceed the server's.
-
-    Attributes:
-        mode: Proposers that are allowed, or None for the server's.
-        max_width: Most proposed tokens in one window, or None for the server's bound.
-        depth: Most windows in flight, or None for the server's bound.
-    """
+    """Limits of speculation for one request; they cannot exceed the server's."""
 
     mode: SpeculationMode | None = None
+    """Proposers that are allowed, or None for the server's."""
     max_width: int | None = None
+    """Most proposed tokens in one window, or None for the server's bound."""
     depth: int | None = None
+    """Most windows in flight, or None for the server's bound."""
 
 
 @dataclass(frozen=True)
 class PrefillProgress:
-    """Progress of reading a prompt.
-
-    Attributes:
-        num_tokens: Tokens of the prompt.
-        num_cached: First tokens that the stages already held.
-        num_read: First tokens that every stage has computed by now, or held.
-    """
+    """Progress of reading a prompt."""
 
     num_tokens: int
+    """Tokens of the prompt."""
     num_cached: int
+    """First tokens that the stages already held."""
     num_read: int
+    """First tokens that every stage has computed by now, or held."""
 
     @property
     def is_whole(self) -> bool:
@@ -54,86 +48,77 @@ class PrefillProgress:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A sequence to continue.
-
-    Attributes:
-        prompt: Token ids, at least one.
-        max_tokens: Stop after this many, with finish reason `length`.
-        end_tokens: Stop after committing one of these, with finish reason `stop`; empty ignores them.
-        sampling: Sampling parameters.
-        speculation: Limits of speculation.
-        prediction: Predicted output of the client, as token ids; used by proposers only.
-        client: Client of the request, for fair turns where slots are short. None where the API is open.
-        history_key: Client whose earlier answers may be proposed; None for none.
-        uses_cache: Whether it may begin with a cached prefix of earlier requests of the same client.
-        num_top_logprobs: Number of likeliest tokens to report with each committed one, up to
-            `stages.sampling.logprobs.MAX_TOP_LOGPROBS`; None reports no log probabilities.
-        grammar: GBNF that the answer must match, from its first token on; None leaves it free.
-        scores_prompt: Whether log probabilities of the prompt's tokens are reported, too: needs
-            `num_top_logprobs`, and nothing of the prompt may be cached.
-        on_prefill: Called in the event loop whenever more of the prompt was read; None for no calls.
-    """
+    """A sequence to continue."""
 
     prompt: tuple[int, ...]
+    """Token ids, at least one."""
     max_tokens: int
+    """Stop after this many, with finish reason `length`."""
     end_tokens: frozenset[int] = frozenset()
+    """Stop after committing one of these, with finish reason `stop`; empty ignores them."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    """Sampling parameters."""
     speculation: SpeculationLimits = field(default_factory=SpeculationLimits)
+    """Limits of speculation."""
     prediction: tuple[int, ...] = ()
+    """Predicted output of the client, as token ids; used by proposers only."""
     client: str | None = None
+    """Client of the request, for fair turns where slots are short. None where the API is open."""
     history_key: str | None = None
+    """Client whose earlier answers may be proposed; None for none."""
     uses_cache: bool = True
+    """Whether it may begin with a cached prefix of earlier requests of the same client."""
     num_top_logprobs: int | None = None
+    """Number of likeliest tokens to report with each committed one, up to
+    `stages.sampling.logprobs.MAX_TOP_LOGPROBS`; None reports no log probabilities."""
     grammar: str | None = None
+    """GBNF that the answer must match, from its first token on; None leaves it free."""
     scores_prompt: bool = False
+    """Whether log probabilities of the prompt's tokens are reported, too: needs `num_top_logprobs`, and
+    nothing of the prompt may be cached."""
     on_prefill: Callable[[PrefillProgress], None] | None = field(default=None, compare=False, repr=False)
+    """Called in the event loop whenever more of the prompt was read; None for no calls."""
 
 
 @dataclass(frozen=True)
 class GenerationStats:
-    """Counts and times of one request so far.
-
-    Attributes:
-        num_cached: Tokens of the prompt that the stages already held.
-        num_windows: Windows judged, prefill chunks left out.
-        num_proposed: Proposed tokens that were verified.
-        num_accepted: Proposed tokens that the target sampled as well.
-        num_replays: Number of replays, after the loss or move of a stage.
-        prefill_ms: From the first window sent to the first token.
-        decode_ms: From the first token to the latest.
-        report: Speculation so far; None without proposers.
-        ring: Times by place in the ring so far; None without stages.
-    """
+    """Counts and times of one request so far."""
 
     num_cached: int = 0
+    """Tokens of the prompt that the stages already held."""
     num_windows: int = 0
+    """Windows judged, prefill chunks left out."""
     num_proposed: int = 0
+    """Proposed tokens that were verified."""
     num_accepted: int = 0
+    """Proposed tokens that the target sampled as well."""
     num_replays: int = 0
+    """Number of replays, after the loss or move of a stage."""
     prefill_ms: float = 0.0
+    """From the first window sent to the first token."""
     decode_ms: float = 0.0
+    """From the first token to the latest."""
     report: Callable[[], SpeculationReport] | None = field(default=None, compare=False, repr=False)
+    """Speculation so far; None without proposers."""
     ring: Callable[[], RingTimes] | None = field(default=None, compare=False, repr=False)
+    """Times by place in the ring so far; None without stages."""
 
 
 @dataclass(frozen=True)
 class Committed:
-    """Tokens that were committed together.
-
-    Attributes:
-        tokens: One or more ids; an end token is the last of them.
-        finish: Reason why the answer ended, or None.
-        stats: Counts and times up to here.
-        logprobs: One entry for each token if requested, else empty.
-        prompt_logprobs: With the first tokens, one entry for each token of the prompt but the first if
-            requested, else empty.
-    """
+    """Tokens that were committed together."""
 
     tokens: tuple[int, ...]
+    """One or more ids; an end token is the last of them."""
     finish: Literal["stop", "length"] | None
+    """Reason why the answer ended, or None."""
     stats: GenerationStats
+    """Counts and times up to here."""
     logprobs: tuple[TokenLogprobs, ...] = ()
+    """One entry for each token if requested, else empty."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """With the first tokens, one entry for each token of the prompt but the first if requested, else empty.
+    """
 
 
 class Engine(Protocol):
@@ -155,17 +140,14 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Times of one stage, summed over windows.
-
-    Attributes:
-        num_windows: Windows that it computed, not those it only passed on.
-        compute_ms: Computing; at the tail sampling and verifying as well.
-        queue_ms: Waiting of windows for it.
-    """
+    """Times of one stage, summed over windows."""
 
     num_windows: int = 0
+    """Windows that it computed, not those it only passed on."""
     compute_ms: float = 0.0
+    """Computing; at the tail sampling and verifying as well."""
     queue_ms: float = 0.0
+    """Waiting of windows for it."""
 
 
 @dataclass(frozen=True)
@@ -173,15 +155,13 @@ class RingTimes:
     """Times of one answer's windows, without prefill chunks.
 
     Several windows may be in flight at once: then the sums exceed the elapsed time.
-
-    Attributes:
-        stages: In pipeline order.
-        wire_ms: Part of the round trips beyond the stages' times: network and message handling. Clocks of
-            hosts differ, so it is known of the whole round only.
     """
 
     stages: tuple[StageTimes, ...] = ()
+    """In pipeline order."""
     wire_ms: float = 0.0
+    """Part of the round trips beyond the stages' times: network and message handling. Clocks of hosts differ,
+    so it is known of the whole round only."""
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-serialisable: part of `timings`. A round has one hop more than there are stages."""
@@ -203,17 +183,14 @@ class RingTimes:
 
 @dataclass(frozen=True)
 class FeatureCounts:
-    """Features of one or more answers: hidden states of the target that a drafter reads.
-
-    Attributes:
-        num_wanted: Rows whose features were asked for and whose tokens count.
-        num_received: Those among them whose features arrived.
-        num_bytes: Size of all features that arrived, of rejected tokens as well.
-    """
+    """Features of one or more answers: hidden states of the target that a drafter reads."""
 
     num_wanted: int = 0
+    """Rows whose features were asked for and whose tokens count."""
     num_received: int = 0
+    """Those among them whose features arrived."""
     num_bytes: int = 0
+    """Size of all features that arrived, of rejected tokens as well."""
 
     def merge(self, other: FeatureCounts) -> FeatureCounts:
         """Sums of both."""
@@ -235,37 +212,34 @@ class FeatureCounts:
 
 @dataclass(frozen=True)
 class SpeculationReport:
-    """Speculation over judged windows, without prefill chunks.
-
-    Attributes:
-        by_proposer: Judged windows by proposer; plain windows under the empty name.
-        by_depth: Tokens by depth, of the proposers that read features.
-        features: Features that were asked for; None without a drafter that reads them.
-        num_voided_windows: Windows void before their verdict, because one ahead of them was rejected.
-        num_voided_rows: Rows that they carried.
-        num_wasted_rows: Those of them that all stages computed.
-        num_recomputed_rows: Rows of accepted tokens that were computed again by models with recurrent layers.
-        num_cancels: Number of cancel messages.
-        round_trip_ms: From sending a window to its verdict, summed over windows; they overlap.
-        queue_ms: Part of it waiting at stages.
-        compute_ms: Part of it computing, sampling and verifying included.
-        draft_ms_per_token: Time of the draft model per token; None without one.
-        controller: State of the controller, with its reasons.
-    """
+    """Speculation over judged windows, without prefill chunks."""
 
     by_proposer: Mapping[str, SpeculationStatistics] = field(default_factory=dict)
+    """Judged windows by proposer; plain windows under the empty name."""
     by_depth: Mapping[str, DepthStatistics] = field(default_factory=dict)
+    """Tokens by depth, of the proposers that read features."""
     features: FeatureCounts | None = None
+    """Features that were asked for; None without a drafter that reads them."""
     num_voided_windows: int = 0
+    """Windows void before their verdict, because one ahead of them was rejected."""
     num_voided_rows: int = 0
+    """Rows that they carried."""
     num_wasted_rows: int = 0
+    """Those of them that all stages computed."""
     num_recomputed_rows: int = 0
+    """Rows of accepted tokens that were computed again by models with recurrent layers."""
     num_cancels: int = 0
+    """Number of cancel messages."""
     round_trip_ms: float = 0.0
+    """From sending a window to its verdict, summed over windows; they overlap."""
     queue_ms: float = 0.0
+    """Part of it waiting at stages."""
     compute_ms: float = 0.0
+    """Part of it computing, sampling and verifying included."""
     draft_ms_per_token: float | None = None
+    """Time of the draft model per token; None without one."""
     controller: Mapping[str, Any] = field(default_factory=dict)
+    """State of the controller, with its reasons."""
 
     @property
     def network_ms(self) -> float:

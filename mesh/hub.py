@@ -50,32 +50,26 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class RepoFile:
-    """A file of a repository.
-
-    Attributes:
-        name: Path within the repository.
-        size_bytes: Its size.
-        sha256: Hash of its content, hex, if the hub knows it.
-    """
+    """A file of a repository."""
 
     name: str
+    """Path within the repository."""
     size_bytes: int
+    """Its size."""
     sha256: str | None
+    """Hash of its content, hex, if the hub knows it."""
 
 
 @dataclass(frozen=True)
 class HubReference:
-    """A model at the hub.
-
-    Attributes:
-        repo: `org/repo`.
-        revision: Branch, tag or commit.
-        wanted: Quantisation, or the file's name; None if the repository has only one model.
-    """
+    """A model at the hub."""
 
     repo: str
+    """`org/repo`."""
     revision: str = "main"
+    """Branch, tag or commit."""
     wanted: str | None = None
+    """Quantisation, or the file's name; None if the repository has only one model."""
 
     def __str__(self) -> str:
         revision = "" if self.revision == "main" else f"@{self.revision}"
@@ -84,17 +78,14 @@ class HubReference:
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository at one commit.
-
-    Attributes:
-        repo: `org/repo`.
-        commit: Its hash, hex; the files of a commit do not change.
-        files: Its files.
-    """
+    """A repository at one commit."""
 
     repo: str
+    """`org/repo`."""
     commit: str
+    """Its hash, hex; the files of a commit do not change."""
     files: tuple[RepoFile, ...]
+    """Its files."""
 
     def url(self, file: RepoFile) -> str:
         """URL of a file."""
@@ -105,36 +96,30 @@ class Repository:
 
 @dataclass(frozen=True)
 class PulledModel:
-    """A model of the hub on this disk.
-
-    Attributes:
-        path: Its first file.
-        hub: All its files at the hub.
-    """
+    """A model of the hub on this disk."""
 
     path: Path
+    """Its first file."""
     hub: tuple[HubFile, ...]
+    """All its files at the hub."""
 
 
 @dataclass(frozen=True)
 class CachedModel:
-    """A cached model of the hub.
-
-    Attributes:
-        name: `hf:org/repo@COMMIT:NAME`, the commit by its beginning.
-        folder: Folder of its commit.
-        paths: Its files.
-        size_bytes: Their size.
-        used_at_s: When it was last pulled or served, Unix seconds.
-        is_whole: Whether all of its files are complete.
-    """
+    """A cached model of the hub."""
 
     name: str
+    """`hf:org/repo@COMMIT:NAME`, the commit by its beginning."""
     folder: Path
+    """Folder of its commit."""
     paths: tuple[Path, ...]
+    """Its files."""
     size_bytes: int
+    """Their size."""
     used_at_s: float
+    """When it was last pulled or served, Unix seconds."""
     is_whole: bool
+    """Whether all of its files are complete."""
 
 
 def choose(reference: HubReference, files: Sequence[RepoFile]) -> tuple[RepoFile, ...]:

@@ -24,38 +24,32 @@ _EVEN: Final = 0.5
 
 
 class SpanClass(StrEnum):
-    """Accepted part of a window, and so the number of valid cached rows of the stages.
-
-    Attributes:
-        PLAIN: Nothing was proposed.
-        FULL_ACCEPT: Every proposed token was sampled: all rows are valid.
-        TAIL_REJECT: All but the last: one row is invalid, which the start of the next window trims.
-        EARLY_REJECT: Rows after the first difference are invalid.
-    """
+    """Accepted part of a window, and so the number of valid cached rows of the stages."""
 
     PLAIN = "plain"
+    """Nothing was proposed."""
     FULL_ACCEPT = "full_accept"
+    """Every proposed token was sampled: all rows are valid."""
     TAIL_REJECT = "tail_reject"
+    """All but the last: one row is invalid, which the start of the next window trims."""
     EARLY_REJECT = "early_reject"
+    """Rows after the first difference are invalid."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Result of a window and its verdict.
-
-    Attributes:
-        committed: Ids that join the sequence, at least one; an end token is the last of them.
-        num_proposed: Proposed tokens in the window.
-        num_accepted: Those among them that were sampled and committed.
-        span: How much of the window was accepted.
-        has_stop: Whether an end token was sampled within the window.
-    """
+    """Result of a window and its verdict."""
 
     committed: tuple[int, ...]
+    """Ids that join the sequence, at least one; an end token is the last of them."""
     num_proposed: int
+    """Proposed tokens in the window."""
     num_accepted: int
+    """Those among them that were sampled and committed."""
     span: SpanClass
+    """How much of the window was accepted."""
     has_stop: bool = False
+    """Whether an end token was sampled within the window."""
 
     @property
     def is_rejected(self) -> bool:
@@ -64,39 +58,32 @@ class Judgement:
 
 
 class SpanKind(NamedTuple):
-    """A span class, with or without a stop within the window.
-
-    Attributes:
-        span: How much of the window was accepted.
-        has_stop: Whether an end token was sampled within it.
-    """
+    """A span class, with or without a stop within the window."""
 
     span: SpanClass
+    """How much of the window was accepted."""
     has_stop: bool
+    """Whether an end token was sampled within it."""
 
 
 @dataclass(frozen=True)
 class SpeculationStatistics:
-    """Counts over judged windows.
-
-    Attributes:
-        num_windows: Judged windows, plain ones included.
-        num_drafts: Windows with proposals.
-        num_committed: Tokens committed by all of them.
-        proposed_per_position: Entry `i`: windows that proposed more than `i` tokens.
-        accepted_per_position: Entry `i`: windows that had more than `i` of them accepted.
-        reached_per_position: Entry `i`: windows that proposed more than `i` tokens and had the first `i`
-            accepted.
-        spans: Windows of each kind.
-    """
+    """Counts over judged windows."""
 
     num_windows: int = 0
+    """Judged windows, plain ones included."""
     num_drafts: int = 0
+    """Windows with proposals."""
     num_committed: int = 0
+    """Tokens committed by all of them."""
     proposed_per_position: tuple[int, ...] = ()
+    """Entry `i`: windows that proposed more than `i` tokens."""
     accepted_per_position: tuple[int, ...] = ()
+    """Entry `i`: windows that had more than `i` of them accepted."""
     reached_per_position: tuple[int, ...] = ()
+    """Entry `i`: windows that proposed more than `i` tokens and had the first `i` accepted."""
     spans: Mapping[SpanKind, int] = field(default_factory=dict)
+    """Windows of each kind."""
 
     @property
     def num_proposed(self) -> int:
@@ -172,16 +159,14 @@ class DepthStatistics:
     """Counts of drafted tokens by their depth: the distance from the last feature that the drafter had.
 
     Entry `i` is of depth `i + 1`. A chain may be spread over several windows in flight.
-
-    Attributes:
-        proposed: Tokens sent to be verified, those of void windows included.
-        reached: Those among them before which all tokens were accepted.
-        accepted: Those among them that were accepted.
     """
 
     proposed: tuple[int, ...] = ()
+    """Tokens sent to be verified, those of void windows included."""
     reached: tuple[int, ...] = ()
+    """Those among them before which all tokens were accepted."""
     accepted: tuple[int, ...] = ()
+    """Those among them that were accepted."""
 
     @classmethod
     def of(cls, depths: Sequence[int], num_accepted: int | None) -> DepthStatistics:

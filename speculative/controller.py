@@ -52,24 +52,22 @@ _MAX_PROBE: Final = 512
 class ControllerOptions:
     """Limits and switches of a controller.
 
-    Attributes:
-        max_width: Most proposed tokens in one window.
-        max_depth: Most windows of a session in flight; 1 sends one at a time.
-        fixed_width: Always this many proposed tokens, or as many as there are; 0 for no speculation.
-        fixed_depth: Always this many windows in flight, as far as there are proposals.
-        p_min: Least acceptance probability of a token that is sent; None leaves it to the controller.
-        is_recurrent: Whether the model goes back to checkpoints, and computes accepted tokens again.
-
     Raises:
         ValueError: If a value is out of range.
     """
 
     max_width: int = 16
+    """Most proposed tokens in one window."""
     max_depth: int = 24
+    """Most windows of a session in flight; 1 sends one at a time."""
     fixed_width: int | None = None
+    """Always this many proposed tokens, or as many as there are; 0 for no speculation."""
     fixed_depth: int | None = None
+    """Always this many windows in flight, as far as there are proposals."""
     p_min: float | None = None
+    """Least acceptance probability of a token that is sent; None leaves it to the controller."""
     is_recurrent: bool = False
+    """Whether the model goes back to checkpoints, and computes accepted tokens again."""
 
     def __post_init__(self) -> None:
         if self.max_width < 1 or self.max_depth < 1:
@@ -82,21 +80,18 @@ class ControllerOptions:
 
 @dataclass
 class SharedMeasures:
-    """Measurements shared by all sessions of a coordinator.
-
-    Attributes:
-        timing: Times of the ring.
-        acceptance: Acceptance rates by confidence.
-        group_payoff: Payoff of speculation while several sessions run.
-        decode_time: Time of a plain window of a session that runs alone without speculation.
-        records: Payoff of former sessions, by proposers.
-    """
+    """Measurements shared by all sessions of a coordinator."""
 
     timing: Timing = field(default_factory=Timing)
+    """Times of the ring."""
     acceptance: AcceptanceTable = field(default_factory=lambda: AcceptanceTable(_ACCEPTANCE_MEMORY))
+    """Acceptance rates by confidence."""
     group_payoff: GroupPayoff = field(default_factory=GroupPayoff)
+    """Payoff of speculation while several sessions run."""
     decode_time: DecodeTimeModel = field(default_factory=DecodeTimeModel)
+    """Time of a plain window of a session that runs alone without speculation."""
     records: dict[str, PayoffRecord] = field(default_factory=dict)
+    """Payoff of former sessions, by proposers."""
 
     def forget_ring(self) -> None:
         """Drop all times, for a new ring. Acceptance rates do not depend on it."""

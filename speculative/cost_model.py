@@ -49,15 +49,12 @@ _MAX_PRICE: Final = 0.95
 
 @dataclass
 class _Mean:
-    """Running means of batches with one number of rows.
-
-    Attributes:
-        elapsed_ms: Of their times.
-        load: Of their loads, see `BatchTimeModel`.
-    """
+    """Running means of batches with one number of rows."""
 
     elapsed_ms: float
+    """Of their times."""
     load: float
+    """Of their loads, see `BatchTimeModel`."""
 
 
 class BatchTimeModel:
@@ -287,19 +284,16 @@ class DecodeTimeModel:
 
 @dataclass(frozen=True)
 class WindowPlanRate:
-    """Widths and depth of windows, and their expected rate.
-
-    Attributes:
-        front: Proposed tokens of a window with none in flight ahead of it.
-        width: Proposed tokens of a window behind others.
-        depth: Windows in flight that keep the ring full.
-        tokens_per_s: Expected rate.
-    """
+    """Widths and depth of windows, and their expected rate."""
 
     front: int
+    """Proposed tokens of a window with none in flight ahead of it."""
     width: int
+    """Proposed tokens of a window behind others."""
     depth: int
+    """Windows in flight that keep the ring full."""
     tokens_per_s: float
+    """Expected rate."""
 
 
 def _load(num_rows: float, position: float) -> float:

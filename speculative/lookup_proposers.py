@@ -35,17 +35,15 @@ _ASKED_BEFORE: Final = 64
 class NgramOptions:
     """Length of proposals and size of the index.
 
-    Attributes:
-        tokens_per_evidence: Tokens proposed for each unit of evidence (`speculative.ngram_search`): a match
-            of two tokens anywhere counts 4, one of four tokens 6, each correctly predicted token 2 more.
-        max_indexed_tokens: Beyond this number the older half is dropped. Each takes about 0.5 KB.
-
     Raises:
         ValueError: If a value is not positive.
     """
 
     tokens_per_evidence: float = 0.85
+    """Tokens proposed for each unit of evidence (`speculative.ngram_search`): a match of two tokens anywhere
+    counts 4, one of four tokens 6, each correctly predicted token 2 more."""
     max_indexed_tokens: int = 32768
+    """Beyond this number the older half is dropped. Each takes about 0.5 KB."""
 
     def __post_init__(self) -> None:
         if self.tokens_per_evidence <= 0.0 or self.max_indexed_tokens < 2:

@@ -49,15 +49,12 @@ _AT_START: Final = 4
 
 
 class Occurrence(NamedTuple):
-    """Match of a context.
-
-    Attributes:
-        end: Position of the token after it.
-        length: Number of matching tokens, at most `MAX_ORDER`.
-    """
+    """Match of a context."""
 
     end: int
+    """Position of the token after it."""
     length: int
+    """Number of matching tokens, at most `MAX_ORDER`."""
 
 
 class NgramIndex:
@@ -231,21 +228,18 @@ class EvidenceTable:
 
 
 class CursorPosition(NamedTuple):
-    """Position of a sequence in the known text.
-
-    Attributes:
-        source: Position of the predicted next token, or None if there is none.
-        evidence: Evidence for it (`speculative.ngram_search`).
-        num_followed: Number of correctly predicted tokens since the position was found.
-        anchor: Position where the text was left, or None.
-        num_diverged: Tokens since then.
-    """
+    """Position of a sequence in the known text."""
 
     source: int | None = None
+    """Position of the predicted next token, or None if there is none."""
     evidence: int = 0
+    """Evidence for it (`speculative.ngram_search`)."""
     num_followed: int = 0
+    """Number of correctly predicted tokens since the position was found."""
     anchor: int | None = None
+    """Position where the text was left, or None."""
     num_diverged: int = 0
+    """Tokens since then."""
 
 
 # While a sequence follows the known text, following costs one comparison. Where it departs, the position is

@@ -30,21 +30,18 @@ _OTHER_RING: Final = 1.4
 
 @dataclass(frozen=True)
 class PayoffRecord:
-    """Payoff of former sessions.
-
-    Attributes:
-        num_tokens: Tokens committed while speculating, of the latest sessions.
-        num_plain_tokens: Tokens of plain windows in the same time.
-        plain_ms: Time of a plain window then.
-        pause: Length of the next pause, in tokens.
-        wait: Tokens left of the current pause.
-    """
+    """Payoff of former sessions."""
 
     num_tokens: float
+    """Tokens committed while speculating, of the latest sessions."""
     num_plain_tokens: float
+    """Tokens of plain windows in the same time."""
     plain_ms: float
+    """Time of a plain window then."""
     pause: int
+    """Length of the next pause, in tokens."""
     wait: int
+    """Tokens left of the current pause."""
 
     @property
     def won_share(self) -> float | None:
@@ -60,28 +57,25 @@ class PayoffRecord:
 
 @dataclass(frozen=True)
 class PayoffOptions:
-    """Patience of a session. Amounts are tokens, or plain windows, which bring one token each.
-
-    Attributes:
-        max_loss: Speculation stops when the balance is this far below zero at the end of a run, or twice as
-            far within one.
-        retry_loss: And again when a new try has lost this much.
-        max_credit: Bound of the balance, so that a good start does not pay for a long bad end.
-        first_pause: Tokens to wait before the first new try.
-        max_pause: Longest wait.
-        premium: Factor of elapsed time, since the time of plain windows is not known exactly.
-        silent_slack: Excess of a window without proposals over a plain one that counts as none.
-        max_excess: Bound of the wait for one verdict, which may be disturbed.
-    """
+    """Patience of a session. Amounts are tokens, or plain windows, which bring one token each."""
 
     max_loss: float = 0.6
+    """Speculation stops when the balance is this far below zero at the end of a run, or twice as far within
+    one."""
     retry_loss: float = 0.4
+    """And again when a new try has lost this much."""
     max_credit: float = 2.0
+    """Bound of the balance, so that a good start does not pay for a long bad end."""
     first_pause: int = 48
+    """Tokens to wait before the first new try."""
     max_pause: int = 512
+    """Longest wait."""
     premium: float = 1.04
+    """Factor of elapsed time, since the time of plain windows is not known exactly."""
     silent_slack: float = 0.02
+    """Excess of a window without proposals over a plain one that counts as none."""
     max_excess: float = 2.5
+    """Bound of the wait for one verdict, which may be disturbed."""
 
 
 class SessionPayoff:
@@ -197,51 +191,45 @@ class SessionPayoff:
 # measured times of a token decide. What does not pay pauses, each time for longer; what pays continues, each
 # time for longer.
 class GroupPhase(StrEnum):
-    """Current turn of all sessions.
-
-    Attributes:
-        BEFORE: Plain windows, to measure the time of a token.
-        TRIAL: Speculation, to compare.
-        AFTER: Plain windows again: other changes meanwhile must not count as a gain.
-        ON: Speculation, which pays.
-        OFF: Plain windows, as speculation does not pay.
-    """
+    """Current turn of all sessions."""
 
     BEFORE = "before"
+    """Plain windows, to measure the time of a token."""
     TRIAL = "trial"
+    """Speculation, to compare."""
     AFTER = "after"
+    """Plain windows again: other changes meanwhile must not count as a gain."""
     ON = "on"
+    """Speculation, which pays."""
     OFF = "off"
+    """Plain windows, as speculation does not pay."""
 
 
 @dataclass(frozen=True)
 class GroupPayoffOptions:
-    """Lengths of turns: measured ones in tokens of all sessions, the others in tokens of each.
-
-    Attributes:
-        before: Tokens of the plain turn before a trial.
-        trial: Tokens of a trial.
-        after: Tokens of the plain turn after it.
-        settle: Tokens of each session after a change of turn that are not counted: old windows are in flight.
-        first_run: Tokens of each session in the turn after the first decision for speculation.
-        max_run: Tokens in the longest such turn.
-        first_pause: Tokens of each session in the turn after the first decision against it.
-        max_pause: Tokens in the longest such turn.
-        min_gain: Least ratio of tokens to those of plain windows.
-        max_row_price: If a row takes as long as this many tokens of all sessions, stages have no time to
-            spare: no trial is made.
-    """
+    """Lengths of turns: measured ones in tokens of all sessions, the others in tokens of each."""
 
     before: int = 64
+    """Tokens of the plain turn before a trial."""
     trial: int = 16
+    """Tokens of a trial."""
     after: int = 16
+    """Tokens of the plain turn after it."""
     settle: int = 1
+    """Tokens of each session after a change of turn that are not counted: old windows are in flight."""
     first_run: int = 16
+    """Tokens of each session in the turn after the first decision for speculation."""
     max_run: int = 128
+    """Tokens in the longest such turn."""
     first_pause: int = 64
+    """Tokens of each session in the turn after the first decision against it."""
     max_pause: int = 1024
+    """Tokens in the longest such turn."""
     min_gain: float = 1.05
+    """Least ratio of tokens to those of plain windows."""
     max_row_price: float = 0.22
+    """If a row takes as long as this many tokens of all sessions, stages have no time to spare: no trial is
+    made."""
 
 
 @dataclass

@@ -79,21 +79,18 @@ class FeatureReader(Protocol):
 
 @dataclass(frozen=True)
 class Proposal:
-    """Guessed next tokens.
-
-    Attributes:
-        tokens: Token ids, in order; empty for no guess.
-        confidences: One for each token, in [0, 1]: the proposer's estimate of its acceptance, given that
-            those before it are accepted.
-        proposer: Name of the proposer, such as `ngram`.
-        depths: One for each token, of drafters that read features: its distance from the last feature, at
-            least 1. Empty for other proposers.
-    """
+    """Guessed next tokens."""
 
     tokens: tuple[int, ...]
+    """Token ids, in order; empty for no guess."""
     confidences: tuple[float, ...]
+    """One for each token, in [0, 1]: the proposer's estimate of its acceptance, given that those before it
+    are accepted."""
     proposer: str
+    """Name of the proposer, such as `ngram`."""
     depths: tuple[int, ...] = ()
+    """One for each token, of drafters that read features: its distance from the last feature, at least 1.
+    Empty for other proposers."""
 
     def first(self, count: int) -> Proposal:
         """Its first `count` tokens."""

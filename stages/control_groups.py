@@ -15,15 +15,12 @@ _MOUNT: Final = "sys/fs/cgroup"
 
 @dataclass(frozen=True)
 class ControlGroup:
-    """A group that limits this process.
-
-    Attributes:
-        folder: Folder of its files; inside a container that of an outer group may be missing.
-        version: Version of Linux control groups, which decides the names of these files: 1 or 2.
-    """
+    """A group that limits this process."""
 
     folder: Path
+    """Folder of its files; inside a container that of an outer group may be missing."""
     version: int
+    """Version of Linux control groups, which decides the names of these files: 1 or 2."""
 
     def read(self, name: str) -> str | None:
         """Content of a file, stripped; None if it is missing or unreadable."""

@@ -20,24 +20,21 @@ _PREFIX: Final = "spanmesh."
 
 @dataclass(frozen=True)
 class GraphBoundary:
-    """Entry and exit of a stage's graph.
-
-    Attributes:
-        row_width: float32 values of one row of hidden states.
-        outlet: Name of the tensor that is a layer's output, without the layer's number.
-        inlet: Name of the tensor that hidden states replace; None if they go in as embeddings.
-        takes_tokens: Whether layers of the stage use token ids.
-        blanks_before: Layers without weights in the file before the stage's own, see
-            `stages.slicing.architectures.rule_types.Blanks`.
-        blanks_after: The same after them.
-    """
+    """Entry and exit of a stage's graph."""
 
     row_width: int
+    """float32 values of one row of hidden states."""
     outlet: str = DEFAULT_OUTLET
+    """Name of the tensor that is a layer's output, without the layer's number."""
     inlet: str | None = None
+    """Name of the tensor that hidden states replace; None if they go in as embeddings."""
     takes_tokens: bool = False
+    """Whether layers of the stage use token ids."""
     blanks_before: int = 0
+    """Layers without weights in the file before the stage's own, see
+    `stages.slicing.architectures.rule_types.Blanks`."""
     blanks_after: int = 0
+    """The same after them."""
 
     def outlet_of(self, layer: int) -> str:
         """Name of one layer's output in llama.cpp's graph, counted from 0 within the stage."""

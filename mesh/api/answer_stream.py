@@ -41,18 +41,15 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 # character, and dropped with it. Tokens that share a character are passed on together.
 @dataclass(frozen=True)
 class AnswerToken:
-    """A token whose text is part of the answer.
-
-    Attributes:
-        id: Token id.
-        offset: Characters of the answer before it.
-        logprobs: Log probability of the token, and of the likeliest alternatives; None for the first token of
-            an echoed prompt.
-    """
+    """A token whose text is part of the answer."""
 
     id: int
+    """Token id."""
     offset: int
+    """Characters of the answer before it."""
     logprobs: TokenLogprobs | None
+    """Log probability of the token, and of the likeliest alternatives; None for the first token of an echoed
+    prompt."""
 
 
 class AnswerTokens:
@@ -85,30 +82,27 @@ class AnswerTokens:
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """Parts of a message that became final together, and the tokens committed meanwhile.
-
-    Attributes:
-        message_parts: May be empty.
-        finish: Reason why the answer is over, on its last part.
-        num_tokens: Tokens of the answer up to here, an end token and those of a stop string included.
-        stats: Counts and times of the engine up to here.
-        tokens: Tokens of the text, if the request asked for logprobs.
-        token_ids: Ids of all tokens that `num_tokens` counts since the part before.
-        num_reasoning: Tokens of the answer up to here that are reasoning.
-        stop_string: The stop string that ended the answer, on its last part.
-        prompt_logprobs: On the first part, log probabilities of the prompt's tokens but the first, if the
-            request asked for them.
-    """
+    """Parts of a message that became final together, and the tokens committed meanwhile."""
 
     message_parts: tuple[MessagePart, ...]
+    """May be empty."""
     finish: FinishReason | None
+    """Reason why the answer is over, on its last part."""
     num_tokens: int
+    """Tokens of the answer up to here, an end token and those of a stop string included."""
     stats: GenerationStats
+    """Counts and times of the engine up to here."""
     tokens: tuple[AnswerToken, ...] = ()
+    """Tokens of the text, if the request asked for logprobs."""
     token_ids: tuple[int, ...] = ()
+    """Ids of all tokens that `num_tokens` counts since the part before."""
     num_reasoning: int = 0
+    """Tokens of the answer up to here that are reasoning."""
     stop_string: str | None = None
+    """The stop string that ended the answer, on its last part."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """On the first part, log probabilities of the prompt's tokens but the first, if the request asked for
+    them."""
 
 
 class _Answer:

@@ -47,31 +47,28 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class KeyRecord:
-    """A key that may use the API.
-
-    Attributes:
-        name: Name for logs, errors and `mesh keys`. Another key may have had it before.
-        digest: SHA-256 of the key, 32 bytes.
-        requests_per_minute: Most requests, or None for no limit.
-        tokens_per_minute: Most tokens of prompts and answers, or None for no limit.
-        expires_at: When it stops working, with its time zone, or None for never.
-        is_plain: Whether the line holds the key itself.
-        max_concurrent: Most concurrent answers, or None for all slots of a model but one.
-        is_named: Whether the line gives the name.
-        may_load: Whether its requests may load models of the library.
-        num_removals: How often it was removed from the file while the server ran.
-    """
+    """A key that may use the API."""
 
     name: str
+    """Name for logs, errors and `mesh keys`. Another key may have had it before."""
     digest: bytes
+    """SHA-256 of the key, 32 bytes."""
     requests_per_minute: int | None = None
+    """Most requests, or None for no limit."""
     tokens_per_minute: int | None = None
+    """Most tokens of prompts and answers, or None for no limit."""
     expires_at: dt.datetime | None = None
+    """When it stops working, with its time zone, or None for never."""
     is_plain: bool = False
+    """Whether the line holds the key itself."""
     max_concurrent: int | None = None
+    """Most concurrent answers, or None for all slots of a model but one."""
     is_named: bool = True
+    """Whether the line gives the name."""
     may_load: bool = False
+    """Whether its requests may load models of the library."""
     num_removals: int = 0
+    """How often it was removed from the file while the server ran."""
 
     @property
     def identity(self) -> str:

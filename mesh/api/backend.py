@@ -63,25 +63,22 @@ class ModelAdmin(Protocol):
 
 @dataclass(frozen=True)
 class LibraryModel:
-    """A model that a request may have loaded.
-
-    Attributes:
-        name: Model name in requests.
-        phase: Whether it answers; `waiting` if a request waits for other models to make room.
-        created: Last change of its file, Unix seconds.
-        context_length: Positions of a session, once it is loaded.
-        size_bytes: Size of its files.
-        n_vocab: Number of token ids.
-        n_ctx_train: Positions that it was trained for.
-    """
+    """A model that a request may have loaded."""
 
     name: str
+    """Model name in requests."""
     phase: Literal["unloaded", "waiting", "loading", "loaded", "unloading"]
+    """Whether it answers; `waiting` if a request waits for other models to make room."""
     created: int
+    """Last change of its file, Unix seconds."""
     context_length: int
+    """Positions of a session, once it is loaded."""
     size_bytes: int
+    """Size of its files."""
     n_vocab: int
+    """Number of token ids."""
     n_ctx_train: int
+    """Positions that it was trained for."""
 
 
 class ModelLease(Protocol):
@@ -207,78 +204,71 @@ class LinkRuns:
 
 @dataclass(frozen=True, kw_only=True)
 class ApiContext:
-    """Clocks, hooks into the mesh and stored responses: what all models of one API server share.
-
-    Attributes:
-        now_s: Wall clock, Unix seconds.
-        steady_s: Monotonic clock in seconds, for durations and limits per minute.
-        random_bits: Returns a random integer of the given number of bits: ids, and seeds that requests leave
-            out.
-        ping_interval_s: A stream that has been silent for this long sends a comment.
-        link_runs: Measures the links between hosts for `/mesh/links`; None without hosts.
-        host_admin: Returns the implementation of `/mesh/drain` and `/mesh/evict`; None while there is none.
-        inspection: Returns the implementation of `/mesh/rehearse` and `/mesh/examine`, likewise.
-        model_admin: Returns the implementation of `/mesh/load` and `/mesh/unload`, likewise.
-        on_demand: Returns what loads models for requests; None without a library, or while there is none.
-        closing: Set when the server shuts down; open answers end at once.
-        unknown_fields: Names of unknown request fields that were logged.
-        responses: Responses stored for later requests.
-        fingerprint: `system_fingerprint` of answers.
-    """
+    """Clocks, hooks into the mesh and stored responses: what all models of one API server share."""
 
     now_s: Callable[[], float] = time.time
+    """Wall clock, Unix seconds."""
     steady_s: Callable[[], float] = time.monotonic
+    """Monotonic clock in seconds, for durations and limits per minute."""
     random_bits: Callable[[int], int] = secrets.randbits
+    """Returns a random integer of the given number of bits: ids, and seeds that requests leave out."""
     ping_interval_s: float = 1.0
+    """A stream that has been silent for this long sends a comment."""
     link_runs: LinkRuns | None = None
+    """Measures the links between hosts for `/mesh/links`; None without hosts."""
     host_admin: Callable[[], HostAdmin | None] = lambda: None
+    """Returns the implementation of `/mesh/drain` and `/mesh/evict`; None while there is none."""
     inspection: Callable[[], HostInspection | None] = lambda: None
+    """Returns the implementation of `/mesh/rehearse` and `/mesh/examine`, likewise."""
     model_admin: Callable[[], ModelAdmin | None] = lambda: None
+    """Returns the implementation of `/mesh/load` and `/mesh/unload`, likewise."""
     on_demand: Callable[[], OnDemandModels | None] = lambda: None
+    """Returns what loads models for requests; None without a library, or while there is none."""
     closing: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the server shuts down; open answers end at once."""
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+    """Names of unknown request fields that were logged."""
     responses: ResponseStore = field(default_factory=ResponseStore)
+    """Responses stored for later requests."""
     fingerprint: str = field(default_factory=lambda: f"spanmesh-{version('spanmesh')}")
+    """`system_fingerprint` of answers."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Backend:
-    """One served model, as the endpoints use it.
-
-    Attributes:
-        api: Shared by all models of the server.
-        engine: Generates token ids from token ids; need not be started before `ready`. Its requests are
-            counted in `statistics`.
-        tokenizer: Tokenizer of the model.
-        texts: Renders conversations and tokenizes texts of clients.
-        call_format: Format of the model's calls, by its chat template.
-        model_id: Model name in requests and answers; `default` names the first model as well.
-        created: When the model was loaded, Unix seconds.
-        status: Body of `/mesh/status`, JSON-serialisable.
-        ready: Whether requests can be answered; until then they get 503.
-        is_whole: whether requests are answered at once. While a lost stage is replaced they wait, and may
-            still be refused.
-        refusal: Error for all requests, if it is known that they cannot be answered for now.
-        num_slots: Number of concurrent answers. None if it is not known: API keys without a concurrency
-            limit of their own then have no limit.
-        stage_counts: Counters of the stages, in ring order; None without stages.
-        statistics: Request statistics for `/metrics`.
-    """
+    """One served model, as the endpoints use it."""
 
     api: ApiContext
+    """Shared by all models of the server."""
     engine: Engine
+    """Generates token ids from token ids; need not be started before `ready`. Its requests are counted in
+    `statistics`."""
     tokenizer: Tokenizer
+    """Tokenizer of the model."""
     model_id: str
+    """Model name in requests and answers; `default` names the first model as well."""
     created: int
+    """When the model was loaded, Unix seconds."""
     status: Callable[[], Mapping[str, Any]]
+    """Body of `/mesh/status`, JSON-serialisable."""
     ready: Callable[[], bool]
+    """Whether requests can be answered; until then they get 503."""
     is_whole: Callable[[], bool] = lambda: True
+    """whether requests are answered at once. While a lost stage is replaced they wait, and may still be
+    refused."""
     refusal: Callable[[], MeshError | None] = lambda: None
+    """Error for all requests, if it is known that they cannot be answered for now."""
     num_slots: int | None = None
+    """Number of concurrent answers. None if it is not known: API keys without a concurrency limit of their
+    own then have no limit."""
     stage_counts: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] | None = None
+    """Counters of the stages, in ring order; None without stages."""
     statistics: RequestStatistics = field(default_factory=RequestStatistics)
+    """Request statistics for `/metrics`."""
     texts: TextService = field(init=False)
+    """Renders conversations and tokenizes texts of clients."""
     call_format: CallFormat = field(init=False)
+    """Format of the model's calls, by its chat template."""
 
     def __post_init__(self) -> None:
         self.engine = ObservedEngine(self.engine, self.statistics, self.api.steady_s)

@@ -20,42 +20,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation as endpoints read it from their requests.
-
-    Attributes:
-        messages: Messages in the form of chat templates.
-        tools: Functions that the answer may call; None for none.
-        variables: Further variables of the template.
-        ending: Where the prompt ends.
-        splits_reasoning: Whether reasoning is split from content; if not, its marks stay there with it.
-        param: The field that the messages came from, for errors.
-    """
+    """A conversation as endpoints read it from their requests."""
 
     messages: Sequence[Mapping[str, Any]]
+    """Messages in the form of chat templates."""
     tools: ToolUse | None = None
+    """Functions that the answer may call; None for none."""
     variables: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the template."""
     ending: Ending = Ending.ANSWER
+    """Where the prompt ends."""
     splits_reasoning: bool = True
+    """Whether reasoning is split from content; if not, its marks stay there with it."""
     param: str = "messages"
+    """The field that the messages came from, for errors."""
 
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A rendered conversation, and how its answer is read.
-
-    Attributes:
-        tokens: Token ids.
-        output_format: Format of the answer.
-        tools: Functions that it may call; None for none.
-        call_format: Format of calls.
-        thought_end: End mark of the reasoning that the prompt begins, if it does.
-    """
+    """A rendered conversation, and how its answer is read."""
 
     tokens: list[int]
+    """Token ids."""
     output_format: OutputFormat
+    """Format of the answer."""
     tools: ToolUse | None
+    """Functions that it may call; None for none."""
     call_format: CallFormat
+    """Format of calls."""
     thought_end: str | None
+    """End mark of the reasoning that the prompt begins, if it does."""
 
     def call_grammar(self, alternative: AlternativeSchema | None = None) -> CallGrammar:
         """Grammar of answers that call a function, or that follow an alternative schema.

@@ -30,28 +30,24 @@ MAX_ANSWERS: Final = 64
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """One answer to generate.
-
-    Attributes:
-        request: Request for the engine.
-        stops: Strings that end the answer.
-        echo: Text before the answer.
-        is_prompt_only: Whether the answer is empty: one token is generated, since the engine always does, and
-            left out.
-        wants_token_ids: Whether the answer reports its token ids and the prompt's.
-        output_format: Format of the answer.
-        is_further: Whether it is a further answer to the prompt of the job before it.
-        warnings: What of the request is not enforced.
-    """
+    """One answer to generate."""
 
     request: GenerationRequest
+    """Request for the engine."""
     stops: tuple[str, ...]
+    """Strings that end the answer."""
     echo: str = ""
+    """Text before the answer."""
     is_prompt_only: bool = False
+    """Whether the answer is empty: one token is generated, since the engine always does, and left out."""
     wants_token_ids: bool = False
+    """Whether the answer reports its token ids and the prompt's."""
     output_format: OutputFormat = field(default_factory=OutputFormat)
+    """Format of the answer."""
     is_further: bool = False
+    """Whether it is a further answer to the prompt of the job before it."""
     warnings: tuple[str, ...] = ()
+    """What of the request is not enforced."""
 
     @property
     def wants_logprobs(self) -> bool:

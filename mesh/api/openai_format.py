@@ -87,23 +87,20 @@ class EndpointFormat(Protocol):
 
 @dataclass(frozen=True)
 class ResponseWriter:
-    """Envelope of the choices of one answer.
-
-    Attributes:
-        endpoint_format: Format of the endpoint.
-        answer_id: Id of the answer, such as `chatcmpl-…`.
-        created: Unix seconds.
-        model: Model name.
-        fingerprint: `system_fingerprint`.
-        null_usage: Whether chunks carry `"usage": null`, as they do when a usage chunk will follow.
-    """
+    """Envelope of the choices of one answer."""
 
     endpoint_format: EndpointFormat
+    """Format of the endpoint."""
     answer_id: str
+    """Id of the answer, such as `chatcmpl-…`."""
     created: int
+    """Unix seconds."""
     model: str
+    """Model name."""
     fingerprint: str
+    """`system_fingerprint`."""
     null_usage: bool = False
+    """Whether chunks carry `"usage": null`, as they do when a usage chunk will follow."""
     _head: str = field(init=False)
     _tail: str = field(init=False)
 

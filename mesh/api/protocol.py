@@ -131,15 +131,12 @@ class NamedTool(StrictBody):
 
 @dataclass(frozen=True)
 class AllowedTools:
-    """Functions of a request among which an answer may choose.
-
-    Attributes:
-        mode: `auto` or `required`.
-        names: Their names.
-    """
+    """Functions of a request among which an answer may choose."""
 
     mode: Literal["auto", "required"]
+    """`auto` or `required`."""
     names: tuple[str, ...]
+    """Their names."""
 
 
 # `none`, `auto`, `required`, some of the functions, or the name of the one to call, as a tuple of one.

@@ -20,17 +20,14 @@ _MAX_BYTES: Final = 16 * 2**20
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """One answer and its conversation.
-
-    Attributes:
-        messages: The conversation in the form of chat templates, the answer included.
-        response: The response as sent to the client.
-        input_items: Items of the request's input, each with an id.
-    """
+    """One answer and its conversation."""
 
     messages: Sequence[Mapping[str, Any]]
+    """The conversation in the form of chat templates, the answer included."""
     response: Mapping[str, Any]
+    """The response as sent to the client."""
     input_items: Sequence[Mapping[str, Any]] = ()
+    """Items of the request's input, each with an id."""
 
 
 class ResponseStore:

@@ -37,45 +37,36 @@ _MAX_CACHED: Final = 64
 
 @dataclass(frozen=True)
 class AlternativeSchema:
-    """JSON schema of an answer in place of calls.
-
-    Attributes:
-        schema: The schema.
-        param: The request's field with the schema, for errors.
-    """
+    """JSON schema of an answer in place of calls."""
 
     schema: Any
+    """The schema."""
     param: str
+    """The request's field with the schema, for errors."""
 
 
 @dataclass(frozen=True)
 class CallGrammar:
-    """Grammar of calls.
-
-    Attributes:
-        gbnf: The grammar.
-        left_out: What it does not enforce of the schemas of functions that are not strict: place and reason.
-    """
+    """Grammar of calls."""
 
     gbnf: str
+    """The grammar."""
     left_out: tuple[str, ...] = ()
+    """What it does not enforce of the schemas of functions that are not strict: place and reason."""
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Functions that an answer may call.
-
-    Attributes:
-        functions: Each with `name`, `description` if it has one, and `parameters`, a JSON schema.
-        is_forced: Whether at least one call is required.
-        has_one_call: Whether the answer ends with its first call.
-        strict_names: Names of functions whose schema must be enforced as a whole.
-    """
+    """Functions that an answer may call."""
 
     functions: tuple[Mapping[str, Any], ...]
+    """Each with `name`, `description` if it has one, and `parameters`, a JSON schema."""
     is_forced: bool = False
+    """Whether at least one call is required."""
     has_one_call: bool = False
+    """Whether the answer ends with its first call."""
     strict_names: frozenset[str] = frozenset()
+    """Names of functions whose schema must be enforced as a whole."""
 
     @property
     def names(self) -> frozenset[str]:

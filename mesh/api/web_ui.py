@@ -42,17 +42,14 @@ _HEADERS: Final = {
 
 
 class PageFile(NamedTuple):
-    """One file of the page.
-
-    Attributes:
-        body: Content, as in the package.
-        content_type: By its suffix.
-        etag: Hash of its content.
-    """
+    """One file of the page."""
 
     body: bytes
+    """Content, as in the package."""
     content_type: str
+    """By its suffix."""
     etag: str
+    """Hash of its content."""
 
 
 class PageFiles:

@@ -37,34 +37,28 @@ _PATIENCE_MS: Final = 3_600_000
 
 @dataclass(frozen=True)
 class AgentSetup:
-    """Start of an agent.
-
-    Attributes:
-        arguments: Arguments before the user's own.
-        environment: Variables beside those of this process.
-    """
+    """Start of an agent."""
 
     arguments: tuple[str, ...] = ()
+    """Arguments before the user's own."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables beside those of this process."""
 
 
 @dataclass(frozen=True)
 class MeshEndpoint:
-    """Facts of the mesh for an agent.
-
-    Attributes:
-        url: Of the API, without a path.
-        key: API key; None if the mesh needs none.
-        model: Name of the model.
-        context_length: Positions of a session.
-        max_output: Most tokens of an answer, if the user sets it.
-    """
+    """Facts of the mesh for an agent."""
 
     url: str
+    """Of the API, without a path."""
     key: str | None
+    """API key; None if the mesh needs none."""
     model: str
+    """Name of the model."""
     context_length: int
+    """Positions of a session."""
     max_output: int | None = None
+    """Most tokens of an answer, if the user sets it."""
 
     @property
     def most_output(self) -> int:
@@ -74,17 +68,14 @@ class MeshEndpoint:
 
 @dataclass(frozen=True)
 class _Agent:
-    """A coding agent.
-
-    Attributes:
-        title: Its name.
-        install: Command that installs it.
-        setup: How it is started.
-    """
+    """A coding agent."""
 
     title: str
+    """Its name."""
     install: str
+    """Command that installs it."""
     setup: Callable[[MeshEndpoint], AgentSetup]
+    """How it is started."""
 
 
 def claude_setup(endpoint: MeshEndpoint) -> AgentSetup:

@@ -34,29 +34,23 @@ _OWN_MACHINE: Final = re.compile(
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """The configuration file.
-
-    Attributes:
-        path: The file.
-        is_chosen: Whether the user chose it: it was named, or is the user's own. One that only lies in the
-            working folder may be anybody's, such as that of a cloned repository.
-    """
+    """The configuration file."""
 
     path: Path
+    """The file."""
     is_chosen: bool
+    """Whether the user chose it: it was named, or is the user's own. One that only lies in the working folder
+    may be anybody's, such as that of a cloned repository."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Value of an option, with its origin.
-
-    Attributes:
-        value: Value in click's form; a function if it may not be set there, which raises a `ClusterError`.
-        origin: `environment NAME` or `file PATH`.
-    """
+    """Value of an option, with its origin."""
 
     value: Any
+    """Value in click's form; a function if it may not be set there, which raises a `ClusterError`."""
     origin: str
+    """`environment NAME` or `file PATH`."""
 
 
 def key_of(param: click.Parameter) -> str:

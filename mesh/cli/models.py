@@ -27,23 +27,20 @@ _LEAST_PREFIX = 6
 
 @dataclass(frozen=True)
 class _Entry:
-    """A line of the list.
-
-    Attributes:
-        name: Name for commands.
-        kind: `model` or `stage`, possibly partial.
-        what: Model of a stage.
-        size_bytes: Size on disk.
-        used_at_s: When it was last used, Unix seconds.
-        remove: Removes it; returns whether it did.
-    """
+    """A line of the list."""
 
     name: str
+    """Name for commands."""
     kind: str
+    """`model` or `stage`, possibly partial."""
     what: str
+    """Model of a stage."""
     size_bytes: int
+    """Size on disk."""
     used_at_s: float
+    """When it was last used, Unix seconds."""
     remove: Callable[[], bool]
+    """Removes it; returns whether it did."""
 
     @property
     def is_whole(self) -> bool:

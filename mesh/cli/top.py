@@ -91,38 +91,32 @@ class _Watch:
 
 @dataclass(frozen=True)
 class StagePace:
-    """One stage.
-
-    Attributes:
-        compute_ms: Of a window, since the look before; since the start if there was none since then.
-        queue_ms: Likewise, waiting for the stage.
-        busy: Share of the time that it computed; None at the first look.
-        windows_per_s: None at the first look.
-    """
+    """One stage."""
 
     compute_ms: float
+    """Of a window, since the look before; since the start if there was none since then."""
     queue_ms: float
+    """Likewise, waiting for the stage."""
     busy: float | None
+    """Share of the time that it computed; None at the first look."""
     windows_per_s: float | None
+    """None at the first look."""
 
 
 @dataclass(frozen=True)
 class MeshPace:
-    """All of it.
-
-    Attributes:
-        stages: In order.
-        tokens_per_s: Committed, of all sessions; None at the first look.
-        acceptance: Share of the proposed tokens; None if none were proposed.
-        wire_ms: Of a window on its way, all links together.
-        is_recent: Whether this is of the time between the looks, not of all time.
-    """
+    """All of it."""
 
     stages: tuple[StagePace, ...]
+    """In order."""
     tokens_per_s: float | None
+    """Committed, of all sessions; None at the first look."""
     acceptance: float | None
+    """Share of the proposed tokens; None if none were proposed."""
     wire_ms: float
+    """Of a window on its way, all links together."""
     is_recent: bool
+    """Whether this is of the time between the looks, not of all time."""
 
 
 @click.command()

@@ -44,21 +44,18 @@ _ports_tried: Final = itertools.count(os.getpid() * 64)
 
 @dataclass(frozen=True)
 class InterfaceAddress:
-    """An address of an interface of this host.
-
-    Attributes:
-        interface: Name of the interface.
-        address: The address.
-        network: The network that is reached through it without a router.
-        is_lasting: Whether it stays: one of IPv6 may be temporary, for a day or so, or about to go.
-        is_up: Whether the interface works.
-    """
+    """An address of an interface of this host."""
 
     interface: str
+    """Name of the interface."""
     address: IPv4Address | IPv6Address
+    """The address."""
     network: IPv4Network | IPv6Network
+    """The network that is reached through it without a router."""
     is_lasting: bool = True
+    """Whether it stays: one of IPv6 may be temporary, for a day or so, or about to go."""
     is_up: bool = True
+    """Whether the interface works."""
 
 
 def primary_address(*towards: str) -> str:

@@ -27,17 +27,14 @@ _CLOCK_WAS_SET_S: Final = 60.0
 
 @dataclass(frozen=True)
 class Admissions:
-    """Hosts that a head admits and refuses; the next head of the mesh continues with them.
-
-    Attributes:
-        token: Join token, which admits any host until it expires.
-        rejoin_secrets: Secrets by which hosts that were admitted may join again, by host name.
-        evicted: Names of evicted hosts.
-    """
+    """Hosts that a head admits and refuses; the next head of the mesh continues with them."""
 
     token: JoinToken
+    """Join token, which admits any host until it expires."""
     rejoin_secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Secrets by which hosts that were admitted may join again, by host name."""
     evicted: tuple[str, ...] = ()
+    """Names of evicted hosts."""
 
 
 class AdmissionControl:

@@ -50,15 +50,12 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Certificate:
-    """A certificate with its private key, both PEM.
-
-    Attributes:
-        certificate_pem: Sent to every peer.
-        private_key_pem: Never leaves the head's host.
-    """
+    """A certificate with its private key, both PEM."""
 
     certificate_pem: bytes
+    """Sent to every peer."""
     private_key_pem: bytes = field(repr=False)
+    """Never leaves the head's host."""
 
     @property
     def fingerprint(self) -> bytes:

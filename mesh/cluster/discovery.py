@@ -39,21 +39,18 @@ _NAME_CHARS: Final = 63 - 1 - _FINGERPRINT_CHARS
 
 @dataclass(frozen=True)
 class HeadFound:
-    """A head as announced.
-
-    Attributes:
-        name: Name of its host.
-        address: `host:port` of its membership service.
-        fingerprint: The first digits of its certificate's sha256, hex.
-        software: Version of spanmesh.
-        protocol: Version of the protocol.
-    """
+    """A head as announced."""
 
     name: str
+    """Name of its host."""
     address: str
+    """`host:port` of its membership service."""
     fingerprint: str
+    """The first digits of its certificate's sha256, hex."""
     software: str = SOFTWARE_VERSION
+    """Version of spanmesh."""
     protocol: int = PROTOCOL_VERSION
+    """Version of the protocol."""
 
 
 def heads_found(name: str, token: JoinToken) -> tuple[HeadFound, ...]:

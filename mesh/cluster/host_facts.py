@@ -47,15 +47,12 @@ class LlamaCppFault:
 
 @dataclass(frozen=True)
 class LlamaCppTrial:
-    """Result of trying llama.cpp's build on this host.
-
-    Attributes:
-        fault: Why it does not run; None if it does.
-        attention_version: What computes attention, see `stages.runtime.kernels`.
-    """
+    """Result of trying llama.cpp's build on this host."""
 
     fault: LlamaCppFault | None = None
+    """Why it does not run; None if it does."""
     attention_version: int = 0
+    """What computes attention, see `stages.runtime.kernels`."""
 
 
 @dataclass(frozen=True)
@@ -71,30 +68,26 @@ class Versions:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """Memory, speed, GPUs and versions of one host, for the planner and the operator.
-
-    Attributes:
-        memory_bytes: Memory for the mesh.
-        num_threads: Compute threads; they spin, so no more than cores.
-        speed_gb_per_s: Memory read speed. Decoding reads every weight for every token, so this decides the
-            host's number of layers.
-        versions: Versions of its software.
-        gpus: GPUs that llama.cpp finds, if layers may go there.
-        gpu_layers: Layers of each stage on GPUs; None for as many as fit, see
-            `mesh.placement.host_capacity`.
-        cpu_moe_layers: First layers of a model whose experts stay with the processor; None for as few as
-            give layers room on GPUs.
-        attention_version: What computes attention on its processor, see `stages.runtime.kernels`.
-    """
+    """Memory, speed, GPUs and versions of one host, for the planner and the operator."""
 
     memory_bytes: int
+    """Memory for the mesh."""
     num_threads: int
+    """Compute threads; they spin, so no more than cores."""
     speed_gb_per_s: float
+    """Memory read speed. Decoding reads every weight for every token, so this decides the host's number of
+    layers."""
     versions: Versions
+    """Versions of its software."""
     gpus: tuple[Gpu, ...] = ()
+    """GPUs that llama.cpp finds, if layers may go there."""
     gpu_layers: int | None = None
+    """Layers of each stage on GPUs; None for as many as fit, see `mesh.placement.host_capacity`."""
     cpu_moe_layers: int | None = None
+    """First layers of a model whose experts stay with the processor; None for as few as give layers room on
+    GPUs."""
     attention_version: int = 0
+    """What computes attention on its processor, see `stages.runtime.kernels`."""
 
     def capacity(self, name: str) -> HostCapacity:
         """Capacity for the planner.

@@ -25,19 +25,16 @@ _FINGERPRINT_BYTES: Final = 32
 
 @dataclass(frozen=True)
 class JoinToken:
-    """Address, secret and fingerprint that a host needs to join.
-
-    Attributes:
-        addresses: Addresses of the membership service, `host:port`, the best first.
-        secret: Proof of possession of the token.
-        fingerprint: sha256 of the head's certificate in DER form, 32 bytes.
-        expires_at_s: Expiry, Unix seconds by the head's clock.
-    """
+    """Address, secret and fingerprint that a host needs to join."""
 
     addresses: tuple[str, ...]
+    """Addresses of the membership service, `host:port`, the best first."""
     secret: str = field(repr=False)
+    """Proof of possession of the token."""
     fingerprint: bytes
+    """sha256 of the head's certificate in DER form, 32 bytes."""
     expires_at_s: int
+    """Expiry, Unix seconds by the head's clock."""
 
     def check_expiry(self, now_s: float) -> None:
         """Check that the token is valid.

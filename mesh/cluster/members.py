@@ -23,34 +23,30 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 @dataclass(frozen=True)
 class Member:
-    """One host of the mesh.
-
-    Attributes:
-        name: Its name, unique among the members.
-        address: IP address or host name for the other members.
-        facts: Memory, speed, GPUs and versions.
-        ray_node_name: Name of its Ray node, see `RayNodeConfig`.
-        is_ready: Whether its Ray node runs, so that a stage can be placed there.
-        layers: Layers that it holds, for messages; empty if none.
-        echo_port: Port of its echo service; 0 if it has none.
-        is_leaving: Whether it is to leave as soon as its layers have moved.
-        port_range: Ports that it may listen on; None for any free ones.
-        other_addresses: IP addresses besides `address` at which some members may reach it; only the head's
-            host has such.
-        head_address: Address at which it reaches the head's host; empty for that host's `address`.
-    """
+    """One host of the mesh."""
 
     name: str
+    """Its name, unique among the members."""
     address: str
+    """IP address or host name for the other members."""
     facts: HostFacts
+    """Memory, speed, GPUs and versions."""
     ray_node_name: str
+    """Name of its Ray node, see `RayNodeConfig`."""
     is_ready: bool = False
+    """Whether its Ray node runs, so that a stage can be placed there."""
     layers: str = ""
+    """Layers that it holds, for messages; empty if none."""
     echo_port: int = 0
+    """Port of its echo service; 0 if it has none."""
     is_leaving: bool = False
+    """Whether it is to leave as soon as its layers have moved."""
     port_range: PortRange | None = None
+    """Ports that it may listen on; None for any free ones."""
     other_addresses: tuple[str, ...] = ()
+    """IP addresses besides `address` at which some members may reach it; only the head's host has such."""
     head_address: str = ""
+    """Address at which it reaches the head's host; empty for that host's `address`."""
 
     def address_for(self, peer: Member) -> str:
         """Address at which another member reaches this one."""

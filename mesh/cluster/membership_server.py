@@ -55,34 +55,28 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class RayAccess:
-    """Access of a host's Ray node to the head's.
-
-    Attributes:
-        address: `host:port`.
-        token: Ray's auth token.
-        identity: TLS identity of this host's Ray processes, new at each join; None for plain text.
-    """
+    """Access of a host's Ray node to the head's."""
 
     address: str
+    """`host:port`."""
     token: str = field(repr=False)
+    """Ray's auth token."""
     identity: Identity | None = field(default=None, repr=False, compare=False)
+    """TLS identity of this host's Ray processes, new at each join; None for plain text."""
 
 
 @dataclass(frozen=True)
 class _AdmittedHost:
-    """A host that was admitted.
-
-    Attributes:
-        member: The host.
-        certificate: Certificate for its links, PEM.
-        ray_certificate: Certificate for its Ray node, PEM; empty for plain text.
-        rejoin_secret: Secret by which it may join again.
-    """
+    """A host that was admitted."""
 
     member: Member
+    """The host."""
     certificate: bytes
+    """Certificate for its links, PEM."""
     ray_certificate: bytes
+    """Certificate for its Ray node, PEM; empty for plain text."""
     rejoin_secret: str = field(repr=False)
+    """Secret by which it may join again."""
 
 
 class MembershipServer:

@@ -35,22 +35,19 @@ _NUM_CHECKED: Final = 8
 
 @dataclass(frozen=True)
 class RayPorts:
-    """Ports of a Ray node.
-
-    Attributes:
-        control: The cluster's control service (GCS); unused unless the node is the head.
-        node_manager: Node manager.
-        object_manager: Object manager.
-        agents: Metrics agent, metrics export, dashboard agent and runtime-environment agent. Free where these
-            agents are left out, see `mesh.cluster.ray_start_hook`.
-        workers: One for each worker process and for the head's driver.
-    """
+    """Ports of a Ray node."""
 
     control: int
+    """The cluster's control service (GCS); unused unless the node is the head."""
     node_manager: int
+    """Node manager."""
     object_manager: int
+    """Object manager."""
     agents: tuple[int, int, int, int]
+    """Metrics agent, metrics export, dashboard agent and runtime-environment agent. Free where these agents
+    are left out, see `mesh.cluster.ray_start_hook`."""
     workers: tuple[int, ...]
+    """One for each worker process and for the head's driver."""
 
 
 def check_size(port_range: PortRange) -> None:

@@ -124,44 +124,38 @@ class PrivateFolder:
 
 @dataclass(frozen=True)
 class RayNodeConfig:
-    """Configuration of a Ray node.
-
-    Attributes:
-        address: IP address of this host for the others.
-        name: Its name in the cluster, unique in the mesh.
-        token: Ray's auth token.
-        head_address: `host:port` of the cluster to join, or None to start one.
-        linger_s: Time for which the node runs on after its owner ended without stopping it; Linux only.
-        identity: TLS identity of its processes; None for plain text, as for all nodes of such a mesh.
-        ports: Ports of its processes; None for any free ones.
-    """
+    """Configuration of a Ray node."""
 
     address: str
+    """IP address of this host for the others."""
     name: str
+    """Its name in the cluster, unique in the mesh."""
     token: str = field(repr=False)
+    """Ray's auth token."""
     head_address: str | None = None
+    """`host:port` of the cluster to join, or None to start one."""
     linger_s: float = 0.0
+    """Time for which the node runs on after its owner ended without stopping it; Linux only."""
     identity: Identity | None = field(default=None, repr=False)
+    """TLS identity of its processes; None for plain text, as for all nodes of such a mesh."""
     ports: RayPorts | None = None
+    """Ports of its processes; None for any free ones."""
 
 
 @dataclass(frozen=True)
 class RayNodeRecord:
-    """Record of a node, by which another process can adopt it.
-
-    Attributes:
-        address: IP address of this host.
-        name: Its name in the cluster.
-        folder: Folder of its files.
-        pid: Process id of its first process.
-        started_s: When that process started, see `started_s`: process ids are used again.
-    """
+    """Record of a node, by which another process can adopt it."""
 
     address: str
+    """IP address of this host."""
     name: str
+    """Its name in the cluster."""
     folder: str
+    """Folder of its files."""
     pid: int
+    """Process id of its first process."""
     started_s: float
+    """When that process started, see `started_s`: process ids are used again."""
 
 
 class _NodeFolder:

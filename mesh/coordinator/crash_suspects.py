@@ -20,17 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class CrashHistory:
-    """Crashes of stages during one session.
-
-    Attributes:
-        num_crashes: Crashes in a row with a window of it in flight and no token committed between them.
-        num_alone: Latest of those in a row at which no other session had a window in flight.
-        position: Number of its prompt and committed tokens at the latest.
-    """
+    """Crashes of stages during one session."""
 
     num_crashes: int = 0
+    """Crashes in a row with a window of it in flight and no token committed between them."""
     num_alone: int = 0
+    """Latest of those in a row at which no other session had a window in flight."""
     position: int = 0
+    """Number of its prompt and committed tokens at the latest."""
 
     def add(self, position: int, *, is_alone: bool) -> None:
         """Record a crash of a stage with a window of it in flight."""

@@ -38,15 +38,12 @@ _TRIED_EVERY: Final = 8
 
 @dataclass(frozen=True)
 class DiskMatch:
-    """First positions of a prompt that every stage has on disk.
-
-    Attributes:
-        names: Names of their blocks, in order.
-        num_positions: Number of the positions.
-    """
+    """First positions of a prompt that every stage has on disk."""
 
     names: tuple[bytes, ...]
+    """Names of their blocks, in order."""
     num_positions: int
+    """Number of the positions."""
 
 
 class FetchPace:
@@ -89,17 +86,14 @@ class FetchPace:
 
 @dataclass
 class _StageBlocks:
-    """Blocks of one stage.
-
-    Attributes:
-        identity: Digest of what its rows depend on; empty until it has told its blocks.
-        names: Names of all.
-        states: Numbers of positions up to the state, of those that have one, by name.
-    """
+    """Blocks of one stage."""
 
     identity: bytes = b""
+    """Digest of what its rows depend on; empty until it has told its blocks."""
     names: set[bytes] = field(default_factory=set)
+    """Names of all."""
     states: dict[bytes, int] = field(default_factory=dict)
+    """Numbers of positions up to the state, of those that have one, by name."""
 
     def take(self, news: wire.BlockNews) -> None:
         if news.rows_identity:
@@ -118,36 +112,30 @@ class _StageBlocks:
 
 @dataclass
 class _PendingFetch:
-    """Answers of the stages to a fetch.
-
-    Attributes:
-        positions: Positions that each stage has read, as far as they have answered.
-        least: The least of all, once it is known.
-    """
+    """Answers of the stages to a fetch."""
 
     positions: dict[int, int]
+    """Positions that each stage has read, as far as they have answered."""
     least: asyncio.Future[int]
+    """The least of all, once it is known."""
 
 
 @dataclass
 class DiskHistory:
-    """Times and counts of a coordinator's fetches, over all its rings.
-
-    Attributes:
-        fetch_ids: Ids for fetches.
-        pace: Judgement of what pays.
-        num_fetched: Sessions that began with positions from disk.
-        num_fetched_positions: Those positions.
-        num_failed: Fetches that brought nothing, although the stages had told the blocks.
-        wires: Formats of hidden states between stages of all rings.
-    """
+    """Times and counts of a coordinator's fetches, over all its rings."""
 
     fetch_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    """Ids for fetches."""
     pace: FetchPace = field(default_factory=FetchPace)
+    """Judgement of what pays."""
     num_fetched: int = 0
+    """Sessions that began with positions from disk."""
     num_fetched_positions: int = 0
+    """Those positions."""
     num_failed: int = 0
+    """Fetches that brought nothing, although the stages had told the blocks."""
     wires: set[str] = field(default_factory=set)
+    """Formats of hidden states between stages of all rings."""
 
     def computed(self, num_positions: int, elapsed_ms: float) -> None:
         """Record how long the computation of a prompt's positions took, if they are many."""

@@ -29,32 +29,26 @@ _UNKNOWN, _WANTED, _RELEASED = range(3)
 
 @dataclass
 class _Window:
-    """A window that asked for features.
-
-    Attributes:
-        start: Position of its first row.
-        rows: float32 (rows, layers × n_embd).
-        has: For each row a set of bits: the layers whose features are there.
-        num_valid: First rows that count; None before the verdict.
-    """
+    """A window that asked for features."""
 
     start: int
+    """Position of its first row."""
     rows: NDArray[np.float32]
+    """float32 (rows, layers × n_embd)."""
     has: list[int]
+    """For each row a set of bits: the layers whose features are there."""
     num_valid: int | None = None
+    """First rows that count; None before the verdict."""
 
 
 @dataclass(frozen=True)
 class FeatureRows:
-    """Features of consecutive committed positions.
-
-    Attributes:
-        start: Position of the first row.
-        rows: float32 (rows, layers × n_embd), the layers' features side by side.
-    """
+    """Features of consecutive committed positions."""
 
     start: int
+    """Position of the first row."""
     rows: NDArray[np.float32]
+    """float32 (rows, layers × n_embd), the layers' features side by side."""
 
 
 class FeatureStore:

@@ -40,22 +40,19 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class FeatureNeeds:
-    """Features that a drafter reads.
-
-    Attributes:
-        layers: Layers whose outputs it reads, in its order; the number of the model's layers stands for the
-            head state.
-        n_layers: Layers of the model.
-        n_embd: Values of a row of one layer.
-        hidden_type: Format on the wire.
-        context: Number of the prompt's last positions whose features are wanted.
-    """
+    """Features that a drafter reads."""
 
     layers: tuple[int, ...]
+    """Layers whose outputs it reads, in its order; the number of the model's layers stands for the head
+    state."""
     n_layers: int
+    """Layers of the model."""
     n_embd: int
+    """Values of a row of one layer."""
     hidden_type: HiddenType = HiddenType.F16
+    """Format on the wire."""
     context: int = 512
+    """Number of the prompt's last positions whose features are wanted."""
 
     def bytes_per_token(self) -> int:
         """Size of the features of one position."""
@@ -64,21 +61,18 @@ class FeatureNeeds:
 
 @dataclass(frozen=True)
 class ReceivedFeatures:
-    """Features of consecutive rows of a window, from one stage.
-
-    Attributes:
-        session: Id of the session.
-        window_id: Id of the window within it.
-        start: Position of the first row.
-        rows: Layer and rows, float32 (rows, n_embd), for each layer of the stage.
-        num_bytes: Size of the message.
-    """
+    """Features of consecutive rows of a window, from one stage."""
 
     session: int
+    """Id of the session."""
     window_id: int
+    """Id of the window within it."""
     start: int
+    """Position of the first row."""
     rows: tuple[tuple[int, NDArray[np.float32]], ...]
+    """Layer and rows, float32 (rows, n_embd), for each layer of the stage."""
     num_bytes: int
+    """Size of the message."""
 
 
 class FeatureStreams:

@@ -41,31 +41,28 @@ _MOST_SCORED_ROWS: Final = 32
 
 @dataclass(frozen=True)
 class WindowPlan:
-    """Window before it is sent: a span of tokens to compute.
-
-    Attributes:
-        start: Absolute position of the first token.
-        tokens: Part of the prompt; or a committed token followed by proposed ones; or, in a window behind
-            another one, proposed ones only.
-        num_verified: Number of last rows that the tail samples.
-        proposal: Proposed tokens of the window: always its last.
-        is_prompt: Whether it is part of the prompt.
-        num_recomputed: Number of first tokens that are committed and were computed before.
-        checkpoints: Positions of the checkpoints that stages keep from now on; `start` among them is made
-            before the first row. Empty for no change.
-        num_committed: Tokens of the session that were committed when it was made.
-        scored_next: Token after the last, in a part of the prompt whose tokens are scored; else None.
-    """
+    """Window before it is sent: a span of tokens to compute."""
 
     start: int
+    """Absolute position of the first token."""
     tokens: tuple[int, ...]
+    """Part of the prompt; or a committed token followed by proposed ones; or, in a window behind another one,
+    proposed ones only."""
     num_verified: int
+    """Number of last rows that the tail samples."""
     proposal: Proposal = EMPTY
+    """Proposed tokens of the window: always its last."""
     is_prompt: bool = False
+    """Whether it is part of the prompt."""
     num_recomputed: int = 0
+    """Number of first tokens that are committed and were computed before."""
     checkpoints: tuple[int, ...] = ()
+    """Positions of the checkpoints that stages keep from now on; `start` among them is made before the first
+    row. Empty for no change."""
     num_committed: int = 0
+    """Tokens of the session that were committed when it was made."""
     scored_next: int | None = None
+    """Token after the last, in a part of the prompt whose tokens are scored; else None."""
 
     @property
     def stop(self) -> int:
@@ -80,19 +77,16 @@ class WindowPlan:
 
 @dataclass(frozen=True)
 class Step:
-    """Result of one verdict.
-
-    Attributes:
-        window: The window that was judged.
-        judgement: Committed tokens, and how much of the window was accepted.
-        finish: Reason why the answer ended, or None.
-        voided: Windows behind it that are void now, oldest first.
-    """
+    """Result of one verdict."""
 
     window: WindowPlan
+    """The window that was judged."""
     judgement: Judgement
+    """Committed tokens, and how much of the window was accepted."""
     finish: Literal["stop", "length"] | None
+    """Reason why the answer ended, or None."""
     voided: tuple[WindowPlan, ...]
+    """Windows behind it that are void now, oldest first."""
 
     @property
     def is_unread_next(self) -> bool:

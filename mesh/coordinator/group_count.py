@@ -37,31 +37,28 @@ _SHORTEST_TRIAL: Final = 0.3
 
 @dataclass
 class _Search:
-    """Search for one number of sessions, which goes on whenever there are so many again.
-
-    Attributes:
-        count: The best number of groups so far.
-        is_known: Whether anything was measured for it.
-        search_at_ms: When the next search begins.
-        rest_ms: How long after a search that finds nothing better.
-        direction: In which the last better number was found, 1 or -1.
-        plan: Numbers of groups to measure, the current one first; empty at rest.
-        rates: Number of groups and tokens per millisecond, of the search under way.
-        settled_rate: Tokens per millisecond at rest.
-        num_tokens: Tokens committed in the measurement under way.
-        elapsed_ms: Its time so far.
-    """
+    """Search for one number of sessions, which goes on whenever there are so many again."""
 
     count: int
+    """The best number of groups so far."""
     is_known: bool = False
+    """Whether anything was measured for it."""
     search_at_ms: float = 0.0
+    """When the next search begins."""
     rest_ms: float = _FIRST_REST_MS
+    """How long after a search that finds nothing better."""
     direction: int = 1
+    """In which the last better number was found, 1 or -1."""
     plan: deque[int] = field(default_factory=deque)
+    """Numbers of groups to measure, the current one first; empty at rest."""
     rates: list[tuple[int, float]] = field(default_factory=list)
+    """Number of groups and tokens per millisecond, of the search under way."""
     settled_rate: float | None = None
+    """Tokens per millisecond at rest."""
     num_tokens: int = 0
+    """Tokens committed in the measurement under way."""
     elapsed_ms: float = 0.0
+    """Its time so far."""
 
 
 class GroupCountSearch:

@@ -18,17 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Member:
-    """A session of a group.
-
-    Attributes:
-        slot: Its slot at every stage.
-        waits_since_ms: Since when its next window waits for the group; None if none waits.
-        is_out: Whether its only window is in flight.
-    """
+    """A session of a group."""
 
     slot: int
+    """Its slot at every stage."""
     waits_since_ms: float | None = None
+    """Since when its next window waits for the group; None if none waits."""
     is_out: bool = False
+    """Whether its only window is in flight."""
 
 
 class GroupDepartures:

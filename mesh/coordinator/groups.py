@@ -27,15 +27,12 @@ log = structlog.get_logger()
 
 @dataclass
 class _Held:
-    """Windows of one session that wait for their group.
-
-    Attributes:
-        windows: In order.
-        on_left: Called when they leave, with the time.
-    """
+    """Windows of one session that wait for their group."""
 
     windows: list[wire.Window]
+    """In order."""
     on_left: Callable[[float], None]
+    """Called when they leave, with the time."""
 
 
 class WindowGroups:

@@ -17,51 +17,47 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CoordinatorOptions:
-    """Options of a coordinator: limits of its sessions, liveness and recovery.
-
-    Attributes:
-        context_length: Positions of one session, prompt and answer together.
-        num_slots: Concurrent sessions.
-        max_rows: Most rows of one window.
-        n_vocab: Number of token ids.
-        max_waiting: Requests that may wait for a slot; at least 1.
-        controller: Limits of speculation, and fixed widths and depths.
-        can_trim: Whether sessions can go back to any earlier position.
-        has_windows: Whether some layers attend to a sliding window only. A prefix from disk lacks rows before
-            the windows at its end, so its slot cannot go back further.
-        num_checkpoints: Where they cannot: checkpoints of each slot to which they can go back; with 0 nothing
-            is proposed.
-        cancels: Whether stages are told at once of windows that a rejection voided; otherwise the next window
-            tells them.
-        repair_wait_s: Longest time that a new request waits for a broken ring, in seconds.
-        most_crashes: Number of stage crashes in a row, at the same position and with no other session in
-            flight, after which a session is ended.
-        ping_interval_s: Interval of the pings to each stage, in seconds.
-        ping_timeout_s: Silence after which a stage counts as lost, in seconds.
-        still_timeout_s: Time without anything to do at any stage after which windows that sessions wait for
-            count as lost, in seconds.
-        token_texts: Returns the vocabulary, which a tail needs for grammars; None refuses grammars.
-        feature_needs: Hidden states that a drafter reads; None if there is no such drafter.
-        num_groups: Fixed number of groups of decoding sessions; None to find the best one.
-        block_positions: Positions of a block of KV rows, where stages keep such on disk.
-    """
+    """Options of a coordinator: limits of its sessions, liveness and recovery."""
 
     context_length: int
+    """Positions of one session, prompt and answer together."""
     num_slots: int
+    """Concurrent sessions."""
     max_rows: int
+    """Most rows of one window."""
     n_vocab: int
+    """Number of token ids."""
     max_waiting: int = 64
+    """Requests that may wait for a slot; at least 1."""
     controller: ControllerOptions = field(default_factory=ControllerOptions)
+    """Limits of speculation, and fixed widths and depths."""
     can_trim: bool = True
+    """Whether sessions can go back to any earlier position."""
     has_windows: bool = False
+    """Whether some layers attend to a sliding window only. A prefix from disk lacks rows before the windows
+    at its end, so its slot cannot go back further."""
     num_checkpoints: int = 0
+    """Where they cannot: checkpoints of each slot to which they can go back; with 0 nothing is proposed."""
     cancels: bool = True
+    """Whether stages are told at once of windows that a rejection voided; otherwise the next window tells
+    them."""
     repair_wait_s: float = 2.5
+    """Longest time that a new request waits for a broken ring, in seconds."""
     most_crashes: int = 2
+    """Number of stage crashes in a row, at the same position and with no other session in flight, after which
+    a session is ended."""
     ping_interval_s: float = 0.25
+    """Interval of the pings to each stage, in seconds."""
     ping_timeout_s: float = 1.2
+    """Silence after which a stage counts as lost, in seconds."""
     still_timeout_s: float = 1.2
+    """Time without anything to do at any stage after which windows that sessions wait for count as lost, in
+    seconds."""
     token_texts: Callable[[], TokenTexts] | None = None
+    """Returns the vocabulary, which a tail needs for grammars; None refuses grammars."""
     feature_needs: FeatureNeeds | None = None
+    """Hidden states that a drafter reads; None if there is no such drafter."""
     num_groups: int | None = None
+    """Fixed number of groups of decoding sessions; None to find the best one."""
     block_positions: int = BLOCK_POSITIONS
+    """Positions of a block of KV rows, where stages keep such on disk."""

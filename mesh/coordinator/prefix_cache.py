@@ -21,27 +21,24 @@ _COPIED_PER_TOKEN: Final = 512
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """Slot of a session, and the cached prefix of its prompt.
-
-    Attributes:
-        slot: Slot of the session.
-        source_slot: Slot that holds the first tokens of its prompt.
-        num_cached: Number of those tokens.
-        checkpoints: Positions of the checkpoints among them, in models with recurrent layers. The end of what
-            the source slot holds is none: to go on there, stages need no copy of the state, and keep none.
-        fetch: Id of the fetch that has read them from disk, if no slot holds them; else 0.
-        floor: Fewest positions to which a slot with this prefix can go back, besides 0.
-        is_carried: Whether some of its rows may have been computed in another ring, by other hosts: then
-            they, and what is computed from them, are not kept on disk under the identities of this ring.
-    """
+    """Slot of a session, and the cached prefix of its prompt."""
 
     slot: int
+    """Slot of the session."""
     source_slot: int
+    """Slot that holds the first tokens of its prompt."""
     num_cached: int
+    """Number of those tokens."""
     checkpoints: tuple[int, ...] = ()
+    """Positions of the checkpoints among them, in models with recurrent layers. The end of what the source
+    slot holds is none: to go on there, stages need no copy of the state, and keep none."""
     fetch: int = 0
+    """Id of the fetch that has read them from disk, if no slot holds them; else 0."""
     floor: int = 0
+    """Fewest positions to which a slot with this prefix can go back, besides 0."""
     is_carried: bool = False
+    """Whether some of its rows may have been computed in another ring, by other hosts: then they, and what is
+    computed from them, are not kept on disk under the identities of this ring."""
 
 
 @dataclass(frozen=True)

@@ -73,15 +73,12 @@ class HoldTimes:
 
 @dataclass(eq=False)
 class _WaitingRequest:
-    """A request that waits for a slot.
-
-    Attributes:
-        slot: Becomes its slot.
-        max_tokens: Limit of its answer.
-    """
+    """A request that waits for a slot."""
 
     slot: asyncio.Future[int]
+    """Becomes its slot."""
     max_tokens: int
+    """Limit of its answer."""
 
 
 class SlotPool:

@@ -29,64 +29,54 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class RingLoss:
-    """Loss of a ring: its reason, and the stages to examine first.
-
-    Attributes:
-        reason: One line for the operator.
-        suspects: Indices of stages that may be lost, in order: those whose streams ended, those that did not
-            answer, and those to which the stage before lost its link. A suspect may be alive and unreachable
-            from there only; a stage that is no suspect answered just before.
-        is_crash: Whether a session may have caused it: a stage's own streams ended, as they do when its
-            process ends, or it stands still in a batch, or windows were lost. A stage that only fell silent
-            is frozen or disconnected.
-        silent: Suspects that left every ping unanswered until the timeout.
-    """
+    """Loss of a ring: its reason, and the stages to examine first."""
 
     reason: str
+    """One line for the operator."""
     suspects: tuple[int, ...]
+    """Indices of stages that may be lost, in order: those whose streams ended, those that did not answer, and
+    those to which the stage before lost its link. A suspect may be alive and unreachable from there only; a
+    stage that is no suspect answered just before."""
     is_crash: bool = False
+    """Whether a session may have caused it: a stage's own streams ended, as they do when its process ends, or
+    it stands still in a batch, or windows were lost. A stage that only fell silent is frozen or disconnected.
+    """
     silent: tuple[int, ...] = ()
+    """Suspects that left every ping unanswered until the timeout."""
 
 
 @dataclass(frozen=True)
 class StageAddress:
-    """Address and layers of a stage.
-
-    Attributes:
-        host: Name of the host.
-        address: `ip:port`.
-        layers: Layers of the stage.
-        wire: Format of its hidden states on the wire to the next stage, for the status; unused at the tail.
-    """
+    """Address and layers of a stage."""
 
     host: str
+    """Name of the host."""
     address: str
+    """`ip:port`."""
     layers: LayerRange
+    """Layers of the stage."""
     wire: str = "f32"
+    """Format of its hidden states on the wire to the next stage, for the status; unused at the tail."""
 
 
 @dataclass(frozen=True)
 class RingTerms:
-    """Identity, term and liveness settings shared by the coordinator and the stages of one ring.
-
-    Attributes:
-        mesh_id: Identifier of the ring.
-        mesh_key: Key shared by all its stages and the coordinator.
-        term: Term of the coordinator; stages refuse a lower one than they have seen.
-        ping_interval_s: Interval of the pings to each stage, in seconds.
-        ping_timeout_s: Silence after which a stage is lost, in seconds.
-        still_timeout_s: Time without anything to do at any stage after which awaited windows are lost, in
-            seconds.
-        num_slots: Concurrent sessions.
-    """
+    """Identity, term and liveness settings shared by the coordinator and the stages of one ring."""
 
     mesh_id: str
+    """Identifier of the ring."""
     mesh_key: str = field(repr=False)
+    """Key shared by all its stages and the coordinator."""
     term: int = 0
+    """Term of the coordinator; stages refuse a lower one than they have seen."""
     ping_interval_s: float = 0.25
+    """Interval of the pings to each stage, in seconds."""
     ping_timeout_s: float = 1.2
+    """Silence after which a stage is lost, in seconds."""
     still_timeout_s: float = 1.2
+    """Time without anything to do at any stage after which awaited windows are lost, in seconds."""
     num_slots: int = 1
+    """Concurrent sessions."""
 
     def hello(self) -> wire.Hello:
         """First message of the coordinator on each of its streams."""

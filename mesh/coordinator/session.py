@@ -60,15 +60,12 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class PendingReplay:
-    """Continuation of a replay that a new suspension interrupted.
-
-    Attributes:
-        on_replayed: See `Session.replay`.
-        is_suspect: Likewise.
-    """
+    """Continuation of a replay that a new suspension interrupted."""
 
     on_replayed: Callable[[], None]
+    """See `Session.replay`."""
     is_suspect: bool
+    """Likewise."""
 
 
 class Session:

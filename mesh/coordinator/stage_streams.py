@@ -223,13 +223,10 @@ class ControlStream:
 
 @dataclass(frozen=True)
 class BatchTimes:
-    """Times of a batch, shared by its verdicts.
-
-    Attributes:
-        stages: Of each stage, in pipeline order.
-    """
+    """Times of a batch, shared by its verdicts."""
 
     stages: tuple[wire.StageTime, ...]
+    """Of each stage, in pipeline order."""
 
     @functools.cached_property
     def measures(self) -> tuple[StageMeasure, ...]:

@@ -15,19 +15,16 @@ if TYPE_CHECKING:
 
 
 class InFlightWindow(NamedTuple):
-    """A window in flight.
-
-    Attributes:
-        id: Id of the window within its session.
-        window: The window as sent.
-        sent_ms: When it left.
-        num_ahead: Windows of its session that were in flight then.
-    """
+    """A window in flight."""
 
     id: int
+    """Id of the window within its session."""
     window: WindowPlan
+    """The window as sent."""
     sent_ms: float
+    """When it left."""
     num_ahead: int
+    """Windows of its session that were in flight then."""
 
 
 def outcome(

@@ -56,37 +56,31 @@ _NUM_EAGLE3_LAYERS: Final = 3
 
 
 class DrafterKind(StrEnum):
-    """Kinds of drafters.
-
-    Attributes:
-        MODEL: A small model.
-        EAGLE3: A drafter that reads the outputs of three layers.
-        MTP: A head for multi-token prediction, which reads the head state.
-    """
+    """Kinds of drafters."""
 
     MODEL = "model"
+    """A small model."""
     EAGLE3 = "eagle3"
+    """A drafter that reads the outputs of three layers."""
     MTP = "mtp"
+    """A head for multi-token prediction, which reads the head state."""
 
 
 @dataclass(frozen=True)
 class Drafter:
-    """A drafter that fits its target.
-
-    Attributes:
-        kind: Its kind.
-        header: Header of its file, or of the target's if that brings it.
-        layers: Layers of the target whose outputs it reads, in its order; the number of the target's layers
-            stands for the head state. Empty for a small model.
-        n_embd: Values of a row of one layer; 0 for a small model.
-        lacks: Tensors that it takes from the target.
-    """
+    """A drafter that fits its target."""
 
     kind: DrafterKind
+    """Its kind."""
     header: GgufHeader
+    """Header of its file, or of the target's if that brings it."""
     layers: tuple[int, ...] = ()
+    """Layers of the target whose outputs it reads, in its order; the number of the target's layers stands for
+    the head state. Empty for a small model."""
     n_embd: int = 0
+    """Values of a row of one layer; 0 for a small model."""
     lacks: tuple[str, ...] = ()
+    """Tensors that it takes from the target."""
 
     @property
     def path(self) -> Path:

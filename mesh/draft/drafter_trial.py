@@ -24,40 +24,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CheckedDrafter:
-    """A drafter that fits its model and drafted some tokens.
-
-    Attributes:
-        kind: `model`, `eagle3` or `mtp`.
-        n_layers: Its own layers.
-        read_layers: Layers of the model whose outputs it reads, in its order; `n_target_layers` stands for
-            the head state.
-        n_target_layers: Layers of the model.
-        feature_bytes_per_token: Size of their hidden states in f16, for one position; 0 if it reads none.
-        num_tokens: Token ids that it shares with the model.
-        num_own_tokens: Token ids that it can draft, if fewer.
-        file_bytes: Size of its file.
-        lacks: Tensors that it takes from the model.
-        loaded_bytes: Size of the file that is loaded, with those.
-        memory_bytes: Memory on the head, for all sessions.
-        num_sessions: How many.
-        ctx_size: Positions of each.
-        draft_ms_per_token: Time of a drafted token on this host, in ms.
-    """
+    """A drafter that fits its model and drafted some tokens."""
 
     kind: str
+    """`model`, `eagle3` or `mtp`."""
     n_layers: int
+    """Its own layers."""
     read_layers: tuple[int, ...]
+    """Layers of the model whose outputs it reads, in its order; `n_target_layers` stands for the head state.
+    """
     n_target_layers: int
+    """Layers of the model."""
     feature_bytes_per_token: int
+    """Size of their hidden states in f16, for one position; 0 if it reads none."""
     num_tokens: int
+    """Token ids that it shares with the model."""
     num_own_tokens: int | None
+    """Token ids that it can draft, if fewer."""
     file_bytes: int
+    """Size of its file."""
     lacks: tuple[str, ...]
+    """Tensors that it takes from the model."""
     loaded_bytes: int
+    """Size of the file that is loaded, with those."""
     memory_bytes: int
+    """Memory on the head, for all sessions."""
     num_sessions: int
+    """How many."""
     ctx_size: int
+    """Positions of each."""
     draft_ms_per_token: float
+    """Time of a drafted token on this host, in ms."""
 
 
 def check_drafter(path: Path, target: Path, options: DraftOptions) -> CheckedDrafter:

@@ -16,24 +16,21 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class TextsRequest:
-    """Texts of one request.
-
-    Attributes:
-        texts: Token ids of each, at least one text.
-        client: Client of the request, for fair turns. None where the API is open.
-        waiting: Indices of the texts that are in no batch yet.
-        num_failures: Batches with some of its texts that failed. From the first on, it shares no batch: its
-            texts may be what ends the process that computes them.
-        num_left: Texts without a vector.
-        is_queued: Whether it is in the queue.
-    """
+    """Texts of one request."""
 
     texts: Sequence[tuple[int, ...]]
+    """Token ids of each, at least one text."""
     client: str | None = None
+    """Client of the request, for fair turns. None where the API is open."""
     waiting: deque[int] = field(init=False)
+    """Indices of the texts that are in no batch yet."""
     num_failures: int = 0
+    """Batches with some of its texts that failed. From the first on, it shares no batch: its texts may be
+    what ends the process that computes them."""
     num_left: int = field(init=False)
+    """Texts without a vector."""
     is_queued: bool = False
+    """Whether it is in the queue."""
 
     def __post_init__(self) -> None:
         self.waiting = deque(range(len(self.texts)))
@@ -47,15 +44,12 @@ class TextsRequest:
 
 @dataclass(frozen=True)
 class BatchPart:
-    """Texts of one request in a batch.
-
-    Attributes:
-        request: The request.
-        indices: Indices of the texts, in the order of the batch.
-    """
+    """Texts of one request in a batch."""
 
     request: TextsRequest
+    """The request."""
     indices: tuple[int, ...]
+    """Indices of the texts, in the order of the batch."""
 
 
 class TextQueue:

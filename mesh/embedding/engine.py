@@ -41,30 +41,24 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, eq=False)
 class _Job:
-    """A request and its answer.
-
-    Attributes:
-        rows: float32 (texts, width), filled batch by batch.
-        is_done: Resolved once all rows are there; fails with the error if they will not be.
-    """
+    """A request and its answer."""
 
     rows: NDArray[np.float32]
+    """float32 (texts, width), filled batch by batch."""
     is_done: asyncio.Future[None]
+    """Resolved once all rows are there; fails with the error if they will not be."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Batch:
-    """A batch under way.
-
-    Attributes:
-        parts: Its texts.
-        num_tokens: Tokens of all of them.
-        call: Its computation on the host.
-    """
+    """A batch under way."""
 
     parts: Sequence[BatchPart]
+    """Its texts."""
     num_tokens: int
+    """Tokens of all of them."""
     call: asyncio.Future[ComputedBatch]
+    """Its computation on the host."""
 
 
 class EmbeddingEngine:

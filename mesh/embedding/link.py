@@ -28,15 +28,12 @@ _GRACE_S: Final = 30.0
 
 @dataclass(frozen=True)
 class ComputedBatch:
-    """Vectors of a batch.
-
-    Attributes:
-        rows: float32 (texts, width), each row of Euclidean length 1.
-        compute_s: Time that llama.cpp computed, in seconds.
-    """
+    """Vectors of a batch."""
 
     rows: NDArray[np.float32]
+    """float32 (texts, width), each row of Euclidean length 1."""
     compute_s: float
+    """Time that llama.cpp computed, in seconds."""
 
 
 class BatchLink(Protocol):

@@ -42,25 +42,22 @@ class Embedder(Protocol):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EmbeddingBackend:
-    """One embedding model, as the endpoints use it.
-
-    Attributes:
-        model_id: Model name in requests and answers.
-        created: When the model was loaded, Unix seconds.
-        tokenizer: Tokenizer of the model.
-        embedder: Makes the vectors.
-        width: Numbers of a vector.
-        longest: Most tokens of a text.
-        status: Its entry in `/mesh/status`, JSON-serialisable.
-    """
+    """One embedding model, as the endpoints use it."""
 
     model_id: str
+    """Model name in requests and answers."""
     created: int
+    """When the model was loaded, Unix seconds."""
     tokenizer: Tokenizer
+    """Tokenizer of the model."""
     embedder: Embedder
+    """Makes the vectors."""
     width: int
+    """Numbers of a vector."""
     longest: int
+    """Most tokens of a text."""
     status: Callable[[], Mapping[str, Any]]
+    """Its entry in `/mesh/status`, JSON-serialisable."""
 
     @cached_property
     def texts(self) -> TextService:

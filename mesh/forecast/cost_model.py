@@ -42,40 +42,34 @@ MOST_BYTES: Final = 512 * 2**20
 
 @dataclass(frozen=True)
 class StageForecast:
-    """Forecast of one stage.
-
-    Attributes:
-        host: Host of the stage.
-        timing: Times of its windows, behind few positions.
-        position_ms: What each position before a row adds to its time; see `position_ms`.
-    """
+    """Forecast of one stage."""
 
     host: str
+    """Host of the stage."""
     timing: StageTiming
+    """Times of its windows, behind few positions."""
     position_ms: float = 0.0
+    """What each position before a row adds to its time; see `position_ms`."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Forecast for one session.
-
-    Attributes:
-        compute_ms: Computing time of a token, all stages together.
-        wire_ms: Time of a token on all links together.
-        handling_ms: Remaining time of a token.
-        ttft_ms: Time from the request to the first token.
-        prompt_tokens: Length of the prompt for `ttft_ms`.
-        position_ms: What each position before a token adds to its time.
-        most_positions: Positions of a session.
-    """
+    """Forecast for one session."""
 
     compute_ms: float
+    """Computing time of a token, all stages together."""
     wire_ms: float
+    """Time of a token on all links together."""
     handling_ms: float
+    """Remaining time of a token."""
     ttft_ms: float
+    """Time from the request to the first token."""
     prompt_tokens: int
+    """Length of the prompt for `ttft_ms`."""
     position_ms: float
+    """What each position before a token adds to its time."""
     most_positions: int
+    """Positions of a session."""
 
     @property
     def token_ms(self) -> float:
@@ -110,15 +104,12 @@ class Forecast:
 
 @dataclass(frozen=True)
 class ProfiledPart:
-    """A blank stage to be timed, and the weight of its time.
-
-    Attributes:
-        layers: Layers of the blank stage.
-        times: Factor of its time in the stage's.
-    """
+    """A blank stage to be timed, and the weight of its time."""
 
     layers: LayerRange
+    """Layers of the blank stage."""
     times: float
+    """Factor of its time in the stage's."""
 
 
 def forecast(

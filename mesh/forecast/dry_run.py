@@ -52,30 +52,24 @@ _LARGE_CACHE_SHARE: Final = 0.25
 
 @dataclass(frozen=True)
 class KnownHost:
-    """A host of a forecast.
-
-    Attributes:
-        capacity: Its capacity for the planner.
-        num_threads: Its compute threads.
-        absent: Reason why it can hold nothing now; empty if it can.
-    """
+    """A host of a forecast."""
 
     capacity: HostCapacity
+    """Its capacity for the planner."""
     num_threads: int
+    """Its compute threads."""
     absent: str = ""
+    """Reason why it can hold nothing now; empty if it can."""
 
 
 @dataclass(frozen=True)
 class HostProfile:
-    """Timings that a host measured.
-
-    Attributes:
-        timings: One for each request; empty if it failed.
-        failure: Reason of the failure, or empty.
-    """
+    """Timings that a host measured."""
 
     timings: tuple[StageTiming, ...] = ()
+    """One for each request; empty if it failed."""
     failure: str = ""
+    """Reason of the failure, or empty."""
 
 
 class Timer(Protocol):
@@ -87,81 +81,72 @@ class Timer(Protocol):
 
 @dataclass(frozen=True)
 class PlanningContext:
-    """Hosts and links of a plan.
-
-    Attributes:
-        hosts: In the order in which they joined.
-        head: Name of the coordinator's host; not necessarily one of them.
-        links: Links between all of them.
-        timer: Times blank stages on them.
-        basis: Source of its timings, for display.
-    """
+    """Hosts and links of a plan."""
 
     hosts: tuple[KnownHost, ...]
+    """In the order in which they joined."""
     head: str
+    """Name of the coordinator's host; not necessarily one of them."""
     links: Links
+    """Links between all of them."""
     timer: Timer
+    """Times blank stages on them."""
     basis: str
+    """Source of its timings, for display."""
 
 
 @dataclass(frozen=True)
 class DryRunOptions:
-    """Options of `mesh plan`.
-
-    Attributes:
-        workload: What stages hold besides weights.
-        worker_bytes: Memory of the head's processes for texts and bodies, vocabularies aside.
-        text_bytes: Memory of the model's vocabulary in all processes for texts.
-        num_stages: Number of stages, or None for the planner's choice.
-        split: Layers of each stage, or None for the planner's choice.
-        topology: Locked placement, or None for the planner's choice.
-        prompt_tokens: Length of the prompt for the time to the first token.
-        is_timed: Whether hosts may be asked to compute.
-        chooses_context: Whether the workload's context is the least of those that may be chosen.
-    """
+    """Options of `mesh plan`."""
 
     workload: Workload
+    """What stages hold besides weights."""
     worker_bytes: int
+    """Memory of the head's processes for texts and bodies, vocabularies aside."""
     text_bytes: int
+    """Memory of the model's vocabulary in all processes for texts."""
     num_stages: int | None = None
+    """Number of stages, or None for the planner's choice."""
     split: tuple[int, ...] | None = None
+    """Layers of each stage, or None for the planner's choice."""
     topology: Topology | None = None
+    """Locked placement, or None for the planner's choice."""
     prompt_tokens: int = 128
+    """Length of the prompt for the time to the first token."""
     is_timed: bool = True
+    """Whether hosts may be asked to compute."""
     chooses_context: bool = False
+    """Whether the workload's context is the least of those that may be chosen."""
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """Result of `mesh plan`.
-
-    Attributes:
-        model: Facts of the model.
-        plan: The plan.
-        hosts: All hosts, the head's with what processes for texts and bodies leave.
-        left_out: Hosts without a stage, with the reasons.
-        timings: Times of each stage, in order; None if they were not measured.
-        forecast: Forecast for one session; None if there is none.
-        basis: Basis of the forecast, or the reason why there is none.
-        head: Name of the coordinator's host; not necessarily one of them.
-        worker_bytes: Memory of the head's processes for texts and bodies, vocabularies aside.
-        text_bytes: Memory of the model's vocabulary in all processes for texts, on the head's host.
-        context: Choice of the context; None if one was asked for.
-        q8_0_cache_bytes: KV caches of all stages in q8_0; None where it has no advantage.
-    """
+    """Result of `mesh plan`."""
 
     model: ModelFacts
+    """Facts of the model."""
     plan: Plan
+    """The plan."""
     hosts: tuple[KnownHost, ...]
+    """All hosts, the head's with what processes for texts and bodies leave."""
     left_out: dict[str, str]
+    """Hosts without a stage, with the reasons."""
     timings: tuple[StageTiming, ...] | None
+    """Times of each stage, in order; None if they were not measured."""
     forecast: Forecast | None
+    """Forecast for one session; None if there is none."""
     basis: str
+    """Basis of the forecast, or the reason why there is none."""
     head: str
+    """Name of the coordinator's host; not necessarily one of them."""
     worker_bytes: int
+    """Memory of the head's processes for texts and bodies, vocabularies aside."""
     text_bytes: int
+    """Memory of the model's vocabulary in all processes for texts, on the head's host."""
     context: ContextChoice | None = None
+    """Choice of the context; None if one was asked for."""
     q8_0_cache_bytes: int | None = None
+    """KV caches of all stages in q8_0; None where it has no advantage."""
 
     def free_after_bytes(self, host: str) -> int:
         """Memory that a host would have left."""

@@ -78,32 +78,26 @@ class Sheet(Collector):
 
 @dataclass(frozen=True)
 class ModelFigures:
-    """Figures of one model.
-
-    Attributes:
-        name: Model name for clients.
-        statistics: Request statistics.
-        status: Its `/mesh/status`, with the stages' counters. Missing parts are left out.
-    """
+    """Figures of one model."""
 
     name: str
+    """Model name for clients."""
     statistics: RequestStatistics
+    """Request statistics."""
     status: Mapping[str, Any]
+    """Its `/mesh/status`, with the stages' counters. Missing parts are left out."""
 
 
 @dataclass(frozen=True)
 class EmbeddingFigures:
-    """Figures of one embedding model.
-
-    Attributes:
-        name: Model name for clients.
-        statistics: Counts since it was loaded.
-        status: Its entry in `/mesh/status`. Missing parts are left out.
-    """
+    """Figures of one embedding model."""
 
     name: str
+    """Model name for clients."""
     statistics: EmbeddingStatistics
+    """Counts since it was loaded."""
     status: Mapping[str, Any]
+    """Its entry in `/mesh/status`. Missing parts are left out."""
 
 
 def _bound(bound: float) -> str:

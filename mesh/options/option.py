@@ -18,50 +18,44 @@ Kind = Literal["file", "folder", "size", "disk size", "ports", "gpu layers", "la
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """A field on the command line, in mesh.toml and in the environment; in the field's `Annotated`.
-
-    Attributes:
-        help: What it does. The default is added, if there is one.
-        section: Title in the help of commands.
-        flag: Its flag; `--` and the field's name unless given. The flag without dashes is its key in files.
-        metavar: Stands for the value in the help.
-        kind: How its text is read; by the field's type unless given.
-        is_denial: The flag switches the field off.
-        is_rare: Given as `--set KEY=VALUE`: for benchmarks and experts.
-    """
+    """A field on the command line, in mesh.toml and in the environment; in the field's `Annotated`."""
 
     help: str
+    """What it does. The default is added, if there is one."""
     section: str
+    """Title in the help of commands."""
     flag: str = ""
+    """Its flag; `--` and the field's name unless given. The flag without dashes is its key in files."""
     metavar: str | None = None
+    """Stands for the value in the help."""
     kind: Kind | None = None
+    """How its text is read; by the field's type unless given."""
     is_denial: bool = False
+    """The flag switches the field off."""
     is_rare: bool = False
+    """Given as `--set KEY=VALUE`: for benchmarks and experts."""
 
 
 @dataclass(frozen=True)
 class OptionField:
-    """A field with its option.
-
-    Attributes:
-        name: Of the field.
-        option: How it is given.
-        hint: Its type, without None.
-        default: Its default.
-        least: Smallest value of a number, or None.
-        is_open: Whether that value itself is too small.
-        most: Largest value of a number, or None.
-        choices: Values of a text that has few.
-    """
+    """A field with its option."""
 
     name: str
+    """Of the field."""
     option: Option
+    """How it is given."""
     hint: Any
+    """Its type, without None."""
     default: Any
+    """Its default."""
     least: float | None
+    """Smallest value of a number, or None."""
     is_open: bool
+    """Whether that value itself is too small."""
     most: float | None
+    """Largest value of a number, or None."""
     choices: tuple[str, ...]
+    """Values of a text that has few."""
 
     @property
     def flag(self) -> str:

@@ -57,15 +57,12 @@ def least_context(n_ctx_train: int) -> int:
 
 @dataclass(frozen=True)
 class LargerContext:
-    """A context larger than the chosen one.
-
-    Attributes:
-        ctx_size: Positions of one session.
-        added_bytes: Name of each host with stages, and the memory that it would take there besides.
-    """
+    """A context larger than the chosen one."""
 
     ctx_size: int
+    """Positions of one session."""
     added_bytes: tuple[tuple[str, int], ...]
+    """Name of each host with stages, and the memory that it would take there besides."""
 
     def __str__(self) -> str:
         added = " and ".join(f"{format_size(size)} more on {host}" for host, size in self.added_bytes)
@@ -74,19 +71,16 @@ class LargerContext:
 
 @dataclass(frozen=True)
 class ContextChoice:
-    """A chosen context.
-
-    Attributes:
-        ctx_size: Positions of one session.
-        num_slots: Concurrent sessions, each with as many.
-        bound: Reason why it is no larger.
-        larger: What a larger one would take; None if the model was not trained for one.
-    """
+    """A chosen context."""
 
     ctx_size: int
+    """Positions of one session."""
     num_slots: int
+    """Concurrent sessions, each with as many."""
     bound: str
+    """Reason why it is no larger."""
     larger: LargerContext | None
+    """What a larger one would take; None if the model was not trained for one."""
 
     def __str__(self) -> str:
         sessions = "one session" if self.num_slots == 1 else f"each of {self.num_slots} sessions"

@@ -36,15 +36,12 @@ _TOKEN_BYTES: Final = 256
 
 @dataclass(frozen=True)
 class EmbeddingSizes:
-    """Sizes of an embedding model with its batches.
-
-    Attributes:
-        model: Facts of the model.
-        limits: Limits of its batches.
-    """
+    """Sizes of an embedding model with its batches."""
 
     model: EmbeddingFacts
+    """Facts of the model."""
     limits: BatchLimits
+    """Limits of its batches."""
 
     @property
     def layers(self) -> LayerRange:

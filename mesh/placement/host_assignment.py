@@ -38,23 +38,20 @@ _MAX_STATES: Final = 4096
 
 @dataclass(frozen=True)
 class HostAssignment:
-    """Hosts of the stages, with their layers.
-
-    Attributes:
-        hosts: One host for each stage, in pipeline order, with the memory that the stage may use.
-        layers: Layers of each.
-        round_ns: Time to read the weights of all stages, one after the other: the delay of one session.
-        slowest_ns: Time to read the weights of the slowest stage: the delay in a full pipeline.
-        is_in_order: Whether the hosts are in the order in which they joined.
-        least_stages: The fewest hosts that can hold all layers.
-    """
+    """Hosts of the stages, with their layers."""
 
     hosts: tuple[HostCapacity, ...]
+    """One host for each stage, in pipeline order, with the memory that the stage may use."""
     layers: tuple[LayerRange, ...]
+    """Layers of each."""
     round_ns: float
+    """Time to read the weights of all stages, one after the other: the delay of one session."""
     slowest_ns: float
+    """Time to read the weights of the slowest stage: the delay in a full pipeline."""
     is_in_order: bool = True
+    """Whether the hosts are in the order in which they joined."""
     least_stages: int = 1
+    """The fewest hosts that can hold all layers."""
 
     def beats(self, other: HostAssignment) -> bool:
         """Whether it is faster for one session and not slower for many."""
@@ -63,15 +60,12 @@ class HostAssignment:
 
 @dataclass(frozen=True)
 class _Class:
-    """Hosts with room for the same stages, or at least for these.
-
-    Attributes:
-        members: Indices of the hosts, ascending.
-        fits: By number of stages in a row on one host: from which edge to which they can reach.
-    """
+    """Hosts with room for the same stages, or at least for these."""
 
     members: tuple[int, ...]
+    """Indices of the hosts, ascending."""
     fits: dict[int, NDArray[np.bool_]]
+    """By number of stages in a row on one host: from which edge to which they can reach."""
 
     def merged(self, other: _Class) -> _Class:
         """Both classes, with the stages that fit on either."""

@@ -19,35 +19,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HostCapacity:
-    """Memory, speed and GPUs of one host for one model.
-
-    Attributes:
-        name: Name of the host.
-        memory_bytes: Its own memory for stages.
-        speed_gb_per_s: Speed at which its processor reads weights.
-        draft_bytes: Memory of a draft model besides, for messages.
-        text_bytes: Memory of processes for texts and bodies besides, for messages.
-        gpus: Its GPUs, each with the memory for stages.
-        gpu_layers: Layers of each stage on GPUs; None for as many as fit, see
-            `mesh.placement.gpu_layers`.
-        others_bytes: Memory held by other models besides, for messages.
-        cpu_moe_layers: First layers of the model whose experts stay with the processor; None for as few as
-            give layers room on GPUs.
-        attention_version: What computes attention on its processor, see `stages.runtime.kernels`.
-        is_apart: Whether it may not compute this model, since attention is computed otherwise on its hosts.
-    """
+    """Memory, speed and GPUs of one host for one model."""
 
     name: str
+    """Name of the host."""
     memory_bytes: int
+    """Its own memory for stages."""
     speed_gb_per_s: float
+    """Speed at which its processor reads weights."""
     draft_bytes: int = 0
+    """Memory of a draft model besides, for messages."""
     text_bytes: int = 0
+    """Memory of processes for texts and bodies besides, for messages."""
     gpus: tuple[Gpu, ...] = ()
+    """Its GPUs, each with the memory for stages."""
     gpu_layers: int | None = None
+    """Layers of each stage on GPUs; None for as many as fit, see `mesh.placement.gpu_layers`."""
     others_bytes: int = 0
+    """Memory held by other models besides, for messages."""
     cpu_moe_layers: int | None = None
+    """First layers of the model whose experts stay with the processor; None for as few as give layers room on
+    GPUs."""
     attention_version: int = 0
+    """What computes attention on its processor, see `stages.runtime.kernels`."""
     is_apart: bool = False
+    """Whether it may not compute this model, since attention is computed otherwise on its hosts."""
 
     @cached_property
     def kind(self) -> HostCapacity:
@@ -179,23 +175,20 @@ class HostCapacity:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device that layers can go to.
-
-    Attributes:
-        name: As llama.cpp calls it, such as `CUDA0`.
-        description: Name for display.
-        free_bytes: Free memory.
-        total_bytes: All of its memory.
-        speed_gb_per_s: Speed at which it reads weights.
-        shares_host_memory: Whether its memory is the host's own.
-    """
+    """One device that layers can go to."""
 
     name: str
+    """As llama.cpp calls it, such as `CUDA0`."""
     description: str
+    """Name for display."""
     free_bytes: int
+    """Free memory."""
     total_bytes: int
+    """All of its memory."""
     speed_gb_per_s: float
+    """Speed at which it reads weights."""
     shares_host_memory: bool = False
+    """Whether its memory is the host's own."""
 
 
 def in_one_kind(hosts: Sequence[HostCapacity]) -> tuple[HostCapacity, ...]:

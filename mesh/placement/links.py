@@ -11,19 +11,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LinkProbeOptions:
-    """Options of a link measurement.
-
-    Attributes:
-        hidden_bytes: Size of one row of hidden states on the wire.
-        num_probes: Number of round trips of each size.
-        bulk_bytes: Bytes sent to measure the bandwidth; 0 for no such measurement.
-        checks_ports: Whether to try ports of the other host's range as well.
-    """
+    """Options of a link measurement."""
 
     hidden_bytes: int
+    """Size of one row of hidden states on the wire."""
     num_probes: int = 20
+    """Number of round trips of each size."""
     bulk_bytes: int = 0
+    """Bytes sent to measure the bandwidth; 0 for no such measurement."""
     checks_ports: bool = False
+    """Whether to try ports of the other host's range as well."""
 
     @property
     def patience_s(self) -> float:
@@ -34,27 +31,24 @@ class LinkProbeOptions:
 
 @dataclass(frozen=True)
 class Link:
-    """Measured link from one host to another.
-
-    Attributes:
-        source: Name of the host that measured.
-        target: Name of the host that answered.
-        small_ms: Round trip times of 64 bytes.
-        hidden_ms: Round trip times of one row of hidden states there and 64 bytes back.
-        bytes_per_s: Bandwidth; None if it was not measured.
-        failure: Reason why nothing was measured, or empty.
-        ports: The target's port range, such as `20000-20099`; empty if it has none, or was not checked.
-        closed_ports: Ports of that range that were tried and could not be reached.
-    """
+    """Measured link from one host to another."""
 
     source: str
+    """Name of the host that measured."""
     target: str
+    """Name of the host that answered."""
     small_ms: tuple[float, ...] = ()
+    """Round trip times of 64 bytes."""
     hidden_ms: tuple[float, ...] = ()
+    """Round trip times of one row of hidden states there and 64 bytes back."""
     bytes_per_s: float | None = None
+    """Bandwidth; None if it was not measured."""
     failure: str = ""
+    """Reason why nothing was measured, or empty."""
     ports: str = ""
+    """The target's port range, such as `20000-20099`; empty if it has none, or was not checked."""
     closed_ports: tuple[int, ...] = ()
+    """Ports of that range that were tried and could not be reached."""
 
     @property
     def hop_ms(self) -> float | None:
@@ -85,13 +79,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Links:
-    """Links between some hosts.
-
-    Attributes:
-        links: In any order, at most one for each direction.
-    """
+    """Links between some hosts."""
 
     links: tuple[Link, ...]
+    """In any order, at most one for each direction."""
 
     @property
     def is_complete(self) -> bool:

@@ -45,25 +45,22 @@ Bytes: TypeAlias = "NDArray[np.int64]"
 
 @dataclass(frozen=True)
 class Workload:
-    """Contents of stages besides weights.
-
-    Attributes:
-        ctx_size: Positions of one session.
-        num_slots: Concurrent sessions.
-        kv_type: Format of the KV cache, one of `stages.runtime.kv_types.KV_TYPES`.
-        is_exact: Numeric mode, see `stages.runtime.numerics`.
-        on_gpu: Whether layers are on a GPU.
-        num_checkpoints: Checkpoints of each session's recurrent state; 0 for models without one.
-        repacks: Whether weights may be repacked for faster kernels.
-    """
+    """Contents of stages besides weights."""
 
     ctx_size: int
+    """Positions of one session."""
     num_slots: int
+    """Concurrent sessions."""
     kv_type: str = "f16"
+    """Format of the KV cache, one of `stages.runtime.kv_types.KV_TYPES`."""
     is_exact: bool = False
+    """Numeric mode, see `stages.runtime.numerics`."""
     on_gpu: bool = False
+    """Whether layers are on a GPU."""
     num_checkpoints: int = 0
+    """Checkpoints of each session's recurrent state; 0 for models without one."""
     repacks: bool = True
+    """Whether weights may be repacked for faster kernels."""
 
     @property
     def num_states(self) -> int:
@@ -83,17 +80,14 @@ class Workload:
 
 @dataclass(frozen=True)
 class StageSizes:
-    """Sizes of the stages of one model under one workload.
-
-    Attributes:
-        model: Facts of the model.
-        workload: Contents of stages besides weights.
-        only_cuts: First layers of the stages if they are fixed, 0 left out; None for all allowed cuts.
-    """
+    """Sizes of the stages of one model under one workload."""
 
     model: ModelFacts
+    """Facts of the model."""
     workload: Workload
+    """Contents of stages besides weights."""
     only_cuts: tuple[int, ...] | None = None
+    """First layers of the stages if they are fixed, 0 left out; None for all allowed cuts."""
 
     @property
     def edges(self) -> tuple[int, ...]:

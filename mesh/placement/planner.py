@@ -33,30 +33,24 @@ SPEED_NOISE: Final = 0.25
 
 @dataclass(frozen=True)
 class StagePlacement:
-    """One stage of a plan.
-
-    Attributes:
-        host: Name of the host that holds it.
-        layers: Its layers.
-        memory: Memory that it takes.
-    """
+    """One stage of a plan."""
 
     host: str
+    """Name of the host that holds it."""
     layers: LayerRange
+    """Its layers."""
     memory: StageMemory
+    """Memory that it takes."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Stages in pipeline order, and the reason for them.
-
-    Attributes:
-        stages: At least one; together they hold every layer once.
-        reason: One line for the operator.
-    """
+    """Stages in pipeline order, and the reason for them."""
 
     stages: tuple[StagePlacement, ...]
+    """At least one; together they hold every layer once."""
     reason: str
+    """One line for the operator."""
 
 
 def remedies(model: ModelFacts, workload: Workload, fits: Callable[[Workload], bool]) -> list[str]:

@@ -31,34 +31,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NewStage:
-    """One stage of the new ring.
-
-    Attributes:
-        placement: Its host and layers.
-        kept: Index of the stage of the old ring that becomes this one, or None.
-        is_replica: Whether the host has it loaded as a `Replica`.
-    """
+    """One stage of the new ring."""
 
     placement: StagePlacement
+    """Its host and layers."""
     kept: int | None = None
+    """Index of the stage of the old ring that becomes this one, or None."""
     is_replica: bool = False
+    """Whether the host has it loaded as a `Replica`."""
 
 
 @dataclass(frozen=True)
 class Replan:
-    """The new ring.
-
-    Attributes:
-        stages: In pipeline order; together they hold every layer once.
-        dropped: Replicas that must be ended first: their memory is needed.
-        reason: One line for the operator.
-        starts_over: Whether surviving stages are given up for it.
-    """
+    """The new ring."""
 
     stages: tuple[NewStage, ...]
+    """In pipeline order; together they hold every layer once."""
     dropped: tuple[Replica, ...]
+    """Replicas that must be ended first: their memory is needed."""
     reason: str
+    """One line for the operator."""
     starts_over: bool = False
+    """Whether surviving stages are given up for it."""
 
 
 class _Room:

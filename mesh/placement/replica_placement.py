@@ -21,15 +21,12 @@ _MOST_REPLICAS: Final = 2
 
 @dataclass(frozen=True)
 class Replica:
-    """A replica: layers loaded on a spare host, ready to become a stage.
-
-    Attributes:
-        host: Name of the host.
-        layers: Its layers.
-    """
+    """A replica: layers loaded on a spare host, ready to become a stage."""
 
     host: str
+    """Name of the host."""
     layers: LayerRange
+    """Its layers."""
 
 
 def next_replica(

@@ -28,19 +28,16 @@ _FEWEST_FOR_AN_ORDER: Final = 4
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """Round trip times of a token on the wire, as placed and with the best order.
-
-    Attributes:
-        order: Hosts, in pipeline order.
-        order_ms: Round trip in this order.
-        best: The hosts in the best order.
-        best_ms: Round trip in that order.
-    """
+    """Round trip times of a token on the wire, as placed and with the best order."""
 
     order: tuple[str, ...]
+    """Hosts, in pipeline order."""
     order_ms: float
+    """Round trip in this order."""
     best: tuple[str, ...]
+    """The hosts in the best order."""
     best_ms: float
+    """Round trip in that order."""
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-serialisable."""
@@ -54,17 +51,14 @@ class RoundTimes:
 
 @dataclass(frozen=True)
 class OrderedPlan:
-    """A plan whose hosts are in the best order for the links.
-
-    Attributes:
-        plan: Plan of the same model on the same hosts.
-        round_ms: Round trip of a token with it.
-        as_joined_ms: Round trip with the former plan.
-    """
+    """A plan whose hosts are in the best order for the links."""
 
     plan: Plan
+    """Plan of the same model on the same hosts."""
     round_ms: float
+    """Round trip of a token with it."""
     as_joined_ms: float
+    """Round trip with the former plan."""
 
 
 def round_ms(order: Sequence[str], head: str, hop_ms: Callable[[str, str], float]) -> float:

@@ -35,26 +35,20 @@ _EXAMPLE: Final = '[[stage]] with host = "alpha" and layers = "0:12"'
 
 @dataclass(frozen=True)
 class LockedStage:
-    """One stage of a topology.
-
-    Attributes:
-        host: Name of its only host.
-        layers: Its layers.
-    """
+    """One stage of a topology."""
 
     host: str
+    """Name of its only host."""
     layers: LayerRange
+    """Its layers."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """All stages, in pipeline order; together they hold every layer once.
-
-    Attributes:
-        stages: At least one.
-    """
+    """All stages, in pipeline order; together they hold every layer once."""
 
     stages: tuple[LockedStage, ...]
+    """At least one."""
 
     @property
     def hosts(self) -> tuple[str, ...]:

@@ -28,21 +28,18 @@ HIDDEN_VALUE_BYTES: Final = 4
 
 @dataclass(frozen=True)
 class WireChoice:
-    """Proposed wire type of one link between stages.
-
-    Attributes:
-        source: Host of the stage that sends.
-        target: Host of the stage that receives.
-        transfer_ms: Time of a float32 row on the link.
-        compute_ms: Time of a row at the slowest stage.
-        proposed: The most exact type with which the link delays nothing; the smallest if none does.
-    """
+    """Proposed wire type of one link between stages."""
 
     source: str
+    """Host of the stage that sends."""
     target: str
+    """Host of the stage that receives."""
     transfer_ms: float
+    """Time of a float32 row on the link."""
     compute_ms: float
+    """Time of a row at the slowest stage."""
     proposed: HiddenType
+    """The most exact type with which the link delays nothing; the smallest if none does."""
 
     @property
     def is_bottleneck(self) -> bool:

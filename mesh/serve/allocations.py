@@ -17,15 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class EvictableReplica:
-    """A replica that gives way to another model.
-
-    Attributes:
-        pipeline: Pipeline of the replica.
-        replica: The replica, loaded or loading.
-    """
+    """A replica that gives way to another model."""
 
     pipeline: Pipeline
+    """Pipeline of the replica."""
     replica: StageHandle
+    """The replica, loaded or loading."""
 
 
 class HostAllocations:

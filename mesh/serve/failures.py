@@ -30,19 +30,16 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Failure:
-    """A lost stage.
-
-    Attributes:
-        at_s: Time of the loss, Unix seconds.
-        host: Host of the stage.
-        layers: Layers of the stage, `[start, stop)`.
-        reason: Reason as far as it is known; one line.
-    """
+    """A lost stage."""
 
     at_s: float
+    """Time of the loss, Unix seconds."""
     host: str
+    """Host of the stage."""
     layers: str
+    """Layers of the stage, `[start, stop)`."""
     reason: str
+    """Reason as far as it is known; one line."""
 
 
 class Incidents:

@@ -44,31 +44,28 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Head:
-    """Parts of an open head.
-
-    Attributes:
-        driver: Starts actors.
-        own: Member of this host.
-        members: Hosts; this one among them unless it holds no layers.
-        service: Membership service for the hosts.
-        node: Ray node of this host.
-        survey: Measures the links between hosts.
-        authority: Signs the certificates of stages and hosts.
-        certificate: Certificate of the authority.
-        write_token: Writes the join token to the file that the operator named.
-        former: State left by a head that crashed, if its Ray node could be adopted.
-    """
+    """Parts of an open head."""
 
     driver: RayDriver
+    """Starts actors."""
     own: Member
+    """Member of this host."""
     members: Members
+    """Hosts; this one among them unless it holds no layers."""
     service: MembershipService
+    """Membership service for the hosts."""
     node: RayNode
+    """Ray node of this host."""
     survey: LinkSurvey
+    """Measures the links between hosts."""
     authority: Authority
+    """Signs the certificates of stages and hosts."""
     certificate: Certificate
+    """Certificate of the authority."""
     write_token: Callable[[str], None]
+    """Writes the join token to the file that the operator named."""
     former: HeadState | None
+    """State left by a head that crashed, if its Ray node could be adopted."""
 
     @property
     def token(self) -> str:

@@ -31,19 +31,16 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class HeadIdentity:
-    """Credentials by which hosts recognise a head, and by which it recognises hosts.
-
-    Attributes:
-        certificate: Certificate of the mesh's authority, with its key.
-        admissions: Join token, without addresses, and hosts that are admitted or refused.
-        join_port: Port of the membership service, which the token names; 0 before it has listened.
-        term: Term of the head that recorded it; see `HeadState.term`.
-    """
+    """Credentials by which hosts recognise a head, and by which it recognises hosts."""
 
     certificate: Certificate
+    """Certificate of the mesh's authority, with its key."""
     admissions: Admissions
+    """Join token, without addresses, and hosts that are admitted or refused."""
     join_port: int = 0
+    """Port of the membership service, which the token names; 0 before it has listened."""
     term: int = 0
+    """Term of the head that recorded it; see `HeadState.term`."""
 
     def is_of(self, certificate_pem: str) -> bool:
         """Whether a certificate is the one of this identity: then it is the same mesh."""

@@ -54,29 +54,26 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class SavedStage:
-    """A stage that may outlive its head.
-
-    Attributes:
-        actor: Name of its actor in Ray.
-        host: Name of the host.
-        ray_node: Name of the host's Ray node.
-        start: First layer.
-        stop: Last layer plus one.
-        num_threads: Threads that it computes with.
-        wire: Format of its hidden states on the wire, as in `HiddenType`.
-        address: `host:port` of its server; None before it serves.
-        ctx_size: Positions of one session; 0 where an earlier version recorded the stage.
-    """
+    """A stage that may outlive its head."""
 
     actor: str
+    """Name of its actor in Ray."""
     host: str
+    """Name of the host."""
     ray_node: str
+    """Name of the host's Ray node."""
     start: int
+    """First layer."""
     stop: int
+    """Last layer plus one."""
     num_threads: int
+    """Threads that it computes with."""
     wire: str
+    """Format of its hidden states on the wire, as in `HiddenType`."""
     address: str | None
+    """`host:port` of its server; None before it serves."""
     ctx_size: int = 0
+    """Positions of one session; 0 where an earlier version recorded the stage."""
 
 
 class SavedRing(Protocol):
@@ -97,19 +94,16 @@ class SavedRing(Protocol):
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A model that was loaded beside the first.
-
-    Attributes:
-        order: Fields of its `LoadRequest`.
-        setup: See `SavedRing.setup`.
-        stages: See `SavedRing.stages`.
-        copies: See `SavedRing.copies`.
-    """
+    """A model that was loaded beside the first."""
 
     order: dict[str, Any]
+    """Fields of its `LoadRequest`."""
     setup: str
+    """See `SavedRing.setup`."""
     stages: tuple[SavedStage, ...] = ()
+    """See `SavedRing.stages`."""
     copies: tuple[SavedStage, ...] = ()
+    """See `SavedRing.copies`."""
 
     @property
     def load_request(self) -> LoadRequest:
@@ -123,37 +117,34 @@ class SavedModel:
 
 @dataclass(frozen=True)
 class HeadState:
-    """State of one head at one time.
-
-    Attributes:
-        term: Grows with each head of the mesh; stages obey the highest.
-        ray: Record of its Ray node.
-        secret: Secret of the join token.
-        expires_at_s: Expiry of the join token, Unix seconds.
-        join_port: Port of the membership service.
-        certificate_pem: Certificate of the mesh's authority.
-        private_key_pem: Private key of the mesh's authority.
-        setup: See `SavedRing.setup`.
-        stages: See `SavedRing.stages`.
-        copies: See `SavedRing.copies`.
-        models: Models loaded beside the first, in the order of loading.
-        rejoin_secrets: Secrets by which hosts that were admitted may join again, by host name.
-        evicted: Names of evicted hosts.
-    """
+    """State of one head at one time."""
 
     term: int
+    """Grows with each head of the mesh; stages obey the highest."""
     ray: RayNodeRecord
+    """Record of its Ray node."""
     secret: str = field(repr=False)
+    """Secret of the join token."""
     expires_at_s: int
+    """Expiry of the join token, Unix seconds."""
     join_port: int
+    """Port of the membership service."""
     certificate_pem: str
+    """Certificate of the mesh's authority."""
     private_key_pem: str = field(repr=False)
+    """Private key of the mesh's authority."""
     setup: str
+    """See `SavedRing.setup`."""
     stages: tuple[SavedStage, ...] = ()
+    """See `SavedRing.stages`."""
     copies: tuple[SavedStage, ...] = ()
+    """See `SavedRing.copies`."""
     models: tuple[SavedModel, ...] = ()
+    """Models loaded beside the first, in the order of loading."""
     rejoin_secrets: dict[str, str] = field(default_factory=dict, repr=False)
+    """Secrets by which hosts that were admitted may join again, by host name."""
     evicted: tuple[str, ...] = ()
+    """Names of evicted hosts."""
 
     @property
     def identity(self) -> HeadIdentity:

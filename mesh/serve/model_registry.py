@@ -52,48 +52,42 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class RegisteredModel:
-    """A model of the registry at one moment.
-
-    Attributes:
-        name: Its name for clients.
-        phase: Whether it answers.
-        is_evictable: Whether it may be unloaded without an operator.
-    """
+    """A model of the registry at one moment."""
 
     name: str
+    """Its name for clients."""
     phase: Literal["loading", "loaded", "unloading"]
+    """Whether it answers."""
     is_evictable: bool
+    """Whether it may be unloaded without an operator."""
 
 
 @dataclass(eq=False)
 class _Slot:
-    """One model of the registry.
-
-    Attributes:
-        load_request: Options of the model.
-        is_restored: Whether a former head had loaded it.
-        former: Its ring of the former head, if it may be taken over; none of it is left after an attempt.
-        model: The model, once its file was checked.
-        task: Task that deploys and supervises it.
-        settled: Resolved once it answers; fails with the error if it does not.
-        has_decided: Set once it is known whether its former stages are taken over.
-        is_noted: Whether the next head is to load it again.
-        is_serving: Whether it answers.
-        is_ending: Whether it is being unloaded.
-        is_cancelled: Whether the task was told to end.
-    """
+    """One model of the registry."""
 
     load_request: LoadRequest
+    """Options of the model."""
     is_restored: bool = False
+    """Whether a former head had loaded it."""
     former: SavedModel | None = None
+    """Its ring of the former head, if it may be taken over; none of it is left after an attempt."""
     model: ServedModel | EmbeddingModel | None = None
+    """The model, once its file was checked."""
     task: asyncio.Task[None] | None = None
+    """Task that deploys and supervises it."""
     settled: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Resolved once it answers; fails with the error if it does not."""
     has_decided: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once it is known whether its former stages are taken over."""
     is_noted: bool = False
+    """Whether the next head is to load it again."""
     is_serving: bool = False
+    """Whether it answers."""
     is_ending: bool = False
+    """Whether it is being unloaded."""
     is_cancelled: bool = False
+    """Whether the task was told to end."""
 
     async def end(self) -> None:
         """Cancel its task, and return when nothing of the model is left.

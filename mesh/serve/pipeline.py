@@ -20,17 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """A place in the ring, and its stage.
-
-    Attributes:
-        placement: Layers and host.
-        wire: Format of its hidden states on the wire to the next stage.
-        handle: The stage; None if it is lost, or not loaded yet.
-    """
+    """A place in the ring, and its stage."""
 
     placement: StagePlacement
+    """Layers and host."""
     wire: HiddenType
+    """Format of its hidden states on the wire to the next stage."""
     handle: StageHandle | None = None
+    """The stage; None if it is lost, or not loaded yet."""
 
     def is_on(self, member: Member) -> bool:
         """Whether its stage runs on this host in its current membership, not in an earlier one."""

@@ -53,15 +53,12 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class InitialPlan:
-    """The first plan of a model.
-
-    Attributes:
-        plan: The plan.
-        context: Choice of the context; None if the operator named one.
-    """
+    """The first plan of a model."""
 
     plan: Plan
+    """The plan."""
     context: ContextChoice | None
+    """Choice of the context; None if the operator named one."""
 
 
 class InitialPlacement:

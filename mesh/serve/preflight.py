@@ -49,32 +49,29 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Preflight:
-    """Results of the checks before any work begins.
-
-    Attributes:
-        model: Facts of the model.
-        tokenizer: Tokenizer of the model.
-        api_keys: Keys that open the API; None opens it without a key.
-        workload: What stages must hold besides weights. Unless the operator names a context, it has the
-            fewest positions that are chosen; more are chosen once hosts have joined.
-        facts: Facts of this host.
-        stamps: Stamps of the model's files when they were read.
-        draft_bytes: Memory of the draft model on this host.
-        text_bytes: Memory of the vocabulary in all processes for texts on this host.
-        draft_ctx_size: Positions of one session of the draft model; beyond them nothing is drafted.
-        drafter: The draft model, or the model's own head; None if nothing drafts.
-    """
+    """Results of the checks before any work begins."""
 
     model: ModelFacts
+    """Facts of the model."""
     tokenizer: Tokenizer
+    """Tokenizer of the model."""
     api_keys: ApiKeys | None
+    """Keys that open the API; None opens it without a key."""
     workload: Workload
+    """What stages must hold besides weights. Unless the operator names a context, it has the fewest positions
+    that are chosen; more are chosen once hosts have joined."""
     facts: HostFacts
+    """Facts of this host."""
     stamps: tuple[FileStamp, ...]
+    """Stamps of the model's files when they were read."""
     draft_bytes: int = 0
+    """Memory of the draft model on this host."""
     text_bytes: int = 0
+    """Memory of the vocabulary in all processes for texts on this host."""
     draft_ctx_size: int = 0
+    """Positions of one session of the draft model; beyond them nothing is drafted."""
     drafter: Drafter | None = None
+    """The draft model, or the model's own head; None if nothing drafts."""
 
 
 def latest_answer(path: Path) -> tuple[int, ...]:

@@ -284,19 +284,16 @@ class RingCutover:
 
 @dataclass(frozen=True)
 class _PlacementInputs:
-    """Inputs of a placement decision.
-
-    Attributes:
-        stages: Placements of the ring.
-        lost: Indices of stages that are to be placed.
-        hosts: Capacities of the hosts for them.
-        replicas: Replicas on the hosts.
-    """
+    """Inputs of a placement decision."""
 
     stages: tuple[PipelineStage, ...]
+    """Placements of the ring."""
     lost: frozenset[int]
+    """Indices of stages that are to be placed."""
     hosts: tuple[HostCapacity, ...]
+    """Capacities of the hosts for them."""
     replicas: tuple[Replica, ...]
+    """Replicas on the hosts."""
 
     def is_as_good(self, now: _PlacementInputs, decision: Replan) -> bool:
         """Whether a decision made from these inputs is as good for the current ones."""
@@ -313,37 +310,34 @@ class _PlacementInputs:
 
 @dataclass(frozen=True)
 class RecoveryContext:
-    """Parts that recovery and planned moves work with.
-
-    Attributes:
-        pipeline: Stages and replicas.
-        members: Hosts.
-        sizes: Sizes of the model's stages.
-        capacity_of: Returns the capacity of a host for stages.
-        is_there: Whether a host answers within some seconds.
-        executor: Loads stages.
-        cutover: Switches rings.
-        coordinator: Coordinator of the ring.
-        incidents: Record of failures.
-        on_failure: Called with each lost stage, so that its error output can be read.
-        announce: Publishes the current phase.
-        clock_s: Monotonic clock, seconds.
-        replan: Decides where lost stages go, as `mesh.placement.replanner.replan` does.
-    """
+    """Parts that recovery and planned moves work with."""
 
     pipeline: Pipeline
+    """Stages and replicas."""
     members: Members
+    """Hosts."""
     sizes: StageSizes
+    """Sizes of the model's stages."""
     capacity_of: Callable[[Member], HostCapacity]
+    """Returns the capacity of a host for stages."""
     is_there: Callable[[Member, float], Awaitable[bool]]
+    """Whether a host answers within some seconds."""
     executor: PlacementExecutor
+    """Loads stages."""
     cutover: RingCutover
+    """Switches rings."""
     coordinator: Coordinator
+    """Coordinator of the ring."""
     incidents: Incidents
+    """Record of failures."""
     on_failure: Callable[[Failure, StageLoss, Member], None]
+    """Called with each lost stage, so that its error output can be read."""
     announce: Callable[[str], None]
+    """Publishes the current phase."""
     clock_s: Callable[[], float]
+    """Monotonic clock, seconds."""
     replan: Callable[..., Replan] = replan
+    """Decides where lost stages go, as `mesh.placement.replanner.replan` does."""
 
     @property
     def nodes_ready(self) -> frozenset[str]:

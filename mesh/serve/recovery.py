@@ -42,17 +42,14 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class SurvivorReport:
-    """Survivors of a broken ring.
-
-    Attributes:
-        lost: Reason by ring index, for each stage that is gone.
-        dead_replicas: Replicas that are gone.
-        hosts: Names of members that answered.
-    """
+    """Survivors of a broken ring."""
 
     lost: Mapping[int, StageLoss]
+    """Reason by ring index, for each stage that is gone."""
     dead_replicas: tuple[StageHandle, ...]
+    """Replicas that are gone."""
     hosts: frozenset[str]
+    """Names of members that answered."""
 
 
 class RingRepair:

@@ -30,27 +30,24 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, eq=False)
 class ServedModel:
-    """One model, from the check of its file to the end of its last stage.
-
-    Attributes:
-        name: Model name for clients.
-        options: Options, fitted to the model.
-        known: Results of the checks before the start.
-        engine: Engine of the API; answers once the ring is connected.
-        state: State for `/mesh/status`.
-        pipeline: Stages and replicas.
-        setup: Fingerprint of all settings that its stages are loaded with.
-        load_request: Request of `mesh load`; None for the model that `mesh serve` was started with.
-    """
+    """One model, from the check of its file to the end of its last stage."""
 
     name: str
+    """Model name for clients."""
     options: HeadOptions
+    """Options, fitted to the model."""
     known: Preflight
+    """Results of the checks before the start."""
     engine: PendingEngine
+    """Engine of the API; answers once the ring is connected."""
     state: MeshState
+    """State for `/mesh/status`."""
     pipeline: Pipeline
+    """Stages and replicas."""
     setup: str
+    """Fingerprint of all settings that its stages are loaded with."""
     load_request: LoadRequest | None = None
+    """Request of `mesh load`; None for the model that `mesh serve` was started with."""
 
 
 def new_model(

@@ -43,15 +43,12 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class StageLoss:
-    """Reason why a stage counts as lost.
-
-    Attributes:
-        reason: One line for the operator.
-        pid: Process id on its host, if the process has ended and Ray reports it.
-    """
+    """Reason why a stage counts as lost."""
 
     reason: str
+    """One line for the operator."""
     pid: int | None = None
+    """Process id on its host, if the process has ended and Ray reports it."""
 
 
 class StageHandle:
@@ -326,17 +323,14 @@ class StageHandle:
 
 @dataclass(frozen=True)
 class RingCredentials:
-    """Keys of one ring. A recovered ring has new ones, so that it refuses messages of the old one.
-
-    Attributes:
-        mesh_id: Identifier of the ring, hex.
-        mesh_key: Secret that every call between stages and coordinator carries.
-        term: Term of the head; higher than that of any head before it.
-    """
+    """Keys of one ring. A recovered ring has new ones, so that it refuses messages of the old one."""
 
     mesh_id: str
+    """Identifier of the ring, hex."""
     mesh_key: str = field(repr=False)
+    """Secret that every call between stages and coordinator carries."""
     term: int = 0
+    """Term of the head; higher than that of any head before it."""
 
 
 def new_ring_credentials(term: int = 0) -> RingCredentials:

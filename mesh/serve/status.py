@@ -63,62 +63,56 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class HeadParts:
-    """Parts of an open head that the API reads.
-
-    Attributes:
-        members: Hosts of the mesh.
-        survey: Measures the links between hosts.
-        allocations: Memory and threads that all models hold of the hosts.
-        inspection: Measures hosts and stages on request.
-        host_draining: Hosts that are to leave.
-        models: Models served beside the first.
-        state_writer: Head state on disk, for the next head.
-        on_demand: Models that requests load; None without a library.
-    """
+    """Parts of an open head that the API reads."""
 
     members: Members
+    """Hosts of the mesh."""
     survey: LinkSurvey
+    """Measures the links between hosts."""
     allocations: HostAllocations
+    """Memory and threads that all models hold of the hosts."""
     inspection: Inspection
+    """Measures hosts and stages on request."""
     host_draining: HostDraining
+    """Hosts that are to leave."""
     models: ModelAdmin
+    """Models served beside the first."""
     state_writer: HeadStateWriter
+    """Head state on disk, for the next head."""
     on_demand: OnDemandModels | None = None
+    """Models that requests load; None without a library."""
 
 
 @dataclass
 class MeshState:
-    """State of one served model and, for the first one, of the head: body of `/mesh/status`.
-
-    Attributes:
-        model: Facts of the model's GGUF file.
-        engine: Engine of the API; answers once the ring is connected.
-        pipeline: Stages and replicas of the model.
-        numeric_mode: `fast` or `exact`.
-        speculation_mode: Proposers that are allowed.
-        num_checkpoints: Checkpoints of each session, in models with recurrent layers.
-        transfers: Weights sent to hosts.
-        incidents: Recent failures.
-        phase: Current step, in a few words.
-        plan: Stage placement, once it is known.
-        context: Choice of the context, once it is made; None if the operator named one, or a former head's
-            ring keeps its own.
-        head: Parts of the head, once it is open; None for all models but the first.
-    """
+    """State of one served model and, for the first one, of the head: body of `/mesh/status`."""
 
     model: ModelFacts
+    """Facts of the model's GGUF file."""
     engine: PendingEngine
+    """Engine of the API; answers once the ring is connected."""
     pipeline: Pipeline
+    """Stages and replicas of the model."""
     _: KW_ONLY
     numeric_mode: str
+    """`fast` or `exact`."""
     speculation_mode: SpeculationMode
+    """Proposers that are allowed."""
     num_checkpoints: int = 0
+    """Checkpoints of each session, in models with recurrent layers."""
     transfers: Transfers = field(default_factory=Transfers)
+    """Weights sent to hosts."""
     incidents: Incidents = field(default_factory=lambda: Incidents(time.time))
+    """Recent failures."""
     phase: str = "starting"
+    """Current step, in a few words."""
     plan: Plan | None = None
+    """Stage placement, once it is known."""
     context: ContextChoice | None = None
+    """Choice of the context, once it is made; None if the operator named one, or a former head's ring keeps
+    its own."""
     head: HeadParts | None = None
+    """Parts of the head, once it is open; None for all models but the first."""
 
     @property
     def is_serving(self) -> bool:

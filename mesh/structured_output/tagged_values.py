@@ -25,21 +25,18 @@ _MAX_KEY_CHARS: Final = 128
 
 @dataclass(frozen=True)
 class TagForm:
-    """Form of the arguments of a call.
-
-    Attributes:
-        key: Tag before a name.
-        value: What comes between the name and the value.
-        end: Tag behind the value.
-        text: Grammar of any text that holds no tag of a call.
-        is_padded: Whether a line break before and behind a value is no part of it.
-    """
+    """Form of the arguments of a call."""
 
     key: str
+    """Tag before a name."""
     value: Expression
+    """What comes between the name and the value."""
     end: str
+    """Tag behind the value."""
     text: Expression
+    """Grammar of any text that holds no tag of a call."""
     is_padded: bool
+    """Whether a line break before and behind a value is no part of it."""
 
     def closed(self, value: Expression | str, *, is_exact: bool = True) -> Expression:
         """A value with all that comes before and behind it.

@@ -84,15 +84,12 @@ class ParameterSchemas:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Facts of a schema about values.
-
-    Attributes:
-        types: Types that they may have; all of them where the schema does not tell.
-        texts: Strings among the constants that it names.
-    """
+    """Facts of a schema about values."""
 
     types: frozenset[str]
+    """Types that they may have; all of them where the schema does not tell."""
     texts: frozenset[str] = frozenset()
+    """Strings among the constants that it names."""
 
 
 class _TooLarge(Exception):

@@ -37,28 +37,22 @@ class Reasoning:
 
 @dataclass(frozen=True)
 class ToolCallStart:
-    """Beginning of a call.
-
-    Attributes:
-        index: Index of the call, from 0.
-        name: Name of the function.
-    """
+    """Beginning of a call."""
 
     index: int
+    """Index of the call, from 0."""
     name: str
+    """Name of the function."""
 
 
 @dataclass(frozen=True)
 class ToolCallArguments:
-    """Further text of a call's arguments.
-
-    Attributes:
-        index: Index of the call.
-        text: Part of a JSON text.
-    """
+    """Further text of a call's arguments."""
 
     index: int
+    """Index of the call."""
     text: str
+    """Part of a JSON text."""
 
 
 MessagePart = Content | Reasoning | ToolCallStart | ToolCallArguments
@@ -69,26 +63,24 @@ class CallTags:
     """Tags of a call whose arguments are values between tags rather than a JSON object.
 
     White space between tags means nothing.
-
-    Attributes:
-        call: Before the name of the function; empty if it follows the beginning of a block.
-        name_end: Behind that name; empty if a line break or the next tag ends it.
-        key: Before the name of an argument.
-        key_end: Behind that name.
-        value: Before the value; empty if it follows the name.
-        value_end: Behind the value.
-        call_end: Behind the last argument; empty if the end of the block is.
-        is_padded: Whether values have a line break before and behind them, which are no part of them.
     """
 
     call: str
+    """Before the name of the function; empty if it follows the beginning of a block."""
     name_end: str
+    """Behind that name; empty if a line break or the next tag ends it."""
     key: str
+    """Before the name of an argument."""
     key_end: str
+    """Behind that name."""
     value: str
+    """Before the value; empty if it follows the name."""
     value_end: str
+    """Behind the value."""
     call_end: str
+    """Behind the last argument; empty if the end of the block is."""
     is_padded: bool = False
+    """Whether values have a line break before and behind them, which are no part of them."""
 
     @property
     def marks(self) -> frozenset[str]:

@@ -17,25 +17,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """Format of an answer.
-
-    Attributes:
-        call_format: Format of calls; None without calls, so that all is text.
-        names: Names of the functions.
-        has_one_call: Whether the answer ends with its first call.
-        splits_reasoning: Whether reasoning is split from content.
-        is_in_reasoning: Whether the prompt ends within reasoning.
-        shows_think_marks: Whether marks of reasoning stay in the text, where it is not split.
-        parameters: JSON schema of each function's parameters, by its name.
-    """
+    """Format of an answer."""
 
     call_format: CallFormat | None = None
+    """Format of calls; None without calls, so that all is text."""
     names: frozenset[str] = frozenset()
+    """Names of the functions."""
     has_one_call: bool = False
+    """Whether the answer ends with its first call."""
     splits_reasoning: bool = False
+    """Whether reasoning is split from content."""
     is_in_reasoning: bool = False
+    """Whether the prompt ends within reasoning."""
     shows_think_marks: bool = False
+    """Whether marks of reasoning stay in the text, where it is not split."""
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """JSON schema of each function's parameters, by its name."""
 
     @property
     def marks(self) -> frozenset[str]:

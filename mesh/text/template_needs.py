@@ -17,28 +17,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Repairs that a template needs.
-
-    Attributes:
-        without_tools: For conversations in which the model may call nothing.
-        with_tools: For others.
-    """
+    """Repairs that a template needs."""
 
     without_tools: Repair
+    """For conversations in which the model may call nothing."""
     with_tools: Repair
+    """For others."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContentForms:
-    """Forms in which a template shows the texts of messages.
-
-    Attributes:
-        in_parts: Roles whose `content` it shows as a list of parts only: `[{"type": "text", "text": …}]`.
-        hidden: Roles whose texts it shows in neither form.
-    """
+    """Forms in which a template shows the texts of messages."""
 
     in_parts: frozenset[str]
+    """Roles whose `content` it shows as a list of parts only: `[{"type": "text", "text": …}]`."""
     hidden: frozenset[str]
+    """Roles whose texts it shows in neither form."""
 
 
 def needs_of(render: Render, *, knows_tools: bool) -> Needs:

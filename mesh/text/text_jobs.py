@@ -22,17 +22,14 @@ _KINDS: Final = {kind.__name__: kind for kind in WIRE}
 
 @dataclass(frozen=True)
 class TextModel:
-    """A vocabulary and a chat template, for which processes for text keep what they need.
-
-    Attributes:
-        path: Path of the model, or of its first file if it is split.
-        stamp: Size and time of change of that file when it was loaded: another file has other ids.
-        template: Jinja source; empty without one.
-    """
+    """A vocabulary and a chat template, for which processes for text keep what they need."""
 
     path: str
+    """Path of the model, or of its first file if it is split."""
     stamp: tuple[int, int]
+    """Size and time of change of that file when it was loaded: another file has other ids."""
     template: str = ""
+    """Jinja source; empty without one."""
 
 
 def packed_job(kind: str, model: TextModel, values: Mapping[str, Any]) -> tuple[bytes, bytes]:

@@ -41,34 +41,28 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class TextRequest:
-    """A text to be tokenized.
-
-    Attributes:
-        text: The text.
-        param: The field that it came from, for errors.
-        add_special: Add the tokens that the model wants around a sequence, such as BOS.
-        parse_special: Whether names such as `<|im_end|>` become the control tokens that they name.
-    """
+    """A text to be tokenized."""
 
     text: str
+    """The text."""
     param: str
+    """The field that it came from, for errors."""
     add_special: bool = True
+    """Add the tokens that the model wants around a sequence, such as BOS."""
     parse_special: bool = True
+    """Whether names such as `<|im_end|>` become the control tokens that they name."""
 
 
 @dataclass(frozen=True)
 class PromptIds:
-    """A rendered conversation.
-
-    Attributes:
-        tokens: Token ids.
-        thought_end: End mark of the reasoning that the prompt begins, if it does.
-        has_one_call: Whether a message holds at most one call for the template.
-    """
+    """A rendered conversation."""
 
     tokens: list[int]
+    """Token ids."""
     thought_end: str | None
+    """End mark of the reasoning that the prompt begins, if it does."""
     has_one_call: bool
+    """Whether a message holds at most one call for the template."""
 
 
 class TextService:

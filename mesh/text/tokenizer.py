@@ -30,38 +30,32 @@ _LOSSY: Final = frozenset({llama_cpp.LLAMA_VOCAB_TYPE_WPM, llama_cpp.LLAMA_VOCAB
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Texts of a model's token ids.
-
-    Attributes:
-        name: Name of the model, for errors.
-        texts: The text of each id, as the vocabulary spells it.
-        special: Special ids, such as `eos`, by name; None if there is none.
-        num_used: Ids from here on are padding.
-    """
+    """Texts of a model's token ids."""
 
     name: str
+    """Name of the model, for errors."""
     texts: Sequence[bytes]
+    """The text of each id, as the vocabulary spells it."""
     special: Mapping[str, int | None]
+    """Special ids, such as `eos`, by name; None if there is none."""
     num_used: int
+    """Ids from here on are padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpecialToken:
-    """A token that llama.cpp makes where its name stands, whatever is around it.
-
-    Attributes:
-        token: Its id.
-        name: Its name, such as `<|im_end|>`.
-        is_user_defined: Whether it is an ordinary part of texts, such as `<table>`: no control token.
-        takes_white_before: Whether white space ahead of it is left out.
-        takes_white_behind: Whether white space behind it is.
-    """
+    """A token that llama.cpp makes where its name stands, whatever is around it."""
 
     token: int
+    """Its id."""
     name: str
+    """Its name, such as `<|im_end|>`."""
     is_user_defined: bool
+    """Whether it is an ordinary part of texts, such as `<table>`: no control token."""
     takes_white_before: bool
+    """Whether white space ahead of it is left out."""
     takes_white_behind: bool
+    """Whether white space behind it is."""
 
 
 class Tokenizer:

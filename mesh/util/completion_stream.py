@@ -54,26 +54,23 @@ class EventStream:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Content of a chunk.
-
-    Attributes:
-        text: The answer's next piece.
-        token_ids: Its token ids, if requested.
-        has_tokens: Whether the model said anything in it, be it text, ids, reasoning or a tool call. A chat's
-            opening chunk has none: it names the role, and some servers send it before they compute anything.
-        finish: Why the answer ends here, or None.
-        usage: Token counts; most chunks have none.
-        timings: The server's own account, as far as it gives one.
-        error: Why the server breaks off, or None.
-    """
+    """Content of a chunk."""
 
     text: str = ""
+    """The answer's next piece."""
     token_ids: tuple[int, ...] = ()
+    """Its token ids, if requested."""
     has_tokens: bool = False
+    """Whether the model said anything in it, be it text, ids, reasoning or a tool call. A chat's opening
+    chunk has none: it names the role, and some servers send it before they compute anything."""
     finish: str | None = None
+    """Why the answer ends here, or None."""
     usage: dict[str, Any] = field(default_factory=dict)
+    """Token counts; most chunks have none."""
     timings: dict[str, Any] = field(default_factory=dict)
+    """The server's own account, as far as it gives one."""
     error: str | None = None
+    """Why the server breaks off, or None."""
 
 
 def read_chunk(fields: dict[str, Any]) -> Chunk:

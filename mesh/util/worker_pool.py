@@ -68,23 +68,20 @@ class WorkerEnded(Exception):
 
 @dataclass(eq=False)
 class _Job:
-    """A job that waits or runs.
-
-    Attributes:
-        header: First part.
-        payload: Second part, which may be large.
-        client: Client for whom it runs.
-        cpu_limit_s: Most seconds of computing.
-        answer: Becomes its answer.
-        is_abandoned: Whether its client left while it ran.
-    """
+    """A job that waits or runs."""
 
     header: bytes
+    """First part."""
     payload: bytes
+    """Second part, which may be large."""
     client: str | None
+    """Client for whom it runs."""
     cpu_limit_s: float
+    """Most seconds of computing."""
     answer: Future[bytes] = field(default_factory=Future)
+    """Becomes its answer."""
     is_abandoned: bool = False
+    """Whether its client left while it ran."""
 
     @property
     def lane(self) -> _Lane:

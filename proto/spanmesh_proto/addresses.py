@@ -22,16 +22,14 @@ _HIGHEST_PORT: Final = 65535
 class PortRange:
     """TCP ports that a host may listen on.
 
-    Attributes:
-        first: First port.
-        last: Last port; it belongs to the range.
-
     Raises:
         ClusterError: If they are no range, or some of them cannot be listened on without privileges.
     """
 
     first: int
+    """First port."""
     last: int
+    """Last port; it belongs to the range."""
 
     def __post_init__(self) -> None:
         if not _LOWEST_PORT <= self.first <= self.last <= _HIGHEST_PORT:

@@ -181,19 +181,16 @@ class Overloaded(RequestError):
 
 @dataclass(frozen=True)
 class Wire:
-    """Representation of an error outside this process.
-
-    Attributes:
-        code: Stable string: OpenAI's `error.code`, the `code` key of log events, the code in a gRPC failure.
-        grpc: Name of the member of `grpc.StatusCode`.
-        http: HTTP status.
-        kind: OpenAI's `error.type`.
-    """
+    """Representation of an error outside this process."""
 
     code: str
+    """Stable string: OpenAI's `error.code`, the `code` key of log events, the code in a gRPC failure."""
     grpc: str
+    """Name of the member of `grpc.StatusCode`."""
     http: int
+    """HTTP status."""
     kind: str
+    """OpenAI's `error.type`."""
 
 
 WIRE: Final[dict[type[MeshError], Wire]] = {

@@ -34,30 +34,28 @@ class DraftUnusable(Exception):
 class DraftOptions:
     """Options of the draft model.
 
-    Attributes:
-        draft_max: Tokens that it drafts beyond those in flight.
-        draft_min: Shortest draft that is offered, unless fewer were requested.
-        p_min: A draft ends at a token whose probability by the draft model is below this.
-        ctx_size: Positions of one session; beyond them nothing is proposed.
-        num_sessions: Concurrent sessions.
-        num_threads: Threads of llama.cpp; they spin, so no more than cores that no stage uses.
-        num_gpu_layers: Layers on the GPU, if there is one; -1 for all.
-        kv_type: Format of the KV cache, in llama.cpp's words.
-        niceness: How much the thread yields to others on its host, 0 to 18 (Linux only).
-
     Raises:
         ValueError: If a value is out of its range; the text names it.
     """
 
     draft_max: int = defaults.DRAFT_MAX
+    """Tokens that it drafts beyond those in flight."""
     draft_min: int = defaults.DRAFT_MIN
+    """Shortest draft that is offered, unless fewer were requested."""
     p_min: float = defaults.P_MIN
+    """A draft ends at a token whose probability by the draft model is below this."""
     ctx_size: int = 4096
+    """Positions of one session; beyond them nothing is proposed."""
     num_sessions: int = 1
+    """Concurrent sessions."""
     num_threads: int = defaults.NUM_THREADS
+    """Threads of llama.cpp; they spin, so no more than cores that no stage uses."""
     num_gpu_layers: int = defaults.NUM_GPU_LAYERS
+    """Layers on the GPU, if there is one; -1 for all."""
     kv_type: str = defaults.KV_TYPE
+    """Format of the KV cache, in llama.cpp's words."""
     niceness: int = 0
+    """How much the thread yields to others on its host, 0 to 18 (Linux only)."""
 
     def __post_init__(self) -> None:
         _require("draft_max", self.draft_max, self.draft_max >= 1, "1 or more")
@@ -87,31 +85,25 @@ _NO_ROOM: Final = 1
 
 
 class DraftRows(NamedTuple):
-    """Consecutive rows of one session.
-
-    Attributes:
-        slot: Its sequence in the KV cache.
-        start: Absolute position of the first row; the slot's rows from there on are dropped.
-        tokens: Token ids, one a row.
-        has_output: Whether the last row returns logits.
-    """
+    """Consecutive rows of one session."""
 
     slot: int
+    """Its sequence in the KV cache."""
     start: int
+    """Absolute position of the first row; the slot's rows from there on are dropped."""
     tokens: Sequence[int]
+    """Token ids, one a row."""
     has_output: bool
+    """Whether the last row returns logits."""
 
 
 class DraftOutput(NamedTuple):
-    """Output of a row.
-
-    Attributes:
-        logits: float32 (n_vocab,), a view that the next `decode` overwrites.
-        state: Output state, float32 (values,), of drafters that read features; None for others.
-    """
+    """Output of a row."""
 
     logits: NDArray[np.float32]
+    """float32 (n_vocab,), a view that the next `decode` overwrites."""
     state: NDArray[np.float32] | None = None
+    """Output state, float32 (values,), of drafters that read features; None for others."""
 
 
 class DraftContext:
@@ -123,17 +115,15 @@ class DraftContext:
         num_tokens: How many token ids the target knows; the draft's logits beyond are left out.
         abort_flag: Two bytes that llama.cpp polls, shared with another process; its own unless given.
 
-    Attributes:
-        thread_id: Id of the thread that computes; None for that of the caller.
-        is_alive: Whether it can compute.
-
     Raises:
         DraftUnusable: If llama.cpp does not load it, if its state cannot be trimmed by position, or if there
             is no memory for its KV cache.
     """
 
     thread_id: int | None = None
+    """Id of the thread that computes; None for that of the caller."""
     is_alive = True
+    """Whether it can compute."""
 
     def __init__(self, path: Path, options: DraftOptions, num_tokens: int, *, abort_flag: Any = None) -> None:
         self._context: Any = None

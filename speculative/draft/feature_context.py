@@ -33,30 +33,24 @@ _NONE: Final = np.empty((0, 0), np.float32)
 
 
 class FeatureKind(StrEnum):
-    """Kinds of drafters that read features.
-
-    Attributes:
-        EAGLE3: Outputs of several layers (Li et al. 2025).
-        MTP: The head state, by a head for multi-token prediction (DeepSeek-V3 2024).
-    """
+    """Kinds of drafters that read features."""
 
     EAGLE3 = "eagle3"
+    """Outputs of several layers (Li et al. 2025)."""
     MTP = "mtp"
+    """The head state, by a head for multi-token prediction (DeepSeek-V3 2024)."""
 
 
 _STATE: Final = {FeatureKind.EAGLE3: "eagle3_prenorm-0", FeatureKind.MTP: "h_nextn"}
 
 
 class GraphTap(Protocol):
-    """Evaluation callback that copies one tensor of a graph by its name, or ends the graph behind it.
-
-    Attributes:
-        callback: For llama.cpp.
-        user_data: Its argument; None for none.
-    """
+    """Evaluation callback that copies one tensor of a graph by its name, or ends the graph behind it."""
 
     callback: Any
+    """For llama.cpp."""
     user_data: int | None
+    """Its argument; None for none."""
 
     def copy(self, name: str) -> None:
         """Set the tensor to copy."""

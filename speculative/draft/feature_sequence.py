@@ -37,23 +37,20 @@ _LEAST_UNASKED: Final = 32
 
 @dataclass(frozen=True)
 class FeatureSpan:
-    """Rows to be computed for a session: real ones, then at most one with an output.
-
-    Attributes:
-        start: Index of the first row's token. The cache's rows from there on are invalid.
-        tokens: Token ids, one a row.
-        features: float32 (real rows, values): features of the positions before the first rows' tokens.
-        state: float32 (values,): output state of the row before, for a last row without a feature.
-        has_output: Whether the last row returns logits and its state.
-        is_anew: Whether the cache's rows before `start` are invalid as well.
-    """
+    """Rows to be computed for a session: real ones, then at most one with an output."""
 
     start: int
+    """Index of the first row's token. The cache's rows from there on are invalid."""
     tokens: tuple[int, ...]
+    """Token ids, one a row."""
     features: NDArray[np.float32]
+    """float32 (real rows, values): features of the positions before the first rows' tokens."""
     state: NDArray[np.float32] | None
+    """float32 (values,): output state of the row before, for a last row without a feature."""
     has_output: bool
+    """Whether the last row returns logits and its state."""
     is_anew: bool
+    """Whether the cache's rows before `start` are invalid as well."""
 
     @property
     def stop(self) -> int:
@@ -71,15 +68,12 @@ class FeatureSpan:
 
 
 class FeatureRows(NamedTuple):
-    """Rows of one session.
-
-    Attributes:
-        slot: Its sequence in the KV cache.
-        span: The rows.
-    """
+    """Rows of one session."""
 
     slot: int
+    """Its sequence in the KV cache."""
     span: FeatureSpan
+    """The rows."""
 
     @property
     def num_absorbed(self) -> int:

@@ -45,15 +45,12 @@ class MakeContext(Protocol[Context]):
 
 @dataclass(frozen=True)
 class ProcessSetup:
-    """Needs of a context's process besides the context.
-
-    Attributes:
-        prepare: Called first in the process; picklable.
-        complaint: Latest error that llama.cpp logged there; picklable.
-    """
+    """Needs of a context's process besides the context."""
 
     prepare: Callable[[], None]
+    """Called first in the process; picklable."""
     complaint: Callable[[], str]
+    """Latest error that llama.cpp logged there; picklable."""
 
 
 @dataclass(frozen=True)

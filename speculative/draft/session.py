@@ -28,17 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DraftSpan:
-    """Rows to be computed for a session.
-
-    Attributes:
-        start: Absolute position of the first; the cache's rows from there on are invalid.
-        tokens: Token ids, one a row.
-        is_drafting: Whether the last row returns the next token.
-    """
+    """Rows to be computed for a session."""
 
     start: int
+    """Absolute position of the first; the cache's rows from there on are invalid."""
     tokens: tuple[int, ...]
+    """Token ids, one a row."""
     is_drafting: bool
+    """Whether the last row returns the next token."""
 
     @property
     def stop(self) -> int:
@@ -52,17 +49,14 @@ class DraftSpan:
 
 @dataclass(frozen=True)
 class DraftedToken:
-    """Next token by the draft model.
-
-    Attributes:
-        id: Token id.
-        probability: Its probability by the draft model, at temperature 1.
-        depth: Its distance from the last feature, at least 1; 0 for draft models that read none.
-    """
+    """Next token by the draft model."""
 
     id: int
+    """Token id."""
     probability: float
+    """Its probability by the draft model, at temperature 1."""
     depth: int = 0
+    """Its distance from the last feature, at least 1; 0 for draft models that read none."""
 
 
 class DraftSequence:

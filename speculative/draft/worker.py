@@ -61,31 +61,25 @@ def share_rows(wanted: Sequence[int], max_rows: int) -> list[int]:
 # A closed session leaves its rows behind. A later one of its client that begins with the same tokens, such as
 # the next turn of a conversation or another with the same system prompt, reuses them.
 class FreeSlot(NamedTuple):
-    """A free slot and its content.
-
-    Attributes:
-        slot: The slot.
-        num_shared: Number of the session's first tokens whose rows it holds.
-        former: Session of the same client that had it before.
-    """
+    """A free slot and its content."""
 
     slot: int
+    """The slot."""
     num_shared: int
+    """Number of the session's first tokens whose rows it holds."""
     former: DraftSequence | None
+    """Session of the same client that had it before."""
 
 
 class _Held(NamedTuple):
-    """Content of a free slot.
-
-    Attributes:
-        tokens: Tokens of its rows.
-        client: Client of the session that computed them.
-        former: That session; None for none.
-    """
+    """Content of a free slot."""
 
     tokens: Sequence[int] = ()
+    """Tokens of its rows."""
     client: str | None = None
+    """Client of the session that computed them."""
     former: DraftSequence | None = None
+    """That session; None for none."""
 
     def num_shared(self, tokens: Sequence[int], client: str | None) -> int:
         """Number of first tokens whose rows a session of this client may reuse."""
@@ -208,23 +202,20 @@ _NEWEST_WEIGHT: Final = 0.1
 
 @dataclass(eq=False)
 class DraftSession:
-    """One session of the thread. Changed under the thread's lock only.
-
-    Attributes:
-        sequence: Its text.
-        choose: Returns the token for a position, given the logits and the tokens before it.
-        client: Its client, whose sessions reuse each other's rows; None where the API is open.
-        on_ready: Called when a short proposal would now be longer.
-        slot: Its sequence in the KV cache, once it has computed anything.
-        error: Reason why it drafts no more.
-    """
+    """One session of the thread. Changed under the thread's lock only."""
 
     sequence: DraftSequence
+    """Its text."""
     choose: Choose
+    """Returns the token for a position, given the logits and the tokens before it."""
     client: str | None = None
+    """Its client, whose sessions reuse each other's rows; None where the API is open."""
     on_ready: Callable[[], None] | None = None
+    """Called when a short proposal would now be longer."""
     slot: int | None = None
+    """Its sequence in the KV cache, once it has computed anything."""
     error: Exception | None = None
+    """Reason why it drafts no more."""
 
 
 # Next token, and the output state of the row that it was drafted from.

@@ -43,19 +43,16 @@ _LOSS_PHASES: Final = ("prefill", "decode")
 
 @dataclass(frozen=True)
 class CertifyOptions:
-    """Extent of a certification.
-
-    Attributes:
-        n_prompt: Rows of the prefill, at most 63.
-        n_decode: Number of rows decoded one at a time.
-        num_threads: Threads for computing.
-        wires: Smaller wire types whose losses are measured.
-    """
+    """Extent of a certification."""
 
     n_prompt: int = 48
+    """Rows of the prefill, at most 63."""
     n_decode: int = 24
+    """Number of rows decoded one at a time."""
     num_threads: int = 1
+    """Threads for computing."""
     wires: tuple[HiddenType, ...] = ()
+    """Smaller wire types whose losses are measured."""
 
 
 class _Meter:

@@ -17,23 +17,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of two runs of the same rows, at the cut and at the end.
-
-    Attributes:
-        n_rows: Number of compared rows of hidden states at the cut.
-        n_tokens: Number of compared rows of logits.
-        n_equal_tokens: Of these, rows with the same token of the largest logit.
-        max_logit_diff: Largest absolute difference of two logits; infinite where one is not finite.
-        max_hidden_diff: The same for hidden states at the cut.
-        is_bit_equal: Whether all bits of both are equal.
-    """
+    """Difference of two runs of the same rows, at the cut and at the end."""
 
     n_rows: int = 0
+    """Number of compared rows of hidden states at the cut."""
     n_tokens: int = 0
+    """Number of compared rows of logits."""
     n_equal_tokens: int = 0
+    """Of these, rows with the same token of the largest logit."""
     max_logit_diff: float = 0.0
+    """Largest absolute difference of two logits; infinite where one is not finite."""
     max_hidden_diff: float = 0.0
+    """The same for hidden states at the cut."""
     is_bit_equal: bool = True
+    """Whether all bits of both are equal."""
 
     def __add__(self, other: Difference) -> Difference:
         return Difference(
@@ -56,17 +53,14 @@ class PhaseResult:
 
 @dataclass(frozen=True)
 class CutResult:
-    """Result for one cut, compared with the whole model.
-
-    Attributes:
-        cut: First layer of the second stage.
-        phases: Difference in each phase, with unencoded hidden states.
-        wire_losses: Losses by smaller wire types there, prompt and decode together.
-    """
+    """Result for one cut, compared with the whole model."""
 
     cut: int
+    """First layer of the second stage."""
     phases: tuple[PhaseResult, ...]
+    """Difference in each phase, with unencoded hidden states."""
     wire_losses: tuple[WireLoss, ...] = ()
+    """Losses by smaller wire types there, prompt and decode together."""
 
     @property
     def difference(self) -> Difference:
@@ -76,32 +70,29 @@ class CutResult:
 
 @dataclass(frozen=True)
 class EquivalenceReport:
-    """Result for all cuts of a model, compared with the whole model, in exact numeric mode.
-
-    Attributes:
-        model: Name of the file.
-        architecture: `general.architecture`.
-        n_layers: Number of layers of the model.
-        cuts: One result for each cut.
-        together: The model cut at all places at once; None for a single cut.
-        rules: Names of the rules of its family beyond the generic ones.
-        is_known: Whether its family is in the registry.
-        refused_cuts: Places where it is not cut, with the reasons.
-        with_checkpoints: In models with recurrent layers: sum of the phases that decide whether sessions may
-            go back to checkpoints, of all cuts and all at once. None for others.
-        onward: Sum of the phases in which no session goes back, of all cuts and all at once.
-    """
+    """Result for all cuts of a model, compared with the whole model, in exact numeric mode."""
 
     model: str
+    """Name of the file."""
     architecture: str
+    """`general.architecture`."""
     n_layers: int
+    """Number of layers of the model."""
     cuts: tuple[CutResult, ...]
+    """One result for each cut."""
     together: Difference | None = None
+    """The model cut at all places at once; None for a single cut."""
     rules: tuple[str, ...] = ()
+    """Names of the rules of its family beyond the generic ones."""
     is_known: bool = True
+    """Whether its family is in the registry."""
     refused_cuts: Mapping[int, str] = field(default_factory=dict)
+    """Places where it is not cut, with the reasons."""
     with_checkpoints: Difference | None = None
+    """In models with recurrent layers: sum of the phases that decide whether sessions may go back to
+    checkpoints, of all cuts and all at once. None for others."""
     onward: Difference = Difference()
+    """Sum of the phases in which no session goes back, of all cuts and all at once."""
 
     @property
     def is_exact(self) -> bool:
@@ -117,25 +108,22 @@ class EquivalenceReport:
 
 @dataclass(frozen=True)
 class WireLoss:
-    """Loss by a smaller wire type, over some positions, each with its row of logits.
-
-    Attributes:
-        hidden_type: The wire type.
-        n_tokens: Number of compared positions.
-        n_changed_tokens: Of these, positions where another token has the largest logit.
-        max_logit_diff: Largest absolute difference of two logits.
-        mean_logit_diff: Mean of the same.
-        max_kl_nats: Largest Kullback-Leibler divergence from the whole model's distribution.
-        mean_kl_nats: Mean of the same.
-    """
+    """Loss by a smaller wire type, over some positions, each with its row of logits."""
 
     hidden_type: HiddenType
+    """The wire type."""
     n_tokens: int
+    """Number of compared positions."""
     n_changed_tokens: int
+    """Of these, positions where another token has the largest logit."""
     max_logit_diff: float
+    """Largest absolute difference of two logits."""
     mean_logit_diff: float
+    """Mean of the same."""
     max_kl_nats: float
+    """Largest Kullback-Leibler divergence from the whole model's distribution."""
     mean_kl_nats: float
+    """Mean of the same."""
 
 
 def compare(

@@ -61,23 +61,20 @@ _WIDTHS: Final = (2, 5, 16, EXACT_MAX_ROWS)
 
 @dataclass(frozen=True)
 class ReferenceDecode:
-    """Rows that the stages compute in one decode, and the whole model's results.
-
-    Attributes:
-        phase: One of `PHASES`.
-        start: Position of the first row; 0 begins a new sequence.
-        tokens: Token ids, one a row.
-        logits: float32 (requested rows, n_vocab).
-        hidden: By cut, float32 (rows, n_embd): output of the layer before it.
-        checkpoints: Checkpoints that the stages keep from here on, see `Span`.
-    """
+    """Rows that the stages compute in one decode, and the whole model's results."""
 
     phase: str
+    """One of `PHASES`."""
     start: int
+    """Position of the first row; 0 begins a new sequence."""
     tokens: tuple[int, ...]
+    """Token ids, one a row."""
     logits: NDArray[np.float32]
+    """float32 (requested rows, n_vocab)."""
     hidden: dict[int, NDArray[np.float32]]
+    """By cut, float32 (rows, n_embd): output of the layer before it."""
     checkpoints: tuple[int, ...] = ()
+    """Checkpoints that the stages keep from here on, see `Span`."""
 
     def span(self, hidden: NDArray[np.float32] | None = None) -> Span:
         """The same rows for a stage."""
@@ -93,21 +90,18 @@ class ReferenceDecode:
 
 @dataclass(frozen=True)
 class ReferencePlan:
-    """Computed rows.
-
-    Attributes:
-        n_prompt: Rows of the prefill.
-        n_decode: Number of rows decoded one at a time.
-        num_threads: Threads for computing.
-        n_chunk_rows: Rows of the long prompt.
-        is_recurrent: Whether the model has recurrent layers, and goes back to checkpoints.
-    """
+    """Computed rows."""
 
     n_prompt: int
+    """Rows of the prefill."""
     n_decode: int
+    """Number of rows decoded one at a time."""
     num_threads: int
+    """Threads for computing."""
     n_chunk_rows: int
+    """Rows of the long prompt."""
     is_recurrent: bool
+    """Whether the model has recurrent layers, and goes back to checkpoints."""
 
     @classmethod
     def of(cls, source: SourceModel, *, n_prompt: int, n_decode: int, num_threads: int) -> ReferencePlan:
@@ -252,17 +246,14 @@ def _checkpoint_spans(
 
 @dataclass(frozen=True)
 class _Whole:
-    """The whole model.
-
-    Attributes:
-        runtime: The loaded model.
-        cuts: Where hidden states are taken.
-        name: Its name, for errors.
-    """
+    """The whole model."""
 
     runtime: StageRuntime
+    """The loaded model."""
     cuts: tuple[int, ...]
+    """Where hidden states are taken."""
     name: str
+    """Its name, for errors."""
 
     def begin_with(self, batches: Sequence[tuple[int, ...]]) -> None:
         """Begin a new sequence, and compute batches of token ids."""

@@ -55,58 +55,52 @@ _MOST_TEXTS: Final = 64
 
 @dataclass(frozen=True)
 class EmbeddingFacts:
-    """Sizes and shapes of an embedding model.
-
-    Attributes:
-        path: The GGUF file, the first one if there are several.
-        architecture: `general.architecture`.
-        name: `general.name`, or the file's name.
-        n_layers: Number of layers.
-        n_vocab: Rows of the token embedding.
-        n_ctx_train: Positions that the model was trained for.
-        width: Numbers of a vector.
-        pooling: How a text becomes one vector: `mean`, `cls` or `last`.
-        file_bytes: Size of all files.
-        weight_bytes: Size of all tensors.
-        lookup_bytes: Size of the token embedding.
-        packing_bytes: Most bytes that weights take more in the layout of fast kernels.
-        cache_width: Elements of the KV cache for each position, all layers together; 0 without a cache.
-        state_width: Float32 elements of the recurrent state of one text; 0 without one.
-        row_width: Float32 elements of one row in llama.cpp at a time.
-        num_masks: Attention masks of a batch: two where some layers have a window.
-        has_logits: Whether llama.cpp computes logits, which are not read, as well.
-    """
+    """Sizes and shapes of an embedding model."""
 
     path: Path
+    """The GGUF file, the first one if there are several."""
     architecture: str
+    """`general.architecture`."""
     name: str
+    """`general.name`, or the file's name."""
     n_layers: int
+    """Number of layers."""
     n_vocab: int
+    """Rows of the token embedding."""
     n_ctx_train: int
+    """Positions that the model was trained for."""
     width: int
+    """Numbers of a vector."""
     pooling: str
+    """How a text becomes one vector: `mean`, `cls` or `last`."""
     file_bytes: int
+    """Size of all files."""
     weight_bytes: int
+    """Size of all tensors."""
     lookup_bytes: int
+    """Size of the token embedding."""
     packing_bytes: int
+    """Most bytes that weights take more in the layout of fast kernels."""
     cache_width: int
+    """Elements of the KV cache for each position, all layers together; 0 without a cache."""
     state_width: int
+    """Float32 elements of the recurrent state of one text; 0 without one."""
     row_width: int
+    """Float32 elements of one row in llama.cpp at a time."""
     num_masks: int
+    """Attention masks of a batch: two where some layers have a window."""
     has_logits: bool
+    """Whether llama.cpp computes logits, which are not read, as well."""
 
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """Limits of texts and batches.
-
-    Attributes:
-        longest: Most tokens of one text.
-        most_texts: Most texts of one batch.
-    """
+    """Limits of texts and batches."""
 
     longest: int
+    """Most tokens of one text."""
     most_texts: int
+    """Most texts of one batch."""
 
     @property
     def most_rows(self) -> int:

@@ -81,21 +81,18 @@ class ModelFile:
 
 
 class Region(NamedTuple):
-    """A range of a model's file, or rows of equal length at equal distance.
-
-    Attributes:
-        file: Index of the file, from 0.
-        start: First byte in the file.
-        num_bytes: Number of bytes in the region.
-        row_bytes: Bytes of each row; 0 for a single range.
-        stride_bytes: Distance of the rows' first bytes.
-    """
+    """A range of a model's file, or rows of equal length at equal distance."""
 
     file: int
+    """Index of the file, from 0."""
     start: int
+    """First byte in the file."""
     num_bytes: int
+    """Number of bytes in the region."""
     row_bytes: int = 0
+    """Bytes of each row; 0 for a single range."""
     stride_bytes: int = 0
+    """Distance of the rows' first bytes."""
 
     @property
     def is_whole(self) -> bool:

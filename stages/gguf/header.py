@@ -20,44 +20,38 @@ Scalar = int | float | bool | str
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Name, type and place of a tensor.
-
-    Attributes:
-        name: llama.cpp's name, beginning with `blk.<layer>.` in layers.
-        shape: Elements per dimension, fastest first, as in the file.
-        type: Quantisation.
-        offset_bytes: First byte in the file.
-        n_bytes: Size without padding.
-        file: Index of the file, from 0.
-    """
+    """Name, type and place of a tensor."""
 
     name: str
+    """llama.cpp's name, beginning with `blk.<layer>.` in layers."""
     shape: tuple[int, ...]
+    """Elements per dimension, fastest first, as in the file."""
     type: GGMLQuantizationType
+    """Quantisation."""
     offset_bytes: int
+    """First byte in the file."""
     n_bytes: int
+    """Size without padding."""
     file: int = 0
+    """Index of the file, from 0."""
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """A model without tensor data.
-
-    Attributes:
-        path: Path of the file, or of the first one.
-        file_bytes: Size of all files.
-        alignment: Alignment of the tensors.
-        metadata: Metadata of the first file.
-        tensors: Tensors of all files.
-        other_paths: Paths of the files after the first.
-    """
+    """A model without tensor data."""
 
     path: Path
+    """Path of the file, or of the first one."""
     file_bytes: int
+    """Size of all files."""
     alignment: int
+    """Alignment of the tensors."""
     metadata: Mapping[str, Value]
+    """Metadata of the first file."""
     tensors: Mapping[str, TensorInfo]
+    """Tensors of all files."""
     other_paths: tuple[Path, ...] = ()
+    """Paths of the files after the first."""
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -167,17 +161,14 @@ FORMATS: Final[Mapping[ValueType, str]] = {
 
 @dataclass(frozen=True)
 class Value:
-    """One metadata value, still encoded.
-
-    Attributes:
-        type: Type of the value; of one element, for an array.
-        count: Number of elements of an array, or None for a scalar.
-        payload: The little-endian bytes of the scalar or of the elements.
-    """
+    """One metadata value, still encoded."""
 
     type: ValueType
+    """Type of the value; of one element, for an array."""
     count: int | None
+    """Number of elements of an array, or None for a scalar."""
     payload: bytes
+    """The little-endian bytes of the scalar or of the elements."""
 
     @classmethod
     def of(cls, kind: ValueType, value: Scalar) -> Value:

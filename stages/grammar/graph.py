@@ -53,29 +53,26 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes of a grammar, by number.
-
-    Attributes:
-        kinds: Kind of each node.
-        payloads: See `Kind`.
-        followings: See `Kind`.
-        sets: Sets of bytes: bit `b` tells whether byte `b` is in it.
-        branches: Targets of SPLITs.
-        entries: First node of each rule.
-        names: Names of the rules; rules made for a repetition have the name of their rule.
-        callers: Rule of each CALL, by node.
-        root: The rule that a text must match.
-    """
+    """Nodes of a grammar, by number."""
 
     kinds: list[Kind]
+    """Kind of each node."""
     payloads: list[int]
+    """See `Kind`."""
     followings: list[int]
+    """See `Kind`."""
     sets: list[int]
+    """Sets of bytes: bit `b` tells whether byte `b` is in it."""
     branches: list[tuple[int, ...]]
+    """Targets of SPLITs."""
     entries: list[int]
+    """First node of each rule."""
     names: list[str]
+    """Names of the rules; rules made for a repetition have the name of their rule."""
     callers: dict[int, int]
+    """Rule of each CALL, by node."""
     root: int
+    """The rule that a text must match."""
 
 
 def build_graph(rules: Mapping[str, Expression]) -> Graph:
@@ -306,16 +303,13 @@ NEVER: Final = 1 << 30
 
 @dataclass(frozen=True)
 class Recursion:
-    """Nesting of a graph.
-
-    Attributes:
-        nests: For each node, whether it is a nesting call.
-        needs: For each node, least number of nesting calls that must be open within each other on a path from
-            it to the end of its rule; `NEVER` if there is no path.
-    """
+    """Nesting of a graph."""
 
     nests: Sequence[bool]
+    """For each node, whether it is a nesting call."""
     needs: Sequence[int]
+    """For each node, least number of nesting calls that must be open within each other on a path from it to
+    the end of its rule; `NEVER` if there is no path."""
 
 
 def recursion_of(graph: Graph) -> Recursion:

@@ -80,15 +80,12 @@ class TokenMasks:
 
 @dataclass(frozen=True)
 class TokenTexts:
-    """Bytes of every token of a vocabulary.
-
-    Attributes:
-        pieces: Bytes of each token id; empty for control tokens.
-        end_tokens: The ids that end an answer.
-    """
+    """Bytes of every token of a vocabulary."""
 
     pieces: tuple[bytes, ...]
+    """Bytes of each token id; empty for control tokens."""
     end_tokens: frozenset[int]
+    """The ids that end an answer."""
 
     @cached_property
     def message(self) -> wire.Vocabulary:
@@ -134,34 +131,28 @@ class TokenTexts:
 
 @dataclass(frozen=True)
 class Level:
-    """Prefixes of one length: nodes, sorted by parent, then by byte.
-
-    Attributes:
-        parents: int64, shape (n,): parent of each node in the level before; 0 at the first level.
-        bytes: uint8, shape (n,): the last byte of each.
-        tokens: int64, shape (m,): ids of the tokens that end at this level.
-        token_nodes: int64, shape (m,): the node where each of them does.
-    """
+    """Prefixes of one length: nodes, sorted by parent, then by byte."""
 
     parents: NDArray[np.int64]
+    """int64, shape (n,): parent of each node in the level before; 0 at the first level."""
     bytes: NDArray[np.uint8]
+    """uint8, shape (n,): the last byte of each."""
     tokens: NDArray[np.int64]
+    """int64, shape (m,): ids of the tokens that end at this level."""
     token_nodes: NDArray[np.int64]
+    """int64, shape (m,): the node where each of them does."""
 
 
 @dataclass(frozen=True)
 class TokenTree:
-    """Prefix tree of a vocabulary. SmolLM2's takes 0.1 s to make and 3 MB.
-
-    Attributes:
-        texts: The vocabulary by token.
-        levels: Prefixes of 1, 2, … bytes.
-        end_tokens: int64: the ids that end an answer; no level has them.
-    """
+    """Prefix tree of a vocabulary. SmolLM2's takes 0.1 s to make and 3 MB."""
 
     texts: TokenTexts
+    """The vocabulary by token."""
     levels: tuple[Level, ...]
+    """Prefixes of 1, 2, … bytes."""
     end_tokens: NDArray[np.int64]
+    """int64: the ids that end an answer; no level has them."""
 
     @classmethod
     def of(cls, texts: TokenTexts) -> TokenTree:

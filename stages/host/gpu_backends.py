@@ -38,19 +38,16 @@ class BuildHost(Protocol):
 
 @dataclass(frozen=True)
 class Need:
-    """One thing without which a backend cannot be built.
-
-    Attributes:
-        what: Name, for messages.
-        is_there: Looks for it.
-        remedy: How to get it: a package of Debian's, or else a sentence.
-        is_package: Whether the remedy is a package of Debian's.
-    """
+    """One thing without which a backend cannot be built."""
 
     what: str
+    """Name, for messages."""
     is_there: Callable[[BuildHost], bool]
+    """Looks for it."""
     remedy: str
+    """How to get it: a package of Debian's, or else a sentence."""
     is_package: bool = True
+    """Whether the remedy is a package of Debian's."""
 
 
 _VULKAN: Final = (
@@ -140,17 +137,14 @@ class ThisHost:
 
 @dataclass(frozen=True)
 class Card:
-    """A kind of GPU.
-
-    Attributes:
-        vendor: Name of its vendor.
-        backends: Backends that compute on it, the fastest first.
-        driver: What its driver is called where llama.cpp's backend finds none.
-    """
+    """A kind of GPU."""
 
     vendor: str
+    """Name of its vendor."""
     backends: tuple[str, ...]
+    """Backends that compute on it, the fastest first."""
     driver: str
+    """What its driver is called where llama.cpp's backend finds none."""
 
 
 _NVIDIA: Final = Card("NVIDIA", ("cuda", "vulkan"), "NVIDIA's driver")

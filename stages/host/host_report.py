@@ -39,43 +39,38 @@ _PACKAGES = {"llama_cpp": "llama-cpp-python", "ray": "ray", "grpc": "grpcio"}
 
 @dataclass(frozen=True)
 class HostSelfReport:
-    """Report of one host.
-
-    Attributes:
-        versions: Versions of spanmesh, its protocol, Python, and the relevant packages,
-            and what computes attention.
-        platform: System and architecture.
-        devices: Devices of llama.cpp; layers go to those that are no CPU first.
-        backends: Backends of llama.cpp besides the processor's, as far as its files show them.
-        cards: Vendors of the GPUs of this host, whether llama.cpp can use them or not.
-        builds_beside: Folders with other builds of llama.cpp in this environment, by backend.
-        free_memory_bytes: Memory for new processes.
-        free_disk_bytes: Free space for stage files.
-        cache_dir: Folder of the stage files.
-        can_stay_awake: Whether processors can be kept out of idle states while requests run, see
-            `stages.host.cpu_latency`.
-        has_latency_device: Whether there is a device for that, which only Linux has.
-        num_processors: Logical processors that its processes may run on.
-        processor_quota: Processors whose time a control group allows them; None for all of these.
-        files: By the sha256 of its recipe, whether a stage file is intact; None if it is missing.
-        unix_s: This host's clock at the end.
-    """
+    """Report of one host."""
 
     versions: dict[str, str]
+    """Versions of spanmesh, its protocol, Python, and the relevant packages, and what computes attention."""
     platform: str
+    """System and architecture."""
     devices: tuple[Device, ...]
+    """Devices of llama.cpp; layers go to those that are no CPU first."""
     backends: tuple[str, ...]
+    """Backends of llama.cpp besides the processor's, as far as its files show them."""
     cards: tuple[str, ...]
+    """Vendors of the GPUs of this host, whether llama.cpp can use them or not."""
     builds_beside: dict[str, str]
+    """Folders with other builds of llama.cpp in this environment, by backend."""
     free_memory_bytes: int
+    """Memory for new processes."""
     free_disk_bytes: int
+    """Free space for stage files."""
     cache_dir: str
+    """Folder of the stage files."""
     can_stay_awake: bool
+    """Whether processors can be kept out of idle states while requests run, see `stages.host.cpu_latency`."""
     has_latency_device: bool
+    """Whether there is a device for that, which only Linux has."""
     num_processors: int
+    """Logical processors that its processes may run on."""
     processor_quota: float | None
+    """Processors whose time a control group allows them; None for all of these."""
     files: dict[str, bool | None]
+    """By the sha256 of its recipe, whether a stage file is intact; None if it is missing."""
     unix_s: float
+    """This host's clock at the end."""
 
 
 class HostReporter:

@@ -14,29 +14,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """A stage to be timed.
-
-    Attributes:
-        blank: The blank stage.
-        num_threads: Threads for computing.
-        is_exact: Numeric mode, see `stages.runtime.numerics`.
-        kv_type: Format of the KV cache.
-        position: Position of the timed rows: attention visits all before them.
-        num_rounds: Number of measurements of a row, of which the median is taken.
-        pause_ms: Pause before each, as between two windows in a pipeline.
-        gpu_layers: Devices with their numbers of layers, see `RuntimeOptions`; empty for the processor alone.
-        cpu_moe_layers: First layers whose experts stay with the processor.
-    """
+    """A stage to be timed."""
 
     blank: BlankStage
+    """The blank stage."""
     num_threads: int = 1
+    """Threads for computing."""
     is_exact: bool = False
+    """Numeric mode, see `stages.runtime.numerics`."""
     kv_type: str = "f16"
+    """Format of the KV cache."""
     position: int = 128
+    """Position of the timed rows: attention visits all before them."""
     num_rounds: int = 20
+    """Number of measurements of a row, of which the median is taken."""
     pause_ms: float = 5.0
+    """Pause before each, as between two windows in a pipeline."""
     gpu_layers: tuple[tuple[str, int], ...] = ()
+    """Devices with their numbers of layers, see `RuntimeOptions`; empty for the processor alone."""
     cpu_moe_layers: int = 0
+    """First layers whose experts stay with the processor."""
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-serialisable."""
@@ -58,14 +55,11 @@ class ProfileRequest:
 
 @dataclass(frozen=True)
 class StageTiming:
-    """Times of one stage on one host.
-
-    Attributes:
-        row_ms: Time of a window of one row, as of a token without speculation.
-        chunk_ms: Time of a window of `chunk_rows` rows, as of a prefill chunk.
-        chunk_rows: Most rows of one window.
-    """
+    """Times of one stage on one host."""
 
     row_ms: float
+    """Time of a window of one row, as of a token without speculation."""
     chunk_ms: float
+    """Time of a window of `chunk_rows` rows, as of a prefill chunk."""
     chunk_rows: int
+    """Most rows of one window."""

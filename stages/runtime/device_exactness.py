@@ -17,15 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Measurements of a backend.
-
-    Attributes:
-        is_exact: Whether its rows do not depend on their batch.
-        reason: What was found, and on which device; a part of a sentence.
-    """
+    """Measurements of a backend."""
 
     is_exact: bool
+    """Whether its rows do not depend on their batch."""
     reason: str
+    """What was found, and on which device; a part of a sentence."""
 
 
 UNKNOWN: Final = Verdict(

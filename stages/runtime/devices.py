@@ -46,27 +46,24 @@ _WIDTH: Final = 4096
 
 @dataclass(frozen=True)
 class Device:
-    """A device of llama.cpp.
-
-    Attributes:
-        name: llama.cpp's name, such as `CUDA0`.
-        description: Name for display.
-        kind: `cpu`, `gpu`, `integrated gpu`, `accelerator` or `meta`.
-        backend: Name of its backend, such as `CUDA`.
-        id: Hardware id, the same for all backends; empty if unknown.
-        free_bytes: Free memory; 0 together with `total_bytes` if unknown.
-        total_bytes: All of its memory.
-        index: Index in llama.cpp's list.
-    """
+    """A device of llama.cpp."""
 
     name: str
+    """llama.cpp's name, such as `CUDA0`."""
     description: str
+    """Name for display."""
     kind: str
+    """`cpu`, `gpu`, `integrated gpu`, `accelerator` or `meta`."""
     backend: str
+    """Name of its backend, such as `CUDA`."""
     id: str
+    """Hardware id, the same for all backends; empty if unknown."""
     free_bytes: int
+    """Free memory; 0 together with `total_bytes` if unknown."""
     total_bytes: int
+    """All of its memory."""
     index: int
+    """Index in llama.cpp's list."""
 
     @property
     def is_software(self) -> bool:
@@ -106,15 +103,12 @@ class _Props(ctypes.Structure):
 
 @dataclass(frozen=True)
 class GpuPlacing:
-    """Devices and numbers of layers for llama.cpp.
-
-    Attributes:
-        devices: Devices for layers.
-        counts: Layers of each; None for llama.cpp's default, proportional to free memory.
-    """
+    """Devices and numbers of layers for llama.cpp."""
 
     devices: tuple[Device, ...]
+    """Devices for layers."""
     counts: tuple[int, ...] | None
+    """Layers of each; None for llama.cpp's default, proportional to free memory."""
 
     @classmethod
     def find(cls, wanted: Sequence[tuple[str, int]] | None, *, exact: bool = False) -> Self:

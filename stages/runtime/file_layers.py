@@ -24,17 +24,14 @@ _UINT32: Final = 4
 
 @dataclass(frozen=True)
 class FileLayers:
-    """Numbers of layers of a GGUF file, in their order.
-
-    Attributes:
-        before: Blank layers.
-        own: Layers of the stage.
-        after: Blank layers, or layers for multi-token prediction.
-    """
+    """Numbers of layers of a GGUF file, in their order."""
 
     before: int
+    """Blank layers."""
     own: int
+    """Layers of the stage."""
     after: int
+    """Blank layers, or layers for multi-token prediction."""
 
 
 class _InitParams(ctypes.Structure):

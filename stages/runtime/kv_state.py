@@ -50,15 +50,12 @@ _ELEMENT_BYTES: Final = {0: 4, 1: 2, 30: 2}
 
 @dataclass(frozen=True)
 class _Part:
-    """Keys or values of one layer.
-
-    Attributes:
-        head: Its types and sizes, as saved.
-        values: uint8; (cells, bytes of a row), transposed (elements, cells, bytes of an element).
-    """
+    """Keys or values of one layer."""
 
     head: bytes
+    """Its types and sizes, as saved."""
     values: NDArray[np.uint8]
+    """uint8; (cells, bytes of a row), transposed (elements, cells, bytes of an element)."""
 
     @property
     def cell_axis(self) -> int:
@@ -93,23 +90,20 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Cache:
-    """One cache of the sequence.
-
-    Attributes:
-        num_streams: Streams of the cache; the sequence has cells in one of them.
-        stream: Index of that one.
-        cells: uint8 (cells, bytes of a cell's record).
-        is_transposed: Whether values are transposed.
-        num_layers: Layers with keys.
-        parts: Keys of all layers, then values.
-    """
+    """One cache of the sequence."""
 
     num_streams: int
+    """Streams of the cache; the sequence has cells in one of them."""
     stream: int
+    """Index of that one."""
     cells: NDArray[np.uint8]
+    """uint8 (cells, bytes of a cell's record)."""
     is_transposed: bool
+    """Whether values are transposed."""
     num_layers: int
+    """Layers with keys."""
     parts: tuple[_Part, ...]
+    """Keys of all layers, then values."""
 
     @property
     def layout(self) -> tuple[object, ...]:
@@ -149,15 +143,12 @@ class _Cache:
 
 @dataclass(frozen=True)
 class KvRows:
-    """Consecutive positions of one sequence, at least one.
-
-    Attributes:
-        start: The first position.
-        stop: Last position plus one.
-    """
+    """Consecutive positions of one sequence, at least one."""
 
     start: int
+    """The first position."""
     stop: int
+    """Last position plus one."""
     _head: bytes
     _caches: tuple[_Cache, ...]
 

@@ -13,19 +13,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KvType:
-    """Format of keys and values.
-
-    Attributes:
-        name: llama.cpp's name.
-        number: `ggml_type` in llama.cpp and GGUF files.
-        block_width: Elements that are packed together; a head must consist of whole blocks.
-        block_bytes: Size of a block.
-    """
+    """Format of keys and values."""
 
     name: str
+    """llama.cpp's name."""
     number: int
+    """`ggml_type` in llama.cpp and GGUF files."""
     block_width: int
+    """Elements that are packed together; a head must consist of whole blocks."""
     block_bytes: int
+    """Size of a block."""
 
     @property
     def is_quantised(self) -> bool:

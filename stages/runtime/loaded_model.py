@@ -24,28 +24,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StageInfo:
-    """Facts of the loaded file.
-
-    Attributes:
-        layers: Its layers of the whole model.
-        n_layers: Layers of the whole model.
-        n_embd: Values of a row of hidden states: the model's width, or a multiple with several streams.
-        n_vocab: Rows of the head; valid at the tail.
-        n_ctx_train: Positions that the model was trained for.
-        num_bytes: Size of the weights.
-        can_trim: Whether a slot can go back to any earlier position. One with recurrent state can only go
-            back to a checkpoint, or be emptied.
-        has_windows: Whether some layers attend to a sliding window only.
-    """
+    """Facts of the loaded file."""
 
     layers: LayerRange
+    """Its layers of the whole model."""
     n_layers: int
+    """Layers of the whole model."""
     n_embd: int
+    """Values of a row of hidden states: the model's width, or a multiple with several streams."""
     n_vocab: int
+    """Rows of the head; valid at the tail."""
     n_ctx_train: int
+    """Positions that the model was trained for."""
     num_bytes: int
+    """Size of the weights."""
     can_trim: bool = True
+    """Whether a slot can go back to any earlier position. One with recurrent state can only go back to a
+    checkpoint, or be emptied."""
     has_windows: bool = False
+    """Whether some layers attend to a sliding window only."""
 
     @classmethod
     def of_model(cls, model: Any, row_width: int) -> StageInfo:

@@ -33,23 +33,20 @@ _TILED_MM: Final = "GGML_CPU_TILED_MM"
 
 @dataclass(frozen=True)
 class Numerics:
-    """Settings of llama.cpp for a numeric mode.
-
-    Attributes:
-        exact: Whether a row's logits do not depend on its batch.
-        max_rows: Most rows of one batch. In `fast` mode this bounds memory: llama.cpp keeps a row of logits,
-            n_vocab floats, for each.
-        use_repacked_weights: llama.cpp's `use_extra_bufts`.
-        min_rows: Spans with fewer rows are padded, and the padding dropped.
-        has_shared_cache: Whether sequences share one KV cache. If not, or with recurrent state, llama.cpp
-            computes together only consecutive slots with equally many rows each.
-    """
+    """Settings of llama.cpp for a numeric mode."""
 
     exact: bool
+    """Whether a row's logits do not depend on its batch."""
     max_rows: int
+    """Most rows of one batch. In `fast` mode this bounds memory: llama.cpp keeps a row of logits, n_vocab
+    floats, for each."""
     use_repacked_weights: bool
+    """llama.cpp's `use_extra_bufts`."""
     min_rows: int
+    """Spans with fewer rows are padded, and the padding dropped."""
     has_shared_cache: bool
+    """Whether sequences share one KV cache. If not, or with recurrent state, llama.cpp computes together only
+    consecutive slots with equally many rows each."""
 
     @property
     def pads_for_speed(self) -> bool:
@@ -71,13 +68,10 @@ class Numerics:
 
 
 class _Process:
-    """State of the switch that llama.cpp reads once per process, at its first matrix product.
-
-    Attributes:
-        is_tiled: Its value; None before the first mode.
-    """
+    """State of the switch that llama.cpp reads once per process, at its first matrix product."""
 
     is_tiled: bool | None = None
+    """Its value; None before the first mode."""
 
 
 def numerics_for(

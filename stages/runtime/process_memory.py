@@ -45,24 +45,21 @@ _VERSION_2: Final = _GroupFiles("memory.max", "memory.current", ("inactive_file"
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Memory of a stage, in bytes; an upper bound.
-
-    Attributes:
-        weight_bytes: Weights, with embedding and head where it holds them.
-        cache_bytes: The KV cache, and the state of recurrent layers.
-        buffer_bytes: llama.cpp's compute buffers, and logits.
-        process_bytes: The rest of its process.
-        gpus: Shares of weights and cache on GPUs, in the order of layers. Layers before those are on the
-            processor.
-        cpu_moe_layers: First layers of the stage whose experts are no part of these shares.
-    """
+    """Memory of a stage, in bytes; an upper bound."""
 
     weight_bytes: int
+    """Weights, with embedding and head where it holds them."""
     cache_bytes: int
+    """The KV cache, and the state of recurrent layers."""
     buffer_bytes: int
+    """llama.cpp's compute buffers, and logits."""
     process_bytes: int
+    """The rest of its process."""
     gpus: tuple[GpuShare, ...] = ()
+    """Shares of weights and cache on GPUs, in the order of layers. Layers before those are on the processor.
+    """
     cpu_moe_layers: int = 0
+    """First layers of the stage whose experts are no part of these shares."""
 
     @property
     def total_bytes(self) -> int:
@@ -97,24 +94,21 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class GpuShare:
-    """Consecutive layers of a stage on one device, the head with the stage's last layer if it is the tail.
-
-    Attributes:
-        device: llama.cpp's name of the device.
-        num_layers: How many layers.
-        weight_bytes: Their weights.
-        cache_bytes: Their KV cache.
-        buffer_bytes: llama.cpp's compute buffers there, the backend's own memory, and in a first stage the
-            head that nothing is computed with.
-        shares_host_memory: Whether all that is the host's own memory.
-    """
+    """Consecutive layers of a stage on one device, the head with the stage's last layer if it is the tail."""
 
     device: str
+    """llama.cpp's name of the device."""
     num_layers: int
+    """How many layers."""
     weight_bytes: int
+    """Their weights."""
     cache_bytes: int
+    """Their KV cache."""
     buffer_bytes: int
+    """llama.cpp's compute buffers there, the backend's own memory, and in a first stage the head that nothing
+    is computed with."""
     shares_host_memory: bool = False
+    """Whether all that is the host's own memory."""
 
     @property
     def total_bytes(self) -> int:

@@ -28,17 +28,14 @@ _MOST_OFF: Final = 2.0
 
 @dataclass
 class _Measured:
-    """Times of batches with one number of rows.
-
-    Attributes:
-        mean_us: Running mean.
-        num_times: How many were measured.
-        num_padded: Batches that were padded since the last of exactly this number.
-    """
+    """Times of batches with one number of rows."""
 
     mean_us: float = 0.0
+    """Running mean."""
     num_times: int = 0
+    """How many were measured."""
     num_padded: int = 0
+    """Batches that were padded since the last of exactly this number."""
 
     def add(self, elapsed_us: float) -> None:
         self.num_times += 1

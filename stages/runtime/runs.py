@@ -24,17 +24,14 @@ _LEAST_SAVED: Final = 0.03
 
 @dataclass(frozen=True)
 class Run:
-    """A batch of consecutive slots with equally many rows each, some of them padding.
-
-    Attributes:
-        slots: Its slots; those that were not asked for are padding.
-        num_rows: Rows of each; those beyond what was asked for are padding.
-        num_needed: Rows of the batch without those that only make it faster.
-    """
+    """A batch of consecutive slots with equally many rows each, some of them padding."""
 
     slots: range
+    """Its slots; those that were not asked for are padding."""
     num_rows: int
+    """Rows of each; those beyond what was asked for are padding."""
     num_needed: int
+    """Rows of the batch without those that only make it faster."""
 
     @property
     def size(self) -> int:

@@ -14,23 +14,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive rows of one slot, for a batch.
-
-    Attributes:
-        slot: Sequence slot.
-        start: Absolute position of the first row. The slot's rows from there on are dropped.
-        tokens: Token ids, one a row.
-        hidden: float32 (rows, n_embd); required except at the first stage.
-        num_outputs: At the tail, number of last rows that return logits.
-        checkpoints: In models with recurrent layers: positions of the slot's checkpoints that are kept, and
-            `start` if one is to be made before the first row. Empty to keep all and make none.
-        may_be_padded: Whether other rows may be computed with it, only because that is faster.
-    """
+    """Consecutive rows of one slot, for a batch."""
 
     slot: int
+    """Sequence slot."""
     start: int
+    """Absolute position of the first row. The slot's rows from there on are dropped."""
     tokens: Sequence[int]
+    """Token ids, one a row."""
     hidden: NDArray[np.float32] | None = None
+    """float32 (rows, n_embd); required except at the first stage."""
     num_outputs: int = 0
+    """At the tail, number of last rows that return logits."""
     checkpoints: tuple[int, ...] = ()
+    """In models with recurrent layers: positions of the slot's checkpoints that are kept, and `start` if one
+    is to be made before the first row. Empty to keep all and make none."""
     may_be_padded: bool = False
+    """Whether other rows may be computed with it, only because that is faster."""

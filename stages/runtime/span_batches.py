@@ -15,19 +15,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SpanBatch:
-    """Spans that llama.cpp computes in one pass.
-
-    Attributes:
-        spans: In the order in which they are computed, padding spans included.
-        paddings: Number of padding rows behind each.
-        fillers: Those that were not asked for: padding in slots between the others, or beside them.
-        run: Its plan, to learn its time; None if nothing is padded for speed.
-    """
+    """Spans that llama.cpp computes in one pass."""
 
     spans: Sequence[Span]
+    """In the order in which they are computed, padding spans included."""
     paddings: Sequence[int]
+    """Number of padding rows behind each."""
     fillers: Sequence[Span] = ()
+    """Those that were not asked for: padding in slots between the others, or beside them."""
     run: Run | None = None
+    """Its plan, to learn its time; None if nothing is padded for speed."""
 
     def pads_logits(self, span: Span) -> bool:
         """Whether padding rows of one of the spans get logits.

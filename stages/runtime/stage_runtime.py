@@ -36,36 +36,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RuntimeOptions:
-    """Options of a stage's computation.
-
-    Attributes:
-        num_slots: Number of concurrent sequences.
-        ctx_size: Positions of each.
-        num_threads: Threads of llama.cpp; they wait for one another, so no more than free cores.
-        exact: Numeric mode, see `stages.runtime.numerics`.
-        kv_type: Format of the KV cache, one of `stages.runtime.kv_types.KV_TYPES`.
-        observe_layers: Layers whose outputs `observed` returns after a decode; for certification.
-        gpu_layers: Devices, by llama.cpp's names, each with its number of layers, in the order of layers:
-            those before are the processor's, and the head goes with the last. None for llama.cpp's default,
-            which puts all on the devices. In exact mode only devices count that may compute in it.
-        observe_as: Boundary of layers in a file that was never cut; for certification.
-        num_checkpoints: Most checkpoints of each slot, in models with recurrent layers.
-        repacks: Whether weights may be repacked for faster kernels.
-        cpu_moe_layers: First layers of the stage whose experts the processor keeps and computes, though the
-            rest of the layer is on a device.
-    """
+    """Options of a stage's computation."""
 
     num_slots: int = 1
+    """Number of concurrent sequences."""
     ctx_size: int = 2048
+    """Positions of each."""
     num_threads: int = 1
+    """Threads of llama.cpp; they wait for one another, so no more than free cores."""
     exact: bool = False
+    """Numeric mode, see `stages.runtime.numerics`."""
     kv_type: str = "f16"
+    """Format of the KV cache, one of `stages.runtime.kv_types.KV_TYPES`."""
     observe_layers: tuple[int, ...] = ()
+    """Layers whose outputs `observed` returns after a decode; for certification."""
     gpu_layers: tuple[tuple[str, int], ...] | None = None
+    """Devices, by llama.cpp's names, each with its number of layers, in the order of layers: those before are
+    the processor's, and the head goes with the last. None for llama.cpp's default, which puts all on the
+    devices. In exact mode only devices count that may compute in it."""
     observe_as: GraphBoundary | None = None
+    """Boundary of layers in a file that was never cut; for certification."""
     num_checkpoints: int = 0
+    """Most checkpoints of each slot, in models with recurrent layers."""
     repacks: bool = True
+    """Whether weights may be repacked for faster kernels."""
     cpu_moe_layers: int = 0
+    """First layers of the stage whose experts the processor keeps and computes, though the rest of the layer
+    is on a device."""
 
 
 class StageRuntime:

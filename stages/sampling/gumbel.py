@@ -39,15 +39,12 @@ _FIRST_BLOCK_COUNTER: Final = 1 << 32
 
 
 class BlockRings(NamedTuple):
-    """The first ring of each block.
-
-    Attributes:
-        times: float64, shape (n,): no id of the block rings earlier.
-        first: int64, shape (n,): the id that rings then; it may lie beyond the vocabulary.
-    """
+    """The first ring of each block."""
 
     times: NDArray[np.float64]
+    """float64, shape (n,): no id of the block rings earlier."""
     first: NDArray[np.int64]
+    """int64, shape (n,): the id that rings then; it may lie beyond the vocabulary."""
 
 
 def position_key(seed: int, position: int) -> int:

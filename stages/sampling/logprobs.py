@@ -24,15 +24,12 @@ MAX_TOP_LOGPROBS: Final = 20
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log probability of one token of the answer, and of the likeliest tokens in its place.
-
-    Attributes:
-        logprob: Natural logarithm of its probability.
-        top: (id, logprob) of the likeliest, the likeliest first, the lowest id first where they tie.
-    """
+    """Log probability of one token of the answer, and of the likeliest tokens in its place."""
 
     logprob: float
+    """Natural logarithm of its probability."""
     top: tuple[tuple[int, float], ...] = ()
+    """(id, logprob) of the likeliest, the likeliest first, the lowest id first where they tie."""
 
 
 def token_logprobs(logits: NDArray[np.float32], token: int, num_top: int) -> TokenLogprobs:

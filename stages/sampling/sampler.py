@@ -104,33 +104,31 @@ class LogitAdjustment:
 class SamplingParams:
     """Sampling parameters of one session.
 
-    Attributes:
-        temperature: 0 is greedy.
-        top_k: Keep this many most likely tokens; 0 keeps all.
-        top_p: Keep the smallest set whose probability reaches this; 1 keeps all.
-        min_p: Drop tokens less likely than this share of the most likely one; 0 drops none.
-        seed: Key of the noise, 64 bits. The same seed, prompt and model give the same text, whatever
-            was proposed.
-        frequency_penalty: Subtracted from a token's logit for each occurrence in the answer.
-        presence_penalty: Subtracted once if it occurs in the answer.
-        repetition_penalty: Factor that weakens tokens of prompt and answer; 1 is off.
-        repetition_window: Number of latest tokens that it applies to; 0 for all.
-        logit_bias: Pairs of token id and addend of its logit, at most `MAX_BIASES`.
-
     Raises:
         InvalidRequest: If a value is out of its range; `param` names the field.
     """
 
     temperature: float = 0.0
+    """0 is greedy."""
     top_k: int = 0
+    """Keep this many most likely tokens; 0 keeps all."""
     top_p: float = 1.0
+    """Keep the smallest set whose probability reaches this; 1 keeps all."""
     min_p: float = 0.0
+    """Drop tokens less likely than this share of the most likely one; 0 drops none."""
     seed: int = 0
+    """Key of the noise, 64 bits. The same seed, prompt and model give the same text, whatever was proposed.
+    """
     frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each occurrence in the answer."""
     presence_penalty: float = 0.0
+    """Subtracted once if it occurs in the answer."""
     repetition_penalty: float = 1.0
+    """Factor that weakens tokens of prompt and answer; 1 is off."""
     repetition_window: int = 0
+    """Number of latest tokens that it applies to; 0 for all."""
     logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs of token id and addend of its logit, at most `MAX_BIASES`."""
 
     def __post_init__(self) -> None:
         _require(

@@ -14,16 +14,12 @@ from stages.sampling.sampler import SamplingParams
 
 @dataclass(frozen=True)
 class Resumed:
-    """Former id and positions of a session, after a recovery.
-
-    Attributes:
-        session: Its id in the former ring; 0 for none.
-        num_positions: First positions that stages of the former ring still hold, as far as they had computed
-            them.
-    """
+    """Former id and positions of a session, after a recovery."""
 
     session: int = 0
+    """Its id in the former ring; 0 for none."""
     num_positions: int = 0
+    """First positions that stages of the former ring still hold, as far as they had computed them."""
 
 
 NOTHING_RESUMED: Final = Resumed()
@@ -33,36 +29,34 @@ NOTHING_RESUMED: Final = Resumed()
 class SessionSpec:
     """Settings of one session.
 
-    Attributes:
-        session: Its id; never used twice.
-        slot: Its slot at every stage.
-        sampling: Sampling parameters.
-        num_prompt: Number of its first tokens that are the prompt, for penalties over the answer only.
-        num_top_logprobs: Number of likeliest tokens that the tail reports with each sampled one; None for no
-            log probabilities.
-        cached: Token ids of the cached prefix, whose positions `source_slot` holds.
-        source_slot: The slot with the cached prefix.
-        resumed: Former id and positions, after a recovery.
-        grammar: GBNF that the answer must match; None for none.
-        fetch: Id of the fetch that has read the cached prefix from disk at every stage; 0 for none.
-        client: Digest of its client; empty where the API is open.
-
     Raises:
         InvalidRequest: If more log probabilities are requested than a verdict may carry, or the grammar is
             too large.
     """
 
     session: int
+    """Its id; never used twice."""
     slot: int
+    """Its slot at every stage."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    """Sampling parameters."""
     num_prompt: int = 0
+    """Number of its first tokens that are the prompt, for penalties over the answer only."""
     num_top_logprobs: int | None = None
+    """Number of likeliest tokens that the tail reports with each sampled one; None for no log probabilities.
+    """
     cached: tuple[int, ...] = ()
+    """Token ids of the cached prefix, whose positions `source_slot` holds."""
     source_slot: int = 0
+    """The slot with the cached prefix."""
     resumed: Resumed = NOTHING_RESUMED
+    """Former id and positions, after a recovery."""
     grammar: str | None = None
+    """GBNF that the answer must match; None for none."""
     fetch: int = 0
+    """Id of the fetch that has read the cached prefix from disk at every stage; 0 for none."""
     client: bytes = b""
+    """Digest of its client; empty where the API is open."""
 
     def __post_init__(self) -> None:
         if self.num_top_logprobs is not None and not 0 <= self.num_top_logprobs <= MAX_TOP_LOGPROBS:

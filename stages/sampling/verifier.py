@@ -63,15 +63,12 @@ class TokenRecord:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """Samples of a window.
-
-    Attributes:
-        tokens: Ids up to and including the first that differs from the proposed one.
-        logprobs: One entry for each of them if requested, else empty.
-    """
+    """Samples of a window."""
 
     tokens: list[int]
+    """Ids up to and including the first that differs from the proposed one."""
     logprobs: tuple[TokenLogprobs, ...] = ()
+    """One entry for each of them if requested, else empty."""
 
 
 class WindowVerifier:

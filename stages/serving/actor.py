@@ -48,47 +48,43 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class StageConfig:
-    """Configuration of a stage.
-
-    Attributes:
-        stage_index: Its place in the pipeline, from 0.
-        layers: Its layers, for messages.
-        sha256: Hash of the recipe of the stage file; empty for the model as it is.
-        whole: Absolute path of the model's first file, if it is on the stage's host and the stage has all
-            layers. Links keep their names: llama.cpp finds the other parts by that of the first.
-        source: Source of the file if this host's cache lacks it.
-        cache_dir: The host's cache, or None for the default place.
-        options: Options of the runtime.
-        host: Name of its host; for messages.
-        memory: Memory that it takes.
-        beside_bytes: Memory of this host that other stages, placed at the same time, are yet to take.
-        beside_gpu_bytes: The same for GPUs, by device.
-        mesh_id: Identifier of the mesh.
-        mesh_key: Key shared by all stages and the coordinator.
-        hidden_type: Format of its hidden states on the wire to the next stage.
-        term: Term of its coordinator.
-        orphan_s: Time without a coordinator after which it ends its process, in seconds.
-        kv_disk_bytes: Limit of blocks of KV rows on its host's disk, unless the host has one of its own; 0
-            keeps none.
-    """
+    """Configuration of a stage."""
 
     stage_index: int
+    """Its place in the pipeline, from 0."""
     layers: LayerRange
+    """Its layers, for messages."""
     sha256: str
+    """Hash of the recipe of the stage file; empty for the model as it is."""
     source: FetchSource
+    """Source of the file if this host's cache lacks it."""
     options: RuntimeOptions
+    """Options of the runtime."""
     host: str
+    """Name of its host; for messages."""
     memory: StageMemory
+    """Memory that it takes."""
     beside_bytes: int
+    """Memory of this host that other stages, placed at the same time, are yet to take."""
     mesh_id: str
+    """Identifier of the mesh."""
     mesh_key: str = field(repr=False)
+    """Key shared by all stages and the coordinator."""
     whole: str | None = None
+    """Absolute path of the model's first file, if it is on the stage's host and the stage has all layers.
+    Links keep their names: llama.cpp finds the other parts by that of the first."""
     cache_dir: str | None = None
+    """The host's cache, or None for the default place."""
     hidden_type: HiddenType = HiddenType.F32
+    """Format of its hidden states on the wire to the next stage."""
     term: int = 0
+    """Term of its coordinator."""
     orphan_s: float = 600.0
+    """Time without a coordinator after which it ends its process, in seconds."""
     beside_gpu_bytes: Mapping[str, int] = field(default_factory=dict)
+    """The same for GPUs, by device."""
     kv_disk_bytes: int = 0
+    """Limit of blocks of KV rows on its host's disk, unless the host has one of its own; 0 keeps none."""
 
     @property
     def cache_root(self) -> Path:
@@ -103,21 +99,18 @@ class StageConfig:
 
 @dataclass(frozen=True)
 class StageContent:
-    """Facts of a loaded stage.
-
-    Attributes:
-        layers: Its layers.
-        sha256: Hash of the recipe of the stage file; empty for the model as it is.
-        is_whole: Whether it is the model as it is.
-        options: Options of the runtime.
-        memory: Memory that it takes.
-    """
+    """Facts of a loaded stage."""
 
     layers: LayerRange
+    """Its layers."""
     sha256: str
+    """Hash of the recipe of the stage file; empty for the model as it is."""
     is_whole: bool
+    """Whether it is the model as it is."""
     options: RuntimeOptions
+    """Options of the runtime."""
     memory: StageMemory
+    """Memory that it takes."""
 
     def computes_as(self, other: StageContent) -> bool:
         """Whether one can take the place of the other in a ring, wherever their layers are computed."""
@@ -137,19 +130,16 @@ class StageContent:
 
 @dataclass(frozen=True)
 class StageProgress:
-    """Progress of loading a stage.
-
-    Attributes:
-        phase: Current step.
-        share: Share of the step that is done, 0 to 1.
-        done_bytes: Weights fetched so far.
-        total_bytes: All weights to fetch.
-    """
+    """Progress of loading a stage."""
 
     phase: Literal["waiting", "fetching", "loading", "ready"]
+    """Current step."""
     share: float
+    """Share of the step that is done, 0 to 1."""
     done_bytes: int = 0
+    """Weights fetched so far."""
     total_bytes: int = 0
+    """All weights to fetch."""
 
     @property
     def label(self) -> str:

@@ -40,37 +40,31 @@ _TOKEN_BYTES: Final = 4
 
 @dataclass(frozen=True)
 class RowsBlock:
-    """KV rows of consecutive positions, with their tokens.
-
-    Attributes:
-        start: The first position.
-        stop: Last position plus one.
-        tokens: Token ids of the positions, uint32 (stop - start).
-        prefix_sha256: SHA-256 of all token ids from position 0 to before `stop`, int64 each.
-        rows: The rows, uint8 (bytes), in llama.cpp's format.
-        state: In models with recurrent layers perhaps the state behind the last position, uint8 (bytes), in
-            llama.cpp's format; empty for none.
-    """
+    """KV rows of consecutive positions, with their tokens."""
 
     start: int
+    """The first position."""
     stop: int
+    """Last position plus one."""
     tokens: NDArray[np.uint32]
+    """Token ids of the positions, uint32 (stop - start)."""
     prefix_sha256: bytes
+    """SHA-256 of all token ids from position 0 to before `stop`, int64 each."""
     rows: NDArray[np.uint8]
+    """The rows, uint8 (bytes), in llama.cpp's format."""
     state: NDArray[np.uint8]
+    """In models with recurrent layers perhaps the state behind the last position, uint8 (bytes), in
+    llama.cpp's format; empty for none."""
 
 
 @dataclass(frozen=True)
 class BlockLabel:
-    """Identity of a block file's content.
-
-    Attributes:
-        rows_identity: Digest of all that the rows depend on besides tokens.
-        name: Name of the block.
-    """
+    """Identity of a block file's content."""
 
     rows_identity: bytes
+    """Digest of all that the rows depend on besides tokens."""
     name: bytes
+    """Name of the block."""
 
 
 class DamagedBlock(ValueError):

@@ -60,15 +60,12 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """A block in the store.
-
-    Attributes:
-        num_bytes: Size of its file.
-        state_positions: Number of positions up to the recurrent state in it; 0 if it has none.
-    """
+    """A block in the store."""
 
     num_bytes: int
+    """Size of its file."""
     state_positions: int = 0
+    """Number of positions up to the recurrent state in it; 0 if it has none."""
 
 
 class BlockStore:
@@ -239,21 +236,18 @@ class BlockStore:
 
 @dataclass(frozen=True)
 class _BlockPath:
-    """A block file, by its name alone.
-
-    Attributes:
-        path: The file.
-        name: Name of the block.
-        state_positions: See `StoredBlock`.
-        num_bytes: Its size.
-        used_ns: When it was used last, nanoseconds since the epoch.
-    """
+    """A block file, by its name alone."""
 
     path: Path
+    """The file."""
     name: bytes
+    """Name of the block."""
     state_positions: int
+    """See `StoredBlock`."""
     num_bytes: int
+    """Its size."""
     used_ns: int
+    """When it was used last, nanoseconds since the epoch."""
 
 
 class _Ledger:

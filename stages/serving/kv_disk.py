@@ -66,19 +66,16 @@ class CopySlot(Protocol):
 
 @dataclass
 class _Fetch:
-    """A prefix on its way into memory, or there.
-
-    Attributes:
-        num_bytes: Size of its files.
-        is_dropped: Whether it is not wanted any more.
-        prefix: The prefix, once it is there.
-        expiry: Drops it in time.
-    """
+    """A prefix on its way into memory, or there."""
 
     num_bytes: int
+    """Size of its files."""
     is_dropped: bool = False
+    """Whether it is not wanted any more."""
     prefix: FetchedPrefix | None = None
+    """The prefix, once it is there."""
     expiry: asyncio.TimerHandle | None = None
+    """Drops it in time."""
 
 
 class KvDisk:

@@ -24,19 +24,16 @@ _NO_STATE: Final = np.empty(0, np.uint8)
 
 @dataclass(frozen=True)
 class BlockPlace:
-    """Name and positions of a block.
-
-    Attributes:
-        name: Its name.
-        start: The first position.
-        stop: Last position plus one.
-        has_state: Whether it has the recurrent state behind its last position.
-    """
+    """Name and positions of a block."""
 
     name: bytes
+    """Its name."""
     start: int
+    """The first position."""
     stop: int
+    """Last position plus one."""
     has_state: bool = False
+    """Whether it has the recurrent state behind its last position."""
 
     @classmethod
     def from_wire(cls, message: wire.Block) -> BlockPlace | None:
@@ -48,17 +45,14 @@ class BlockPlace:
 
 @dataclass(frozen=True)
 class SlotCopy:
-    """Copy of a slot's first positions.
-
-    Attributes:
-        tokens: Token ids, int64.
-        rows: KV rows of these positions, and perhaps of more.
-        states: Recurrent states, uint8 (bytes) in llama.cpp's format, by the number of positions before each.
-    """
+    """Copy of a slot's first positions."""
 
     tokens: NDArray[np.int64]
+    """Token ids, int64."""
     rows: KvRows
+    """KV rows of these positions, and perhaps of more."""
     states: Mapping[int, NDArray[np.uint8]] = field(default_factory=dict)
+    """Recurrent states, uint8 (bytes) in llama.cpp's format, by the number of positions before each."""
 
     @property
     def num_bytes(self) -> int:
@@ -89,17 +83,14 @@ class SlotCopy:
 
 @dataclass(frozen=True)
 class FetchedPrefix:
-    """Rows of a prefix, ready for a slot.
-
-    Attributes:
-        tokens: Token ids of the prefix, int64.
-        saved: The rows, uint8 (bytes), in llama.cpp's format.
-        state: In models with recurrent layers: the state behind them, uint8 (bytes); otherwise None.
-    """
+    """Rows of a prefix, ready for a slot."""
 
     tokens: NDArray[np.int64]
+    """Token ids of the prefix, int64."""
     saved: NDArray[np.uint8]
+    """The rows, uint8 (bytes), in llama.cpp's format."""
     state: NDArray[np.uint8] | None = None
+    """In models with recurrent layers: the state behind them, uint8 (bytes); otherwise None."""
 
     def serves(self, tokens: Sequence[int]) -> bool:
         """Whether a slot with the rows can begin with exactly these tokens: a state cannot go back."""

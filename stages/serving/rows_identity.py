@@ -34,30 +34,28 @@ class RowsSetting:
 
     Rows of a later stage depend on the earlier stages as well: the names of blocks, which the coordinator
     gives, stand for the identities of all stages.
-
-    Attributes:
-        layers: First layer, last plus one, and layers of the whole model.
-        exact: Numeric mode.
-        kv_type: Format of the KV cache.
-        gpu_layers: See `RuntimeOptions`.
-        repacks: See `RuntimeOptions`.
-        num_threads: Threads in exact mode, whose promise is to the bit; 0 in fast mode.
-        num_slots: Number of slots: llama.cpp's saved state names it.
-        ctx_size: Positions of a slot if rotations may depend on it; else 0.
-        cpu_moe_layers: See `RuntimeOptions`.
-        devices: Descriptions of the devices with layers: their names stay when a card is exchanged.
     """
 
     layers: tuple[int, int, int]
+    """First layer, last plus one, and layers of the whole model."""
     exact: bool
+    """Numeric mode."""
     kv_type: str
+    """Format of the KV cache."""
     gpu_layers: tuple[tuple[str, int], ...] | None
+    """See `RuntimeOptions`."""
     repacks: bool
+    """See `RuntimeOptions`."""
     num_threads: int
+    """Threads in exact mode, whose promise is to the bit; 0 in fast mode."""
     num_slots: int
+    """Number of slots: llama.cpp's saved state names it."""
     ctx_size: int
+    """Positions of a slot if rotations may depend on it; else 0."""
     cpu_moe_layers: int
+    """See `RuntimeOptions`."""
     devices: tuple[str, ...]
+    """Descriptions of the devices with layers: their names stay when a card is exchanged."""
 
     @classmethod
     def of(cls, runtime: StageRuntime, options: RuntimeOptions) -> RowsSetting:

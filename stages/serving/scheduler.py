@@ -25,49 +25,46 @@ _MOST_PASSED_OVER: Final = 4
 
 @dataclass(frozen=True)
 class QueuedWindow:
-    """A waiting window.
-
-    Attributes:
-        session: Id of the session.
-        epoch: Its epoch when the window was sent.
-        id: The window's id within the session.
-        span: Rows for llama.cpp, without hidden states.
-        verifier: Verifier of its session, at the tail.
-        times: Times of the stages before.
-        arrived_us: When it arrived, on this host's monotonic clock.
-        bundle: Number of the bundle that it came in: only windows of the same one share its batch.
-        hidden: Hidden states of the bundle's rows, except at the first stage.
-        first_row: Its first row among those.
-        num_resumed: First positions that the slot may hold from before a recovery.
-        num_held: Number of its first rows that are held and need not be computed.
-        held: Those rows as they were sent; empty at the tail.
-        wants_features: Whether the coordinator wants features of its rows.
-        features_may_wait: Whether they may be sent with those of later windows.
-        num_recomputed: Number of its first rows whose tokens are committed and were computed before.
-        num_committed: Number of the session's tokens that were committed when it was sent; 0 if not told.
-        scored_next: Token after the last row of a part of the prompt whose tokens are scored; None to sample.
-        features: Features of its rows from earlier stages, which travel with it.
-    """
+    """A waiting window."""
 
     session: int
+    """Id of the session."""
     epoch: int
+    """Its epoch when the window was sent."""
     id: int
+    """The window's id within the session."""
     span: Span
+    """Rows for llama.cpp, without hidden states."""
     verifier: WindowVerifier
+    """Verifier of its session, at the tail."""
     times: tuple[wire.StageTime, ...]
+    """Times of the stages before."""
     arrived_us: int
+    """When it arrived, on this host's monotonic clock."""
     bundle: int = 0
+    """Number of the bundle that it came in: only windows of the same one share its batch."""
     hidden: EncodedHidden | None = None
+    """Hidden states of the bundle's rows, except at the first stage."""
     first_row: int = 0
+    """Its first row among those."""
     num_resumed: int = 0
+    """First positions that the slot may hold from before a recovery."""
     num_held: int = 0
+    """Number of its first rows that are held and need not be computed."""
     held: bytes = b""
+    """Those rows as they were sent; empty at the tail."""
     wants_features: bool = False
+    """Whether the coordinator wants features of its rows."""
     features_may_wait: bool = False
+    """Whether they may be sent with those of later windows."""
     num_recomputed: int = 0
+    """Number of its first rows whose tokens are committed and were computed before."""
     num_committed: int = 0
+    """Number of the session's tokens that were committed when it was sent; 0 if not told."""
     scored_next: int | None = None
+    """Token after the last row of a part of the prompt whose tokens are scored; None to sample."""
     features: tuple[wire.Features, ...] = ()
+    """Features of its rows from earlier stages, which travel with it."""
 
     @property
     def is_chunk(self) -> bool:
@@ -94,23 +91,20 @@ class QueuedWindow:
 
 @dataclass(frozen=True)
 class SlotAssigned:
-    """Change: a session takes over a slot.
-
-    Attributes:
-        session: Its id.
-        source: Slot with the session's cached prefix, perhaps its own.
-        slot: Slot of the session.
-        cached: Token ids of the prefix, which `source` holds once earlier windows are computed.
-        num_resumed: Number of positions that `slot` may hold from before a recovery.
-        fetched: Rows from disk for the prefix, if no slot holds it.
-    """
+    """Change: a session takes over a slot."""
 
     session: int
+    """Its id."""
     source: int
+    """Slot with the session's cached prefix, perhaps its own."""
     slot: int
+    """Slot of the session."""
     cached: tuple[int, ...]
+    """Token ids of the prefix, which `source` holds once earlier windows are computed."""
     num_resumed: int = 0
+    """Number of positions that `slot` may hold from before a recovery."""
     fetched: FetchedPrefix | None = None
+    """Rows from disk for the prefix, if no slot holds it."""
 
     def follows(self, window: QueuedWindow) -> bool:
         """Whether an earlier window computes part of the prefix, here or at a later stage."""
@@ -120,13 +114,10 @@ class SlotAssigned:
 
 @dataclass(frozen=True)
 class QueueBarrier:
-    """Marker: the changes before it were made, and nothing is being computed.
-
-    Attributes:
-        on_passed: Called in the computing thread.
-    """
+    """Marker: the changes before it were made, and nothing is being computed."""
 
     on_passed: Callable[[], object]
+    """Called in the computing thread."""
 
 
 Change = SlotAssigned | QueueBarrier

@@ -43,19 +43,16 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class RingPlace:
-    """Place of a stage in a ring.
-
-    Attributes:
-        stage_index: Place in the pipeline, from 0.
-        mesh_id: Identifier of the ring.
-        mesh_key: Key shared by all stages and the coordinator.
-        term: Term of the ring's coordinator.
-    """
+    """Place of a stage in a ring."""
 
     stage_index: int
+    """Place in the pipeline, from 0."""
     mesh_id: str
+    """Identifier of the ring."""
     mesh_key: str
+    """Key shared by all stages and the coordinator."""
     term: int
+    """Term of the ring's coordinator."""
 
     def is_of(self, hello: wire.Hello) -> bool:
         """Whether a hello is for this ring."""

@@ -18,32 +18,26 @@ _NUM_CLOSED_REMEMBERED: Final = 4096
 
 @dataclass
 class StageSession:
-    """An open session.
-
-    Attributes:
-        id: Id from the coordinator; never used twice, by no other coordinator either.
-        slot: Its sequence slot in llama.cpp.
-        verifier: Its verifier at the tail.
-        epoch: Windows of a lower epoch are void.
-        num_resumed: First positions that its slot may hold from before a recovery.
-    """
+    """An open session."""
 
     id: int
+    """Id from the coordinator; never used twice, by no other coordinator either."""
     slot: int
+    """Its sequence slot in llama.cpp."""
     verifier: WindowVerifier
+    """Its verifier at the tail."""
     epoch: int = 0
+    """Windows of a lower epoch are void."""
     num_resumed: int = 0
+    """First positions that its slot may hold from before a recovery."""
 
 
 @dataclass
 class SessionTable:
-    """The open sessions of one stage.
-
-    Attributes:
-        num_slots: Number of slots.
-    """
+    """The open sessions of one stage."""
 
     num_slots: int
+    """Number of slots."""
     _open: dict[int, StageSession] = field(default_factory=dict)
     _owner: dict[int, int] = field(default_factory=dict)
     # The latest session of each slot, also after its end.

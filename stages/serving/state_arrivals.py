@@ -21,19 +21,16 @@ _MOST_STATE_BYTES: Final = 2**30
 
 @dataclass(frozen=True)
 class ArrivedRows:
-    """KV rows that wait for the state behind them.
-
-    Attributes:
-        rows: The rows.
-        tokens: Their token ids.
-        sent: Hidden states that the stage sent for them, concatenated; perhaps none.
-        sent_row_bytes: Size of each of those.
-    """
+    """KV rows that wait for the state behind them."""
 
     rows: KvRows
+    """The rows."""
     tokens: tuple[int, ...]
+    """Their token ids."""
     sent: bytes
+    """Hidden states that the stage sent for them, concatenated; perhaps none."""
     sent_row_bytes: int
+    """Size of each of those."""
 
 
 @dataclass

@@ -36,33 +36,27 @@ log = structlog.get_logger()
 
 @dataclass
 class WorkerCounts:
-    """Counters of the thread, written by it alone.
-
-    Attributes:
-        num_windows: Windows computed.
-        num_rows: Rows computed.
-        num_decodes: Batches computed.
-        compute_us: Time spent computing them.
-        decode_cpu_us: Processor time of this thread inside llama.cpp.
-    """
+    """Counters of the thread, written by it alone."""
 
     num_windows: int = 0
+    """Windows computed."""
     num_rows: int = 0
+    """Rows computed."""
     num_decodes: int = 0
+    """Batches computed."""
     compute_us: int = 0
+    """Time spent computing them."""
     decode_cpu_us: int = 0
+    """Processor time of this thread inside llama.cpp."""
 
 
 class UnderWay(NamedTuple):
-    """The computation under way.
-
-    Attributes:
-        since_us: When it began.
-        num_rows: Rows of the batch; 0 for a change of a slot.
-    """
+    """The computation under way."""
 
     since_us: int
+    """When it began."""
     num_rows: int
+    """Rows of the batch; 0 for a change of a slot."""
 
 
 class StageWorker(threading.Thread):

@@ -47,21 +47,18 @@ _FLOATS: Final = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class StageTensor:
-    """A tensor of a stage file.
-
-    Attributes:
-        name: In the stage file.
-        shape: Elements per dimension, fastest first.
-        type: Quantisation.
-        n_bytes: Size without padding.
-        source: Region of its bytes in the model, or None for zeros.
-    """
+    """A tensor of a stage file."""
 
     name: str
+    """In the stage file."""
     shape: tuple[int, ...]
+    """Elements per dimension, fastest first."""
     type: GGMLQuantizationType
+    """Quantisation."""
     n_bytes: int
+    """Size without padding."""
     source: Region | None
+    """Region of its bytes in the model, or None for zeros."""
 
 
 @dataclass(frozen=True)

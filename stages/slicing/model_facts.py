@@ -44,75 +44,70 @@ _ADDED: Final = {
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes and shapes of a model.
-
-    Attributes:
-        path: The GGUF file.
-        architecture: `general.architecture`.
-        name: `general.name`, or the file's name.
-        n_layers: Number of layers, without those for multi-token prediction.
-        n_embd: Width of the hidden state.
-        n_vocab: Rows of the token embedding.
-        n_ctx_train: Positions that the model was trained for.
-        file_bytes: Size of the file.
-        layer_bytes: Size of each layer's weights.
-        embedding_bytes: Size of the token embedding, on the first stage.
-        head_bytes: Size of output norm and head, on the tail; a tied embedding counts again.
-        is_tied: Whether the embedding is the head, so that a stage with all layers holds it once.
-        kv_widths: Per layer, elements of one position in a KV cache: keys and values of all heads.
-        head_widths: Elements of one key head and of one value head.
-        row_width: Most elements of one row during the computation of a layer.
-        has_windows: Whether some layers attend to a sliding window only.
-        allowed_cuts: Layers at which a stage may start, 0 left out.
-        state_widths: Per layer, float32 elements of one sequence's recurrent state; empty if no layer is
-            recurrent.
-        packing_bytes: Per layer, bytes that its weights may take more after repacking for fast kernels; empty
-            for none.
-        head_packing_bytes: The same for the tail's tensors.
-        refused_cuts: Other layers, each with the reason.
-        refused_lengths: Numbers of layers that no stage may have, each with the reason.
-        can_trim: Whether sessions can go back to any earlier position; those with recurrent state cannot.
-        depends_on_batch: Whether rows computed together differ from rows one by one in exact mode, too.
-        n_streams: Rows of hidden states that make one row on the wire.
-        num_blanks: Layers that every stage but the first computes without use; see
-            `stages.slicing.architectures.rule_types.Blanks`.
-        embeds_everywhere: Whether every stage holds the token embedding.
-        n_prediction_layers: Layers for multi-token prediction at the end of the file, which no stage holds.
-        expert_bytes: Per layer, size of its experts, which are part of `layer_bytes`; empty for none.
-        idle_head_bytes: Size of the head that the first of several stages has without use; see
-            `stages.slicing.layout.idle_head_bytes`.
-    """
+    """Sizes and shapes of a model."""
 
     path: Path
+    """The GGUF file."""
     architecture: str
+    """`general.architecture`."""
     name: str
+    """`general.name`, or the file's name."""
     n_layers: int
+    """Number of layers, without those for multi-token prediction."""
     n_embd: int
+    """Width of the hidden state."""
     n_vocab: int
+    """Rows of the token embedding."""
     n_ctx_train: int
+    """Positions that the model was trained for."""
     file_bytes: int
+    """Size of the file."""
     layer_bytes: tuple[int, ...]
+    """Size of each layer's weights."""
     embedding_bytes: int
+    """Size of the token embedding, on the first stage."""
     head_bytes: int
+    """Size of output norm and head, on the tail; a tied embedding counts again."""
     is_tied: bool
+    """Whether the embedding is the head, so that a stage with all layers holds it once."""
     kv_widths: tuple[int, ...]
+    """Per layer, elements of one position in a KV cache: keys and values of all heads."""
     head_widths: tuple[int, int]
+    """Elements of one key head and of one value head."""
     row_width: int
+    """Most elements of one row during the computation of a layer."""
     has_windows: bool
+    """Whether some layers attend to a sliding window only."""
     allowed_cuts: tuple[int, ...]
+    """Layers at which a stage may start, 0 left out."""
     state_widths: tuple[int, ...] = ()
+    """Per layer, float32 elements of one sequence's recurrent state; empty if no layer is recurrent."""
     packing_bytes: tuple[int, ...] = ()
+    """Per layer, bytes that its weights may take more after repacking for fast kernels; empty for none."""
     head_packing_bytes: int = 0
+    """The same for the tail's tensors."""
     refused_cuts: Mapping[int, str] = field(default_factory=dict)
+    """Other layers, each with the reason."""
     refused_lengths: Mapping[int, str] = field(default_factory=dict)
+    """Numbers of layers that no stage may have, each with the reason."""
     can_trim: bool = True
+    """Whether sessions can go back to any earlier position; those with recurrent state cannot."""
     depends_on_batch: bool = False
+    """Whether rows computed together differ from rows one by one in exact mode, too."""
     n_streams: int = 1
+    """Rows of hidden states that make one row on the wire."""
     num_blanks: int = 0
+    """Layers that every stage but the first computes without use; see
+    `stages.slicing.architectures.rule_types.Blanks`."""
     embeds_everywhere: bool = False
+    """Whether every stage holds the token embedding."""
     n_prediction_layers: int = 0
+    """Layers for multi-token prediction at the end of the file, which no stage holds."""
     expert_bytes: tuple[int, ...] = ()
+    """Per layer, size of its experts, which are part of `layer_bytes`; empty for none."""
     idle_head_bytes: int = 0
+    """Size of the head that the first of several stages has without use; see
+    `stages.slicing.layout.idle_head_bytes`."""
 
     @property
     def layer_count(self) -> str:

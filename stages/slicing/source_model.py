@@ -24,19 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SourceModel:
-    """A whole model, checked.
-
-    Attributes:
-        header: Header of its trunk: the file's, without prediction layers.
-        family: Rules of its family.
-        layers: The tensors of each layer of the trunk.
-        n_prediction_layers: Layers for multi-token prediction that follow the trunk in the file.
-    """
+    """A whole model, checked."""
 
     header: GgufHeader
+    """Header of its trunk: the file's, without prediction layers."""
     family: Family
+    """Rules of its family."""
     layers: tuple[tuple[TensorInfo, ...], ...]
+    """The tensors of each layer of the trunk."""
     n_prediction_layers: int = 0
+    """Layers for multi-token prediction that follow the trunk in the file."""
 
     @property
     def n_layers(self) -> int:

@@ -115,15 +115,12 @@ class ByteCounter:
 # the wire, so any host can time it before anything is cut or sent.
 @dataclass(frozen=True)
 class BlankStage:
-    """A stage file without weights.
-
-    Attributes:
-        header: Magic, metadata and tensor directory.
-        num_bytes: Size of the file.
-    """
+    """A stage file without weights."""
 
     header: bytes
+    """Magic, metadata and tensor directory."""
     num_bytes: int
+    """Size of the file."""
 
     def write(self, path: Path) -> None:
         """Write the file; all but the header is a hole.

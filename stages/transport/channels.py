@@ -64,17 +64,14 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Identity:
-    """TLS identity of a process, all PEM.
-
-    Attributes:
-        certificate_pem: Certificate for its host, signed by the authority.
-        private_key_pem: Key generated in this process.
-        authority_pem: Certificate of the mesh's authority, which must have signed those of peers.
-    """
+    """TLS identity of a process, all PEM."""
 
     certificate_pem: bytes
+    """Certificate for its host, signed by the authority."""
     private_key_pem: bytes = field(repr=False)
+    """Key generated in this process."""
     authority_pem: bytes
+    """Certificate of the mesh's authority, which must have signed those of peers."""
 
 
 class NewKey:

@@ -72,17 +72,14 @@ FROM_WIRE: Final = {number: hidden_type for hidden_type, number in TO_WIRE.items
 
 @dataclass
 class EncodedHidden:
-    """Encoded rows of a bundle, decoded once by the computing thread: decoding many takes milliseconds.
-
-    Attributes:
-        data: Whole rows.
-        hidden_type: Their format.
-        n_embd: Values of a row.
-    """
+    """Encoded rows of a bundle, decoded once by the computing thread: decoding many takes milliseconds."""
 
     data: bytes
+    """Whole rows."""
     hidden_type: HiddenType
+    """Their format."""
     n_embd: int
+    """Values of a row."""
 
     @classmethod
     def of_bundle(cls, bundle: wire.WindowBundle, n_embd: int) -> EncodedHidden:

@@ -179,19 +179,16 @@ class SentPieces:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Origin of the bytes of one stage, or of several.
-
-    Attributes:
-        reused_bytes: Weights that the host had: in another stage, in a model file, from an earlier try.
-        head_bytes: Weights sent by the head.
-        hub_bytes: Weights from the hub.
-        wrong_pieces: Number of pieces with a wrong hash, which were fetched again.
-    """
+    """Origin of the bytes of one stage, or of several."""
 
     reused_bytes: int = 0
+    """Weights that the host had: in another stage, in a model file, from an earlier try."""
     head_bytes: int = 0
+    """Weights sent by the head."""
     hub_bytes: int = 0
+    """Weights from the hub."""
     wrong_pieces: int = 0
+    """Number of pieces with a wrong hash, which were fetched again."""
 
     def __add__(self, other: Transfer) -> Transfer:
         """Sum of both."""

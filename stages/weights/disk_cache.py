@@ -36,18 +36,14 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class StorageOptions:
-    """Storage of this host.
-
-    Attributes:
-        models: Folder with GGUF files of this host, if there is one.
-        cache_bytes: Limit of all stage files on this disk together, if there is one.
-        kv_disk_bytes: Limit of all blocks of KV rows on this disk together; 0 keeps none, None leaves it to
-            the head.
-    """
+    """Storage of this host."""
 
     models: Path | None = None
+    """Folder with GGUF files of this host, if there is one."""
     cache_bytes: int | None = None
+    """Limit of all stage files on this disk together, if there is one."""
     kv_disk_bytes: int | None = None
+    """Limit of all blocks of KV rows on this disk together; 0 keeps none, None leaves it to the head."""
 
     def to_environment(self) -> None:
         """Pass the options to child processes."""
@@ -100,21 +96,18 @@ class Stamp:
 
 @dataclass(frozen=True)
 class StoredStage:
-    """A stage file in the store, complete or not.
-
-    Attributes:
-        sha256: Its name.
-        path: The file.
-        size_bytes: Size on disk.
-        used_at_s: When it was last loaded, Unix seconds.
-        is_whole: Whether it is complete.
-    """
+    """A stage file in the store, complete or not."""
 
     sha256: str
+    """Its name."""
     path: Path
+    """The file."""
     size_bytes: int
+    """Size on disk."""
     used_at_s: float
+    """When it was last loaded, Unix seconds."""
     is_whole: bool
+    """Whether it is complete."""
 
 
 class StageStore:

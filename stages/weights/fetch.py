@@ -52,36 +52,30 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class FetchSource:
-    """Source of stage files.
-
-    Attributes:
-        address: `host:port` of the head's membership service.
-        certificate_pem: The only certificate to trust there.
-        secret: Proof of membership.
-        model: Files of the model, for stages on the head's own host.
-        hub: Files of the model at its hub, if it came from one.
-        is_hub_first: Whether to ask the hub before the head.
-    """
+    """Source of stage files."""
 
     address: str
+    """`host:port` of the head's membership service."""
     certificate_pem: bytes
+    """The only certificate to trust there."""
     secret: str = field(repr=False)
+    """Proof of membership."""
     model: tuple[KnownFile, ...] = ()
+    """Files of the model, for stages on the head's own host."""
     hub: tuple[HubFile, ...] = ()
+    """Files of the model at its hub, if it came from one."""
     is_hub_first: bool = False
+    """Whether to ask the hub before the head."""
 
 
 @dataclass(frozen=True)
 class FetchedStage:
-    """A stage file in the cache.
-
-    Attributes:
-        path: The stage file in the cache.
-        transfer: Origin of its bytes.
-    """
+    """A stage file in the cache."""
 
     path: Path
+    """The stage file in the cache."""
     transfer: Transfer
+    """Origin of its bytes."""
 
 
 class _Head:

@@ -36,28 +36,22 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class KnownFile:
-    """A file of the model on this host.
-
-    Attributes:
-        path: Where.
-        stamp: Its stamp when it was hashed.
-    """
+    """A file of the model on this host."""
 
     path: Path
+    """Where."""
     stamp: FileStamp
+    """Its stamp when it was hashed."""
 
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a model at a hub.
-
-    Attributes:
-        url: URL, at a revision that does not change.
-        size_bytes: Its size.
-    """
+    """A file of a model at a hub."""
 
     url: str
+    """URL, at a revision that does not change."""
     size_bytes: int
+    """Its size."""
 
 
 def take_from_model(

@@ -40,25 +40,22 @@ _NOWHERE: Final = Region(0, 0, 0)
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a tensor in a stage file.
-
-    Attributes:
-        sha256: Hash of its bytes, hex.
-        at: Its first byte in the stage file.
-        num_bytes: Its size.
-        tensor: The tensor's name in the model.
-        tensor_bytes: Size of the whole tensor.
-        tensor_offset: Its first byte in the tensor.
-        region: Place of the tensor's bytes in the model.
-    """
+    """A part of a tensor in a stage file."""
 
     sha256: str
+    """Hash of its bytes, hex."""
     at: int
+    """Its first byte in the stage file."""
     num_bytes: int
+    """Its size."""
     tensor: str
+    """The tensor's name in the model."""
     tensor_bytes: int
+    """Size of the whole tensor."""
     tensor_offset: int
+    """Its first byte in the tensor."""
     region: Region
+    """Place of the tensor's bytes in the model."""
 
     @property
     def file_offset(self) -> int:
@@ -68,40 +65,34 @@ class Piece:
 
 @dataclass(frozen=True)
 class RecipeTensor:
-    """A tensor of a stage file.
-
-    Attributes:
-        num_bytes: Size without padding.
-        name: Name in the model; None for zeros.
-        region: Place of its bytes in the model; None for zeros.
-        hashes: sha256 of each `PIECE_BYTES` of it, hex.
-    """
+    """A tensor of a stage file."""
 
     num_bytes: int
+    """Size without padding."""
     name: str | None = None
+    """Name in the model; None for zeros."""
     region: Region = _NOWHERE
+    """Place of its bytes in the model; None for zeros."""
     hashes: tuple[str, ...] = ()
+    """sha256 of each `PIECE_BYTES` of it, hex."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Content of a stage file.
-
-    Attributes:
-        model: Name of the model, for display.
-        layers: Layers of the stage.
-        n_layers: Layers of the whole model.
-        alignment: Alignment of its tensors.
-        header: Its first bytes.
-        tensors: Its tensors in order, each padded to the alignment.
-    """
+    """Content of a stage file."""
 
     model: str
+    """Name of the model, for display."""
     layers: LayerRange
+    """Layers of the stage."""
     n_layers: int
+    """Layers of the whole model."""
     alignment: int
+    """Alignment of its tensors."""
     header: bytes
+    """Its first bytes."""
     tensors: tuple[RecipeTensor, ...]
+    """Its tensors in order, each padded to the alignment."""
 
     @cached_property
     def sha256(self) -> str:

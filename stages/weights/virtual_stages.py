@@ -125,36 +125,30 @@ class VirtualStage:
 
 @dataclass(frozen=True)
 class StageFile:
-    """A stage file in the cache.
-
-    Attributes:
-        path: The stage file.
-        sha256: Hash of its recipe, hex.
-        size_bytes: Size of the file.
-        layers: Its layers.
-        n_layers: Layers of the whole model.
-    """
+    """A stage file in the cache."""
 
     path: Path
+    """The stage file."""
     sha256: str
+    """Hash of its recipe, hex."""
     size_bytes: int
+    """Size of the file."""
     layers: LayerRange
+    """Its layers."""
     n_layers: int
+    """Layers of the whole model."""
 
 
 @dataclass(frozen=True)
 class _Known:
-    """A model that was read.
-
-    Attributes:
-        model: The model from its header.
-        stamps: Stamps of its files at that time.
-        hashes: Hashes of its tensors.
-    """
+    """A model that was read."""
 
     model: SourceModel
+    """The model from its header."""
     stamps: tuple[FileStamp, ...]
+    """Stamps of its files at that time."""
     hashes: ModelHashes
+    """Hashes of its tensors."""
 
 
 class StageCache:

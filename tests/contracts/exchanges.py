@@ -39,21 +39,18 @@ _FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": _S
 
 @dataclass(frozen=True)
 class Exchange:
-    """A request.
-
-    Attributes:
-        name: Of its answer in the record.
-        path: On the server.
-        body: JSON, or a text that is sent as it is; None for none.
-        method: HTTP method.
-        headers: Beside the key.
-    """
+    """A request."""
 
     name: str
+    """Of its answer in the record."""
     path: str
+    """On the server."""
     body: Any = None
+    """JSON, or a text that is sent as it is; None for none."""
     method: str = "POST"
+    """HTTP method."""
     headers: Mapping[str, str] = field(default_factory=dict)
+    """Beside the key."""
 
 
 def _chat(name: str, **fields: Any) -> Exchange:

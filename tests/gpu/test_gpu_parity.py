@@ -25,19 +25,16 @@ Logits = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Computed:
-    """A model, and what it says on the GPU.
-
-    Attributes:
-        path: Its file.
-        num_layers: Its layers.
-        tokens: Greedy tokens behind the prompt.
-        logits: Their logits.
-    """
+    """A model, and what it says on the GPU."""
 
     path: Path
+    """Its file."""
     num_layers: int
+    """Its layers."""
     tokens: list[int]
+    """Greedy tokens behind the prompt."""
     logits: Logits
+    """Their logits."""
 
 
 def options(gpu_layers: tuple[tuple[str, int], ...] | None) -> RuntimeOptions:

@@ -94,17 +94,14 @@ async def running_api(
 
 @dataclass
 class ScriptedEngine:
-    """An engine for what a healthy one does not do: fail, stall, or commit several tokens at a time.
-
-    Attributes:
-        steps: Token ids that are committed together, or a pause in seconds, or an error to raise.
-        stats: Goes with every step.
-        likeliest: What else was likely, at every token, if a request asks for logprobs.
-    """
+    """An engine for what a healthy one does not do: fail, stall, or commit several tokens at a time."""
 
     steps: Sequence[tuple[int, ...] | float | Exception]
+    """Token ids that are committed together, or a pause in seconds, or an error to raise."""
     stats: GenerationStats = field(default_factory=GenerationStats)
+    """Goes with every step."""
     likeliest: tuple[tuple[int, float], ...] = ()
+    """What else was likely, at every token, if a request asks for logprobs."""
     context_length: int = 64
     requests: list[GenerationRequest] = field(default_factory=list)
     num_running: int = 0

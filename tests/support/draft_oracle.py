@@ -50,36 +50,30 @@ class OracleMissing(Exception):
 
 @dataclass(frozen=True)
 class Round:
-    """Draft, verification and verdict.
-
-    Attributes:
-        position: Position of the committed token that the draft follows.
-        last: That token.
-        drafted: Drafted ids.
-        num_accepted: How many of them the model chose as well.
-    """
+    """Draft, verification and verdict."""
 
     position: int
+    """Position of the committed token that the draft follows."""
     last: int
+    """That token."""
     drafted: tuple[int, ...]
+    """Drafted ids."""
     num_accepted: int
+    """How many of them the model chose as well."""
 
 
 @dataclass(frozen=True)
 class DraftOracle:
-    """llama.cpp's drafts of a target and a drafter.
-
-    Attributes:
-        program: The program.
-        target: The whole model.
-        drafter: The drafter, complete; None for the target's own head.
-        kind: Its kind, `eagle3` or `mtp`.
-    """
+    """llama.cpp's drafts of a target and a drafter."""
 
     program: Path
+    """The program."""
     target: Path
+    """The whole model."""
     drafter: Path | None
+    """The drafter, complete; None for the target's own head."""
     kind: str
+    """Its kind, `eagle3` or `mtp`."""
 
     def rounds(self, texts: Sequence[Sequence[int]], num_drafted: int, num_rounds: int) -> list[list[Round]]:
         """Rounds behind each text.

@@ -17,13 +17,10 @@ if TYPE_CHECKING:
 
 
 class StillLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock stands still, so that no timer fires by itself.
-
-    Attributes:
-        now_s: What `time` says.
-    """
+    """An event loop whose clock stands still, so that no timer fires by itself."""
 
     now_s = 1000.0
+    """What `time` says."""
 
     def time(self) -> float:
         return self.now_s
@@ -38,21 +35,18 @@ class StillLoop(asyncio.SelectorEventLoop):
 
 @dataclass(eq=False)
 class Gate:
-    """One direction of a stream.
-
-    Attributes:
-        name: From where to where.
-        held: Messages that wait here, and what lets each go.
-        num_passed: Messages that were given to gRPC.
-        num_arrived: How many of those the other side has read.
-        is_read: Whether the other side waits for the next.
-    """
+    """One direction of a stream."""
 
     name: str
+    """From where to where."""
     held: deque[tuple[Any, Callable[[], Awaitable[None]]]] = field(default_factory=deque)
+    """Messages that wait here, and what lets each go."""
     num_passed: int = 0
+    """Messages that were given to gRPC."""
     num_arrived: int = 0
+    """How many of those the other side has read."""
     is_read: bool = False
+    """Whether the other side waits for the next."""
 
     @property
     def is_quiet(self) -> bool:
@@ -62,25 +56,22 @@ class Gate:
 
 @dataclass(eq=False)
 class Stream:
-    """One call, of whose two ends both are in this process.
-
-    Attributes:
-        caller: Who called: `coordinator`, or a stage by its index.
-        forth: From the caller to the stage.
-        back: From the stage to the caller.
-        has_begun: Whether the stage's handler runs, or did.
-        is_served: Whether it runs.
-        is_over: Whether the caller has seen the end, or does not want to.
-        end: Ends it at the caller's side, without another word.
-    """
+    """One call, of whose two ends both are in this process."""
 
     caller: str
+    """Who called: `coordinator`, or a stage by its index."""
     forth: Gate
+    """From the caller to the stage."""
     back: Gate
+    """From the stage to the caller."""
     has_begun: bool = False
+    """Whether the stage's handler runs, or did."""
     is_served: bool = False
+    """Whether it runs."""
     is_over: bool = False
+    """Whether the caller has seen the end, or does not want to."""
     end: Callable[[], object] = lambda: None
+    """Ends it at the caller's side, without another word."""
 
     @property
     def gates(self) -> tuple[Gate, Gate]:
@@ -177,15 +168,12 @@ class WatchedArrivals:
 
 @dataclass(frozen=True)
 class Choice:
-    """Something that can happen next.
-
-    Attributes:
-        name: Says what it is, for whoever reads a counterexample.
-        happen: Makes it happen; wait until all is quiet then.
-    """
+    """Something that can happen next."""
 
     name: Callable[[], str]
+    """Says what it is, for whoever reads a counterexample."""
     happen: Callable[[], Awaitable[None]]
+    """Makes it happen; wait until all is quiet then."""
 
 
 def described(message: Any) -> str:

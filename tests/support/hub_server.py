@@ -19,33 +19,30 @@ COMMIT = "c0ffee" + "0" * 34
 
 @dataclass
 class Hub:
-    """What a test sees of it, and says.
-
-    Attributes:
-        url: For `HF_ENDPOINT`.
-        files: Content of each file of `org/tiny-GGUF`.
-        token: What it takes to read anything; None lets everybody.
-        statuses: Of the next answers, before any is good: HTTP codes with their `Retry-After`.
-        breaks_after: So many bytes into the next answers with content, the connection ends.
-        ignores_ranges: Whether it sends whole files whatever is asked for.
-        commit: What it says that the repository's commit is.
-        page: What it answers instead of telling what a repository holds.
-        num_asked: Requests for content.
-        sent_bytes: Of content.
-        tokens_at_cdn: What came along to where content lies.
-    """
+    """What a test sees of it, and says."""
 
     url: str = ""
+    """For `HF_ENDPOINT`."""
     files: dict[str, bytes] = field(default_factory=dict)
+    """Content of each file of `org/tiny-GGUF`."""
     token: str | None = None
+    """What it takes to read anything; None lets everybody."""
     statuses: deque[tuple[int, str | None]] = field(default_factory=deque)
+    """Of the next answers, before any is good: HTTP codes with their `Retry-After`."""
     breaks_after: deque[int] = field(default_factory=deque)
+    """So many bytes into the next answers with content, the connection ends."""
     ignores_ranges: bool = False
+    """Whether it sends whole files whatever is asked for."""
     commit: str = COMMIT
+    """What it says that the repository's commit is."""
     page: bytes | None = None
+    """What it answers instead of telling what a repository holds."""
     num_asked: int = 0
+    """Requests for content."""
     sent_bytes: int = 0
+    """Of content."""
     tokens_at_cdn: list[str | None] = field(default_factory=list)
+    """What came along to where content lies."""
 
 
 @contextmanager

@@ -27,19 +27,16 @@ PATIENCE_S = 200.0
 
 @dataclass
 class Running:
-    """A mesh in the lab.
-
-    Attributes:
-        lab: Its hosts; the mesh may leave the last ones alone.
-        system: The processes of the mesh.
-        num_hosts: That take part in it.
-        state: The head's state file.
-    """
+    """A mesh in the lab."""
 
     lab: Lab
+    """Its hosts; the mesh may leave the last ones alone."""
     system: MeshSystem
+    """The processes of the mesh."""
     num_hosts: int
+    """That take part in it."""
     state: Path
+    """The head's state file."""
 
     def status(self) -> dict[str, Any]:
         found: dict[str, Any] = get_json(self.lab, 0, self.system.port, "/mesh/status")

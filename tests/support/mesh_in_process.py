@@ -42,17 +42,14 @@ NUM_STAGES = 3
 
 @dataclass
 class MeshInProcess:
-    """A mesh and its API.
-
-    Attributes:
-        api: What serves the page.
-        mesh: The stages behind it.
-        state: What the status is made of.
-    """
+    """A mesh and its API."""
 
     api: Api
+    """What serves the page."""
     mesh: Serving
+    """The stages behind it."""
     state: MeshState
+    """What the status is made of."""
 
 
 @asynccontextmanager

@@ -210,25 +210,22 @@ class Hook:
 
 @dataclass
 class OnDemandApi:
-    """A running server with a library.
-
-    Attributes:
-        api: The server.
-        models: What is loaded.
-        memory: What fits.
-        clock: The loader's clock.
-        loader: The loader.
-        library: What it may load.
-        hook: What the API finds.
-    """
+    """A running server with a library."""
 
     api: Api
+    """The server."""
     models: LoadedModels
+    """What is loaded."""
     memory: Memory
+    """What fits."""
     clock: Clock
+    """The loader's clock."""
     loader: OnDemandLoader
+    """The loader."""
     library: FixedLibrary
+    """What it may load."""
     hook: Hook
+    """What the API finds."""
 
     def hide_library(self, *, is_hidden: bool) -> None:
         """Have the API find no library, as before the first model of a new head answers."""

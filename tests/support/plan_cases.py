@@ -141,20 +141,17 @@ def hosts_of_case(case: dict[str, Any]) -> list[HostCapacity]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a planner makes of a case.
-
-    Attributes:
-        stages: Host, first layer and the one behind the last, in pipeline order; none if it is refused.
-        error: Type of the refusal, or empty.
-        tokens_per_s: Of one session: every stage reads its weights, one after the other, and the token is
-            handled everywhere. What it takes on the wire is not the planner's to know.
-        full_tokens_per_s: Of as many sessions as there are stages: the slowest stage sets the pace.
-    """
+    """What a planner makes of a case."""
 
     stages: tuple[tuple[str, int, int], ...]
+    """Host, first layer and the one behind the last, in pipeline order; none if it is refused."""
     error: str
+    """Type of the refusal, or empty."""
     tokens_per_s: float
+    """Of one session: every stage reads its weights, one after the other, and the token is handled
+    everywhere. What it takes on the wire is not the planner's to know."""
     full_tokens_per_s: float
+    """Of as many sessions as there are stages: the slowest stage sets the pace."""
 
 
 def answer(case: dict[str, Any]) -> Answer:

@@ -28,26 +28,23 @@ WRONG = -1
 
 @dataclass(frozen=True)
 class RingShape:
-    """What is simulated.
-
-    Attributes:
-        staircase_ms: Entry `k - 1`: what a stage computes on a batch of `k` rows with a core to itself; the
-            last step's height goes on beyond.
-        num_stages: How many such stages.
-        one_way_ms: Each hop, and each control message.
-        overhead_ms: Around each batch, on top of computing: waking, serialising.
-        num_cores: Cores that stages and drafters share; None gives each its own.
-        draft_ms: Core time of a drafted token.
-        jitter: Computing takes up to this share more or less, drawn anew for each batch.
-    """
+    """What is simulated."""
 
     staircase_ms: tuple[float, ...] = (4.0, 7.5, 10.4, 12.8, 16.8, 19.2)
+    """Entry `k - 1`: what a stage computes on a batch of `k` rows with a core to itself; the last step's
+    height goes on beyond."""
     num_stages: int = 3
+    """How many such stages."""
     one_way_ms: float = 5.0
+    """Each hop, and each control message."""
     overhead_ms: float = 0.3
+    """Around each batch, on top of computing: waking, serialising."""
     num_cores: int | None = None
+    """Cores that stages and drafters share; None gives each its own."""
     draft_ms: float = 6.0
+    """Core time of a drafted token."""
     jitter: float = 0.1
+    """Computing takes up to this share more or less, drawn anew for each batch."""
 
     def compute_ms(self, num_rows: int) -> float:
         stairs = self.staircase_ms
@@ -59,15 +56,12 @@ class RingShape:
 
 @dataclass
 class Text:
-    """What each proposer would say at each position, drawn beforehand.
-
-    Attributes:
-        lookups: Entry `p`: the confidences of a free look-up's tokens from `p` on, and how many are right.
-        drafts: Entry `p`: how sure the draft model is there, and whether it is right; None without one.
-    """
+    """What each proposer would say at each position, drawn beforehand."""
 
     lookups: Sequence[tuple[tuple[float, ...], int]] = ()
+    """Entry `p`: the confidences of a free look-up's tokens from `p` on, and how many are right."""
     drafts: Sequence[tuple[float, bool]] | None = None
+    """Entry `p`: how sure the draft model is there, and whether it is right; None without one."""
 
 
 @dataclass
@@ -422,17 +416,14 @@ class SimulatedSession:
 
 @dataclass(frozen=True)
 class Run:
-    """What a simulation came to.
-
-    Attributes:
-        elapsed_ms: From the first session's start to the last one's end.
-        tokens_per_s: All sessions' tokens over it.
-        sessions: Those that ran.
-    """
+    """What a simulation came to."""
 
     elapsed_ms: float
+    """From the first session's start to the last one's end."""
     tokens_per_s: float
+    """All sessions' tokens over it."""
     sessions: tuple[SimulatedSession, ...]
+    """Those that ran."""
 
 
 def simulate(

@@ -19,33 +19,30 @@ _UNQUANTISED = ("token_types.weight", "position_embd.weight")
 
 @dataclass(frozen=True)
 class Family:
-    """What tells an architecture of embedding models from others.
-
-    Attributes:
-        norms_first: Norms before attention and FFN; otherwise after each, with biases.
-        has_rms: RMS norms, without biases.
-        has_biases: Biases of matrices.
-        has_positions: A table of positions; the others have rope or ALiBi.
-        gate: None, a matrix of its own, or the first half of the one that goes up.
-        joins_qkv: Queries, keys and values out of one matrix.
-        output_norm: The last norm; None without.
-        has_window: Layers with a sliding window.
-        has_head_norms: Norms of queries and keys, and of what attention and FFN return.
-        has_experts: Every second layer has experts.
-        has_types: A table of token types.
-    """
+    """What tells an architecture of embedding models from others."""
 
     norms_first: bool = False
+    """Norms before attention and FFN; otherwise after each, with biases."""
     has_rms: bool = False
+    """RMS norms, without biases."""
     has_biases: bool = False
+    """Biases of matrices."""
     has_positions: bool = False
+    """A table of positions; the others have rope or ALiBi."""
     gate: Literal["none", "own", "half"] = "none"
+    """None, a matrix of its own, or the first half of the one that goes up."""
     joins_qkv: bool = False
+    """Queries, keys and values out of one matrix."""
     output_norm: str | None = None
+    """The last norm; None without."""
     has_window: bool = False
+    """Layers with a sliding window."""
     has_head_norms: bool = False
+    """Norms of queries and keys, and of what attention and FFN return."""
     has_experts: bool = False
+    """Every second layer has experts."""
     has_types: bool = False
+    """A table of token types."""
 
 
 FAMILIES = {
@@ -75,31 +72,28 @@ _N_EXPERTS = 4
 
 @dataclass(frozen=True)
 class TinyEmbedder:
-    """The shape of a tiny embedding model whose attention is not causal.
-
-    Attributes:
-        architecture: One of `FAMILIES`.
-        pooling: `pooling_type`; None leaves it out.
-        n_ctx: Positions that it was trained for.
-        n_vocab: Token ids.
-        window: Sliding window in positions, where the family has one.
-        window_pattern: Every so many layers one has no window, or whether each has one; None leaves it out.
-        is_float: float32 weights: llama.cpp rounds what it multiplies with quantised ones.
-        seed: Of the weights.
-    """
+    """The shape of a tiny embedding model whose attention is not causal."""
 
     architecture: str = "bert"
+    """One of `FAMILIES`."""
     pooling: int | None = MEAN
+    """`pooling_type`; None leaves it out."""
     n_layers: int = 2
     n_embd: int = 64
     n_ff: int = 96
     n_heads: int = 4
     n_ctx: int = 512
+    """Positions that it was trained for."""
     n_vocab: int = N_VOCAB
+    """Token ids."""
     window: int = 16
+    """Sliding window in positions, where the family has one."""
     window_pattern: int | tuple[bool, ...] | None = 2
+    """Every so many layers one has no window, or whether each has one; None leaves it out."""
     is_float: bool = False
+    """float32 weights: llama.cpp rounds what it multiplies with quantised ones."""
     seed: int = 1
+    """Of the weights."""
 
     @property
     def head_size(self) -> int:

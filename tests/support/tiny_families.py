@@ -300,25 +300,22 @@ def _nothing(_noise: Noise) -> Tensors:
 
 @dataclass(frozen=True)
 class TinyFamily:
-    """One family's tiny model.
-
-    Attributes:
-        architecture: `general.architecture`.
-        n_layers: Layers.
-        layer: Gives the tensors of a layer.
-        metadata: Below the architecture's name.
-        outside: Gives tensors outside the layers, beyond embedding and head.
-        cuts: Where it may be cut.
-        has_head: Whether its head is not its embedding.
-    """
+    """One family's tiny model."""
 
     architecture: str
+    """`general.architecture`."""
     n_layers: int
+    """Layers."""
     layer: Callable[[Noise, int], Tensors]
+    """Gives the tensors of a layer."""
     metadata: Metadata
+    """Below the architecture's name."""
     cuts: tuple[int, ...]
+    """Where it may be cut."""
     outside: Callable[[Noise], Tensors] = _nothing
+    """Gives tensors outside the layers, beyond embedding and head."""
     has_head: bool = True
+    """Whether its head is not its embedding."""
 
     def with_prediction_layer(self) -> "TinyFamily":
         """The same trunk, followed by a layer for multi-token prediction."""

@@ -13,32 +13,29 @@ N_VOCAB = 320
 
 @dataclass(frozen=True)
 class TinyModel:
-    """The shape of a tiny model.
-
-    Attributes:
-        architecture: llama, qwen2, qwen3, gemma2, gemma3, internlm2 or granite.
-        n_layers: Layers.
-        is_tied: No head of its own.
-        has_rope_factors: One tensor of rope factors for all layers, as in Llama 3.
-        window: Sliding window in positions, gemma3 only.
-        n_embd: Width.
-        seed: Of the weights.
-        is_float: float32 weights: llama.cpp rounds what it multiplies with quantised ones.
-    """
+    """The shape of a tiny model."""
 
     architecture: str
+    """llama, qwen2, qwen3, gemma2, gemma3, internlm2 or granite."""
     n_layers: int = 6
+    """Layers."""
     is_tied: bool = False
+    """No head of its own."""
     has_rope_factors: bool = False
+    """One tensor of rope factors for all layers, as in Llama 3."""
     window: int = 16
+    """Sliding window in positions, gemma3 only."""
     n_embd: int = 64
+    """Width."""
     n_ff: int = 96
     n_heads: int = 4
     n_heads_kv: int = 2
     head_size: int = 16
     seed: int = 1
+    """Of the weights."""
     n_ctx_train: int = 1024
     is_float: bool = False
+    """float32 weights: llama.cpp rounds what it multiplies with quantised ones."""
 
     def write(
         self,

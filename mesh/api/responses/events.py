@@ -191,19 +191,16 @@ class Output:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a conversation.
-
-    Attributes:
-        messages: The conversation before it, without the request's instructions.
-        job: The job of its answer.
-        input_items: Items of the request's input.
-        repeated: See `repeated_fields`.
-    """
+    """One turn of a conversation."""
 
     messages: Sequence[Mapping[str, Any]]
+    """The conversation before it, without the request's instructions."""
     job: GenerationJob
+    """The job of its answer."""
     input_items: Sequence[Mapping[str, Any]]
+    """Items of the request's input."""
     repeated: Mapping[str, Any]
+    """See `repeated_fields`."""
 
 
 class _ResponseBuilder:

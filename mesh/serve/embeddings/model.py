@@ -37,59 +37,50 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class EmbeddingPreflight:
-    """Results of the checks before any work begins.
-
-    Attributes:
-        sizes: Sizes of the model, and limits of its batches.
-        tokenizer: Tokenizer of the model.
-        setup: Fingerprint of all settings that it is loaded with.
-        stamps: Stamps of the model's files when they were read.
-        text_bytes: Memory of the vocabulary in all processes for texts on the head's host.
-    """
+    """Results of the checks before any work begins."""
 
     sizes: EmbeddingSizes
+    """Sizes of the model, and limits of its batches."""
     tokenizer: Tokenizer
+    """Tokenizer of the model."""
     setup: str
+    """Fingerprint of all settings that it is loaded with."""
     stamps: tuple[FileStamp, ...]
+    """Stamps of the model's files when they were read."""
     text_bytes: int
+    """Memory of the vocabulary in all processes for texts on the head's host."""
 
 
 @dataclass
 class EmbeddingState:
-    """State of one embedding model, for `/mesh/status`.
-
-    Attributes:
-        phase: Current step, in a few words.
-        plan: Placement, once it is known.
-        incidents: Recent failures.
-    """
+    """State of one embedding model, for `/mesh/status`."""
 
     phase: str = "starting"
+    """Current step, in a few words."""
     plan: Plan | None = None
+    """Placement, once it is known."""
     incidents: Incidents = field(default_factory=lambda: Incidents(time.time))
+    """Recent failures."""
 
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingModel:
-    """One embedding model, from the check of its file to the end of its process.
-
-    Attributes:
-        name: Model name for clients.
-        load_request: Request of `mesh load`.
-        known: Results of the checks.
-        engine: Engine of the API; answers once the model is loaded.
-        state: State for `/mesh/status`.
-        pipeline: All layers as one stage.
-        transfers: Record of weights sent to hosts.
-    """
+    """One embedding model, from the check of its file to the end of its process."""
 
     name: str
+    """Model name for clients."""
     load_request: LoadRequest
+    """Request of `mesh load`."""
     known: EmbeddingPreflight
+    """Results of the checks."""
     engine: EmbeddingEngine
+    """Engine of the API; answers once the model is loaded."""
     state: EmbeddingState
+    """State for `/mesh/status`."""
     pipeline: Pipeline
+    """All layers as one stage."""
     transfers: Transfers
+    """Record of weights sent to hosts."""
 
     @property
     def setup(self) -> str:

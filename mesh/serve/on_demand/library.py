@@ -39,23 +39,20 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class LibraryEntry:
-    """A model of the library.
-
-    Attributes:
-        name: Its name for clients, that of its file.
-        path: Its file, the first if it has several.
-        created_s: Last change of that file, Unix seconds.
-        size_bytes: Size of all its files.
-        n_vocab: Rows of its token embedding.
-        n_ctx_train: Positions that it was trained for.
-    """
+    """A model of the library."""
 
     name: str
+    """Its name for clients, that of its file."""
     path: Path
+    """Its file, the first if it has several."""
     created_s: int
+    """Last change of that file, Unix seconds."""
     size_bytes: int
+    """Size of all its files."""
     n_vocab: int
+    """Rows of its token embedding."""
     n_ctx_train: int
+    """Positions that it was trained for."""
 
 
 class Library:

@@ -89,36 +89,30 @@ class Room(Protocol):
 
 @dataclass(eq=False)
 class _WaitingRequest:
-    """A request that waits for a model.
-
-    Attributes:
-        arrived: Resolved once the model answers; fails with the error if it does not.
-        since_s: Its arrival, in seconds of the clock.
-        client: Identity of its API key; None where the API is open.
-        refusal: Its error if it may only wait while the model loads for others; None if it may have it done.
-    """
+    """A request that waits for a model."""
 
     arrived: asyncio.Future[None]
+    """Resolved once the model answers; fails with the error if it does not."""
     since_s: float
+    """Its arrival, in seconds of the clock."""
     client: str | None
+    """Identity of its API key; None where the API is open."""
     refusal: MeshError | None
+    """Its error if it may only wait while the model loads for others; None if it may have it done."""
 
 
 @dataclass(eq=False)
 class _Use:
-    """Requests for one model.
-
-    Attributes:
-        waiting: Requests that wait for it to be loaded.
-        num_held: Requests that use it, those that wait for it included.
-        loaded_at_s: When it was loaded; None if it is not.
-        used_at_s: When the latest request ended, or it was loaded.
-    """
+    """Requests for one model."""
 
     waiting: FairQueue[str | None, _WaitingRequest]
+    """Requests that wait for it to be loaded."""
     num_held: int = 0
+    """Requests that use it, those that wait for it included."""
     loaded_at_s: float | None = None
+    """When it was loaded; None if it is not."""
     used_at_s: float = 0.0
+    """When the latest request ended, or it was loaded."""
 
     @property
     def waiting_since_s(self) -> float | None:
@@ -128,17 +122,14 @@ class _Use:
 
 @dataclass(frozen=True)
 class _Failure:
-    """Failed loading: not tried again for a while, since others would be unloaded for it again.
-
-    Attributes:
-        error: What its requests are told.
-        until_s: When it may be tried again.
-        entry: The file; another one in its place is tried at once. None if there was none.
-    """
+    """Failed loading: not tried again for a while, since others would be unloaded for it again."""
 
     error: MeshError
+    """What its requests are told."""
     until_s: float
+    """When it may be tried again."""
     entry: LibraryEntry | None
+    """The file; another one in its place is tried at once. None if there was none."""
 
 
 class OnDemandLoader:

@@ -21,39 +21,32 @@ Phase: TypeAlias = Literal["unloaded", "loading", "loaded", "unloading"]
 
 @dataclass(frozen=True)
 class DemandRules:
-    """Times that loaded models are kept.
-
-    Attributes:
-        min_stay_s: A loaded model stays at least this long.
-        idle_unload_s: A model that no request used for this long is unloaded; None for never.
-    """
+    """Times that loaded models are kept."""
 
     min_stay_s: float = 60.0
+    """A loaded model stays at least this long."""
     idle_unload_s: float | None = None
+    """A model that no request used for this long is unloaded; None for never."""
 
 
 @dataclass(frozen=True)
 class ModelDemand:
-    """One model, and the requests for it, at one moment.
-
-    Attributes:
-        name: Its name for clients.
-        phase: Whether it answers.
-        is_evictable: Whether it may be unloaded without an operator.
-        num_held: Requests that it answers, each from its arrival to its end.
-        waiting_since_s: Arrival of the request that has waited longest for it to be loaded; None if none
-            waits.
-        loaded_at_s: When it was loaded.
-        used_at_s: When the latest request ended, or the model was loaded.
-    """
+    """One model, and the requests for it, at one moment."""
 
     name: str
+    """Its name for clients."""
     phase: Phase
+    """Whether it answers."""
     is_evictable: bool = True
+    """Whether it may be unloaded without an operator."""
     num_held: int = 0
+    """Requests that it answers, each from its arrival to its end."""
     waiting_since_s: float | None = None
+    """Arrival of the request that has waited longest for it to be loaded; None if none waits."""
     loaded_at_s: float = 0.0
+    """When it was loaded."""
     used_at_s: float = 0.0
+    """When the latest request ended, or the model was loaded."""
 
     @property
     def is_idle(self) -> bool:
@@ -63,63 +56,48 @@ class ModelDemand:
 
 @dataclass(frozen=True)
 class AskRoom:
-    """Find out whether a model fits once others are unloaded, then ask again.
-
-    Attributes:
-        name: The model.
-        gone: The others.
-    """
+    """Find out whether a model fits once others are unloaded, then ask again."""
 
     name: str
+    """The model."""
     gone: frozenset[str]
+    """The others."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Load a model, beside all that are loaded.
-
-    Attributes:
-        name: The model.
-    """
+    """Load a model, beside all that are loaded."""
 
     name: str
+    """The model."""
 
 
 @dataclass(frozen=True)
 class Unload:
-    """Unload models that idle.
-
-    Attributes:
-        names: The models.
-        wanted_by: The model that needs their memory; None if they were idle for too long.
-    """
+    """Unload models that idle."""
 
     names: tuple[str, ...]
+    """The models."""
     wanted_by: str | None
+    """The model that needs their memory; None if they were idle for too long."""
 
 
 @dataclass(frozen=True)
 class Refuse:
-    """Refuse the requests that wait for a model: it does not fit beside those that stay.
-
-    Attributes:
-        name: The model.
-        gone: Models beside whose memory it would not fit either.
-    """
+    """Refuse the requests that wait for a model: it does not fit beside those that stay."""
 
     name: str
+    """The model."""
     gone: frozenset[str]
+    """Models beside whose memory it would not fit either."""
 
 
 @dataclass(frozen=True)
 class Rest:
-    """Nothing to do until something changes.
-
-    Attributes:
-        until_s: When to ask again in any case; None for never.
-    """
+    """Nothing to do until something changes."""
 
     until_s: float | None
+    """When to ask again in any case; None for never."""
 
 
 Step: TypeAlias = AskRoom | Load | Unload | Refuse | Rest

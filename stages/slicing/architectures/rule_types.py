@@ -21,14 +21,12 @@ class Blanks:
 
     Their results are never used. Those before the stage's own layers are computed, and incoming hidden states
     replace their output; those after them are not even computed.
-
-    Attributes:
-        before: Number before the stage's own layers.
-        after: Number after them; 0 at the tail.
     """
 
     before: int = 0
+    """Number before the stage's own layers."""
     after: int = 0
+    """Number after them; 0 at the tail."""
 
     def __or__(self, other: Blanks) -> Blanks:
         return Blanks(max(self.before, other.before), max(self.after, other.after))
@@ -39,21 +37,18 @@ NO_BLANKS: Final = Blanks()
 
 @dataclass(frozen=True)
 class Entry:
-    """Entry and exit of hidden states in the graph of a family; see `stages.graph_boundary`.
-
-    Attributes:
-        inlet: Name of the tensor that they replace, by model; None if they go in as embeddings.
-        outlet: Name of a layer's output.
-        streams: Number of rows of the model's width that make one row of hidden states.
-        takes_tokens: Whether layers of a stage use token ids.
-        needs_embedding: Whether it needs their embeddings, too.
-    """
+    """Entry and exit of hidden states in the graph of a family; see `stages.graph_boundary`."""
 
     inlet: Callable[[GgufHeader], str | None] = field(default=lambda _header: None)
+    """Name of the tensor that they replace, by model; None if they go in as embeddings."""
     outlet: str = DEFAULT_OUTLET
+    """Name of a layer's output."""
     streams: Callable[[GgufHeader], int] = field(default=lambda _header: 1)
+    """Number of rows of the model's width that make one row of hidden states."""
     takes_tokens: Callable[[GgufHeader, LayerRange], bool] = field(default=lambda _header, _layers: False)
+    """Whether layers of a stage use token ids."""
     needs_embedding: bool = False
+    """Whether it needs their embeddings, too."""
 
     def rules(self, header: GgufHeader) -> tuple[Rule, ...]:
         """Its peculiarities, for display."""
@@ -87,37 +82,33 @@ class Entry:
 
 @dataclass(frozen=True)
 class Family:
-    """Rules of one architecture.
-
-    Attributes:
-        architecture: `general.architecture`.
-        rules: Its habits.
-        is_certified: Its rules have been found exact. One whose have not is cut after a self-check only.
-        entry: How hidden states enter and leave its graph.
-        has_uniform_layers: Every layer has the same kinds of tensors, so one that lacks a kind is damaged.
-        head_falls_back_to_embedding: llama.cpp takes `token_embd.weight` as the head if there is no
-            `output.weight`. Then no stage needs a filler: one without a head leaves `output.weight` out, and
-            the tail stores the head under the embedding's name.
-        head_rows_are_fixed: llama.cpp wants a head of just so many rows, in every stage.
-        not_served: Why its models are not served at all, not even on one host; None if they are.
-        has_recurrent_state: Its sessions have a state that goes back to checkpoints only.
-        depends_on_batch: Rows that are computed together are rounded otherwise than one by one, in exact mode
-            as well.
-        per_layer_parts: Tensors outside the layers that have a part for each layer, by name: which dimension
-            is cut, counted from the fastest.
-    """
+    """Rules of one architecture."""
 
     architecture: str
+    """`general.architecture`."""
     rules: tuple[Rule, ...] = ()
+    """Its habits."""
     entry: Entry = field(default_factory=Entry)
+    """How hidden states enter and leave its graph."""
     is_certified: bool = True
+    """Its rules have been found exact. One whose have not is cut after a self-check only."""
     has_uniform_layers: bool = False
+    """Every layer has the same kinds of tensors, so one that lacks a kind is damaged."""
     head_falls_back_to_embedding: bool = False
+    """llama.cpp takes `token_embd.weight` as the head if there is no `output.weight`. Then no stage needs a
+    filler: one without a head leaves `output.weight` out, and the tail stores the head under the embedding's
+    name."""
     head_rows_are_fixed: bool = False
+    """llama.cpp wants a head of just so many rows, in every stage."""
     not_served: str | None = None
+    """Why its models are not served at all, not even on one host; None if they are."""
     has_recurrent_state: bool = False
+    """Its sessions have a state that goes back to checkpoints only."""
     depends_on_batch: bool = False
+    """Rows that are computed together are rounded otherwise than one by one, in exact mode as well."""
     per_layer_parts: Mapping[str, int] = field(default_factory=dict)
+    """Tensors outside the layers that have a part for each layer, by name: which dimension is cut, counted
+    from the fastest."""
 
     def derived(self, header: GgufHeader, layers: LayerRange) -> Mapping[str, Value | None]:
         """Metadata of a stage by the rules, None for what is left out."""
@@ -160,26 +151,22 @@ def _nothing_left_out(_header: GgufHeader, _layers: LayerRange) -> frozenset[str
 
 @dataclass(frozen=True)
 class Rule:
-    """A property of llama.cpp that cutting must respect.
-
-    Attributes:
-        name: Name of a few words.
-        reason: The property, in one sentence.
-        derived: Metadata of a stage that differ from the generic rules'; None leaves a key out.
-        refused: Cuts that cannot be exact, each with the reason.
-        refused_lengths: Numbers of layers that a stage must not have, each with the reason; the whole model
-            may.
-        left_out: Tensors outside the layers that a stage must not have.
-        blanks: Blank layers of a stage.
-    """
+    """A property of llama.cpp that cutting must respect."""
 
     name: str
+    """Name of a few words."""
     reason: str
+    """The property, in one sentence."""
     derived: Callable[[GgufHeader, LayerRange], Mapping[str, Value | None]] = _nothing_derived
+    """Metadata of a stage that differ from the generic rules'; None leaves a key out."""
     refused: Callable[[GgufHeader], Mapping[int, str]] = _nothing_refused
+    """Cuts that cannot be exact, each with the reason."""
     refused_lengths: Callable[[GgufHeader], Mapping[int, str]] = _nothing_refused
+    """Numbers of layers that a stage must not have, each with the reason; the whole model may."""
     left_out: Callable[[GgufHeader, LayerRange], frozenset[str]] = _nothing_left_out
+    """Tensors outside the layers that a stage must not have."""
     blanks: Callable[[GgufHeader, LayerRange], Blanks] = _no_blanks
+    """Blank layers of a stage."""
 
 
 def _first_reasons(refusals: Iterator[Mapping[int, str]]) -> Mapping[int, str]:

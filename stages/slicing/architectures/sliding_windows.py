@@ -24,37 +24,31 @@ if TYPE_CHECKING:
 
 
 class Bare(Enum):
-    """Rule for a stage in which no layer has a window.
-
-    Attributes:
-        SWITCHED_OFF: The window's size is 0, which means no windows.
-        NEIGHBOUR: The nearest layer with a window is added as a blank.
-        KEPT: llama.cpp does not mind.
-    """
+    """Rule for a stage in which no layer has a window."""
 
     SWITCHED_OFF = "switched off"
+    """The window's size is 0, which means no windows."""
     NEIGHBOUR = "neighbour"
+    """The nearest layer with a window is added as a blank."""
     KEPT = "kept"
+    """llama.cpp does not mind."""
 
 
 @dataclass(frozen=True)
 class _Windows:
-    """The rule for one family.
-
-    Attributes:
-        period: Layers after which the pattern repeats, unless the file says otherwise.
-        dense_first: The first layer of each period is the one without a window, else the last.
-        bare: What becomes of a stage without windows.
-        are_always_on: A file without the window's size, or with 0, has windows all the same.
-        has_factors_elsewhere: The rope factors are for layers without a window, and llama.cpp does not load a
-            file that has them in vain.
-    """
+    """The rule for one family."""
 
     period: int
+    """Layers after which the pattern repeats, unless the file says otherwise."""
     dense_first: bool
+    """The first layer of each period is the one without a window, else the last."""
     bare: Bare
+    """What becomes of a stage without windows."""
     are_always_on: bool
+    """A file without the window's size, or with 0, has windows all the same."""
     has_factors_elsewhere: bool
+    """The rope factors are for layers without a window, and llama.cpp does not load a file that has them in
+    vain."""
 
     def pattern(self, header: GgufHeader) -> tuple[bool, ...] | None:
         """For each layer of the model whether it has a window; None if the model has none."""

@@ -62,23 +62,20 @@ def alone(request: GenerationRequest) -> list[int]:
 
 @dataclass(frozen=True)
 class Turn:
-    """A request that goes on from an earlier one's text.
-
-    Attributes:
-        earlier: Which of those before it.
-        num_shared: How much of that one's prompt and answer it repeats.
-        more: What follows.
-        client: Whose it is.
-        num_read: Tokens after which its client hangs up, or None.
-        is_drawn: Whether it is sampled, with penalties.
-    """
+    """A request that goes on from an earlier one's text."""
 
     earlier: int
+    """Which of those before it."""
     num_shared: int
+    """How much of that one's prompt and answer it repeats."""
     more: tuple[int, ...]
+    """What follows."""
     client: str | None
+    """Whose it is."""
     num_read: int | None
+    """Tokens after which its client hangs up, or None."""
     is_drawn: bool
+    """Whether it is sampled, with penalties."""
 
 
 turns = st.builds(

@@ -48,15 +48,12 @@ TEXTS = ["Hello", "Rivers reach the sea, and the sea does not fill."]
 
 @dataclass
 class Served:
-    """A chat model and, beside it, an embedding model.
-
-    Attributes:
-        link: The host of the embedding model.
-    """
+    """A chat model and, beside it, an embedding model."""
 
     api: Api
     engine: EmbeddingEngine
     link: ScriptedLink
+    """The host of the embedding model."""
 
     async def post(self, **fields: object) -> httpx.Response:
         return await self.api.http.post(PATH, json={"input": "Hello", **fields}, headers=HEADERS)

@@ -25,14 +25,14 @@ class Stages:
     """Two stages that remember what they are told, and a clock.
 
     Attributes:
-        sent: Fetches.
-        now_ms: The clock.
         disk: What tells them.
     """
 
     can_trim: bool = True
     sent: list[wire.Fetch] = field(default_factory=list)
+    """Fetches."""
     now_ms: float = 0.0
+    """The clock."""
 
     def __post_init__(self) -> None:
         self.history = DiskHistory()

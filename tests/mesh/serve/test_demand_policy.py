@@ -41,23 +41,20 @@ class Loaded:
 
 @dataclass
 class World:
-    """Models on one host, and the requests for them.
-
-    Attributes:
-        now_s: The moment.
-        loaded: Models that requests loaded.
-        waiting: Arrivals of requests, by model.
-        known: What the policy was told of the memory.
-        refused: Models that were refused.
-        loads: When which model was loaded.
-    """
+    """Models on one host, and the requests for them."""
 
     now_s: float = 0.0
+    """The moment."""
     loaded: dict[str, Loaded] = field(default_factory=dict)
+    """Models that requests loaded."""
     waiting: dict[str, list[float]] = field(default_factory=dict)
+    """Arrivals of requests, by model."""
     known: dict[tuple[str, frozenset[str]], bool] = field(default_factory=dict)
+    """What the policy was told of the memory."""
     refused: list[str] = field(default_factory=list)
+    """Models that were refused."""
     loads: list[tuple[float, str]] = field(default_factory=list)
+    """When which model was loaded."""
 
     @property
     def taken(self) -> int:
