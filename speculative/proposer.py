@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 # Proposers whose tokens cost computing time; see `speculative.draft`.
 DRAFTERS: Final = ("draft", "eagle3", "mtp")
 CONFIRMED_SHARE: Final = 0.95
+"""A cheap proposer's token may be this much less likely than a draft model's: it is there at once."""
 
 
 class Proposer(Protocol):
@@ -101,7 +102,6 @@ class Proposal:
 
 
 EMPTY: Final = Proposal((), (), "")
-"""A cheap proposer's token may be this much less likely than a draft model's: it is there at once."""
 
 
 class ChainProposer:

@@ -19,10 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 BLOCK_POSITIONS: Final = 256
-
-log = structlog.get_logger()
 """Positions of a block: few, so that little of a prompt is left over; many, so that files have some size."""
-
 _EXACT_WIRE: Final = "f32"
 # Of shorter texts nothing is kept.
 _LEAST_BLOCKS: Final = 2
@@ -34,6 +31,8 @@ _REST_MS: Final = 60_000.0
 _LEAST_MEASURED: Final = 128
 # Of fetches that do not seem to pay, one in so many is made.
 _TRIED_EVERY: Final = 8
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)

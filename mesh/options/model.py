@@ -23,21 +23,13 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 _DEFAULT: Final = "default"
 _MOST_CHARS: Final = 4096
 _MOST_LAYERS: Final = 4096
-
 SESSIONS: Final = "Sessions"
 SPECULATION: Final = "Speculation"
 PLACEMENT: Final = "Placement"
 API: Final = "API"
+# Options of embedding models; the others are of models that generate text.
+_OF_EMBEDDINGS: Final = frozenset({"model", "name", "embeddings", "ctx_size", "threads", "max_waiting"})
 
-
-def _known(kv_type: str) -> str:
-    if kv_type not in KV_TYPES:
-        raise ValueError(f"must be one of {', '.join(KV_TYPES)}")
-    return kv_type
-
-
-KvType = Annotated[str, AfterValidator(_known), Field(json_schema_extra={"enum": list(KV_TYPES)})]
-"""Name of a format of KV caches."""
 OnePath = Annotated[
     Path,
     Strict(strict=False),
@@ -50,6 +42,16 @@ LayerCounts = Annotated[
     Field(min_length=1, max_length=_MOST_LAYERS),
 ]
 """Layers of each stage."""
+
+
+def _known(kv_type: str) -> str:
+    if kv_type not in KV_TYPES:
+        raise ValueError(f"must be one of {', '.join(KV_TYPES)}")
+    return kv_type
+
+
+KvType = Annotated[str, AfterValidator(_known), Field(json_schema_extra={"enum": list(KV_TYPES)})]
+"""Name of a format of KV caches."""
 
 
 class ModelOptions(Options):
@@ -392,10 +394,6 @@ class LoadRequest(ModelOptions):
                 param="name",
             )
         return name
-
-
-# Options of embedding models; the others are of models that generate text.
-_OF_EMBEDDINGS: Final = frozenset({"model", "name", "embeddings", "ctx_size", "threads", "max_waiting"})
 
 
 def model_options_in(options: ModelOptions) -> dict[str, Any]:

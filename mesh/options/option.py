@@ -68,6 +68,29 @@ class OptionField:
         return get_origin(self.hint) is tuple and self.option.kind in {None, "folder"}
 
 
+class Options(BaseModel):
+    """A set of options; nothing changes it."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, arbitrary_types_allowed=True)
+
+    def changed(self, **changes: Any) -> Self:
+        """The options with other values of some fields, which are not checked.
+
+        Raises:
+            TypeError: If there is no such field.
+        """
+        if unknown := changes.keys() - type(self).model_fields.keys():
+            raise TypeError(f"{type(self).__name__} has no field {min(unknown)}")
+        return self.model_copy(update=changes)
+
+    def require_consistent(self) -> None:
+        """Check that no options contradict one another.
+
+        Raises:
+            InvalidRequest: Naming one of them.
+        """
+
+
 def option_fields(model: type[BaseModel]) -> Iterator[OptionField]:
     """Fields of a model that have an option, in their order."""
     for name, field in model.model_fields.items():
@@ -105,26 +128,3 @@ def _option_field(name: str, option: Option, field: FieldInfo) -> OptionField:
 def _choices(extra: Any) -> tuple[str, ...]:
     found: Mapping[str, Any] = extra if isinstance(extra, dict) else {}
     return tuple(found.get("enum", ()))
-
-
-class Options(BaseModel):
-    """A set of options; nothing changes it."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, arbitrary_types_allowed=True)
-
-    def changed(self, **changes: Any) -> Self:
-        """The options with other values of some fields, which are not checked.
-
-        Raises:
-            TypeError: If there is no such field.
-        """
-        if unknown := changes.keys() - type(self).model_fields.keys():
-            raise TypeError(f"{type(self).__name__} has no field {min(unknown)}")
-        return self.model_copy(update=changes)
-
-    def require_consistent(self) -> None:
-        """Check that no options contradict one another.
-
-        Raises:
-            InvalidRequest: Naming one of them.
-        """

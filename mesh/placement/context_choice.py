@@ -31,28 +31,15 @@ if TYPE_CHECKING:
     from stages.layers import LayerRange
     from stages.runtime.process_memory import StageMemory
 
-
 LEAST_CTX_SIZE: Final = 4096
 """Fewest positions that are chosen, unless the model was trained for fewer."""
-
 MOST_CTX_SIZE: Final = 131_072
 """Most positions that are chosen."""
-
 EXAMINED_S: Final = 0.3
 """Time after which no further loss of a host is tried; each that was is tried again with a few contexts."""
-
 _STEP: Final = 1024
 _TRAINED: Final = "the model was trained for no more"
 _MOST: Final = "no larger one is chosen by default"
-
-
-def least_context(n_ctx_train: int) -> int:
-    """Positions of one session that the placement is made for.
-
-    Args:
-        n_ctx_train: Positions that the model was trained for.
-    """
-    return min(n_ctx_train, LEAST_CTX_SIZE)
 
 
 @dataclass(frozen=True)
@@ -96,46 +83,6 @@ class ContextChoice:
             if self.larger is None
             else {"positions": self.larger.ctx_size, "added_bytes": dict(self.larger.added_bytes)},
         }
-
-
-def choose_context(
-    sizes: StageSizes,
-    plan: Plan,
-    hosts: Sequence[HostCapacity],
-    *,
-    may_move: bool = True,
-    is_time_up: Callable[[], bool] = never,
-) -> tuple[Plan, ContextChoice]:
-    """Choose the context of a placement.
-
-    Args:
-        sizes: Sizes of the model's stages with the fewest positions, see `least_context`.
-        plan: The placement, made with these sizes.
-        hosts: All hosts, with the capacity that the placement was made of.
-        may_move: Whether layers may be placed elsewhere later; not if they are locked to their hosts.
-        is_time_up: Called between two losses that are tried: whether to leave the others out.
-
-    Returns:
-        The same placement with the memory that it takes then, and the choice.
-    """
-    least, n_ctx_train = sizes.workload.ctx_size, sizes.model.n_ctx_train
-    most = max(least, min(n_ctx_train, MOST_CTX_SIZE))
-    bounds = _Bounds(sizes, plan.stages, hosts, may_move=may_move, is_time_up=is_time_up)
-    bound = _TRAINED if most >= n_ctx_train else _MOST
-    low, high = 0, -((least - most) // _STEP)
-    while low < high:
-        middle = (low + high + 1) // 2
-        refusal = bounds.refusal(min(least + middle * _STEP, most))
-        if refusal is None:
-            low = middle
-        else:
-            high, bound = middle - 1, refusal
-    ctx_size = min(least + low * _STEP, most)
-    larger = None
-    if ctx_size < n_ctx_train:
-        larger = bounds.larger(ctx_size, min(2 * ctx_size, n_ctx_train))
-    stages = tuple(bounds.stages_with(ctx_size))
-    return Plan(stages, plan.reason), ContextChoice(ctx_size, sizes.workload.num_slots, bound, larger)
 
 
 class _Bounds:
@@ -220,6 +167,55 @@ class _Bounds:
         lost = [index for index, stage in enumerate(stages) if stage.host == name]
         others = [host for host in self._hosts if host.name != name]
         return can_replan(sizes, stages, lost, others, may_start_over=may_start_over)
+
+
+def least_context(n_ctx_train: int) -> int:
+    """Positions of one session that the placement is made for.
+
+    Args:
+        n_ctx_train: Positions that the model was trained for.
+    """
+    return min(n_ctx_train, LEAST_CTX_SIZE)
+
+
+def choose_context(
+    sizes: StageSizes,
+    plan: Plan,
+    hosts: Sequence[HostCapacity],
+    *,
+    may_move: bool = True,
+    is_time_up: Callable[[], bool] = never,
+) -> tuple[Plan, ContextChoice]:
+    """Choose the context of a placement.
+
+    Args:
+        sizes: Sizes of the model's stages with the fewest positions, see `least_context`.
+        plan: The placement, made with these sizes.
+        hosts: All hosts, with the capacity that the placement was made of.
+        may_move: Whether layers may be placed elsewhere later; not if they are locked to their hosts.
+        is_time_up: Called between two losses that are tried: whether to leave the others out.
+
+    Returns:
+        The same placement with the memory that it takes then, and the choice.
+    """
+    least, n_ctx_train = sizes.workload.ctx_size, sizes.model.n_ctx_train
+    most = max(least, min(n_ctx_train, MOST_CTX_SIZE))
+    bounds = _Bounds(sizes, plan.stages, hosts, may_move=may_move, is_time_up=is_time_up)
+    bound = _TRAINED if most >= n_ctx_train else _MOST
+    low, high = 0, -((least - most) // _STEP)
+    while low < high:
+        middle = (low + high + 1) // 2
+        refusal = bounds.refusal(min(least + middle * _STEP, most))
+        if refusal is None:
+            low = middle
+        else:
+            high, bound = middle - 1, refusal
+    ctx_size = min(least + low * _STEP, most)
+    larger = None
+    if ctx_size < n_ctx_train:
+        larger = bounds.larger(ctx_size, min(2 * ctx_size, n_ctx_train))
+    stages = tuple(bounds.stages_with(ctx_size))
+    return Plan(stages, plan.reason), ContextChoice(ctx_size, sizes.workload.num_slots, bound, larger)
 
 
 def _crowded(host: HostCapacity, held: Sequence[tuple[StageMemory, StageMemory]]) -> str | None:

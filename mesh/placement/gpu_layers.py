@@ -23,8 +23,20 @@ if TYPE_CHECKING:
 
 ALL: Final = -1
 """Every layer, as in llama.cpp."""
-
 _WORDS: Final[dict[str, int | None]] = {"auto": None, "all": ALL, "none": 0}
+# llama.cpp puts the last layers of a file on GPUs and leaves the first ones, and always the embedding, to the
+# processor; each layer's KV cache goes with it, and the head with the last layer. So layers are given out
+# from the end: to the fastest GPU as many as it has room for, then to the next.
+#
+# Experts are most of a mixture's weights, and few of them are read for a token, while attention reads its
+# weights and cache each time. So a layer whose experts find no room leaves them to the processor, the first
+# layers before later ones, and only a layer that does not fit without them stays whole.
+
+# What a backend takes of a GPU for itself beside llama.cpp's buffers: its context, kernels, workspaces. An
+# allowance, not a measurement: no GPU was at hand.
+GPU_PROCESS_BYTES: Final = 384 * 2**20
+# Avoids a division by zero after a failed measurement.
+SLOWEST_GB_PER_S: Final = 0.01
 
 
 def parse_gpu_layers(text: str) -> int | None:
@@ -99,21 +111,6 @@ def check_gpu_layers(wanted: int | None, gpus: Sequence[Gpu], *, is_exact: bool 
             "(`make environment BACKEND=vulkan`; `mesh doctor` says what is missing), or leave it out",
             param="--gpu-layers",
         )
-
-
-# llama.cpp puts the last layers of a file on GPUs and leaves the first ones, and always the embedding, to the
-# processor; each layer's KV cache goes with it, and the head with the last layer. So layers are given out
-# from the end: to the fastest GPU as many as it has room for, then to the next.
-#
-# Experts are most of a mixture's weights, and few of them are read for a token, while attention reads its
-# weights and cache each time. So a layer whose experts find no room leaves them to the processor, the first
-# layers before later ones, and only a layer that does not fit without them stays whole.
-
-# What a backend takes of a GPU for itself beside llama.cpp's buffers: its context, kernels, workspaces. An
-# allowance, not a measurement: no GPU was at hand.
-GPU_PROCESS_BYTES: Final = 384 * 2**20
-# Avoids a division by zero after a failed measurement.
-SLOWEST_GB_PER_S: Final = 0.01
 
 
 def memory_on(sizes: StageSizes, layers: LayerRange, host: HostCapacity) -> StageMemory | None:

@@ -18,16 +18,16 @@ _LARGEST: Final = 10**_MAX_DIGITS - 1
 # The precision of `Decimal` arithmetic: longer bounds would be rounded, at times to the wrong side.
 _MOST_BOUND_DIGITS: Final = 28
 _MOST_MULTIPLES: Final = 1000
-
 Bound = tuple[Decimal, bool]
 """A number, and whether it is itself out of bounds."""
-
 ANY_INTEGER: Final = seq(maybe("-"), either("0", seq(chars("19"), times(DIGIT, 0, _MAX_DIGITS - 1))))
 ANY_NUMBER: Final = seq(
     ANY_INTEGER,
     maybe(".", times(DIGIT, 1, _MAX_DIGITS)),
     maybe(chars("e", "E"), maybe(chars("+", "-")), times(DIGIT, 1, 2)),
 )
+_Side = tuple[str, bool] | None
+"""Digits behind the point, and whether what they say is itself out of bounds; None is no bound."""
 
 
 def integer_between(least: int | None, most: int | None, multiple_of: int = 1) -> Expression | None:
@@ -150,10 +150,6 @@ def _split(number: Decimal) -> tuple[int, str]:
     if len(digits) > _MOST_BOUND_DIGITS:
         raise SchemaError(f"a bound of {len(digits)} decimal places: at most {_MOST_BOUND_DIGITS} work")
     return whole, digits
-
-
-_Side = tuple[str, bool] | None
-"""Digits behind the point, and whether what they say is itself out of bounds; None is no bound."""
 
 
 def _fraction(low: _Side, high: _Side) -> Expression | None:

@@ -24,20 +24,39 @@ from stages.grammar.gbnf_parser import (
 if TYPE_CHECKING:
     from mesh.structured_output.schema_keywords import Flat
 
-
 # Characters without escapes. JSON allows DEL, but terminals do not show it.
 _PLAIN: Final = complement([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)])
-
 # A UTF-16 code unit that is no surrogate, as an escape.
 _ESCAPED_UNIT: Final = either(
     seq(chars("09", "ac", "ef", "AC", "EF"), times(HEX_DIGIT, 3, 3)),
     seq(chars("d", "D"), chars("07"), times(HEX_DIGIT, 2, 2)),
 )
-
 CHAR: Final[Expression] = either(
     Chars(_PLAIN), seq("\\", either(chars('"', "\\", "b", "f", "n", "r", "t"), seq("u", _ESCAPED_UNIT)))
 )
 """Any one character of a string."""
+_BYTE: Final = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_DATE: Final = (
+    "[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
+    "|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+)
+_TIME: Final = (
+    r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+)
+_LABEL: Final = "[a-z](?:[a-z0-9-]{0,30}[a-z0-9])?"
+_HOST: Final = rf"{_LABEL}(?:\.{_LABEL}){{1,3}}"
+PATTERNS: Final = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}T{_TIME}$",
+    "duration": "^P(?:[1-9][0-9]{0,3}W|[1-9][0-9]{0,3}D(?:T[1-9][0-9]{0,3}[HMS])?|T[1-9][0-9]{0,3}[HMS])$",
+    "uuid": "^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$",
+    "ipv4": rf"^(?:{_BYTE}\.){{3}}{_BYTE}$",
+    "ipv6": "^(?:[0-9a-f]{1,4}:){7}[0-9a-f]{1,4}$",
+    "hostname": f"^{_HOST}$",
+    "email": rf"^[a-z0-9](?:[a-z0-9_-]{{0,30}}[a-z0-9])?@{_HOST}$",
+    "uri": rf"^https?://{_HOST}(?:/[A-Za-z0-9_~.-]{{1,40}}){{0,6}}/?$",
+}
 
 
 def quoted(text: str) -> str:
@@ -79,31 +98,6 @@ def _intersection(
         if max(low, other_low) <= min(high, other_high) <= MAX_CODE_POINT
     ]
     return merged(both)
-
-
-_BYTE: Final = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-_DATE: Final = (
-    "[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
-    "|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
-)
-_TIME: Final = (
-    r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-)
-_LABEL: Final = "[a-z](?:[a-z0-9-]{0,30}[a-z0-9])?"
-_HOST: Final = rf"{_LABEL}(?:\.{_LABEL}){{1,3}}"
-
-PATTERNS: Final = {
-    "date": f"^{_DATE}$",
-    "time": f"^{_TIME}$",
-    "date-time": f"^{_DATE}T{_TIME}$",
-    "duration": "^P(?:[1-9][0-9]{0,3}W|[1-9][0-9]{0,3}D(?:T[1-9][0-9]{0,3}[HMS])?|T[1-9][0-9]{0,3}[HMS])$",
-    "uuid": "^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$",
-    "ipv4": rf"^(?:{_BYTE}\.){{3}}{_BYTE}$",
-    "ipv6": "^(?:[0-9a-f]{1,4}:){7}[0-9a-f]{1,4}$",
-    "hostname": f"^{_HOST}$",
-    "email": rf"^[a-z0-9](?:[a-z0-9_-]{{0,30}}[a-z0-9])?@{_HOST}$",
-    "uri": rf"^https?://{_HOST}(?:/[A-Za-z0-9_~.-]{{1,40}}){{0,6}}/?$",
-}
 
 
 def text_length(expression: Expression) -> tuple[int, int | None]:

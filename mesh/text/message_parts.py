@@ -19,6 +19,7 @@ BLOCKS: Final = (
 ARGUMENTS_MARK: Final = "[ARGS]"
 CALL_ID_MARK: Final = "[CALL_ID]"
 THINK_MARKS: Final = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+_TOOLS: Final = re.compile(r"\btools\b")
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,41 @@ _TAGS: Final = {
 MARKS: Final = frozenset(
     mark for marks in (*THINK_MARKS, *(call_format.marks for call_format in CallFormat)) for mark in marks
 )
+"""Marks of all formats, which may be control tokens."""
+
+
+class MarkFinder:
+    """Holds back the longest end of the text that may become one of the marks.
+
+    Args:
+        marks: None of them is a prefix of another.
+
+    Example:
+        >>> finder = MarkFinder(["<b>"])
+        >>> [finder.push(char) for char in "a<<b>"]
+        [('a', None), ('', None), ('<', None), ('', None), ('', '<b>')]
+    """
+
+    def __init__(self, marks: Sequence[str]) -> None:
+        self._marks = tuple(marks)
+        self._held = ""
+
+    def push(self, char: str) -> tuple[str, str | None]:
+        """Text that is no part of a mark, and the mark that is complete now, if any."""
+        held = self._held + char
+        if held in self._marks:
+            self._held = ""
+            return "", held
+        start = 0
+        while start < len(held) and not any(mark.startswith(held[start:]) for mark in self._marks):
+            start += 1
+        self._held = held[start:]
+        return held[:start], None
+
+    def flush(self) -> str:
+        """The text held back."""
+        held, self._held = self._held, ""
+        return held
 
 
 def joined(pieces: Iterable[MessagePart]) -> list[MessagePart]:
@@ -193,11 +229,6 @@ def _kind(piece: MessagePart) -> tuple[type[Any], int]:
     return type(piece), piece.index if isinstance(piece, ToolCallStart | ToolCallArguments) else 0
 
 
-"""Marks of all formats, which may be control tokens."""
-
-_TOOLS: Final = re.compile(r"\btools\b")
-
-
 def knows_tools(template: str) -> bool:
     """Whether a chat template uses the tools that it is given."""
     return _TOOLS.search(template) is not None
@@ -218,37 +249,3 @@ def call_format_of(template: str) -> CallFormat:
             return call_format
     is_llama = CallFormat.LLAMA.value in template or '"parameters"' in template
     return CallFormat.LLAMA if is_llama else CallFormat.HERMES
-
-
-class MarkFinder:
-    """Holds back the longest end of the text that may become one of the marks.
-
-    Args:
-        marks: None of them is a prefix of another.
-
-    Example:
-        >>> finder = MarkFinder(["<b>"])
-        >>> [finder.push(char) for char in "a<<b>"]
-        [('a', None), ('', None), ('<', None), ('', None), ('', '<b>')]
-    """
-
-    def __init__(self, marks: Sequence[str]) -> None:
-        self._marks = tuple(marks)
-        self._held = ""
-
-    def push(self, char: str) -> tuple[str, str | None]:
-        """Text that is no part of a mark, and the mark that is complete now, if any."""
-        held = self._held + char
-        if held in self._marks:
-            self._held = ""
-            return "", held
-        start = 0
-        while start < len(held) and not any(mark.startswith(held[start:]) for mark in self._marks):
-            start += 1
-        self._held = held[start:]
-        return held[:start], None
-
-    def flush(self) -> str:
-        """The text held back."""
-        held, self._held = self._held, ""
-        return held

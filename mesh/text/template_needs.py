@@ -14,6 +14,21 @@ if TYPE_CHECKING:
     Probes = Mapping[Repair, tuple[Conversation, ...]]
     Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str | None]
 
+# Mistral's templates want ids of nine letters and digits.
+_ONE, _TWO, _LONG = "1abcdefgh", "2abcdefgh", "call_0123456789abcdef"
+_TOOL: Final[Mapping[str, Any]] = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look at a place.",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"type": "string", "description": "The place."}},
+            "required": ["place"],
+        },
+    },
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Needs:
@@ -149,21 +164,6 @@ _MORE: Final = _said("user", "usertwo")
 _LAST: Final = _said("user", "userthree")
 _ANSWER: Final = _said("assistant", "assistantone")
 _FURTHER: Final = _said("assistant", "assistanttwo")
-# Mistral's templates want ids of nine letters and digits.
-_ONE, _TWO, _LONG = "1abcdefgh", "2abcdefgh", "call_0123456789abcdef"
-_TOOL: Final[Mapping[str, Any]] = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "description": "Look at a place.",
-        "parameters": {
-            "type": "object",
-            "properties": {"place": {"type": "string", "description": "The place."}},
-            "required": ["place"],
-        },
-    },
-}
-
 _TALK: Final[Conversation] = (_USER, _ANSWER, _MORE)
 _TALK_PROBES: Final[Probes] = {
     Repair.DROP_EMPTY: ((_USER, _said("assistant", ""), _MORE),),

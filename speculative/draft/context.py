@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_ROWS: Final = 128
+"""Most rows of one batch: from 64 on llama.cpp's attention works in tiles, and a row takes a third less."""
+_ABORTED: Final = 2
+_NO_ROOM: Final = 1
 
 
 class DraftUnusable(Exception):
@@ -71,17 +74,6 @@ class DraftOptions:
         _require("num_threads", self.num_threads, self.num_threads >= 1, "1 or more")
         _require("num_gpu_layers", self.num_gpu_layers, self.num_gpu_layers >= -1, "-1 (all) or more")
         _require("niceness", self.niceness, 0 <= self.niceness <= 18, "from 0 to 18")
-
-
-def _require(name: str, value: object, holds: bool, need: str) -> None:  # noqa: FBT001 - reads as an assertion
-    if not holds:
-        raise ValueError(f"{name} is {value}: it must be {need}")
-
-
-"""Most rows of one batch: from 64 on llama.cpp's attention works in tiles, and a row takes a third less."""
-
-_ABORTED: Final = 2
-_NO_ROOM: Final = 1
 
 
 class DraftRows(NamedTuple):
@@ -272,6 +264,11 @@ class DraftContext:
     def _logits(self, row: int) -> NDArray[np.float32]:
         pointer = llama_cpp.llama_get_logits_ith(self._context, row)
         return np.ctypeslib.as_array(pointer, shape=(self._n_vocab,))[: self._num_tokens]
+
+
+def _require(name: str, value: object, holds: bool, need: str) -> None:  # noqa: FBT001 - reads as an assertion
+    if not holds:
+        raise ValueError(f"{name} is {value}: it must be {need}")
 
 
 def _kv_type(name: str) -> int:

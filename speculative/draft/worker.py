@@ -24,38 +24,18 @@ if TYPE_CHECKING:
     from speculative.draft.isolated_context import IsolatedContext
     from speculative.draft.session import DraftSequence, DraftSpan
 
-
 _FEW_ROWS: Final = 4
 _MAX_ROWS_BESIDE_DRAFTS: Final = 8
-
-
 MAX_ROWS_UNASKED: Final = 64
 """Most rows of a batch that no answer waits for yet: it delays requests that come meanwhile."""
+# Compared at once, in compiled code: the event loop may wait for the thread that compares.
+_NUM_COMPARED: Final = 1024
+_NEWEST_WEIGHT: Final = 0.1
 
-
-def share_rows(wanted: Sequence[int], max_rows: int) -> list[int]:
-    """Number of rows for each session.
-
-    A session that drafts needs a row or two, and waits for them; one whose prompt is still to be computed
-    needs hundreds. So small requests are granted first, and beside them a prompt gets a small part of the
-    batch only. Earlier sessions get more: the caller rotates them.
-
-    Args:
-        wanted: Number of rows that each session could use.
-        max_rows: Rows of the batch.
-    """
-    granted = [rows if rows <= _FEW_ROWS else 0 for rows in wanted]
-    room = max_rows
-    for index, rows in enumerate(granted):
-        granted[index] = min(rows, room)
-        room -= granted[index]
-    if any(granted):
-        room = min(room, _MAX_ROWS_BESIDE_DRAFTS)
-    for index, rows in enumerate(wanted):
-        if rows > _FEW_ROWS:
-            granted[index] = min(rows, room)
-            room -= granted[index]
-    return granted
+# Returns the token for an absolute position, given the logits and all tokens before it.
+Choose: TypeAlias = "Callable[[NDArray[np.float32], int, Sequence[int]], int]"
+# Next token, and the output state of the row that it was drafted from.
+_Drafted: TypeAlias = "tuple[DraftedToken | None, NDArray[np.float32] | None]"
 
 
 # A closed session leaves its rows behind. A later one of its client that begins with the same tokens, such as
@@ -116,21 +96,6 @@ class DraftSlots:
     ) -> None:
         """Free a slot, which holds the rows of `tokens`, a part of `former`'s text, of this client."""
         self._held[slot] = _Held(tuple(tokens), client, former)
-
-
-# Compared at once, in compiled code: the event loop may wait for the thread that compares.
-_NUM_COMPARED: Final = 1024
-
-
-def _num_shared(left: Sequence[int], right: Sequence[int]) -> int:
-    shorter = min(len(left), len(right))
-    for start in range(0, shorter, _NUM_COMPARED):
-        stop = min(start + _NUM_COMPARED, shorter)
-        mine, others = tuple(left[start:stop]), tuple(right[start:stop])
-        if mine != others:
-            pairs = enumerate(zip(mine, others, strict=True), start)
-            return next(index for index, (one, other) in pairs if one != other)
-    return shorter
 
 
 class ThreadPriority:
@@ -194,12 +159,6 @@ class ThreadPriority:
                 os.sched_setscheduler(self._thread_id, policy, os.sched_param(0))
 
 
-# Returns the token for an absolute position, given the logits and all tokens before it.
-Choose: TypeAlias = "Callable[[NDArray[np.float32], int, Sequence[int]], int]"
-
-_NEWEST_WEIGHT: Final = 0.1
-
-
 @dataclass(eq=False)
 class DraftSession:
     """One session of the thread. Changed under the thread's lock only."""
@@ -216,10 +175,6 @@ class DraftSession:
     """Its sequence in the KV cache, once it has computed anything."""
     error: Exception | None = None
     """Reason why it drafts no more."""
-
-
-# Next token, and the output state of the row that it was drafted from.
-_Drafted: TypeAlias = "tuple[DraftedToken | None, NDArray[np.float32] | None]"
 
 
 class _Part(NamedTuple):
@@ -411,6 +366,42 @@ class DraftThread:
         return {
             part.session: _result(part, output) for part, output in zip(parts, outputs, strict=True)
         }, None
+
+
+def share_rows(wanted: Sequence[int], max_rows: int) -> list[int]:
+    """Number of rows for each session.
+
+    A session that drafts needs a row or two, and waits for them; one whose prompt is still to be computed
+    needs hundreds. So small requests are granted first, and beside them a prompt gets a small part of the
+    batch only. Earlier sessions get more: the caller rotates them.
+
+    Args:
+        wanted: Number of rows that each session could use.
+        max_rows: Rows of the batch.
+    """
+    granted = [rows if rows <= _FEW_ROWS else 0 for rows in wanted]
+    room = max_rows
+    for index, rows in enumerate(granted):
+        granted[index] = min(rows, room)
+        room -= granted[index]
+    if any(granted):
+        room = min(room, _MAX_ROWS_BESIDE_DRAFTS)
+    for index, rows in enumerate(wanted):
+        if rows > _FEW_ROWS:
+            granted[index] = min(rows, room)
+            room -= granted[index]
+    return granted
+
+
+def _num_shared(left: Sequence[int], right: Sequence[int]) -> int:
+    shorter = min(len(left), len(right))
+    for start in range(0, shorter, _NUM_COMPARED):
+        stop = min(start + _NUM_COMPARED, shorter)
+        mine, others = tuple(left[start:stop]), tuple(right[start:stop])
+        if mine != others:
+            pairs = enumerate(zip(mine, others, strict=True), start)
+            return next(index for index, (one, other) in pairs if one != other)
+    return shorter
 
 
 def _result(part: _Part, output: DraftOutput | None) -> _Drafted:

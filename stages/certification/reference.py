@@ -151,61 +151,6 @@ class ReferencePlan:
         )
 
 
-def run_whole(source: SourceModel, plan: ReferencePlan, cuts: tuple[int, ...]) -> Iterator[ReferenceDecode]:
-    """Run the whole model.
-
-    Args:
-        source: The model.
-        plan: Computed rows.
-        cuts: Where hidden states are taken.
-
-    Raises:
-        InvalidModel: If llama.cpp cannot load it, or results are not finite.
-        UncuttableModel: If the outputs of its layers cannot be tapped.
-        ClusterError: If exact mode is impossible in this process.
-    """
-    boundary = source.family.entry.handover(source.header, LayerRange(0, source.n_layers))
-    options = plan.runtime(tuple(cut - 1 for cut in cuts), boundary)
-    with closing(StageRuntime(source.header.path, options)) as runtime:
-        whole = _Whole(runtime, cuts, source.header.path.name)
-        noise = np.random.default_rng(_SEED)
-
-        def random_tokens(num_rows: int) -> tuple[int, ...]:
-            return tuple(noise.integers(runtime.info.n_vocab, size=num_rows).tolist())
-
-        decode = whole.decode("prefill", 0, random_tokens(plan.n_prompt), plan.n_prompt)
-        yield decode
-        for position in range(plan.n_prompt, plan.n_prompt + plan.n_decode):
-            decode = whole.decode("decode", position, (int(decode.logits[-1].argmax()),), 1)
-            yield decode
-        prompt = random_tokens(plan.n_chunk_rows)
-        for start in plan.chunk_starts:
-            keeps = plan.is_recurrent and start == plan.return_point
-            chunk = prompt[start : start + _CHUNK_ROWS]
-            num_outputs = min(_LOGIT_ROWS_PER_CHUNK, len(chunk))
-            yield whole.decode("chunks", start, chunk, num_outputs, (start,) if keeps else ())
-        if plan.is_recurrent:
-            end = plan.n_chunk_rows - _BEFORE_END
-            yield from _checkpoint_spans(
-                whole,
-                prompt[: plan.return_point],
-                _CheckpointRows(
-                    random_tokens(end - plan.return_point),
-                    random_tokens(_SECOND_ROWS),
-                    random_tokens(_THIRD_ROWS),
-                    random_tokens(_OTHER_ROWS),
-                    random_tokens(_LAST_ROWS),
-                ),
-            )
-            tokens = random_tokens(sum(_WIDTHS))
-            for start, stop in pairwise((0, *accumulate(_WIDTHS))):
-                yield whole.decode_one_by_one("windows", start, tokens[start:stop])
-        elif runtime.info.can_trim:
-            for offset, num_rows in _SPANS:
-                start = plan.n_chunk_rows + offset
-                yield whole.decode("spans", start, random_tokens(num_rows), num_rows)
-
-
 @dataclass(frozen=True)
 class _CheckpointRows:
     """Token ids of the spans in `_checkpoint_spans`."""
@@ -215,33 +160,6 @@ class _CheckpointRows:
     third: tuple[int, ...]
     other: tuple[int, ...]
     last: tuple[int, ...]
-
-
-def _checkpoint_spans(
-    whole: _Whole, before: tuple[int, ...], rows: _CheckpointRows
-) -> Iterator[ReferenceDecode]:
-    """Spans for which the stages, but not the reference, go back to checkpoints.
-
-    Args:
-        whole: The whole model.
-        before: Token ids before the earliest checkpoint.
-        rows: Those of the spans.
-    """
-    point, end = len(before), len(before) + len(rows.first)
-    chunks = [before[start : start + _CHUNK_ROWS] for start in range(0, point, _CHUNK_ROWS)]
-    num_outputs = min(_LOGIT_ROWS_PER_CHUNK, len(rows.first))
-    whole.begin_with(chunks)
-    # Back from the end of the long prompt.
-    yield whole.decode("spans", point, rows.first, num_outputs, (point,))
-    yield whole.decode("spans", end, rows.second, len(rows.second), (point, end))
-    further = end + len(rows.second)
-    yield whole.decode("spans", further, rows.third, len(rows.third), (point, end, further))
-    # Rejected: back from the end of the third to the start of the second.
-    whole.begin_with([*chunks, rows.first])
-    again = (*rows.second[:_AGAIN_ROWS], *rows.other)
-    yield whole.decode("spans", end, again, len(again), (point, end))
-    whole.begin_with(chunks)
-    yield whole.decode("spans", point, rows.last, len(rows.last), (point,))
 
 
 @dataclass(frozen=True)
@@ -314,3 +232,85 @@ class _Whole:
             raise InvalidModel(f"{self.name} computes logits that are not finite; it cannot be certified")
         # Padding rows of the runtime follow ours.
         return logits, {cut: self.runtime.observed(cut - 1)[: len(tokens)] for cut in self.cuts}
+
+
+def run_whole(source: SourceModel, plan: ReferencePlan, cuts: tuple[int, ...]) -> Iterator[ReferenceDecode]:
+    """Run the whole model.
+
+    Args:
+        source: The model.
+        plan: Computed rows.
+        cuts: Where hidden states are taken.
+
+    Raises:
+        InvalidModel: If llama.cpp cannot load it, or results are not finite.
+        UncuttableModel: If the outputs of its layers cannot be tapped.
+        ClusterError: If exact mode is impossible in this process.
+    """
+    boundary = source.family.entry.handover(source.header, LayerRange(0, source.n_layers))
+    options = plan.runtime(tuple(cut - 1 for cut in cuts), boundary)
+    with closing(StageRuntime(source.header.path, options)) as runtime:
+        whole = _Whole(runtime, cuts, source.header.path.name)
+        noise = np.random.default_rng(_SEED)
+
+        def random_tokens(num_rows: int) -> tuple[int, ...]:
+            return tuple(noise.integers(runtime.info.n_vocab, size=num_rows).tolist())
+
+        decode = whole.decode("prefill", 0, random_tokens(plan.n_prompt), plan.n_prompt)
+        yield decode
+        for position in range(plan.n_prompt, plan.n_prompt + plan.n_decode):
+            decode = whole.decode("decode", position, (int(decode.logits[-1].argmax()),), 1)
+            yield decode
+        prompt = random_tokens(plan.n_chunk_rows)
+        for start in plan.chunk_starts:
+            keeps = plan.is_recurrent and start == plan.return_point
+            chunk = prompt[start : start + _CHUNK_ROWS]
+            num_outputs = min(_LOGIT_ROWS_PER_CHUNK, len(chunk))
+            yield whole.decode("chunks", start, chunk, num_outputs, (start,) if keeps else ())
+        if plan.is_recurrent:
+            end = plan.n_chunk_rows - _BEFORE_END
+            yield from _checkpoint_spans(
+                whole,
+                prompt[: plan.return_point],
+                _CheckpointRows(
+                    random_tokens(end - plan.return_point),
+                    random_tokens(_SECOND_ROWS),
+                    random_tokens(_THIRD_ROWS),
+                    random_tokens(_OTHER_ROWS),
+                    random_tokens(_LAST_ROWS),
+                ),
+            )
+            tokens = random_tokens(sum(_WIDTHS))
+            for start, stop in pairwise((0, *accumulate(_WIDTHS))):
+                yield whole.decode_one_by_one("windows", start, tokens[start:stop])
+        elif runtime.info.can_trim:
+            for offset, num_rows in _SPANS:
+                start = plan.n_chunk_rows + offset
+                yield whole.decode("spans", start, random_tokens(num_rows), num_rows)
+
+
+def _checkpoint_spans(
+    whole: _Whole, before: tuple[int, ...], rows: _CheckpointRows
+) -> Iterator[ReferenceDecode]:
+    """Spans for which the stages, but not the reference, go back to checkpoints.
+
+    Args:
+        whole: The whole model.
+        before: Token ids before the earliest checkpoint.
+        rows: Those of the spans.
+    """
+    point, end = len(before), len(before) + len(rows.first)
+    chunks = [before[start : start + _CHUNK_ROWS] for start in range(0, point, _CHUNK_ROWS)]
+    num_outputs = min(_LOGIT_ROWS_PER_CHUNK, len(rows.first))
+    whole.begin_with(chunks)
+    # Back from the end of the long prompt.
+    yield whole.decode("spans", point, rows.first, num_outputs, (point,))
+    yield whole.decode("spans", end, rows.second, len(rows.second), (point, end))
+    further = end + len(rows.second)
+    yield whole.decode("spans", further, rows.third, len(rows.third), (point, end, further))
+    # Rejected: back from the end of the third to the start of the second.
+    whole.begin_with([*chunks, rows.first])
+    again = (*rows.second[:_AGAIN_ROWS], *rows.other)
+    yield whole.decode("spans", end, again, len(again), (point, end))
+    whole.begin_with(chunks)
+    yield whole.decode("spans", point, rows.last, len(rows.last), (point,))

@@ -132,6 +132,7 @@ class Region(NamedTuple):
 
 
 Place = tuple[Region, int]
+"""A byte of a region, by its number among them."""
 
 
 def require_disk(path: Path, needed_bytes: int) -> None:
@@ -353,6 +354,3 @@ def unreadable(path: Path, error: BaseException) -> InvalidModel:
     """The error for a failed read."""
     reason = error.strerror if isinstance(error, OSError) else None
     return InvalidModel(f"{path} cannot be read: {reason or error}")
-
-
-"""A byte of a region, by its number among them."""

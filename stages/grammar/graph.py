@@ -31,10 +31,20 @@ if TYPE_CHECKING:
 
     Call = tuple[int, int]
 
-
 ROOT: Final = "root"
 END: Final = 0
 """The node at the end of every rule."""
+_MAX_VISITS: Final = 2_000_000
+# A small model that has begun to nest often never stops. So a grammar whose rules call themselves is followed
+# only to `MAX_RECURSION` nested calls, and text that could not end within them is not offered: where the next
+# bracket would open one too many, only closing ones remain.
+#
+# A call nests if its rule can come back to the caller and something must follow in the caller, as `)` does in
+# `sum ::= "(" sum ")"`. A call at the end, as in `list ::= item list`, only repeats. Of the calls on one path
+# from a rule back to itself one counts, however long the path through the properties of an object.
+_MAX_CALL_VISITS: Final = 300_000
+NEVER: Final = 1 << 30
+"""The need of what has no end at all."""
 
 
 class Kind(IntEnum):
@@ -73,20 +83,6 @@ class Graph:
     """Rule of each CALL, by node."""
     root: int
     """The rule that a text must match."""
-
-
-def build_graph(rules: Mapping[str, Expression]) -> Graph:
-    """The graph of some rules, one of them named `root`.
-
-    Raises:
-        InvalidRequest: If a rule is missing, or the graph would be too large.
-    """
-    if ROOT not in rules:
-        raise refusal(f"it has no rule `{ROOT}`, which every text must match: add one")
-    builder = _Builder(list(rules))
-    for name, expression in rules.items():
-        builder.add_rule(name, expression)
-    return builder.graph()
 
 
 class _Builder:
@@ -212,6 +208,31 @@ class _Builder:
         return len(self._kinds) - 1
 
 
+@dataclass(frozen=True)
+class Recursion:
+    """Nesting of a graph."""
+
+    nests: Sequence[bool]
+    """For each node, whether it is a nesting call."""
+    needs: Sequence[int]
+    """For each node, least number of nesting calls that must be open within each other on a path from it to
+    the end of its rule; `NEVER` if there is no path."""
+
+
+def build_graph(rules: Mapping[str, Expression]) -> Graph:
+    """The graph of some rules, one of them named `root`.
+
+    Raises:
+        InvalidRequest: If a rule is missing, or the graph would be too large.
+    """
+    if ROOT not in rules:
+        raise refusal(f"it has no rule `{ROOT}`, which every text must match: add one")
+    builder = _Builder(list(rules))
+    for name, expression in rules.items():
+        builder.add_rule(name, expression)
+    return builder.graph()
+
+
 def _is_one_step(item: Expression) -> bool:
     """Whether a copy of it is a single node."""
     return isinstance(item, Chars) and item.ranges[-1][1] < 0x80
@@ -220,9 +241,6 @@ def _is_one_step(item: Expression) -> bool:
 def _span(low: int, high: int) -> int:
     """The set of the bytes from `low` to `high`."""
     return (1 << (high + 1)) - (1 << low)
-
-
-_MAX_VISITS: Final = 2_000_000
 
 
 def refuse_left_recursion(graph: Graph) -> None:
@@ -286,30 +304,6 @@ def _first_calls(graph: Graph) -> Sequence[Sequence[int]]:
             if can_be_empty[payload]:
                 todo.append(behind)
     return calls
-
-
-# A small model that has begun to nest often never stops. So a grammar whose rules call themselves is followed
-# only to `MAX_RECURSION` nested calls, and text that could not end within them is not offered: where the next
-# bracket would open one too many, only closing ones remain.
-#
-# A call nests if its rule can come back to the caller and something must follow in the caller, as `)` does in
-# `sum ::= "(" sum ")"`. A call at the end, as in `list ::= item list`, only repeats. Of the calls on one path
-# from a rule back to itself one counts, however long the path through the properties of an object.
-_MAX_CALL_VISITS: Final = 300_000
-
-NEVER: Final = 1 << 30
-"""The need of what has no end at all."""
-
-
-@dataclass(frozen=True)
-class Recursion:
-    """Nesting of a graph."""
-
-    nests: Sequence[bool]
-    """For each node, whether it is a nesting call."""
-    needs: Sequence[int]
-    """For each node, least number of nesting calls that must be open within each other on a path from it to
-    the end of its rule; `NEVER` if there is no path."""
 
 
 def recursion_of(graph: Graph) -> Recursion:

@@ -71,25 +71,6 @@ NEEDS: Final = {"vulkan": _VULKAN, "cuda": _CUDA, "metal": _METAL}
 """What building each backend needs."""
 
 
-def missing_for(backend: str, host: BuildHost) -> tuple[Need, ...]:
-    """Missing tools for the build of a backend.
-
-    Args:
-        backend: One of `NEEDS`.
-        host: The host.
-    """
-    return tuple(need for need in NEEDS[backend] if not need.is_there(host))
-
-
-def missing_message(backend: str, missing: Sequence[Need]) -> str:
-    """One line for the operator: what is missing, and how to get it."""
-    what = ", ".join(need.what for need in missing)
-    packages = dict.fromkeys(need.remedy for need in missing if need.is_package)
-    remedies = [f"on Debian: apt-get install {' '.join(packages)}"] if packages else []
-    remedies += [need.remedy for need in missing if not need.is_package]
-    return f"BACKEND={backend} needs {what}; {'; '.join(remedies)}"
-
-
 class ThisHost:
     """This host, asked by means of its C++ compiler; see `BuildHost`."""
 
@@ -152,9 +133,27 @@ _AMD: Final = Card("AMD", ("vulkan",), "Mesa's driver, on Debian: apt-get instal
 _INTEL: Final = Card("Intel", ("vulkan",), _AMD.driver)
 CARDS: Final = {card.vendor: card for card in (_NVIDIA, _AMD, _INTEL)}
 """Kinds of GPUs by vendor. On Apple's computers llama.cpp has Metal anyway."""
-
 # Ids of PCI.
 _VENDORS: Final = {"0x10de": _NVIDIA, "0x1002": _AMD, "0x8086": _INTEL}
+
+
+def missing_for(backend: str, host: BuildHost) -> tuple[Need, ...]:
+    """Missing tools for the build of a backend.
+
+    Args:
+        backend: One of `NEEDS`.
+        host: The host.
+    """
+    return tuple(need for need in NEEDS[backend] if not need.is_there(host))
+
+
+def missing_message(backend: str, missing: Sequence[Need]) -> str:
+    """One line for the operator: what is missing, and how to get it."""
+    what = ", ".join(need.what for need in missing)
+    packages = dict.fromkeys(need.remedy for need in missing if need.is_package)
+    remedies = [f"on Debian: apt-get install {' '.join(packages)}"] if packages else []
+    remedies += [need.remedy for need in missing if not need.is_package]
+    return f"BACKEND={backend} needs {what}; {'; '.join(remedies)}"
 
 
 def vendors_here(root: Path = Path("/")) -> tuple[str, ...]:

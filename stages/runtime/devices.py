@@ -42,6 +42,10 @@ _SLOW_PROBE_S: Final = 0.02
 _ROUNDS: Final = 5
 _ALL_ROUNDS_S: Final = 0.2
 _WIDTH: Final = 4096
+_F32, _F16 = 0, 1
+_F16_BYTES: Final = 2
+# The matrix, the vector, the product, and spare ones.
+_TENSORS: Final = 8
 
 
 @dataclass(frozen=True)
@@ -181,6 +185,12 @@ class _Override(ctypes.Structure):
     _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
 
 
+class _InitParams(ctypes.Structure):
+    """`struct ggml_init_params`."""
+
+    _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
+
+
 def list_devices() -> tuple[Device, ...]:
     """Every device of llama.cpp, the processor included."""
     init_backend()
@@ -266,18 +276,6 @@ def _kept_experts(count: int, layers: FileLayers | None) -> Any:
     base.ggml_backend_cpu_buffer_type.argtypes = []
     base.ggml_backend_cpu_buffer_type.restype = ctypes.c_void_p
     return (_Override * 2)(_Override(pattern, base.ggml_backend_cpu_buffer_type()), _Override(None, None))
-
-
-_F32, _F16 = 0, 1
-_F16_BYTES: Final = 2
-# The matrix, the vector, the product, and spare ones.
-_TENSORS: Final = 8
-
-
-class _InitParams(ctypes.Structure):
-    """`struct ggml_init_params`."""
-
-    _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
 
 
 def device_speed_gb_per_s(device: Device, *, probe_bytes: int = _PROBE_BYTES) -> float:

@@ -24,10 +24,8 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-
 BLOCK_SIZE: Final = 256
 """Ids per block: a power of two, so that a block is the id without its low bits."""
-
 _BLOCK_BITS: Final = BLOCK_SIZE.bit_length() - 1
 _MASK_64: Final = (1 << 64) - 1
 # SplitMix64 (Steele, Lea, Flood 2014): a Weyl sequence of this odd step, through a finaliser of these two.
@@ -36,6 +34,8 @@ _MULTIPLIER_1: Final = 0xBF58476D1CE4E5B9
 _MULTIPLIER_2: Final = 0x94D049BB133111EB
 # Block counters start above every id, so a block and an id never share a word.
 _FIRST_BLOCK_COUNTER: Final = 1 << 32
+# Scores that can win lie within some hundred of zero, where float64 and its logarithm err by less than 1e-12.
+_ROUNDING_SLACK: Final = 1e-9
 
 
 class BlockRings(NamedTuple):
@@ -99,10 +99,6 @@ def _exponential(words: NDArray[np.uint64]) -> NDArray[np.float64]:
     """
     uniform = ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return -np.log(uniform)
-
-
-# Scores that can win lie within some hundred of zero, where float64 and its logarithm err by less than 1e-12.
-_ROUNDING_SLACK: Final = 1e-9
 
 
 def race_among(key: int, ids: NDArray[np.int64], scaled: NDArray[np.float64]) -> int:

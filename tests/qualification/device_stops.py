@@ -44,15 +44,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 WITH_OUTPUT: Final[frozenset[Way]] = frozenset({"ends", "ends, in Python", "runs on"})
-
-Way = Literal["ends", "ends, in Python", "runs on", "wants nothing", "no callback"]
 """Ways that give hidden states."""
-
 _NUM_ROWS: Final = (1, 8, 64)
 _NUM_WARM_UP: Final = 3
 _NUM_ROUNDS: Final = 20
 _DEPTH: Final = 128
 _SPLITS: Final = re.compile(r"splits = ([\d /]+)")
+
+Way = Literal["ends", "ends, in Python", "runs on", "wants nothing", "no callback"]
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,16 @@ import ast
 import re
 from collections import Counter
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
 from tests.suite import code_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT: Final = Path(__file__).parents[2]
 QUESTION: Final = re.compile(r"(What|Who|Whose|How|Which|Where|When|Why|Whether)\b")
@@ -46,6 +50,9 @@ COMPOSITION: Final = {
 # A row that is far above what a room holds is no decision any more.
 SLACK: Final = 0.03
 FEW_LINES: Final = 40
+FIELDS: Final = (ast.Assign, ast.AnnAssign)
+# The order of a module.
+RANKS: Final = {ast.Assign: 0, ast.AnnAssign: 0, ast.ClassDef: 1, ast.FunctionDef: 2, ast.AsyncFunctionDef: 2}
 # Modules of few lines that one other module imports, or none: why each is not a part of that one.
 SMALL: Final = {
     "mesh.cluster.device_probe": "a child process",
@@ -144,3 +151,81 @@ def test_a_module_says_what_it_is() -> None:
         for name, path in FILES.items()
     }
     assert {name: line for name, line in first_lines.items() if not line or QUESTION.match(line)} == {}
+
+
+def needed(node: ast.AST) -> Iterator[str]:
+    """Names that a statement reads when it runs: of a function its decorators and defaults."""
+    parts = list(ast.iter_child_nodes(node))
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        parts = [*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults)]
+    if isinstance(node, ast.Name):
+        yield node.id
+    for part in parts:
+        yield from needed(part)
+
+
+def defined(statement: ast.stmt) -> set[str]:
+    if isinstance(statement, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        return {statement.name}
+    nodes = ast.walk(statement)
+    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+
+
+def out_of_order(source: str) -> list[int]:
+    """Lines of statements below those of a later kind, of which they need none."""
+    found, most = [], 0
+    later: dict[int, set[str]] = {0: set(), 1: set(), 2: set()}  # names of this kind or a later one
+    for statement in ast.parse(source).body:
+        rank = RANKS.get(type(statement))
+        if rank is None:
+            continue
+        is_late = rank < most
+        if is_late and later[rank + 1].isdisjoint(needed(statement)):
+            found.append(statement.lineno)
+        most = max(most, rank)
+        for lower in range(3 if is_late else rank + 1):
+            later[lower] |= defined(statement)
+    return found
+
+
+def test_constants_come_before_classes_and_classes_before_functions() -> None:
+    found = {name: out_of_order(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("A = 1\nclass B: ...\ndef c(): ...", []),
+        ("class B: ...\nA = 1", [2]),
+        ("class B: ...\nA = B()\nC = A", []),
+        ("def c(): ...\nclass B:\n    x = c()", []),
+        ("def c(): ...\nclass B:\n    def d(self): c()", [2]),
+    ],
+)
+def test_what_is_out_of_order_is_found(source: str, lines: list[int]) -> None:
+    assert out_of_order(source) == lines
+
+
+def test_a_field_is_explained_at_the_field() -> None:
+    """No class lists its own fields in its docstring once more."""
+    twice = {}
+    for name, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                listed = (ast.get_docstring(node) or "").partition("Attributes:\n")[2]
+                fields = set().union(*(defined(each) for each in node.body if isinstance(each, FIELDS)))
+                if both := fields & set(re.findall(r"^    (\w+):", listed, re.MULTILINE)):
+                    twice[f"{name}.{node.name}"] = both
+    assert twice == {}
+
+
+def test_a_text_below_a_constant_is_its_own() -> None:
+    lost = {}
+    for name, path in FILES.items():
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        for before, statement in pairwise(body):
+            is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+            if is_text and not isinstance(before, FIELDS):
+                lost[name] = statement.lineno
+    assert lost == {}

@@ -43,18 +43,6 @@ _PLACE: Final = struct.Struct("<I")
 _MOST: Final = 2**63
 
 
-def encode(body: BaseModel) -> bytes:
-    """A body as bytes.
-
-    Raises:
-        TypeError: If it has a value that JSON has not.
-    """
-    pieces = _Pieces()
-    pieces.add([pieces.node(body).value])
-    heads = (_PIECE.pack(len(data), is_text) for data, is_text in pieces.found)
-    return b"".join([_COUNT.pack(len(pieces.found)), *heads, *(data for data, _ in pieces.found)])
-
-
 class _Node:
     """A value for MessagePack, with its size.
 
@@ -157,6 +145,18 @@ class _Pieces:
             return _Node(values, 1 + num_values, num_levels)
         places.append(self.add(values))
         return _Node(msgpack.ExtType(kind, b"".join(map(_PLACE.pack, places))))
+
+
+def encode(body: BaseModel) -> bytes:
+    """A body as bytes.
+
+    Raises:
+        TypeError: If it has a value that JSON has not.
+    """
+    pieces = _Pieces()
+    pieces.add([pieces.node(body).value])
+    heads = (_PIECE.pack(len(data), is_text) for data, is_text in pieces.found)
+    return b"".join([_COUNT.pack(len(pieces.found)), *heads, *(data for data, _ in pieces.found)])
 
 
 def decode(data: bytes | memoryview) -> Any:

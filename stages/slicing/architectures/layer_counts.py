@@ -18,6 +18,8 @@ _LITE: Final = (26, 27)
 _SMALL: Final = 48
 _LITE_VOCAB: Final = 128_256
 _GLM_VOCAB: Final = 154_880
+_SOFTMAX, _SIGMOID = 1, 2
+_SMALLTHINKER: Final = 4
 
 
 def _n_layers(header: GgufHeader) -> int:
@@ -86,9 +88,6 @@ def known_by_layers(numbers: tuple[int, ...], what: str) -> Rule:
     )
 
 
-_SOFTMAX, _SIGMOID = 1, 2
-
-
 def _n_vocab(header: GgufHeader) -> int:
     tokens = header.metadata.get("tokenizer.ggml.tokens")
     counted = 0 if tokens is None else tokens.count or 0
@@ -153,9 +152,6 @@ MINICPM_RESIDUAL: Final = Rule(
     "metadata name it",
     derived=_minicpm_scale,
 )
-
-
-_SMALLTHINKER: Final = 4
 
 
 def _is_windowed(header: GgufHeader) -> bool:

@@ -38,55 +38,7 @@ _SUFFIXES: Final = frozenset({".py", ".pyi", ".proto", ".typed", ".h", ".html", 
 _LEFT_OUT: Final = "tests/qualification/"
 _LIBRARY_SUFFIXES: Final = (".so", ".pyd", ".dylib")
 Version = tuple[int, int]
-
-
-def expected_files(root: Path) -> frozenset[str]:
-    """Files of the project's wheel, besides compiled extensions and metadata.
-
-    Args:
-        root: Of the checkout.
-    """
-    found = set()
-    for package, folder in _PACKAGES.items():
-        home = root / folder
-        for path in home.rglob("*"):
-            name = f"{package}/{path.relative_to(home).as_posix()}"
-            if path.suffix in _SUFFIXES and not name.startswith(_LEFT_OUT):
-                found.add(name)
-    return frozenset(found)
-
-
-def extension_modules(root: Path) -> tuple[str, ...]:
-    """Names of the compiled extensions in `pyproject.toml`, such as `stages._stop_tap`."""
-    settings = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
-    return tuple(module["name"] for module in settings["tool"]["setuptools"]["ext-modules"])
-
-
-def faults_of(names: Iterable[str], root: Path) -> tuple[str, ...]:
-    """Faults of the project's wheel, a line for each; none if it is as it should be.
-
-    Args:
-        names: Files in the wheel.
-        root: Of the checkout that it was built from.
-    """
-    inside, expected = frozenset(names), expected_files(root)
-    missing = [f"{name} is missing" for name in sorted(expected - inside)]
-    modules = {name for name in inside if name.endswith(".py") and ".data/" not in name}
-    surplus = [f"{name} should not be in it" for name in sorted(modules - expected)]
-    extensions = [
-        f"{module} was not compiled"
-        for module in extension_modules(root)
-        if not any(_is_extension(name, module) for name in inside)
-    ]
-    return (*missing, *surplus, *extensions)
-
-
-def _is_extension(name: str, module: str) -> bool:
-    return name.startswith(f"{module.replace('.', '/')}.") and name.endswith(_LIBRARY_SUFFIXES)
-
-
 """Of glibc: major and minor."""
-
 _MANYLINUX: Final = re.compile(r"manylinux_(\d+)_(\d+)_")
 # Names before PEP 600.
 _OLD_MANYLINUX: Final[dict[str, Version]] = {
@@ -96,6 +48,20 @@ _OLD_MANYLINUX: Final[dict[str, Version]] = {
 }
 _SYMBOL: Final = re.compile(rb"GLIBC_(\d+)\.(\d+)")
 _OPENMP: Final = b"libgomp.so.1"
+_PROCESSORS: Final = {
+    "all": (
+        "llama.cpp has kernels for each generation of processors of this architecture, and takes the best "
+        "that fit when it starts."
+    ),
+    "baseline": (
+        "llama.cpp is compiled for processors with AVX2, FMA, F16C and BMI2 (x86-64-v3, most since 2013), "
+        "on ARM for every processor of ARMv8."
+    ),
+    "native": (
+        "llama.cpp is compiled for processors like that of the machine that made this folder: {processor}."
+    ),
+}
+_WIDTH: Final = 100
 
 
 @dataclass(frozen=True)
@@ -149,26 +115,55 @@ class Wheel:
                     yield archive.read(name)
 
 
+def expected_files(root: Path) -> frozenset[str]:
+    """Files of the project's wheel, besides compiled extensions and metadata.
+
+    Args:
+        root: Of the checkout.
+    """
+    found = set()
+    for package, folder in _PACKAGES.items():
+        home = root / folder
+        for path in home.rglob("*"):
+            name = f"{package}/{path.relative_to(home).as_posix()}"
+            if path.suffix in _SUFFIXES and not name.startswith(_LEFT_OUT):
+                found.add(name)
+    return frozenset(found)
+
+
+def extension_modules(root: Path) -> tuple[str, ...]:
+    """Names of the compiled extensions in `pyproject.toml`, such as `stages._stop_tap`."""
+    settings = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    return tuple(module["name"] for module in settings["tool"]["setuptools"]["ext-modules"])
+
+
+def faults_of(names: Iterable[str], root: Path) -> tuple[str, ...]:
+    """Faults of the project's wheel, a line for each; none if it is as it should be.
+
+    Args:
+        names: Files in the wheel.
+        root: Of the checkout that it was built from.
+    """
+    inside, expected = frozenset(names), expected_files(root)
+    missing = [f"{name} is missing" for name in sorted(expected - inside)]
+    modules = {name for name in inside if name.endswith(".py") and ".data/" not in name}
+    surplus = [f"{name} should not be in it" for name in sorted(modules - expected)]
+    extensions = [
+        f"{module} was not compiled"
+        for module in extension_modules(root)
+        if not any(_is_extension(name, module) for name in inside)
+    ]
+    return (*missing, *surplus, *extensions)
+
+
+def _is_extension(name: str, module: str) -> bool:
+    return name.startswith(f"{module.replace('.', '/')}.") and name.endswith(_LIBRARY_SUFFIXES)
+
+
 def _told_glibc(tag: str) -> Version | None:
     if match := _MANYLINUX.match(tag):
         return int(match[1]), int(match[2])
     return next((version for prefix, version in _OLD_MANYLINUX.items() if tag.startswith(prefix)), None)
-
-
-_PROCESSORS: Final = {
-    "all": (
-        "llama.cpp has kernels for each generation of processors of this architecture, and takes the best "
-        "that fit when it starts."
-    ),
-    "baseline": (
-        "llama.cpp is compiled for processors with AVX2, FMA, F16C and BMI2 (x86-64-v3, most since 2013), "
-        "on ARM for every processor of ARMv8."
-    ),
-    "native": (
-        "llama.cpp is compiled for processors like that of the machine that made this folder: {processor}."
-    ),
-}
-_WIDTH: Final = 100
 
 
 def note_on(wheels: Sequence[Wheel], folder: str, cpu: str) -> str:
