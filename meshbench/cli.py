@@ -13,11 +13,11 @@ import click
 from mesh.cli.option_types import Names, Numbers, choice_option, command_line, int_option
 from mesh.cli.shared_options import head_options, key_of
 from mesh.util.printable import say
+from meshbench.experiment import experiment
 from meshbench.serving_cli import serve
 from meshbench.shared_options import (
     FILE,
     against_option,
-    end_on_sigterm,
     logs_option,
     model_argument,
     output_option,
@@ -32,6 +32,7 @@ from spanmesh_proto.errors import MeshError
 if TYPE_CHECKING:
     from mesh.engine import SpeculationMode
     from meshbench.http_client import Server
+    from meshbench.report_tools import Report
 
 # `--quick` cuts answers to this.
 _QUICK_TOKENS = 24
@@ -221,6 +222,7 @@ bench.add_command(net)
 @seed_option("Seed of random prompts and sampling.")
 @logs_option()
 @click.pass_context
+@experiment
 def spec(
     context: click.Context,
     /,
@@ -242,7 +244,7 @@ def spec(
     draft_type: str,
     with_rpc: bool | None,
     **given: Any,
-) -> None:
+) -> Report:
     """Measure what speculation is worth for MODEL, or the demo's; with --url, for a running mesh.
 
     Three hosts with a third of the layers each and a head without layers, asked through the streaming chat
@@ -250,9 +252,7 @@ def spec(
     1 if something could not be measured.
     """
     from mesh.serve.options import demo_model  # noqa: PLC0415
-    from meshbench.report_tools import lines_text  # noqa: PLC0415 - keeps --help quick
-    from meshbench.speculation_report import recommendation_text  # noqa: PLC0415
-    from meshbench.speculation_run import (  # noqa: PLC0415
+    from meshbench.speculation_run import (  # noqa: PLC0415 - keeps --help quick
         RemoteSpecOptions,
         SpecOptions,
         run_remote_spec,
@@ -287,26 +287,16 @@ def spec(
         "output": output,
         "command": command_line(context, without={"output", "logs"}),
     }
-    end_on_sigterm()
     if target is not None:
         questions |= {name: given[name] for name in ("modes", "widths", "seed")}
-        report = run_remote_spec(RemoteSpecOptions(target=target, **questions))
-    else:
-        report = run_spec(
-            SpecOptions(
-                model=model or demo_model(),
-                draft_model=draft_model,
-                draft_type=None if draft_type == "none" else draft_type,
-                with_rpc=preset == "acceptance" if with_rpc is None else with_rpc,
-                **questions,
-                **given,
-            )
+        return run_remote_spec(RemoteSpecOptions(target=target, **questions))
+    return run_spec(
+        SpecOptions(
+            model=model or demo_model(),
+            draft_model=draft_model,
+            draft_type=None if draft_type == "none" else draft_type,
+            with_rpc=preset == "acceptance" if with_rpc is None else with_rpc,
+            **questions,
+            **given,
         )
-    if report.lines:
-        say(lines_text(report.lines))
-    say(recommendation_text(report.recommendation, report.results.servers))
-    say(f"report: {output / 'report.md'}")
-    for failure in report.results.failures:
-        say(f"not measured: {failure}", err=True)
-    if report.results.failures:
-        context.exit(1)
+    )

@@ -7,23 +7,22 @@ prompts, one side after the other; see `meshbench.paired_systems`.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from mesh.cli.option_types import Numbers
 from mesh.serve.options import demo_model
-from mesh.util.logs import set_up_logs
-from mesh.util.printable import say
 from mesh.util.processors import processor_name
 from meshbench.blocking_client import Client
 from meshbench.datasets import load_prompts
-from meshbench.lab.network import Lab, lab_supported
+from meshbench.experiment import lab_experiment
+from meshbench.lab.network import Lab
 from meshbench.paired_systems import Contest, Settings, side_by_side
-from meshbench.shared_options import FILE, logs_folder, logs_option
-from spanmesh_proto.errors import MeshError
+from meshbench.report_tools import Report, Section
+from meshbench.shared_options import FILE, logs_option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,16 +32,16 @@ if TYPE_CHECKING:
 NUM_HOSTS: Final = 4
 
 
-def _delays(_context: click.Context, _parameter: click.Parameter, value: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(word) for word in value.split(","))
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is not a list of numbers such as 5,20") from None
-
-
 @click.command()
 @click.option("--model", type=FILE, help="The demo's model unless given.")
-@click.option("--delay-ms", "delays_ms", default="5,20", show_default=True, callback=_delays)
+@click.option(
+    "--delay-ms",
+    "delays_ms",
+    type=Numbers(float, 0.0),
+    default=(5.0, 20.0),
+    metavar="A,B,…",
+    help="One-way delays; 5,20 unless given.",
+)
 @click.option("--prompts", "num_prompts", default=4, show_default=True, help="How many.")
 @click.option(
     "--prompt-file",
@@ -55,6 +54,7 @@ def _delays(_context: click.Context, _parameter: click.Parameter, value: str) ->
 @click.option("--exact", is_flag=True, help="Run the mesh in exact mode.")
 @logs_option()
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write figures.")
+@lab_experiment
 def main(
     *,
     model: Path | None,
@@ -65,14 +65,10 @@ def main(
     num_rounds: int,
     num_threads: int,
     exact: bool,
-    logs: Path | None,
+    logs: Path,
     json_path: Path | None,
-) -> None:
+) -> Report:
     """Compare decode rates with llama.cpp RPC in the lab; exits 0 whatever it finds."""
-    set_up_logs()
-    reason = lab_supported()
-    if reason is not None:
-        raise click.ClickException(reason)
     settings = Settings(
         model=model or demo_model(),
         prompts=load_prompts(prompt_file, num_prompts),
@@ -81,17 +77,19 @@ def main(
         num_threads=num_threads,
         exact=exact,
     )
-    try:
-        with logs_folder(logs) as place:
-            comparisons = _run(settings, delays_ms, place)
-    except MeshError as error:
-        raise click.ClickException(error.message) from error
-    for comparison in comparisons:
-        say(comparison.report())
-    say(f"{settings.model.name}, {processor_name()}, tokens/s of one request:")
-    say(side_by_side(comparisons))
+    comparisons = _run(settings, delays_ms, logs)
+    report = Report(
+        title="The mesh beside llama.cpp RPC",
+        conditions={"model": settings.model.name, "processor": processor_name()},
+        sections=[
+            *(Section("", "", comparison.report()) for comparison in comparisons),
+            Section("", "", f"tokens/s of one request:\n{side_by_side(comparisons)}"),
+        ],
+        fields=_figures(comparisons),
+    )
     if json_path is not None:
-        json_path.write_text(json.dumps(_figures(comparisons), indent=2) + "\n", encoding="utf-8")
+        json_path.write_text(report.json() + "\n", encoding="utf-8")
+    return report
 
 
 def _run(settings: Settings, delays_ms: Sequence[float], logs: Path) -> list[Comparison]:

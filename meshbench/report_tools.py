@@ -1,18 +1,20 @@
-"""Report tools of all benchmarks: bounds, checks, Markdown pages, plots and JSON files."""
+"""Reports of all measurements, and their parts: bounds, checks, tables and plots."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from itertools import zip_longest
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
 # Among the failures of a run that Ctrl-C or a time limit ended.
@@ -125,84 +127,135 @@ class PairedRatio:
         ]
 
 
+@dataclass(frozen=True)
+class Section:
+    """Part of a report.
+
+    Attributes:
+        heading: A line of Markdown; may be empty.
+        body: In Markdown; a section without a body is not on the page.
+        terminal: What a terminal shows of it; nothing unless given.
+    """
+
+    heading: str
+    body: str
+    terminal: str = ""
+
+    @property
+    def markdown(self) -> str:
+        """For a page; empty without a body."""
+        return f"{self.heading}\n\n{self.body}".strip() if self.body else ""
+
+
+# Place of the pictures among the sections of a report.
+PICTURES: Final = Section("## Pictures", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a run found.
+
+    Attributes:
+        title: Title of the page.
+        conditions: How the run was made, by name; empty if a section tells it.
+        sections: Parts, in the order of the page and of the terminal.
+        fields: For programs; dataclasses become objects.
+        is_good: Whether the command is to end with 0.
+        samples: Further fields, of `report.json` alone.
+        pictures: How to draw each file that is beside the page.
+    """
+
+    title: str
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+    sections: Sequence[Section]
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    is_good: bool = True
+    samples: Mapping[str, Any] = field(default_factory=dict)
+    pictures: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
+
+    def markdown(self, pictures: Sequence[str] = ()) -> str:
+        """The page.
+
+        Args:
+            pictures: Names of the picture files beside it.
+        """
+        shown = replace(PICTURES, body="\n\n".join(f"![{name}]({name})" for name in pictures))
+        parts = [(shown if each is PICTURES else each).markdown for each in self.sections]
+        return _joined([f"# {self.title}", self._conditions_text, *parts]) + "\n"
+
+    def text(self) -> str:
+        """For a terminal."""
+        return _joined([self._conditions_text, *(section.terminal for section in self.sections)])
+
+    def json(self, *, with_samples: bool = False) -> str:
+        """For programs; infinite numbers and numeric keys, which JSON has not, as text.
+
+        Args:
+            with_samples: Whether the samples are included.
+        """
+        fields = {**self.fields, **self.samples} if with_samples else self.fields
+        return json.dumps(_plain(fields), indent=1, ensure_ascii=False, allow_nan=False)
+
+    def write(self, folder: Path) -> None:
+        """Write `report.md`, `report.json` and the pictures to a folder, which is made if it is not there.
+
+        Without matplotlib there are no pictures, and a line in the log.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        drawn = self.pictures if self.pictures and can_draw() else {}
+        for name, draw in drawn.items():
+            draw(folder / name)
+        (folder / "report.md").write_text(self.markdown(tuple(drawn)), encoding="utf-8")
+        (folder / "report.json").write_text(self.json(with_samples=True) + "\n", encoding="utf-8")
+
+    @property
+    def _conditions_text(self) -> str:
+        """In one sentence."""
+        told = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in self.conditions.items())
+        return f"{told}." if told else ""
+
+
+def all_hold(checks: Iterable[Check]) -> bool:
+    """Whether no check fails; one of a run that was too short does not count."""
+    return all(check.holds is not False for check in checks)
+
+
 def number(value: float | None) -> str:
     """With two decimals; empty for None."""
     return "" if value is None else f"{value:.2f}"
 
 
-def lines_table(lines: Sequence[Line]) -> str:
-    """An acceptance table in Markdown."""
-    return markdown_table(
-        ("measure", "wanted", "measured", "", "note"),
-        ((line.title, line.bound, number(line.measured), line.verdict, line.note) for line in lines),
-    )
-
-
-def lines_text(lines: Sequence[Line]) -> str:
-    """An acceptance table for a terminal."""
-    return "\n".join(
+def lines_section(heading: str, lines: Sequence[Line]) -> Section:
+    """An acceptance table."""
+    heads = ("measure", "wanted", "measured", "", "note")
+    rows = ((line.title, line.bound, number(line.measured), line.verdict, line.note) for line in lines)
+    terminal = "\n".join(
         f"{line.verdict:>12}  {number(line.measured):>6} {line.bound:>6}  {line.title}"
         + (f"  ({line.note})" if line.note else "")
         for line in lines
     )
+    return Section(heading, markdown_table(heads, rows), terminal)
 
 
-def checks_table(checks: Sequence[Check]) -> str:
-    """Checks in Markdown."""
-    return markdown_table(
-        ("check", "holds", "figures"), ((check.name, check.verdict, check.detail) for check in checks)
+def checks_section(heading: str, checks: Sequence[Check]) -> Section:
+    """A table of checks."""
+    rows = ((check.name, check.verdict, check.detail) for check in checks)
+    terminal = "\n".join(f"{check.verdict:>14}  {check.name}: {check.detail}" for check in checks)
+    return Section(heading, markdown_table(("check", "holds", "figures"), rows), terminal)
+
+
+def table_section(heading: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Section:
+    """A table, on a terminal too; nothing at all if it has no rows."""
+    return Section(heading, markdown_table(heads, rows), columns_text([heads, *rows]) if rows else "")
+
+
+def list_section(heading: str, label: str, items: Sequence[str]) -> Section:
+    """A list, whose items begin with a label on a terminal."""
+    return Section(
+        heading,
+        "\n".join(f"- {item}" for item in items),
+        "\n".join(f"{label}: {item}" for item in items),
     )
-
-
-def checks_text(checks: Sequence[Check]) -> str:
-    """Checks for a terminal."""
-    return "\n".join(f"{check.verdict:>14}  {check.name}: {check.detail}" for check in checks)
-
-
-def conditions_text(conditions: Mapping[str, Any]) -> str:
-    """How a run was made, in one sentence."""
-    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in conditions.items()) + "."
-
-
-def markdown_page(sections: Iterable[tuple[str, str]]) -> str:
-    """A page of sections; those without a body are left out.
-
-    Args:
-        sections: Heading, perhaps empty, and body of each.
-    """
-    return "\n\n".join(f"{title}\n\n{body}".strip() for title, body in sections if body) + "\n"
-
-
-def pictures_section(plots: Sequence[str]) -> tuple[str, str]:
-    """A section of a page with the picture files of these names, which are beside it."""
-    return "## Pictures", "\n\n".join(f"![{name}]({name})" for name in plots)
-
-
-def text_page(parts: Iterable[str]) -> str:
-    """Parts of a report for a terminal; empty ones are left out."""
-    return "\n\n".join(part for part in parts if part)
-
-
-def json_text(fields: Mapping[str, Any]) -> str:
-    """A report for programs; infinite numbers and numeric keys, which JSON has not, as text."""
-    return json.dumps(_plain(fields), indent=1, ensure_ascii=False, allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(name): _plain(inner) for name, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
-def write_files(folder: Path, markdown: str, json_report: str) -> None:
-    """Write `report.md` and `report.json` to a folder, which is made if it is not there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.md").write_text(markdown, encoding="utf-8")
-    (folder / "report.json").write_text(json_report + "\n", encoding="utf-8")
 
 
 def markdown_table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -211,6 +264,18 @@ def markdown_table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     if not body:
         return ""
     return "\n".join(["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads), *body])
+
+
+def columns_text(rows: Sequence[Sequence[str]]) -> str:
+    """A table for a terminal: first and last column to the left, numbers between them to the right."""
+    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if index in {0, len(row) - 1} else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
 
 
 def can_draw() -> bool:
@@ -238,3 +303,21 @@ def save_figure(figure: Any, axes: Any, path: Path) -> None:
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)
+
+
+def _joined(parts: Sequence[str]) -> str:
+    return "\n\n".join(part for part in parts if part)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Line):
+        value = value.as_dict()
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -11,7 +11,7 @@ import click
 
 from mesh.cli.option_types import Numbers, ParsedText, choice_option, float_option, int_option
 from mesh.cli.shared_options import key_of
-from mesh.util.printable import say
+from meshbench.experiment import show
 from meshbench.shared_options import FOLDER, Url, goodput_option, json_option, seed_option
 
 
@@ -148,8 +148,7 @@ def serve(
     ends. With it an open loop: requests are sent at their time, and latencies also count from it. Ctrl-C ends
     the run and reports what was measured. Exits with 1 if no request was answered.
     """
-    from meshbench.serving_options import LoadOptions  # noqa: PLC0415
-    from meshbench.serving_report import as_json, as_text  # noqa: PLC0415 - keeps --help quick
+    from meshbench.serving_options import LoadOptions  # noqa: PLC0415 - keeps --help quick
     from meshbench.serving_run import run_load  # noqa: PLC0415
 
     if temperature is not None and math.isnan(temperature):
@@ -157,7 +156,5 @@ def serve(
     key = key_of(api_key_file)
     report, code = run_load(LoadOptions(api_key=key or None, temperature=temperature, output=output, **given))
     if report is not None:
-        say(as_json(report) if is_json else as_text(report))
-        if output is not None:
-            say(f"report: {output / 'report.md'}", err=is_json)
+        show(report, is_json=is_json, folder=output)
     return code

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from meshbench.report_tools import (
-    can_draw,
-    json_text,
-    markdown_page,
+    PICTURES,
+    Report,
+    Section,
+    columns_text,
+    list_section,
     markdown_table,
     new_figure,
     number,
-    pictures_section,
     save_figure,
-    text_page,
-    write_files,
+    table_section,
 )
 from meshbench.serving_metrics import running_over_time
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from meshbench.request_record import Record
@@ -34,11 +34,19 @@ _NOTABLE_LAG_MS: Final = 20.0
 _NOTABLE_CPU_SHARE: Final = 0.5
 _LONG_S: Final = 1.0
 _NUM_BINS: Final = 60
+_DEFINITIONS: Final = (
+    "TTFT, time to first token: from sending the request to the first part of its answer. TPOT, time "
+    "per output token: (E2EL − TTFT) / (output tokens − 1), of each answer. ITL, inter-token latency: "
+    "from each part to the next, of all answers together; a part may hold several tokens. E2EL, "
+    "end-to-end latency: from sending the request to the end of its answer. What counts from the "
+    "schedule begins when the request was to be sent. Latencies are those of completed requests; rates "
+    "are over the whole run, and shares are of all requests, failed and rejected ones too."
+)
 _NAMES_OF_VLLM: Final = {"duration_s": "duration", "max_concurrency": "max_concurrent_requests"}
 
 
 @dataclass(frozen=True)
-class Report:
+class Findings:
     """A run, worked out.
 
     Attributes:
@@ -101,40 +109,31 @@ class RunConditions:
     software: str
 
 
-def as_markdown(report: Report, plots: Sequence[str]) -> str:
-    """The whole page.
-
-    Args:
-        report: Content of the report.
-        plots: Names of the picture files beside the page.
-    """
-    sections = [
-        ("# A server under load, measured", _conditions(report)),
-        ("## Warnings", "\n".join(f"- {warning}" for warning in warnings(report))),
-        ("## Requests and rates", markdown_table(("what", "measured"), _rates(report))),
-        ("## Latencies, ms", markdown_table(*_latencies(report))),
-        ("", _definitions()),
-        ("## Failures", markdown_table(("kind", "requests", "the first said"), _failures(report.figures))),
-        pictures_section(plots),
-    ]
-    return markdown_page(sections)
-
-
-def as_text(report: Report) -> str:
-    """For a terminal."""
-    heads, latencies = _latencies(report)
-    parts = [
-        _columns(_rates(report)),
-        _columns([heads, *latencies]) if latencies else "",
-        _columns(_failures(report.figures)),
-        "\n".join(f"warning: {warning}" for warning in warnings(report)),
-    ]
-    return text_page(parts)
+def serving_report(findings: Findings) -> Report:
+    """Report of a run; good if a request was answered."""
+    rates, failures = _rates(findings), _failures(findings.figures)
+    rate_heads, failure_heads = ("what", "measured"), ("kind", "requests", "the first said")
+    return Report(
+        title="A server under load, measured",
+        sections=[
+            Section("", _conditions(findings.conditions)),
+            list_section("## Warnings", "warning", warnings(findings)),
+            Section("## Requests and rates", markdown_table(rate_heads, rates), columns_text(rates)),
+            table_section("## Latencies, ms", *_latencies(findings)),
+            Section("", _DEFINITIONS),
+            Section("## Failures", markdown_table(failure_heads, failures), columns_text(failures)),
+            PICTURES,
+        ],
+        fields=_fields(findings),
+        is_good=findings.figures.completed > 0,
+        samples={"requests": [_request(record) for record in findings.records]},
+        pictures=_pictures(findings.records),
+    )
 
 
-def warnings(report: Report) -> list[str]:
+def warnings(findings: Findings) -> list[str]:
     """Notes for the reader of the figures."""
-    figures, conditions = report.figures, report.conditions
+    figures, conditions = findings.figures, findings.conditions
     found = []
     if figures.num_requests < conditions.num_planned:
         found.append(f"interrupted: {figures.num_requests} of {conditions.num_planned} requests were sent")
@@ -158,16 +157,15 @@ def warnings(report: Report) -> list[str]:
             f"this client was up to {figures.lag_ms.highest:.0f} ms late with its requests: its machine is "
             "too busy, and the server looks slower than it is"
         )
-    if report.client_cpu_share > _NOTABLE_CPU_SHARE and figures.duration_s >= _LONG_S:
+    if findings.client_cpu_share > _NOTABLE_CPU_SHARE and figures.duration_s >= _LONG_S:
         found.append(
-            f"this client used {report.client_cpu_share:.0%} of a core: run it on another machine than the "
+            f"this client used {findings.client_cpu_share:.0%} of a core: run it on another machine than the "
             "server's"
         )
     return found
 
 
-def _conditions(report: Report) -> str:
-    found = report.conditions
+def _conditions(found: RunConditions) -> str:
     temperature = "the server's own" if found.temperature is None else f"{found.temperature:g}"
     extra = f" Further fields: `{found.extra_body}`." if found.extra_body else ""
     return (
@@ -179,8 +177,8 @@ def _conditions(report: Report) -> str:
     )
 
 
-def _rates(report: Report) -> list[tuple[str, str]]:
-    figures = report.figures
+def _rates(findings: Findings) -> list[tuple[str, str]]:
+    figures = findings.figures
     return [
         ("Completed requests", f"{figures.completed} of {figures.num_requests}"),
         ("Failed", str(figures.failed)),
@@ -193,10 +191,10 @@ def _rates(report: Report) -> list[tuple[str, str]]:
         ("Request throughput, requests/s", f"{figures.request_throughput:.2f}"),
         ("Output token throughput, tokens/s", f"{figures.output_throughput:.2f}"),
         ("Total token throughput, tokens/s", number(figures.total_token_throughput)),
-        *_goodput(report),
+        *_goodput(findings),
         ("Concurrency, mean", f"{figures.mean_concurrency:.2f}"),
         ("Concurrency, peak", str(figures.max_concurrency)),
-        ("CPU used by this client, cores", f"{report.client_cpu_share:.2f}"),
+        ("CPU used by this client, cores", f"{findings.client_cpu_share:.2f}"),
     ]
 
 
@@ -205,28 +203,28 @@ def _rejected(figures: Figures) -> str:
     return f"{figures.rejected}{f'; Retry-After, s: {waits}' if waits else ''}"
 
 
-def _goodput(report: Report) -> list[tuple[str, str]]:
-    figures = report.figures
+def _goodput(findings: Findings) -> list[tuple[str, str]]:
+    figures = findings.figures
     if figures.request_goodput is None or figures.good_share is None:
         return []
-    limits = ", ".join(f"{name} {limit:g} ms" for name, limit in report.conditions.goodput.items())
+    limits = ", ".join(f"{name} {limit:g} ms" for name, limit in findings.conditions.goodput.items())
     lines = [(f"Request goodput ({limits}), requests/s", f"{figures.request_goodput:.2f}")]
     lines.append(("  share of all requests", f"{figures.good_share:.1%}"))
-    if report.conditions.rate is not None and figures.scheduled_good_share is not None:
+    if findings.conditions.rate is not None and figures.scheduled_good_share is not None:
         lines.append(("  counted from the schedule", f"{figures.scheduled_good_share:.1%}"))
     return lines
 
 
-def _latencies(report: Report) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def _latencies(findings: Findings) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Heads and rows; a closed loop has no schedule to count from."""
-    figures = report.figures
+    figures = findings.figures
     rows = [
         ("TTFT", figures.ttft_ms),
         ("TPOT", figures.tpot_ms),
         ("ITL", figures.itl_ms),
         ("E2EL", figures.e2el_ms),
     ]
-    if report.conditions.rate is not None:
+    if findings.conditions.rate is not None:
         rows += [
             ("TTFT from the schedule", figures.scheduled_ttft_ms),
             ("E2EL from the schedule", figures.scheduled_e2el_ms),
@@ -249,50 +247,24 @@ def _latencies(report: Report) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     return heads, lines
 
 
-def _definitions() -> str:
-    return (
-        "TTFT, time to first token: from sending the request to the first part of its answer. TPOT, time "
-        "per output token: (E2EL − TTFT) / (output tokens − 1), of each answer. ITL, inter-token latency: "
-        "from each part to the next, of all answers together; a part may hold several tokens. E2EL, "
-        "end-to-end latency: from sending the request to the end of its answer. What counts from the "
-        "schedule begins when the request was to be sent. Latencies are those of completed requests; rates "
-        "are over the whole run, and shares are of all requests, failed and rejected ones too."
-    )
-
-
 def _failures(figures: Figures) -> list[tuple[str, str, str]]:
     return [(failure.kind, str(failure.count), failure.example) for failure in figures.failures]
-
-
-def _columns(lines: Sequence[Sequence[str]]) -> str:
-    """Aligned: the first column to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip_longest(*lines, fillvalue="")]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if index == 0 or index == len(line) - 1 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
 
 
 def _count(value: int | None) -> str:
     return "not counted" if value is None else str(value)
 
 
-def draw_plots(records: Sequence[Record], folder: Path) -> tuple[str, ...]:
-    """Draw what the requests have to show.
-
-    Returns:
-        Names of the files written; none, and a line in the log, without matplotlib.
-    """
+def _pictures(records: Sequence[Record]) -> dict[str, Callable[[Path], None]]:
+    """How to draw what the requests have to show, by file."""
     answered = [record for record in records if record.failure is None]
-    if not answered or not can_draw():
-        return ()
-    _plot_latencies(answered, folder / "latencies.png")
-    _waits(records, folder / "latency-over-time.png")
-    _load(records, folder / "load-over-time.png")
-    return ("latencies.png", "latency-over-time.png", "load-over-time.png")
+    if not answered:
+        return {}
+    return {
+        "latencies.png": partial(_plot_latencies, answered),
+        "latency-over-time.png": partial(_waits, records),
+        "load-over-time.png": partial(_load, records),
+    }
 
 
 def _plot_latencies(answered: Sequence[Record], path: Path) -> None:
@@ -343,11 +315,11 @@ def _load(records: Sequence[Record], path: Path) -> None:
     save_figure(figure, axes, path)
 
 
-def as_dict(report: Report) -> dict[str, Any]:
-    """For JSON, without the single requests. What vLLM's `bench serve` measures too has its names there."""
-    figures = report.figures
+def _fields(findings: Findings) -> dict[str, Any]:
+    """Without the single requests. What vLLM's `bench serve` measures too has its names there."""
+    figures = findings.figures
     return {
-        "circumstances": asdict(report.conditions),
+        "circumstances": findings.conditions,
         **{
             _NAMES_OF_VLLM.get(name, name): value
             for name, value in asdict(figures).items()
@@ -361,33 +333,8 @@ def as_dict(report: Report) -> dict[str, Any]:
         **_spread("scheduled_e2el", figures.scheduled_e2el_ms),
         **_spread("client_queue", figures.queue_ms),
         **_spread("client_lag", figures.lag_ms),
-        "client_cpu_share": report.client_cpu_share,
+        "client_cpu_share": findings.client_cpu_share,
     }
-
-
-def as_json(report: Report, *, with_requests: bool = False) -> str:
-    """The report for programs; infinite numbers, which JSON has not, as text.
-
-    Args:
-        report: Content of the report.
-        with_requests: Whether each request is included.
-    """
-    fields = as_dict(report)
-    if with_requests:
-        fields["requests"] = [_request(record) for record in report.records]
-    return json_text(fields)
-
-
-def write_report(report: Report, folder: Path) -> None:
-    """Write `report.md`, `report.json` and the pictures.
-
-    Args:
-        report: Content of the report.
-        folder: Made if it is not there.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    plots = draw_plots(report.records, folder)
-    write_files(folder, as_markdown(report, plots), as_json(report, with_requests=True))
 
 
 def _spread(name: str, found: Spread | None) -> dict[str, float]:

@@ -16,7 +16,7 @@ from meshbench.datasets import PATHS, Asking, draw, made_up_prompts, read_datase
 from meshbench.http_client import Client, WholeBody, one_line
 from meshbench.load_generator import Job, Load, arrival_times_s
 from meshbench.serving_metrics import work_out
-from meshbench.serving_report import Report, RunConditions, write_report
+from meshbench.serving_report import Findings, RunConditions, serving_report
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError, MeshError, ModelNotFound, Unauthorized
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from meshbench.datasets import Prompt
+    from meshbench.report_tools import Report
     from meshbench.request_record import Record
     from meshbench.serving_options import LoadOptions
 
@@ -76,7 +77,7 @@ class _Run:
             self._records, self._duration_s, percentiles=self._options.percentiles, slos=self._options.slos
         )
         records = tuple(sorted(self._records, key=lambda record: record.number))
-        return Report(self._conditions, figures, records, self._cpu_s / self._duration_s)
+        return serving_report(Findings(self._conditions, figures, records, self._cpu_s / self._duration_s))
 
     async def _warm_up(self, client: Client, asking: Asking) -> None:
         options = self._options
@@ -208,8 +209,8 @@ def run_load(options: LoadOptions) -> tuple[Report | None, int]:
         code = run_interruptible(run.work)
     report = run.report()
     if report is not None and options.output is not None:
-        write_report(report, options.output)
-    if code == 0 and (report is None or not report.figures.completed):
+        report.write(options.output)
+    if code == 0 and (report is None or not report.is_good):
         code = 1
     return report, code
 

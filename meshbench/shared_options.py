@@ -1,4 +1,4 @@
-"""Options that several benchmarks share, and the end of their commands.
+"""Options that several benchmarks share.
 
 A command names as parameters the options that it works with. All others arrive in its `given`, and are fields
 of its options object as they are.
@@ -7,7 +7,6 @@ of its options object as they are.
 from __future__ import annotations
 
 import shlex
-import signal
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from mesh.cli.option_types import ParsedText, float_option, int_option
-from mesh.util.printable import say
 from meshbench.lab.link import LinkConditions
 
 if TYPE_CHECKING:
@@ -214,17 +212,3 @@ def logs_folder(kept: Path | None) -> Iterator[Path]:
         folder = kept or Path(stack.enter_context(TemporaryDirectory(prefix="mesh-bench-")))
         folder.mkdir(parents=True, exist_ok=True)
         yield folder.resolve()
-
-
-def end_on_sigterm() -> None:
-    """Treat SIGTERM as Ctrl-C: with a time limit, too, all is removed, and what was measured is reported."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-
-def end_command(report: str, folder: Path, *, is_json: bool, is_good: bool) -> None:
-    """Print a report and the place of its page, and exit with 1 unless all is well."""
-    say(report)
-    if not is_json:
-        say(f"report: {folder / 'report.md'}")
-    if not is_good:
-        click.get_current_context().exit(1)

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from meshbench.report_tools import (
-    Line,
+    PICTURES,
     PairedRatio,
-    can_draw,
-    json_text,
-    lines_table,
-    markdown_page,
+    Report,
+    Section,
+    lines_section,
+    list_section,
     markdown_table,
     new_figure,
     number,
-    pictures_section,
     save_figure,
-    write_files,
 )
-from meshbench.speculation_acceptance import (
-    Closeness,
-    Recommendation,
-    acceptance_lines,
-    closeness,
-    recommend,
-)
+from meshbench.speculation_acceptance import acceptance_lines, closeness, recommend
 from meshbench.speculation_features import chat_beside_raw, depths_table, features_lines
 from meshbench.speculation_results import (
     LLAMA_RPC,
@@ -40,69 +33,67 @@ from meshbench.speculation_results import (
 from meshbench.under_test.links import links_section
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from meshbench.report_tools import Line
+    from meshbench.speculation_acceptance import Closeness, Recommendation
     from meshbench.speculation_plan import Preset
     from meshbench.speculation_results import ConcurrentRequests, Results, RunConditions
 
 
-@dataclass(frozen=True)
-class Report:
-    """A run, worked out.
-
-    Attributes:
-        results: Measurements.
-        rows: Means for each workload, setting and delay.
-        lines: The acceptance table; empty if the run was not to show it.
-        closeness: How much of `replay`'s rate `auto` reached.
-        recommendation: Recommended setting.
-    """
-
-    results: Results
-    rows: tuple[Row, ...]
-    lines: tuple[Line, ...]
-    closeness: tuple[Closeness, ...]
-    recommendation: Recommendation
-
-
-def as_markdown(report: Report, plots: Sequence[str]) -> str:
-    """The whole page.
+def speculation_report(results: Results, *, categories: Collection[str], preset: Preset) -> Report:
+    """Report of the measurements; good if all could be made.
 
     Args:
-        report: Content of the report.
-        plots: Names of the picture files beside the page.
+        results: Measurements.
+        categories: Names of Spec-Bench's workloads.
+        preset: Plan of the run; those with bounds have an acceptance table.
     """
-    results = report.results
-    chat = [row for row in report.rows if row.place.is_cold_chat]
-    warm = [row for row in report.rows if row.place.is_warm]
-    raw = [row for row in report.rows if row.place.is_raw]
-    sections = [
-        ("# Speculation, measured", _conditions(results)),
-        ("## Warnings", _warnings(results, report.rows)),
-        ("## Not measured from outside", "\n".join(f"- {what}" for what in results.omitted)),
-        *(() if results.links is None else (links_section(results.links),)),
-        ("## Acceptance table", lines_table(report.lines)),
-        ("## How close `auto` comes to `replay`", _closeness(report.closeness)),
-        ("## Chat: times faster than off", _speed_ups(chat)),
-        ("## Chat: all figures", _figures(chat)),
-        ("## Warm: asked before, all figures", _figures(warm)),
-        ("## Raw completions, without a chat template: not comparable with chat", _figures(raw)),
-        (
-            "## Acceptance by position, unconditional, and of how many windows",
-            _positions(report.rows),
-        ),
-        ("## Acceptance by distance from the drafter's last feature", depths_table(report.rows)),
-        ("## Chat beside raw completions, each over its own off", chat_beside_raw(report.rows)),
-        ("## Requests at once", _concurrent(results.groups)),
-        ("## llama.cpp RPC: its settings", _peer(results)),
-        pictures_section(plots),
-        ("## Recommended for production", recommendation_text(report.recommendation, results.servers)),
+    rows = rows_of(results.samples)
+    lines: list[Line] = []
+    if preset == "acceptance":
+        lines += acceptance_lines(results.samples, rows, results.groups, categories)
+    elif preset == "features":
+        lines += features_lines(results.samples, categories)
+    lines += _over_checkout(results)
+    return Report(
+        title="Speculation, measured",
+        sections=_sections(results, rows, lines),
+        fields=_fields(results, rows, lines),
+        is_good=not results.failures,
+        pictures=_pictures(rows),
+    )
+
+
+def _sections(results: Results, rows: Sequence[Row], lines: Sequence[Line]) -> list[Section]:
+    chat = [row for row in rows if row.place.is_cold_chat]
+    warm = [row for row in rows if row.place.is_warm]
+    raw = [row for row in rows if row.place.is_raw]
+    advice = _recommendation(recommend(rows), results.servers)
+    not_measured = "\n".join(f"not measured: {failure}" for failure in results.failures)
+    return [
+        Section("", _conditions(results)),
+        Section("## Warnings", _warnings(results, rows), not_measured),
+        list_section("## Not measured from outside", "not measured from outside", results.omitted),
+        links_section(results.links),
+        lines_section("## Acceptance table", lines),
+        Section("## How close `auto` comes to `replay`", _closeness(closeness(rows))),
+        Section("## Chat: times faster than off", _speed_ups(chat)),
+        Section("## Chat: all figures", _figures(chat)),
+        Section("## Warm: asked before, all figures", _figures(warm)),
+        Section("## Raw completions, without a chat template: not comparable with chat", _figures(raw)),
+        Section("## Acceptance by position, unconditional, and of how many windows", _positions(rows)),
+        Section("## Acceptance by distance from the drafter's last feature", depths_table(rows)),
+        Section("## Chat beside raw completions, each over its own off", chat_beside_raw(rows)),
+        Section("## Requests at once", _concurrent(results.groups)),
+        Section("## llama.cpp RPC: its settings", _peer(results)),
+        PICTURES,
+        Section("## Recommended for production", advice, advice),
     ]
-    return markdown_page(sections)
 
 
-def recommendation_text(found: Recommendation, servers: Mapping[str, Sequence[str]]) -> str:
+def _recommendation(found: Recommendation, servers: Mapping[str, Sequence[str]]) -> str:
     """The choice, its grounds and how to serve it."""
     if found.chosen is None:
         return found.reason
@@ -291,29 +282,23 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.0%}"
 
 
-def draw_plots(rows: Sequence[Row], folder: Path) -> tuple[str, ...]:
-    """Draw what the rows have to show.
-
-    Returns:
-        Names of the files written; none, and a line in the log, without matplotlib.
-    """
-    if not can_draw():
-        return ()
-    chat = [
+def _pictures(rows: Sequence[Row]) -> dict[str, Callable[[Path], None]]:
+    """How to draw what the rows have to show, by file."""
+    paired = [
         row
         for row in rows
-        if row.place.system == MESH and row.place.temperature == 0 and row.place.is_cold_chat
+        if row.place.system == MESH
+        and row.place.temperature == 0
+        and row.place.is_cold_chat
+        and row.speed_up is not None
     ]
-    paired = [row for row in chat if row.speed_up is not None]
-    names = []
+    drawn: dict[str, Callable[[Path], None]] = {}
     if paired:
-        _by_delay(paired, folder / "speed-up-by-delay.png")
-        _by_workload(paired, folder / "speed-up-by-workload.png")
-        names += ["speed-up-by-delay.png", "speed-up-by-workload.png"]
+        drawn["speed-up-by-delay.png"] = partial(_by_delay, paired)
+        drawn["speed-up-by-workload.png"] = partial(_by_workload, paired)
     if any(row.acceptance_per_position for row in paired):
-        _by_position(paired, folder / "acceptance-by-position.png")
-        names.append("acceptance-by-position.png")
-    return tuple(names)
+        drawn["acceptance-by-position.png"] = partial(_by_position, paired)
+    return drawn
 
 
 def _by_delay(rows: Sequence[Row], path: Path) -> None:
@@ -362,23 +347,6 @@ def _by_position(rows: Sequence[Row], path: Path) -> None:
     save_figure(figure, axes, path)
 
 
-def work_out(results: Results, *, categories: Collection[str], preset: Preset) -> Report:
-    """All figures of the measurements.
-
-    Args:
-        results: Measurements.
-        categories: Names of Spec-Bench's workloads.
-        preset: Plan of the run; those with bounds have an acceptance table.
-    """
-    rows = rows_of(results.samples)
-    lines: tuple[Line, ...] = ()
-    if preset == "acceptance":
-        lines = acceptance_lines(results.samples, rows, results.groups, categories)
-    elif preset == "features":
-        lines = features_lines(results.samples, categories)
-    return Report(results, rows, (*lines, *_over_checkout(results)), closeness(rows), recommend(rows))
-
-
 def _over_checkout(results: Results) -> list[Line]:
     """Rates under each setting over those of another checkout, which answered the same questions."""
     lines = []
@@ -391,29 +359,16 @@ def _over_checkout(results: Results) -> list[Line]:
     return lines
 
 
-def write_report(report: Report, folder: Path) -> None:
-    """Write `report.md`, `report.json` and the pictures.
-
-    Args:
-        report: Content of the report.
-        folder: Made if it is not there.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    plots = draw_plots(report.rows, folder)
-    write_files(folder, as_markdown(report, plots), json_text(_as_dict(report)))
-
-
-def _as_dict(report: Report) -> dict[str, Any]:
-    results = report.results
+def _fields(results: Results, rows: Sequence[Row], lines: Sequence[Line]) -> dict[str, Any]:
     return {
-        "circumstances": asdict(results.conditions),
+        "circumstances": results.conditions,
         "took_s": results.took_s,
         "hops_ms": results.hops_ms,
         "servers": results.servers,
-        "acceptance": [_floor(line) for line in report.lines],
-        "auto_of_replay": [asdict(found) for found in report.closeness],
-        "recommendation": asdict(report.recommendation),
-        "rows": [asdict(row) for row in report.rows],
+        "acceptance": [_floor(line) for line in lines],
+        "auto_of_replay": closeness(rows),
+        "recommendation": recommend(rows),
+        "rows": rows,
         "crowds": [{**asdict(group), "ratio": group.ratio} for group in results.groups],
         "llama_cpp_rpc": {"delay_ms": results.peer_delay_ms, "tokens_per_s": results.peer_rates},
         "failures": results.failures,

@@ -16,7 +16,7 @@ from mesh.util.processors import processor_name
 from meshbench.blocking_client import Client
 from meshbench.datasets import made_up_prompts
 from meshbench.lab.llama_cpp_build import build_llama_rpc
-from meshbench.lab.network import Lab, lab_supported
+from meshbench.lab.network import Lab, require_lab
 from meshbench.paired_systems import even_split
 from meshbench.report_tools import INTERRUPTED
 from meshbench.shared_options import logs_folder
@@ -32,7 +32,7 @@ from meshbench.speculation_plan import (
     sweep_plan,
     without_replay,
 )
-from meshbench.speculation_report import Report, work_out, write_report
+from meshbench.speculation_report import speculation_report
 from meshbench.speculation_results import DRAFT, REPLAY, DraftCounts, Results, RunConditions
 from meshbench.speculation_runner import Peer, ReplayFile, Runner, RunnerOptions, TrialRunner
 from meshbench.speculation_workloads import SPEC_BENCH, Workload, all_workloads, choose
@@ -40,7 +40,7 @@ from meshbench.stress.scripts import WORD_TOKENS
 from meshbench.under_test.links import hop_ms, known_links
 from meshbench.under_test.mesh import reach_mesh, tokenizer_of
 from spanmesh_proto import SOFTWARE_VERSION
-from spanmesh_proto.errors import ClusterError, InvalidRequest, MeshError
+from spanmesh_proto.errors import InvalidRequest, MeshError
 from stages.processors import num_usable
 from stages.slicing.model_facts import read_model_facts
 
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.engine import SpeculationMode
+    from meshbench.report_tools import Report
     from meshbench.speculation_plan import Phase, Preset
     from meshbench.under_test.mesh import RemoteMesh, ServedModel
     from meshbench.under_test.options import RemoteTarget
@@ -148,9 +149,7 @@ def run_spec(options: SpecOptions) -> Report:
     Raises:
         MeshError: If no lab can be made here, or an input is wrong.
     """
-    reason = lab_supported()
-    if reason is not None:
-        raise ClusterError(reason)
+    require_lab()
     started_s = time.monotonic()
     tokenizer = Tokenizer(options.model)
     workloads = _workloads(options, tokenizer)
@@ -284,8 +283,8 @@ def _reported(
     """The report, which is written as well."""
     results.took_s = time.monotonic() - started_s
     categories = {workload.name for workload in workloads.values() if workload.source == SPEC_BENCH}
-    report = work_out(results, categories=categories, preset=options.preset)
-    write_report(report, options.output)
+    report = speculation_report(results, categories=categories, preset=options.preset)
+    report.write(options.output)
     return report
 
 

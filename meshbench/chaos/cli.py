@@ -8,12 +8,14 @@ import click
 
 from mesh.cli.option_types import Names, choice_option, float_option, int_option
 from meshbench import shared_options
+from meshbench.experiment import experiment
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from meshbench.chaos.faults import FaultKind
     from meshbench.chaos.options import ScenarioName
+    from meshbench.report_tools import Report
 
 # As in `meshbench.chaos`, which --help is not to import.
 _KINDS: tuple[FaultKind, ...] = ("first", "middle", "tail", "raylet", "cut-off", "stop", "leave")
@@ -82,6 +84,7 @@ _QUICK_QUESTIONS = 6
 @shared_options.output_option("bench-chaos")
 @shared_options.logs_option()
 @shared_options.json_option
+@experiment
 def chaos(
     *,
     model: Path | None,
@@ -91,9 +94,8 @@ def chaos(
     kinds: tuple[FaultKind, ...] | None,
     fast: bool,
     output: Path,
-    is_json: bool,
     **given: Any,
-) -> None:
+) -> Report:
     """Inject faults into a mesh that serves MODEL, a GGUF file, on lab hosts; without MODEL, the demo's.
 
     Every question is answered undisturbed first. Then a constant number of streams runs, and once all hosts
@@ -103,14 +105,12 @@ def chaos(
     failed or differs, the mesh did not recover, or a process is left; a pause above its bound does not count.
     """
     from mesh.serve.options import demo_model  # noqa: PLC0415
-    from meshbench.chaos.options import ChaosOptions  # noqa: PLC0415
-    from meshbench.chaos.report import as_json, as_text  # noqa: PLC0415 - keeps --help quick
+    from meshbench.chaos.options import ChaosOptions  # noqa: PLC0415 - keeps --help quick
     from meshbench.chaos.run import run_chaos  # noqa: PLC0415
 
     is_acceptance = preset == "acceptance"
     wanted = _SCENARIOS if is_acceptance else scenarios
-    shared_options.end_on_sigterm()
-    report = run_chaos(
+    return run_chaos(
         ChaosOptions(
             model=model or demo_model(),
             scenarios=wanted,
@@ -125,5 +125,3 @@ def chaos(
             **given,
         )
     )
-    text = as_json(report) if is_json else as_text(report)
-    shared_options.end_command(text, output, is_json=is_json, is_good=report.is_good)

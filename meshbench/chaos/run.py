@@ -14,18 +14,18 @@ from meshbench.chaos.clients import ClientFleet, questions
 from meshbench.chaos.faults import FaultInjector
 from meshbench.chaos.harness import FaultTestBed, FirstFailure, baseline_answers
 from meshbench.chaos.options import least_memory_bytes
-from meshbench.chaos.report import Report, write_report
+from meshbench.chaos.report import chaos_report
 from meshbench.chaos.results import pause_lines
 from meshbench.chaos.scenarios import try_faults, try_head_restart, try_leaving, try_no_room
 from meshbench.lab.memory_watch import MemoryWatch
-from meshbench.lab.network import Lab, lab_supported
+from meshbench.lab.network import Lab, require_lab
 from meshbench.lab.systems import MeshSystem
 from meshbench.report_tools import INTERRUPTED, Check
 from meshbench.shared_options import logs_folder
 from meshbench.stress.checks import flatness_check, leak_check
 from meshbench.stress.harness import open_sessions
 from spanmesh_proto import SOFTWARE_VERSION
-from spanmesh_proto.errors import ClusterError, MeshError
+from spanmesh_proto.errors import MeshError
 from stages.processors import num_usable
 from stages.slicing.model_facts import read_model_facts
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from meshbench.chaos.options import ChaosOptions, ScenarioName
     from meshbench.chaos.results import Scenario
-    from meshbench.report_tools import Line
+    from meshbench.report_tools import Line, Report
 
 _SCENARIOS: Final[dict[ScenarioName, Callable[[FaultTestBed, FirstFailure], Scenario]]] = {
     "faults": try_faults,
@@ -126,13 +126,7 @@ class _Run:
             "took_s": round(time.monotonic() - self._started_s),
             "software": f"spanmesh {SOFTWARE_VERSION}",
         }
-        return Report(
-            circumstances,
-            tuple(self.scenarios),
-            tuple(self._checks),
-            tuple(self.failures),
-            tuple(self._compared),
-        )
+        return chaos_report(circumstances, self.scenarios, self._checks, self.failures, self._compared)
 
     @contextmanager
     def _bed(self, num_spares: int, *, is_tight: bool) -> Iterator[FaultTestBed]:
@@ -224,9 +218,7 @@ def run_chaos(options: ChaosOptions) -> Report:
     Raises:
         ClusterError: If no lab can be made here.
     """
-    reason = lab_supported()
-    if reason is not None:
-        raise ClusterError(reason)
+    require_lab()
     run = _Run(options)
     # They need other hosts.
     together: tuple[ScenarioName, ...] = tuple(name for name in options.scenarios if name != "no-room")
@@ -244,7 +236,7 @@ def run_chaos(options: ChaosOptions) -> Report:
     except KeyboardInterrupt:
         run.note(INTERRUPTED)
     report = run.report()
-    write_report(report, options.output)
+    report.write(options.output)
     return report
 
 

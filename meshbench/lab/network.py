@@ -19,7 +19,7 @@ from meshbench.lab.host import Companion, Host
 from meshbench.lab.link import LinkConditions
 from meshbench.lab.router import Traffic
 from meshbench.lab.tun import TUN_PATH
-from spanmesh_proto.errors import MeshError
+from spanmesh_proto.errors import ClusterError, MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -292,6 +292,17 @@ def host_processors(available: Sequence[int], num_hosts: int) -> list[tuple[int,
         return [(available[host % len(available)],) for host in range(num_hosts)]
     bounds = [host * len(available) // num_hosts for host in range(num_hosts + 1)]
     return [tuple(available[start:stop]) for start, stop in itertools.pairwise(bounds)]
+
+
+def require_lab() -> None:
+    """Check that a lab can be made here.
+
+    Raises:
+        ClusterError: If it cannot.
+    """
+    reason = lab_supported()
+    if reason is not None:
+        raise ClusterError(reason)
 
 
 def lab_supported(*, is_ipv6: bool = False) -> str | None:

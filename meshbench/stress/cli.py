@@ -8,6 +8,7 @@ import click
 
 from mesh.cli.option_types import Names, Numbers, choice_option, float_option, int_option
 from meshbench import shared_options
+from meshbench.experiment import experiment
 from meshbench.under_test.options import remote_options, target_of
 from stages.runtime.kv_types import KV_TYPES
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from meshbench.http_client import Server
+    from meshbench.report_tools import Report
     from meshbench.stress.options import LineName, Preset
 
 _RAMP = (1, 2, 4, 8, 16)
@@ -140,6 +142,7 @@ _LAB_ONLY: Final = (
 @shared_options.logs_option()
 @shared_options.json_option
 @click.pass_context
+@experiment
 def stress(
     context: click.Context,
     /,
@@ -165,9 +168,8 @@ def stress(
     peer: str | None,
     against: Path | None,
     output: Path,
-    is_json: bool,
     **given: Any,
-) -> None:
+) -> Report:
     """Load a mesh over several lab hosts that serves MODEL, or the demo's; with --url, a running mesh.
 
     Of a running mesh, on any hosts, it measures what can be measured from outside, and the links.
@@ -205,7 +207,6 @@ def stress(
     from mesh.serve.options import demo_model  # noqa: PLC0415
     from meshbench.stress.options import RemoteStressOptions, StressOptions  # noqa: PLC0415
     from meshbench.stress.remote_run import run_remote_stress  # noqa: PLC0415 - keeps --help quick
-    from meshbench.stress.report import as_json, as_text  # noqa: PLC0415
     from meshbench.stress.run import run_stress  # noqa: PLC0415
     from meshbench.stress.scripts import num_slots_for  # noqa: PLC0415
 
@@ -232,22 +233,18 @@ def stress(
         "speculate": speculate or ("auto" if num_keys else "off"),
         "output": output,
     }
-    shared_options.end_on_sigterm()
     if target is not None:
         load |= {name: given[name] for name in ("lines", "contexts", "rounds", "seed", "slos")}
-        report = run_remote_stress(RemoteStressOptions(target=target, fits_slots=concurrency is None, **load))
-    else:
-        report = run_stress(
-            StressOptions(
-                model=model or demo_model(),
-                ctx_size=ctx_size or usual_ctx_size,
-                num_slots=num_slots or min(most, 64),
-                num_keys=num_keys,
-                with_rpc=peer == "rpc",
-                against=against,
-                **load,
-                **given,
-            )
+        return run_remote_stress(RemoteStressOptions(target=target, fits_slots=concurrency is None, **load))
+    return run_stress(
+        StressOptions(
+            model=model or demo_model(),
+            ctx_size=ctx_size or usual_ctx_size,
+            num_slots=num_slots or min(most, 64),
+            num_keys=num_keys,
+            with_rpc=peer == "rpc",
+            against=against,
+            **load,
+            **given,
         )
-    text = as_json(report) if is_json else as_text(report)
-    shared_options.end_command(text, output, is_json=is_json, is_good=report.is_good)
+    )

@@ -24,7 +24,7 @@ from meshbench.stress.checks import (
     step_of,
 )
 from meshbench.stress.harness import open_sessions
-from meshbench.stress.report import Report
+from meshbench.stress.report import Findings, stress_report
 from meshbench.stress.scripts import (
     QUICK,
     WIDE,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from mesh.text.tokenizer import Tokenizer
-    from meshbench.report_tools import Check, Line
+    from meshbench.report_tools import Check, Line, Report
     from meshbench.stress.answers import AnswerRecord
     from meshbench.stress.checks import ClientCounts, Reference, Step
     from meshbench.stress.harness import LoadTestBed
@@ -199,7 +199,7 @@ class LoadRun:
                 self._lines.append(measurements.memory_line(found, self._num_mixed))
             if self._soaked is not None:
                 self._lines.append(measurements.soak_line(self._soaked, status))
-        return Report(
+        findings = Findings(
             conditions={**conditions, "took_s": round(time.monotonic() - self._started_s)},
             steps=tuple(self._steps),
             has_ramp=len(self._ramp) > 1,
@@ -217,6 +217,7 @@ class LoadRun:
             groups_found=groups_found,
             omitted=(*omitted, *(() if links is None else links.missing)),
         )
+        return stress_report(findings)
 
     def _client_counts(self) -> ClientCounts:
         num_begun_anew = prefix_mismatches(self._bed.mesh.metrics())

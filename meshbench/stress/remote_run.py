@@ -10,15 +10,14 @@ import structlog
 from meshbench.stress.client_process import LoadClient
 from meshbench.stress.harness import LoadTestBed
 from meshbench.stress.load_run import LoadRun, Subject
-from meshbench.stress.report import write_report
 from meshbench.under_test.links import known_links
 from meshbench.under_test.mesh import reach_mesh, tokenizer_of
 from spanmesh_proto import SOFTWARE_VERSION
 from stages.processors import num_usable
 
 if TYPE_CHECKING:
+    from meshbench.report_tools import Report
     from meshbench.stress.options import RemoteStressOptions
-    from meshbench.stress.report import Report
     from meshbench.under_test.mesh import ServedModel
 
 # Only measured of a mesh whose processes run on this machine.
@@ -69,7 +68,7 @@ def run_remote_stress(options: RemoteStressOptions) -> Report:
         )
         run.work()
         report = run.report(_conditions(plan, mesh.url, served), links=links, omitted=omitted)
-    write_report(report, options.output)
+    report.write(options.output)
     return report
 
 

@@ -4,34 +4,31 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from meshbench.report_tools import (
-    Check,
-    Line,
-    can_draw,
-    checks_table,
-    checks_text,
-    conditions_text,
-    json_text,
-    lines_table,
-    lines_text,
-    markdown_page,
+    PICTURES,
+    Report,
+    Section,
+    all_hold,
+    checks_section,
+    lines_section,
+    list_section,
     markdown_table,
     new_figure,
-    pictures_section,
     save_figure,
-    text_page,
-    write_files,
+    table_section,
 )
 from meshbench.stress.checks import LEAST_GAIN
 from meshbench.under_test.links import links_section
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from meshbench.lab.memory_watch import MemorySample
+    from meshbench.report_tools import Check, Line
     from meshbench.serving_metrics import Spread
     from meshbench.stress.checks import ClientCounts, Step
     from meshbench.stress.memory import Footprint, Growth
@@ -39,6 +36,11 @@ if TYPE_CHECKING:
     from meshbench.under_test.status_figures import RingLink
 
 _MIB: Final = 2**20
+_MEMORY_WORDS: Final = (
+    "Proportional set sizes: pages that processes share are divided among them. Growth is from the "
+    "median of the first half after the warm-up, a quarter of the time, to that of the second; it counts "
+    "as none up to 8 MiB, or 2 % where that is more."
+)
 _STEP_HEADS: Final = (
     "at once",
     "answers",
@@ -76,7 +78,7 @@ class RoleMemory:
 
 
 @dataclass(frozen=True)
-class Report:
+class Findings:
     """A run, worked out.
 
     Attributes:
@@ -115,85 +117,73 @@ class Report:
     groups_found: Mapping[str, int] = field(default_factory=dict)
     omitted: tuple[str, ...] = ()
 
-    @property
-    def is_good(self) -> bool:
-        """Whether nothing failed: neither a check, nor a measurement. A line that was missed is a figure."""
-        return not self.failures and all(check.holds is not False for check in self.checks)
+
+def stress_report(found: Findings) -> Report:
+    """Report of a run; good if no check and no measurement failed: a line that was missed is a figure."""
+    is_good = not found.failures and all_hold(found.checks)
+    pictures: dict[str, Callable[[Path], None]] = {}
+    if len(found.steps) > 1:
+        pictures["ramp.png"] = partial(_ramp, found.steps)
+    if found.samples:
+        pictures["memory.png"] = partial(_plot_memory, found.samples)
+    return Report(
+        title="A mesh under load, every answer checked",
+        conditions=found.conditions,
+        sections=_sections(found),
+        fields={"good": is_good, **_fields(found)},
+        is_good=is_good,
+        samples={"samples": found.samples},
+        pictures=pictures,
+    )
 
 
-def as_markdown(report: Report, plots: Sequence[str]) -> str:
-    """The whole page.
-
-    Args:
-        report: Content of the report.
-        plots: Names of the picture files beside the page.
-    """
-    sections = [
-        ("# A mesh under load, every answer checked", conditions_text(report.conditions)),
-        ("## Checks", checks_table(report.checks)),
-        ("## Not measured", "\n".join(f"- {failure}" for failure in report.failures)),
-        ("## Not measured from outside", "\n".join(f"- {what}" for what in report.omitted)),
-        ("## Acceptance", lines_table(report.lines)),
-        ("## Steps; times in ms", markdown_table(_heads(report), _steps(report))),
-        ("", _saturation(report)),
-        ("## Clients", markdown_table(("", "count"), _clients(report))),
-        ("## Stages, over the whole run; times in ms", markdown_table(*_stages(report))),
-        ("", _groups(report)),
-        ("## Links of the ring, over the whole run", markdown_table(*_ring_links(report))),
-        *(() if report.links is None else (links_section(report.links),)),
-        ("## Memory, MiB", markdown_table(*_memory(report))),
-        ("", _memory_words(report)),
-        pictures_section(plots),
+def _sections(found: Findings) -> list[Section]:
+    saturation = _saturation(found)
+    clients = [] if found.clients is None else found.clients.rows()
+    clients_text = "\n".join(f"{name:>40}: {count}" for name, count in clients)
+    return [
+        checks_section("## Checks", found.checks),
+        list_section("## Not measured", "not measured", found.failures),
+        list_section("## Not measured from outside", "not measured from outside", found.omitted),
+        lines_section("## Acceptance", found.lines),
+        table_section("## Steps; times in ms", *_steps(found.steps)),
+        Section("", saturation, saturation),
+        Section("## Clients", markdown_table(("", "count"), clients), clients_text),
+        Section("## Stages, over the whole run; times in ms", _stages(found.stages)),
+        Section("", _groups(found.groups_found)),
+        Section("## Links of the ring, over the whole run", _ring_links(found.ring_links)),
+        links_section(found.links),
+        Section("## Memory, MiB", _memory(found.memory)),
+        Section("", _MEMORY_WORDS if found.memory else ""),
+        PICTURES,
     ]
-    return markdown_page(sections)
 
 
-def as_text(report: Report) -> str:
-    """For a terminal."""
-    parts = [
-        lines_text(report.lines),
-        "\n".join(
-            "  ".join(cell.rjust(12) for cell in row) for row in _table(_heads(report), _steps(report))
-        ),
-        _saturation(report),
-        "\n".join(f"{name:>40}: {count}" for name, count in _clients(report)),
-        checks_text(report.checks),
-        "\n".join(f"not measured: {failure}" for failure in report.failures),
-        "\n".join(f"not measured from outside: {what}" for what in report.omitted),
-    ]
-    return text_page(parts)
+def _steps(steps: Sequence[Step]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Heads and rows, with a further column where limits were given."""
+    has_goodput = any(step.figures.request_goodput is not None for step in steps)
+    heads = (*_STEP_HEADS, *("good requests/s",) * has_goodput)
+    return heads, [(*_step(step), *(_goodput(step),) * has_goodput) for step in steps]
 
 
-def _heads(report: Report) -> tuple[str, ...]:
-    return (*_STEP_HEADS, *("good requests/s",) * _has_goodput(report))
-
-
-def _has_goodput(report: Report) -> bool:
-    return any(step.figures.request_goodput is not None for step in report.steps)
+def _step(step: Step) -> tuple[str, ...]:
+    return (
+        str(step.concurrency),
+        f"{step.figures.completed} of {step.figures.num_requests}",
+        f"{step.tokens_per_s:.1f}",
+        "" if step.peer_tokens_per_s is None else f"{step.peer_tokens_per_s:.1f}",
+        "" if step.ratio is None else f"{step.ratio:.2f}",
+        *_percentiles(step.figures.ttft_ms),
+        *_percentiles(step.figures.itl_ms),
+        *_percentiles(step.figures.e2el_ms),
+        f"{step.answer_check.fork_rate:.1%}",
+        str(len(step.answer_check.problems)),
+    )
 
 
 def _goodput(step: Step) -> str:
     per_s, share = step.figures.request_goodput, step.figures.good_share
     return "" if per_s is None or share is None else f"{per_s:.2f} ({share:.0%})"
-
-
-def _steps(report: Report) -> list[tuple[str, ...]]:
-    return [
-        (
-            str(step.concurrency),
-            f"{step.figures.completed} of {step.figures.num_requests}",
-            f"{step.tokens_per_s:.1f}",
-            "" if step.peer_tokens_per_s is None else f"{step.peer_tokens_per_s:.1f}",
-            "" if step.ratio is None else f"{step.ratio:.2f}",
-            *_percentiles(step.figures.ttft_ms),
-            *_percentiles(step.figures.itl_ms),
-            *_percentiles(step.figures.e2el_ms),
-            f"{step.answer_check.fork_rate:.1%}",
-            str(len(step.answer_check.problems)),
-            *(_goodput(step),) * _has_goodput(report),
-        )
-        for step in report.steps
-    ]
 
 
 def _percentiles(found: Spread | None) -> tuple[str, str]:
@@ -202,101 +192,69 @@ def _percentiles(found: Spread | None) -> tuple[str, str]:
     return f"{found.percentiles[50.0]:.1f}", f"{found.percentiles[99.0]:.1f}"
 
 
-def _saturation(report: Report) -> str:
-    if not report.has_ramp:
+def _saturation(found: Findings) -> str:
+    if not found.has_ramp:
         return ""
-    if report.saturation is None:
+    if found.saturation is None:
         return f"Not saturated: the most requests at once still brought over {LEAST_GAIN:.0%} more tokens/s."
-    return f"Saturated at {report.saturation} at once: no more of them bring {LEAST_GAIN:.0%} more tokens/s."
+    return f"Saturated at {found.saturation} at once: no more of them bring {LEAST_GAIN:.0%} more tokens/s."
 
 
-def _clients(report: Report) -> list[tuple[str, str]]:
-    return [] if report.clients is None else report.clients.rows()
-
-
-def _stages(report: Report) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def _stages(stages: Sequence[Mapping[str, Any]]) -> str:
     heads = ("stage", "host", "layers", "windows", "rows in a batch", "mean compute", "mean queue")
-    return heads, [
+    return markdown_table(
+        heads,
         (
-            str(stage["index"]),
-            stage["host"],
-            "[{}, {})".format(*stage["layers"]),
-            str(stage["windows"]),
-            f"{stage['rows'] / stage['decodes']:.1f}" if stage.get("decodes") else "",
-            f"{stage['mean_compute_ms']:.2f}",
-            f"{stage['mean_queue_ms']:.2f}",
-        )
-        for stage in report.stages
-    ]
-
-
-def _groups(report: Report) -> str:
-    if not report.groups_found:
-        return ""
-    found = ", ".join(f"{groups} for {sessions}" for sessions, groups in report.groups_found.items())
-    return f"Groups of sessions found best, by the number of sessions: {found}."
-
-
-def _ring_links(report: Report) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    heads = ("from", "to", "decoding windows", "mean ms on the wire, message handling included")
-    return heads, [
-        (link.source, link.target, str(link.num_windows), f"{link.wire_ms:.2f}") for link in report.ring_links
-    ]
-
-
-def _memory(report: Report) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    heads: tuple[str, ...] = ("host", "role", "processes", "most", "growth under steady load")
-    rows: list[tuple[str, ...]] = [
-        (
-            f"host{each.host}",
-            each.role,
-            str(each.num_processes),
-            f"{each.max_bytes / _MIB:.0f}",
-            "; ".join(
-                f"{growth.growth_bytes / _MIB:+.1f} ({growth.slope_bytes_per_hour / _MIB:+.1f} per hour)"
-                for growth in each.growth
-            ),
-        )
-        for each in report.memory
-    ]
-    return heads, rows
-
-
-def _memory_words(report: Report) -> str:
-    if not report.memory:
-        return ""
-    return (
-        "Proportional set sizes: pages that processes share are divided among them. Growth is from the "
-        "median of the first half after the warm-up, a quarter of the time, to that of the second; it counts "
-        "as none up to 8 MiB, or 2 % where that is more."
+            (
+                str(stage["index"]),
+                stage["host"],
+                "[{}, {})".format(*stage["layers"]),
+                str(stage["windows"]),
+                f"{stage['rows'] / stage['decodes']:.1f}" if stage.get("decodes") else "",
+                f"{stage['mean_compute_ms']:.2f}",
+                f"{stage['mean_queue_ms']:.2f}",
+            )
+            for stage in stages
+        ),
     )
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    return [heads, *rows] if rows else []
+def _groups(groups_found: Mapping[str, int]) -> str:
+    if not groups_found:
+        return ""
+    found = ", ".join(f"{groups} for {sessions}" for sessions, groups in groups_found.items())
+    return f"Groups of sessions found best, by the number of sessions: {found}."
 
 
-def draw_plots(report: Report, folder: Path) -> tuple[str, ...]:
-    """Draw the ramp and the memory.
-
-    Returns:
-        Names of the files written; none, and a line in the log, without matplotlib.
-    """
-    if not can_draw():
-        return ()
-    names = []
-    if len(report.steps) > 1:
-        _ramp(report, folder / "ramp.png")
-        names.append("ramp.png")
-    if report.samples:
-        _plot_memory(report, folder / "memory.png")
-        names.append("memory.png")
-    return tuple(names)
+def _ring_links(links: Sequence[RingLink]) -> str:
+    heads = ("from", "to", "decoding windows", "mean ms on the wire, message handling included")
+    return markdown_table(
+        heads, ((link.source, link.target, str(link.num_windows), f"{link.wire_ms:.2f}") for link in links)
+    )
 
 
-def _ramp(report: Report, path: Path) -> None:
+def _memory(memory: Sequence[RoleMemory]) -> str:
+    return markdown_table(
+        ("host", "role", "processes", "most", "growth under steady load"),
+        (
+            (
+                f"host{each.host}",
+                each.role,
+                str(each.num_processes),
+                f"{each.max_bytes / _MIB:.0f}",
+                "; ".join(
+                    f"{growth.growth_bytes / _MIB:+.1f} ({growth.slope_bytes_per_hour / _MIB:+.1f} per hour)"
+                    for growth in each.growth
+                ),
+            )
+            for each in memory
+        ),
+    )
+
+
+def _ramp(all_steps: Sequence[Step], path: Path) -> None:
     """Throughput, and what a user waits for a token."""
-    steps = sorted(report.steps, key=lambda step: step.concurrency)
+    steps = sorted(all_steps, key=lambda step: step.concurrency)
     figure, axes = new_figure("requests at once", "tokens/s")
     at_once = [step.concurrency for step in steps]
     axes.plot(at_once, [step.tokens_per_s for step in steps], "o-", label="mesh")
@@ -313,12 +271,12 @@ def _ramp(report: Report, path: Path) -> None:
     save_figure(figure, axes, path)
 
 
-def _plot_memory(report: Report, path: Path) -> None:
+def _plot_memory(samples: Sequence[MemorySample], path: Path) -> None:
     """Every process of the mesh that is not Ray's."""
     figure, axes = new_figure("s", "MiB")
-    start_s = report.samples[0].at_s
+    start_s = samples[0].at_s
     curves: dict[tuple[int, str, int], list[tuple[float, float]]] = defaultdict(list)
-    for sample in report.samples:
+    for sample in samples:
         if sample.role in {"stage", "coordinator", "join"}:
             key = (sample.host, sample.role, sample.pid)
             curves[key].append((sample.at_s - start_s, sample.own_bytes / _MIB))
@@ -328,11 +286,9 @@ def _plot_memory(report: Report, path: Path) -> None:
     save_figure(figure, axes, path)
 
 
-def as_dict(report: Report) -> dict[str, Any]:
-    """For JSON."""
+def _fields(found: Findings) -> dict[str, Any]:
     return {
-        "circumstances": report.conditions,
-        "good": report.is_good,
+        "circumstances": found.conditions,
         "steps": [
             {
                 "concurrency": step.concurrency,
@@ -341,49 +297,24 @@ def as_dict(report: Report) -> dict[str, Any]:
                 "ratio": step.ratio,
                 "fork_rate": step.answer_check.fork_rate,
                 "problems_by_kind": step.answer_check.by_kind,
-                "figures": asdict(step.figures),
-                "judgement": asdict(step.answer_check),
+                "figures": step.figures,
+                "judgement": step.answer_check,
             }
-            for step in report.steps
+            for step in found.steps
         ],
-        "saturation": report.saturation,
-        "lines": [line.as_dict() for line in report.lines],
-        "checks": [asdict(check) for check in report.checks],
+        "saturation": found.saturation,
+        "lines": found.lines,
+        "checks": found.checks,
         "footprints": [
             {**asdict(each), "overhead_bytes": each.overhead_bytes, "is_within": each.is_within}
-            for each in report.footprints
+            for each in found.footprints
         ],
-        "stages": list(report.stages),
-        "memory": [asdict(each) for each in report.memory],
-        "failures": list(report.failures),
-        "clients": None if report.clients is None else asdict(report.clients),
-        "links": None if report.links is None else report.links.found,
-        "ring_links": [asdict(link) for link in report.ring_links],
-        "groups_found": dict(report.groups_found),
-        "not_measured_from_outside": list(report.omitted),
+        "stages": found.stages,
+        "memory": found.memory,
+        "failures": found.failures,
+        "clients": found.clients,
+        "links": None if found.links is None else found.links.found,
+        "ring_links": found.ring_links,
+        "groups_found": found.groups_found,
+        "not_measured_from_outside": found.omitted,
     }
-
-
-def as_json(report: Report, *, with_samples: bool = False) -> str:
-    """The report for programs.
-
-    Args:
-        report: Content of the report.
-        with_samples: Whether every memory sample of every process is included.
-    """
-    fields = as_dict(report)
-    if with_samples:
-        fields["samples"] = [asdict(sample) for sample in report.samples]
-    return json_text(fields)
-
-
-def write_report(report: Report, folder: Path) -> None:
-    """Write `report.md`, `report.json` and the pictures.
-
-    Args:
-        report: Content of the report.
-        folder: Made if it is not there.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    plots = draw_plots(report, folder)
-    write_files(folder, as_markdown(report, plots), as_json(report, with_samples=True))

@@ -14,7 +14,7 @@ from mesh.util.processors import processor_name
 from meshbench.lab.link import LinkConditions
 from meshbench.lab.llama_cpp_build import build_llama_rpc
 from meshbench.lab.memory_watch import MemoryWatch
-from meshbench.lab.network import Lab, lab_supported
+from meshbench.lab.network import Lab, require_lab
 from meshbench.lab.systems import MeshSystem, RpcSystem
 from meshbench.paired_systems import OWN, PEERS, environment_for, even_split
 from meshbench.shared_options import logs_folder
@@ -32,10 +32,9 @@ from meshbench.stress.load_run import (
     warm_up,
 )
 from meshbench.stress.measurements import LimitOptions
-from meshbench.stress.report import write_report
 from meshbench.under_test.mesh import LabMesh
 from spanmesh_proto import SOFTWARE_VERSION
-from spanmesh_proto.errors import ClusterError, MeshError
+from spanmesh_proto.errors import MeshError
 from stages.processors import num_usable
 from stages.slicing.model_facts import read_model_facts
 
@@ -44,9 +43,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from meshbench.paired_systems import Kernels
-    from meshbench.report_tools import Line
+    from meshbench.report_tools import Line, Report
     from meshbench.stress.options import StressOptions
-    from meshbench.stress.report import Report
     from stages.slicing.model_facts import ModelFacts
 
 _RARE_S: Final = 10.0
@@ -59,9 +57,7 @@ def run_stress(options: StressOptions) -> Report:
     Raises:
         MeshError: If no lab can be made here, or an input is wrong, or the mesh does not come up.
     """
-    reason = lab_supported()
-    if reason is not None:
-        raise ClusterError(reason)
+    require_lab()
     facts = read_model_facts(options.model)
     programs = build_llama_rpc() if options.with_rpc else None
     with ExitStack() as stack:
@@ -118,7 +114,7 @@ def run_stress(options: StressOptions) -> Report:
         run.work()
         report = run.report(_conditions(options))
         # Before a failure or an interruption can lose it.
-        write_report(report, options.output)
+        report.write(options.output)
     return report
 
 

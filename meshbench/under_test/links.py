@@ -10,7 +10,7 @@ from rich.table import Table
 
 from mesh.cli.head_client import ask_head
 from mesh.util.console import PrintableConsole
-from meshbench.report_tools import markdown_table
+from meshbench.report_tools import Section, markdown_table
 from spanmesh_proto.errors import InvalidRequest, MeshError
 
 if TYPE_CHECKING:
@@ -115,13 +115,13 @@ def are_measured(found: Mapping[str, Any]) -> bool:
     return not any(link["failure"] for link in found["links"])
 
 
-def links_section(links: KnownLinks) -> tuple[str, str]:
-    """A section of a report, title and body; without links the body is empty."""
-    title, found = "## Links between the hosts", links.found
-    if found is None:
-        return title, ""
+def links_section(links: KnownLinks | None) -> Section:
+    """A section of a report; without a body if no links are known."""
+    heading, found = "## Links between the hosts", None if links is None else links.found
+    if links is None or found is None:
+        return Section(heading, "")
     if not found["links"]:
-        return title, _ALONE
+        return Section(heading, _ALONE)
     parts = [
         markdown_table(
             _heads(found), [(link["from"], link["to"], *_figures(link)) for link in found["links"]]
@@ -129,7 +129,7 @@ def links_section(links: KnownLinks) -> tuple[str, str]:
         f"As `mesh bench net` measures them, {links.source}. {_explanation(found)}.",
         *_remarks(found),
     ]
-    return title, "\n\n".join(parts)
+    return Section(heading, "\n\n".join(parts))
 
 
 def print_links(found: Mapping[str, Any]) -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from meshbench.report_tools import lines_text
 from meshbench.speculation_acceptance import WITH_DRAFT
-from meshbench.speculation_report import work_out, write_report
+from meshbench.speculation_report import speculation_report
 from meshbench.speculation_results import LLAMA_RPC, ConcurrentRequests, DraftCounts, Results, RunConditions
 from meshbench.under_test.links import KnownLinks
 from tests.support.spec_bench_samples import sample
@@ -69,8 +68,8 @@ def section(page: str, title: str) -> str:
 
 
 def test_the_page_says_what_was_found(results: Results, tmp_path: Path) -> None:
-    report = work_out(results, categories={"writing"}, preset="acceptance")
-    write_report(report, tmp_path / "new" / "folder")
+    report = speculation_report(results, categories={"writing"}, preset="acceptance")
+    report.write(tmp_path / "new" / "folder")
     page = (tmp_path / "new" / "folder" / "report.md").read_text()
     assert "5.10 for 5" in page
     assert "```sh\nmesh bench spec m.gguf --tokens 11\n```" in page.partition("\n## ")[0]
@@ -95,7 +94,7 @@ def test_a_page_of_a_running_mesh_names_where_it_is(results: Results, tmp_path: 
     )
     results.omitted = ["`replay`"]
     results.links = KnownLinks({"links": [], "round": None}, "measured before the load")
-    write_report(work_out(results, categories=(), preset="sweep"), tmp_path)
+    speculation_report(results, categories=(), preset="sweep").write(tmp_path)
     page = (tmp_path / "report.md").read_text()
     assert "m.gguf as served at http://there:8000, 3 stages: attic [0, 30). 11 tokens per answer" in page
     assert "2 cores for the client" in page
@@ -107,7 +106,7 @@ def test_a_page_of_a_running_mesh_names_where_it_is(results: Results, tmp_path: 
 
 
 def test_raw_figures_are_apart_from_chat(results: Results, tmp_path: Path) -> None:
-    write_report(work_out(results, categories=(), preset="sweep"), tmp_path)
+    speculation_report(results, categories=(), preset="sweep").write(tmp_path)
     page = (tmp_path / "report.md").read_text()
     raw = section(page, "Raw completions, without a chat template: not comparable with chat")
     assert "7.70" in raw
@@ -127,7 +126,7 @@ def test_degenerate_answers_are_marked_and_left_out_of_a_second_mean(
         sample(1, "off", 10, text=loop, **other),
         sample(1, "auto", 60, text=loop, **other),
     ]
-    write_report(work_out(results, categories=(), preset="sweep"), tmp_path)
+    speculation_report(results, categories=(), preset="sweep").write(tmp_path)
     speed_ups = section((tmp_path / "report.md").read_text(), "Chat: times faster than off")
     assert "| coding | 6.00* |" in speed_ups
     assert "| **mean** | **4.00** |" in speed_ups
@@ -135,7 +134,7 @@ def test_degenerate_answers_are_marked_and_left_out_of_a_second_mean(
 
 
 def test_the_figures_can_be_read_by_programs(results: Results, tmp_path: Path) -> None:
-    write_report(work_out(results, categories={"writing"}, preset="acceptance"), tmp_path)
+    speculation_report(results, categories={"writing"}, preset="acceptance").write(tmp_path)
     figures = json.loads((tmp_path / "report.json").read_text())
     assert len(figures["samples"]) == len(results.samples)
     assert figures["recommendation"]["chosen"]["setting"] == "auto"
@@ -147,7 +146,7 @@ def test_the_figures_can_be_read_by_programs(results: Results, tmp_path: Path) -
     importlib.util.find_spec("matplotlib") is None, reason="the extra `bench` is not installed"
 )
 def test_pictures_are_in_the_folder_and_on_the_page(results: Results, tmp_path: Path) -> None:
-    write_report(work_out(results, categories=(), preset="sweep"), tmp_path)
+    speculation_report(results, categories=(), preset="sweep").write(tmp_path)
     pictures = sorted(path.name for path in tmp_path.glob("*.png"))
     assert pictures == ["acceptance-by-position.png", "speed-up-by-delay.png", "speed-up-by-workload.png"]
     page = (tmp_path / "report.md").read_text()
@@ -158,21 +157,21 @@ def test_without_matplotlib_there_is_a_page_all_the_same(
     results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    write_report(work_out(results, categories=(), preset="sweep"), tmp_path)
+    speculation_report(results, categories=(), preset="sweep").write(tmp_path)
     assert not list(tmp_path.glob("*.png"))
     assert "## Pictures" not in (tmp_path / "report.md").read_text()
 
 
 def test_a_run_without_any_sample_makes_a_page_too(results: Results, tmp_path: Path) -> None:
     empty = Results(results.conditions, failures=["phase: no answer"])
-    write_report(work_out(empty, categories=(), preset="acceptance"), tmp_path)
+    speculation_report(empty, categories=(), preset="acceptance").write(tmp_path)
     page = (tmp_path / "report.md").read_text()
     assert "not measured: phase: no answer" in page
     assert "No setting was measured" in page
 
 
 def test_the_table_on_the_terminal_names_figure_and_floor(results: Results) -> None:
-    report = work_out(results, categories={"writing"}, preset="acceptance")
-    text = lines_text(report.lines)
+    report = speculation_report(results, categories={"writing"}, preset="acceptance")
+    text = report.text()
     assert "      missed    5.00    ≥ 6  replay over off, mean of all workloads, 5 ms" in text
     assert "not measured" in text

@@ -26,7 +26,7 @@ from meshbench.stress.checks import (
     step_of,
 )
 from meshbench.stress.memory import footprints, growth_of
-from meshbench.stress.report import Report, RoleMemory, as_json, as_text, write_report
+from meshbench.stress.report import Findings, RoleMemory, stress_report
 from meshbench.stress.scripts import Turn
 from meshbench.under_test.links import KnownLinks
 from meshbench.under_test.status_figures import RingLink
@@ -106,13 +106,13 @@ def samples(leak_bytes_per_s: float = 0.0) -> list[MemorySample]:
 
 
 @pytest.fixture
-def report(smollm2_path: Path) -> Report:
+def findings(smollm2_path: Path) -> Findings:
     facts = read_model_facts(smollm2_path)
     sizes = StageSizes(facts, Workload(256, 1))
     looks = samples()
     growth = growth_of([look.at_s for look in looks if look.pid == 10], [200.0 * MIB] * 60)
     assert growth is not None
-    return Report(
+    return Findings(
         conditions={"preset": "ramp", "seed": 1},
         steps=(step(1, 4, peer=2.0), step(2, 8, peer=2.0)),
         has_ramp=True,
@@ -130,8 +130,9 @@ def report(smollm2_path: Path) -> Report:
     )
 
 
-def test_a_report_tells_every_part_on_a_page_and_to_programs(report: Report, tmp_path: Path) -> None:
-    write_report(report, tmp_path / "out")
+def test_a_report_tells_every_part_on_a_page_and_to_programs(findings: Findings, tmp_path: Path) -> None:
+    report = stress_report(findings)
+    report.write(tmp_path / "out")
     page = (tmp_path / "out" / "report.md").read_text()
     for words in ("preset ramp", "| tokens/s / ratio | ≥ 2.5 | 2.00 | missed | a note |", "Not saturated"):
         assert words in page
@@ -141,59 +142,61 @@ def test_a_report_tells_every_part_on_a_page_and_to_programs(report: Report, tmp
     assert found["good"]
     assert [step["ratio"] for step in found["steps"]] == [2.0, 4.0]
     assert found["lines"][1]["verdict"] == "not measured"
-    assert len(found["samples"]) == len(report.samples)
-    assert "samples" not in json.loads(as_json(report))
-    assert "unknown  flat: short" in as_text(report)
+    assert len(found["samples"]) == len(findings.samples)
+    assert "samples" not in json.loads(report.json())
+    assert "unknown  flat: short" in report.text()
 
 
-def test_a_report_counts_clients_that_hang_up(report: Report, tmp_path: Path) -> None:
+def test_a_report_counts_clients_that_hang_up(findings: Findings, tmp_path: Path) -> None:
     counts = ClientCounts(800, 530, 0, 200, 70, 1, 60000, 20000, None)
-    found = replace(report, clients=counts)
-    write_report(found, tmp_path)
+    found = stress_report(replace(findings, clients=counts))
+    found.write(tmp_path)
     assert "| disconnected during the answer | 70 |" in (tmp_path / "report.md").read_text()
-    assert "texts different from the one generated alone: 1\n" in as_text(found)
-    assert json.loads(as_json(found))["clients"]["num_finished"] == 530
-    assert json.loads(as_json(report))["clients"] is None
+    assert "texts different from the one generated alone: 1\n" in found.text()
+    assert json.loads(found.json())["clients"]["num_finished"] == 530
+    assert json.loads(stress_report(findings).json())["clients"] is None
 
 
 def test_a_report_of_a_running_mesh_names_its_links_and_what_is_hidden_from_clients(
-    report: Report, tmp_path: Path
+    findings: Findings, tmp_path: Path
 ) -> None:
     links = KnownLinks({"links": [], "round": None}, "measured before the load")
-    found = replace(
-        report,
-        footprints=(),
-        memory=(),
-        samples=(),
-        links=links,
-        ring_links=(RingLink("head", "host1", 5.25, 9),),
-        groups_found={"8": 2},
-        omitted=("memory of processes",),
+    found = stress_report(
+        replace(
+            findings,
+            footprints=(),
+            memory=(),
+            samples=(),
+            links=links,
+            ring_links=(RingLink("head", "host1", 5.25, 9),),
+            groups_found={"8": 2},
+            omitted=("memory of processes",),
+        )
     )
     assert found.is_good
-    write_report(found, tmp_path)
+    found.write(tmp_path)
     page = (tmp_path / "report.md").read_text()
     assert "## Not measured from outside\n\n- memory of processes\n" in page
     assert "| head | host1 | 9 | 5.25 |" in page
     assert "Groups of sessions found best, by the number of sessions: 2 for 8." in page
     assert "no other host has joined: there is no link to measure" in page
     assert "## Memory, MiB" not in page
-    assert "not measured from outside: memory of processes" in as_text(found)
-    figures = json.loads(as_json(found))
+    assert "not measured from outside: memory of processes" in found.text()
+    figures = json.loads(found.json())
     assert figures["links"] == links.found
     assert figures["ring_links"][0]["wire_ms"] == 5.25
     assert figures["not_measured_from_outside"] == ["memory of processes"]
-    assert "not measured from outside" not in as_text(report)
+    assert "not measured from outside" not in stress_report(findings).text()
 
 
-def test_goodput_has_a_column_where_limits_were_given(report: Report, tmp_path: Path) -> None:
+def test_goodput_has_a_column_where_limits_were_given(findings: Findings, tmp_path: Path) -> None:
     within, beyond = (step(1, 4, slos=(Slo("ttft", limit_ms),)) for limit_ms in (300.0, 200.0))
-    write_report(replace(report, steps=(within, beyond)), tmp_path)
+    stress_report(replace(findings, steps=(within, beyond))).write(tmp_path)
     page = (tmp_path / "report.md").read_text()
     assert "| problems | good requests/s |" in page
     assert "| 0 | 2.00 (100%) |" in page
     assert "| 0 | 0.00 (0%) |" in page
-    write_report(report, tmp_path)
+    stress_report(findings).write(tmp_path)
     assert "good requests/s" not in (tmp_path / "report.md").read_text()
 
 
@@ -203,14 +206,15 @@ def test_requests_that_hang_up_are_no_part_of_a_step_s_figures() -> None:
     assert (found.figures.completed, found.figures.failed) == (1, 0)
 
 
-def test_a_missed_line_is_a_figure_but_a_failed_check_is_a_failure(report: Report) -> None:
-    assert report.is_good
-    assert not replace(report, checks=(Check("sound", holds=False, detail=""),)).is_good
-    assert not replace(report, failures=("no answer",)).is_good
+def test_a_missed_line_is_a_figure_but_a_failed_check_is_a_failure(findings: Findings) -> None:
+    assert stress_report(findings).is_good
+    failed = replace(findings, checks=(Check("sound", holds=False, detail=""),))
+    assert not stress_report(failed).is_good
+    assert not stress_report(replace(findings, failures=("no answer",))).is_good
 
 
-def test_what_is_no_part_of_the_mesh_does_not_weigh_on_a_stage(report: Report) -> None:
-    for each in report.footprints:
+def test_what_is_no_part_of_the_mesh_does_not_weigh_on_a_stage(findings: Findings) -> None:
+    for each in findings.footprints:
         assert each.process_bytes == 200 * MIB
         assert each.host_bytes == 300 * MIB
         assert each.host_overhead_bytes - each.overhead_bytes == 100 * MIB

@@ -151,8 +151,9 @@ async def test_links_are_measured_by_the_head_before_the_load(
     (missing,) = far.missing
     assert "from the head's own machine only" in missing
     assert "--net" in missing
-    title, body = links_section(near)
-    assert title == "## Links between the hosts"
+    section = links_section(near)
+    body = section.body
+    assert section.heading == "## Links between the hosts"
     assert "| head | attic | 2.00 | 2.00 | 3.00 | 3.00 |" in body
     assert "| attic | head | - | - |" in body
     assert "attic to head: host attic left the mesh" in body
@@ -166,7 +167,7 @@ async def test_without_links_the_report_says_why(tokenizer: Tokenizer) -> None:
         found = await asyncio.to_thread(known_links, RemoteTarget(parse_url(api.url), None))
     assert found.found is None
     assert "there are no hosts here whose links could be measured" in found.missing[0]
-    assert links_section(found)[1] == ""
+    assert links_section(found).body == ""
     assert hop_ms(None) is None
 
 

@@ -22,7 +22,8 @@ import numpy as np
 
 from mesh.cli.option_types import Numbers, int_option
 from mesh.placement.memory_estimate import StageSizes, Workload
-from meshbench.report_tools import Line, lines_text, markdown_table, text_page
+from meshbench.experiment import experiment
+from meshbench.report_tools import Line, Report, table_section
 from meshbench.shared_options import FILE
 from spanmesh_proto.errors import MeshError
 from stages.certification.isolated import cut_stage
@@ -33,6 +34,7 @@ from stages.runtime.span import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.serving.slot_contents import KvSlots, SentHiddenStates, max_sent_bytes
 from stages.slicing.model_facts import read_model_facts
+from tests.qualification.bounded_report import bounded_report
 from tests.qualification.programs import program_command
 from tests.qualification.random_hybrid import write_random_hybrid
 
@@ -151,22 +153,22 @@ def lines(found: dict[int, Memory]) -> list[Line]:
 @click.option("--slots", type=Numbers(int, 1), default=(1, 4, 16), metavar="A,B,…", help="Numbers of slots.")
 @int_option("--checkpoints", default=8, help="Checkpoints of each slot.")
 @int_option("--requests", "num_requests", least=10, default=500, help="Requests, once all is full.")
-def main(*, model: Path | None, slots: tuple[int, ...], checkpoints: int, num_requests: int) -> None:
+@experiment
+def main(*, model: Path | None, slots: tuple[int, ...], checkpoints: int, num_requests: int) -> Report:
     """Hold the memory of a stage with recurrent layers against the plan's.
 
     Exits with 1 if a bound is missed.
     """
-    try:
-        with tempfile.TemporaryDirectory(prefix="mesh-checkpoints-") as folder:
-            if model is None:
-                model = Path(folder) / "hybrid.gguf"
-                write_random_hybrid(model)
-            found = {
-                count: measure(model, Workload(_CTX_SIZE, count, num_checkpoints=checkpoints), num_requests)
-                for count in slots
-            }
-    except MeshError as error:
-        raise click.ClickException(error.message) from error
+    loads = {count: Workload(_CTX_SIZE, count, num_checkpoints=checkpoints) for count in slots}
+    with tempfile.TemporaryDirectory(prefix="mesh-checkpoints-") as folder:
+        if model is None:
+            model = Path(folder) / "hybrid.gguf"
+            write_random_hybrid(model)
+        return report({count: measure(model, load, num_requests) for count, load in loads.items()})
+
+
+def report(found: dict[int, Memory]) -> Report:
+    """Memory with each number of slots, and the figures with their bounds."""
     rows = [
         (
             str(count),
@@ -178,9 +180,7 @@ def main(*, model: Path | None, slots: tuple[int, ...], checkpoints: int, num_re
         for count, each in found.items()
     ]
     heads = ("slots", "foretold, MB", "all full", "after a tenth of the requests", "after all")
-    sys.stdout.write(text_page([markdown_table(heads, rows), lines_text(lines(found))]))
-    if any(line.verdict == "missed" for line in lines(found)):
-        click.get_current_context().exit(1)
+    return bounded_report("Memory of checkpoints", {}, lines(found), table_section("## Memory", heads, rows))
 
 
 def _occupy(path: str, *sizes: str) -> None:

@@ -9,7 +9,6 @@ over all of them, since machines drift.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from dataclasses import dataclass
 from statistics import median
@@ -21,18 +20,17 @@ import structlog
 from mesh.cli.option_types import Numbers, int_option
 from mesh.coordinator.group_count import group_counts
 from mesh.serve.options import demo_model
-from mesh.util.logs import set_up_logs
 from mesh.util.processors import processor_name
-from meshbench.lab.network import Lab, lab_supported
+from meshbench.experiment import lab_experiment
+from meshbench.lab.network import Lab
 from meshbench.lab.systems import MeshSystem
 from meshbench.paired_systems import even_split
-from meshbench.report_tools import Line, markdown_table
-from meshbench.shared_options import FILE, logs_folder, logs_option
+from meshbench.report_tools import Line, Report, lines_section, table_section
+from meshbench.shared_options import FILE, json_option, logs_option
 from meshbench.stress.client_process import LoadClient
 from meshbench.stress.harness import LoadTestBed
 from meshbench.stress.measurements import require_all, short_prompts
 from meshbench.under_test.mesh import LabMesh
-from spanmesh_proto.errors import MeshError
 from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:
@@ -81,7 +79,8 @@ class _Load:
     help="Fixed numbers of groups; one for each size of a group unless given.",
 )
 @logs_option()
-@click.option("--json", "is_json", is_flag=True, help="Print JSON.")
+@json_option
+@lab_experiment
 def main(
     *,
     model: Path | None,
@@ -91,49 +90,42 @@ def main(
     num_rounds: int,
     num_passes: int,
     counts: tuple[int, ...] | None,
-    logs: Path | None,
-    is_json: bool,
-) -> None:
+    logs: Path,
+) -> Report:
     """Measure the number of groups that is found beside fixed ones; exits 0 whatever it finds."""
-    set_up_logs()
-    reason = lab_supported()
-    if reason is not None:
-        raise click.ClickException(reason)
     model = model or demo_model()
     load = _Load(delay_ms, at_once, num_tokens, num_rounds)
     settings = (_FOUND, *(counts or group_counts(at_once)))
     rates: dict[int, list[float]] = defaultdict(list)
-    try:
-        with (
-            logs_folder(logs) as place,
-            Lab(_NUM_STAGES + 1, shared=[place, model.resolve().parent]) as lab,
-            LoadClient(lab, api_key=None) as client,
-        ):
-            for number in range(num_passes):
-                # In turn from either end, so that a drift meets all alike.
-                for count in settings if number % 2 == 0 else reversed(settings):
-                    rates[count] += _rates(
-                        lab,
-                        client,
-                        _mesh(lab, model, place, at_once, count),
-                        load,
-                        is_fixed=count != _FOUND,
-                        seed=number,
-                    )
-                    log.info("measured", groups=count or "found", tokens_per_s=round(rates[count][-1], 1))
-    except MeshError as error:
-        raise click.ClickException(error.message) from error
-    line = _line(rates, at_once)
-    if is_json:
-        click.echo(json.dumps({"line": line.as_dict(), "rates": rates}, indent=2))
-        return
-    click.echo(f"{model.name}, {processor_name()}, {delay_ms:g} ms one way, {at_once} requests at once")
+    with (
+        Lab(_NUM_STAGES + 1, shared=[logs, model.resolve().parent]) as lab,
+        LoadClient(lab, api_key=None) as client,
+    ):
+        for number in range(num_passes):
+            # In turn from either end, so that a drift meets all alike.
+            for count in settings if number % 2 == 0 else reversed(settings):
+                mesh = _mesh(lab, model, logs, at_once, count)
+                rates[count] += _rates(lab, client, mesh, load, is_fixed=count != _FOUND, seed=number)
+                log.info("measured", groups=count or "found", tokens_per_s=round(rates[count][-1], 1))
     rows = [
         [str(count) if count else "found", f"{median(found):.1f}", " ".join(f"{each:.1f}" for each in found)]
         for count, found in rates.items()
     ]
-    click.echo(markdown_table(["groups", "tokens/s", "each round"], rows))
-    click.echo(f"{line.title}: {line.measured:.2f} ({line.bound}: {line.verdict})")
+    line = _line(rates, at_once)
+    return Report(
+        title="Numbers of groups",
+        conditions={
+            "model": model.name,
+            "processor": processor_name(),
+            "one_way_delay_ms": delay_ms,
+            "requests_at_once": at_once,
+        },
+        sections=[
+            table_section("## Rates", ["groups", "tokens/s", "each round"], rows),
+            lines_section("## Figures", [line]),
+        ],
+        fields={"line": line, "rates": rates},
+    )
 
 
 def _rates(

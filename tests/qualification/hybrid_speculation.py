@@ -9,9 +9,7 @@ token is held against the first turn's.
 
 from __future__ import annotations
 
-import itertools
 import platform
-import sys
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
@@ -23,21 +21,14 @@ from mesh.cli.option_types import Numbers, int_option
 from mesh.serve.options import demo_model
 from mesh.text.tokenizer import Tokenizer
 from mesh.util.completion_stream import COMPLETION_PATH
-from mesh.util.logs import set_up_logs
 from meshbench.blocking_client import Ask, Batch, Client
 from meshbench.datasets import made_up_prompts
-from meshbench.lab.network import Lab, lab_supported
+from meshbench.experiment import lab_experiment
+from meshbench.lab.network import Lab
 from meshbench.lab.systems import MeshSystem
 from meshbench.paired_systems import even_split
-from meshbench.report_tools import (
-    Line,
-    conditions_text,
-    json_text,
-    lines_text,
-    markdown_table,
-    text_page,
-)
-from meshbench.shared_options import FILE, end_on_sigterm, logs_folder, logs_option
+from meshbench.report_tools import Line, Report, table_section
+from meshbench.shared_options import FILE, json_option, logs_option
 from meshbench.speculation_plan import Phase, Trial
 from meshbench.speculation_results import (
     IN_STEP,
@@ -54,6 +45,7 @@ from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import MeshError
 from stages.processors import num_usable
 from stages.slicing.model_facts import read_model_facts
+from tests.qualification.bounded_report import bounded_report
 from tests.qualification.random_hybrid import write_random_hybrid
 
 if TYPE_CHECKING:
@@ -309,42 +301,28 @@ def conditions(settings: Settings) -> dict[str, Any]:
 @int_option("--turn-tokens", least=64, default=2600, help="Tokens of the first turn: 2,000 words.")
 @int_option("--threads", "num_threads", default=1, help="Threads of each stage.")
 @logs_option()
-@click.option("--json", "is_json", is_flag=True, help="Print JSON.")
-def main(*, plain: Path | None, hybrid: Path | None, is_json: bool, logs: Path | None, **given: Any) -> None:
+@json_option
+@lab_experiment
+def main(*, plain: Path | None, hybrid: Path | None, logs: Path, **given: Any) -> Report:
     """Measure what speculation is worth for a model with recurrent layers, in the lab.
 
     Prints ratios with their bounds, and exits with 1 if one is missed. Needs root.
     """
-    set_up_logs()
-    end_on_sigterm()
-    reason = lab_supported()
-    if reason is not None:
-        raise click.ClickException(reason)
-    try:
-        with logs_folder(logs) as place:
-            if hybrid is None:
-                hybrid = place / "hybrid.gguf"
-                write_random_hybrid(hybrid)
-            settings = Settings(plain=plain or demo_model(), hybrid=hybrid, **given)
-            turns = measure_turns(settings, place)
-            log.info("turns", first_ms=turns.first_ms, second_ms=turns.second_ms, num_cached=turns.num_cached)
-            ours = measure_model(settings, settings.hybrid, place, is_hybrid=True)
-            theirs = measure_model(settings, settings.plain, place, is_hybrid=False)
-            about = conditions(settings)
-    except MeshError as error:
-        raise click.ClickException(error.message) from error
-    found = lines(settings, theirs, ours, turns)
+    if hybrid is None:
+        hybrid = logs / "hybrid.gguf"
+        write_random_hybrid(hybrid)
+    settings = Settings(plain=plain or demo_model(), hybrid=hybrid, **given)
+    turns = measure_turns(settings, logs)
+    log.info("turns", first_ms=turns.first_ms, second_ms=turns.second_ms, num_cached=turns.num_cached)
+    ours = measure_model(settings, settings.hybrid, logs, is_hybrid=True)
+    theirs = measure_model(settings, settings.plain, logs, is_hybrid=False)
     rows = [
         (f"{each.delay_ms:g}", each.server, each.setting, each.question, f"{each.tokens_per_s:.2f}")
-        for each in itertools.chain(theirs, ours)
+        for each in (*theirs, *ours)
     ]
-    if is_json:
-        sys.stdout.write(json_text({"conditions": about, "lines": [line.as_dict() for line in found]}))
-    else:
-        table = markdown_table(("delay, ms", "proposals", "setting", "prompt", "tokens/s"), rows)
-        sys.stdout.write(text_page([conditions_text(about), table, lines_text(found)]))
-    if any(line.verdict in {"missed", "not measured"} for line in found):
-        click.get_current_context().exit(1)
+    answers = table_section("## Answers", ("delay, ms", "proposals", "setting", "prompt", "tokens/s"), rows)
+    found = lines(settings, theirs, ours, turns)
+    return bounded_report("Speculation with recurrent layers", conditions(settings), found, answers)
 
 
 if __name__ == "__main__":

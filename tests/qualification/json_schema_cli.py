@@ -10,7 +10,8 @@ from pathlib import Path
 
 import click
 
-from meshbench.shared_options import end_on_sigterm, model_argument
+from meshbench.experiment import end_on_sigterm
+from meshbench.shared_options import model_argument
 
 
 @click.command()

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -31,16 +30,19 @@ from mesh.cli.option_types import int_option
 from mesh.coordinator.disk_prefixes import BLOCK_POSITIONS
 from mesh.serve.options import demo_model
 from mesh.util.completion_stream import COMPLETION_PATH, stream_completion
-from mesh.util.logs import set_up_logs
 from mesh.util.processors import processor_name
+from meshbench.experiment import experiment
 from meshbench.lab.local_mesh import ServedMesh, served_mesh
-from meshbench.report_tools import Line, conditions_text, json_text, lines_text, text_page
-from meshbench.shared_options import FILE, end_on_sigterm
+from meshbench.report_tools import Line
+from meshbench.shared_options import FILE, json_option
 from spanmesh_proto.errors import MeshError
+from tests.qualification.bounded_report import bounded_report
 from tests.qualification.random_model import Shape, write_random_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from meshbench.report_tools import Report
 
 _NUM_STAGES: Final = 2
 _NUM_BLOCKS: Final = 3
@@ -348,38 +350,32 @@ def turn_lines(in_memory: Turn, from_disk: Turn) -> list[Line]:
 @int_option("--damages", "num_damages", least=0, default=1000, help="Damages; 0 leaves them out.")
 @int_option("--tokens", "num_tokens", least=0, default=8000, help="Length of the chat; 0 leaves it out.")
 @int_option("--seed", least=0, default=21, help="Of everything that is random.")
-@click.option("--json", "is_json", is_flag=True, help="Print JSON.")
-def main(*, model: Path | None, num_damages: int, num_tokens: int, seed: int, is_json: bool) -> None:
+@json_option
+@experiment
+def main(*, model: Path | None, num_damages: int, num_tokens: int, seed: int) -> Report:
     """Damage the files of --kv-disk, and measure what they spare after a restart.
 
     Prints each criterion, and exits with 1 if one is missed.
     """
-    set_up_logs()
-    end_on_sigterm()
     model, random = model or demo_model(), Random(seed)
     lines: list[Line] = []
-    try:
+    # Blocks of the one must not count for the other.
+    with (
+        tempfile.TemporaryDirectory(prefix="mesh-kv-disk-") as for_damages,
+        tempfile.TemporaryDirectory(prefix="mesh-kv-disk-") as for_chat,
+    ):
         if num_damages:
-            with tempfile.TemporaryDirectory(prefix="mesh-kv-disk-") as folder:
-                lines += damage_lines(try_damages(Path(folder), num_damages, random))
+            lines += damage_lines(try_damages(Path(for_damages), num_damages, random))
         if num_tokens:
-            with tempfile.TemporaryDirectory(prefix="mesh-kv-disk-") as folder:
-                lines += turn_lines(*grow(model, Path(folder), num_tokens, random))
-    except MeshError as error:
-        raise click.ClickException(error.message) from error
-    about = {
+            lines += turn_lines(*grow(model, Path(for_chat), num_tokens, random))
+    conditions = {
         "damages_with": "a random model of four layers" if num_damages else "none",
         "chat_with": model.name if num_tokens else "none",
         "stages": _NUM_STAGES,
         "processor": processor_name(),
         "seed": seed,
     }
-    if is_json:
-        sys.stdout.write(json_text({"conditions": about, "lines": [line.as_dict() for line in lines]}))
-    else:
-        sys.stdout.write(text_page([conditions_text(about), lines_text(lines)]) + "\n")
-    if any(line.verdict == "missed" for line in lines):
-        click.get_current_context().exit(1)
+    return bounded_report("Files of --kv-disk", conditions, lines)
 
 
 if __name__ == "__main__":

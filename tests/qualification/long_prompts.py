@@ -28,28 +28,22 @@ import structlog
 from mesh.cli.option_types import int_option
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.util.completion_stream import COMPLETION_PATH
-from mesh.util.logs import set_up_logs
 from mesh.util.processors import processor_name
 from meshbench.blocking_client import Answer, Ask, Batch, Client
+from meshbench.experiment import lab_experiment
 from meshbench.lab.line_process import LineProcess, answer_lines
 from meshbench.lab.memory_watch import MemoryWatch
-from meshbench.lab.network import Lab, lab_supported
+from meshbench.lab.network import Lab
 from meshbench.lab.systems import MeshSystem, get_json
 from meshbench.paired_systems import even_split
-from meshbench.report_tools import (
-    Line,
-    conditions_text,
-    json_text,
-    lines_text,
-    markdown_table,
-    text_page,
-)
-from meshbench.shared_options import FILE, end_on_sigterm, logs_folder, logs_option
+from meshbench.report_tools import Line, Report, table_section
+from meshbench.shared_options import FILE, json_option, logs_option
 from meshbench.stress.memory import footprints
 from spanmesh_proto.errors import MeshError
 from stages.layers import LayerRange
 from stages.processors import num_usable
 from stages.slicing.model_facts import read_model_facts
+from tests.qualification.bounded_report import bounded_report
 from tests.qualification.random_model import Shape, write_random_gguf
 
 if TYPE_CHECKING:
@@ -380,10 +374,10 @@ def _slow_ms(gaps: Sequence[float]) -> float:
     return quantiles(gaps, n=20)[-1]
 
 
-def conditions(settings: Settings) -> dict[str, Any]:
-    """How a run was made."""
+def report(settings: Settings, found: Findings) -> Report:
+    """Memory of the stages, and the figures with their bounds."""
     facts = read_model_facts(settings.model)
-    return {
+    conditions = {
         "model": facts.name,
         "layers": facts.n_layers,
         "prompt_tokens": settings.num_tokens,
@@ -392,6 +386,12 @@ def conditions(settings: Settings) -> dict[str, Any]:
         "cores": num_usable(),
         "processor": processor_name(),
     }
+    rows = [
+        (each.host, each.layers, f"{each.foretold_bytes / _MIB:.0f}", f"{each.process_bytes / _MIB:.0f}")
+        for each in found.stages
+    ]
+    memory = table_section("## Memory", ("host", "layers", "foretold, MiB", "taken at most"), rows)
+    return bounded_report("A very long prompt", conditions, lines(found, settings.num_tokens), memory)
 
 
 @click.command()
@@ -406,54 +406,28 @@ def conditions(settings: Settings) -> dict[str, Any]:
 @int_option("--answer-tokens", least=16, default=64, metavar="N", help="Tokens of the neighbour's answer.")
 @int_option("--threads", "num_threads", default=1, metavar="N", help="Threads of each stage.")
 @logs_option()
-@click.option("--json", "is_json", is_flag=True, help="Print JSON.")
+@json_option
+@lab_experiment
 def main(
     *,
     model: Path | None,
     num_tokens: int | None,
     answer_tokens: int,
     num_threads: int,
-    logs: Path | None,
-    is_json: bool,
-) -> None:
+    logs: Path,
+) -> Report:
     """Read a very long prompt over three hosts in the lab, beside an answer, and hang up on it.
 
     Prints figures with their bounds, and exits with 1 if one is missed. Needs root.
     """
-    set_up_logs()
-    end_on_sigterm()
-    reason = lab_supported()
-    if reason is not None:
-        raise click.ClickException(reason)
-    try:
-        with logs_folder(logs) as place:
-            if model is None:
-                num_tokens = num_tokens or _RANDOM_TOKENS
-                model = place / "random.gguf"
-                write_random_gguf(model, _RANDOM, "Q8_0", n_ctx_train=num_tokens + _ROOM)
-            if num_tokens is None:
-                num_tokens = min(read_model_facts(model).n_ctx_train, _MOST_TOKENS) - _ROOM
-            settings = Settings(model, num_tokens, answer_tokens, num_threads)
-            found = measure(settings, place)
-            about = conditions(settings)
-    except MeshError as error:
-        raise click.ClickException(error.message) from error
-    report = lines(found, num_tokens)
-    if is_json:
-        sys.stdout.write(json_text({"conditions": about, "lines": [line.as_dict() for line in report]}))
-    else:
-        rows = [
-            (
-                each.host,
-                each.layers,
-                *(f"{size / _MIB:.0f}" for size in (each.foretold_bytes, each.process_bytes)),
-            )
-            for each in found.stages
-        ]
-        table = markdown_table(("host", "layers", "foretold, MiB", "taken at most"), rows)
-        sys.stdout.write(text_page([conditions_text(about), table, lines_text(report)]) + "\n")
-    if any(line.verdict in {"missed", "not measured"} for line in report):
-        click.get_current_context().exit(1)
+    if model is None:
+        num_tokens = num_tokens or _RANDOM_TOKENS
+        model = logs / "random.gguf"
+        write_random_gguf(model, _RANDOM, "Q8_0", n_ctx_train=num_tokens + _ROOM)
+    if num_tokens is None:
+        num_tokens = min(read_model_facts(model).n_ctx_train, _MOST_TOKENS) - _ROOM
+    settings = Settings(model, num_tokens, answer_tokens, num_threads)
+    return report(settings, measure(settings, logs))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,18 +21,17 @@ import structlog
 from mesh.cli.option_types import Numbers, float_option, int_option
 from mesh.serve.options import demo_model
 from mesh.text.tokenizer import Tokenizer
-from mesh.util.logs import set_up_logs
 from mesh.util.processors import processor_name
-from meshbench.lab.network import Lab, lab_supported
+from meshbench.experiment import lab_experiment
+from meshbench.lab.network import Lab
 from meshbench.lab.systems import COMMAND, MeshSystem
 from meshbench.paired_systems import even_split
-from meshbench.report_tools import Line, lines_text, markdown_table
-from meshbench.shared_options import FILE, logs_folder, logs_option
+from meshbench.report_tools import Line, Report, Section, lines_section, markdown_table
+from meshbench.shared_options import FILE, json_option, logs_option
 from meshbench.stress.client_process import LoadClient
 from meshbench.stress.harness import LoadTestBed
 from meshbench.stress.load_run import LoadRun, Subject
 from meshbench.stress.options import LoadPlan
-from meshbench.stress.report import as_dict
 from meshbench.under_test.mesh import LabMesh
 from spanmesh_proto.errors import MeshError
 from stages.slicing.model_facts import read_model_facts
@@ -99,7 +98,8 @@ class StepFigures:
 @int_option("--requests", "num_requests", default=24, help="Requests of each step.")
 @int_option("--rounds", "num_rounds", default=3, help="Rounds of three loads each.")
 @logs_option()
-@click.option("--json", "is_json", is_flag=True, help="Print JSON.")
+@json_option
+@lab_experiment
 def main(
     *,
     model: Path | None,
@@ -107,28 +107,22 @@ def main(
     concurrency: tuple[int, ...],
     num_requests: int,
     num_rounds: int,
-    logs: Path | None,
-    is_json: bool,
-) -> None:
+    logs: Path,
+) -> Report:
     """Measure one mesh from inside and outside the lab in turn; exits 0 whatever it finds."""
-    set_up_logs()
-    reason = lab_supported()
-    if reason is not None:
-        raise click.ClickException(reason)
     settings = _Settings(model or demo_model(), delay_ms, concurrency, num_requests, num_rounds)
-    try:
-        with logs_folder(logs) as place:
-            found = _measure(settings, place)
-    except MeshError as error:
-        raise click.ClickException(error.message) from error
-    lines = comparison_lines(found)
-    if is_json:
-        steps = {view: [asdict(step) for step in of_view] for view, of_view in found.items()}
-        click.echo(json.dumps({"lines": [line.as_dict() for line in lines], "steps": steps}, indent=2))
-        return
-    click.echo(f"{settings.model.name}, {processor_name()}, {delay_ms:g} ms one way")
-    click.echo(comparison_table(found))
-    click.echo(lines_text(lines))
+    found = _measure(settings, logs)
+    table, lines = comparison_table(found), comparison_lines(found)
+    return Report(
+        title="A mesh from inside and from outside",
+        conditions={
+            "model": settings.model.name,
+            "processor": processor_name(),
+            "one_way_delay_ms": delay_ms,
+        },
+        sections=[Section("## Loads", table, table), lines_section("## Figures", lines)],
+        fields={"lines": lines, "steps": found},
+    )
 
 
 def step_figures(report: Mapping[str, Any]) -> tuple[StepFigures, ...]:
@@ -205,7 +199,8 @@ def _inside(
         plan, bed, Subject(is_exact=False, num_places=settings.num_slots, tokenizer=Tokenizer(settings.model))
     )
     run.work()
-    return as_dict(run.report({}))
+    found: dict[str, Any] = json.loads(run.report({}).json())
+    return found
 
 
 def _outside(lab: Lab, mesh: MeshSystem, settings: _Settings, logs: Path, *, seed: int) -> dict[str, Any]:

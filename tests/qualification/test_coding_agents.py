@@ -38,7 +38,7 @@ from tests.qualification.coding_agents.npm_install import (
 )
 from tests.qualification.coding_agents.recorded_server import recorded
 from tests.qualification.coding_agents.recording import Exchange, exchange_of, read_recording
-from tests.qualification.coding_agents.report import as_json, as_markdown, as_text, checks_of, is_good
+from tests.qualification.coding_agents.report import agents_report, checks_of, is_good
 from tests.qualification.coding_agents.turns import Turn, TurnKind, TurnOptions, agent_environment, take_turns
 from tests.support import api_harness
 from tests.support.api_harness import NO_AUTHORITIES, ScriptedEngine, app_of
@@ -409,8 +409,8 @@ def test_the_report_tells_requests_events_and_versions() -> None:
     turns = [good_turn(), good_turn(kind=TurnKind.PLAIN, exit_code=1, last_words="it crashed")]
     versions = {CLAUDE.package: "2.1.0"}
     conditions, failures = {"spanmesh": "0.2"}, ["Codex: its server ended"]
-    page = as_markdown(turns, versions, conditions, failures)
-    found = json.loads(as_json(turns, versions, conditions, failures))
+    report = agents_report(turns, versions, conditions, failures)
+    page, text, found = report.markdown(), report.text(), json.loads(report.json())
     assert "| Claude Code | @anthropic-ai/claude-code | 2.1.0 | 1.0 |" in page
     assert "## Claude Code, tool turn" in page
     assert "| POST /v1/messages | 200 | 1 | message_start 1, message_stop 1 | claude-cli/1 |" in page
@@ -421,8 +421,7 @@ def test_the_report_tells_requests_events_and_versions() -> None:
     assert found["versions"] == versions
     # Bodies of requests stay in the recordings.
     assert found["turns"][0]["requests"][0]["request"] == ["messages", "tools"]
-    assert json.loads(as_json(turns[:1], versions, {}, []))["passed"] is True
-    text = as_text(turns, failures)
+    assert json.loads(agents_report(turns[:1], versions, {}, []).json())["passed"] is True
     assert "FAILS" in text
     assert text.endswith("its server ended")
 

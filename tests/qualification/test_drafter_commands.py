@@ -251,7 +251,7 @@ def test_options_of_a_run_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
         found.append(options)
         raise MeshError("as far as this goes")
 
-    monkeypatch.setattr(drafter_losses, "lab_supported", lambda: None)
+    monkeypatch.setattr("meshbench.lab.network.require_lab", lambda: None)
     monkeypatch.setattr(drafter_losses, "measure", keep)
     arguments = ["--draft", str(DRAFTER), "--losses", "3", "--threads", "2"]
     run = CliRunner().invoke(drafter_losses.main, arguments)

@@ -13,7 +13,7 @@ import pytest
 
 from mesh.engine import FeatureCounts
 from meshbench.cli import spec
-from meshbench.speculation_report import as_markdown, work_out
+from meshbench.speculation_report import speculation_report
 from meshbench.speculation_results import ConcurrentRequests, DraftCounts, Results, RunConditions, Sample
 from speculative.acceptance import DepthStatistics
 
@@ -94,8 +94,8 @@ def results(figures: dict[str, Any]) -> Results:
 def test_its_samples_give_this_very_page(example: Example) -> None:
     found = results(example.figures)
     categories = {each.workload for each in found.samples if not each.is_raw} - OUR_WORKLOADS
-    report = work_out(found, categories=categories, preset=example.preset)
-    assert as_markdown(report, example.pictures) == example.page
+    report = speculation_report(found, categories=categories, preset=example.preset)
+    assert report.markdown(example.pictures) == example.page
 
 
 def test_its_command_line_measures_what_it_shows(

@@ -22,7 +22,7 @@ from meshbench.chaos.client_process import Clients
 from meshbench.chaos.clients import MeshSnapshot, Running, Stream, questions, what_is_missing
 from meshbench.chaos.faults import KINDS, MEANING, FaultKind, draw_faults, listener, victim
 from meshbench.chaos.options import SCENARIOS, least_memory_bytes
-from meshbench.chaos.report import Report, as_json, as_markdown, as_text
+from meshbench.chaos.report import chaos_report
 from meshbench.chaos.results import (
     ProbeOutcome,
     Repair,
@@ -38,7 +38,7 @@ from meshbench.chaos.results import (
     tally,
 )
 from meshbench.http_client import Client, parse_url
-from meshbench.report_tools import Check
+from meshbench.report_tools import Check, Report
 from meshbench.request_record import HUNG_UP, Failure, Record
 from meshbench.stress.answers import NO_HANG_UPS, AnswerRecord, HangUps
 from meshbench.stress.checks import Expected
@@ -344,29 +344,32 @@ def test_kinds_are_summed_up_apart() -> None:
     assert (second.worst_newcomer_s, second.worst_pause_s) == (None, None)
 
 
-def report(*, failed: int = 0, pauses_s: tuple[float, ...] = (1.0, 2.0), holds: bool = True) -> Report:
+def scenario(*, failed: int = 0, pauses_s: tuple[float, ...] = (1.0, 2.0)) -> Scenario:
     streams = [stream(1.0, failure=Failure("stream_error", "gone"))] * failed + [stream(1.0, 2.0, 3.0)]
     found = tally(streams, expected(), is_exact=True)
     repairs = (repair(pauses_s=pauses_s), repair("cut-off", whole_s=None, hold_s=3.0, problem="| no host"))
     lines = (*stream_lines(found, "faults", is_exact=True), *repair_lines(repairs))
-    scenario = Scenario("faults", lines, repairs, found.problems)
-    return Report({"seed": 1}, (scenario,), (Check("nothing left", holds, "none"),), ())
+    return Scenario("faults", lines, repairs, found.problems)
+
+
+def report(*scenarios: Scenario, holds: bool = True, failures: tuple[str, ...] = ()) -> Report:
+    return chaos_report({"seed": 1}, scenarios, [Check("nothing left", holds, "none")], failures)
 
 
 def test_a_report_is_good_unless_something_was_lost() -> None:
-    assert report().is_good
+    assert report(scenario()).is_good
     # A long pause is a figure.
-    assert report(pauses_s=(60.0,)).is_good
-    assert not report(failed=1).is_good
-    assert not report(holds=False).is_good
-    assert not replace(report(), failures=("no lab",)).is_good
-    broken_off = replace(report().scenarios[0], failures=("the mesh did not come back",))
-    assert not replace(report(), scenarios=(broken_off,)).is_good
+    assert report(scenario(pauses_s=(60.0,))).is_good
+    assert not report(scenario(failed=1)).is_good
+    assert not report(scenario(), holds=False).is_good
+    assert not report(scenario(), failures=("no lab",)).is_good
+    broken_off = replace(scenario(), failures=("the mesh did not come back",))
+    assert not report(broken_off).is_good
 
 
 def test_the_report_says_it_in_words_and_in_json() -> None:
-    bad = report(failed=1, pauses_s=(60.0,))
-    page, text, fields = as_markdown(bad), as_text(bad), json.loads(as_json(bad))
+    bad = report(scenario(failed=1, pauses_s=(60.0,)))
+    page, text, fields = bad.markdown(), bad.text(), json.loads(bad.json())
     assert MEANING["cut-off"] in page
     assert "never: / no host" in page
     assert "q: failure: stream_error: gone" in page

@@ -17,9 +17,9 @@ import click
 
 from mesh.cli.option_types import float_option, int_option
 from mesh.util.processors import processor_name
-from meshbench.lab.network import lab_supported
-from meshbench.report_tools import write_files
-from meshbench.shared_options import FOLDER, end_command, end_on_sigterm, json_option, output_option
+from meshbench.experiment import experiment
+from meshbench.lab.network import require_lab
+from meshbench.shared_options import FOLDER, json_option, output_option
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import MeshError
 from tests.qualification.coding_agents.agents import PROGRAMS
@@ -29,13 +29,14 @@ from tests.qualification.coding_agents.npm_install import (
     require_installed,
     require_tools,
 )
-from tests.qualification.coding_agents.report import as_json, as_markdown, as_text, is_good
+from tests.qualification.coding_agents.report import agents_report
 from tests.qualification.coding_agents.turns import TurnKind, TurnOptions, take_turns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from meshbench.report_tools import Report
     from tests.qualification.coding_agents.agents import AgentProgram
     from tests.qualification.coding_agents.turns import Turn
 
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
 @float_option("--time-limit", default=1800.0, help="Longest turn, in seconds.")
 @output_option("coding-agents", "Folder of the report, the recordings and the logs.")
 @json_option
+@experiment
 def main(
     *,
     folder: Path,
@@ -70,16 +72,11 @@ def main(
     ctx_size: int,
     time_limit: float,
     output: Path,
-    is_json: bool,
-) -> None:
+) -> Report:
     """Try the agents that are installed in FOLDER; exit with 1 if a check fails."""
-    end_on_sigterm()
     folder, output = folder.resolve(), output.resolve()
     programs = [PROGRAMS[name] for name in names or PROGRAMS]
-    try:
-        _prepare(folder, programs, is_installing=is_installing)
-    except MeshError as error:
-        raise click.ClickException(error.message) from error
+    _prepare(folder, programs, is_installing=is_installing)
     output.mkdir(parents=True, exist_ok=True)
     options = TurnOptions(
         agents=folder,
@@ -96,14 +93,9 @@ def main(
         "context of the real mesh": ctx_size,
     }
     versions = {program.package: installed_version(folder, program.package) for program in programs}
-    as_object = as_json(turns, versions, conditions, failures)
-    write_files(output, as_markdown(turns, versions, conditions, failures), as_object)
-    end_command(
-        as_object if is_json else as_text(turns, failures),
-        output,
-        is_json=is_json,
-        is_good=not failures and all(map(is_good, turns)),
-    )
+    report = agents_report(turns, versions, conditions, failures)
+    report.write(output)
+    return report
 
 
 def _prepare(folder: Path, programs: Sequence[AgentProgram], *, is_installing: bool) -> None:
@@ -112,8 +104,7 @@ def _prepare(folder: Path, programs: Sequence[AgentProgram], *, is_installing: b
     Raises:
         MeshError: If something is missing.
     """
-    if (reason := lab_supported()) is not None:
-        raise MeshError(reason)
+    require_lab()
     if is_installing:
         install(folder)
     require_tools()

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from meshbench.report_tools import (
-    Check,
-    checks_table,
-    checks_text,
-    conditions_text,
-    json_text,
-    markdown_page,
-    markdown_table,
-    text_page,
-)
+from meshbench.report_tools import Check, Report, Section, checks_section, markdown_table
 from tests.qualification.coding_agents.engines import note_text
 from tests.qualification.coding_agents.recording import DONE
 from tests.qualification.coding_agents.turns import TurnKind
@@ -58,13 +49,13 @@ def is_good(turn: Turn) -> bool:
     return all(check.holds for check in checks_of(turn))
 
 
-def as_markdown(
+def agents_report(
     turns: Sequence[Turn],
     versions: Mapping[str, str],
     conditions: Mapping[str, Any],
     failures: Sequence[str],
-) -> str:
-    """The report as a page.
+) -> Report:
+    """Report of all turns; for programs, requests are without their bodies, which are in the recordings.
 
     Args:
         turns: All turns, in order.
@@ -72,49 +63,38 @@ def as_markdown(
         conditions: How they were made.
         failures: Why other turns could not be taken.
     """
-    sections = [
-        ("# Coding agents", conditions_text(conditions)),
-        ("", _versions_table(turns, versions)),
-        ("Turns that could not be taken:", _block("\n".join(failures))),
-    ]
-    for turn in turns:
-        title = f"## {turn.program.title}, {_TITLES[turn.kind]}"
-        sections += [
-            (title, checks_table(checks_of(turn))),
-            ("", f"Answer: {_shown(turn.output.text)!r}"),
-            ("Requests, in the order of their ends:", _requests_table(turn.exchanges)),
-            ("", f"Events that the agent printed: {_counts(turn.output.events)}."),
-            ("End of its error output:", _block(turn.last_words)),
-        ]
-    return markdown_page(sections)
-
-
-def as_json(
-    turns: Sequence[Turn],
-    versions: Mapping[str, str],
-    conditions: Mapping[str, Any],
-    failures: Sequence[str],
-) -> str:
-    """The report for programs; requests without their bodies, which are in the recordings."""
-    return json_text(
-        {
-            "conditions": dict(conditions),
-            "versions": dict(versions),
+    passed = not failures and all(map(is_good, turns))
+    return Report(
+        title="Coding agents",
+        conditions=conditions,
+        sections=[
+            Section("", _versions_table(turns, versions)),
+            Section("Turns that could not be taken:", _block("\n".join(failures))),
+            *(section for turn in turns for section in _sections(turn)),
+            Section("", "", "\n\n".join(failures)),
+        ],
+        fields={
+            "conditions": conditions,
+            "versions": versions,
             "turns": [_turn_as_dict(turn) for turn in turns],
-            "failures": list(failures),
-            "passed": not failures and all(map(is_good, turns)),
-        }
+            "failures": failures,
+            "passed": passed,
+        },
+        is_good=passed,
     )
 
 
-def as_text(turns: Sequence[Turn], failures: Sequence[str]) -> str:
-    """The report for a terminal."""
-    told = [
-        f"{turn.program.title} {turn.version}, {_TITLES[turn.kind]}, {turn.seconds:.0f} s\n"
-        f"{checks_text(checks_of(turn))}"
-        for turn in turns
+def _sections(turn: Turn) -> list[Section]:
+    kind = _TITLES[turn.kind]
+    checks = checks_section(f"## {turn.program.title}, {kind}", checks_of(turn))
+    headline = f"{turn.program.title} {turn.version}, {kind}, {turn.seconds:.0f} s"
+    return [
+        replace(checks, terminal=f"{headline}\n{checks.terminal}"),
+        Section("", f"Answer: {_shown(turn.output.text)!r}"),
+        Section("Requests, in the order of their ends:", _requests_table(turn.exchanges)),
+        Section("", f"Events that the agent printed: {_counts(turn.output.events)}."),
+        Section("End of its error output:", _block(turn.last_words)),
     ]
-    return text_page([*told, *failures])
 
 
 def _turn_as_dict(turn: Turn) -> dict[str, Any]:
@@ -124,7 +104,7 @@ def _turn_as_dict(turn: Turn) -> dict[str, Any]:
         "kind": turn.kind.name.lower(),
         "exit_code": turn.exit_code,
         "seconds": turn.seconds,
-        "output": asdict(turn.output),
+        "output": turn.output,
         "requests": [
             {**asdict(exchange), "request": sorted(exchange.request), "num_tools": exchange.num_tools}
             for exchange in turn.exchanges

@@ -30,18 +30,19 @@ from mesh.draft.drafter import read_drafter
 from mesh.serve.options import demo_model
 from mesh.text.tokenizer import Tokenizer
 from mesh.util.completion_stream import COMPLETION_PATH
-from mesh.util.logs import set_up_logs
 from meshbench.blocking_client import Ask, Batch, Client, chat
 from meshbench.datasets import BUILT_IN, made_up_prompts
-from meshbench.lab.network import Lab, lab_supported
+from meshbench.experiment import lab_experiment
+from meshbench.lab.network import Lab
 from meshbench.lab.systems import MeshSystem, start_logged
 from meshbench.paired_systems import even_split
-from meshbench.report_tools import conditions_text, json_text, lines_text, markdown_table, text_page
-from meshbench.shared_options import FILE, end_on_sigterm, logs_folder, logs_option, model_argument
+from meshbench.report_tools import Report, table_section
+from meshbench.shared_options import FILE, json_option, logs_option, model_argument
 from spanmesh_proto.errors import InvalidModel, MeshError
 from speculative.draft import defaults
 from stages.processors import num_usable
 from stages.slicing.model_facts import read_model_facts
+from tests.qualification.bounded_report import bounded_report
 from tests.qualification.drafter_costs.feature_listener import LISTENING
 from tests.qualification.drafter_costs.figures import (
     LONG_DELAY_MS,
@@ -272,9 +273,9 @@ def _running(lab: Lab, settings: Settings, logs: Path, *more: str) -> Iterator[M
         mesh.kill()
 
 
-def conditions(settings: Settings) -> dict[str, Any]:
-    """How a run was made."""
-    return {
+def report(settings: Settings, figures: Figures) -> Report:
+    """All rounds, and the figures with their bounds."""
+    conditions = {
         "model": settings.model.name,
         "drafter": settings.draft.name,
         "stage_hosts": _NUM_STAGES,
@@ -285,29 +286,20 @@ def conditions(settings: Settings) -> dict[str, Any]:
         "draft_context": defaults.CONTEXT,
         "cores": num_usable(),
     }
-
-
-def report(settings: Settings, figures: Figures) -> str:
-    """All rounds, and the table."""
     decode = [
         (f"{each.delay_ms:g}", f"{each.off:.2f}", f"{each.features:.2f}", f"{each.again:.2f}")
         for each in figures.decode
     ]
     first = [(f"{each.off:.0f}", f"{each.draft:.0f}", f"{each.num_wanted}") for each in figures.first_token]
-    return text_page(
-        [
-            conditions_text(conditions(settings)),
-            markdown_table(("delay, ms", "off, tokens/s", "features", "off again"), decode),
-            markdown_table(("first token off, ms", "with drafter", "rows with features wanted"), first),
-            lines_text(figures.lines()),
-        ]
+    heads = ("first token off, ms", "with drafter", "rows with features wanted")
+    return bounded_report(
+        "Costs of a drafter that reads hidden states",
+        conditions,
+        figures.lines(),
+        table_section("## Decoding", ("delay, ms", "off, tokens/s", "features", "off again"), decode),
+        table_section("## Long prompts", heads, first),
+        figures=figures,
     )
-
-
-def as_json(settings: Settings, figures: Figures) -> str:
-    """The same for programs."""
-    lines = [line.as_dict() for line in figures.lines()]
-    return json_text({"conditions": conditions(settings), "lines": lines, "figures": asdict(figures)})
 
 
 @click.command()
@@ -326,26 +318,15 @@ def as_json(settings: Settings, figures: Figures) -> str:
 @int_option("--prompt-tokens", least=64, default=2048, help="Tokens of a long prompt.")
 @int_option("--threads", "num_threads", default=1, help="Threads of each stage.")
 @logs_option()
-@click.option("--json", "is_json", is_flag=True, help="Print JSON.")
-def main(*, model: Path | None, is_json: bool, logs: Path | None, **given: Any) -> None:
+@json_option
+@lab_experiment
+def main(*, model: Path | None, logs: Path, **given: Any) -> Report:
     """Measure what a drafter that reads hidden states of MODEL costs, in the lab; without MODEL, the demo's.
 
     Prints ratios with their bounds, and exits with 1 if one is missed. Needs root.
     """
-    set_up_logs()
-    end_on_sigterm()
-    reason = lab_supported()
-    if reason is not None:
-        raise click.ClickException(reason)
-    try:
-        settings = Settings(model=model or demo_model(), **given)
-        with logs_folder(logs) as place:
-            figures = measure(settings, place)
-    except MeshError as error:
-        raise click.ClickException(error.message) from error
-    click.echo(as_json(settings, figures) if is_json else report(settings, figures))
-    if any(line.verdict in {"missed", "not measured"} for line in figures.lines()):
-        click.get_current_context().exit(1)
+    settings = Settings(model=model or demo_model(), **given)
+    return report(settings, measure(settings, logs))
 
 
 if __name__ == "__main__":

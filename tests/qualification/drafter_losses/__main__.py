@@ -28,21 +28,22 @@ import structlog
 from mesh.cli.option_types import float_option, int_option
 from mesh.draft.drafter import read_drafter
 from mesh.serve.options import demo_model
-from mesh.util.logs import set_up_logs
 from meshbench import shared_options
 from meshbench.chaos.clients import ClientFleet, Question
 from meshbench.chaos.faults import Fault, FaultInjector
 from meshbench.chaos.harness import FaultTestBed
 from meshbench.chaos.options import ChaosOptions
-from meshbench.lab.network import Lab, lab_supported
+from meshbench.experiment import lab_experiment
+from meshbench.lab.network import Lab
 from meshbench.lab.systems import MeshSystem
 from meshbench.paired_systems import even_split
-from meshbench.report_tools import conditions_text, json_text, lines_text, markdown_table, number, text_page
+from meshbench.report_tools import Report, Section, list_section, number, table_section
 from meshbench.stress.checks import Expected
 from meshbench.stress.scripts import Turn
 from spanmesh_proto.errors import InvalidModel, MeshError
 from stages.processors import num_usable
 from stages.slicing.model_facts import read_model_facts
+from tests.qualification.bounded_report import bounded_report
 from tests.qualification.drafter_losses.results import Sample, WatchedAnswer, result_lines
 
 if TYPE_CHECKING:
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from meshbench.chaos.clients import MeshSnapshot
     from meshbench.chaos.faults import InjectedFault
     from meshbench.chaos.results import Tally
-    from meshbench.report_tools import Line
 
 _NUM_STAGES: Final = 3
 _NUM_SPARES: Final = 1
@@ -254,9 +254,9 @@ def measure(options: ChaosOptions, drafter: str) -> LossRun:
     return run
 
 
-def conditions(options: ChaosOptions, draft: Path) -> dict[str, Any]:
-    """How a run was made."""
-    return {
+def report(run: LossRun, options: ChaosOptions, draft: Path) -> Report:
+    """All losses, and the figures with their bounds; for programs, with all samples."""
+    conditions = {
         "model": options.model.name,
         "drafter": draft.name,
         "stage_hosts": options.num_stages,
@@ -269,9 +269,20 @@ def conditions(options: ChaosOptions, draft: Path) -> dict[str, Any]:
         "serve_options": " ".join(Path(word).name for word in options.serve_options),
         "cores": num_usable(),
     }
+    tally = run.tally(run.lost)
+    wrong = [f"{each.request}: {each.kind}: {each.detail}" for each in tally.problems]
+    return bounded_report(
+        "Losses of a stage while a drafter reads hidden states",
+        conditions,
+        result_lines(run.lost, run.undisturbed, tally),
+        _losses(run.lost),
+        list_section("## Bad answers", "bad answer", wrong),
+        undisturbed={name: _as_dict(answer) for name, answer in run.undisturbed.items()},
+        losses=[_as_dict(answer) for answer in run.lost],
+    )
 
 
-def losses_table(lost: Sequence[WatchedAnswer]) -> str:
+def _losses(lost: Sequence[WatchedAnswer]) -> Section:
     """The losses one by one, with acceptance before and after."""
     heads = ("question", "lost at token", "another ring after, s", "before", "drafted", "after", "drafted")
     rows = [
@@ -286,23 +297,7 @@ def losses_table(lost: Sequence[WatchedAnswer]) -> str:
         )
         for each in lost
     ]
-    return markdown_table(heads, rows)
-
-
-def report(run: LossRun, lines: Sequence[Line], told: dict[str, Any]) -> str:
-    """All losses, and the table."""
-    problems = run.tally(run.lost).problems
-    wrong = "\n".join(f"bad answer: {each.request}: {each.kind}: {each.detail}" for each in problems)
-    return text_page([conditions_text(told), losses_table(run.lost), wrong, lines_text(lines)])
-
-
-def as_json(run: LossRun, lines: Sequence[Line], told: dict[str, Any]) -> str:
-    """The same for programs, with all samples."""
-    found = {
-        "undisturbed": {name: _as_dict(answer) for name, answer in run.undisturbed.items()},
-        "losses": [_as_dict(answer) for answer in run.lost],
-    }
-    return json_text({"conditions": told, "lines": [line.as_dict() for line in lines], **found})
+    return table_section("## Losses", heads, rows)
 
 
 def _as_dict(answer: WatchedAnswer) -> dict[str, Any]:
@@ -310,7 +305,7 @@ def _as_dict(answer: WatchedAnswer) -> dict[str, Any]:
         "question": answer.stream.answer.record.prompt_id,
         "num_prompt": answer.num_prompt,
         "killed_s": answer.killed_s,
-        "samples": [asdict(sample) for sample in answer.samples],
+        "samples": answer.samples,
     }
 
 
@@ -337,6 +332,7 @@ def _as_dict(answer: WatchedAnswer) -> dict[str, Any]:
 )
 @shared_options.logs_option()
 @shared_options.json_option
+@lab_experiment
 def main(
     *,
     model: Path | None,
@@ -344,53 +340,39 @@ def main(
     num_losses: int,
     num_tokens: int,
     serve_options: tuple[str, ...],
-    is_json: bool,
     **given: Any,
-) -> None:
+) -> Report:
     """Kill a stage while answers draft from hidden states of MODEL, in the lab; without MODEL, the demo's.
 
     Prints the losses, and figures with their bounds. Exits with 1 if an answer is not the undisturbed one, or
     a bound is missed. Needs root.
     """
-    set_up_logs()
-    shared_options.end_on_sigterm()
-    reason = lab_supported()
-    if reason is not None:
-        raise click.ClickException(reason)
-    try:
-        model = model or demo_model()
-        drafter = read_drafter(draft, read_model_facts(model))
-        if not drafter.reads_features:
-            raise InvalidModel(f"{draft.name} is a small model, which reads no hidden states")
-        options = ChaosOptions(
-            model=model,
-            num_stages=_NUM_STAGES,
-            num_spares=_NUM_SPARES,
-            hang_up_share=0.0,
-            is_short=False,
-            seed=0,
-            exact=True,
-            ctx_size=num_tokens + _PROMPT_POSITIONS,
-            speculate="draft",
-            serve_options=("--draft", str(draft.resolve()), *_FIXED, *serve_options),
-            output=Path(),
-            scenarios=(),
-            num_streams=1,
-            num_faults=num_losses,
-            kinds=("middle",),
-            awaits_replicas=True,
-            num_questions=min(num_losses, len(_TOPICS)),
-            answer_tokens=(num_tokens,),
-            **given,
-        )
-        run = measure(options, drafter.kind.value)
-    except MeshError as error:
-        raise click.ClickException(error.message) from error
-    lines = result_lines(run.lost, run.undisturbed, run.tally(run.lost))
-    told = conditions(options, draft)
-    click.echo(as_json(run, lines, told) if is_json else report(run, lines, told))
-    if any(line.verdict in {"missed", "not measured"} for line in lines):
-        click.get_current_context().exit(1)
+    model = model or demo_model()
+    drafter = read_drafter(draft, read_model_facts(model))
+    if not drafter.reads_features:
+        raise InvalidModel(f"{draft.name} is a small model, which reads no hidden states")
+    options = ChaosOptions(
+        model=model,
+        num_stages=_NUM_STAGES,
+        num_spares=_NUM_SPARES,
+        hang_up_share=0.0,
+        is_short=False,
+        seed=0,
+        exact=True,
+        ctx_size=num_tokens + _PROMPT_POSITIONS,
+        speculate="draft",
+        serve_options=("--draft", str(draft.resolve()), *_FIXED, *serve_options),
+        output=Path(),
+        scenarios=(),
+        num_streams=1,
+        num_faults=num_losses,
+        kinds=("middle",),
+        awaits_replicas=True,
+        num_questions=min(num_losses, len(_TOPICS)),
+        answer_tokens=(num_tokens,),
+        **given,
+    )
+    return report(measure(options, drafter.kind.value), options, draft)
 
 
 if __name__ == "__main__":

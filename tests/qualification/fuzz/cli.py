@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from mesh.util.printable import say
-from meshbench.shared_options import end_on_sigterm, model_argument, output_option, seed_option
+from meshbench.experiment import end_on_sigterm
+from meshbench.shared_options import model_argument, output_option, seed_option
 
 if TYPE_CHECKING:
     from collections.abc import Callable

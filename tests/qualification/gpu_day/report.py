@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from meshbench.report_tools import Line, lines_table, markdown_page, markdown_table
+from meshbench.report_tools import Line, Report, Section, lines_section, markdown_table
 from tests.qualification.gpu_day.scale import phases_of
 
 if TYPE_CHECKING:
@@ -31,25 +31,25 @@ def markdown(scale: Scale, results: Mapping[str, PhaseResult]) -> str:
     """
     figures = {name: result.figures for name, result in results.items() if not result.failure}
     card = figures.get("device", {})
-    title = f"# Stages on {card.get('description', 'a card')}, scale {scale.name}"
-    return markdown_page(
-        [
-            (title, _card(card) or "The card is unknown."),
-            ("## Goals", lines_table(goals(scale, figures))),
-            *(
-                (f"## {model}: tokens per second by sessions", _throughput(scale, model, figures))
-                for model in scale.shapes
-            ),
-            ("## Prefill, tokens per second", _prefill(scale, figures)),
-            ("## Memory of the card, MiB by llama.cpp's log and as foretold", _memory(scale, figures)),
-            ("## Tokens that agree, and mean KL divergence in nats", _parity(scale, figures)),
-            ("## Speculation with drawn acceptance", _speculation(scale, figures)),
-            ("## Experts left to the processor", _experts(scale, figures)),
-            ("## Ways to end a graph, times in ms", figures.get(f"stops-{scale.stops}", {}).get("table", "")),
-            ("## Rows and their batches", _exactness(figures)),
-            ("## Not measured", _missing(scale, results)),
-        ]
-    )
+    title = f"Stages on {card.get('description', 'a card')}, scale {scale.name}"
+    stops = figures.get(f"stops-{scale.stops}", {})
+    sections = [
+        Section("", _card(card) or "The card is unknown."),
+        lines_section("## Goals", goals(scale, figures)),
+        *(
+            Section(f"## {model}: tokens per second by sessions", _throughput(scale, model, figures))
+            for model in scale.shapes
+        ),
+        Section("## Prefill, tokens per second", _prefill(scale, figures)),
+        Section("## Memory of the card, MiB by llama.cpp's log and as foretold", _memory(scale, figures)),
+        Section("## Tokens that agree, and mean KL divergence in nats", _parity(scale, figures)),
+        Section("## Speculation with drawn acceptance", _speculation(scale, figures)),
+        Section("## Experts left to the processor", _experts(scale, figures)),
+        Section("## Ways to end a graph, times in ms", stops.get("table", "")),
+        Section("## Rows and their batches", _exactness(figures)),
+        Section("## Not measured", _missing(scale, results)),
+    ]
+    return Report(title=title, sections=sections).markdown()
 
 
 def goals(scale: Scale, figures: Mapping[str, Figures]) -> list[Line]:
