@@ -9,11 +9,9 @@ and by the processor. Compared are the tokens that each would have chosen, and t
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -22,7 +20,9 @@ import click
 import numpy as np
 
 from mesh.util.logs import set_up_logs
-from meshbench.report_tools import markdown_table
+from meshbench.experiment import experiment
+from meshbench.report_tools import Report, Section, list_section, markdown_table
+from meshbench.shared_options import json_option
 from spanmesh_proto.errors import ClusterError, MeshError, UncuttableModel
 from stages.certification.comparison import wire_loss
 from stages.certification.isolated import cut_stage
@@ -314,8 +314,9 @@ def table(found: Sequence[ModelParity]) -> str:
 @click.argument("models", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--device", help="llama.cpp's name of the device; the first one unless given.")
 @click.option("--tokens", default=NUM_TOKENS, show_default=True, type=click.IntRange(8, 2048))
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def main(models: tuple[Path, ...], device: str | None, tokens: int, *, as_json: bool) -> None:
+@json_option
+@experiment
+def main(models: tuple[Path, ...], device: str | None, tokens: int) -> Report:
     """Compare MODELS in stages and whole, on a GPU and on the processor; 1 if any is beyond the bounds."""
     found: list[ModelParity] = []
     failures: dict[str, str] = {}
@@ -327,15 +328,18 @@ def main(models: tuple[Path, ...], device: str | None, tokens: int, *, as_json: 
             failures[path.name] = f"llama.cpp ends its process with exit code {end.exit_code}"
         except MeshError as error:
             failures[path.name] = error.message
-    if as_json:
-        click.echo(json.dumps({"models": [asdict(each) for each in found], "failures": failures}))
-    else:
-        if found:
-            click.echo(f"{found[0].device}; tokens that agree, and mean KL divergence in nats\n")
-            click.echo(table(found))
-        for name, reason in failures.items():
-            click.echo(f"{name}: {reason}", err=True)
-    sys.exit(bool(failures) or not all(each.is_within for each in found))
+    told = f"{found[0].device}; tokens that agree, and mean KL divergence in nats" if found else ""
+    ended = [f"{name}: {reason}" for name, reason in failures.items()]
+    return Report(
+        title="Parity of devices",
+        sections=[
+            Section("", told, told),
+            Section("", table(found), table(found)),
+            list_section("## Not measured", "not measured", ended),
+        ],
+        fields={"models": found, "failures": failures},
+        is_good=not failures and all(each.is_within for each in found),
+    )
 
 
 if __name__ == "__main__":

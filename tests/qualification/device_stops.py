@@ -11,12 +11,11 @@ states: they show what the callback costs, which on CUDA includes what a replaye
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
 import time
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Final, Literal, get_args
@@ -25,9 +24,9 @@ import click
 import llama_cpp
 import numpy as np
 
-from mesh.util.logs import set_up_logs
-from meshbench.report_tools import markdown_table
-from spanmesh_proto.errors import MeshError
+from meshbench.experiment import experiment
+from meshbench.report_tools import Report, Section, markdown_table
+from meshbench.shared_options import json_option
 from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.hidden_tap import LayerTap, StopTap
@@ -232,24 +231,19 @@ def table(found: Sequence[StopTiming]) -> str:
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="small", show_default=True)
 @click.option("--device", help="llama.cpp's name of the device; the first one unless given.")
 @click.option("--rounds", default=_NUM_ROUNDS, show_default=True, type=click.IntRange(1))
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def main(model: Path | None, shape: str, device: str | None, rounds: int, *, as_json: bool) -> None:
+@json_option
+@experiment
+def main(model: Path | None, shape: str, device: str | None, rounds: int) -> Report:
     """Time stages of MODEL, or of a random one, in each way of running a graph on a device."""
-    set_up_logs()
-    try:
-        chosen = first_device(device)
-        with tempfile.TemporaryDirectory(prefix="mesh-stops-") as folder:
-            if model is None:
-                model = Path(folder) / "random.gguf"
-                write_random_gguf(model, SHAPES[shape], "Q4_0")
-            found = measure(model, chosen.name, Path(folder), num_rounds=rounds)
-    except MeshError as error:
-        raise click.ClickException(error.message) from error
-    if as_json:
-        click.echo(json.dumps({"device": chosen.description, "timings": [asdict(each) for each in found]}))
-        return
-    click.echo(f"{chosen.description}, {model.name}; times of a window in ms\n")
-    click.echo(table(found))
+    chosen = first_device(device)
+    with tempfile.TemporaryDirectory(prefix="mesh-stops-") as folder:
+        if model is None:
+            model = Path(folder) / "random.gguf"
+            write_random_gguf(model, SHAPES[shape], "Q4_0")
+        found = measure(model, chosen.name, Path(folder), num_rounds=rounds)
+    shown = f"{chosen.description}, {model.name}; times of a window in ms\n\n{table(found)}"
+    fields = {"device": chosen.description, "timings": found}
+    return Report(title="Ways to end a graph", sections=[Section("", shown, shown)], fields=fields)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,13 @@ from mesh.cli.option_types import Numbers
 from mesh.forecast.cost_model import HANDLING_MS
 from mesh.placement.context_choice import least_context
 from mesh.serve.options import demo_model
-from mesh.util.logs import set_up_logs
 from meshbench.blocking_client import Batch, Client, chat
 from meshbench.datasets import load_prompts
-from meshbench.lab.network import Lab, lab_supported
+from meshbench.experiment import lab_experiment
+from meshbench.lab.network import Lab
 from meshbench.lab.systems import COMMAND, MeshSystem
-from meshbench.report_tools import markdown_table
-from meshbench.shared_options import FILE, logs_folder, logs_option
+from meshbench.report_tools import Report, Section, markdown_table
+from meshbench.shared_options import FILE, logs_option
 from spanmesh_proto.errors import MeshError
 from stages.slicing.model_facts import read_model_facts
 
@@ -91,6 +91,7 @@ class DelayCheck:
 @click.option("--exact", is_flag=True, help="In exact mode.")
 @logs_option()
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write figures.")
+@lab_experiment
 def main(
     *,
     model: Path | None,
@@ -99,35 +100,27 @@ def main(
     num_tokens: int,
     num_threads: int,
     exact: bool,
-    logs: Path | None,
+    logs: Path,
     json_path: Path | None,
-) -> None:
+) -> Report:
     """Hold predictions against measurements in the lab; exits with 1 if one is off by more than a fifth."""
-    set_up_logs()
-    reason = lab_supported()
-    if reason is not None:
-        raise click.ClickException(reason)
     model = model or demo_model()
-    try:
-        sizes = ["--ctx-size", str(least_context(read_model_facts(model).n_ctx_train))]
-        with logs_folder(logs) as place:
-            checks = _run(
-                model,
-                delays_ms,
-                load_prompts(None, num_prompts),
-                num_tokens=num_tokens,
-                num_threads=num_threads,
-                options=[*sizes, *["--exact"] * exact],
-                logs=place,
-            )
-    except MeshError as error:
-        raise click.ClickException(error.message) from error
-    click.echo(report(checks))
+    sizes = ["--ctx-size", str(least_context(read_model_facts(model).n_ctx_train))]
+    checks = _run(
+        model,
+        delays_ms,
+        load_prompts(None, num_prompts),
+        num_tokens=num_tokens,
+        num_threads=num_threads,
+        options=[*sizes, *["--exact"] * exact],
+        logs=logs,
+    )
     if json_path is not None:
         figures = [asdict(check) | {"ratio": check.ratio} for check in checks]
         json_path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    if not all(check.is_close for check in checks):
-        click.get_current_context().exit(1)
+    table = report(checks)
+    is_good = all(check.is_close for check in checks)
+    return Report(title="Forecasts", sections=[Section("", table, table)], is_good=is_good)
 
 
 def report(checks: Sequence[DelayCheck]) -> str:

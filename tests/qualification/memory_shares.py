@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -16,14 +14,14 @@ import structlog
 
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.util.completion_stream import COMPLETION_PATH
-from mesh.util.logs import set_up_logs
 from meshbench.blocking_client import Ask, Batch, Client
+from meshbench.experiment import experiment
 from meshbench.lab.memory_watch import MemoryWatch
-from meshbench.lab.network import Lab, lab_supported
+from meshbench.lab.network import Lab, require_lab
 from meshbench.lab.systems import MeshSystem, get_json
-from meshbench.report_tools import markdown_table
+from meshbench.report_tools import Report, Section, markdown_table
+from meshbench.shared_options import json_option
 from meshbench.stress.memory import footprints
-from spanmesh_proto.errors import ClusterError, MeshError
 from stages.slicing.model_facts import read_model_facts
 from tests.qualification.random_model import SHAPES, write_random_gguf
 
@@ -88,9 +86,7 @@ def measure_big_shares(options: BigSharesOptions) -> BigShares:
         ClusterError: If no lab can be made here.
         MeshError: If the mesh does not come up, or does not answer.
     """
-    reason = lab_supported()
-    if reason is not None:
-        raise ClusterError(reason)
+    require_lab()
     workload = options.workload
     with ExitStack() as stack:
         folder = options.folder or Path(
@@ -174,7 +170,8 @@ def shares_table(found: Sequence[Footprint], layers: Sequence[str]) -> str:
 @click.option("--parallel", default=4, show_default=True, type=click.IntRange(1, 16))
 @click.option("--exact", is_flag=True)
 @click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="Keep model and logs here.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
+@experiment
 def main(
     *,
     shape: str,
@@ -185,26 +182,22 @@ def main(
     parallel: int,
     exact: bool,
     folder: Path | None,
-    as_json: bool,
-) -> None:
+) -> Report:
     """Run a random model of a billion parameters over three lab hosts, and see what each of them holds."""
-    set_up_logs()
     workload = Workload(ctx_size, parallel, is_exact=exact)
-    options = BigSharesOptions(shape, weight_type, tokens, answers, workload, folder)
-    try:
-        found = measure_big_shares(options)
-    except MeshError as error:
-        sys.exit(f"error: {error.message}")
+    found = measure_big_shares(BigSharesOptions(shape, weight_type, tokens, answers, workload, folder))
     is_within = all(each.is_within for each in found.footprints)
-    if as_json:
-        click.echo(json.dumps(asdict(found) | {"within": is_within}))
-    else:
-        click.echo(
-            f"{SHAPES[shape].num_parameters / 1e9:.2f} billion parameters in {weight_type}, "
-            f"{found.model_bytes / 1e6:.0f} MB, {found.num_tokens} tokens answered; sizes in MB\n"
-        )
-        click.echo(shares_table(found.footprints, found.layers))
-    sys.exit(0 if is_within else 1)
+    shown = (
+        f"{SHAPES[shape].num_parameters / 1e9:.2f} billion parameters in {weight_type}, "
+        f"{found.model_bytes / 1e6:.0f} MB, {found.num_tokens} tokens answered; sizes in MB\n\n"
+        f"{shares_table(found.footprints, found.layers)}"
+    )
+    return Report(
+        title="Memory of shares",
+        sections=[Section("", shown, shown)],
+        fields=asdict(found) | {"within": is_within},
+        is_good=is_within,
+    )
 
 
 if __name__ == "__main__":
