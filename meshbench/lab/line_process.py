@@ -26,13 +26,21 @@ class LineProcess:
         host: Index of the lab's host.
         module: Dotted name of the module.
         arguments: Of its command line.
+        command: Makes the command line of the module; another one for a module that is not installed.
     """
 
-    def __init__(self, lab: Lab | None, host: int, module: str, *arguments: str) -> None:
+    def __init__(
+        self,
+        lab: Lab | None,
+        host: int,
+        module: str,
+        *arguments: str,
+        command: Callable[..., list[str]] = module_command,
+    ) -> None:
         self._lab = lab
         self._host = host
         self._module = module
-        self._argv = module_command(module, *arguments)
+        self._argv = command(module, *arguments)
         self._process: subprocess.Popen[bytes]
 
     def __enter__(self) -> Self:

@@ -44,6 +44,7 @@ from stages.layers import LayerRange
 from stages.processors import num_usable
 from stages.slicing.model_facts import read_model_facts
 from tests.qualification.bounded_report import bounded_report
+from tests.qualification.programs import program_command
 from tests.qualification.random_model import Shape, write_random_gguf
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ def measure(settings: Settings, folder: Path) -> Findings:
     with (
         Lab(1 + _NUM_STAGES, shared=[folder, settings.model.resolve().parent]) as lab,
         Client(lab) as client,
-        LineProcess(lab, 0, __spec__.name, "--hang-up") as leaver,
+        LineProcess(lab, 0, __spec__.name, "--hang-up", command=program_command) as leaver,
     ):
         mesh = _mesh(lab, settings, facts, folder)
         try:
