@@ -16,10 +16,10 @@ import click
 from mesh.cli.option_types import Numbers
 from mesh.serve.options import demo_model
 from mesh.util.processors import processor_name
-from meshbench.blocking_client import Client
 from meshbench.datasets import load_prompts
 from meshbench.experiment import lab_experiment
 from meshbench.lab.network import Lab
+from meshbench.load_client.client import LoadClient
 from meshbench.paired_systems import Contest, Settings, side_by_side
 from meshbench.report_tools import Report, Section
 from meshbench.shared_options import FILE, logs_option
@@ -93,7 +93,7 @@ def main(
 
 
 def _run(settings: Settings, delays_ms: Sequence[float], logs: Path) -> list[Comparison]:
-    with Lab(NUM_HOSTS, shared=[logs, settings.model.resolve().parent]) as lab, Client(lab) as client:
+    with Lab(NUM_HOSTS, shared=[logs, settings.model.resolve().parent]) as lab, LoadClient(lab) as client:
         contest = Contest(lab, client, settings, logs)
         contest.start()
         comparisons = []

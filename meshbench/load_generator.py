@@ -24,11 +24,13 @@ class Job:
     Attributes:
         number: From 0, in the order of the schedule.
         prompt_id: Id of the prompt.
+        path: From `/v1` on.
         body: JSON.
     """
 
     number: int
     prompt_id: str
+    path: str
     body: bytes
 
 
@@ -44,36 +46,43 @@ class Load:
 
     Args:
         client: Sends them.
-        path: From `/v1` on.
         clock_s: Monotonic, seconds; the client's.
         on_end: Called after each.
         make_reading: Makes what takes a job's answer.
+        zero_s: Reading of the clock from which records count their times; None is the start of the loop.
     """
 
     def __init__(
         self,
         client: Asking,
-        path: str,
         clock_s: Callable[[], float],
         on_end: Callable[[Record], None],
         make_reading: Callable[[Job], AnswerReading] = lambda _job: AnswerReading(),
+        zero_s: float | None = None,
     ) -> None:
         self._client = client
-        self._path = path
         self._clock_s = clock_s
         self._on_end = on_end
         self._make_reading = make_reading
+        self._zero_s = zero_s
         self._start_s = clock_s()
 
     def now_s(self) -> float:
         """Seconds since the load began."""
         return self._clock_s() - self._start_s
 
-    async def closed_loop(self, jobs: Iterable[Job], num_at_once: int) -> None:
+    async def closed_loop(
+        self, jobs: Iterable[Job], num_at_once: int, pause_s: Callable[[Record], float] | None = None
+    ) -> None:
         """Keep so many requests under way: the next is sent when one ends, however it ends.
 
         A slow server gets fewer requests, so a closed loop measures the server's capacity, not the users'
         waiting time.
+
+        Args:
+            jobs: In this order.
+            num_at_once: At least 1.
+            pause_s: How long a user waits after a request, in seconds; None for not at all.
         """
         self._start_s = self._clock_s()
         waiting = iter(jobs)
@@ -81,7 +90,9 @@ class Load:
         async def user() -> None:
             for job in waiting:
                 now_s = self.now_s()
-                await self._one(job, now_s, now_s)
+                record = await self._one(job, now_s, now_s)
+                if pause_s is not None and (wait_s := pause_s(record)) > 0:
+                    await asyncio.sleep(wait_s)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(num_at_once):
@@ -115,15 +126,21 @@ class Load:
                     await asyncio.sleep(wait_s)
                 group.create_task(arrive(job, scheduled_s))
 
-    async def _one(self, job: Job, scheduled_s: float, ready_s: float) -> None:
+    async def _one(self, job: Job, scheduled_s: float, ready_s: float) -> Record:
         reading = self._make_reading(job)
         failure: Failure | None = Failure(UNFINISHED, "the run ended first")
         sent_s = self.now_s()
         try:
-            failure = await self._client.ask(self._path, job.body, reading)
+            failure = await self._client.ask(job.path, job.body, reading)
         finally:
-            record = Record(job.number, job.prompt_id, scheduled_s, ready_s, sent_s, ended_s=self.now_s())
-            self._on_end(record.with_answer(reading.heard(failure), self._start_s))
+            zero_s = self._start_s if self._zero_s is None else self._zero_s
+            # Start of the loop, from which its times count.
+            begun_s = self._start_s - zero_s
+            scheduled_s, ready_s, ended_s = scheduled_s + begun_s, ready_s + begun_s, self.now_s() + begun_s
+            record = Record(job.number, job.prompt_id, scheduled_s, ready_s, sent_s + begun_s, ended_s)
+            record = record.with_answer(reading.response(failure), zero_s)
+            self._on_end(record)
+        return record
 
 
 def arrival_times_s(count: int, rate: float, burstiness: float, seed: int) -> tuple[float, ...]:

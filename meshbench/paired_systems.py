@@ -20,9 +20,9 @@ import structlog
 
 from mesh.placement.context_choice import least_context
 from mesh.util.child_environment import module_command
-from meshbench.blocking_client import Answer, Batch, chat
 from meshbench.lab.llama_cpp_build import build_llama_rpc
 from meshbench.lab.systems import MeshSystem, RpcSystem
+from meshbench.load_client.schedule import Request
 from spanmesh_proto.errors import MeshError
 from stages.slicing.model_facts import read_model_facts
 
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from meshbench.blocking_client import Client
     from meshbench.lab.network import Lab
     from meshbench.lab.systems import StageTimes
+    from meshbench.load_client.answers import AnswerRecord
+    from meshbench.load_client.client import LoadClient
 
 OWN: Final[Kernels] = "as users run it"
 PEERS: Final[Kernels] = "with the peer's kernels"
@@ -205,7 +206,7 @@ class Contest:
         logs: Directory for what the processes write, seen by all hosts.
     """
 
-    def __init__(self, lab: Lab, client: Client, settings: Settings, logs: Path) -> None:
+    def __init__(self, lab: Lab, client: LoadClient, settings: Settings, logs: Path) -> None:
         self._lab = lab
         self._client = client
         self._settings = settings
@@ -301,7 +302,7 @@ class Contest:
         """End the peer."""
         self._rpc.stop()
 
-    def _ask_mesh(self, mesh: MeshSystem) -> tuple[list[Answer], StageTimes]:
+    def _ask_mesh(self, mesh: MeshSystem) -> tuple[list[AnswerRecord], StageTimes]:
         """Answers, and how long a decode step took in the stages: what a prompt alone takes is left out."""
         prompts = self._settings.prompts
         before = mesh.stage_totals()
@@ -310,7 +311,7 @@ class Contest:
         answers = self._ask(mesh, prompts)
         return answers, (mesh.stage_totals() - between - (between - before)).per_window()
 
-    def _ask_rpc(self, mesh: MeshSystem) -> list[Answer]:
+    def _ask_rpc(self, mesh: MeshSystem) -> list[AnswerRecord]:
         mesh.pause()
         self._rpc.resume()
         answers = self._ask(self._rpc, self._settings.prompts)
@@ -320,12 +321,12 @@ class Contest:
 
     def _ask(
         self, system: MeshSystem | RpcSystem, prompts: Sequence[str], *, num_tokens: int | None = None
-    ) -> list[Answer]:
-        asks = tuple(
-            chat(prompt, num_tokens or self._settings.num_tokens, system.fields) for prompt in prompts
-        )
+    ) -> list[AnswerRecord]:
+        requests = [
+            Request.chat(prompt, num_tokens or self._settings.num_tokens, system.fields) for prompt in prompts
+        ]
         try:
-            return list(self._client.ask(Batch(system.url, asks)).answers)
+            return list(self._client.answer(system.url, requests).answers)
         except MeshError as error:
             raise MeshError(f"{system.name}: {error.message}") from error
 

@@ -25,9 +25,9 @@ class Failure:
     """Reason why a request has no answer.
 
     Attributes:
-        kind: `http_STATUS`, `connection`, `timeout`, `stream_error` (the server said so in the middle of its
-            answer), `broken_off` (it stopped without a word), `not_a_stream`, `no_tokens`, `unfinished` (the
-            run was ended first), or `hung_up` (the client was told to leave early).
+        kind: `http_STATUS`, `connection`, `timeout`, `stream_error` (an error in the middle of the answer),
+            `broken_off` (it stopped without an error), `not_a_stream`, `no_tokens`, `unfinished` (the run was
+            ended first), or `hung_up` (the client closed the connection early, as planned).
         message: Text of the server or the network, one line.
         retry_after: The header of that name.
     """
@@ -43,8 +43,8 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Heard:
-    """What came back. Times are the clock's.
+class Response:
+    """A response, as far as it came. Times are the clock's.
 
     Attributes:
         parts_s: Arrival of each chunk with generated tokens.
@@ -67,7 +67,7 @@ class Heard:
 
 @dataclass(frozen=True)
 class Record:
-    """One request, from its schedule to its end. Times are in seconds from the start of the run.
+    """One request, from its schedule to its end. Times are seconds from the start of the run, or a clock's.
 
     Attributes:
         number: From 0, in the order of the schedule.
@@ -101,24 +101,24 @@ class Record:
     finish: str | None = None
     failure: Failure | None = None
 
-    def with_answer(self, heard: Heard, start_s: float = 0.0) -> Record:
+    def with_answer(self, response: Response, start_s: float = 0.0) -> Record:
         """The same request with its answer.
 
         Args:
-            heard: The answer; its times are a clock's.
+            response: The answer; its times are a clock's.
             start_s: When the run began by that clock, in seconds.
         """
-        counted = heard.num_output_tokens
+        counted = response.num_output_tokens
         return replace(
             self,
-            parts_s=tuple(part_s - start_s for part_s in heard.parts_s),
-            last_s=self.ended_s if heard.last_s is None else heard.last_s - start_s,
-            num_input_tokens=heard.num_input_tokens,
-            num_cached_tokens=heard.num_cached_tokens,
-            num_output_tokens=len(heard.parts_s) if counted is None else counted,
+            parts_s=tuple(part_s - start_s for part_s in response.parts_s),
+            last_s=self.ended_s if response.last_s is None else response.last_s - start_s,
+            num_input_tokens=response.num_input_tokens,
+            num_cached_tokens=response.num_cached_tokens,
+            num_output_tokens=len(response.parts_s) if counted is None else counted,
             has_usage=counted is not None,
-            finish=heard.finish,
-            failure=heard.failure,
+            finish=response.finish,
+            failure=response.failure,
         )
 
     @property
@@ -223,7 +223,12 @@ class AnswerReading:
         """Whether the server began to answer."""
         return self._status == 200
 
-    def heard(self, failure: Failure | None = None) -> Heard:
+    @property
+    def last_part_s(self) -> float | None:
+        """Arrival of the latest chunk with generated tokens; None before the first."""
+        return self._parts_s[-1] if self._parts_s else None
+
+    def response(self, failure: Failure | None = None) -> Response:
         """What came.
 
         Args:
@@ -232,7 +237,7 @@ class AnswerReading:
         if failure is not None and failure.is_hang_up:
             # Data that arrived before the client's error count.
             failure = self._failure or (failure if self._status in {0, 200} else None)
-        return Heard(
+        return Response(
             parts_s=tuple(self._parts_s),
             last_s=self._last_s,
             num_input_tokens=_count(self._usage, "prompt_tokens"),

@@ -92,7 +92,7 @@ class _Run:
             if record.failure is not None:
                 failed.append(record)
 
-        load = Load(client, PATHS[options.endpoint], time.perf_counter, note)
+        load = Load(client, time.perf_counter, note)
         await load.closed_loop(_jobs(prompts, asking), options.concurrency or 1)
         if failed and failed[0].failure is not None:
             log.warning("warm_up_failed", requests=len(failed), first=failed[0].failure.message)
@@ -101,7 +101,7 @@ class _Run:
         options = self._options
         jobs = _jobs(self._prompts, asking)
         self._conditions = self._made(asking.model, len({job.body for job in jobs}))
-        load = Load(client, PATHS[options.endpoint], time.perf_counter, self._note)
+        load = Load(client, time.perf_counter, self._note)
         cpu_s = time.process_time()
         try:
             if options.rate is None:
@@ -231,4 +231,5 @@ def _prompts(options: LoadOptions) -> tuple[Prompt, ...]:
 
 def _jobs(prompts: Sequence[Prompt], asking: Asking) -> list[Job]:
     """Bodies are written before the load begins: that costs nothing while it runs."""
-    return [Job(number, prompt.id, asking.body(prompt)) for number, prompt in enumerate(prompts)]
+    path = PATHS[asking.endpoint]
+    return [Job(number, prompt.id, path, asking.body(prompt)) for number, prompt in enumerate(prompts)]

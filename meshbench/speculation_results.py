@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from mesh.engine import SpeculationMode
-    from meshbench.blocking_client import Answer
+    from meshbench.load_client.answers import AnswerRecord
     from meshbench.under_test.links import KnownLinks
 
 MESH: Final = "mesh"
@@ -140,7 +140,7 @@ class Sample:
         )
 
     @classmethod
-    def of(cls, answer: Answer, **where: Any) -> Sample:
+    def of(cls, answer: AnswerRecord, **where: Any) -> Sample:
         """From a client's answer."""
         return cls(
             text=answer.text,

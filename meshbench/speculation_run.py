@@ -13,10 +13,10 @@ import structlog
 from mesh.requantize import requantise
 from mesh.text.tokenizer import Tokenizer
 from mesh.util.processors import processor_name
-from meshbench.blocking_client import Client
 from meshbench.datasets import made_up_prompts
 from meshbench.lab.llama_cpp_build import build_llama_rpc
 from meshbench.lab.network import Lab, require_lab
+from meshbench.load_client.client import LoadClient
 from meshbench.paired_systems import even_split
 from meshbench.report_tools import INTERRUPTED
 from meshbench.shared_options import logs_folder
@@ -172,7 +172,7 @@ def run_spec(options: SpecOptions) -> Report:
         shared = [logs, options.model.resolve().parent, *([draft_model.parent] if draft_model else [])]
         programs = build_llama_rpc() if options.with_rpc else None
         lab = stack.enter_context(Lab(_NUM_STAGES + 1, shared=shared))
-        client = stack.enter_context(Client(lab))
+        client = stack.enter_context(LoadClient(lab))
         peer = None
         if programs is not None:
             peer = Peer(lab, client, programs, runner_options, logs)
@@ -216,7 +216,7 @@ def run_remote_spec(options: RemoteSpecOptions) -> Report:
     results.omitted += (*_REMOTE_OMITTED, *links.missing)
     if tokenizer is None:
         results.omitted.append("random prompts: name the model's file as MODEL")
-    with Client(None) as client:
+    with LoadClient(None) as client:
         trials = TrialRunner(client, options.num_tokens, results)
         try:
             phase = remote_plan(

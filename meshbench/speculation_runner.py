@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from meshbench.blocking_client import Ask, Batch, chat
 from meshbench.lab.systems import MeshSystem, RpcSystem, in_place_of
+from meshbench.load_client.schedule import Request
 from meshbench.speculation_plan import in_turn
 from meshbench.speculation_results import LLAMA_RPC, MESH, OFF, REPLAY, ConcurrentRequests, Sample
 from meshbench.under_test.mesh import LabMesh
@@ -22,9 +22,10 @@ from spanmesh_proto.errors import MeshError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from meshbench.blocking_client import Answer, Client, Reply
     from meshbench.lab.llama_cpp_build import LlamaRpc
     from meshbench.lab.network import Lab
+    from meshbench.load_client.answers import AnswerRecord, Outcome
+    from meshbench.load_client.client import LoadClient
     from meshbench.speculation_plan import ConcurrentTrial, PeerSetting, Phase, Trial
     from meshbench.speculation_results import Results, Setting
     from meshbench.speculation_workloads import Question, Workload
@@ -90,7 +91,7 @@ class TrialRunner:
     """Runs the trials of a phase on a mesh that is up, into `results`.
 
     Args:
-        client: Client of the mesh.
+        client: LoadClient of the mesh.
         num_tokens: Of each answer.
         results: Record of the measurements.
         lab: Whose delays each trial sets; None where links are what they are, and trials have their delay.
@@ -100,7 +101,7 @@ class TrialRunner:
 
     def __init__(
         self,
-        client: Client,
+        client: LoadClient,
         num_tokens: int,
         results: Results,
         *,
@@ -140,7 +141,7 @@ class TrialRunner:
         for concurrent_trial in phase.concurrent_trials:
             self._run_concurrent(mesh, concurrent_trial)
 
-    def warm_up(self, mesh: MeshUnderTest, setting: Setting) -> Answer:
+    def warm_up(self, mesh: MeshUnderTest, setting: Setting) -> AnswerRecord:
         """An answer under a setting that is not measured.
 
         A first answer is slow for unrelated reasons; and the delay of a real mesh does not change at once, so
@@ -150,7 +151,7 @@ class TrialRunner:
             MeshError: If there is none.
         """
         fields = {**_WHOLE, **mesh.fields, **setting.fields}
-        asked = chat(_WARM_UP, min(_WARM_UP_TOKENS, self._num_tokens), fields)
+        asked = Request.chat(_WARM_UP, min(_WARM_UP_TOKENS, self._num_tokens), fields)
         return self._ask_batch(mesh, (asked,)).answers[0]
 
     def _warm_up_all(self, mesh: MeshUnderTest, setting: Setting) -> None:
@@ -226,22 +227,24 @@ class TrialRunner:
                     num_at_once=concurrent_trial.num_at_once,
                     delay_ms=concurrent_trial.delay_ms,
                     setting=concurrent_trial.setting.name,
-                    off_tokens_per_s=_total_rate(off),
-                    tokens_per_s=_total_rate(on),
+                    off_tokens_per_s=off.tokens_per_s,
+                    tokens_per_s=on.tokens_per_s,
                     num_forks=sum(a.text != b.text for a, b in zip(off.answers, on.answers, strict=True)),
                 )
                 self._results.groups.append(found)
-                log.info("crowd", at_once=concurrent_trial.num_at_once, ratio=round(found.ratio, 3))
+                log.info(
+                    "concurrent_requests", at_once=concurrent_trial.num_at_once, ratio=round(found.ratio, 3)
+                )
 
     def _ask_together(
         self, mesh: MeshUnderTest, concurrent_trial: ConcurrentTrial, setting: Setting
-    ) -> Reply:
+    ) -> Outcome:
         questions = itertools.islice(
             itertools.cycle(concurrent_trial.workload.questions), concurrent_trial.num_at_once
         )
         fields = {"temperature": 0, **_WHOLE, **mesh.fields, **setting.fields}
-        asks = tuple(self._ask(concurrent_trial.workload, question, fields) for question in questions)
-        return self._ask_batch(mesh, asks, num_at_once=concurrent_trial.num_at_once)
+        requests = [self._request(concurrent_trial.workload, question, fields) for question in questions]
+        return self._ask_batch(mesh, requests, num_at_once=concurrent_trial.num_at_once)
 
     def _ask_mesh(
         self,
@@ -250,28 +253,30 @@ class TrialRunner:
         question: Question,
         setting: Setting,
         sampling: dict[str, Any],
-    ) -> Answer:
+    ) -> AnswerRecord:
         # In each setting, so that all requests are alike; llama.cpp does not know the field.
         fields = {**sampling, **_WHOLE, **mesh.fields, **setting.fields, "return_token_ids": True}
-        wanted = self._ask(workload, question, fields)
-        answer = self._ask_batch(mesh, (wanted,)).answers[0]
+        request = self._request(workload, question, fields)
+        answer = self._ask_batch(mesh, (request,)).answers[0]
         if setting == OFF and self._replay is not None:
-            self._replay.record(wanted, answer)
+            self._replay.record(request, answer)
         return answer
 
-    def _ask_batch(self, mesh: MeshUnderTest, asks: tuple[Ask, ...], *, num_at_once: int = 1) -> Reply:
-        return self._client.ask(Batch(mesh.url, asks, num_at_once=num_at_once, api_key=mesh.api_keys[0]))
+    def _ask_batch(
+        self, mesh: MeshUnderTest, requests: Sequence[Request], *, num_at_once: int = 1
+    ) -> Outcome:
+        key = mesh.api_keys[0]
+        return self._client.answer(mesh.url, requests, num_at_once=num_at_once, api_key=key)
 
     def _ask_peer(
         self, system: RpcSystem, workload: Workload, question: Question, sampling: dict[str, Any]
-    ) -> Reply:
-        return self._client.ask(
-            Batch(system.url, (self._ask(workload, question, {**sampling, **system.fields}),))
-        )
+    ) -> Outcome:
+        request = self._request(workload, question, {**sampling, **system.fields})
+        return self._client.answer(system.url, (request,))
 
-    def _ask(self, workload: Workload, question: Question, fields: dict[str, Any]) -> Ask:
+    def _request(self, workload: Workload, question: Question, fields: dict[str, Any]) -> Request:
         most = {"max_tokens": self._num_tokens}
-        return Ask(workload.path, {**question.content, **workload.fields, **most, **fields})
+        return Request.streamed({**question.content, **workload.fields, **most, **fields}, workload.path)
 
     def _settle(self, mesh: MeshUnderTest, delay_ms: float, settings: Sequence[Setting]) -> None:
         """Change the delay, and have the settings learn of it; but `replay`, which has nothing to learn."""
@@ -388,14 +393,14 @@ class Peer:
 
     Args:
         lab: Where.
-        client: Client on the head's host.
+        client: LoadClient on the head's host.
         programs: Programs of llama.cpp RPC.
         options: Model, threads and lengths, as for the mesh.
         logs: Directory for what the processes write.
     """
 
     def __init__(
-        self, lab: Lab, client: Client, programs: LlamaRpc, options: RunnerOptions, logs: Path
+        self, lab: Lab, client: LoadClient, programs: LlamaRpc, options: RunnerOptions, logs: Path
     ) -> None:
         self._lab = lab
         self._client = client
@@ -481,11 +486,11 @@ class Peer:
     def _rate(self, system: RpcSystem, workloads: Sequence[Workload]) -> float:
         most = min(self._options.num_tokens, _NUM_TOKENS)
         fields = {"temperature": 0, "max_tokens": most, **system.fields}
-        asks = [
-            Ask(workload.path, {**workload.questions[0].content, **workload.fields, **fields})
+        requests = [
+            Request.streamed({**workload.questions[0].content, **workload.fields, **fields}, workload.path)
             for workload in workloads
         ]
-        answers = self._client.ask(Batch(system.url, tuple(asks))).answers
+        answers = self._client.answer(system.url, requests).answers
         decode_s = sum(answer.decode_ms for answer in answers) / 1e3
         return sum(answer.num_tokens - 1 for answer in answers) / decode_s
 
@@ -501,7 +506,7 @@ class ReplayFile:
         self.path = path
         path.write_text("", encoding="utf-8")
 
-    def record(self, ask: Ask, answer: Answer) -> None:
+    def record(self, request: Request, answer: AnswerRecord) -> None:
         """Note the answer to a request.
 
         Raises:
@@ -513,11 +518,7 @@ class ReplayFile:
                 " ask for them with return_token_ids"
             )
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"ask": ask.body, "tokens": answer.token_ids}) + "\n")
-
-
-def _total_rate(reply: Reply) -> float:
-    return sum(answer.num_tokens for answer in reply.answers) / (reply.wall_ms / 1e3)
+            file.write(json.dumps({"ask": json.loads(request.body), "tokens": answer.token_ids}) + "\n")
 
 
 def _without_folder(option: str) -> str:

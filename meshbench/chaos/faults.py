@@ -19,9 +19,9 @@ from spanmesh_proto.errors import MeshError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from meshbench.chaos.clients import MeshSnapshot
     from meshbench.lab.network import Lab
     from meshbench.lab.systems import MeshSystem
+    from meshbench.load_client.client import MeshSnapshot
 
 # In words, for reports.
 MEANING: Final[dict[str, str]] = {
@@ -101,7 +101,7 @@ class FaultInjector:
 
         Args:
             fault: What.
-            snapshot: At the mesh a moment ago, with all its stages.
+            snapshot: State of the mesh a moment ago, with all its stages.
 
         Raises:
             MeshError: If there is no target.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from meshbench.chaos.clients import short_question, what_is_missing
+from meshbench.chaos.faults import FaultInjector
+from meshbench.chaos.questions import questions, short_question
 from meshbench.chaos.results import (
     Repair,
     account_of,
@@ -20,7 +21,8 @@ from meshbench.chaos.results import (
     silence_s,
     tally,
 )
-from meshbench.stress.answers import HangUps
+from meshbench.load_client.hang_ups import NO_HANG_UPS, HangUps
+from meshbench.load_client.schedule import Schedule
 from meshbench.stress.checks import Expected
 from spanmesh_proto.errors import MeshError
 
@@ -28,17 +30,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
-    from meshbench.chaos.clients import ClientFleet, MeshSnapshot, Question, Stream
-    from meshbench.chaos.faults import Fault, FaultInjector, InjectedFault
+    from meshbench.chaos.faults import Fault, InjectedFault
     from meshbench.chaos.options import ChaosOptions
+    from meshbench.chaos.questions import Question
     from meshbench.chaos.results import HeadLogAccount, Tally
     from meshbench.lab.network import Lab
     from meshbench.lab.systems import MeshSystem
+    from meshbench.load_client.answers import AnswerRecord
+    from meshbench.load_client.client import LoadClient, MeshSnapshot, RunningLoad
 
 _POLL_S: Final = 0.5
 # A mesh that is whole for a moment only, before it has noticed a loss, is not whole.
 _SETTLE_S: Final = 1.5
 ANSWERS_TIMEOUT_S: Final = 300.0
+# A stream that a repair does not bring back within this has failed.
+_STREAM_TIMEOUT_S: Final = 180.0
 _PROBE_TIMEOUT_S: Final = 200.0
 # Within this a fault shows, if only by streams that stand still.
 _SHOWS_S: Final = 1.0
@@ -55,7 +61,7 @@ class FaultTestBed:
     Attributes:
         lab: Host 0 is the head, `host1` and so on take part.
         mesh: On it.
-        client_fleet: The clients.
+        client: Sends the clients' requests.
         injector: Injects faults.
         options: Options of the run.
         questions: Questions of the clients.
@@ -64,7 +70,7 @@ class FaultTestBed:
 
     lab: Lab
     mesh: MeshSystem
-    client_fleet: ClientFleet
+    client: LoadClient
     injector: FaultInjector
     options: ChaosOptions
     questions: tuple[Question, ...]
@@ -75,12 +81,28 @@ class FaultTestBed:
         """That take part, the head apart."""
         return self.lab.num_hosts - 1
 
-    def tally(self, streams: Iterable[Stream]) -> Tally:
+    def start_all(self) -> RunningLoad:
+        """Begin to send every question once."""
+        return self.client.start(self._once(self.questions))
+
+    def keep_asking(self, hang_ups: HangUps = NO_HANG_UPS) -> RunningLoad:
+        """Begin to send questions over and over, until the load is ended; some clients may hang up."""
+        return self.client.start(replace(self._once(self.questions), num_requests=None, hang_ups=hang_ups))
+
+    def probe(self, question: Question) -> RunningLoad:
+        """Begin to send one more question."""
+        return self.client.start(self._once((question,)))
+
+    def snapshot(self) -> MeshSnapshot:
+        """Current state of mesh and clients; raises MeshError if the clients' process does not answer."""
+        return self.client.snapshot(self.mesh.url)
+
+    def tally(self, streams: Iterable[AnswerRecord]) -> Tally:
         """Check of all streams."""
         return tally(streams, self.expected, is_exact=self.options.exact)
 
     def missing(self, snapshot: MeshSnapshot, since_s: float) -> str | None:
-        """Reason why the mesh is not yet as before; see `clients.what_is_missing`."""
+        """Reason why the mesh is not yet as before; see `what_is_missing`."""
         return what_is_missing(
             snapshot,
             since_s=since_s,
@@ -106,6 +128,13 @@ class FaultTestBed:
                 raise MeshError(f"not whole after {self.options.whole_timeout_s:g} s: {recovery.missing}")
             time.sleep(_POLL_S)
         return whole_s
+
+    def _once(self, questions: Iterable[Question]) -> Schedule:
+        requests = (question.request for question in questions)
+        num_at_once = self.options.num_streams
+        return Schedule.once(
+            self.mesh.url, requests, num_at_once, is_patient=True, timeout_s=_STREAM_TIMEOUT_S
+        )
 
 
 class RecoveryWatch:
@@ -139,7 +168,7 @@ class RecoveryWatch:
         """Look once; returns since when it has been whole, once it has been for long enough."""
         bed = self._bed
         self.rejoined += bed.injector.restart_hosts()
-        snapshot = self.latest = bed.client_fleet.snapshot()
+        snapshot = self.latest = bed.snapshot()
         self.missing = bed.missing(snapshot, self.since_s)
         if self.missing is not None:
             self._whole_s = None
@@ -154,6 +183,7 @@ class _Episode:
     """A fault, and the time until the mesh was whole again."""
 
     injected: InjectedFault
+    probe: RunningLoad
     stop_s: float
     is_whole: bool
     recovery: RecoveryWatch
@@ -161,14 +191,11 @@ class _Episode:
 
 
 class FaultRun:
-    """Streams run while in the block.
+    """Streams under faults.
 
     Args:
         bed: The test bed.
         keep: Keeps the first failure.
-
-    Attributes:
-        streams: Of this block, as they end.
     """
 
     def __init__(self, bed: FaultTestBed, keep: FirstFailure) -> None:
@@ -176,32 +203,28 @@ class FaultRun:
         self._keep = keep
         self._episodes: list[_Episode] = []
         self._begun_s = time.perf_counter()
-        self._num_before = len(bed.client_fleet.streams)
-        self._num_checked = self._num_before
+        self._load = bed.keep_asking(HangUps(bed.options.hang_up_share, bed.options.seed))
+        self._num_checked = 0
 
     @property
-    def streams(self) -> list[Stream]:
+    def streams(self) -> list[AnswerRecord]:
         """That have ended since this began."""
-        return self._bed.client_fleet.streams[self._num_before :]
+        return self._load.answers
 
     def begin(self) -> None:
-        """Have all streams run; raises MeshError if they do not."""
-        bed = self._bed
-        options = bed.options
-        hang_ups = HangUps(options.hang_up_share, options.seed)
-        bed.client_fleet.keep_asking(bed.questions, options.num_streams, hang_ups)
-        bed.wait_whole(time.perf_counter())
+        """Wait until all streams run; raises MeshError if they do not."""
+        self._bed.wait_whole(time.perf_counter())
 
     def end(self) -> None:
         """Have the streams run to their ends; raises MeshError if they do not end."""
-        self._bed.client_fleet.let_end(timeout_s=ANSWERS_TIMEOUT_S)
+        self._load.end(timeout_s=ANSWERS_TIMEOUT_S)
         self._check()
 
     def inject(self, fault: Fault, do: Callable[[MeshSnapshot], InjectedFault]) -> None:
         """Wait, inject a fault, and wait until the mesh is whole again.
 
         Args:
-            fault: The fault; its number is the newcomer's.
+            fault: The fault.
             do: Does it.
 
         Raises:
@@ -210,13 +233,13 @@ class FaultRun:
         bed = self._bed
         time.sleep(fault.wait_s)
         log_begin = self._log_size()
-        injected = do(bed.client_fleet.snapshot())
-        bed.client_fleet.probe(fault.number, short_question(fault.number))
+        injected = do(bed.snapshot())
+        probe = bed.probe(short_question(fault.number))
         log.info("harmed", number=fault.number, kind=fault.kind, host=injected.host)
         recovery = RecoveryWatch(bed, injected.at_s + _SHOWS_S)
         is_whole, stop_s = self._await_recovery(injected, recovery)
         head_log = account_of(events_of(self._log_since(log_begin)))
-        self._episodes.append(_Episode(injected, stop_s, is_whole, recovery, head_log))
+        self._episodes.append(_Episode(injected, probe, stop_s, is_whole, recovery, head_log))
         log.info(
             "repaired" if is_whole else "not_repaired",
             number=fault.number,
@@ -257,7 +280,7 @@ class FaultRun:
         """Later faults need all hosts: those that are not ready lose all and join again."""
         bed = self._bed
         bed.injector.revert(injected)
-        ready = bed.client_fleet.snapshot().ready_hosts
+        ready = bed.snapshot().ready_hosts
         for host in range(1, bed.lab.num_hosts):
             if f"host{host}" not in ready:
                 bed.lab.kill(host)
@@ -273,7 +296,7 @@ class FaultRun:
 
     def _check(self) -> None:
         """Record the first stream that is not as expected."""
-        new = self._bed.client_fleet.streams[self._num_checked :]
+        new = self.streams[self._num_checked :]
         self._num_checked += len(new)
         for stream in new:
             problems = self._bed.tally([stream]).problems
@@ -294,9 +317,7 @@ class FaultRun:
             whole_s=episode.stop_s - injected.at_s if episode.is_whole else None,
             pauses_s=pauses_s(streams, injected.at_s, episode.stop_s),
             silence_s=silence_s(streams, injected.at_s, episode.stop_s),
-            newcomer=probe_outcome(
-                self._bed.client_fleet.wait_probe(injected.fault.number, timeout_s=_PROBE_TIMEOUT_S)
-            ),
+            newcomer=probe_outcome(episode.probe.wait(_PROBE_TIMEOUT_S).answers[0]),
             repair_s=episode.head_log.repair_s,
             is_warm=episode.head_log.is_warm,
             reason=episode.head_log.reason,
@@ -316,7 +337,7 @@ class FirstFailure:
         self._folder = folder / FOLDER
         self._is_kept = False
 
-    def keep(self, bed: FaultTestBed, reason: str, streams: list[Stream]) -> None:
+    def keep(self, bed: FaultTestBed, reason: str, streams: list[AnswerRecord]) -> None:
         """Keep it, unless something was kept before.
 
         Args:
@@ -333,30 +354,62 @@ class FirstFailure:
             log = bed.mesh.log(host)
             if log.exists():
                 shutil.copyfile(log, self._folder / log.name)
-        names = {stream.answer.record.prompt_id for stream in streams}
+        names = {stream.record.prompt_id for stream in streams}
         fields = {
             "reason": reason,
-            "streams": [stream.as_dict() for stream in streams],
+            "streams": [asdict(stream) for stream in streams],
             "undisturbed": {name: asdict(bed.expected[name]) for name in sorted(names)},
         }
         text = json.dumps(fields, indent=1, ensure_ascii=False)
         (self._folder / "failure.json").write_text(text + "\n", encoding="utf-8")
 
 
-def baseline_answers(
-    client_fleet: ClientFleet, questions: tuple[Question, ...], num_at_once: int
-) -> dict[str, Expected]:
-    """Have every question answered without faults.
+def prepared_bed(lab: Lab, mesh: MeshSystem, client: LoadClient, options: ChaosOptions) -> FaultTestBed:
+    """A test bed whose questions have been answered without faults.
+
+    Args:
+        lab: Host 0 is the head.
+        mesh: On it, up.
+        client: On the head's host.
+        options: Options of the run.
 
     Raises:
         MeshError: If an answer is not sound.
     """
-    log.info("asking_undisturbed", questions=len(questions), at_once=num_at_once)
-    streams = client_fleet.ask_all(questions, num_at_once, timeout_s=ANSWERS_TIMEOUT_S)
-    answers = {stream.answer.record.prompt_id: stream.answer for stream in streams}
-    expected = {question.id: Expected(question.turn, answers[question.id]) for question in questions}
+    asked = questions(options.num_questions, options.answer_tokens, options.seed)
+    bed = FaultTestBed(lab, mesh, client, FaultInjector(lab, mesh), options, asked, {})
+    log.info("asking_undisturbed", questions=len(asked), at_once=options.num_streams)
+    streams = bed.start_all().wait(ANSWERS_TIMEOUT_S).answers
+    answers = {stream.record.prompt_id: stream for stream in streams}
+    expected = {question.id: Expected(question.turn, answers[question.id]) for question in asked}
     found = tally(streams, expected, is_exact=True)
     if found.problems or found.num_refused:
         worst = found.problems[0].detail if found.problems else "rejected with 503"
         raise MeshError(f"a question failed in the undisturbed run: {worst}")
-    return expected
+    return replace(bed, expected=expected)
+
+
+def what_is_missing(
+    snapshot: MeshSnapshot, *, since_s: float, num_hosts: int, with_replicas: bool
+) -> str | None:
+    """Reason why a mesh is not yet as before; None if it is.
+
+    Args:
+        snapshot: State of the mesh.
+        since_s: Every request sent before must have got a token since; of `time.perf_counter`.
+        num_hosts: So many must be ready, spare ones included.
+        with_replicas: Whether spare hosts must have loaded every stage ahead.
+    """
+    status = snapshot.status
+    if status is None:
+        return "the head does not answer"
+    if not status["ready"]:
+        return f"not ready: {status['phase']}"
+    if len(snapshot.ready_hosts) < num_hosts:
+        return f"{len(snapshot.ready_hosts)} of {num_hosts} hosts are ready"
+    if with_replicas and (cold := snapshot.layers_without_replica):
+        return f"layers {cold[0]} have no replica"
+    waiting = [each for each in snapshot.running if each.sent_s < since_s and (each.last_s or 0.0) < since_s]
+    if waiting:
+        return f"{len(waiting)} of {len(snapshot.running)} streams have not gone on"
+    return None

@@ -14,7 +14,7 @@ from meshbench.stress.checks import Problem, check_answers
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from meshbench.chaos.clients import Stream
+    from meshbench.load_client.answers import AnswerRecord
     from meshbench.stress.checks import Expected
 
 _REPLICA: Final = "(had a replica)"
@@ -57,7 +57,7 @@ class Repair:
         repair_s: What the head took for repairs, from its noticing on; None if it made none.
         pauses_s: Of each client that was being answered, the longest time between two tokens in that time,
             ascending.
-        silence_s: The longest time in which one of them heard nothing at all, no comment ping either.
+        silence_s: The longest time in which nothing at all came for one of them, no comment ping either.
         newcomer: Request right after the fault; None without one.
         is_warm: Whether there was a replica of the lost layers; None if unknown.
         reason: Reason recorded by the mesh; empty if none.
@@ -181,9 +181,9 @@ class Scenario:
         return INTERRUPTED in self.failures
 
 
-def probe_outcome(stream: Stream) -> ProbeOutcome:
-    """Result of a newcomer's request."""
-    record = stream.answer.record
+def probe_outcome(stream: AnswerRecord) -> ProbeOutcome:
+    """Result of a request that was sent right after a fault."""
+    record = stream.record
     failure = record.failure
     if failure is None:
         return ProbeOutcome(record.parts_s[0] - record.sent_s, "answer")
@@ -193,7 +193,7 @@ def probe_outcome(stream: Stream) -> ProbeOutcome:
     return ProbeOutcome(took_s, f"{failure.kind}: {failure.message}")
 
 
-def pauses_s(streams: Iterable[Stream], start_s: float, stop_s: float) -> tuple[float, ...]:
+def pauses_s(streams: Iterable[AnswerRecord], start_s: float, stop_s: float) -> tuple[float, ...]:
     """Of every stream that ran when that time began, its longest pause within it, the longest last.
 
     Streams whose clients hung up within it are left out: their whole wait is unknown.
@@ -201,14 +201,14 @@ def pauses_s(streams: Iterable[Stream], start_s: float, stop_s: float) -> tuple[
     return tuple(sorted(each.pause_s(start_s, stop_s) for each in _running(streams, start_s, stop_s)))
 
 
-def silence_s(streams: Iterable[Stream], start_s: float, stop_s: float) -> float:
+def silence_s(streams: Iterable[AnswerRecord], start_s: float, stop_s: float) -> float:
     """The longest silence of any of them in that time; 0 without any."""
     return max((each.silence_s(start_s, stop_s) for each in _running(streams, start_s, stop_s)), default=0.0)
 
 
-def _running(streams: Iterable[Stream], start_s: float, stop_s: float) -> Iterator[Stream]:
+def _running(streams: Iterable[AnswerRecord], start_s: float, stop_s: float) -> Iterator[AnswerRecord]:
     for each in streams:
-        record = each.answer.record
+        record = each.record
         has_hung_up = record.failure is not None and record.failure.is_hang_up
         if record.sent_s < start_s < record.ended_s and not (has_hung_up and record.ended_s < stop_s):
             yield each
@@ -290,7 +290,7 @@ def by_kind(repairs: Sequence[Repair]) -> list[KindSummary]:
     return found
 
 
-def tally(streams: Iterable[Stream], expected: Mapping[str, Expected], *, is_exact: bool) -> Tally:
+def tally(streams: Iterable[AnswerRecord], expected: Mapping[str, Expected], *, is_exact: bool) -> Tally:
     """Compare every stream.
 
     Args:
@@ -299,7 +299,7 @@ def tally(streams: Iterable[Stream], expected: Mapping[str, Expected], *, is_exa
         is_exact: Whether every text must be that.
     """
     all_streams = list(streams)
-    answers = [stream.answer for stream in all_streams if not stream.is_refused]
+    answers = [stream for stream in all_streams if not stream.is_refused]
     answer_check = check_answers(answers, expected, is_exact=is_exact, text_of=None)
     problems = list(answer_check.problems)
     num_unlike = answer_check.num_forks

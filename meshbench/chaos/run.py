@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from mesh.placement.memory_estimate import Workload
-from meshbench.chaos.clients import ClientFleet, questions
-from meshbench.chaos.faults import FaultInjector
-from meshbench.chaos.harness import FaultTestBed, FirstFailure, baseline_answers
+from meshbench.chaos.harness import FaultTestBed, FirstFailure, prepared_bed
 from meshbench.chaos.options import least_memory_bytes
 from meshbench.chaos.report import chaos_report
 from meshbench.chaos.results import pause_lines
@@ -20,6 +18,7 @@ from meshbench.chaos.scenarios import try_faults, try_head_restart, try_leaving,
 from meshbench.lab.memory_watch import MemoryWatch
 from meshbench.lab.network import Lab, require_lab
 from meshbench.lab.systems import MeshSystem
+from meshbench.load_client.client import LoadClient
 from meshbench.report_tools import INTERRUPTED, Check
 from meshbench.shared_options import logs_folder
 from meshbench.stress.checks import flatness_check, leak_check
@@ -43,7 +42,7 @@ _SCENARIOS: Final[dict[ScenarioName, Callable[[FaultTestBed, FirstFailure], Scen
     "head": try_head_restart,
     "no-room": try_no_room,
 }
-# Slots for newcomers beside the streams.
+# Slots for probes beside the streams.
 _PROBES: Final = 2
 _POLL_S: Final = 5.0
 _IDLE_TIMEOUT_S: Final = 10.0
@@ -162,10 +161,8 @@ class _Run:
             stack.callback(mesh.kill)
             mesh.start()
             lab.set_link(options.link)
-            client_fleet = stack.enter_context(ClientFleet(lab, mesh.port))
-            asked = questions(options.num_questions, options.answer_tokens, options.seed)
-            expected = baseline_answers(client_fleet, asked, options.num_streams)
-            yield FaultTestBed(lab, mesh, client_fleet, FaultInjector(lab, mesh), options, asked, expected)
+            client = stack.enter_context(LoadClient(lab))
+            yield prepared_bed(lab, mesh, client, options)
 
     def _try(self, name: ScenarioName, bed: FaultTestBed, watch: MemoryWatch) -> Scenario:
         log.info("scenario", name=name)
@@ -185,7 +182,7 @@ class _Run:
         deadline_s = time.monotonic() + _IDLE_TIMEOUT_S
         while True:
             try:
-                status = bed.client_fleet.snapshot().status
+                status = bed.snapshot().status
             except MeshError as error:
                 self.note(error.message)
                 return

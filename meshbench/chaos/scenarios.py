@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from meshbench.chaos.clients import short_question
 from meshbench.chaos.faults import Fault, draw_faults
 from meshbench.chaos.harness import ANSWERS_TIMEOUT_S, FaultRun
+from meshbench.chaos.questions import short_question
 from meshbench.chaos.results import (
     PROBE_S,
     SERVING_S,
@@ -27,18 +27,18 @@ from spanmesh_proto.errors import MeshError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from meshbench.chaos.clients import MeshSnapshot, Stream
     from meshbench.chaos.faults import InjectedFault
     from meshbench.chaos.harness import FaultTestBed, FirstFailure
+    from meshbench.load_client.answers import AnswerRecord
+    from meshbench.load_client.client import MeshSnapshot, RunningLoad
 
 # As a service manager waits before it starts something again.
 _DOWN_S: Final = 2.0
 _STARTS: Final = 3
 _CACHED: Final = ("find", "/tmp/home", "-name", "*.gguf", "-printf", "%p %i %s\\n")  # noqa: S108 - the host's own
-# Newcomers of this scenario have numbers of their own.
+# Beyond those of faults.
 _FIRST_LEAVE_NUMBER: Final = 10_000
 _WAIT_S: Final = 2.0
-_FIRST_PROBE_NUMBER: Final = 20_000
 _NUM_PROBES: Final = 5
 _RUNNING_S: Final = 3.0
 # Streams end with an error once it is known that no host can hold the layers.
@@ -99,7 +99,7 @@ def try_head_restart(bed: FaultTestBed, keep: FirstFailure) -> Scenario:
     took_s: list[float] = []
     failures: list[str] = []
     before: set[str] = set()
-    begin = len(bed.client_fleet.streams)
+    loads: list[RunningLoad] = []
     try:
         # Spares have fetched their weights by then.
         bed.wait_whole(time.perf_counter())
@@ -107,13 +107,14 @@ def try_head_restart(bed: FaultTestBed, keep: FirstFailure) -> Scenario:
         for _ in range(1 if bed.options.is_short else _STARTS):
             took_s.append(_restart(bed))
             bed.wait_whole(time.perf_counter())
-            bed.client_fleet.ask_all(bed.questions, bed.options.num_streams, timeout_s=ANSWERS_TIMEOUT_S)
+            loads.append(bed.start_all())
+            loads[-1].wait(ANSWERS_TIMEOUT_S)
     except MeshError as error:
         failures.append(error.message)
         keep.keep(bed, error.message, [])
     except KeyboardInterrupt:
         failures.append(INTERRUPTED)
-    streams = bed.client_fleet.streams[begin:]
+    streams = [stream for load in loads for stream in load.answers]
     found = bed.tally(streams)
     new_files = _cached(bed) - before
     return Scenario(
@@ -188,37 +189,36 @@ def _leave(bed: FaultTestBed, host: int, fault: Fault, _snapshot: MeshSnapshot) 
 
 def try_no_room(bed: FaultTestBed, keep: FirstFailure) -> Scenario:
     """Lose the second stage's host while streams run, continue to send requests, and bring it back."""
-    client_fleet = bed.client_fleet
     failures: list[str] = []
-    lost: list[Stream] = []
-    probes: list[Stream] = []
+    lost: list[AnswerRecord] = []
+    probes: list[AnswerRecord] = []
+    loads: list[RunningLoad] = []
     took_s: float | None = None
-    begin = healed = len(client_fleet.streams)
     killed_s = time.perf_counter()
     try:
-        client_fleet.keep_asking(bed.questions, bed.options.num_streams)
+        loads.append(bed.keep_asking())
         bed.wait_whole(time.perf_counter())
         time.sleep(_RUNNING_S)
-        names = client_fleet.snapshot().stage_hosts
+        names = bed.snapshot().stage_hosts
         host = int(names[min(1, len(names) - 1)].removeprefix("host"))
         killed_s = time.perf_counter()
         bed.lab.kill(host)
         log.info("host_lost", host=host)
         _wait_given_up(bed, killed_s)
         probes = _probes(bed)
-        client_fleet.let_end(timeout_s=ANSWERS_TIMEOUT_S)
-        lost = client_fleet.streams[begin:]
+        loads[0].end(timeout_s=ANSWERS_TIMEOUT_S)
+        lost = loads[0].answers
         back_s = time.perf_counter()
         bed.mesh.start_join(host)
         took_s = bed.wait_whole(back_s) - back_s
-        healed = len(client_fleet.streams)
-        client_fleet.ask_all(bed.questions, bed.options.num_streams, timeout_s=ANSWERS_TIMEOUT_S)
+        loads = [bed.start_all()]
+        loads[0].wait(ANSWERS_TIMEOUT_S)
     except MeshError as error:
         failures.append(error.message)
         keep.keep(bed, error.message, [])
     except KeyboardInterrupt:
         failures.append(INTERRUPTED)
-    after = bed.tally(client_fleet.streams[healed:])
+    found = bed.tally(stream for load in loads for stream in load.answers)
     return Scenario(
         name="no-room",
         lines=(
@@ -229,26 +229,23 @@ def try_no_room(bed: FaultTestBed, keep: FirstFailure) -> Scenario:
                 bed.options.whole_timeout_s,
                 is_ceiling=True,
             ),
-            *stream_lines(after, "no room, then room", is_exact=bed.options.exact),
+            *stream_lines(found, "no room, then room", is_exact=bed.options.exact),
         ),
-        problems=after.problems,
+        problems=found.problems,
         failures=tuple(failures),
     )
 
 
-def _lost_lines(lost: Sequence[Stream], probes: Sequence[Stream], killed_s: float) -> list[Line]:
+def _lost_lines(lost: Sequence[AnswerRecord], probes: Sequence[AnswerRecord], killed_s: float) -> list[Line]:
     """Answers to clients while the model does not fit."""
-    running = [
-        stream.answer.record
-        for stream in lost
-        if stream.answer.record.sent_s < killed_s < stream.answer.record.ended_s
-    ]
+    records = [stream.record for stream in lost]
+    running = [record for record in records if record.sent_s < killed_s < record.ended_s]
     # A stream whose last token was in flight may be complete.
     unclear = [
         record for record in running if record.failure is not None and record.failure.kind != "stream_error"
     ]
-    told = [probe_outcome(stream) for stream in probes]
-    not_refused = [probe.outcome for probe in told if probe.outcome != "503"]
+    outcomes = [probe_outcome(stream) for stream in probes]
+    not_refused = [probe.outcome for probe in outcomes if probe.outcome != "503"]
     words = {record.failure.message for record in running if record.failure is not None}
     return [
         Line(
@@ -266,14 +263,14 @@ def _lost_lines(lost: Sequence[Stream], probes: Sequence[Stream], killed_s: floa
         ),
         Line(
             "no room: new requests without 503 and Retry-After",
-            len(not_refused) if told else None,
+            len(not_refused) if outcomes else None,
             0,
             is_ceiling=True,
-            note=f"of {len(told)}; {'; '.join(dict.fromkeys(not_refused))}",
+            note=f"of {len(outcomes)}; {'; '.join(dict.fromkeys(not_refused))}",
         ),
         Line(
             "no room: a new request's 503, worst, s",
-            max((probe.took_s for probe in told), default=None),
+            max((probe.took_s for probe in outcomes), default=None),
             PROBE_S,
             is_ceiling=True,
         ),
@@ -282,16 +279,12 @@ def _lost_lines(lost: Sequence[Stream], probes: Sequence[Stream], killed_s: floa
 
 def _wait_given_up(bed: FaultTestBed, killed_s: float) -> None:
     """Wait until no stream of before runs any more; raises MeshError if one does for too long."""
-    while any(each.sent_s < killed_s for each in bed.client_fleet.snapshot().running):
+    while any(each.sent_s < killed_s for each in bed.snapshot().running):
         if time.perf_counter() - killed_s > _GIVE_UP_S:
             raise MeshError(f"streams still run {_GIVE_UP_S} s after capacity was lost {_GIVE_UP_S:g} s")
         time.sleep(_POLL_S)
 
 
-def _probes(bed: FaultTestBed) -> list[Stream]:
-    for index in range(_NUM_PROBES):
-        bed.client_fleet.probe(_FIRST_PROBE_NUMBER + index, short_question(index))
-    return [
-        bed.client_fleet.wait_probe(_FIRST_PROBE_NUMBER + index, timeout_s=ANSWERS_TIMEOUT_S)
-        for index in range(_NUM_PROBES)
-    ]
+def _probes(bed: FaultTestBed) -> list[AnswerRecord]:
+    loads = [bed.probe(short_question(index)) for index in range(_NUM_PROBES)]
+    return [load.wait(ANSWERS_TIMEOUT_S).answers[0] for load in loads]

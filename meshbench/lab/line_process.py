@@ -91,27 +91,19 @@ class LineProcess:
             stdin.write(json.dumps(fields).encode() + b"\n")
             stdin.flush()
         except BrokenPipeError:
-            raise self._ended() from None
+            raise self.ended() from None
 
     def received(self) -> Iterator[dict[str, Any]]:
         """Objects that it writes, to the end of its output."""
         stdout = self._process.stdout
         assert stdout is not None  # noqa: S101 - a pipe, see above
         for line in stdout:
+            if not line.endswith(b"\n"):  # its end came in the middle of a line
+                return
             yield json.loads(line)
 
-    def exchange(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Write one object and read the answer, as from a program that runs `answer_lines`.
-
-        Raises:
-            MeshError: If the process has ended.
-        """
-        self.send(fields)
-        for answer in self.received():
-            return answer
-        raise self._ended()
-
-    def _ended(self) -> MeshError:
+    def ended(self) -> MeshError:
+        """The error of a process that has ended; waits for its end."""
         return MeshError(f"the process {self._module} exited with code {self._process.wait()}")
 
 
@@ -119,9 +111,3 @@ def write_line(fields: Mapping[str, Any]) -> None:
     """Write one object to standard output."""
     sys.stdout.write(json.dumps(fields) + "\n")
     sys.stdout.flush()
-
-
-def answer_lines(answer: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
-    """Answer each object of standard input with one object, until it ends."""
-    for line in sys.stdin:
-        write_line(answer(json.loads(line)))

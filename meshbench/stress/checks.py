@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from meshbench.report_tools import (
     Check,
 )
 from meshbench.serving_metrics import Figures, work_out
-from meshbench.stress.answers import Order
 from meshbench.stress.harness import open_sessions
 from meshbench.stress.memory import growth_of
-from meshbench.stress.scripts import prompt_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from meshbench.lab.memory_watch import MemorySample
+    from meshbench.load_client.answers import AnswerRecord, Outcome
+    from meshbench.load_client.schedule import Request
     from meshbench.serving_metrics import Slo
-    from meshbench.stress.answers import AnswerRecord, Outcome
-    from meshbench.stress.client_process import LoadClient
+    from meshbench.stress.harness import LoadTestBed
     from meshbench.stress.memory import Footprint, Growth
     from meshbench.stress.scripts import Script, Turn
 
@@ -160,13 +159,12 @@ class Reference:
     answers: tuple[tuple[str, ...], ...]
     expected: Mapping[str, Expected]
 
-    def order(self, url: str, fields: Mapping[str, Any], num_at_once: int) -> Order:
-        """All chats, later turns with the answers given alone, for the server at that URL."""
-        bodies = tuple(
-            tuple(script.body(turn, answers[:turn], fields).decode() for turn in range(len(script.turns)))
+    def chats(self, fields: Mapping[str, Any]) -> tuple[tuple[Request, ...], ...]:
+        """All chats, later turns with the answers given alone, with these fields in each request."""
+        return tuple(
+            tuple(script.request(turn, answers[:turn], fields) for turn in range(len(script.turns)))
             for script, answers in zip(self.scripts, self.answers, strict=True)
         )
-        return Order(url, tuple(script.id for script in self.scripts), bodies, num_at_once)
 
 
 @dataclass(frozen=True)
@@ -228,8 +226,8 @@ def leak_check(status: dict[str, Any], num_before: int = 0) -> Check:
     """
     sessions = status["sessions"]
     at_stages = [stage.get("open_sessions") for stage in status["stages"]]
-    said = ", ".join("not told" if count is None else str(count) for count in at_stages)
-    detail = f"{sessions['running']} running, {sessions['waiting']} waiting, open at the stages: {said}"
+    counts = ", ".join("not told" if count is None else str(count) for count in at_stages)
+    detail = f"{sessions['running']} running, {sessions['waiting']} waiting, open at the stages: {counts}"
     if num_before:
         detail += f"; {num_before} of other clients were open before the load"
     is_clean = open_sessions(status) == 0
@@ -400,28 +398,18 @@ def prefix_mismatches(exposition: str) -> int | None:
     return round(sum(values)) if values else None
 
 
-def answer_alone(
-    load_client: LoadClient, url: str, scripts: Sequence[Script], fields: Mapping[str, Any]
-) -> Reference:
+def answer_alone(bed: LoadTestBed, scripts: Sequence[Script]) -> Reference:
     """Send turn after turn, one request at a time, each prompt computed from its first token on."""
-    cold = {**fields, "cache_prompt": False}
+    cold = {**bed.mesh.fields, "cache_prompt": False}
     answers: list[list[str]] = [[] for _ in scripts]
     expected: dict[str, Expected] = {}
     for turn in range(max(len(script.turns) for script in scripts)):
         places = [place for place, script in enumerate(scripts) if turn < len(script.turns)]
-        order = Order(
-            url,
-            tuple(scripts[place].id for place in places),
-            tuple((scripts[place].body(turn, answers[place], cold).decode(),) for place in places),
-            num_requests=len(places),
-        )
-        outcome = load_client.ask(order)
+        chats = tuple((scripts[place].request(turn, answers[place], cold),) for place in places)
+        outcome = bed.ask_mesh(chats=chats, num_requests=len(chats))
         for place, answer in zip(places, outcome.answers, strict=True):
             answers[place].append(answer.text)
-            script = scripts[place]
-            name = prompt_id(script.id, turn)
-            alone = replace(answer, record=replace(answer.record, prompt_id=name))
-            expected[name] = Expected(script.turns[turn], alone)
+            expected[answer.record.prompt_id] = Expected(scripts[place].turns[turn], answer)
     return Reference(tuple(scripts), tuple(map(tuple, answers)), expected)
 
 

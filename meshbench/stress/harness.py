@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from meshbench.lab.systems import in_place_of
-from meshbench.stress.answers import Order, Outcome
-from spanmesh_proto.errors import MeshError
+from meshbench.load_client.schedule import Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from meshbench.lab.systems import MeshSystem, RpcSystem
-    from meshbench.stress.client_process import LoadClient
+    from meshbench.load_client.answers import Outcome
+    from meshbench.load_client.client import LoadClient
     from meshbench.stress.scripts import Script
     from meshbench.under_test.mesh import MeshUnderTest
 
@@ -46,11 +46,19 @@ class LoadTestBed:
     processes: MeshSystem | None = None
     peer: RpcSystem | MeshSystem | None = None
 
-    def ask_mesh(self, scripts: Sequence[Script], **order: Any) -> Outcome:
-        """Have chats answered by the mesh; see `order_for` for the rest."""
-        return self.load_client.ask(order_for(self.mesh.url, scripts, self.mesh.fields, **order))
+    def ask_mesh(self, scripts: Sequence[Script] = (), **schedule: Any) -> Outcome:
+        """Have chats answered by the mesh; see `_schedule` for the rest."""
+        return self.load_client.run(self._schedule(self.mesh.url, scripts, self.mesh.fields, schedule))
 
-    def ask_peer(self, scripts: Sequence[Script], **order: Any) -> Outcome:
+    def measure_mesh(self, scripts: Sequence[Script] = (), **schedule: Any) -> Outcome:
+        """Like `ask_mesh`, of answers from which a figure is to come.
+
+        Raises:
+            MeshError: If a request failed.
+        """
+        return self.ask_mesh(scripts, **schedule).complete("the mesh")
+
+    def ask_peer(self, scripts: Sequence[Script] = (), **schedule: Any) -> Outcome:
         """Have chats answered by the peer.
 
         Raises:
@@ -60,11 +68,8 @@ class LoadTestBed:
         assert peer is not None  # noqa: S101 - the caller has looked
         assert self.processes is not None  # noqa: S101 - a peer shares the hosts of the lab
         with in_place_of(self.processes, peer):
-            outcome = self.load_client.ask(order_for(peer.url, scripts, peer.fields, **order))
-        failures = [one.record.failure for one in outcome.answers if one.record.failure is not None]
-        if failures:
-            raise MeshError(f"{peer.name}: {failures[0].kind}: {failures[0].message}")
-        return outcome
+            outcome = self.load_client.run(self._schedule(peer.url, scripts, peer.fields, schedule))
+        return outcome.complete(peer.name)
 
     def settled_status(self) -> dict[str, Any]:
         """Body of `/mesh/status` when no request is running, or after five seconds."""
@@ -75,12 +80,20 @@ class LoadTestBed:
                 return status
             time.sleep(_POLL_S)
 
+    def _schedule(
+        self, url: str, scripts: Sequence[Script], fields: Mapping[str, Any], given: Mapping[str, Any]
+    ) -> Schedule:
+        """First turns, once each, unless other chats are given: later turns need answers.
 
-def order_for(url: str, scripts: Sequence[Script], fields: Mapping[str, Any], **order: Any) -> Order:
-    """First turns only of chats whose later turns need answers; whole chats are ordered by `Reference`."""
-    bodies = tuple((script.body(0, (), fields).decode(),) for script in scripts)
-    plain = Order(url, tuple(script.id for script in scripts), bodies)
-    return replace(plain, **{"num_requests": len(scripts), **order})
+        Args:
+            url: Of the server.
+            scripts: Of the first turns.
+            fields: Of every request.
+            given: Fields of the schedule that differ.
+        """
+        requests = (script.request(0, (), fields) for script in scripts)
+        plain = Schedule.once(url, requests, api_keys=self.mesh.api_keys[:1])
+        return replace(plain, **given)
 
 
 def open_sessions(status: dict[str, Any]) -> int:

@@ -28,8 +28,6 @@ from meshbench.stress.report import Findings, stress_report
 from meshbench.stress.scripts import (
     QUICK,
     WIDE,
-    ClientLoad,
-    bodies_of,
     draw_client_requests,
     mixed_scripts,
     scripts_with_shared_prefixes,
@@ -42,8 +40,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from mesh.text.tokenizer import Tokenizer
+    from meshbench.load_client.answers import AnswerRecord
     from meshbench.report_tools import Check, Line, Report
-    from meshbench.stress.answers import AnswerRecord
     from meshbench.stress.checks import ClientCounts, Reference, Step
     from meshbench.stress.harness import LoadTestBed
     from meshbench.stress.lab_memory import LabMemory
@@ -137,7 +135,7 @@ class LoadRun:
         self._checks: list[Check] = []
         self._failures = list(failures)
         self._reference: Reference | None = None
-        self._visited: list[AnswerRecord] = []
+        self._client_answers: list[AnswerRecord] = []
         self._num_mixed = 0
         self._soaked: Step | None = None
         self._before: dict[str, Any] | None = None
@@ -223,7 +221,9 @@ class LoadRun:
         num_begun_anew = prefix_mismatches(self._bed.mesh.metrics())
         if num_begun_anew is not None:
             num_begun_anew = max(0, num_begun_anew - self._mismatches_before)
-        return count_clients(self._visited, [step.answer_check for step in self._steps], num_begun_anew)
+        return count_clients(
+            self._client_answers, [step.answer_check for step in self._steps], num_begun_anew
+        )
 
     def _climb(self) -> None:
         plan = self._plan
@@ -252,7 +252,7 @@ class LoadRun:
                 seed=seed,
             )
 
-        def crowd() -> list[Line]:
+        def concurrency() -> list[Line]:
             is_paired = bed.peer is not None and bed.peer.is_mesh
             counts = (1, NUM_CONCURRENT, _LIMIT_AT_ONCE) if is_paired else (NUM_CONCURRENT,)
             lines = []
@@ -263,7 +263,7 @@ class LoadRun:
             return lines
 
         measures: dict[LineName, Callable[[], list[Line]]] = {
-            "crowd": crowd,
+            "crowd": concurrency,
             "limit": limit,
             "wider": lambda: [measurements.more_at_once(bed, *wider, rounds=rounds, seed=seed)],
             "prefill": lambda: measurements.prefill(
@@ -314,23 +314,17 @@ class LoadRun:
     ) -> Step:
         reference = self._reference or self._answer_alone()
         bed = self._bed
-        limits = {"num_requests": num_requests, "duration_s": duration_s}
+        limits: dict[str, Any] = {"num_requests": num_requests, "duration_s": duration_s}
         start_s = time.perf_counter()
-        order = reference.order(bed.mesh.url, bed.mesh.fields, num_at_once)
-        outcome = bed.ask_mesh(
-            reference.scripts, ids=order.ids, bodies=order.bodies, num_at_once=num_at_once, **limits
-        )
+        outcome = bed.ask_mesh(chats=reference.chats(bed.mesh.fields), num_at_once=num_at_once, **limits)
         stop_s = time.perf_counter()
         answer_check = check_answers(
             outcome.answers, reference.expected, is_exact=self._subject.is_exact, text_of=self._text_of
         )
         rate = None
         if bed.peer is not None and not is_steady:
-            theirs = reference.order(bed.peer.url, bed.peer.fields, num_at_once)
             rate = bed.ask_peer(
-                reference.scripts,
-                ids=theirs.ids,
-                bodies=theirs.bodies,
+                chats=reference.chats(bed.peer.fields),
                 num_at_once=num_at_once,
                 num_requests=len(outcome.answers),
             ).tokens_per_s
@@ -355,17 +349,17 @@ class LoadRun:
         reference = self._reference or self._answer_alone()
         # Steps of one run differ in their moments.
         seed = plan.seed + len(self._steps)
-        log.info("visiting", requests=num_requests, hang_ups=plan.hang_up_share, seed=seed)
-        load = ClientLoad(
-            url=bed.mesh.url,
-            api_keys=bed.mesh.api_keys,
-            ids=tuple(script.id for script in reference.scripts),
-            bodies=tuple(bodies_of(script, bed.mesh.fields) for script in reference.scripts),
-            visits=draw_client_requests(num_requests, reference.scripts, plan.hang_up_share, seed),
-            num_at_once=num_at_once,
+        log.info("clients", requests=num_requests, hang_ups=plan.hang_up_share, seed=seed)
+        requests = draw_client_requests(
+            num_requests, reference.scripts, plan.hang_up_share, seed, bed.mesh.fields
         )
-        outcome = bed.load_client.run_clients(load)
-        self._visited += outcome.answers
+        outcome = bed.ask_mesh(
+            chats=tuple((request,) for request in requests),
+            num_at_once=num_at_once,
+            num_requests=num_requests,
+            api_keys=bed.mesh.api_keys,
+        )
+        self._client_answers += outcome.answers
         answer_check = check_answers(
             outcome.answers, reference.expected, is_exact=self._subject.is_exact, text_of=self._text_of
         )
@@ -397,7 +391,7 @@ class LoadRun:
         bed = self._bed
         scripts = self._scripts()
         log.info("answering_alone", chats=len(scripts))
-        self._reference = answer_alone(bed.load_client, bed.mesh.url, scripts, bed.mesh.fields)
+        self._reference = answer_alone(bed, scripts)
         alone = [one.alone for one in self._reference.expected.values() if one.alone is not None]
         answer_check = check_answers(alone, self._reference.expected, is_exact=False, text_of=self._text_of)
         if answer_check.problems:
@@ -409,6 +403,6 @@ class LoadRun:
 def warm_up(bed: LoadTestBed, num_at_once: int = _WARM_UP_AT_ONCE) -> None:
     """Have some answers given that do not count: a first answer is slower for unrelated reasons."""
     scripts = measurements.short_prompts(num_at_once, 0, _WARM_UP_TOKENS)
-    measurements.require_all(bed.ask_mesh(scripts, num_at_once=num_at_once))
+    bed.measure_mesh(scripts, num_at_once=num_at_once)
     if bed.peer is not None:
         bed.ask_peer(scripts, num_at_once=num_at_once)

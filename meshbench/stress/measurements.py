@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from meshbench.lab.systems import MeshSystem, RpcSystem
+    from meshbench.load_client.answers import Outcome
     from meshbench.request_record import Record
-    from meshbench.stress.answers import Outcome
     from meshbench.stress.checks import Step
     from meshbench.stress.harness import LoadTestBed
     from meshbench.stress.memory import Footprint
@@ -142,8 +142,7 @@ def concurrency(
     theirs: list[float] = []
     for number in range(rounds):
         scripts = short_prompts(num_at_once, seed + number)
-        answered = bed.ask_mesh(scripts, num_at_once=num_at_once)
-        require_all(answered)
+        answered = bed.measure_mesh(scripts, num_at_once=num_at_once)
         ours.append(answered.tokens_per_s)
         if bed.peer is not None:
             theirs.append(bed.ask_peer(scripts, num_at_once=num_at_once).tokens_per_s)
@@ -186,9 +185,8 @@ def many_at_once(
     totals, shares, slowest, rows, around_ms, notes = [], [], [], [], [], []
     for number in range(rounds):
         before = _totals(bed)
-        ours = bed.ask_mesh(short_prompts(num_at_once, seed + number), num_at_once=num_at_once)
+        ours = bed.measure_mesh(short_prompts(num_at_once, seed + number), num_at_once=num_at_once)
         spent = _totals(bed) - before
-        require_all(ours)
         totals.append(ours.tokens_per_s)
         rates = [_decode_rate(one.record) for one in ours.answers]
         slowest.append(min(rates) / mean(rates))
@@ -262,9 +260,7 @@ def more_at_once(bed: LoadTestBed, fewer: int, more: int, *, rounds: int, seed: 
     pairs = []
     for number in range(rounds):
         scripts = short_prompts(more, seed + number)
-        few, many = (bed.ask_mesh(scripts, num_at_once=at_once) for at_once in (fewer, more))
-        require_all(few)
-        require_all(many)
+        few, many = (bed.measure_mesh(scripts, num_at_once=at_once) for at_once in (fewer, more))
         pairs.append((many.tokens_per_s, few.tokens_per_s))
         log.info("wider", more=round(pairs[-1][0], 1), fewer=round(pairs[-1][1], 1))
     return Line(
@@ -287,8 +283,7 @@ def prefill(
     theirs: list[float] = []
     for number in range(rounds):
         script = Script("prefill", (Turn(_text(num_words, seed + number), 1, is_cold=True),))
-        answered = bed.ask_mesh([script])
-        require_all(answered)
+        answered = bed.measure_mesh([script])
         ours.append(_prefill_rate(answered.answers[0].record))
         if bed.peer is not None:
             theirs.append(_prefill_rate(bed.ask_peer([script]).answers[0].record))
@@ -317,13 +312,11 @@ def second_turn(bed: LoadTestBed, *, rounds: int, seed: int) -> Line:
     num_words = _fitting_words(bed, _LONG_PROMPT_TOKENS, answer_tokens=_SECOND_TURN_TOKENS)
     shares, notes = [], []
     for number in range(rounds):
-        said = _text(num_words, seed + number)
-        script = Script("chat", (Turn(said, 32, is_cold=True), Turn("And what follows from that?", 8)))
-        first = bed.ask_mesh([script])
-        require_all(first)
-        body = script.body(1, [first.answers[0].text], bed.mesh.fields).decode()
-        second = bed.ask_mesh([script], bodies=((body,),))
-        require_all(second)
+        text = _text(num_words, seed + number)
+        script = Script("chat", (Turn(text, 32, is_cold=True), Turn("And what follows from that?", 8)))
+        first = bed.measure_mesh([script])
+        request = script.request(1, [first.answers[0].text], bed.mesh.fields)
+        second = bed.measure_mesh(chats=((request,),), num_requests=1)
         one, two = first.answers[0].record, second.answers[0].record
         shares.append(two.ttft_ms / one.ttft_ms)
         cached = f"{two.num_cached_tokens or 0} of {two.num_input_tokens} tokens cached"
@@ -342,11 +335,10 @@ def _behind(ask: Callable[..., Outcome], scripts: Sequence[Script], fields: Mapp
     # Otherwise the peer keeps no prompt.
     kept = {name: value for name, value in fields.items() if name != "cache_prompt"}
 
-    def answered(turn: int, said: Mapping[str, str]) -> Outcome:
-        bodies = tuple((script.body(turn, [said[script.id]] * turn, kept).decode(),) for script in scripts)
-        outcome = ask(scripts, bodies=bodies, num_at_once=len(scripts), timeout_s=_CONTEXT_TIMEOUT_S)
-        require_all(outcome)
-        return outcome
+    def answered(turn: int, answers: Mapping[str, str]) -> Outcome:
+        chats = tuple((script.request(turn, [answers[script.id]] * turn, kept),) for script in scripts)
+        count = len(scripts)
+        return ask(chats=chats, num_at_once=count, num_requests=count, timeout_s=_CONTEXT_TIMEOUT_S)
 
     first = answered(0, {script.id: "" for script in scripts})
     num_read = sum(one.record.num_input_tokens or 0 for one in first.answers)
@@ -398,7 +390,7 @@ def behind_contexts(
         ours, theirs = [], []
         for number in range(rounds):
             scripts = _long_chats(words, count, seed + 100 * number)
-            ours.append(_behind(bed.ask_mesh, scripts, bed.mesh.fields))
+            ours.append(_behind(bed.measure_mesh, scripts, bed.mesh.fields))
             if bed.peer is not None:
                 theirs.append(_behind(bed.ask_peer, scripts, bed.peer.fields))
             log.info("context", words=words, chats=count, mesh=ours[-1], peer=theirs[-1] if theirs else None)
@@ -449,10 +441,8 @@ def decode_beside_prefill(bed: LoadTestBed, *, rounds: int, seed: int) -> Line:
         decoding = Script("decoding", (Turn(_text(24, seed + number), _DECODING_TOKENS, is_cold=True),))
         prompt = _text(num_words, seed + 1000 + number)
         prefill = Script("prefill", (Turn(prompt, 1, is_cold=True),))
-        alone = bed.ask_mesh([decoding], arrivals_s=(0.0,))
-        both = bed.ask_mesh([decoding, prefill], arrivals_s=(0.0, _PREFILL_AT_S))
-        require_all(alone)
-        require_all(both)
+        alone = bed.measure_mesh([decoding], arrivals_s=(0.0,))
+        both = bed.measure_mesh([decoding, prefill], arrivals_s=(0.0, _PREFILL_AT_S))
         alone_ms += alone.answers[0].record.itls_ms
         beside_ms += itls_during(both.answers[0].record, both.answers[1].record)
     if not beside_ms:
@@ -555,20 +545,9 @@ def short_prompts(count: int, seed: int, answer_tokens: int = SHORT_ANSWER_TOKEN
     """Short prompts, no two the same, with answers of one length."""
     prompts = made_up_prompts(count, _SHORT_PROMPT_TOKENS, seed)
     return [
-        Script(f"crowd {index}", (Turn(prompt.text, answer_tokens, is_cold=True),))
+        Script(f"short {index}", (Turn(prompt.text, answer_tokens, is_cold=True),))
         for index, prompt in enumerate(prompts)
     ]
-
-
-def require_all(outcome: Outcome) -> None:
-    """Check that every request was answered: no figure is to come from half of an answer.
-
-    Raises:
-        MeshError: If one was not.
-    """
-    for one in outcome.answers:
-        if one.record.failure is not None:
-            raise MeshError(f"the mesh: {one.record.failure.kind}: {one.record.failure.message}")
 
 
 def _counts(bed: LoadTestBed) -> list[dict[str, Any]] | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from meshbench.stress.client_process import LoadClient
+from meshbench.load_client.client import LoadClient
 from meshbench.stress.harness import LoadTestBed
 from meshbench.stress.load_run import LoadRun, Subject
 from meshbench.under_test.links import known_links
@@ -60,7 +60,7 @@ def run_remote_stress(options: RemoteStressOptions) -> Report:
         )
     log.info("remote_mesh", url=mesh.url, model=mesh.model, stages=len(served.stages), slots=served.num_slots)
     links = known_links(target)
-    with LoadClient(None, api_key=target.api_key) as load_client:
+    with LoadClient(None) as load_client:
         run = LoadRun(
             plan,
             LoadTestBed(load_client, mesh, served.ctx_size),

@@ -16,10 +16,10 @@ from meshbench.lab.llama_cpp_build import build_llama_rpc
 from meshbench.lab.memory_watch import MemoryWatch
 from meshbench.lab.network import Lab, require_lab
 from meshbench.lab.systems import MeshSystem, RpcSystem
+from meshbench.load_client.client import LoadClient
 from meshbench.paired_systems import OWN, PEERS, environment_for, even_split
 from meshbench.shared_options import logs_folder
 from meshbench.stress import measurements
-from meshbench.stress.client_process import LoadClient
 from meshbench.stress.harness import LoadTestBed
 from meshbench.stress.lab_memory import LabMemory
 from meshbench.stress.load_run import (
@@ -67,7 +67,7 @@ def run_stress(options: StressOptions) -> Report:
             Lab(options.num_stages + 1, shared=shared, is_pinned=options.is_pinned, seed=options.seed)
         )
         api_keys = tuple(secrets.token_hex(16) for _ in range(options.num_keys))
-        load_client = stack.enter_context(LoadClient(lab, api_key=api_keys[0] if api_keys else None))
+        load_client = stack.enter_context(LoadClient(lab))
         peer: RpcSystem | MeshSystem | None = None
         if options.against is not None:
             other = _mesh(options, facts, lab, logs, api_keys, kernels=OWN, checkout=options.against)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from meshbench.datasets import made_up_prompts
-from meshbench.stress.answers import HangUpTime, draw_hang_up_time
+from meshbench.load_client.hang_ups import draw_hang_up_time
+from meshbench.load_client.schedule import Request
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -66,35 +67,30 @@ class Script:
     temperature: float = 0.0
     seed: int = 0
 
-    def body(self, turn: int, answers: Sequence[str], fields: Mapping[str, Any] = {}) -> bytes:
-        """A streamed request with usage and token ids, as JSON.
+    def request(self, turn: int, answers: Sequence[str], fields: Mapping[str, Any] = {}) -> Request:
+        """A streamed request with usage and token ids.
 
         Args:
             turn: Which, from 0.
             answers: Answers to earlier turns.
-            fields: Further ones.
+            fields: Further ones of the body.
         """
         messages: list[dict[str, str]] = []
-        for said, answer in zip(self.turns[:turn], answers, strict=True):
-            messages.append({"role": "user", "content": said.text})
+        for earlier, answer in zip(self.turns[:turn], answers, strict=True):
+            messages.append({"role": "user", "content": earlier.text})
             messages.append({"role": "assistant", "content": answer})
         now = self.turns[turn]
         messages.append({"role": "user", "content": now.text})
-        return json.dumps(
-            {
-                "model": "default",
-                "messages": messages,
-                "max_tokens": now.max_tokens,
-                "temperature": self.temperature,
-                "seed": self.seed,
-                "ignore_eos": now.is_full,
-                "cache_prompt": not now.is_cold,
-                "return_token_ids": True,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-                **fields,
-            }
-        ).encode()
+        own = {
+            "messages": messages,
+            "max_tokens": now.max_tokens,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "ignore_eos": now.is_full,
+            "cache_prompt": not now.is_cold,
+            "return_token_ids": True,
+        }
+        return Request.streamed({**own, **fields}, name=prompt_id(self.id, turn))
 
 
 @dataclass(frozen=True)
@@ -112,64 +108,6 @@ class Mix:
 
 WIDE: Final = Mix((8, 24, 64, 64, 160, 160, 400, 900), (8, 24, 48, 64))
 QUICK: Final = Mix((6, 16, 40, 90), (6, 12, 20))
-
-
-@dataclass(frozen=True)
-class ClientRequest:
-    """One request of one client.
-
-    Attributes:
-        request: Which, from 0.
-        is_streamed: Whether the answer is to come token by token.
-        moment: When the client hangs up; None waits for the end.
-    """
-
-    request: int
-    is_streamed: bool
-    moment: HangUpTime | None
-
-
-@dataclass(frozen=True)
-class ClientLoad:
-    """A load for one server.
-
-    Attributes:
-        url: URL of the server, without `/v1`.
-        api_keys: At least one; the client of place i under way has key i, modulo their number. None is no
-            key.
-        ids: Of the requests.
-        bodies: Of each request: streamed, and in one piece; JSON.
-        visits: In this order.
-        num_at_once: Clients.
-        timeout_s: Limit of a request; a longer one counts as failed.
-    """
-
-    url: str
-    api_keys: tuple[str | None, ...]
-    ids: tuple[str, ...]
-    bodies: tuple[tuple[str, str], ...]
-    visits: tuple[ClientRequest, ...]
-    num_at_once: int
-    timeout_s: float = 300.0
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> ClientLoad:
-        """Restores `dataclasses.asdict`'s result after JSON, which has no tuples."""
-        requests = (
-            ClientRequest(
-                **{**visit, "moment": None if visit["moment"] is None else HangUpTime(**visit["moment"])}
-            )
-            for visit in fields["visits"]
-        )
-        return cls(
-            **{
-                **fields,
-                "api_keys": tuple(fields["api_keys"]),
-                "ids": tuple(fields["ids"]),
-                "bodies": tuple((streamed, whole) for streamed, whole in fields["bodies"]),
-                "visits": tuple(requests),
-            }
-        )
 
 
 def prompt_id(script: str, turn: int) -> str:
@@ -238,39 +176,41 @@ def scripts_with_shared_prefixes(count: int, seed: int) -> tuple[Script, ...]:
 
 
 def draw_client_requests(
-    count: int, scripts: Sequence[Script], hang_up_share: float, seed: int
-) -> tuple[ClientRequest, ...]:
-    """Each request about as often as the others, in a random order.
+    count: int,
+    scripts: Sequence[Script],
+    hang_up_share: float,
+    seed: int,
+    fields: Mapping[str, Any] = {},
+) -> tuple[Request, ...]:
+    """Each script about as often as the others, in a random order; most answers streamed, the others whole.
 
     Args:
-        count: How many visits.
-        scripts: The requests, of one turn each.
-        hang_up_share: Share of visits whose client hangs up, 0 to 1.
-        seed: The same seed, the same visits.
+        count: How many requests.
+        scripts: Of one turn each.
+        hang_up_share: Share of requests whose client hangs up, 0 to 1.
+        seed: The same seed, the same requests.
+        fields: Further ones of each request.
     """
     random = Random(seed)  # noqa: S311 - a load, not a secret
     numbers = [number % len(scripts) for number in range(count)]
     random.shuffle(numbers)
+    streamed = [script.request(0, (), fields) for script in scripts]
     requests = []
     for number in numbers:
+        request = streamed[number]
         is_streamed = random.random() < _STREAMED_SHARE
         max_tokens = scripts[number].turns[0].max_tokens
         hang_up_time = draw_hang_up_time(random, hang_up_share, max_tokens, is_streamed=is_streamed)
-        requests.append(ClientRequest(number, is_streamed, hang_up_time))
+        body = request.body if is_streamed else _whole(request.body)
+        requests.append(replace(request, body=body, is_streamed=is_streamed, hang_up_time=hang_up_time))
     return tuple(requests)
 
 
-def bodies_of(script: Script, fields: Mapping[str, Any] = {}) -> tuple[str, str]:
-    """A request of one turn, its answer streamed and in one piece, as JSON.
-
-    Args:
-        script: The request.
-        fields: Further ones.
-    """
-    streamed = script.body(0, (), fields).decode()
-    whole = json.loads(streamed)
-    del whole["stream_options"]
-    return streamed, json.dumps({**whole, "stream": False})
+def _whole(streamed: str) -> str:
+    """A request for a stream as one for an answer in one piece."""
+    fields = json.loads(streamed)
+    del fields["stream_options"]
+    return json.dumps({**fields, "stream": False})
 
 
 def num_slots_for(num_at_once: int, num_keys: int) -> int:

@@ -1,7 +1,5 @@
 """What `mesh bench stress` sends, reads and makes of it."""
 
-import asyncio
-import contextlib
 import itertools
 import json
 from collections import Counter
@@ -16,17 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshbench.lab.memory_watch import role_of
-from meshbench.load_generator import Job
+from meshbench.load_client.answers import AnswerRecord
+from meshbench.load_client.hang_ups import HangUpTime, draw_hang_up_time
+from meshbench.load_client.json_values import restored
+from meshbench.load_client.reading import CheckedReading
 from meshbench.report_tools import Line
 from meshbench.request_record import HUNG_UP, Failure, Record
-from meshbench.stress.answers import (
-    AnswerRecord,
-    CheckedReading,
-    HangUpTime,
-    Order,
-    Outcome,
-    draw_hang_up_time,
-)
 from meshbench.stress.checks import (
     ClientCounts,
     Expected,
@@ -35,15 +28,12 @@ from meshbench.stress.checks import (
     prefix_mismatches,
     saturation,
 )
-from meshbench.stress.client_process import Turns, carry_out, run_client_load
 from meshbench.stress.compute_limit import compute_limit
 from meshbench.stress.measurements import itls_during
 from meshbench.stress.memory import growth_of
 from meshbench.stress.scripts import (
     QUICK,
     WIDE,
-    ClientLoad,
-    ClientRequest,
     Script,
     Turn,
     draw_client_requests,
@@ -51,13 +41,9 @@ from meshbench.stress.scripts import (
     num_slots_for,
     scripts_with_shared_prefixes,
 )
-from tests.support.peer_server import ANSWER, DONE, END, USAGE, WORD, Reply, peer_server
+from tests.support.peer_server import ANSWER, DONE, END, USAGE, WORD
 
 MIB = 2**20
-
-
-def ended(job: Job) -> Record:
-    return Record(job.number, job.prompt_id, 0.0, 0.0, 0.0, 1.0)
 
 
 @given(st.integers(0, 2**31), st.sampled_from([600, 2560]))
@@ -80,33 +66,12 @@ def test_a_mix_has_chats_of_several_turns_and_an_even_one_gives_every_server_the
 
 def test_a_later_turn_tells_what_was_answered_before() -> None:
     script = Script("a", (Turn("one", 3), Turn("two", 4, is_full=False)), seed=9)
-    fields = json.loads(script.body(1, ["uno"], {"speculation": {"mode": "off"}}))
+    fields = json.loads(script.request(1, ["uno"], {"speculation": {"mode": "off"}}).body)
     assert [message["content"] for message in fields["messages"]] == ["one", "uno", "two"]
     assert [message["role"] for message in fields["messages"]] == ["user", "assistant", "user"]
     assert (fields["max_tokens"], fields["ignore_eos"], fields["seed"]) == (4, False, 9)
     assert fields["cache_prompt"]
     assert fields["speculation"] == {"mode": "off"}
-
-
-@given(st.lists(st.integers(1, 3), min_size=1, max_size=5), st.integers(1, 40), st.randoms())
-def test_turns_follow_one_another_and_chats_come_round(sizes: list[int], count: int, random: Any) -> None:
-    ids = [f"c{index}" for index in range(len(sizes))]
-    bodies = [[b"%d/%d" % (chat, turn) for turn in range(size)] for chat, size in enumerate(sizes)]
-    turns = Turns(ids, bodies, lambda given: given >= count)
-    under_way: list[Job] = []
-    sent: list[bytes] = []
-    for job in turns:
-        chat, turn = map(int, job.body.split(b"/"))
-        # Whatever turn comes, the one before it was ended as often as that.
-        ends = sent.count(b"%d/%d" % (chat, turn - 1)) - sum(
-            other.body == b"%d/%d" % (chat, turn - 1) for other in under_way
-        )
-        assert turn == 0 or ends > sent.count(job.body)
-        sent.append(job.body)
-        under_way.append(job)
-        while under_way and random.random() < 0.5:
-            turns.ended(ended(under_way.pop(random.randrange(len(under_way)))))
-    assert len(sent) == count
 
 
 def read(*events: str) -> CheckedReading:
@@ -192,33 +157,7 @@ def test_an_answer_may_end_by_itself_where_it_was_not_told_to_go_on() -> None:
 
 def test_an_answer_survives_its_way_through_json() -> None:
     for answer in (answered(), answered(failure=Failure("http_429", "full", "3"), faults=("x",))):
-        assert AnswerRecord.from_dict(json.loads(json.dumps(answer.as_dict()))) == answer
-
-
-def test_a_load_asks_whole_chats_of_a_real_server_and_keeps_what_it_said() -> None:
-    with peer_server(lambda number: Reply(ANSWER if number != 3 else WORD + END)) as peer:
-        bodies = (('{"chat": 0, "turn": 0}', '{"chat": 0, "turn": 1}'), ('{"chat": 1, "turn": 0}',))
-        order = Order(peer.url, ("a", "b"), bodies, num_at_once=1, num_requests=4)
-        outcome = asyncio.run(carry_out(order))
-    assert [(body["chat"], body["turn"]) for body in peer.bodies] == [(0, 0), (0, 1), (1, 0), (0, 0)]
-    assert [one.record.prompt_id for one in outcome.answers] == [
-        "a, turn 1",
-        "a, turn 2",
-        "b, turn 1",
-        "a, turn 1",
-    ]
-    assert [one.text for one in outcome.answers] == [" word word"] * 3 + [" word"]
-    assert [bool(one.faults) for one in outcome.answers] == [False, False, False, True]
-    assert outcome.tokens_per_s == pytest.approx(7 / outcome.duration_s)
-
-
-@pytest.mark.quiet
-def test_a_load_by_time_sends_nothing_after_it() -> None:
-    with peer_server(lambda _number: Reply(ANSWER)) as peer:
-        order = Order(peer.url, ("a",), (("{}",),), num_at_once=2, duration_s=0.3)
-        outcome = asyncio.run(carry_out(order))
-    assert len(outcome.answers) == len(peer.bodies) > 2
-    assert max(one.record.sent_s for one in outcome.answers) < 0.5 <= outcome.duration_s + 0.3
+        assert restored(AnswerRecord, json.loads(json.dumps(asdict(answer)))) == answer
 
 
 def hung_up(text: str, token_ids: tuple[int, ...]) -> AnswerRecord:
@@ -245,16 +184,18 @@ def test_visits_are_the_same_for_a_seed_and_a_share_of_them_hangs_up(seed: int, 
         scripts_with_shared_prefixes(7, seed),
         draw_client_requests(200, scripts, share, seed),
     )
-    times = Counter(request.request for request in requests)
+    times = Counter(request.id for request in requests)
     assert max(times.values()) - min(times.values()) <= 1
-    hang_up_times = [request.moment for request in requests if request.moment is not None]
+    hang_up_times = [request.hang_up_time for request in requests if request.hang_up_time is not None]
     assert share * 200 * 0.5 <= len(hang_up_times) <= share * 200 * 1.5
     for request in requests:
-        if request.moment is not None:
-            assert 0 <= request.moment.after_s <= 4
+        fields = json.loads(request.body)
+        assert fields["stream"] is request.is_streamed is ("stream_options" in fields)
+        if request.hang_up_time is not None:
+            assert 0 <= request.hang_up_time.after_s <= 4
             # Only a stream shows how far its answer has come.
-            most = scripts[request.request].turns[0].max_tokens if request.is_streamed else 0
-            assert request.moment.num_tokens <= most
+            most = fields["max_tokens"] if request.is_streamed else 0
+            assert request.hang_up_time.num_tokens <= most
 
 
 def test_moments_cover_the_whole_of_an_answer() -> None:
@@ -289,97 +230,12 @@ def test_a_key_never_needs_every_slot(num_at_once: int, num_keys: int) -> None:
     assert 2 * -(-num_at_once // num_keys) < num_slots
 
 
-WHOLE = json.dumps(
-    {
-        "choices": [{"message": {"content": " word word"}, "token_ids": [5, 6], "finish_reason": "length"}],
-        "usage": {
-            "prompt_tokens": 7,
-            "completion_tokens": 2,
-            "prompt_tokens_details": {"cached_tokens": 3},
-        },
-    }
-)
-
-
-def client_load(url: str, *requests: ClientRequest, api_keys: tuple[str, ...] = ("one",)) -> ClientLoad:
-    bodies = (('{"stream": true}', '{"stream": false}'),)
-    return ClientLoad(url, api_keys, ("a",), bodies, requests, num_at_once=len(api_keys))
-
-
-def test_clients_with_keys_ask_a_real_server_for_streams_and_whole_answers() -> None:
-    def reply(number: int) -> Reply:
-        return Reply(ANSWER if peer.bodies[number]["stream"] else WHOLE)
-
-    with peer_server(reply) as peer:
-        requests = [ClientRequest(0, is_streamed=number % 2 == 0, moment=None) for number in range(6)]
-        load = client_load(peer.url, *requests, api_keys=("one", "two"))
-        assert ClientLoad.from_dict(json.loads(json.dumps(asdict(load)))) == load
-        outcome = asyncio.run(run_client_load(load))
-    assert [one.text for one in outcome.answers] == [" word word"] * 6
-    assert [one.token_ids for one in outcome.answers] == [(), (5, 6)] * 3
-    assert [one.record.num_cached_tokens for one in outcome.answers] == [None, 3] * 3
-    assert [one.record.failure for one in outcome.answers] == [None] * 6
-    assert [one.faults for one in outcome.answers] == [()] * 6
-    assert {headers["authorization"] for headers in peer.headers} == {"Bearer one", "Bearer two"}
-
-
-def test_a_client_hangs_up_before_the_first_token_and_in_the_answer_and_the_next_one_asks() -> None:
-    """Each answer of this server stays open until its client has gone."""
-    gone: list[int] = []
-    numbers = itertools.count()
-    are_gone = asyncio.Event()
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
-        await reader.readexactly(length)
-        if number := next(numbers):
-            chunk = b'data: {"choices": [{"delta": {"content": "x"}, "token_ids": [9]}]}\n\n' * number
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + chunk)
-        with contextlib.suppress(ConnectionError):
-            assert await reader.read() == b""
-        gone.append(number)
-        writer.close()
-        if len(gone) == 3:
-            are_gone.set()
-
-    async def ask() -> Outcome:
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        requests = (
-            ClientRequest(0, is_streamed=False, moment=HangUpTime(0, 0.0)),
-            ClientRequest(0, is_streamed=True, moment=HangUpTime(1, 0.0)),
-            ClientRequest(0, is_streamed=True, moment=HangUpTime(2, 0.01)),
-        )
-        async with asyncio.timeout(30), server:
-            port = server.sockets[0].getsockname()[1]
-            outcome = await run_client_load(client_load(f"http://127.0.0.1:{port}", *requests))
-            await are_gone.wait()
-        return outcome
-
-    outcome = asyncio.run(ask())
-    assert [one.record.failure and one.record.failure.kind for one in outcome.answers] == [HUNG_UP] * 3
-    assert [one.text for one in outcome.answers] == ["", "x", "xx"]
-    assert sorted(gone) == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("reply", "kind"),
-    [(Reply('{"error": {"message": "no"}}', 429), "http_429"), (Reply("{"), "not_an_answer")],
-)
-def test_what_the_server_does_is_told_though_its_client_was_to_hang_up(reply: Reply, kind: str) -> None:
-    with peer_server(lambda _number: reply) as peer:
-        request = ClientRequest(0, is_streamed=False, moment=HangUpTime(0, 60.0))
-        (one,) = asyncio.run(run_client_load(client_load(peer.url, request))).answers
-    assert one.record.failure is not None
-    assert one.record.failure.kind == kind
-
-
 def test_an_error_in_a_stream_is_not_hidden_by_a_hang_up() -> None:
     reading = read('data: {"error": {"message": "a stage went away"}}\n\n')
-    failure = reading.heard(Failure(HUNG_UP, "left")).failure
+    failure = reading.response(Failure(HUNG_UP, "left")).failure
     assert failure is not None
     assert failure.kind == "stream_error"
-    assert read(WORD).heard(Failure(HUNG_UP, "left")).failure == Failure(HUNG_UP, "left")
+    assert read(WORD).response(Failure(HUNG_UP, "left")).failure == Failure(HUNG_UP, "left")
 
 
 def test_clients_are_counted() -> None:
@@ -456,7 +312,7 @@ def test_a_ramp_is_saturated_where_more_users_bring_no_more(
         (["/env/bin/python", "-m", "mesh.cluster.ray_child", "start"], "ray"),
         (["/env/bin/python", "/env/bin/mesh", "serve", "model.gguf"], "coordinator"),
         (["/env/bin/python", "/env/bin/mesh", "join", "--token-file", "serve"], "join"),
-        (["/env/bin/python", "-m", "meshbench.stress.client_process"], "other"),
+        (["/env/bin/python", "-m", "meshbench.load_client.process"], "other"),
         ([""], "other"),
     ],
 )

@@ -9,10 +9,10 @@ import pytest
 
 from mesh.placement.memory_estimate import StageSizes, Workload
 from meshbench.lab.memory_watch import MemorySample
+from meshbench.load_client.answers import AnswerRecord, Outcome
 from meshbench.report_tools import Check, Line, PairedRatio
 from meshbench.request_record import HUNG_UP, Failure, Record
 from meshbench.serving_metrics import Slo
-from meshbench.stress.answers import AnswerRecord, Outcome
 from meshbench.stress.checks import (
     AnswerCheck,
     ClientCounts,

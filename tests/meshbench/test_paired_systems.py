@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from mesh.util.completion_stream import COMPLETION_PATH
-from meshbench.blocking_client import Answer, Ask, Batch, ask, ask_batch, chat
 from meshbench.datasets import BUILT_IN, load_prompts
 from meshbench.lab.llama_cpp_build import build_llama_rpc, build_name
 from meshbench.lab.systems import StageTotals
+from meshbench.load_client.client import LoadClient
+from meshbench.load_client.schedule import Request
 from meshbench.paired_systems import OWN, PEERS, Comparison, Pair, even_split, side_by_side
 from spanmesh_proto.errors import MeshError
+from tests.support.requests import answer_here, timed_answer
 
 
 def comparison(*pairs: Pair, in_process_ms: float = 8.0) -> Comparison:
@@ -83,8 +85,8 @@ def test_an_even_split_uses_every_layer_once() -> None:
 
 
 def test_the_first_token_is_not_part_of_the_decode_rate() -> None:
-    answer = Answer(text="", num_tokens=128, arrivals_ms=(999.0, 1500.0, 2269.0))
-    assert (answer.ttft_ms, answer.decode_ms) == (999.0, 1270.0)
+    answer = timed_answer("", 128, 999.0, 1500.0, 2269.0)
+    assert (answer.ttft_ms, answer.decode_ms) == pytest.approx((999.0, 1270.0))
     assert answer.tokens_per_s == pytest.approx(100.0)
 
 
@@ -144,7 +146,7 @@ def server(status: int, body: str) -> Iterator[str]:
             thread.join()
 
 
-HELLO = chat("Hello", 3, {"ignore_eos": True})
+HELLO = Request.chat("Hello", 3, {"ignore_eos": True})
 
 
 def test_a_streamed_answer_is_timed_and_put_together() -> None:
@@ -154,7 +156,7 @@ def test_a_streamed_answer_is_timed_and_put_together() -> None:
     )
     body += 'data: {"choices": [], "usage": {"completion_tokens": 3}, "timings": {"draft_n": 2}}\n\n'
     with server(200, body + "data: [DONE]\n\n") as url:
-        answer = ask(url, HELLO)
+        answer = answer_here(url, HELLO)
     assert (answer.text, answer.num_tokens, answer.timings) == ("Good day", 3, {"draft_n": 2})
     assert len(answer.arrivals_ms) == 3
     assert 0 < answer.ttft_ms <= answer.ttft_ms + answer.decode_ms
@@ -164,7 +166,7 @@ def test_a_raw_completion_is_read_too() -> None:
     body = 'data: {"choices": [{"text": "day", "finish_reason": "length"}], "usage": null}\n\n'
     body += 'data: {"choices": [], "usage": {"completion_tokens": 1}}\n\ndata: [DONE]\n\n'
     with server(200, body) as url:
-        answer = ask(url, Ask(COMPLETION_PATH, {"prompt": "Good "}))
+        answer = answer_here(url, Request.streamed({"prompt": "Good "}, COMPLETION_PATH))
     assert answer.text == "day"
 
 
@@ -174,17 +176,19 @@ def test_token_ids_are_put_together_and_time_tokens_without_text() -> None:
     body += 'data: {"choices": [{"text": "", "token_ids": [], "finish_reason": "length"}], "usage": null}\n\n'
     body += 'data: {"choices": [], "usage": {"completion_tokens": 3}}\n\ndata: [DONE]\n\n'
     with server(200, body) as url:
-        answer = ask(url, Ask(COMPLETION_PATH, {"prompt": "Hello", "return_token_ids": True}))
+        request = Request.streamed({"prompt": "Hello", "return_token_ids": True}, COMPLETION_PATH)
+        answer = answer_here(url, request)
     assert (answer.text, answer.token_ids) == ("Good", (2, 300, 301))
     assert len(answer.arrivals_ms) == 3
 
 
 def test_a_batch_keeps_its_order_however_many_are_under_way() -> None:
     body = CHUNK % ('"x"', '"stop"') + 'data: {"choices": [], "usage": {"completion_tokens": 1}}\n\n'
-    with server(200, body) as url:
+    with server(200, body) as url, LoadClient(None) as client:
         for num_at_once in (1, 3):
-            answers = ask_batch(Batch(url, (HELLO,) * 3, num_at_once))
-            assert [answer.text for answer in answers] == ["x"] * 3
+            outcome = client.answer(url, (HELLO,) * 3, num_at_once=num_at_once)
+            assert [answer.text for answer in outcome.answers] == ["x"] * 3
+            assert [answer.record.number for answer in outcome.answers] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -192,20 +196,25 @@ def test_a_batch_keeps_its_order_however_many_are_under_way() -> None:
     [
         (503, "loading", "503: loading"),
         (200, 'data: {"error": {"message": "stage 2 went away"}}\n\n', "stage 2 went away"),
-        (200, CHUNK % ('"Good"', "null"), "no usage"),
-        (200, 'data: {"choices": [], "usage": {"completion_tokens": 0}}\n\n', "no token"),
+        (200, CHUNK % ('"Good"', "null"), "ended without a finish reason"),
+        (200, CHUNK % ('"Good"', '"stop"'), "no usage"),
+        (
+            200,
+            CHUNK % ("null", '"stop"') + 'data: {"choices": [], "usage": {"completion_tokens": 0}}\n\n',
+            "no token",
+        ),
     ],
 )
 def test_an_answer_that_cannot_be_measured_is_an_error(status: int, body: str, message: str) -> None:
     with server(status, body) as url, pytest.raises(MeshError, match=message):
-        ask(url, HELLO)
+        answer_here(url, HELLO)
 
 
 def test_a_server_that_is_not_there_is_an_error() -> None:
     with server(200, "") as url:
         pass
-    with pytest.raises(MeshError, match="Connection refused"):
-        ask(url, HELLO)
+    with pytest.raises(MeshError, match="connection: Connect call failed"):
+        answer_here(url, HELLO)
 
 
 def test_servers_that_were_built_are_not_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

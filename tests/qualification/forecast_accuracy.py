@@ -21,11 +21,12 @@ from mesh.cli.option_types import Numbers
 from mesh.forecast.cost_model import HANDLING_MS
 from mesh.placement.context_choice import least_context
 from mesh.serve.options import demo_model
-from meshbench.blocking_client import Batch, Client, chat
 from meshbench.datasets import load_prompts
 from meshbench.experiment import lab_experiment
 from meshbench.lab.network import Lab
 from meshbench.lab.systems import COMMAND, MeshSystem
+from meshbench.load_client.client import LoadClient
+from meshbench.load_client.schedule import Request
 from meshbench.report_tools import Report, Section, markdown_table
 from meshbench.shared_options import FILE, logs_option
 from spanmesh_proto.errors import MeshError
@@ -163,33 +164,33 @@ def _run(
     options: list[str],
     logs: Path,
 ) -> list[DelayCheck]:
-    with Lab(NUM_HOSTS, shared=[logs, model.resolve().parent]) as lab, Client(lab) as client:
+    with Lab(NUM_HOSTS, shared=[logs, model.resolve().parent]) as lab, LoadClient(lab) as client:
         serve = ["--speculate", "off", "--parallel", "1", *options]
         mesh = MeshSystem(lab, model, logs, num_threads=num_threads, options=serve)
         try:
             mesh.start()
-            asks = tuple(chat(prompt, num_tokens, mesh.fields) for prompt in prompts)
-            prefills = tuple(chat(prompt, 1, mesh.fields) for prompt in prompts)
+            requests = tuple(Request.chat(prompt, num_tokens, mesh.fields) for prompt in prompts)
+            prefills = tuple(Request.chat(prompt, 1, mesh.fields) for prompt in prompts)
             # Nothing measured is a first time.
-            client.ask(Batch(mesh.url, asks[:1]))
+            client.answer(mesh.url, requests[:1])
             checks = []
             for delay_ms in delays_ms:
                 lab.set_delay_ms(delay_ms)
                 predicted = _predict(lab, mesh, model, options)
                 start = mesh.stage_totals()
-                client.ask(Batch(mesh.url, prefills))
+                client.answer(mesh.url, prefills)
                 prefilled = mesh.stage_totals()
-                reply = client.ask(Batch(mesh.url, asks))
+                answers = client.answer(mesh.url, requests).answers
                 # Of tokens alone: the prompts were computed twice.
                 times = (mesh.stage_totals() - prefilled - (prefilled - start)).per_window()
                 checks.append(
                     DelayCheck(
                         delay_ms=delay_ms,
                         predicted=predicted,
-                        tokens_per_s=statistics.median(answer.tokens_per_s for answer in reply.answers),
+                        tokens_per_s=statistics.median(answer.tokens_per_s for answer in answers),
                         compute_ms=times.compute_ms,
                         queue_ms=times.queue_ms,
-                        ttft_ms=statistics.median(answer.ttft_ms for answer in reply.answers),
+                        ttft_ms=statistics.median(answer.ttft_ms for answer in answers),
                         num_stages=mesh.num_stages,
                     )
                 )

@@ -24,12 +24,12 @@ from mesh.util.processors import processor_name
 from meshbench.experiment import lab_experiment
 from meshbench.lab.network import Lab
 from meshbench.lab.systems import MeshSystem
+from meshbench.load_client.client import LoadClient
 from meshbench.paired_systems import even_split
 from meshbench.report_tools import Line, Report, lines_section, table_section
 from meshbench.shared_options import FILE, json_option, logs_option
-from meshbench.stress.client_process import LoadClient
 from meshbench.stress.harness import LoadTestBed
-from meshbench.stress.measurements import require_all, short_prompts
+from meshbench.stress.measurements import short_prompts
 from meshbench.under_test.mesh import LabMesh
 from stages.slicing.model_facts import read_model_facts
 
@@ -99,7 +99,7 @@ def main(
     rates: dict[int, list[float]] = defaultdict(list)
     with (
         Lab(_NUM_STAGES + 1, shared=[logs, model.resolve().parent]) as lab,
-        LoadClient(lab, api_key=None) as client,
+        LoadClient(lab) as client,
     ):
         for number in range(num_passes):
             # In turn from either end, so that a drift meets all alike.
@@ -161,9 +161,7 @@ def _mesh(lab: Lab, model: Path, logs: Path, at_once: int, count: int) -> MeshSy
 
 def _answer(bed: LoadTestBed, load: _Load, seed: int) -> float:
     scripts = short_prompts(load.at_once, seed, load.num_tokens)
-    outcome = bed.ask_mesh(scripts, num_at_once=load.at_once)
-    require_all(outcome)
-    return outcome.tokens_per_s
+    return bed.measure_mesh(scripts, num_at_once=load.at_once).tokens_per_s
 
 
 def _line(rates: Mapping[int, Sequence[float]], at_once: int) -> Line:

@@ -21,11 +21,12 @@ from mesh.cli.option_types import Numbers, int_option
 from mesh.serve.options import demo_model
 from mesh.text.tokenizer import Tokenizer
 from mesh.util.completion_stream import COMPLETION_PATH
-from meshbench.blocking_client import Ask, Batch, Client
 from meshbench.datasets import made_up_prompts
 from meshbench.experiment import lab_experiment
 from meshbench.lab.network import Lab
 from meshbench.lab.systems import MeshSystem
+from meshbench.load_client.client import LoadClient
+from meshbench.load_client.schedule import Request
 from meshbench.paired_systems import even_split
 from meshbench.report_tools import Line, Report, table_section
 from meshbench.shared_options import FILE, json_option, logs_option
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from meshbench.blocking_client import Answer
+    from meshbench.load_client.answers import AnswerRecord
     from meshbench.speculation_results import Sample
 
 _NUM_STAGES: Final = 3
@@ -169,7 +170,7 @@ def measure_model(settings: Settings, model: Path, logs: Path, *, is_hybrid: boo
     )
     folder = logs / model.stem
     folder.mkdir(exist_ok=True)
-    with Lab(1 + _NUM_STAGES, shared=[logs, model.resolve().parent]) as lab, Client(lab) as client:
+    with Lab(1 + _NUM_STAGES, shared=[logs, model.resolve().parent]) as lab, LoadClient(lab) as client:
         replay = ReplayFile(folder / "replay.jsonl")
         trials = TrialRunner(client, settings.num_tokens, results, lab=lab, replay=replay)
         runner = Runner(lab, trials, options, folder, results, replay=replay)
@@ -187,7 +188,7 @@ def measure_turns(settings: Settings, logs: Path) -> Turns:
     text = made_up_prompts(1, settings.turn_tokens, 1)[0].text
     tokens = tokenizer.encode(text, add_special=True, parse_special=False)
     prompt = (tokens * (1 + settings.turn_tokens // len(tokens)))[: settings.turn_tokens]
-    with Lab(1 + _NUM_STAGES, shared=[logs, model.resolve().parent]) as lab, Client(lab) as client:
+    with Lab(1 + _NUM_STAGES, shared=[logs, model.resolve().parent]) as lab, LoadClient(lab) as client:
         folder = logs / "turns"
         folder.mkdir(exist_ok=True)
         mesh = MeshSystem(
@@ -202,10 +203,9 @@ def measure_turns(settings: Settings, logs: Path) -> Turns:
             mesh.start()
             lab.set_delay_ms(_TURN_DELAY_MS)
 
-            def ask(tokens: Sequence[int]) -> Answer:
-                fields = {**_TURN_FIELDS, "prompt": [*tokens]}
-                asked = Ask(COMPLETION_PATH, fields)
-                return client.ask(Batch(mesh.url, (asked,))).answers[0]
+            def ask(tokens: Sequence[int]) -> AnswerRecord:
+                request = Request.streamed({**_TURN_FIELDS, "prompt": [*tokens]}, COMPLETION_PATH)
+                return client.answer(mesh.url, (request,)).answers[0]
 
             ask(prompt[-64:])
             first = ask(prompt)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jsonschema import Draft202012Validator, FormatChecker
 
-from mesh.util.completion_stream import CHAT_PATH
-from meshbench.blocking_client import Ask, ask
+from meshbench.load_client.schedule import Request
+from tests.support.requests import answer_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -387,10 +387,10 @@ def fault_of(case: SchemaCase, answer: SchemaAnswer) -> str | None:
 
 
 def _ask(port: int, body: dict[str, Any], api_key: str) -> SchemaAnswer:
-    found = ask(f"http://127.0.0.1:{port}", Ask(CHAT_PATH, {**body, "cache_prompt": True}), api_key=api_key)
+    found = answer_here(f"http://127.0.0.1:{port}", Request.streamed({**body, "cache_prompt": True}), api_key)
     num_accepted = found.timings["draft_n_accepted"]
     num_rejected = found.timings["draft_n"] - num_accepted
-    return SchemaAnswer(found.text, str(found.finish), found.num_tokens, num_accepted, num_rejected)
+    return SchemaAnswer(found.text, str(found.record.finish), found.num_tokens, num_accepted, num_rejected)
 
 
 def summary(results: Sequence[SchemaResult]) -> dict[str, Any]:

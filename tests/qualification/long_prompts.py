@@ -29,12 +29,13 @@ from mesh.cli.option_types import int_option
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.util.completion_stream import COMPLETION_PATH
 from mesh.util.processors import processor_name
-from meshbench.blocking_client import Answer, Ask, Batch, Client
 from meshbench.experiment import lab_experiment
-from meshbench.lab.line_process import LineProcess, answer_lines
+from meshbench.lab.line_process import LineProcess, write_line
 from meshbench.lab.memory_watch import MemoryWatch
 from meshbench.lab.network import Lab
 from meshbench.lab.systems import MeshSystem, get_json
+from meshbench.load_client.client import LoadClient
+from meshbench.load_client.schedule import Request
 from meshbench.paired_systems import even_split
 from meshbench.report_tools import Line, Report, table_section
 from meshbench.shared_options import FILE, json_option, logs_option
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from meshbench.lab.memory_watch import MemorySample
+    from meshbench.load_client.answers import AnswerRecord
     from stages.slicing.model_facts import ModelFacts
 
 _NUM_STAGES: Final = 3
@@ -160,7 +162,7 @@ class Findings:
     hang_up: HangUp
 
 
-def gaps_ms(answer: Answer, until_ms: float) -> tuple[float, ...]:
+def gaps_ms(answer: AnswerRecord, until_ms: float) -> tuple[float, ...]:
     """Times between the arrivals of an answer's parts up to a time, both counted from the request."""
     arrivals_ms = [arrival_ms for arrival_ms in answer.arrivals_ms if arrival_ms <= until_ms]
     return tuple(later - earlier for earlier, later in pairwise(arrivals_ms))
@@ -188,23 +190,25 @@ def measure(settings: Settings, folder: Path) -> Findings:
     short = made_up_tokens(facts, _SHORT_PROMPT, _SEED + 1)
     with (
         Lab(1 + _NUM_STAGES, shared=[folder, settings.model.resolve().parent]) as lab,
-        Client(lab) as client,
+        LoadClient(lab) as client,
         LineProcess(lab, 0, __spec__.name, "--hang-up", command=program_command) as leaver,
     ):
         mesh = _mesh(lab, settings, facts, folder)
         try:
             mesh.start()
             stages = get_json(lab, 0, mesh.port, "/mesh/status")["stages"]
-            answer = Ask(COMPLETION_PATH, _fields(short, settings.answer_tokens, return_token_ids=True))
+            request = Request.streamed(
+                _fields(short, settings.answer_tokens, return_token_ids=True), COMPLETION_PATH
+            )
             # Nothing measured is a first time.
-            client.ask(Batch(f"http://127.0.0.1:{mesh.port}", (answer,)))
-            (alone,) = client.ask(Batch(f"http://127.0.0.1:{mesh.port}", (answer,))).answers
+            client.answer(mesh.url, (request,))
+            (alone,) = client.answer(mesh.url, (request,)).answers
             log.info("reading", tokens=settings.num_tokens)
             with MemoryWatch(lab, _LOOK_S) as watch:
                 time.sleep(2 * _LOOK_S)
                 begun_s = time.perf_counter()
-                asks = (Ask(COMPLETION_PATH, _fields(prompt, 1)), answer)
-                long, beside = client.ask(Batch(f"http://127.0.0.1:{mesh.port}", asks, num_at_once=2)).answers
+                requests = (Request.streamed(_fields(prompt, 1), COMPLETION_PATH), request)
+                long, beside = client.answer(mesh.url, requests, num_at_once=2).answers
                 time.sleep(2 * _LOOK_S)
             log.info("hanging_up", behind=settings.num_tokens // _HANG_UP_PART)
             hang_up = _hung_up(leaver, mesh.port, prompt, settings.num_tokens // _HANG_UP_PART)
@@ -269,7 +273,10 @@ def coordinator_growth(samples: Sequence[MemorySample], begun_s: float) -> int:
 
 
 def _hung_up(leaver: LineProcess, port: int, prompt: Sequence[int], behind: int) -> HangUp:
-    reply = leaver.exchange({"port": port, "prompt": [*prompt], "behind": behind})
+    leaver.send({"port": port, "prompt": [*prompt], "behind": behind})
+    reply = next(leaver.received(), None)
+    if reply is None:
+        raise leaver.ended()
     if "error" in reply:
         raise MeshError(reply["error"])
     return HangUp(reply["read"], tuple(reply["chunks"]), reply["counted_after_ms"])
@@ -433,6 +440,6 @@ def main(
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--hang-up"]:
-        answer_lines(_hang_up)
+        write_line(_hang_up(json.loads(sys.stdin.readline())))
     else:
         main()

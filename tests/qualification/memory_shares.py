@@ -14,11 +14,12 @@ import structlog
 
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.util.completion_stream import COMPLETION_PATH
-from meshbench.blocking_client import Ask, Batch, Client
 from meshbench.experiment import experiment
 from meshbench.lab.memory_watch import MemoryWatch
 from meshbench.lab.network import Lab, require_lab
 from meshbench.lab.systems import MeshSystem, get_json
+from meshbench.load_client.client import LoadClient
+from meshbench.load_client.schedule import Request
 from meshbench.report_tools import Report, Section, markdown_table
 from meshbench.shared_options import json_option
 from meshbench.stress.memory import footprints
@@ -105,22 +106,22 @@ def measure_big_shares(options: BigSharesOptions) -> BigShares:
         stack.callback(mesh.kill)
         log.info("starting", hosts=_NUM_STAGES)
         mesh.start(timeout_s=600.0)
-        client = stack.enter_context(Client(lab))
+        client = stack.enter_context(LoadClient(lab))
         # It looks every second from now on: what is only there while a stage loads is another matter.
         watch = stack.enter_context(MemoryWatch(lab, _LOOK_S))
-        asks = tuple(
-            Ask(
-                COMPLETION_PATH,
+        requests = tuple(
+            Request.streamed(
                 {
                     "prompt": f"w{number} {_PROMPT}",
                     "temperature": 0,
                     "max_tokens": options.num_tokens,
                     **mesh.fields,
                 },
+                COMPLETION_PATH,
             )
             for number in range(options.num_answers)
         )
-        answers = client.ask(Batch(mesh.url, asks, num_at_once=options.num_answers)).answers
+        answers = client.answer(mesh.url, requests, num_at_once=options.num_answers).answers
         time.sleep(3 * _LOOK_S)
         stages = get_json(lab, 0, mesh.port, "/mesh/status")["stages"]
         hosts = [int(stage["host"].removeprefix("host")) for stage in stages]

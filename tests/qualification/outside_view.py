@@ -25,10 +25,10 @@ from mesh.util.processors import processor_name
 from meshbench.experiment import lab_experiment
 from meshbench.lab.network import Lab
 from meshbench.lab.systems import COMMAND, MeshSystem
+from meshbench.load_client.client import LoadClient
 from meshbench.paired_systems import even_split
 from meshbench.report_tools import Line, Report, Section, lines_section, markdown_table
 from meshbench.shared_options import FILE, json_option, logs_option
-from meshbench.stress.client_process import LoadClient
 from meshbench.stress.harness import LoadTestBed
 from meshbench.stress.load_run import LoadRun, Subject
 from meshbench.stress.options import LoadPlan
@@ -151,7 +151,7 @@ def _measure(settings: _Settings, logs: Path) -> dict[str, list[StepFigures]]:
     found: dict[str, list[StepFigures]] = defaultdict(list)
     with (
         Lab(_NUM_STAGES + 1, shared=[logs, settings.model.resolve().parent]) as lab,
-        LoadClient(lab, api_key=None) as client,
+        LoadClient(lab) as client,
     ):
         split = even_split(read_model_facts(settings.model).n_layers, _NUM_STAGES)
         mesh = MeshSystem(lab, settings.model, logs, split=split, options=serve)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from meshbench.chaos.clients import MeshSnapshot, Stream
 from meshbench.chaos.results import Tally
+from meshbench.load_client.answers import AnswerRecord
+from meshbench.load_client.client import MeshSnapshot
 from meshbench.request_record import Record
-from meshbench.stress.answers import AnswerRecord
 from spanmesh_proto.errors import MeshError
 from speculative.draft.feature_sequence import MOST_FEATURES
 from speculative.proposer import EMPTY, FeatureReader
@@ -126,9 +126,9 @@ RING, OTHER_RING = ("a:1", "b:1", "c:1"), ("a:1", "d:1", "c:1")
 NUM_PROMPT, NUM_TOKENS = 40, 200
 
 
-def stream(name: str) -> Stream:
+def stream(name: str) -> AnswerRecord:
     record = Record(0, name, 0.0, 0.0, 0.0, 30.0, num_input_tokens=NUM_PROMPT, num_output_tokens=NUM_TOKENS)
-    return Stream(AnswerRecord(record, "text", (1,) * NUM_TOKENS, ()), ())
+    return AnswerRecord(record, "text", (1,) * NUM_TOKENS)
 
 
 def samples(
@@ -231,7 +231,7 @@ def test_losses_come_at_different_tokens_of_the_first_half() -> None:
 def test_questions_differ_and_are_computed_anew() -> None:
     asked = questions(10, 400)
     assert len({question.turn.text for question in asked}) == 10
-    assert all('"cache_prompt": false' in question.body for question in asked)
+    assert all('"cache_prompt": false' in question.request.body for question in asked)
 
 
 @pytest.mark.parametrize("command", [drafter_costs.main, drafter_losses.main])

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from meshbench.blocking_client import Answer
 from meshbench.lab.memory_watch import MemorySample, Role
 from stages.slicing.model_facts import read_model_facts
 from tests.qualification.long_prompts import (
@@ -21,6 +20,7 @@ from tests.qualification.long_prompts import (
 )
 from tests.qualification.random_model import SHAPES, write_random_gguf
 from tests.support.lab_fixtures import require_lab
+from tests.support.requests import timed_answer
 
 MIB = 2**20
 
@@ -69,9 +69,9 @@ def test_a_pace_of_few_tokens_is_none() -> None:
 
 
 def test_only_gaps_while_the_prompt_was_read_count() -> None:
-    answer = Answer("abcd", 4, (100.0, 110.0, 130.0, 131.0))
-    assert gaps_ms(answer, 130.0) == (10.0, 20.0)
-    assert gaps_ms(answer, 1e9) == (10.0, 20.0, 1.0)
+    answer = timed_answer("abcd", 4, 100.0, 110.0, 130.0, 131.0)
+    assert gaps_ms(answer, 130.0) == pytest.approx((10.0, 20.0))
+    assert gaps_ms(answer, 1e9) == pytest.approx((10.0, 20.0, 1.0))
     assert gaps_ms(answer, 100.0) == ()
 
 

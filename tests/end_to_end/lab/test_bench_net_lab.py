@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from meshbench.blocking_client import Ask, Batch, Client
 from meshbench.lab.network import Lab
 from meshbench.lab.systems import COMMAND, MeshSystem, get_json, last_lines
+from meshbench.load_client.client import LoadClient
+from meshbench.load_client.schedule import Request
 from tests.support.lab_fixtures import require_lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(1200)]
@@ -47,9 +48,8 @@ def test_stages_far_from_one_another_are_no_neighbours(
         try:
             mesh.start()
             stages = get_json(lab, 0, mesh.port, "/mesh/status")["stages"]
-            with Client(lab) as client:
-                asked = Ask("/v1/chat/completions", dict(QUESTION))
-                (answer,) = client.ask(Batch(mesh.url, (asked,))).answers
+            with LoadClient(lab) as client:
+                (answer,) = client.answer(mesh.url, (Request.streamed(QUESTION),)).answers
             done = lab.exec(0, [COMMAND, "bench", "net", "--json", "--probes", "5", "--megabytes", "1"])
             doctor = [COMMAND, "doctor", "--url", mesh.url, "--advertise", lab.address(0), "--json"]
             examined = lab.exec(0, doctor, timeout_s=120)

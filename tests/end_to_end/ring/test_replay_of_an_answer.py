@@ -10,12 +10,14 @@ import pytest
 
 from mesh.serve.proposers import Proposers
 from mesh.text.tokenizer import Tokenizer
-from meshbench.blocking_client import Answer, Ask, ask, chat
+from meshbench.load_client.answers import AnswerRecord
+from meshbench.load_client.schedule import Request
 from meshbench.speculation_results import OFF, REPLAY, Setting
 from meshbench.speculation_runner import ReplayFile
 from spanmesh_proto.errors import MeshError
 from stages.runtime.stage_runtime import RuntimeOptions
 from tests.support.api_harness import Api, running_api
+from tests.support.requests import answer_here, timed_answer
 from tests.support.ring_harness import running_coordinator, running_stages
 
 pytestmark = pytest.mark.model
@@ -56,15 +58,15 @@ async def api(
         yield api
 
 
-def _asked(setting: Setting, **fields: Any) -> Ask:
-    return chat(QUESTION, NUM_TOKENS, {**FIELDS, **setting.fields, **fields})
+def _asked(setting: Setting, **fields: Any) -> Request:
+    return Request.chat(QUESTION, NUM_TOKENS, {**FIELDS, **setting.fields, **fields})
 
 
-async def _answer(api: Api, wanted: Ask) -> Answer:
-    return await asyncio.to_thread(ask, api.url, wanted)
+async def _answer(api: Api, request: Request) -> AnswerRecord:
+    return await asyncio.to_thread(answer_here, api.url, request)
 
 
-def _counts(answer: Answer) -> tuple[int, int]:
+def _counts(answer: AnswerRecord) -> tuple[int, int]:
     return answer.timings["draft_n"], answer.timings["draft_n_accepted"]
 
 
@@ -85,14 +87,19 @@ async def test_every_token_is_accepted_where_those_of_the_text_are_not(
     assert _counts(again) == (NUM_TOKENS - 1, NUM_TOKENS - 1)
 
     ids = tuple(tokenizer.encode(off.text, add_special=False, parse_special=False))
-    replay.record(_asked(OFF), dataclasses.replace(off, token_ids=ids, num_tokens=len(ids)))
+    replay.record(
+        _asked(OFF),
+        dataclasses.replace(
+            off, token_ids=ids, record=dataclasses.replace(off.record, num_output_tokens=len(ids))
+        ),
+    )
     astray = await _answer(api, _asked(REPLAY))
     assert astray.token_ids == off.token_ids
     assert _counts(astray)[1] < NUM_TOKENS - 1
 
 
 def test_an_answer_without_all_its_tokens_is_not_recorded(replay: ReplayFile) -> None:
-    answer = Answer("Four", num_tokens=2, arrivals_ms=(1.0,), token_ids=(7,))
+    answer = timed_answer("Four", 2, 1.0, token_ids=(7,))
     with pytest.raises(MeshError, match="2 tokens came with 1 token ids"):
         replay.record(_asked(OFF), answer)
     assert replay.path.read_text() == ""

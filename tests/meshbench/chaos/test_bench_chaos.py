@@ -1,12 +1,10 @@
 """Pure parts of `mesh bench chaos`: faults, how streams, repairs and meshes are judged, reports."""
 
-import asyncio
 import json
 import os
 import socket
-import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, get_args
 
 import pytest
@@ -16,12 +14,11 @@ from hypothesis import strategies as st
 from mesh.placement.host_capacity import HostCapacity
 from mesh.placement.memory_estimate import Workload
 from mesh.placement.planner import plan
-from meshbench.chaos import client_process as clients_module
 from meshbench.chaos.cli import chaos
-from meshbench.chaos.client_process import Clients
-from meshbench.chaos.clients import MeshSnapshot, Running, Stream, questions, what_is_missing
 from meshbench.chaos.faults import KINDS, MEANING, FaultKind, draw_faults, listener, victim
+from meshbench.chaos.harness import what_is_missing
 from meshbench.chaos.options import SCENARIOS, least_memory_bytes
+from meshbench.chaos.questions import questions
 from meshbench.chaos.report import chaos_report
 from meshbench.chaos.results import (
     ProbeOutcome,
@@ -37,15 +34,15 @@ from meshbench.chaos.results import (
     stream_lines,
     tally,
 )
-from meshbench.http_client import Client, parse_url
+from meshbench.load_client.answers import AnswerRecord
+from meshbench.load_client.client import MeshSnapshot, RunningRequest
+from meshbench.load_client.json_values import restored
 from meshbench.report_tools import Check, Report
 from meshbench.request_record import HUNG_UP, Failure, Record
-from meshbench.stress.answers import NO_HANG_UPS, AnswerRecord, HangUps
 from meshbench.stress.checks import Expected
 from meshbench.stress.scripts import Turn
 from spanmesh_proto.errors import ModelDoesNotFit
 from tests.mesh.placement.test_planner import model as made_up_model
-from tests.support.peer_server import ANSWER, Reply, peer_server
 
 
 def stream(
@@ -56,7 +53,7 @@ def stream(
     ids: tuple[int, ...] = (1, 2, 3),
     failure: Failure | None = None,
     bytes_s: tuple[float, ...] = (),
-) -> Stream:
+) -> AnswerRecord:
     record = Record(
         number=0,
         prompt_id="q",
@@ -73,11 +70,11 @@ def stream(
         finish=None if failure else "length",
         failure=failure,
     )
-    return Stream(AnswerRecord(record, text, ids, ()), bytes_s or parts_s)
+    return AnswerRecord(record, text, ids, bytes_s=bytes_s or parts_s)
 
 
 def expected() -> dict[str, Expected]:
-    return {"q": Expected(Turn("Say so.", 3), stream(1.0, 2.0, 3.0).answer)}
+    return {"q": Expected(Turn("Say so.", 3), stream(1.0, 2.0, 3.0))}
 
 
 def repair(kind: str = "first", **fields: Any) -> Repair:
@@ -135,7 +132,7 @@ def test_questions_are_greedy_or_seeded_with_penalties() -> None:
     asked = questions(12, (5, 9), seed=3)
     assert asked == questions(12, (5, 9), seed=3)
     assert len({question.turn.text for question in asked}) == 12
-    bodies = [json.loads(question.body) for question in asked]
+    bodies = [json.loads(question.request.body) for question in asked]
     assert {body["max_tokens"] for body in bodies} == {5, 9}
     drawn = [body for body in bodies if body["temperature"]]
     assert len(drawn) == 6
@@ -160,7 +157,7 @@ def test_a_pause_is_the_longest_gap_that_touches_the_time() -> None:
 
 def test_a_stream_survives_json() -> None:
     one = stream(1.0, 2.0, failure=Failure("http_503", "later", "2"), bytes_s=(0.5, 1.0, 2.0))
-    assert Stream.from_dict(json.loads(json.dumps(one.as_dict()))) == one
+    assert restored(AnswerRecord, json.loads(json.dumps(asdict(one)))) == one
 
 
 def test_streams_that_fail_or_differ_count_and_refusals_do_not() -> None:
@@ -209,38 +206,7 @@ def test_a_pause_in_which_the_client_hung_up_is_not_measured() -> None:
     assert pauses_s([one], 1.5, 3.0) == (1.0,)
 
 
-def test_clients_that_hang_up_ask_the_next_question_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Whose request failed would wait for longer than this test.
-    monkeypatch.setattr(clients_module, "_LEAST_PATIENCE_S", 3600.0)
-    monkeypatch.setattr(clients_module, "_MOST_PATIENCE_S", 3600.0)
-    body = json.dumps({"max_tokens": 2})
-
-    async def keep_asking(port: int, hang_ups: HangUps) -> list[Stream]:
-        ended: list[Stream] = []
-
-        def on_end(stream: Stream) -> None:
-            ended.append(stream)
-            if len(ended) == 12:
-                clients.let_end()
-
-        server = parse_url(f"http://127.0.0.1:{port}")
-        client = Client(server, api_key=None, timeout_s=30.0, clock_s=time.perf_counter)
-        clients = Clients(client, time.perf_counter, on_end)
-        async with asyncio.timeout(30):
-            await clients.keep_asking([("q", body)], 1, hang_ups)
-        client.close()
-        return ended
-
-    with peer_server(lambda _number: Reply(ANSWER)) as peer:
-        port = int(peer.url.rpartition(":")[2])
-        all_wait = asyncio.run(keep_asking(port, NO_HANG_UPS))
-        some_leave = asyncio.run(keep_asking(port, HangUps(0.9, 3)))
-    assert [stream.answer.record.failure for stream in all_wait] == [None] * 12
-    kinds = {stream.answer.record.failure and stream.answer.record.failure.kind for stream in some_leave}
-    assert kinds == {None, HUNG_UP}
-
-
-def test_a_newcomer_gets_an_answer_or_a_503_that_says_when_to_come_again() -> None:
+def test_a_probe_gets_an_answer_or_a_503_that_says_when_to_come_again() -> None:
     assert probe_outcome(stream(3.0, 4.0, sent_s=1.0)) == ProbeOutcome(2.0, "answer")
     refused = stream(sent_s=1.0, ended_s=3.5, failure=Failure("http_503", "later", "2"))
     assert probe_outcome(refused) == ProbeOutcome(2.5, "503")
@@ -263,17 +229,20 @@ def whole() -> dict[str, Any]:
 
 
 def test_a_mesh_is_whole_when_all_are_back_and_all_streams_go_on() -> None:
-    def missing(status: dict[str, Any] | None, *running: Running) -> str | None:
+    def missing(status: dict[str, Any] | None, *running: RunningRequest) -> str | None:
         snapshot = MeshSnapshot(20.0, status, running)
         return what_is_missing(snapshot, since_s=10.0, num_hosts=2, with_replicas=True)
 
-    assert missing(whole(), Running(1.0, 11.0), Running(12.0, None)) is None
+    assert missing(whole(), RunningRequest(1.0, 11.0), RunningRequest(12.0, None)) is None
     assert missing(None) == "the head does not answer"
     assert "repairing" in str(missing({**whole(), "ready": False, "phase": "repairing"}))
     assert missing({**whole(), "hosts": whole()["hosts"][1:]}) == "1 of 2 hosts are ready"
     cold = [{"name": name, "ready": True} for name in ("host1", "host2")]
     assert missing({**whole(), "hosts": cold}) == "layers [0, 30) have no replica"
-    assert missing(whole(), Running(1.0, 9.0), Running(1.0, None)) == "2 of 2 streams have not gone on"
+    assert (
+        missing(whole(), RunningRequest(1.0, 9.0), RunningRequest(1.0, None))
+        == "2 of 2 streams have not gone on"
+    )
 
 
 def test_the_heads_log_tells_how_layers_moved() -> None:

@@ -30,11 +30,12 @@ from mesh.draft.drafter import read_drafter
 from mesh.serve.options import demo_model
 from mesh.text.tokenizer import Tokenizer
 from mesh.util.completion_stream import COMPLETION_PATH
-from meshbench.blocking_client import Ask, Batch, Client, chat
 from meshbench.datasets import BUILT_IN, made_up_prompts
 from meshbench.experiment import lab_experiment
 from meshbench.lab.network import Lab
 from meshbench.lab.systems import MeshSystem, start_logged
+from meshbench.load_client.client import LoadClient
+from meshbench.load_client.schedule import Request
 from meshbench.paired_systems import even_split
 from meshbench.report_tools import Report, table_section
 from meshbench.shared_options import FILE, json_option, logs_option, model_argument
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from meshbench.blocking_client import Answer
+    from meshbench.load_client.answers import AnswerRecord
 
 _NUM_STAGES: Final = 3
 _OFF: Final[dict[str, Any]] = {"speculation": {"mode": "off"}}
@@ -128,7 +129,7 @@ class Measurement:
     """
 
     def __init__(
-        self, lab: Lab, mesh: MeshSystem, client: Client, settings: Settings, tokenizer: Tokenizer
+        self, lab: Lab, mesh: MeshSystem, client: LoadClient, settings: Settings, tokenizer: Tokenizer
     ) -> None:
         self._lab = lab
         self._mesh = mesh
@@ -145,9 +146,9 @@ class Measurement:
             for number in range(self._settings.num_rounds):
                 prompt = BUILT_IN[number % len(BUILT_IN)]
 
-                def ask(fields: Mapping[str, Any], prompt: str = prompt) -> Answer:
+                def ask(fields: Mapping[str, Any], prompt: str = prompt) -> AnswerRecord:
                     more = {**self._mesh.fields, **fields}
-                    return self._ask(chat(prompt, self._settings.num_tokens, more))
+                    return self._ask(Request.chat(prompt, self._settings.num_tokens, more))
 
                 off, features, again = _in_turn(number, (_OFF, _FEATURES, _OFF), ask)
                 self.listened += SentFeatures.of(features.timings)
@@ -168,7 +169,7 @@ class Measurement:
         for number in range(self._settings.num_rounds):
             prompt = self._long_prompt()
 
-            def ask(fields: Mapping[str, Any], prompt: list[int] = prompt) -> Answer:
+            def ask(fields: Mapping[str, Any], prompt: list[int] = prompt) -> AnswerRecord:
                 return self._ask_long(prompt, _FEW_TOKENS, fields)
 
             off, draft = _in_turn(number, (_OFF, _DRAFT), ask)
@@ -187,7 +188,9 @@ class Measurement:
         """Change the delay, and have each setting answer once at it."""
         self._lab.set_delay_ms(delay_ms)
         for fields in settings:
-            self._ask(chat(_WARM_UP, min(self._settings.num_tokens, 48), {**self._mesh.fields, **fields}))
+            self._ask(
+                Request.chat(_WARM_UP, min(self._settings.num_tokens, 48), {**self._mesh.fields, **fields})
+            )
 
     def _long_prompt(self) -> list[int]:
         """A new prompt of exactly the length."""
@@ -196,22 +199,24 @@ class Measurement:
         tokens = self._tokenizer.encode(text, add_special=True, parse_special=False)
         return (tokens * (1 + wanted // len(tokens)))[:wanted]
 
-    def _ask_long(self, prompt: list[int], num_tokens: int, fields: Mapping[str, Any]) -> Answer:
+    def _ask_long(self, prompt: list[int], num_tokens: int, fields: Mapping[str, Any]) -> AnswerRecord:
         wanted = {"max_tokens": num_tokens, "temperature": 0, "return_token_ids": True}
-        answer = self._ask(Ask(COMPLETION_PATH, {"prompt": prompt, **wanted, **self._mesh.fields, **fields}))
+        answer = self._ask(
+            Request.streamed({"prompt": prompt, **wanted, **self._mesh.fields, **fields}, COMPLETION_PATH)
+        )
         if answer.timings["prompt_n"] != len(prompt):
             raise MeshError(f"{answer.timings['prompt_n']} of {len(prompt)} tokens of a prompt were computed")
         return answer
 
-    def _ask(self, wanted: Ask) -> Answer:
-        return self._client.ask(Batch(self._mesh.url, (wanted,))).answers[0]
+    def _ask(self, request: Request) -> AnswerRecord:
+        return self._client.answer(self._mesh.url, (request,)).answers[0]
 
 
 def _in_turn(
-    number: int, settings: Sequence[Mapping[str, Any]], ask: Callable[[Mapping[str, Any]], Answer]
-) -> list[Answer]:
+    number: int, settings: Sequence[Mapping[str, Any]], ask: Callable[[Mapping[str, Any]], AnswerRecord]
+) -> list[AnswerRecord]:
     """Answers under each setting, in their order; which one begins goes round."""
-    answers: dict[int, Answer] = {}
+    answers: dict[int, AnswerRecord] = {}
     for offset in range(len(settings)):
         index = (number + offset) % len(settings)
         answers[index] = ask(settings[index])
@@ -232,7 +237,7 @@ def measure(settings: Settings, logs: Path) -> Figures:
     times = time_drafter(drafter, settings.model, tokenizer.n_vocab)
     log.info("drafter_timed", absorbed_ms=median(times.absorbed), full_ms=median(times.full))
     shared = [logs, settings.model.resolve().parent, settings.draft.resolve().parent]
-    with Lab(1 + _NUM_STAGES, shared=shared) as lab, Client(lab) as client:
+    with Lab(1 + _NUM_STAGES, shared=shared) as lab, LoadClient(lab) as client:
         with _running(lab, settings, logs) as mesh:
             run = Measurement(lab, mesh, client, settings, tokenizer)
             decode = tuple(run.decode_rounds())

@@ -29,13 +29,14 @@ from mesh.cli.option_types import float_option, int_option
 from mesh.draft.drafter import read_drafter
 from mesh.serve.options import demo_model
 from meshbench import shared_options
-from meshbench.chaos.clients import ClientFleet, Question
 from meshbench.chaos.faults import Fault, FaultInjector
 from meshbench.chaos.harness import FaultTestBed
 from meshbench.chaos.options import ChaosOptions
+from meshbench.chaos.questions import Question
 from meshbench.experiment import lab_experiment
 from meshbench.lab.network import Lab
 from meshbench.lab.systems import MeshSystem
+from meshbench.load_client.client import LoadClient
 from meshbench.paired_systems import even_split
 from meshbench.report_tools import Report, Section, list_section, number, table_section
 from meshbench.stress.checks import Expected
@@ -49,9 +50,9 @@ from tests.qualification.drafter_losses.results import Sample, WatchedAnswer, re
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from meshbench.chaos.clients import MeshSnapshot
     from meshbench.chaos.faults import InjectedFault
     from meshbench.chaos.results import Tally
+    from meshbench.load_client.client import MeshSnapshot
 
 _NUM_STAGES: Final = 3
 _NUM_SPARES: Final = 1
@@ -107,7 +108,7 @@ class LossRun:
         """
         for request, question in enumerate(self._bed.questions, _FIRST_UNDISTURBED):
             found = self._watched(request, question)
-            answer = found.stream.answer
+            answer = found.answer
             if answer.record.failure is not None:
                 raise MeshError(f"{question.id} failed undisturbed: {answer.record.failure.message}")
             self.undisturbed[question.id] = found
@@ -142,15 +143,15 @@ class LossRun:
 
     def tally(self, answers: Sequence[WatchedAnswer]) -> Tally:
         """Comparison with the undisturbed run."""
-        return replace(self._bed, expected=self._expected).tally(each.stream for each in answers)
+        return replace(self._bed, expected=self._expected).tally(each.answer for each in answers)
 
     def _watched(self, request: int, question: Question, kill_at: int | None = None) -> WatchedAnswer:
-        fleet, injected = self._bed.client_fleet, None
+        injected = None
         samples: list[Sample] = []
         self._sample(samples)
-        fleet.probe(request, question)
+        load = self._bed.probe(question)
         deadline_s = time.monotonic() + _ANSWER_TIMEOUT_S
-        while request not in fleet.probes:
+        while not load.is_over:
             snapshot = self._sample(samples)
             if injected is None and kill_at is not None and samples and samples[-1].positions >= kill_at:
                 injected = self._kill(request, snapshot)
@@ -159,16 +160,16 @@ class LossRun:
             time.sleep(_POLL_S)
         self._sample(samples)
         if len(samples) < 2:
-            raise MeshError(f"the head told nothing while it answered {question.id}")
+            raise MeshError(f"the head gave no state while it answered {question.id}")
         killed_s = None if injected is None else injected.at_s
-        return WatchedAnswer(fleet.probes[request], tuple(samples), killed_s)
+        return WatchedAnswer(load.wait().answers[0], tuple(samples), killed_s)
 
     def _kill(self, request: int, snapshot: MeshSnapshot) -> InjectedFault:
         fault = Fault(request, "middle", wait_s=0.0, hold_s=0.0, pick=0.0)
         return self._bed.injector.inject(fault, snapshot)
 
     def _sample(self, samples: list[Sample]) -> MeshSnapshot:
-        snapshot = self._bed.client_fleet.snapshot()
+        snapshot = self._bed.snapshot()
         sample = Sample.of(snapshot, self._drafter)
         if sample is not None:
             samples.append(sample)
@@ -229,9 +230,9 @@ def running_mesh(options: ChaosOptions) -> Iterator[FaultTestBed]:
         stack.callback(mesh.kill)
         mesh.start()
         lab.set_delay_ms(options.delay_ms)
-        fleet = stack.enter_context(ClientFleet(lab, mesh.port))
+        client = stack.enter_context(LoadClient(lab))
         asked = questions(options.num_questions, options.answer_tokens[0])
-        yield FaultTestBed(lab, mesh, fleet, FaultInjector(lab, mesh), options, asked, {})
+        yield FaultTestBed(lab, mesh, client, FaultInjector(lab, mesh), options, asked, {})
         mesh.stop()
 
 
@@ -287,7 +288,7 @@ def _losses(lost: Sequence[WatchedAnswer]) -> Section:
     heads = ("question", "lost at token", "another ring after, s", "before", "drafted", "after", "drafted")
     rows = [
         (
-            each.stream.answer.record.prompt_id,
+            each.answer.record.prompt_id,
             str(each.killed_tokens),
             number(each.repair_s),
             number(each.before.acceptance),
@@ -302,7 +303,7 @@ def _losses(lost: Sequence[WatchedAnswer]) -> Section:
 
 def _as_dict(answer: WatchedAnswer) -> dict[str, Any]:
     return {
-        "question": answer.stream.answer.record.prompt_id,
+        "question": answer.answer.record.prompt_id,
         "num_prompt": answer.num_prompt,
         "killed_s": answer.killed_s,
         "samples": answer.samples,

@@ -12,7 +12,8 @@ from meshbench.report_tools import Line
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from meshbench.chaos.clients import MeshSnapshot, Stream
+    from meshbench.load_client.answers import AnswerRecord
+    from meshbench.load_client.client import MeshSnapshot
 
 # Tokens after a repair before acceptance counts again.
 SETTLING_TOKENS: Final = 64
@@ -87,19 +88,19 @@ class WatchedAnswer:
     """An answer, with samples from before its request until after its end.
 
     Attributes:
-        stream: Question and answer.
+        answer: Question and answer.
         samples: In order; at least two.
         killed_s: When a stage was killed, of `time.perf_counter`; None if none was.
     """
 
-    stream: Stream
+    answer: AnswerRecord
     samples: tuple[Sample, ...]
     killed_s: float | None = None
 
     @property
     def num_prompt(self) -> int:
         """Tokens of the prompt."""
-        return self.stream.answer.record.num_input_tokens or 0
+        return self.answer.record.num_input_tokens or 0
 
     @property
     def killed_tokens(self) -> int:
@@ -167,7 +168,7 @@ def result_lines(
     """
     before, after = (_sum(getattr(each, name) for each in lost) for name in ("before", "after"))
     repaired = [each for each in lost if each.repaired_tokens is not None]
-    pairs = [(each, undisturbed[each.stream.answer.record.prompt_id]) for each in lost]
+    pairs = [(each, undisturbed[each.answer.record.prompt_id]) for each in lost]
     same_before = _sum(base.until_token(each.killed_tokens) for each, base in pairs)
     same_after = _sum(
         base.from_token(each.repaired_tokens + SETTLING_TOKENS)

@@ -118,7 +118,7 @@ class HeadWatch:
         """Begin."""
         watches = [self._probe(), self._look()]
         if self._num_streams:
-            load = Load(self._client, COMPLETION_PATH, time.perf_counter, self._ended)
+            load = Load(self._client, time.perf_counter, self._ended)
             watches.append(load.closed_loop(self._jobs(), self._num_streams))
         self._tasks = [asyncio.create_task(watch) for watch in watches]
         return self
@@ -150,7 +150,7 @@ class HeadWatch:
         }
         number = 0
         while self._mesh.is_running() and not self._is_over:
-            yield Job(number, "neighbour", json.dumps(body).encode())
+            yield Job(number, "neighbour", COMPLETION_PATH, json.dumps(body).encode())
             number += 1
 
     def _ended(self, record: Record) -> None:
