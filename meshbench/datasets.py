@@ -45,38 +45,32 @@ BUILT_IN: Final = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt.
-
-    Attributes:
-        id: Distinguishes it from others of its source.
-        text: A user's message, or a raw prompt.
-        messages: A whole chat in place of the text; only the chat endpoint takes one.
-    """
+    """One prompt."""
 
     id: str
+    """Distinguishes it from others of its source."""
     text: str = ""
+    """A user's message, or a raw prompt."""
     messages: tuple[dict[str, Any], ...] = ()
+    """A whole chat in place of the text; only the chat endpoint takes one."""
 
 
 @dataclass(frozen=True)
 class Asking:
-    """Settings of all requests of a run.
-
-    Attributes:
-        endpoint: Which.
-        model: Name that requests give.
-        max_tokens: Of each answer.
-        temperature: Of sampling; None leaves it to the server.
-        ignore_eos: Whether the server is asked to go on to the last token.
-        extra_body: Further fields; they win over the others, and a null takes a field out.
-    """
+    """Settings of all requests of a run."""
 
     endpoint: EndpointName
+    """Which."""
     model: str
+    """Name that requests give."""
     max_tokens: int
+    """Of each answer."""
     temperature: float | None = None
+    """Of sampling; None leaves it to the server."""
     ignore_eos: bool = False
+    """Whether the server is asked to go on to the last token."""
     extra_body: dict[str, Any] | None = None
+    """Further fields; they win over the others, and a null takes a field out."""
 
     def body(self, prompt: Prompt) -> bytes:
         """A streamed request with usage, as JSON."""
@@ -99,17 +93,14 @@ class Asking:
 
 @dataclass(frozen=True)
 class SpecBenchQuestion:
-    """One line of Spec-Bench.
-
-    Attributes:
-        id: Its number, as text.
-        category: Such as `writing`.
-        prompt: Its first turn.
-    """
+    """One line of Spec-Bench."""
 
     id: str
+    """Its number, as text."""
     category: str
+    """Such as `writing`."""
     prompt: str
+    """Its first turn."""
 
 
 def read_dataset(path: Path, endpoint: EndpointName) -> tuple[Prompt, ...]:

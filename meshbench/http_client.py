@@ -314,21 +314,18 @@ class Client:
 
 @dataclass(frozen=True)
 class Server:
-    """An OpenAI server's address.
-
-    Attributes:
-        url: As it is shown.
-        host: Name or address.
-        port: TCP port.
-        is_tls: Whether it is spoken to over TLS.
-        prefix: Path before `/v1`, often empty.
-    """
+    """An OpenAI server's address."""
 
     url: str
+    """As it is shown."""
     host: str
+    """Name or address."""
     port: int
+    """TCP port."""
     is_tls: bool
+    """Whether it is spoken to over TLS."""
     prefix: str
+    """Path before `/v1`, often empty."""
 
     def __str__(self) -> str:
         """The URL as it is shown."""

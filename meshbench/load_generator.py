@@ -19,19 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """A request, ready to go.
-
-    Attributes:
-        number: From 0, in the order of the schedule.
-        prompt_id: Id of the prompt.
-        path: From `/v1` on.
-        body: JSON.
-    """
+    """A request, ready to go."""
 
     number: int
+    """From 0, in the order of the schedule."""
     prompt_id: str
+    """Id of the prompt."""
     path: str
+    """From `/v1` on."""
     body: bytes
+    """JSON."""
 
 
 class Asking(Protocol):

@@ -84,44 +84,38 @@ PAIRS: Final = (
 
 @dataclass(frozen=True)
 class FileEdit:
-    """A file before and after.
-
-    Attributes:
-        path: Inside the package.
-        before: Its text in the older release.
-        after: Its text in the newer one.
-    """
+    """A file before and after."""
 
     path: str
+    """Inside the package."""
     before: str
+    """Its text in the older release."""
     after: str
+    """Its text in the newer one."""
 
 
 @dataclass
 class ReplayTotals:
-    """Sums over replays.
-
-    Attributes:
-        num_texts: Texts replayed.
-        num_tokens: Their tokens.
-        num_steps: Windows, one behind the other.
-        num_proposed: Proposed tokens.
-        num_accepted: Those that the text has, too.
-        num_prompt_tokens: Tokens of the prompts.
-        prompt_us: Time that the proposer took for them.
-        propose_us: Of each call, microseconds.
-        extend_us: Of each call with committed tokens, microseconds.
-    """
+    """Sums over replays."""
 
     num_texts: int = 0
+    """Texts replayed."""
     num_tokens: int = 0
+    """Their tokens."""
     num_steps: int = 0
+    """Windows, one behind the other."""
     num_proposed: int = 0
+    """Proposed tokens."""
     num_accepted: int = 0
+    """Those that the text has, too."""
     num_prompt_tokens: int = 0
+    """Tokens of the prompts."""
     prompt_us: float = 0.0
+    """Time that the proposer took for them."""
     propose_us: list[float] = field(default_factory=list)
+    """Of each call, microseconds."""
     extend_us: list[float] = field(default_factory=list)
+    """Of each call with committed tokens, microseconds."""
 
     @property
     def tokens_per_step(self) -> float:

@@ -57,15 +57,12 @@ Kernels: TypeAlias = Literal["as users run it", "with the peer's kernels"]
 
 @dataclass(frozen=True)
 class Pair:
-    """The same prompt, answered by both sides in the same round.
-
-    Attributes:
-        mesh_tokens_per_s: Our decode rate.
-        peer_tokens_per_s: The other side's.
-    """
+    """The same prompt, answered by both sides in the same round."""
 
     mesh_tokens_per_s: float
+    """Our decode rate."""
     peer_tokens_per_s: float
+    """The other side's."""
 
     @property
     def ratio(self) -> float:
@@ -75,33 +72,30 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Measurements at one delay.
-
-    Attributes:
-        kernels: Of the mesh.
-        delay_ms: Requested one-way delay.
-        hop_ms: One-way delay measured.
-        in_process_ms: Per token, the whole model in one process.
-        compute_ms: Per token, what the stages computed, summed over them, by their own clocks.
-        queue_ms: Per token, how long its window waited for the stages' workers, summed over them.
-        num_hops: Times that a token crosses the network in our ring.
-        pairs: In the order measured; at least one.
-        target_ratio: What the median ratio should reach, if there is a target at this delay.
-        target_overhead_ms: What `overhead_ms` should not exceed.
-        target_transport_ms: What `transport_ms` should not exceed.
-    """
+    """Measurements at one delay."""
 
     kernels: Kernels
+    """Of the mesh."""
     delay_ms: float
+    """Requested one-way delay."""
     hop_ms: float
+    """One-way delay measured."""
     in_process_ms: float
+    """Per token, the whole model in one process."""
     compute_ms: float
+    """Per token, what the stages computed, summed over them, by their own clocks."""
     queue_ms: float
+    """Per token, how long its window waited for the stages' workers, summed over them."""
     num_hops: int
+    """Times that a token crosses the network in our ring."""
     pairs: tuple[Pair, ...]
+    """In the order measured; at least one."""
     target_ratio: float | None
+    """What the median ratio should reach, if there is a target at this delay."""
     target_overhead_ms: float
+    """What `overhead_ms` should not exceed."""
     target_transport_ms: float
+    """What `transport_ms` should not exceed."""
 
     @property
     def mesh_tokens_per_s(self) -> float:
@@ -177,23 +171,20 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of the measurement.
-
-    Attributes:
-        model: A GGUF.
-        prompts: Prompts for both sides, in every round.
-        num_tokens: Of each answer.
-        num_rounds: How often both sides take their turn, at each delay.
-        num_threads: Of each stage, and of the whole model in one process.
-        exact: Our numeric mode, for the stages and the whole model.
-    """
+    """Options of the measurement."""
 
     model: Path
+    """A GGUF."""
     prompts: tuple[str, ...]
+    """Prompts for both sides, in every round."""
     num_tokens: int
+    """Of each answer."""
     num_rounds: int
+    """How often both sides take their turn, at each delay."""
     num_threads: int
+    """Of each stage, and of the whole model in one process."""
     exact: bool
+    """Our numeric mode, for the stages and the whole model."""
 
 
 class Contest:

@@ -32,21 +32,18 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Line:
-    """A line of an acceptance table: a bound, and the measured value.
-
-    Attributes:
-        title: Quantity, with its conditions.
-        measured: The figure, or None if it was not measured.
-        wanted: Its floor or its ceiling; None for a figure without a bound, which helps to read the others.
-        is_ceiling: Whether `wanted` is a ceiling.
-        note: What the figure is made of.
-    """
+    """A line of an acceptance table: a bound, and the measured value."""
 
     title: str
+    """Quantity, with its conditions."""
     measured: float | None
+    """The figure, or None if it was not measured."""
     wanted: float | None
+    """Its floor or its ceiling; None for a figure without a bound, which helps to read the others."""
     is_ceiling: bool = False
+    """Whether `wanted` is a ceiling."""
     note: str = ""
+    """What the figure is made of."""
 
     @property
     def verdict(self) -> str:
@@ -70,17 +67,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Check:
-    """A condition that a run must meet.
-
-    Attributes:
-        name: The condition.
-        holds: Whether it holds; None if the run was too short.
-        detail: The figures.
-    """
+    """A condition that a run must meet."""
 
     name: str
+    """The condition."""
     holds: bool | None
+    """Whether it holds; None if the run was too short."""
     detail: str
+    """The figures."""
 
     @property
     def verdict(self) -> str:
@@ -90,17 +84,14 @@ class Check:
 
 @dataclass(frozen=True)
 class PairedRatio:
-    """Ratio of two systems that were measured in turn, with the bounds of its 95 % interval.
-
-    Attributes:
-        low: Lower bound; 0 for a single round.
-        ratio: Geometric mean of the rounds' ratios.
-        high: Upper bound; infinite for a single round.
-    """
+    """Ratio of two systems that were measured in turn, with the bounds of its 95 % interval."""
 
     low: float
+    """Lower bound; 0 for a single round."""
     ratio: float
+    """Geometric mean of the rounds' ratios."""
     high: float
+    """Upper bound; infinite for a single round."""
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[float, float]]) -> PairedRatio:
@@ -129,17 +120,14 @@ class PairedRatio:
 
 @dataclass(frozen=True)
 class Section:
-    """Part of a report.
-
-    Attributes:
-        heading: A line of Markdown; may be empty.
-        body: In Markdown; a section without a body is not on the page.
-        terminal: What a terminal shows of it; nothing unless given.
-    """
+    """Part of a report."""
 
     heading: str
+    """A line of Markdown; may be empty."""
     body: str
+    """In Markdown; a section without a body is not on the page."""
     terminal: str = ""
+    """What a terminal shows of it; nothing unless given."""
 
     @property
     def markdown(self) -> str:
@@ -153,25 +141,22 @@ PICTURES: Final = Section("## Pictures", "")
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a run found.
-
-    Attributes:
-        title: Title of the page.
-        conditions: How the run was made, by name; empty if a section tells it.
-        sections: Parts, in the order of the page and of the terminal.
-        fields: For programs; dataclasses become objects.
-        is_good: Whether the command is to end with 0.
-        samples: Further fields, of `report.json` alone.
-        pictures: How to draw each file that is beside the page.
-    """
+    """What a run found."""
 
     title: str
+    """Title of the page."""
     conditions: Mapping[str, Any] = field(default_factory=dict)
+    """How the run was made, by name; empty if a section tells it."""
     sections: Sequence[Section]
+    """Parts, in the order of the page and of the terminal."""
     fields: Mapping[str, Any] = field(default_factory=dict)
+    """For programs; dataclasses become objects."""
     is_good: bool = True
+    """Whether the command is to end with 0."""
     samples: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields, of `report.json` alone."""
     pictures: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
+    """How to draw each file that is beside the page."""
 
     def markdown(self, pictures: Sequence[str] = ()) -> str:
         """The page.

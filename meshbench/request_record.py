@@ -22,19 +22,16 @@ _MAX_ERROR_BYTES: Final = 64 * 1024
 
 @dataclass(frozen=True)
 class Failure:
-    """Reason why a request has no answer.
-
-    Attributes:
-        kind: `http_STATUS`, `connection`, `timeout`, `stream_error` (an error in the middle of the answer),
-            `broken_off` (it stopped without an error), `not_a_stream`, `no_tokens`, `unfinished` (the run was
-            ended first), or `hung_up` (the client closed the connection early, as planned).
-        message: Text of the server or the network, one line.
-        retry_after: The header of that name.
-    """
+    """Reason why a request has no answer."""
 
     kind: str
+    """`http_STATUS`, `connection`, `timeout`, `stream_error` (an error in the middle of the answer),
+    `broken_off` (it stopped without an error), `not_a_stream`, `no_tokens`, `unfinished` (the run was ended
+    first), or `hung_up` (the client closed the connection early, as planned)."""
     message: str
+    """Text of the server or the network, one line."""
     retry_after: str | None = None
+    """The header of that name."""
 
     @property
     def is_hang_up(self) -> bool:
@@ -44,62 +41,56 @@ class Failure:
 
 @dataclass(frozen=True)
 class Response:
-    """A response, as far as it came. Times are the clock's.
-
-    Attributes:
-        parts_s: Arrival of each chunk with generated tokens.
-        last_s: When the last chunk with a choice came, the one with the finish reason; None without any.
-        num_input_tokens: The server's count; None if it sent none.
-        num_cached_tokens: Of them, tokens that the server had computed before; None if unknown.
-        num_output_tokens: The server's count; None if it sent none.
-        finish: Why the answer ended.
-        failure: Why there is none, or not all of it.
-    """
+    """A response, as far as it came. Times are the clock's."""
 
     parts_s: tuple[float, ...] = ()
+    """Arrival of each chunk with generated tokens."""
     last_s: float | None = None
+    """When the last chunk with a choice came, the one with the finish reason; None without any."""
     num_input_tokens: int | None = None
+    """The server's count; None if it sent none."""
     num_cached_tokens: int | None = None
+    """Of them, tokens that the server had computed before; None if unknown."""
     num_output_tokens: int | None = None
+    """The server's count; None if it sent none."""
     finish: str | None = None
+    """Why the answer ended."""
     failure: Failure | None = None
+    """Why there is none, or not all of it."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One request, from its schedule to its end. Times are seconds from the start of the run, or a clock's.
-
-    Attributes:
-        number: From 0, in the order of the schedule.
-        prompt_id: Id of the prompt.
-        scheduled_s: When it was to be sent. In a closed loop, when its place became free.
-        ready_s: When it had a place under the limit of requests under way.
-        sent_s: When it was sent, its connection not yet open unless an earlier request left one.
-        ended_s: When it was over, in whatever way.
-        parts_s: Arrival of each chunk with generated tokens.
-        last_s: When the last chunk with a choice came; `ended_s` without any.
-        num_input_tokens: The server's count, or None.
-        num_cached_tokens: The server's count, or None.
-        num_output_tokens: The server's count; that of the parts, if there is none.
-        has_usage: Whether the server counted.
-        finish: Why the answer ended.
-        failure: Why there is none; None if all went well.
-    """
+    """One request, from schedule to end. Times are seconds from the start of the run, or those of a clock."""
 
     number: int
+    """From 0, in the order of the schedule."""
     prompt_id: str
+    """Id of the prompt."""
     scheduled_s: float
+    """When it was to be sent. In a closed loop, when its place became free."""
     ready_s: float
+    """When it had a place under the limit of requests under way."""
     sent_s: float
+    """When it was sent, its connection not yet open unless an earlier request left one."""
     ended_s: float
+    """When it was over, in whatever way."""
     parts_s: tuple[float, ...] = field(default=(), repr=False)
+    """Arrival of each chunk with generated tokens."""
     last_s: float = 0.0
+    """When the last chunk with a choice came; `ended_s` without any."""
     num_input_tokens: int | None = None
+    """The server's count, or None."""
     num_cached_tokens: int | None = None
+    """The server's count, or None."""
     num_output_tokens: int = 0
+    """The server's count; that of the parts, if there is none."""
     has_usage: bool = False
+    """Whether the server counted."""
     finish: str | None = None
+    """Why the answer ended."""
     failure: Failure | None = None
+    """Why there is none; None if all went well."""
 
     def with_answer(self, response: Response, start_s: float = 0.0) -> Record:
         """The same request with its answer.

@@ -27,120 +27,108 @@ SloName = Literal["ttft", "tpot", "e2el"]
 
 @dataclass(frozen=True)
 class Slo:
-    """A service level objective.
-
-    Attributes:
-        name: Which latency.
-        limit_ms: It may be that long.
-    """
+    """A service level objective."""
 
     name: SloName
+    """Which latency."""
     limit_ms: float
+    """It may be that long."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Statistics of times in milliseconds.
-
-    Attributes:
-        count: How many there were; at least one.
-        mean: Their mean.
-        median: The middle one.
-        std: Standard deviation of just these.
-        highest: The longest.
-        percentiles: Of those asked for: the number in [0, 100], and what so many percent do not exceed,
-            between two of them in a straight line.
-    """
+    """Statistics of times in milliseconds."""
 
     count: int
+    """How many there were; at least one."""
     mean: float
+    """Their mean."""
     median: float
+    """The middle one."""
     std: float
+    """Standard deviation of just these."""
     highest: float
+    """The longest."""
     percentiles: dict[float, float]
+    """Of those asked for: the number in [0, 100], and what so many percent do not exceed, between two of them
+    in a straight line."""
 
 
 @dataclass(frozen=True)
 class FailureCount:
-    """Failures of one kind.
-
-    Attributes:
-        kind: See `request_record.Failure`.
-        count: How many.
-        example: Text of the first one.
-    """
+    """Failures of one kind."""
 
     kind: str
+    """See `request_record.Failure`."""
     count: int
+    """How many."""
     example: str
+    """Text of the first one."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """A run, worked out.
-
-    Attributes:
-        duration_s: From the start to the end of the last request.
-        num_requests: That were sent.
-        completed: Answered in full.
-        failed: Not answered, or not in full; but for the next two.
-        rejected: Turned away with 429.
-        unfinished: Under way when the run was ended.
-        failures: All that are not completed, by kind, the most frequent first.
-        retry_after: Values of `Retry-After`, with their counts.
-        total_input_tokens: Of completed requests, by the server's count; None if it counts none.
-        total_cached_tokens: Of these, tokens that the server had computed before; None if unknown.
-        total_output_tokens: Of completed requests.
-        num_without_usage: Completed requests whose tokens the server did not count: their streamed parts are
-            counted instead, which is too few where a part holds several tokens.
-        num_stopped_early: Completed requests that ended before the most tokens they might have.
-        request_throughput: Completed requests a second.
-        output_throughput: Output tokens a second.
-        total_token_throughput: Input and output tokens a second; None without a count of input tokens.
-        request_goodput: Requests a second that met all limits; None without limits.
-        good_share: Share of good requests among all that ended, refused and failed ones included, in [0, 1].
-        scheduled_good_share: The same with TTFT and E2EL from when the request was to be sent.
-        ttft_ms: Time to first token: from sending the request to the first part of its answer.
-        tpot_ms: Time per output token without the first, (E2EL - TTFT) / (output tokens - 1), of each answer.
-        itl_ms: Inter-token latency: from each part of an answer to the next, of all answers together.
-        e2el_ms: End-to-end latency: from sending the request to the end of its answer.
-        scheduled_ttft_ms: TTFT from when the request was to be sent.
-        scheduled_e2el_ms: E2EL from when the request was to be sent.
-        queue_ms: How long requests that were due waited here for a place under the limit.
-        lag_ms: How late this client was apart from that.
-        mean_concurrency: Requests under way, mean over the run.
-        max_concurrency: Most requests under way at once.
-    """
+    """A run, worked out."""
 
     duration_s: float
+    """From the start to the end of the last request."""
     num_requests: int
+    """That were sent."""
     completed: int
+    """Answered in full."""
     failed: int
+    """Not answered, or not in full; but for the next two."""
     rejected: int
+    """Turned away with 429."""
     unfinished: int
+    """Under way when the run was ended."""
     failures: tuple[FailureCount, ...]
+    """All that are not completed, by kind, the most frequent first."""
     retry_after: dict[str, int]
+    """Values of `Retry-After`, with their counts."""
     total_input_tokens: int | None
+    """Of completed requests, by the server's count; None if it counts none."""
     total_cached_tokens: int | None
+    """Of these, tokens that the server had computed before; None if unknown."""
     total_output_tokens: int
+    """Of completed requests."""
     num_without_usage: int
+    """Completed requests whose tokens the server did not count: their streamed parts are counted instead,
+    which is too few where a part holds several tokens."""
     num_stopped_early: int
+    """Completed requests that ended before the most tokens they might have."""
     request_throughput: float
+    """Completed requests a second."""
     output_throughput: float
+    """Output tokens a second."""
     total_token_throughput: float | None
+    """Input and output tokens a second; None without a count of input tokens."""
     request_goodput: float | None
+    """Requests a second that met all limits; None without limits."""
     good_share: float | None
+    """Share of good requests among all that ended, refused and failed ones included, in [0, 1]."""
     scheduled_good_share: float | None
+    """The same with TTFT and E2EL from when the request was to be sent."""
     ttft_ms: Spread | None
+    """Time to first token: from sending the request to the first part of its answer."""
     tpot_ms: Spread | None
+    """Time per output token without the first, (E2EL - TTFT) / (output tokens - 1), of each answer."""
     itl_ms: Spread | None
+    """Inter-token latency: from each part of an answer to the next, of all answers together."""
     e2el_ms: Spread | None
+    """End-to-end latency: from sending the request to the end of its answer."""
     scheduled_ttft_ms: Spread | None
+    """TTFT from when the request was to be sent."""
     scheduled_e2el_ms: Spread | None
+    """E2EL from when the request was to be sent."""
     queue_ms: Spread | None
+    """How long requests that were due waited here for a place under the limit."""
     lag_ms: Spread | None
+    """How late this client was apart from that."""
     mean_concurrency: float
+    """Requests under way, mean over the run."""
     max_concurrency: int
+    """Most requests under way at once."""
 
 
 def parse_slo(text: str) -> Slo:

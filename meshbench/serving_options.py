@@ -14,51 +14,48 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """A run of `mesh bench serve`.
-
-    Attributes:
-        server: The server.
-        endpoint: Where.
-        model: Name that requests give; None takes the first that the server lists.
-        api_key: Goes with each request, if there is one.
-        num_requests: Measured ones.
-        rate: Requests a second in an open loop; None makes a closed loop.
-        burstiness: See `load_generator.arrival_times_s`.
-        concurrency: Requests under way at once; None sets no limit in an open loop, and is 1 in a closed one.
-        num_warmup: Requests before those measured.
-        dataset: File of prompts; None makes them up.
-        prompt_tokens: Of each prompt that is made up, about.
-        max_tokens: Of each answer.
-        temperature: Of sampling; None leaves it to the server.
-        ignore_eos: Whether answers continue to the last token.
-        extra_body: Further fields of each request.
-        seed: Of prompts, their order, and arrivals.
-        timeout_s: Limit of a request; a longer one counts as failed.
-        slos: Limits for goodput.
-        percentiles: Which, in [0, 100].
-        output: Folder for the report; None writes none.
-    """
+    """A run of `mesh bench serve`."""
 
     server: Server
+    """The server."""
     endpoint: EndpointName
+    """Where."""
     model: str | None
+    """Name that requests give; None takes the first that the server lists."""
     api_key: str | None
+    """Goes with each request, if there is one."""
     num_requests: int
+    """Measured ones."""
     rate: float | None
+    """Requests a second in an open loop; None makes a closed loop."""
     burstiness: float
+    """See `load_generator.arrival_times_s`."""
     concurrency: int | None
+    """Requests under way at once; None sets no limit in an open loop, and is 1 in a closed one."""
     num_warmup: int
+    """Requests before those measured."""
     dataset: Path | None
+    """File of prompts; None makes them up."""
     prompt_tokens: int
+    """Of each prompt that is made up, about."""
     max_tokens: int
+    """Of each answer."""
     temperature: float | None
+    """Of sampling; None leaves it to the server."""
     ignore_eos: bool
+    """Whether answers continue to the last token."""
     extra_body: dict[str, Any] | None
+    """Further fields of each request."""
     seed: int
+    """Of prompts, their order, and arrivals."""
     timeout_s: float
+    """Limit of a request; a longer one counts as failed."""
     slos: tuple[Slo, ...]
+    """Limits for goodput."""
     percentiles: tuple[float, ...]
+    """Which, in [0, 100]."""
     output: Path | None
+    """Folder for the report; None writes none."""
 
     @property
     def loop_name(self) -> str:

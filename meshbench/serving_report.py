@@ -47,66 +47,60 @@ _NAMES_OF_VLLM: Final = {"duration_s": "duration", "max_concurrency": "max_concu
 
 @dataclass(frozen=True)
 class Findings:
-    """A run, worked out.
-
-    Attributes:
-        conditions: How it was made.
-        figures: Figures of the measurement.
-        records: One for each request that was sent, in the order of the schedule.
-        client_cpu_share: Of a core that this client used, mean over the run.
-    """
+    """A run, worked out."""
 
     conditions: RunConditions
+    """How it was made."""
     figures: Figures
+    """Figures of the measurement."""
     records: tuple[Record, ...]
+    """One for each request that was sent, in the order of the schedule."""
     client_cpu_share: float
+    """Of a core that this client used, mean over the run."""
 
 
 @dataclass(frozen=True)
 class RunConditions:
-    """Description of the load.
-
-    Attributes:
-        url: The server's.
-        endpoint: `chat` or `completions`.
-        model: Name that requests gave.
-        loop: How the server was loaded, in words.
-        rate: Requests a second of an open loop; None for a closed one.
-        burstiness: Of an open loop's arrivals; None for a closed one.
-        concurrency: Limit of requests under way; None without.
-        num_planned: Requests that were to be sent.
-        prompts: Where they are from, in words.
-        num_prompts: How many there were, no two of them the same request.
-        max_tokens: Of each answer.
-        temperature: Of sampling; None if left to the server.
-        ignore_eos: Whether answers continued to the last token.
-        extra_body: Further fields of each request.
-        goodput: The limits, in milliseconds, by latency.
-        seed: Of prompts, their order, and arrivals.
-        num_warmup: Requests before those measured.
-        started_at: Wall clock at the start, ISO 8601 with zone.
-        software: Version of this client.
-    """
+    """Description of the load."""
 
     url: str
+    """The server's."""
     endpoint: str
+    """`chat` or `completions`."""
     model: str
+    """Name that requests gave."""
     loop: str
+    """How the server was loaded, in words."""
     rate: float | None
+    """Requests a second of an open loop; None for a closed one."""
     burstiness: float | None
+    """Of an open loop's arrivals; None for a closed one."""
     concurrency: int | None
+    """Limit of requests under way; None without."""
     num_planned: int
+    """Requests that were to be sent."""
     prompts: str
+    """Where they are from, in words."""
     num_prompts: int
+    """How many there were, no two of them the same request."""
     max_tokens: int
+    """Of each answer."""
     temperature: float | None
+    """Of sampling; None if left to the server."""
     ignore_eos: bool
+    """Whether answers continued to the last token."""
     extra_body: dict[str, Any] | None
+    """Further fields of each request."""
     goodput: dict[str, float]
+    """The limits, in milliseconds, by latency."""
     seed: int
+    """Of prompts, their order, and arrivals."""
     num_warmup: int
+    """Requests before those measured."""
     started_at: str
+    """Wall clock at the start, ISO 8601 with zone."""
     software: str
+    """Version of this client."""
 
 
 def serving_report(findings: Findings) -> Report:

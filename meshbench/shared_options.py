@@ -42,56 +42,50 @@ json_option: Final = click.option("--json", "is_json", is_flag=True, help="Print
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What every run that loads a mesh is told.
-
-    Attributes:
-        hang_up_share: Share of requests whose client disconnects, 0 to 1.
-        is_short: Whether it is a quick run: short answers, and little time between events.
-        seed: Of everything that is random.
-        output: Folder for the report.
-    """
+    """What every run that loads a mesh is told."""
 
     hang_up_share: float
+    """Share of requests whose client disconnects, 0 to 1."""
     is_short: bool
+    """Whether it is a quick run: short answers, and little time between events."""
     seed: int
+    """Of everything that is random."""
     output: Path
+    """Folder for the report."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabOptions(RunOptions):
-    """What every run that loads a mesh on lab hosts is told; see `RunOptions` for the other options.
-
-    Attributes:
-        model: A GGUF.
-        num_stages: Hosts with layers; one more is the head.
-        delay_ms: One-way delay between any two hosts.
-        jitter_ms: Longest further delay of a packet.
-        loss: Share of packets that are lost, 0 to 1.
-        mbit_per_s: Bandwidth of each link in each direction; None for no limit.
-        is_pinned: Whether each host has processors of its own, or shares one with few.
-        exact: Numeric mode; then every text must be the one that was given undisturbed.
-        ctx_size: Positions of a session.
-        num_threads: Of each stage.
-        speculate: Allowed proposers, as in `mesh serve`.
-        serve_options: Further options of `mesh serve`.
-        logs: Folder for what the processes write; None throws it away.
-        against: Another checkout, whose mesh is measured in turn with this one; None without.
-    """
+    """What every run that loads a mesh on lab hosts is told; see `RunOptions` for the other options."""
 
     model: Path
+    """A GGUF."""
     num_stages: int
+    """Hosts with layers; one more is the head."""
     delay_ms: float
+    """One-way delay between any two hosts."""
     jitter_ms: float = 0.0
+    """Longest further delay of a packet."""
     loss: float = 0.0
+    """Share of packets that are lost, 0 to 1."""
     mbit_per_s: float | None = None
+    """Bandwidth of each link in each direction; None for no limit."""
     is_pinned: bool = False
+    """Whether each host has processors of its own, or shares one with few."""
     exact: bool
+    """Numeric mode; then every text must be the one that was given undisturbed."""
     ctx_size: int
+    """Positions of a session."""
     num_threads: int
+    """Of each stage."""
     speculate: str
+    """Allowed proposers, as in `mesh serve`."""
     serve_options: tuple[str, ...]
+    """Further options of `mesh serve`."""
     logs: Path | None
+    """Folder for what the processes write; None throws it away."""
     against: Path | None = None
+    """Another checkout, whose mesh is measured in turn with this one; None without."""
 
     @property
     def link(self) -> LinkConditions:

@@ -41,38 +41,32 @@ _FLOOR: Final = 0.97
 
 @dataclass(frozen=True)
 class Closeness:
-    """Share of the ceiling that `auto` reached.
-
-    Attributes:
-        delay_ms: One way.
-        workload: Its name.
-        server: How the server was started that answered under `auto`.
-        share: `auto`'s rate as a share of `replay`'s, from the same run.
-    """
+    """Share of the ceiling that `auto` reached."""
 
     delay_ms: float
+    """One way."""
     workload: str
+    """Its name."""
     server: str
+    """How the server was started that answered under `auto`."""
     share: float
+    """`auto`'s rate as a share of `replay`'s, from the same run."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting on a server, judged by cold chat workloads.
-
-    Attributes:
-        server: How the server was started.
-        setting: Name of the setting.
-        speed_ups: By delay, the mean over workloads.
-        worst: The smallest mean of a workload at any delay.
-        worst_at: Which that is.
-    """
+    """A setting on a server, judged by cold chat workloads."""
 
     server: str
+    """How the server was started."""
     setting: str
+    """Name of the setting."""
     speed_ups: dict[float, float]
+    """By delay, the mean over workloads."""
     worst: float
+    """The smallest mean of a workload at any delay."""
     worst_at: str
+    """Which that is."""
 
     @property
     def score(self) -> float:
@@ -82,17 +76,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The choice and its grounds.
-
-    Attributes:
-        chosen: None if it is best to leave speculation off, or if nothing was measured.
-        candidates: All, best first.
-        reason: One sentence.
-    """
+    """The choice and its grounds."""
 
     chosen: Candidate | None
+    """None if it is best to leave speculation off, or if nothing was measured."""
     candidates: tuple[Candidate, ...]
+    """All, best first."""
     reason: str
+    """One sentence."""
 
 
 def acceptance_lines(

@@ -52,20 +52,18 @@ class Trial:
     """Some questions at one delay.
 
     Each question is one turn: it is answered under `off` and under each setting, one right after the other.
-
-    Attributes:
-        delay_ms: One way.
-        workload: Name of the workload.
-        settings: Besides `off`.
-        sampling: Sampling fields of the request body.
-        with_peer: Whether llama.cpp RPC takes part in each turn.
     """
 
     delay_ms: float
+    """One way."""
     workload: Workload
+    """Name of the workload."""
     settings: tuple[Setting, ...]
+    """Besides `off`."""
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0})
+    """Sampling fields of the request body."""
     with_peer: bool = False
+    """Whether llama.cpp RPC takes part in each turn."""
 
     @property
     def temperature(self) -> float:
@@ -75,38 +73,32 @@ class Trial:
 
 @dataclass(frozen=True)
 class ConcurrentTrial:
-    """Trials of some workloads, asked together.
-
-    Attributes:
-        delay_ms: One way.
-        workload: Its questions are taken in turn until there are enough.
-        setting: Against `off`.
-        num_at_once: How many questions, all at once.
-        num_rounds: How often `off` and the setting take turns.
-    """
+    """Trials of some workloads, asked together."""
 
     delay_ms: float
+    """One way."""
     workload: Workload
+    """Its questions are taken in turn until there are enough."""
     setting: Setting
+    """Against `off`."""
     num_at_once: int
+    """How many questions, all at once."""
     num_rounds: int
+    """How often `off` and the setting take turns."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A mesh, started once, with its phases.
-
-    Attributes:
-        server: Name of this way to start it.
-        options: Of `mesh serve`.
-        trials: In order.
-        concurrent_trials: After the trials.
-    """
+    """A mesh, started once, with its phases."""
 
     server: str
+    """Name of this way to start it."""
     options: tuple[str, ...]
+    """Of `mesh serve`."""
     trials: tuple[Trial, ...]
+    """In order."""
     concurrent_trials: tuple[ConcurrentTrial, ...] = ()
+    """After the trials."""
 
     @property
     def replays(self) -> bool:
@@ -116,17 +108,14 @@ class Phase:
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of every mesh of a plan.
-
-    Attributes:
-        draft_model: A GGUF for the draft proposer, or None to go without.
-        exact: Numeric mode.
-        draft_max: Of `mesh serve`.
-    """
+    """Options of every mesh of a plan."""
 
     draft_model: Path | None
+    """A GGUF for the draft proposer, or None to go without."""
     exact: bool = False
+    """Numeric mode."""
     draft_max: int = _DRAFT_MAX
+    """Of `mesh serve`."""
 
     def of(
         self, mode: SpeculationMode, *more: str, draft: bool = True, exact: bool = False
@@ -143,15 +132,12 @@ class ServeOptions:
 
 @dataclass(frozen=True)
 class PeerSetting:
-    """Options of its server.
-
-    Attributes:
-        name: For tables.
-        options: Of `llama-server`, besides those that spread the model over hosts.
-    """
+    """Options of its server."""
 
     name: str
+    """For tables."""
     options: tuple[str, ...]
+    """Of `llama-server`, besides those that spread the model over hosts."""
 
 
 def narrowed(

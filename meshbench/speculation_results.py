@@ -32,32 +32,28 @@ _MODES: Final = ("off", "ngram", "draft", "auto", "replay")
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """Statistics of proposed tokens.
-
-    Attributes:
-        num_windows: Passes through the target, those without proposed tokens too; 0 where the server does not
-            say.
-        num_drafts: Passes with proposed tokens; 0 if the server does not report them.
-        num_drafted: Proposed tokens.
-        num_accepted: Those that the target chose too.
-        drafted_per_position: Entry `i`: passes that carried more than `i` proposed tokens.
-        accepted_per_position: Entry `i`: passes that had more than `i` of them accepted.
-        num_stale_rows: Rows that were void before their verdict.
-        reason: Reason of the controller.
-        by_depth: Tokens by distance from the drafter's last feature, of drafters that read features.
-        features: Features that the drafter wanted and got; None without such a drafter.
-    """
+    """Statistics of proposed tokens."""
 
     num_windows: int = 0
+    """Passes through the target, those without proposed tokens too; 0 where the server does not say."""
     num_drafts: int = 0
+    """Passes with proposed tokens; 0 if the server does not report them."""
     num_drafted: int = 0
+    """Proposed tokens."""
     num_accepted: int = 0
+    """Those that the target chose too."""
     drafted_per_position: tuple[int, ...] = ()
+    """Entry `i`: passes that carried more than `i` proposed tokens."""
     accepted_per_position: tuple[int, ...] = ()
+    """Entry `i`: passes that had more than `i` of them accepted."""
     num_stale_rows: int = 0
+    """Rows that were void before their verdict."""
     reason: str = ""
+    """Reason of the controller."""
     by_depth: DepthStatistics = field(default_factory=DepthStatistics)
+    """Tokens by distance from the drafter's last feature, of drafters that read features."""
     features: FeatureCounts | None = None
+    """Features that the drafter wanted and got; None without such a drafter."""
 
     @classmethod
     def from_timings(cls, timings: Mapping[str, Any]) -> DraftCounts:
@@ -87,39 +83,36 @@ class DraftCounts:
 
 @dataclass(frozen=True)
 class Sample:
-    """An answer and where it belongs.
-
-    Attributes:
-        turn: Samples of one turn are the same question under several settings, one right after the other.
-        system: The system that answered.
-        server: How the server was started, by a name.
-        setting: Name of the setting.
-        workload: Name of the workload.
-        question: Id of the question.
-        delay_ms: Requested one-way delay.
-        is_raw: Whether it came from the completion endpoint.
-        is_warm: Whether the question had been answered before.
-        temperature: Of sampling; 0 is greedy.
-        text: The answer.
-        num_tokens: Its length.
-        arrivals_ms: Arrival of each part, from the request.
-        counts: What became of proposed tokens.
-    """
+    """An answer and where it belongs."""
 
     turn: int
+    """Samples of one turn are the same question under several settings, one right after the other."""
     system: str
+    """The system that answered."""
     server: str
+    """How the server was started, by a name."""
     setting: str
+    """Name of the setting."""
     workload: str
+    """Name of the workload."""
     question: str
+    """Id of the question."""
     delay_ms: float
+    """Requested one-way delay."""
     is_raw: bool
+    """Whether it came from the completion endpoint."""
     is_warm: bool
+    """Whether the question had been answered before."""
     temperature: float
+    """Of sampling; 0 is greedy."""
     text: str
+    """The answer."""
     num_tokens: int
+    """Its length."""
     arrivals_ms: tuple[float, ...]
+    """Arrival of each part, from the request."""
     counts: DraftCounts = field(default_factory=DraftCounts)
+    """What became of proposed tokens."""
 
     @property
     def ttft_ms(self) -> float:
@@ -153,69 +146,62 @@ class Sample:
 
 @dataclass(frozen=True)
 class RunConditions:
-    """Conditions of a figure besides the compared ones.
-
-    Attributes:
-        command: The command line.
-        model: File name.
-        draft_model: File name, if there is one that is known.
-        num_stages: Hosts that hold layers; one more is the head.
-        num_threads: Of each stage; None if it is not known.
-        num_tokens: Of each answer.
-        numeric_mode: `fast` or `exact`.
-        seed: Of random prompts and of sampling.
-        processor: Name of the processor, of a mesh behind a URL that of its client.
-        num_cores: Of the machine, shared by all hosts of the lab.
-        software: Version of ours, and of llama-cpp-python.
-        url: Where the mesh is; None in the lab.
-        placement: Host and layers of each stage of a mesh behind a URL.
-    """
+    """Conditions of a figure besides the compared ones."""
 
     command: str
+    """The command line."""
     model: str
+    """File name."""
     draft_model: str | None
+    """File name, if there is one that is known."""
     num_stages: int
+    """Hosts that hold layers; one more is the head."""
     num_threads: int | None
+    """Of each stage; None if it is not known."""
     num_tokens: int
+    """Of each answer."""
     numeric_mode: str
+    """`fast` or `exact`."""
     seed: int
+    """Of random prompts and of sampling."""
     processor: str
+    """Name of the processor, of a mesh behind a URL that of its client."""
     num_cores: int
+    """Of the machine, shared by all hosts of the lab."""
     software: str
+    """Version of ours, and of llama-cpp-python."""
     url: str | None = None
+    """Where the mesh is; None in the lab."""
     placement: tuple[str, ...] = ()
+    """Host and layers of each stage of a mesh behind a URL."""
 
 
 @dataclass
 class Results:
-    """Results of a run, filled in as it proceeds.
-
-    Attributes:
-        conditions: What the figures depend on.
-        samples: In the order measured.
-        groups: In the order measured.
-        servers: Options of `mesh serve`, by the name of each way to start it.
-        hops_ms: Measured one-way delays, by the requested one.
-        failures: What could not be measured, and why.
-        peer_rates: By setting of llama.cpp RPC, its tokens per second when the best was chosen, or why it has
-            none.
-        peer_delay_ms: One-way delay of that choice.
-        took_s: The whole run.
-        links: Links between the hosts as the head measured them; None in the lab.
-        omitted: What cannot be measured of such a mesh, which is no failure.
-    """
+    """Results of a run, filled in as it proceeds."""
 
     conditions: RunConditions
+    """What the figures depend on."""
     samples: list[Sample] = field(default_factory=list)
+    """In the order measured."""
     groups: list[ConcurrentRequests] = field(default_factory=list)
+    """In the order measured."""
     servers: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Options of `mesh serve`, by the name of each way to start it."""
     hops_ms: dict[float, float] = field(default_factory=dict)
+    """Measured one-way delays, by the requested one."""
     failures: list[str] = field(default_factory=list)
+    """What could not be measured, and why."""
     peer_rates: dict[str, float | str] = field(default_factory=dict)
+    """By setting of llama.cpp RPC, its tokens per second when the best was chosen, or why it has none."""
     peer_delay_ms: float | None = None
+    """One-way delay of that choice."""
     took_s: float = 0.0
+    """The whole run."""
     links: KnownLinks | None = None
+    """Links between the hosts as the head measured them; None in the lab."""
     omitted: list[str] = field(default_factory=list)
+    """What cannot be measured of such a mesh, which is no failure."""
 
     def is_exact(self, server: str) -> bool:
         """Whether a server computed in exact mode."""
@@ -224,24 +210,20 @@ class Results:
 
 @dataclass(frozen=True)
 class ConcurrentRequests:
-    """The same requests at once, under `off` and under a setting, one right after the other.
-
-    Attributes:
-        num_at_once: Requests under way together.
-        delay_ms: One way.
-        setting: Name of the setting.
-        off_tokens_per_s: All tokens of all answers, by the time from the first request to the end of the
-            last answer.
-        tokens_per_s: The same under the setting.
-        num_forks: Number of answers with different texts.
-    """
+    """The same requests at once, under `off` and under a setting, one right after the other."""
 
     num_at_once: int
+    """Requests under way together."""
     delay_ms: float
+    """One way."""
     setting: str
+    """Name of the setting."""
     off_tokens_per_s: float
+    """All tokens of all answers, by the time from the first request to the end of the last answer."""
     tokens_per_s: float
+    """The same under the setting."""
     num_forks: int
+    """Number of answers with different texts."""
 
     @property
     def ratio(self) -> float:
@@ -251,19 +233,16 @@ class ConcurrentRequests:
 
 @dataclass(frozen=True)
 class Setting:
-    """Speculation setting of a request.
-
-    Attributes:
-        mode: Allowed proposers.
-        max_width: Most proposed tokens in one window (`--draft-max`), or None for the server's bound.
-        depth: Most windows in flight, or None for the server's bound.
-        label: What tables call it, or None for a name made of the limits.
-    """
+    """Speculation setting of a request."""
 
     mode: SpeculationMode
+    """Allowed proposers."""
     max_width: int | None = None
+    """Most proposed tokens in one window (`--draft-max`), or None for the server's bound."""
     depth: int | None = None
+    """Most windows in flight, or None for the server's bound."""
     label: str | None = None
+    """What tables call it, or None for a name made of the limits."""
 
     @property
     def name(self) -> str:
@@ -292,15 +271,12 @@ REPLAY: Final = Setting("replay")
 
 @dataclass(frozen=True)
 class Pair:
-    """Two answers to one question.
-
-    Attributes:
-        base: What `other` is compared with.
-        other: Answer under the compared setting.
-    """
+    """Two answers to one question."""
 
     base: Sample
+    """What `other` is compared with."""
     other: Sample
+    """Answer under the compared setting."""
 
     @property
     def speed_up(self) -> float:
@@ -355,48 +331,45 @@ class Place:
 
 @dataclass(frozen=True)
 class Row:
-    """Means over the answers of one place.
-
-    Attributes:
-        place: Conditions of the row.
-        num_answers: How many.
-        tokens_per_s: Mean decode rate.
-        speed_up: Mean over the pairs with `off`; None for `off` itself and for other systems.
-        speed_up_low: Of the slowest pair.
-        speed_up_high: Of the fastest pair.
-        sound_speed_up: Mean over the pairs of which neither answer goes in circles; None without any.
-        fork_rate: Share of the answers whose text differs from that of `off`; None like `speed_up`.
-        degenerate_rate: Share of the answers that go in circles.
-        ttft_ms: Median.
-        itl_ms: 50th, 95th and 99th percentile over all gaps between arrivals.
-        tokens_per_window: Tokens that a pass through the target brought, plain passes too; None if unknown.
-        mean_accepted: Accepted tokens of a pass that carried proposed ones; None if unknown.
-        acceptance: Accepted of all proposed tokens, in [0, 1]; None if none was proposed.
-        acceptance_per_position: Entry `i`: of the passes with more than `i` proposed tokens, the share that
-            had all up to there accepted; unconditional: what lies behind a rejected token counts as rejected.
-        drafts_per_position: Entry `i`: how many passes that is a share of.
-        by_depth: Tokens by distance from the drafter's last feature, of drafters that read features.
-        features: Features that the drafter wanted and got; None without such a drafter.
-    """
+    """Means over the answers of one place."""
 
     place: Place
+    """Conditions of the row."""
     num_answers: int
+    """How many."""
     tokens_per_s: float
+    """Mean decode rate."""
     speed_up: float | None
+    """Mean over the pairs with `off`; None for `off` itself and for other systems."""
     speed_up_low: float | None
+    """Of the slowest pair."""
     speed_up_high: float | None
+    """Of the fastest pair."""
     sound_speed_up: float | None
+    """Mean over the pairs of which neither answer goes in circles; None without any."""
     fork_rate: float | None
+    """Share of the answers whose text differs from that of `off`; None like `speed_up`."""
     degenerate_rate: float
+    """Share of the answers that go in circles."""
     ttft_ms: float
+    """Median."""
     itl_ms: tuple[float, float, float]
+    """50th, 95th and 99th percentile over all gaps between arrivals."""
     tokens_per_window: float | None
+    """Tokens that a pass through the target brought, plain passes too; None if unknown."""
     mean_accepted: float | None
+    """Accepted tokens of a pass that carried proposed ones; None if unknown."""
     acceptance: float | None
+    """Accepted of all proposed tokens, in [0, 1]; None if none was proposed."""
     acceptance_per_position: tuple[float, ...]
+    """Entry `i`: of the passes with more than `i` proposed tokens, the share that had all up to there
+    accepted; unconditional: what lies behind a rejected token counts as rejected."""
     drafts_per_position: tuple[int, ...]
+    """Entry `i`: how many passes that is a share of."""
     by_depth: DepthStatistics
+    """Tokens by distance from the drafter's last feature, of drafters that read features."""
     features: FeatureCounts | None
+    """Features that the drafter wanted and got; None without such a drafter."""
 
 
 def add_up(rows: Any) -> tuple[int, ...]:

@@ -73,74 +73,64 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionOptions:
-    """Questions and settings of a run, whatever mesh it is for.
-
-    Attributes:
-        preset: Which plan.
-        spec_bench: Spec-Bench's `question.jsonl`, or None for the project's own workloads alone.
-        workloads: Names; empty takes all.
-        modes: Proposers, for a sweep.
-        widths: Values of `--draft-max`, for a sweep.
-        per_workload: Questions of each workload.
-        num_tokens: Of each answer.
-        context_words: Of a text that each question follows.
-        seed: Of random prompts and of sampling.
-        output: Folder for the report.
-        command: Command line with these options.
-    """
+    """Questions and settings of a run, whatever mesh it is for."""
 
     preset: Preset
+    """Which plan."""
     spec_bench: Path | None
+    """Spec-Bench's `question.jsonl`, or None for the project's own workloads alone."""
     workloads: tuple[str, ...]
+    """Names; empty takes all."""
     modes: tuple[SpeculationMode, ...]
+    """Proposers, for a sweep."""
     widths: tuple[int, ...]
+    """Values of `--draft-max`, for a sweep."""
     per_workload: int
+    """Questions of each workload."""
     num_tokens: int
+    """Of each answer."""
     context_words: int
+    """Of a text that each question follows."""
     seed: int
+    """Of random prompts and of sampling."""
     output: Path
+    """Folder for the report."""
     command: str
+    """Command line with these options."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpecOptions(QuestionOptions):
-    """Options of `mesh bench spec` in the lab; see `QuestionOptions` for the other options.
-
-    Attributes:
-        model: A GGUF.
-        draft_model: A GGUF for the draft proposer; None makes one from the model.
-        draft_type: Type of its weights, if it is made; None goes without a draft model.
-        delays_ms: One way; empty takes those of the plan, for a sweep 5 and 20.
-        replay_rates: Acceptance, by distance, of the drafter that recorded answers stand for.
-        num_threads: Of each stage.
-        exact: Numeric mode.
-        with_rpc: Whether llama.cpp RPC takes part.
-        against: Another checkout, whose mesh is measured in turn with this one, without `replay`; None
-            without.
-        logs: Folder for what the servers write; None throws it away.
-    """
+    """Options of `mesh bench spec` in the lab; see `QuestionOptions` for the other options."""
 
     model: Path
+    """A GGUF."""
     draft_model: Path | None
+    """A GGUF for the draft proposer; None makes one from the model."""
     draft_type: str | None
+    """Type of its weights, if it is made; None goes without a draft model."""
     delays_ms: tuple[float, ...]
+    """One way; empty takes those of the plan, for a sweep 5 and 20."""
     replay_rates: tuple[float, ...]
+    """Acceptance, by distance, of the drafter that recorded answers stand for."""
     num_threads: int
+    """Of each stage."""
     exact: bool
+    """Numeric mode."""
     with_rpc: bool
+    """Whether llama.cpp RPC takes part."""
     against: Path | None
+    """Another checkout, whose mesh is measured in turn with this one, without `replay`; None without."""
     logs: Path | None
+    """Folder for what the servers write; None throws it away."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteSpecOptions(QuestionOptions):
-    """Options of `mesh bench spec --url`; see `QuestionOptions` for the other options.
-
-    Attributes:
-        target: The running mesh.
-    """
+    """Options of `mesh bench spec --url`; see `QuestionOptions` for the other options."""
 
     target: RemoteTarget
+    """The running mesh."""
 
 
 def run_spec(options: SpecOptions) -> Report:

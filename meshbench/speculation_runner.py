@@ -44,36 +44,30 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class RunnerOptions:
-    """Parts shared by all phases.
-
-    Attributes:
-        model: A GGUF.
-        split: Layers of each stage.
-        num_threads: Of each stage.
-        num_tokens: Of each answer.
-        ctx_size: Positions of a session.
-        against: Another checkout, whose mesh is measured in turn with this one; None without.
-    """
+    """Parts shared by all phases."""
 
     model: Path
+    """A GGUF."""
     split: tuple[int, ...]
+    """Layers of each stage."""
     num_threads: int
+    """Of each stage."""
     num_tokens: int
+    """Of each answer."""
     ctx_size: int
+    """Positions of a session."""
     against: Path | None = None
+    """Another checkout, whose mesh is measured in turn with this one; None without."""
 
 
 @dataclass(frozen=True)
 class OtherMesh:
-    """The mesh of another checkout on the same hosts, paused while it is not measured.
-
-    Attributes:
-        processes: Of the mesh under test.
-        mesh: The other one.
-    """
+    """The mesh of another checkout on the same hosts, paused while it is not measured."""
 
     processes: MeshSystem
+    """Of the mesh under test."""
     mesh: LabMesh
+    """The other one."""
 
     @property
     def name(self) -> str:

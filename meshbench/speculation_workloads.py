@@ -114,37 +114,31 @@ _LIMIT: Final = 0.4
 
 @dataclass(frozen=True)
 class Question:
-    """One prompt.
-
-    Attributes:
-        id: Unique within its workload.
-        content: Fields of the request body that carry it.
-    """
+    """One prompt."""
 
     id: str
+    """Unique within its workload."""
     content: dict[str, Any]
+    """Fields of the request body that carry it."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Questions of one kind.
-
-    Attributes:
-        name: Such as `writing` or `warm-repeat`.
-        questions: Each is measured once under each setting.
-        source: `spec-bench` or `ours`.
-        is_warm: Whether each question is answered once, unmeasured, before it is measured.
-        is_raw: Whether it goes to the completion endpoint, without a chat template; such figures are never
-            mixed with those of chat.
-        fields: Further fields of each request body.
-    """
+    """Questions of one kind."""
 
     name: str
+    """Such as `writing` or `warm-repeat`."""
     questions: tuple[Question, ...]
+    """Each is measured once under each setting."""
     source: str = OURS
+    """`spec-bench` or `ours`."""
     is_warm: bool = False
+    """Whether each question is answered once, unmeasured, before it is measured."""
     is_raw: bool = False
+    """Whether it goes to the completion endpoint, without a chat template; such figures are never mixed with
+    those of chat."""
     fields: dict[str, Any] = field(default_factory=dict)
+    """Further fields of each request body."""
 
     @property
     def path(self) -> str:

@@ -50,38 +50,32 @@ KINDS: Final[tuple[FaultKind, ...]] = get_args(FaultKind)
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault to inject.
-
-    Attributes:
-        number: From 0.
-        kind: See `MEANING`.
-        wait_s: How long all is well before it, in seconds.
-        hold_s: Time for which a host stays cut off, or a process stopped.
-        pick: In [0, 1): which one of several that it may hit.
-    """
+    """A fault to inject."""
 
     number: int
+    """From 0."""
     kind: FaultKind
+    """See `MEANING`."""
     wait_s: float
+    """How long all is well before it, in seconds."""
     hold_s: float
+    """Time for which a host stays cut off, or a process stopped."""
     pick: float
+    """In [0, 1): which one of several that it may hit."""
 
 
 @dataclass(frozen=True)
 class InjectedFault:
-    """A fault that was done.
-
-    Attributes:
-        fault: Which.
-        at_s: When, of `time.perf_counter`.
-        host: Number of the lab host that it hit.
-        pid: Of the process that it hit, out here; None if it hit the whole host.
-    """
+    """A fault that was done."""
 
     fault: Fault
+    """Which."""
     at_s: float
+    """When, of `time.perf_counter`."""
     host: int
+    """Number of the lab host that it hit."""
     pid: int | None = None
+    """Of the process that it hit, out here; None if it hit the whole host."""
 
 
 class FaultInjector:

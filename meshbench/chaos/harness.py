@@ -56,25 +56,22 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class FaultTestBed:
-    """Up, with every question answered once.
-
-    Attributes:
-        lab: Host 0 is the head, `host1` and so on take part.
-        mesh: On it.
-        client: Sends the clients' requests.
-        injector: Injects faults.
-        options: Options of the run.
-        questions: Questions of the clients.
-        expected: What each was answered, by its id.
-    """
+    """Up, with every question answered once."""
 
     lab: Lab
+    """Host 0 is the head, `host1` and so on take part."""
     mesh: MeshSystem
+    """On it."""
     client: LoadClient
+    """Sends the clients' requests."""
     injector: FaultInjector
+    """Injects faults."""
     options: ChaosOptions
+    """Options of the run."""
     questions: tuple[Question, ...]
+    """Questions of the clients."""
     expected: Mapping[str, Expected]
+    """What each was answered, by its id."""
 
     @property
     def num_hosts(self) -> int:

@@ -24,29 +24,26 @@ SCENARIOS: Final[tuple[ScenarioName, ...]] = get_args(ScenarioName)
 
 @dataclass(frozen=True, kw_only=True)
 class ChaosOptions(LabOptions):
-    """A run of `mesh bench chaos`; see `LabOptions` for the other options.
-
-    Attributes:
-        scenarios: Scenarios, in order.
-        num_spares: Hosts without.
-        num_streams: Requests under way at any time.
-        num_faults: How many.
-        kinds: Among which they are drawn.
-        awaits_replicas: Whether a mesh is whole only when its spare hosts have every stage loaded ahead.
-        num_questions: Different ones.
-        answer_tokens: Lengths of answers, of which each question gets one.
-        whole_timeout_s: A mesh that is not whole again so long after a fault has failed.
-    """
+    """A run of `mesh bench chaos`; see `LabOptions` for the other options."""
 
     scenarios: tuple[ScenarioName, ...]
+    """Scenarios, in order."""
     num_spares: int
+    """Hosts without."""
     num_streams: int
+    """Requests under way at any time."""
     num_faults: int
+    """How many."""
     kinds: tuple[FaultKind, ...]
+    """Among which they are drawn."""
     awaits_replicas: bool
+    """Whether a mesh is whole only when its spare hosts have every stage loaded ahead."""
     num_questions: int
+    """Different ones."""
     answer_tokens: tuple[int, ...]
+    """Lengths of answers, of which each question gets one."""
     whole_timeout_s: float
+    """A mesh that is not whole again so long after a fault has failed."""
 
 
 def least_memory_bytes(model: ModelFacts, workload: Workload, num_hosts: int) -> int:

@@ -23,17 +23,14 @@ _PENALTIES: Final[tuple[dict[str, float], ...]] = (
 
 @dataclass(frozen=True)
 class Question:
-    """A request.
-
-    Attributes:
-        id: Distinguishes it from the others.
-        turn: Message, and length of the answer.
-        fields: How it is sampled.
-    """
+    """A request."""
 
     id: str
+    """Distinguishes it from the others."""
     turn: Turn
+    """Message, and length of the answer."""
     fields: dict[str, Any]
+    """How it is sampled."""
 
     @property
     def request(self) -> Request:

@@ -27,15 +27,12 @@ SERVING_S: Final = 10.0
 
 @dataclass(frozen=True)
 class ProbeOutcome:
-    """A request that was sent right after a fault.
-
-    Attributes:
-        took_s: To its first token, or to its refusal.
-        outcome: `answer`, `503`, or what went wrong.
-    """
+    """A request that was sent right after a fault."""
 
     took_s: float
+    """To its first token, or to its refusal."""
     outcome: str
+    """`answer`, `503`, or what went wrong."""
 
     @property
     def is_sound(self) -> bool:
@@ -45,40 +42,36 @@ class ProbeOutcome:
 
 @dataclass(frozen=True)
 class Repair:
-    """See above. All times in seconds.
-
-    Attributes:
-        number: Of the fault, from 0.
-        kind: Of the fault.
-        host: That it hit.
-        at_s: Time since the first question.
-        hold_s: Time for which the host stayed cut off, or the process stopped; None for other faults.
-        whole_s: Time from the fault until the mesh was as before, spares included; None if never.
-        repair_s: What the head took for repairs, from its noticing on; None if it made none.
-        pauses_s: Of each client that was being answered, the longest time between two tokens in that time,
-            ascending.
-        silence_s: The longest time in which nothing at all came for one of them, no comment ping either.
-        newcomer: Request right after the fault; None without one.
-        is_warm: Whether there was a replica of the lost layers; None if unknown.
-        reason: Reason recorded by the mesh; empty if none.
-        rejoined: Hosts whose `mesh join` had ended and was started again.
-        problem: Why the mesh was not whole in time; empty if it was.
-    """
+    """See above. All times in seconds."""
 
     number: int
+    """Of the fault, from 0."""
     kind: str
+    """Of the fault."""
     host: str
+    """That it hit."""
     at_s: float
+    """Time since the first question."""
     hold_s: float | None
+    """Time for which the host stayed cut off, or the process stopped; None for other faults."""
     whole_s: float | None
+    """Time from the fault until the mesh was as before, spares included; None if never."""
     repair_s: float | None
+    """What the head took for repairs, from its noticing on; None if it made none."""
     pauses_s: tuple[float, ...]
+    """Of each client that was being answered, the longest time between two tokens in that time, ascending."""
     silence_s: float
+    """The longest time in which nothing at all came for one of them, no comment ping either."""
     newcomer: ProbeOutcome | None
+    """Request right after the fault; None without one."""
     is_warm: bool | None
+    """Whether there was a replica of the lost layers; None if unknown."""
     reason: str
+    """Reason recorded by the mesh; empty if none."""
     rejoined: tuple[int, ...]
+    """Hosts whose `mesh join` had ended and was started again."""
     problem: str
+    """Why the mesh was not whole in time; empty if it was."""
 
     @property
     def worst_pause_s(self) -> float:
@@ -88,92 +81,80 @@ class Repair:
 
 @dataclass(frozen=True)
 class HeadLogAccount:
-    """Results of one fault.
-
-    Attributes:
-        num_repairs: How often the ring was made whole in that time, planned moves included.
-        is_warm: Whether there was a replica of all moved layers; None if nothing moved.
-        reason: Why, and how: one line; empty if the head noted nothing.
-        repair_s: What the repairs took from the head's noticing on, together; None if there was none.
-    """
+    """Results of one fault."""
 
     num_repairs: int
+    """How often the ring was made whole in that time, planned moves included."""
     is_warm: bool | None
+    """Whether there was a replica of all moved layers; None if nothing moved."""
     reason: str
+    """Why, and how: one line; empty if the head noted nothing."""
     repair_s: float | None
+    """What the repairs took from the head's noticing on, together; None if there was none."""
 
 
 @dataclass(frozen=True)
 class KindSummary:
-    """Statistics of all faults of a kind. Times in seconds.
-
-    Attributes:
-        kind: See `faults.MEANING`.
-        count: How many.
-        num_warm: For how many the lost layers were loaded already.
-        median_pause_s: Of all clients' pauses; None if there were no clients.
-        worst_pause_s: The longest of them; None without any.
-        worst_silence_s: The longest time without even a comment ping.
-        median_repair_s: What the head took, from its noticing on; None if it repaired nothing.
-        median_whole_s: Until all hosts were back; None if they never were.
-        worst_newcomer_s: The longest that a new request waited for an answer or a 503; None without any.
-        num_not_whole: After how many the mesh was not whole in time.
-    """
+    """Statistics of all faults of a kind. Times in seconds."""
 
     kind: str
+    """See `faults.MEANING`."""
     count: int
+    """How many."""
     num_warm: int
+    """For how many the lost layers were loaded already."""
     median_pause_s: float | None
+    """Of all clients' pauses; None if there were no clients."""
     worst_pause_s: float | None
+    """The longest of them; None without any."""
     worst_silence_s: float
+    """The longest time without even a comment ping."""
     median_repair_s: float | None
+    """What the head took, from its noticing on; None if it repaired nothing."""
     median_whole_s: float | None
+    """Until all hosts were back; None if they never were."""
     worst_newcomer_s: float | None
+    """The longest that a new request waited for an answer or a 503; None without any."""
     num_not_whole: int
+    """After how many the mesh was not whole in time."""
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Statistics of many streams.
-
-    Attributes:
-        num_streams: That began; those that were refused with 503 did not.
-        num_failed: How many of them have not all of their answer, though their clients waited.
-        num_hung_up_early: How many had clients that disconnected before the first token.
-        num_hung_up_late: The same after it.
-        num_unlike: How many of those that did not fail are not what the undisturbed run said, in text or
-            token ids, as far as they came.
-        num_refused: Requests rejected with 503 before their answer began.
-        problems: Everything that must not be: of failed streams, unsound ones, and unlike ones where equal
-            texts are promised.
-    """
+    """Statistics of many streams."""
 
     num_streams: int
+    """That began; those that were refused with 503 did not."""
     num_failed: int
+    """How many of them have not all of their answer, though their clients waited."""
     num_hung_up_early: int
+    """How many had clients that disconnected before the first token."""
     num_hung_up_late: int
+    """The same after it."""
     num_unlike: int
+    """How many of those that did not fail are not what the undisturbed run said, in text or token ids, as far
+    as they came."""
     num_refused: int
+    """Requests rejected with 503 before their answer began."""
     problems: tuple[Problem, ...]
+    """Everything that must not be: of failed streams, unsound ones, and unlike ones where equal texts are
+    promised."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Result of one of `options.SCENARIOS`.
-
-    Attributes:
-        name: Which.
-        lines: Of the acceptance table.
-        repairs: Results of its faults.
-        problems: Of streams.
-        failures: Why it ended before it was through; empty if it was.
-    """
+    """Result of one of `options.SCENARIOS`."""
 
     name: str
+    """Which."""
     lines: tuple[Line, ...]
+    """Of the acceptance table."""
     repairs: tuple[Repair, ...] = ()
+    """Results of its faults."""
     problems: tuple[Problem, ...] = ()
+    """Of streams."""
     failures: tuple[str, ...] = ()
+    """Why it ended before it was through; empty if it was."""
 
     @property
     def is_interrupted(self) -> bool:

@@ -26,19 +26,16 @@ _LAST_PORT: Final = 65535
 
 @dataclass
 class _Mapping:
-    """Outside port of an inside endpoint.
-
-    Attributes:
-        inside: The endpoint.
-        port: Its outside port.
-        is_forwarded: Whether anybody may send to it.
-        peers: Time of the latest packet to or from each peer, monotonic nanoseconds.
-    """
+    """Outside port of an inside endpoint."""
 
     inside: Endpoint
+    """The endpoint."""
     port: int
+    """Its outside port."""
     is_forwarded: bool = False
+    """Whether anybody may send to it."""
     peers: dict[Endpoint, int] = field(default_factory=dict)
+    """Time of the latest packet to or from each peer, monotonic nanoseconds."""
 
 
 class AddressTranslation:

@@ -24,21 +24,18 @@ _LEAST_CAPACITY_BYTES: Final = 512 << 10
 class LinkConditions:
     """Conditions of a link, in both directions alike.
 
-    Attributes:
-        delay_ms: One-way delay.
-        jitter_ms: Longest further delay; each packet's is between 0 and this, all as likely. Packets keep
-            their order.
-        loss: Share of packets that are lost, 0 to 1.
-        mbit_per_s: Bandwidth, in 10^6 bits a second; None for no limit.
-
     Raises:
         ValueError: If a value is out of its range.
     """
 
     delay_ms: float = 0.0
+    """One-way delay."""
     jitter_ms: float = 0.0
+    """Longest further delay; each packet's is between 0 and this, all as likely. Packets keep their order."""
     loss: float = 0.0
+    """Share of packets that are lost, 0 to 1."""
     mbit_per_s: float | None = None
+    """Bandwidth, in 10^6 bits a second; None for no limit."""
 
     def __post_init__(self) -> None:
         if self.delay_ms < 0.0 or self.jitter_ms < 0.0:

@@ -53,17 +53,14 @@ _OPTIONS: Final = (
 
 @dataclass(frozen=True)
 class LlamaRpc:
-    """Programs of llama.cpp's RPC.
-
-    Attributes:
-        server: `llama-server`, which holds the model file and answers requests.
-        rpc_server: `ggml-rpc-server`, which computes on one host.
-        package_version: Version of llama-cpp-python whose source they were built from.
-    """
+    """Programs of llama.cpp's RPC."""
 
     server: Path
+    """`llama-server`, which holds the model file and answers requests."""
     rpc_server: Path
+    """`ggml-rpc-server`, which computes on one host."""
     package_version: str
+    """Version of llama-cpp-python whose source they were built from."""
 
 
 def build_llama_rpc(cache: Path | None = None) -> LlamaRpc:

@@ -33,17 +33,14 @@ _ANSWERS_AT_ONCE: Final = 1000
 
 @dataclass(frozen=True)
 class ServedMesh:
-    """A running mesh.
-
-    Attributes:
-        port: Port of its API on 127.0.0.1.
-        log: File with its log.
-        process: Process of `mesh serve`.
-    """
+    """A running mesh."""
 
     port: int
+    """Port of its API on 127.0.0.1."""
     log: Path
+    """File with its log."""
     process: subprocess.Popen[bytes]
+    """Process of `mesh serve`."""
 
     def is_running(self) -> bool:
         """Whether the process of the API runs."""

@@ -29,25 +29,22 @@ Role = Literal["stage", "coordinator", "join", "ray", "other"]
 
 @dataclass(frozen=True)
 class MemorySample:
-    """Memory of one process at one time.
-
-    Attributes:
-        look: Number of the sample, from 0, common to all processes.
-        at_s: Time of `time.perf_counter`, seconds.
-        host: Index of its lab host.
-        pid: Its id in the outer namespace.
-        role: Its role.
-        rss_bytes: Resident memory; shared pages count for each process.
-        pss_bytes: Proportional resident memory; None if the kernel does not report it.
-    """
+    """Memory of one process at one time."""
 
     look: int
+    """Number of the sample, from 0, common to all processes."""
     at_s: float
+    """Time of `time.perf_counter`, seconds."""
     host: int
+    """Index of its lab host."""
     pid: int
+    """Its id in the outer namespace."""
     role: Role
+    """Its role."""
     rss_bytes: int
+    """Resident memory; shared pages count for each process."""
     pss_bytes: int | None
+    """Proportional resident memory; None if the kernel does not report it."""
 
     @property
     def own_bytes(self) -> int:

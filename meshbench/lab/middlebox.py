@@ -16,17 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Passed:
-    """A packet on its way to a host.
-
-    Attributes:
-        packet: The packet as it is delivered.
-        source: Address of the host from whose side it comes, as that host has it itself.
-        destination: Address of the host that gets it, likewise.
-    """
+    """A packet on its way to a host."""
 
     packet: bytes
+    """The packet as it is delivered."""
     source: bytes
+    """Address of the host from whose side it comes, as that host has it itself."""
     destination: bytes
+    """Address of the host that gets it, likewise."""
 
 
 class Middlebox:

@@ -26,29 +26,23 @@ _UNREACHABLE: Final = {4: (3, 3), 6: (1, 4)}
 
 
 class Endpoint(NamedTuple):
-    """Address and port of one end.
-
-    Attributes:
-        address: IP address, 4 or 16 bytes.
-        port: TCP or UDP port.
-    """
+    """Address and port of one end."""
 
     address: bytes
+    """IP address, 4 or 16 bytes."""
     port: int
+    """TCP or UDP port."""
 
 
 class Flow(NamedTuple):
-    """Protocol and both ends of a packet, and of all others like it.
-
-    Attributes:
-        protocol: `TCP` or `UDP`.
-        source: The sender.
-        destination: The receiver.
-    """
+    """Protocol and both ends of a packet, and of all others like it."""
 
     protocol: int
+    """`TCP` or `UDP`."""
     source: Endpoint
+    """The sender."""
     destination: Endpoint
+    """The receiver."""
 
     @property
     def answers(self) -> Flow:

@@ -24,15 +24,12 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class PortRules:
-    """Rules for packets to one host.
-
-    Attributes:
-        allowed: First and last port of each range of TCP and UDP ports that others may send to.
-        rejects: Whether senders of other packets are told; otherwise nothing answers them.
-    """
+    """Rules for packets to one host."""
 
     allowed: tuple[tuple[int, int], ...]
+    """First and last port of each range of TCP and UDP ports that others may send to."""
     rejects: bool = False
+    """Whether senders of other packets are told; otherwise nothing answers them."""
 
     def allow(self, port: int) -> bool:
         """Whether others may send to a port."""

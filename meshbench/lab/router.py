@@ -42,23 +42,20 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @dataclass(frozen=True)
 class Traffic:
-    """Counts of the router.
-
-    Attributes:
-        num_packets: Packets delivered.
-        num_bytes: Their sizes, IP headers included.
-        num_dropped: Packets lost, dropped at a full link or by a filter, or without a destination host.
-        mean_late_us: Mean of how much later than due packets left, in microseconds.
-        max_late_us: Maximum of the same.
-        cpu_s: Processor time of the router, in seconds.
-    """
+    """Counts of the router."""
 
     num_packets: int
+    """Packets delivered."""
     num_bytes: int
+    """Their sizes, IP headers included."""
     num_dropped: int
+    """Packets lost, dropped at a full link or by a filter, or without a destination host."""
     mean_late_us: float
+    """Mean of how much later than due packets left, in microseconds."""
     max_late_us: float
+    """Maximum of the same."""
     cpu_s: float
+    """Processor time of the router, in seconds."""
 
 
 class Router:

@@ -148,30 +148,24 @@ class RpcSystem:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Times of one window, summed over all stages.
-
-    Attributes:
-        compute_ms: In llama.cpp.
-        queue_ms: Waiting for a worker.
-    """
+    """Times of one window, summed over all stages."""
 
     compute_ms: float
+    """In llama.cpp."""
     queue_ms: float
+    """Waiting for a worker."""
 
 
 @dataclass(frozen=True)
 class StageTotals:
-    """Times since the start, or between two readings.
-
-    Attributes:
-        num_windows: Windows that went around the ring.
-        compute_ms: Of all stages and windows.
-        queue_ms: Of all stages and windows.
-    """
+    """Times since the start, or between two readings."""
 
     num_windows: int
+    """Windows that went around the ring."""
     compute_ms: float
+    """Of all stages and windows."""
     queue_ms: float
+    """Of all stages and windows."""
 
     @classmethod
     def from_status(cls, status: Mapping[str, Any]) -> StageTotals:

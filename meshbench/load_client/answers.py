@@ -15,25 +15,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AnswerRecord:
-    """A request and its answer. All times are of `time.perf_counter`, which all processes share.
-
-    Attributes:
-        record: Times, counts, failure.
-        text: The answer.
-        token_ids: Its tokens; none if the server does not send them.
-        faults: Violations by the stream, apart from a failure.
-        bytes_s: Arrival of any bytes, comment pings included.
-        timings: The server's own account, as far as it gives one.
-        ends_apart: Whether the finish reason came in a chunk without tokens.
-    """
+    """A request and its answer. All times are of `time.perf_counter`, which all processes share."""
 
     record: Record
+    """Times, counts, failure."""
     text: str
+    """The answer."""
     token_ids: tuple[int, ...]
+    """Its tokens; none if the server does not send them."""
     faults: tuple[str, ...] = ()
+    """Violations by the stream, apart from a failure."""
     bytes_s: tuple[float, ...] = ()
+    """Arrival of any bytes, comment pings included."""
     timings: dict[str, Any] = field(default_factory=dict)
+    """The server's own account, as far as it gives one."""
     ends_apart: bool = False
+    """Whether the finish reason came in a chunk without tokens."""
 
     @property
     def is_refused(self) -> bool:
@@ -81,16 +78,13 @@ class AnswerRecord:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a schedule.
-
-    Attributes:
-        answers: One for each request that was sent, in the order sent; of a load in the background, in the
-            order of their ends.
-        duration_s: From the first request to the end of the last answer.
-    """
+    """Result of a schedule."""
 
     answers: tuple[AnswerRecord, ...]
+    """One for each request that was sent, in the order sent; of a load in the background, in the order of
+    their ends."""
     duration_s: float
+    """From the first request to the end of the last answer."""
 
     @property
     def tokens_per_s(self) -> float:

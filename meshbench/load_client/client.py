@@ -32,30 +32,24 @@ _Lines = SimpleQueue[dict[str, Any] | None]
 
 @dataclass(frozen=True)
 class RunningRequest:
-    """A request under way.
-
-    Attributes:
-        sent_s: When it was sent, of `time.perf_counter`.
-        last_s: Arrival of its latest token; None before the first.
-    """
+    """A request under way."""
 
     sent_s: float
+    """When it was sent, of `time.perf_counter`."""
     last_s: float | None
+    """Arrival of its latest token; None before the first."""
 
 
 @dataclass(frozen=True)
 class MeshSnapshot:
-    """State of the mesh at one time.
-
-    Attributes:
-        at_s: When, of `time.perf_counter`.
-        status: Body of `/mesh/status`; None if the head does not answer.
-        running: Requests of all loads under way.
-    """
+    """State of the mesh at one time."""
 
     at_s: float
+    """When, of `time.perf_counter`."""
     status: dict[str, Any] | None
+    """Body of `/mesh/status`; None if the head does not answer."""
     running: tuple[RunningRequest, ...]
+    """Requests of all loads under way."""
 
     @property
     def stage_hosts(self) -> tuple[str, ...]:

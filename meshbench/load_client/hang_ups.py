@@ -24,28 +24,22 @@ _END_S: Final = 0.003
 
 @dataclass(frozen=True)
 class HangUpTime:
-    """Moment at which a client closes its connection.
-
-    Attributes:
-        num_tokens: After so many tokens of the answer; 0 counts from the request's writing.
-        after_s: So long after that, seconds.
-    """
+    """Moment at which a client closes its connection."""
 
     num_tokens: int
+    """After so many tokens of the answer; 0 counts from the request's writing."""
     after_s: float
+    """So long after that, seconds."""
 
 
 @dataclass(frozen=True)
 class HangUps:
-    """Clients that do not wait for the end.
-
-    Attributes:
-        share: Of requests, 0 to 1.
-        seed: Seed of the random choices.
-    """
+    """Clients that do not wait for the end."""
 
     share: float
+    """Of requests, 0 to 1."""
     seed: int
+    """Seed of the random choices."""
 
 
 NO_HANG_UPS: Final = HangUps(0.0, 0)

@@ -15,21 +15,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """A request of one client.
-
-    Attributes:
-        id: What its record is called.
-        body: JSON.
-        path: Endpoint.
-        is_streamed: Whether the answer is to come token by token; otherwise in one piece.
-        hang_up_time: When the client hangs up; None waits for the end, unless the schedule draws a time.
-    """
+    """A request of one client."""
 
     id: str
+    """What its record is called."""
     body: str
+    """JSON."""
     path: str = CHAT_PATH
+    """Endpoint."""
     is_streamed: bool = True
+    """Whether the answer is to come token by token; otherwise in one piece."""
     hang_up_time: HangUpTime | None = None
+    """When the client hangs up; None waits for the end, unless the schedule draws a time."""
 
     @classmethod
     def streamed(cls, fields: Mapping[str, Any], path: str = CHAT_PATH, *, name: str = "request") -> Request:
@@ -55,33 +52,29 @@ class Request:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A load for one server.
-
-    Attributes:
-        url: URL of the server, without `/v1`.
-        chats: Requests of each chat. A later one is sent once the one before it has ended, ahead of chats
-            that have not begun; after the last chat the first begins again.
-        num_at_once: Requests under way in a closed loop.
-        num_requests: Most requests; None for no such limit.
-        duration_s: Longest time; None for no such limit.
-        arrivals_s: Instead of a closed loop: when each request is sent.
-        api_keys: At least one; the client of place i under way has key i, modulo their number. None is no
-            key.
-        hang_ups: Clients that hang up, and when, drawn as the requests are sent.
-        is_patient: Whether a client whose request failed waits before it sends the next.
-        timeout_s: Limit of a request; a longer one counts as failed.
-    """
+    """A load for one server."""
 
     url: str
+    """URL of the server, without `/v1`."""
     chats: tuple[tuple[Request, ...], ...]
+    """Requests of each chat. A later one is sent once the one before it has ended, ahead of chats that have
+    not begun; after the last chat the first begins again."""
     num_at_once: int = 1
+    """Requests under way in a closed loop."""
     num_requests: int | None = None
+    """Most requests; None for no such limit."""
     duration_s: float | None = None
+    """Longest time; None for no such limit."""
     arrivals_s: tuple[float, ...] | None = None
+    """Instead of a closed loop: when each request is sent."""
     api_keys: tuple[str | None, ...] = (None,)
+    """At least one; the client of place i under way has key i, modulo their number. None is no key."""
     hang_ups: HangUps = NO_HANG_UPS
+    """Clients that hang up, and when, drawn as the requests are sent."""
     is_patient: bool = False
+    """Whether a client whose request failed waits before it sends the next."""
     timeout_s: float = 300.0
+    """Limit of a request; a longer one counts as failed."""
 
     @classmethod
     def once(cls, url: str, requests: Iterable[Request], num_at_once: int = 1, **fields: Any) -> Schedule:

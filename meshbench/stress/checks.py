@@ -37,55 +37,46 @@ Kind = Literal["failure", "stream", "length", "pieces", "prompt", "text"]
 
 @dataclass(frozen=True)
 class Expected:
-    """A request, and its answer when sent alone.
-
-    Attributes:
-        turn: The request.
-        alone: The answer, or None if it was not sent alone.
-    """
+    """A request, and its answer when sent alone."""
 
     turn: Turn
+    """The request."""
     alone: AnswerRecord | None = None
+    """The answer, or None if it was not sent alone."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that must not be.
-
-    Attributes:
-        kind: `failure`: no answer, or not all of it. `stream`: chunks that are missing, twice, or out of
-            order. `length`: a finish reason that does not go with the number of tokens. `pieces`: a text that
-            is not that of its own tokens. `prompt`: another number of prompt tokens than alone. `text`:
-            another answer than alone, where that was promised.
-        request: Which.
-        detail: For a person.
-    """
+    """Something that must not be."""
 
     kind: Kind
+    """`failure`: no answer, or not all of it. `stream`: chunks that are missing, twice, or out of order.
+    `length`: a finish reason that does not go with the number of tokens. `pieces`: a text that is not that of
+    its own tokens. `prompt`: another number of prompt tokens than alone. `text`: another answer than alone,
+    where that was promised."""
     request: str
+    """Which."""
     detail: str
+    """For a person."""
 
 
 @dataclass(frozen=True)
 class AnswerCheck:
-    """Comparison of many answers.
-
-    Attributes:
-        num_answers: Number of compared answers.
-        num_compared: How many of them were answered alone too.
-        num_forks: How many of those became another text at some token. The fast mode allows it, the exact
-            mode does not.
-        problems: In the order of the answers.
-        num_hung_up_early: How many broke off because their clients disconnected before the first token.
-        num_hung_up_late: The same after it. Their text up to then is compared.
-    """
+    """Comparison of many answers."""
 
     num_answers: int
+    """Number of compared answers."""
     num_compared: int
+    """How many of them were answered alone too."""
     num_forks: int
+    """How many of those became another text at some token. The fast mode allows it, the exact mode does not.
+    """
     problems: tuple[Problem, ...]
+    """In the order of the answers."""
     num_hung_up_early: int = 0
+    """How many broke off because their clients disconnected before the first token."""
     num_hung_up_late: int = 0
+    """The same after it. Their text up to then is compared."""
 
     @property
     def num_hung_up(self) -> int:
@@ -105,30 +96,27 @@ class AnswerCheck:
 
 @dataclass(frozen=True)
 class ClientCounts:
-    """Sums over all loads of a run.
-
-    Attributes:
-        num_requests: That were sent.
-        num_finished: That were answered to their end.
-        num_failed: That were not, though their clients waited.
-        num_hung_up_early: Requests whose clients disconnected before the first token.
-        num_hung_up_late: Requests whose clients hung up during the answer.
-        num_unlike: Requests whose text is not the one given alone, as far as it was received.
-        num_prompt_tokens: Of the finished ones.
-        num_cached_tokens: How many of those the stages held already.
-        num_begun_anew: Sessions whose slot did not hold what it was believed to hold, by `/metrics`; None if
-            the mesh does not count them.
-    """
+    """Sums over all loads of a run."""
 
     num_requests: int
+    """That were sent."""
     num_finished: int
+    """That were answered to their end."""
     num_failed: int
+    """That were not, though their clients waited."""
     num_hung_up_early: int
+    """Requests whose clients disconnected before the first token."""
     num_hung_up_late: int
+    """Requests whose clients hung up during the answer."""
     num_unlike: int
+    """Requests whose text is not the one given alone, as far as it was received."""
     num_prompt_tokens: int
+    """Of the finished ones."""
     num_cached_tokens: int
+    """How many of those the stages held already."""
     num_begun_anew: int | None
+    """Sessions whose slot did not hold what it was believed to hold, by `/metrics`; None if the mesh does not
+    count them."""
 
     def rows(self) -> list[tuple[str, str]]:
         """Name and figure of each, for a table."""
@@ -147,17 +135,14 @@ class ClientCounts:
 
 @dataclass(frozen=True)
 class Reference:
-    """Chats with their answers given alone.
-
-    Attributes:
-        scripts: The chats.
-        answers: Answers to each turn of each chat, given alone.
-        expected: By what the requests are called.
-    """
+    """Chats with their answers given alone."""
 
     scripts: tuple[Script, ...]
+    """The chats."""
     answers: tuple[tuple[str, ...], ...]
+    """Answers to each turn of each chat, given alone."""
     expected: Mapping[str, Expected]
+    """By what the requests are called."""
 
     def chats(self, fields: Mapping[str, Any]) -> tuple[tuple[Request, ...], ...]:
         """All chats, later turns with the answers given alone, with these fields in each request."""
@@ -169,19 +154,16 @@ class Reference:
 
 @dataclass(frozen=True)
 class Step:
-    """A load of one concurrency.
-
-    Attributes:
-        concurrency: Requests under way at once.
-        figures: Measurements.
-        answer_check: What the answers were like.
-        peer_tokens_per_s: The peer's rate under the same load; None if it was not measured.
-    """
+    """A load of one concurrency."""
 
     concurrency: int
+    """Requests under way at once."""
     figures: Figures
+    """Measurements."""
     answer_check: AnswerCheck
+    """What the answers were like."""
     peer_tokens_per_s: float | None = None
+    """The peer's rate under the same load; None if it was not measured."""
 
     @property
     def tokens_per_s(self) -> float:

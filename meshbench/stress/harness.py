@@ -28,23 +28,19 @@ _POLL_S: Final = 0.1
 
 @dataclass(frozen=True)
 class LoadTestBed:
-    """Up and warm.
-
-    Attributes:
-        load_client: Sends the load.
-        mesh: The mesh.
-        ctx_size: Positions of its sessions.
-        processes: Its processes, if they are on this machine; what is measured of them is not measured of
-            others.
-        peer: Another system on the same hosts, or the mesh of another checkout, stopped while it is not
-            measured; None without one.
-    """
+    """Up and warm."""
 
     load_client: LoadClient
+    """Sends the load."""
     mesh: MeshUnderTest
+    """The mesh."""
     ctx_size: int
+    """Positions of its sessions."""
     processes: MeshSystem | None = None
+    """Its processes, if they are on this machine; what is measured of them is not measured of others."""
     peer: RpcSystem | MeshSystem | None = None
+    """Another system on the same hosts, or the mesh of another checkout, stopped while it is not measured;
+    None without one."""
 
     def ask_mesh(self, scripts: Sequence[Script] = (), **schedule: Any) -> Outcome:
         """Have chats answered by the mesh; see `_schedule` for the rest."""

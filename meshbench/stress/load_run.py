@@ -69,17 +69,14 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Subject:
-    """What a run knows of the mesh that it loads.
-
-    Attributes:
-        is_exact: Numeric mode; then every text must be the one that was given alone.
-        num_places: Answers that the client may have at once.
-        tokenizer: Tokenizer of the model; without one no text is compared with its own tokens.
-    """
+    """What a run knows of the mesh that it loads."""
 
     is_exact: bool
+    """Numeric mode; then every text must be the one that was given alone."""
     num_places: int
+    """Answers that the client may have at once."""
     tokenizer: Tokenizer | None
+    """Tokenizer of the model; without one no text is compared with its own tokens."""
 
     def text_of(self) -> Callable[[Sequence[int]], str] | None:
         """The text that tokens make; None without a tokenizer."""
@@ -91,15 +88,12 @@ class Subject:
 
 @dataclass(frozen=True)
 class InsideView:
-    """What is measured besides of a mesh whose processes are on this machine.
-
-    Attributes:
-        memory: Memory of its processes.
-        limit: What its compute limit is measured with.
-    """
+    """What is measured besides of a mesh whose processes are on this machine."""
 
     memory: LabMemory
+    """Memory of its processes."""
     limit: LimitOptions
+    """What its compute limit is measured with."""
 
 
 class LoadRun:

@@ -64,17 +64,14 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class LimitOptions:
-    """What the compute limit of a mesh on this machine is measured with.
-
-    Attributes:
-        model: A GGUF.
-        edges: First layers of the stages, and the number of layers.
-        exact: Numeric mode.
-    """
+    """What the compute limit of a mesh on this machine is measured with."""
 
     model: Path
+    """A GGUF."""
     edges: tuple[int, ...]
+    """First layers of the stages, and the number of layers."""
     exact: bool
+    """Numeric mode."""
 
     @property
     def is_large(self) -> bool:
@@ -84,17 +81,14 @@ class LimitOptions:
 
 @dataclass(frozen=True)
 class _Behind:
-    """Chats that all begin with a long message at once: how it is read, and what tokens take behind it.
-
-    Attributes:
-        read_per_s: Tokens of the long messages, until the last chat's first token.
-        ttft_ms: From the second question to its first token; the longest of all chats.
-        tokens_per_s: Of all chats together, behind their first tokens.
-    """
+    """Chats that all begin with a long message at once: how it is read, and what tokens take behind it."""
 
     read_per_s: float
+    """Tokens of the long messages, until the last chat's first token."""
     ttft_ms: float
+    """From the second question to its first token; the longest of all chats."""
     tokens_per_s: float
+    """Of all chats together, behind their first tokens."""
 
 
 @dataclass(frozen=True)

@@ -28,23 +28,20 @@ _ALLOWED_SHARE: Final = 0.02
 
 @dataclass(frozen=True)
 class Footprint:
-    """One stage.
-
-    Attributes:
-        index: Its place in the pipeline.
-        host: Its host's name.
-        weight_bytes: Size of its weights.
-        cache_bytes: Its KV cache.
-        process_bytes: Most that its process took.
-        host_bytes: Most that all processes of the mesh on its host took at one look.
-    """
+    """One stage."""
 
     index: int
+    """Its place in the pipeline."""
     host: str
+    """Its host's name."""
     weight_bytes: int
+    """Size of its weights."""
     cache_bytes: int
+    """Its KV cache."""
     process_bytes: int
+    """Most that its process took."""
     host_bytes: int
+    """Most that all processes of the mesh on its host took at one look."""
 
     @property
     def overhead_bytes(self) -> int:
@@ -64,21 +61,18 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Growth:
-    """Memory of one process, or a group of them, after the warm-up.
-
-    Attributes:
-        num_samples: After the warm-up.
-        first_bytes: Median of the first half of the samples after the warm-up.
-        last_bytes: Median of the second half.
-        max_bytes: Most of all samples, those of the warm-up too.
-        slope_bytes_per_hour: Of the straight line of least squares through the samples after the warm-up.
-    """
+    """Memory of one process, or a group of them, after the warm-up."""
 
     num_samples: int
+    """After the warm-up."""
     first_bytes: float
+    """Median of the first half of the samples after the warm-up."""
     last_bytes: float
+    """Median of the second half."""
     max_bytes: float
+    """Most of all samples, those of the warm-up too."""
     slope_bytes_per_hour: float
+    """Of the straight line of least squares through the samples after the warm-up."""
 
     @property
     def growth_bytes(self) -> float:

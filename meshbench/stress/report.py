@@ -60,62 +60,56 @@ _STEP_HEADS: Final = (
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Memory of all processes of one role on one host, over the run.
-
-    Attributes:
-        host: Its number.
-        role: See `memory_watch.Role`.
-        num_processes: Most at once.
-        max_bytes: Most that they took together.
-        growth: Of each steady load's processes of this role, one after the other; none if it was too short.
-    """
+    """Memory of all processes of one role on one host, over the run."""
 
     host: int
+    """Its number."""
     role: str
+    """See `memory_watch.Role`."""
     num_processes: int
+    """Most at once."""
     max_bytes: int
+    """Most that they took together."""
     growth: tuple[Growth, ...]
+    """Of each steady load's processes of this role, one after the other; none if it was too short."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """A run, worked out.
-
-    Attributes:
-        conditions: How it was made, by name.
-        steps: Of the ramp, the soak last.
-        has_ramp: Whether there were several steps of a ramp.
-        saturation: Concurrency after which more brings nothing; None if there is none.
-        lines: Of the acceptance table.
-        checks: Checks of the run.
-        footprints: Of every stage.
-        stages: Stages of `/mesh/status` at the end, with times and counts of this run.
-        memory: By host and role.
-        samples: What the memory figures are made of.
-        failures: What could not be measured, and why.
-        clients: What became of them, if some were to hang up.
-        links: Links between the hosts as the head measured them; None if it was not asked.
-        ring_links: Links of the ring as decoding windows met them.
-        groups_found: Best number of groups that the mesh has found, by the number of sessions.
-        omitted: What cannot be measured of such a mesh, which is no failure.
-    """
+    """A run, worked out."""
 
     conditions: dict[str, Any]
+    """How it was made, by name."""
     steps: tuple[Step, ...]
+    """Of the ramp, the soak last."""
     has_ramp: bool
+    """Whether there were several steps of a ramp."""
     saturation: int | None
+    """Concurrency after which more brings nothing; None if there is none."""
     lines: tuple[Line, ...]
+    """Of the acceptance table."""
     checks: tuple[Check, ...]
+    """Checks of the run."""
     footprints: tuple[Footprint, ...]
+    """Of every stage."""
     stages: tuple[dict[str, Any], ...]
+    """Stages of `/mesh/status` at the end, with times and counts of this run."""
     memory: tuple[RoleMemory, ...]
+    """By host and role."""
     samples: tuple[MemorySample, ...]
+    """What the memory figures are made of."""
     failures: tuple[str, ...]
+    """What could not be measured, and why."""
     clients: ClientCounts | None = None
+    """What became of them, if some were to hang up."""
     links: KnownLinks | None = None
+    """Links between the hosts as the head measured them; None if it was not asked."""
     ring_links: tuple[RingLink, ...] = ()
+    """Links of the ring as decoding windows met them."""
     groups_found: Mapping[str, int] = field(default_factory=dict)
+    """Best number of groups that the mesh has found, by the number of sessions."""
     omitted: tuple[str, ...] = ()
+    """What cannot be measured of such a mesh, which is no failure."""
 
 
 def stress_report(found: Findings) -> Report:

@@ -36,36 +36,30 @@ _ALONE_SHARE: Final = 0.1
 
 @dataclass(frozen=True)
 class Turn:
-    """One request of a chat.
-
-    Attributes:
-        text: The user's message.
-        max_tokens: Of the answer.
-        is_full: Whether the answer continues to the last token.
-        is_cold: Whether the server is asked to compute the whole prompt, also what it still holds of it.
-    """
+    """One request of a chat."""
 
     text: str
+    """The user's message."""
     max_tokens: int
+    """Of the answer."""
     is_full: bool = True
+    """Whether the answer continues to the last token."""
     is_cold: bool = False
+    """Whether the server is asked to compute the whole prompt, also what it still holds of it."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """A chat whose messages do not depend on the answers.
-
-    Attributes:
-        id: Distinguishes it from others.
-        turns: At least one.
-        temperature: Of sampling, 0 for greedy.
-        seed: Of sampling.
-    """
+    """A chat whose messages do not depend on the answers."""
 
     id: str
+    """Distinguishes it from others."""
     turns: tuple[Turn, ...]
+    """At least one."""
     temperature: float = 0.0
+    """Of sampling, 0 for greedy."""
     seed: int = 0
+    """Of sampling."""
 
     def request(self, turn: int, answers: Sequence[str], fields: Mapping[str, Any] = {}) -> Request:
         """A streamed request with usage and token ids.
@@ -95,15 +89,12 @@ class Script:
 
 @dataclass(frozen=True)
 class Mix:
-    """Lengths of texts; each is as likely as the others.
-
-    Attributes:
-        prompt_tokens: Of a message, about.
-        answer_tokens: The most of an answer.
-    """
+    """Lengths of texts; each is as likely as the others."""
 
     prompt_tokens: tuple[int, ...]
+    """Of a message, about."""
     answer_tokens: tuple[int, ...]
+    """The most of an answer."""
 
 
 WIDE: Final = Mix((8, 24, 64, 64, 160, 160, 400, 900), (8, 24, 48, 64))

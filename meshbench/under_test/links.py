@@ -29,17 +29,14 @@ _ALONE: Final = "no other host has joined: there is no link to measure"
 
 @dataclass(frozen=True)
 class KnownLinks:
-    """Links of a mesh under test, as far as they are known.
-
-    Attributes:
-        found: Answer of `/mesh/links`; None without one.
-        source: Where it comes from, for a report.
-        missing: What is not known, and why.
-    """
+    """Links of a mesh under test, as far as they are known."""
 
     found: Mapping[str, Any] | None
+    """Answer of `/mesh/links`; None without one."""
     source: str
+    """Where it comes from, for a report."""
     missing: tuple[str, ...] = ()
+    """What is not known, and why."""
 
 
 def measure_links(url: str, key: str | None, *, num_probes: int, bulk_mb: int) -> dict[str, Any]:

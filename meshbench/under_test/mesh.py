@@ -56,19 +56,16 @@ class MeshUnderTest(Protocol):
 
 @dataclass(frozen=True)
 class LabMesh:
-    """A mesh on hosts of the lab; implements `MeshUnderTest`.
-
-    Attributes:
-        lab: Where; host 0 is the head.
-        system: Its processes.
-        api_keys: See `MeshUnderTest`.
-        fields: Likewise.
-    """
+    """A mesh on hosts of the lab; implements `MeshUnderTest`."""
 
     lab: Lab
+    """Where; host 0 is the head."""
     system: MeshSystem
+    """Its processes."""
     api_keys: tuple[str | None, ...] = (None,)
+    """See `MeshUnderTest`."""
     fields: Mapping[str, Any] = field(default_factory=dict)
+    """Likewise."""
 
     @property
     def url(self) -> str:
@@ -88,19 +85,16 @@ class LabMesh:
 
 @dataclass(frozen=True)
 class RemoteMesh:
-    """A running mesh behind a URL; implements `MeshUnderTest`.
-
-    Attributes:
-        url: URL of its API without `/v1`.
-        api_key: API key of all requests; None for an open API.
-        model: Id of the measured model.
-        fields: Further fields of every request, among them the model.
-    """
+    """A running mesh behind a URL; implements `MeshUnderTest`."""
 
     url: str
+    """URL of its API without `/v1`."""
     api_key: str | None
+    """API key of all requests; None for an open API."""
     model: str
+    """Id of the measured model."""
     fields: Mapping[str, Any]
+    """Further fields of every request, among them the model."""
 
     @property
     def api_keys(self) -> tuple[str | None, ...]:
@@ -123,27 +117,24 @@ class RemoteMesh:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Facts that a mesh tells of a served model.
-
-    Attributes:
-        name: Name in the model's file.
-        architecture: Architecture of the model.
-        numeric_mode: `fast` or `exact`.
-        ctx_size: Positions of a session.
-        num_slots: Concurrent sessions.
-        stages: Host and layers of each stage, in pipeline order.
-        speculation: Proposers that the server allows; None where the mesh does not say.
-        software: Version of spanmesh at the head.
-    """
+    """Facts that a mesh tells of a served model."""
 
     name: str
+    """Name in the model's file."""
     architecture: str
+    """Architecture of the model."""
     numeric_mode: str
+    """`fast` or `exact`."""
     ctx_size: int
+    """Positions of a session."""
     num_slots: int
+    """Concurrent sessions."""
     stages: tuple[str, ...]
+    """Host and layers of each stage, in pipeline order."""
     speculation: str | None
+    """Proposers that the server allows; None where the mesh does not say."""
     software: str
+    """Version of spanmesh at the head."""
 
     @classmethod
     def from_status(cls, status: Mapping[str, Any]) -> ServedModel:

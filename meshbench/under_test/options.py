@@ -51,21 +51,18 @@ remote_options: Final = option_group(
 
 @dataclass(frozen=True)
 class RemoteTarget:
-    """A running mesh, as the command line names it.
-
-    Attributes:
-        server: Its address.
-        api_key: API key; None for an open API.
-        model: Id of the measured model; None takes the first.
-        model_file: GGUF with the vocabulary of that model, or None.
-        links_file: Output of `mesh bench net --json`, or None to measure the links.
-    """
+    """A running mesh, as the command line names it."""
 
     server: Server
+    """Its address."""
     api_key: str | None
+    """API key; None for an open API."""
     model: str | None = None
+    """Id of the measured model; None takes the first."""
     model_file: Path | None = None
+    """GGUF with the vocabulary of that model, or None."""
     links_file: Path | None = None
+    """Output of `mesh bench net --json`, or None to measure the links."""
 
 
 def target_of(

@@ -21,19 +21,16 @@ HEAD: Final = "head"
 
 @dataclass(frozen=True)
 class RingLink:
-    """A link of the ring, as decoding windows met it.
-
-    Attributes:
-        source: Host that sent; `head` is the coordinator.
-        target: Host that received.
-        wire_ms: Mean time from the sending of a window to its arrival, message handling included.
-        num_windows: Windows that this is the mean of.
-    """
+    """A link of the ring, as decoding windows met it."""
 
     source: str
+    """Host that sent; `head` is the coordinator."""
     target: str
+    """Host that received."""
     wire_ms: float
+    """Mean time from the sending of a window to its arrival, message handling included."""
     num_windows: int
+    """Windows that this is the mean of."""
 
 
 def stages_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:

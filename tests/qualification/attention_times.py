@@ -43,17 +43,14 @@ _TOKEN: Final = 1000
 
 @dataclass(frozen=True)
 class BatchShape:
-    """A batch to be timed.
-
-    Attributes:
-        num_sequences: Sequences with a span each.
-        num_rows: Rows of each span.
-        position: Positions that each sequence holds before.
-    """
+    """A batch to be timed."""
 
     num_sequences: int
+    """Sequences with a span each."""
     num_rows: int
+    """Rows of each span."""
     position: int
+    """Positions that each sequence holds before."""
 
     def __str__(self) -> str:
         if self.num_rows == _CHUNK_ROWS:
@@ -68,15 +65,12 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class PairedTimes:
-    """Times of a batch in paired rounds, in milliseconds.
-
-    Attributes:
-        of_ggml: With ggml's kernel.
-        own: With spanmesh's, in the same rounds.
-    """
+    """Times of a batch in paired rounds, in milliseconds."""
 
     of_ggml: tuple[float, ...]
+    """With ggml's kernel."""
     own: tuple[float, ...]
+    """With spanmesh's, in the same rounds."""
 
     @property
     def ratios(self) -> list[float]:

@@ -49,19 +49,16 @@ _SEED: Final = 21
 
 @dataclass(frozen=True)
 class Memory:
-    """Resident memory of one stage, without that of its process before it is loaded.
-
-    Attributes:
-        foretold_bytes: What the plan counts for it, hidden states that were sent included.
-        filled_bytes: Once all slots are full, and all checkpoints made.
-        first_bytes: After the first tenth of the requests.
-        last_bytes: After the last of them.
-    """
+    """Resident memory of one stage, without that of its process before it is loaded."""
 
     foretold_bytes: int
+    """What the plan counts for it, hidden states that were sent included."""
     filled_bytes: int
+    """Once all slots are full, and all checkpoints made."""
     first_bytes: int
+    """After the first tenth of the requests."""
     last_bytes: int
+    """After the last of them."""
 
 
 def occupy(path: Path, workload: Workload, most_sent_bytes: int, num_requests: int) -> tuple[int, int, int]:

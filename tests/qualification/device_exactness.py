@@ -73,36 +73,30 @@ _PLAIN: Final[Mapping[str, Mapping[str, str]]] = {"as it is": {}}
 
 @dataclass(frozen=True)
 class RowsResult:
-    """Rows computed in two ways.
-
-    Attributes:
-        depth: Cached positions before them.
-        num_rows: Rows computed at once; 1 for one row beside rows of other sequences.
-        max_difference: Largest absolute difference of two logits, as a share of the largest logit.
-        is_bit_equal: Whether all bits are equal.
-    """
+    """Rows computed in two ways."""
 
     depth: int
+    """Cached positions before them."""
     num_rows: int
+    """Rows computed at once; 1 for one row beside rows of other sequences."""
     max_difference: float
+    """Largest absolute difference of two logits, as a share of the largest logit."""
     is_bit_equal: bool
+    """Whether all bits are equal."""
 
 
 @dataclass(frozen=True)
 class Exactness:
-    """Result for one setting.
-
-    Attributes:
-        setting: Name of the setting.
-        device: Description of the device.
-        rows: Results, in the order of depths and numbers of rows.
-        failure: Reason why it could not be measured; empty if it could.
-    """
+    """Result for one setting."""
 
     setting: str
+    """Name of the setting."""
     device: str
+    """Description of the device."""
     rows: tuple[RowsResult, ...]
+    """Results, in the order of depths and numbers of rows."""
     failure: str = ""
+    """Reason why it could not be measured; empty if it could."""
 
     @property
     def is_exact(self) -> bool:

@@ -52,15 +52,12 @@ _SEED: Final = 4
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds of a parity.
-
-    Attributes:
-        least_share: Least share of tokens that agree.
-        most_kl_nats: Most mean divergence of a token, in nats.
-    """
+    """Bounds of a parity."""
 
     least_share: float
+    """Least share of tokens that agree."""
     most_kl_nats: float
+    """Most mean divergence of a token, in nats."""
 
 
 STAGES: Final = Bounds(0.95, 0.005)
@@ -71,19 +68,16 @@ PROCESSOR: Final = Bounds(0.9, 0.02)
 
 @dataclass(frozen=True)
 class Parity:
-    """Comparison of two ways to compute the same tokens.
-
-    Attributes:
-        num_tokens: Tokens compared.
-        num_agreed: Tokens of which both have the same largest logit.
-        mean_kl_nats: Mean Kullback-Leibler divergence of a token.
-        is_bit_equal: Whether all logits are equal to the last bit.
-    """
+    """Comparison of two ways to compute the same tokens."""
 
     num_tokens: int
+    """Tokens compared."""
     num_agreed: int
+    """Tokens of which both have the same largest logit."""
     mean_kl_nats: float
+    """Mean Kullback-Leibler divergence of a token."""
     is_bit_equal: bool
+    """Whether all logits are equal to the last bit."""
 
     def is_within(self, bounds: Bounds) -> bool:
         """Whether both bounds hold."""
@@ -145,25 +139,22 @@ def follow(
 
 @dataclass(frozen=True)
 class ModelParity:
-    """Parities of one model on one device, each beside the whole model there.
-
-    Attributes:
-        model: Name of the file.
-        architecture: `general.architecture`.
-        device: Description of the device.
-        cuts: Layers where the stages begin, 0 left out.
-        stages: Of the stages, all on the device.
-        split: Of the model with half of its layers on the processor.
-        processor: Of the processor alone.
-    """
+    """Parities of one model on one device, each beside the whole model there."""
 
     model: str
+    """Name of the file."""
     architecture: str
+    """`general.architecture`."""
     device: str
+    """Description of the device."""
     cuts: tuple[int, ...]
+    """Layers where the stages begin, 0 left out."""
     stages: Parity
+    """Of the stages, all on the device."""
     split: Parity
+    """Of the model with half of its layers on the processor."""
     processor: Parity
+    """Of the processor alone."""
 
     @property
     def is_within(self) -> bool:

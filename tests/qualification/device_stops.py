@@ -55,24 +55,21 @@ Way = Literal["ends", "ends, in Python", "runs on", "wants nothing", "no callbac
 
 @dataclass(frozen=True)
 class StopTiming:
-    """Time of one window.
-
-    Attributes:
-        stage: `first` or `middle`.
-        num_on_device: Layers on the device; those before are the processor's.
-        way: How the graph is run.
-        num_rows: Rows of the window.
-        window_ms: Median time.
-        splits: Parts of the graph on one device after another, as llama.cpp logs them: for many rows, and for
-            one if that differs.
-    """
+    """Time of one window."""
 
     stage: str
+    """`first` or `middle`."""
     num_on_device: int
+    """Layers on the device; those before are the processor's."""
     way: Way
+    """How the graph is run."""
     num_rows: int
+    """Rows of the window."""
     window_ms: float
+    """Median time."""
     splits: str
+    """Parts of the graph on one device after another, as llama.cpp logs them: for many rows, and for one if
+    that differs."""
 
 
 class _RunningOnTap(StopTap):

@@ -54,63 +54,54 @@ no run has tried.
 
 
 class Outcome(StrEnum):
-    """What became of one model.
-
-    Attributes:
-        BIT_EQUAL: At every cut that is allowed, and there is at least one.
-        REFUSED: It is not cut at all, and the reason is known: by its rules, or by the self-check that a
-            family without rules must pass.
-        WRONG: Its rules allow a cut that is not bit-equal.
-    """
+    """What became of one model."""
 
     BIT_EQUAL = "bit-equal"
+    """At every cut that is allowed, and there is at least one."""
     REFUSED = "refused"
+    """It is not cut at all, and the reason is known: by its rules, or by the self-check that a family without
+    rules must pass."""
     WRONG = "wrong"
+    """Its rules allow a cut that is not bit-equal."""
 
 
 class GoesBack(StrEnum):
-    """How sessions go back to before a rejected token, without which nothing is proposed.
-
-    Attributes:
-        POSITION: To any position: their rows are dropped.
-        CHECKPOINTS: To copies of the recurrent state, certified.
-        NO: Not at all in exact mode.
-    """
+    """How sessions go back to before a rejected token, without which nothing is proposed."""
 
     POSITION = "position"
+    """To any position: their rows are dropped."""
     CHECKPOINTS = "checkpoints"
+    """To copies of the recurrent state, certified."""
     NO = "no"
+    """Not at all in exact mode."""
 
 
 @dataclass(frozen=True)
 class FamilyRecord:
-    """One model.
-
-    Attributes:
-        model: The file's name.
-        outcome: What became of it.
-        reason: Why, unless it is bit-equal.
-        architecture: `general.architecture`; empty if its header was refused.
-        n_layers: Layers.
-        rules: Names of the rules that it needed beyond the generic ones.
-        is_known: Whether its family is in the table.
-        goes_back: How its sessions go back; None if its header was refused.
-        why_no_checkpoints: Why they do not go back to checkpoints of a recurrent state, if it was tried.
-        allowed_cuts: Where it may be cut.
-        refused_cuts: Where not, and why.
-    """
+    """One model."""
 
     model: str
+    """The file's name."""
     outcome: Outcome
+    """What became of it."""
     reason: str = ""
+    """Why, unless it is bit-equal."""
     architecture: str = ""
+    """`general.architecture`; empty if its header was refused."""
     n_layers: int = 0
+    """Layers."""
     rules: tuple[str, ...] = ()
+    """Names of the rules that it needed beyond the generic ones."""
     is_known: bool = True
+    """Whether its family is in the table."""
     goes_back: GoesBack | None = None
+    """How its sessions go back; None if its header was refused."""
     why_no_checkpoints: str = ""
+    """Why they do not go back to checkpoints of a recurrent state, if it was tried."""
     allowed_cuts: tuple[int, ...] = ()
+    """Where it may be cut."""
     refused_cuts: Mapping[str, str] = field(default_factory=dict)
+    """Where not, and why."""
 
     def bit_equal(self) -> FamilyRecord:
         """The same, certified."""

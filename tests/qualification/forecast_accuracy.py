@@ -46,25 +46,22 @@ _PLAN_TIMEOUT_S: Final = 180.0
 
 @dataclass(frozen=True)
 class DelayCheck:
-    """At one delay.
-
-    Attributes:
-        delay_ms: One way.
-        predicted: What `mesh plan` said, as its JSON has it.
-        tokens_per_s: Measured, median over the answers.
-        compute_ms: Measured, of a token, by the stages' clocks.
-        queue_ms: Likewise, waiting at the stages.
-        ttft_ms: Measured, median.
-        num_stages: Of the ring.
-    """
+    """At one delay."""
 
     delay_ms: float
+    """One way."""
     predicted: dict[str, Any]
+    """What `mesh plan` said, as its JSON has it."""
     tokens_per_s: float
+    """Measured, median over the answers."""
     compute_ms: float
+    """Measured, of a token, by the stages' clocks."""
     queue_ms: float
+    """Likewise, waiting at the stages."""
     ttft_ms: float
+    """Measured, median."""
     num_stages: int
+    """Of the ring."""
 
     @property
     def ratio(self) -> float:

@@ -49,19 +49,16 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class _Load:
-    """Requests that each mesh answers.
-
-    Attributes:
-        delay_ms: One way.
-        at_once: Requests of a round, all at once.
-        num_tokens: Tokens of an answer.
-        num_rounds: Rounds that count, of each pass.
-    """
+    """Requests that each mesh answers."""
 
     delay_ms: float
+    """One way."""
     at_once: int
+    """Requests of a round, all at once."""
     num_tokens: int
+    """Tokens of an answer."""
     num_rounds: int
+    """Rounds that count, of each pass."""
 
 
 @click.command()

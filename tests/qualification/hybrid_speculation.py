@@ -79,40 +79,34 @@ _TURN_FIELDS: Final[dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of the measurement.
-
-    Attributes:
-        plain: A model that can be trimmed.
-        hybrid: A model with recurrent layers.
-        delays_ms: One-way delays.
-        num_prompts: Prompts at each delay.
-        num_tokens: Tokens of each answer.
-        turn_tokens: Tokens of the first turn's prompt.
-        num_threads: Threads of each stage.
-    """
+    """Sizes of the measurement."""
 
     plain: Path
+    """A model that can be trimmed."""
     hybrid: Path
+    """A model with recurrent layers."""
     delays_ms: tuple[float, ...]
+    """One-way delays."""
     num_prompts: int
+    """Prompts at each delay."""
     num_tokens: int
+    """Tokens of each answer."""
     turn_tokens: int
+    """Tokens of the first turn's prompt."""
     num_threads: int
+    """Threads of each stage."""
 
 
 @dataclass(frozen=True)
 class Turns:
-    """Times to the first token of a chat's first two turns, in milliseconds.
-
-    Attributes:
-        first_ms: Of a prompt that no cache holds.
-        second_ms: Of the same prompt, the answer, and a little more.
-        num_cached: Tokens of the second prompt that were not computed again.
-    """
+    """Times to the first token of a chat's first two turns, in milliseconds."""
 
     first_ms: float
+    """Of a prompt that no cache holds."""
     second_ms: float
+    """Of the same prompt, the answer, and a little more."""
     num_cached: int
+    """Tokens of the second prompt that were not computed again."""
 
 
 def phases(settings: Settings, workload: Workload, *, is_hybrid: bool) -> tuple[Phase, ...]:

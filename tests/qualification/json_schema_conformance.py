@@ -31,55 +31,46 @@ _SAMPLINGS: Final[tuple[dict[str, Any], ...]] = (
 
 @dataclass(frozen=True)
 class SchemaCase:
-    """One schema.
-
-    Attributes:
-        name: For the report.
-        schema: JSON Schema, 2020-12.
-        question: Question; `{}` takes a subject.
-    """
+    """One schema."""
 
     name: str
+    """For the report."""
     schema: dict[str, Any]
+    """JSON Schema, 2020-12."""
     question: str
+    """Question; `{}` takes a subject."""
 
 
 @dataclass(frozen=True)
 class SchemaAnswer:
-    """One answer.
-
-    Attributes:
-        text: Text of the answer.
-        finish: Why it ended.
-        num_tokens: Its length.
-        num_accepted: Proposed tokens that were the model's own.
-        num_rejected: And those that were not.
-    """
+    """One answer."""
 
     text: str
+    """Text of the answer."""
     finish: str
+    """Why it ended."""
     num_tokens: int
+    """Its length."""
     num_accepted: int
+    """Proposed tokens that were the model's own."""
     num_rejected: int
+    """And those that were not."""
 
 
 @dataclass(frozen=True)
 class SchemaResult:
-    """One question.
-
-    Attributes:
-        case: Its schema.
-        number: Of the question among all.
-        answer: With speculation.
-        plain: Answer without speculation; None if there is none.
-        fault: Why the answer is not valid; None if it is.
-    """
+    """One question."""
 
     case: SchemaCase
+    """Its schema."""
     number: int
+    """Of the question among all."""
     answer: SchemaAnswer
+    """With speculation."""
     plain: SchemaAnswer | None
+    """Answer without speculation; None if there is none."""
     fault: str | None
+    """Why the answer is not valid; None if it is."""
 
     @property
     def is_same(self) -> bool:

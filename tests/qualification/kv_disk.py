@@ -65,53 +65,44 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer.
-
-    Attributes:
-        token_ids: Its tokens.
-        ttft_ms: Time to the first of them.
-        num_cached: Tokens of the prompt that were not computed.
-    """
+    """One answer."""
 
     token_ids: tuple[int, ...]
+    """Its tokens."""
     ttft_ms: float
+    """Time to the first of them."""
     num_cached: int
+    """Tokens of the prompt that were not computed."""
 
 
 @dataclass(frozen=True)
 class Damages:
-    """What came of the damages.
-
-    Attributes:
-        num_made: Damages.
-        num_noticed: Files that stages found damaged, and removed.
-        num_same: Answers with the text that is computed without a cache.
-        num_restored: Answers that began with positions from disk.
-        most_bytes: Largest size of all files.
-    """
+    """What came of the damages."""
 
     num_made: int
+    """Damages."""
     num_noticed: int
+    """Files that stages found damaged, and removed."""
     num_same: int
+    """Answers with the text that is computed without a cache."""
     num_restored: int
+    """Answers that began with positions from disk."""
     most_bytes: int
+    """Largest size of all files."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Times to the first token of one prompt, in milliseconds.
-
-    Attributes:
-        num_tokens: Tokens of the prompt.
-        num_cached: Those that were not computed.
-        cached_ms: With the cache.
-        plain_ms: With `cache_prompt: false`.
-    """
+    """Times to the first token of one prompt, in milliseconds."""
 
     num_tokens: int
+    """Tokens of the prompt."""
     num_cached: int
+    """Those that were not computed."""
     cached_ms: float
+    """With the cache."""
     plain_ms: float
+    """With `cache_prompt: false`."""
 
     def line(self, title: str, most_share: float) -> Line:
         """The share with its bound."""

@@ -89,19 +89,16 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of the measurement.
-
-    Attributes:
-        model: The GGUF.
-        num_tokens: Tokens of the long prompt.
-        answer_tokens: Tokens of the neighbour's answers.
-        num_threads: Threads of each stage.
-    """
+    """Sizes of the measurement."""
 
     model: Path
+    """The GGUF."""
     num_tokens: int
+    """Tokens of the long prompt."""
     answer_tokens: int
+    """Tokens of the neighbour's answers."""
     num_threads: int
+    """Threads of each stage."""
 
     @property
     def workload(self) -> Workload:
@@ -111,55 +108,46 @@ class Settings:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Memory of one stage's process.
-
-    Attributes:
-        host: Its host.
-        layers: Its layers, for display.
-        foretold_bytes: What the plan counts for it.
-        process_bytes: Most that it took while the prompt was read.
-    """
+    """Memory of one stage's process."""
 
     host: str
+    """Its host."""
     layers: str
+    """Its layers, for display."""
     foretold_bytes: int
+    """What the plan counts for it."""
     process_bytes: int
+    """Most that it took while the prompt was read."""
 
 
 @dataclass(frozen=True)
 class HangUp:
-    """End of a prompt whose client left.
-
-    Attributes:
-        num_read: Tokens of the prompt that had been read, as the stream told last.
-        chunks: Chunks that each stage computed afterwards, in pipeline order; one that it was at counts.
-        counted_after_ms: From the hang-up to the first look at the stages' counters.
-    """
+    """End of a prompt whose client left."""
 
     num_read: int
+    """Tokens of the prompt that had been read, as the stream told last."""
     chunks: tuple[int, ...]
+    """Chunks that each stage computed afterwards, in pipeline order; one that it was at counts."""
     counted_after_ms: float
+    """From the hang-up to the first look at the stages' counters."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """Result of the measurement.
-
-    Attributes:
-        stages: Memory of each stage.
-        growth_bytes: Growth of the coordinator while the prompt was read.
-        prefill_s: From the request to the first token of the long prompt.
-        alone_ms: Times between tokens of the neighbour, alone.
-        beside_ms: The same while the prompt was read.
-        hang_up: The prompt whose client left.
-    """
+    """Result of the measurement."""
 
     stages: tuple[StageMemory, ...]
+    """Memory of each stage."""
     growth_bytes: int
+    """Growth of the coordinator while the prompt was read."""
     prefill_s: float
+    """From the request to the first token of the long prompt."""
     alone_ms: tuple[float, ...]
+    """Times between tokens of the neighbour, alone."""
     beside_ms: tuple[float, ...]
+    """The same while the prompt was read."""
     hang_up: HangUp
+    """The prompt whose client left."""
 
 
 def gaps_ms(answer: AnswerRecord, until_ms: float) -> tuple[float, ...]:

@@ -44,40 +44,34 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class BigSharesOptions:
-    """Options of the measurement.
-
-    Attributes:
-        shape: A name in `SHAPES`.
-        weight_type: Of its matrices.
-        num_tokens: Of each answer.
-        num_answers: Number of concurrent answers.
-        workload: What the mesh is to hold besides weights.
-        folder: Where the model and logs go; None: a temporary one, removed afterwards.
-    """
+    """Options of the measurement."""
 
     shape: str
+    """A name in `SHAPES`."""
     weight_type: WeightType
+    """Of its matrices."""
     num_tokens: int
+    """Of each answer."""
     num_answers: int
+    """Number of concurrent answers."""
     workload: Workload
+    """What the mesh is to hold besides weights."""
     folder: Path | None = None
+    """Where the model and logs go; None: a temporary one, removed afterwards."""
 
 
 @dataclass(frozen=True)
 class BigShares:
-    """Result of the measurement.
-
-    Attributes:
-        model_bytes: Size of the model's file.
-        layers: Of each stage, for people.
-        footprints: Of each stage, with the most that its process ever held once the mesh served.
-        num_tokens: That were answered.
-    """
+    """Result of the measurement."""
 
     model_bytes: int
+    """Size of the model's file."""
     layers: tuple[str, ...]
+    """Of each stage, for people."""
     footprints: tuple[Footprint, ...]
+    """Of each stage, with the most that its process ever held once the mesh served."""
     num_tokens: int
+    """That were answered."""
 
 
 def measure_big_shares(options: BigSharesOptions) -> BigShares:

@@ -70,19 +70,16 @@ class _Settings:
 
 @dataclass(frozen=True)
 class StepFigures:
-    """A step of a load, as one view of the mesh shows it.
-
-    Attributes:
-        num_at_once: Requests under way at once.
-        tokens_per_s: Of all requests together.
-        ttft_ms: Median time to first token.
-        itl_ms: Median inter-token latency.
-    """
+    """A step of a load, as one view of the mesh shows it."""
 
     num_at_once: int
+    """Requests under way at once."""
     tokens_per_s: float
+    """Of all requests together."""
     ttft_ms: float
+    """Median time to first token."""
     itl_ms: float
+    """Median inter-token latency."""
 
 
 @click.command()

@@ -45,23 +45,20 @@ _CONTROL_S: Final = 0.5
 
 @dataclass(frozen=True)
 class Timing:
-    """One case.
-
-    Attributes:
-        outcome: How many stages, or that it does not fit.
-        processor_s: What planning took of the processors.
-        context_s: What the choice of the context took of them, or None.
-        tokens_per_s: What one session could expect if there were no wire, or None.
-        longest_gap_ms: Between two turns of the probing task.
-        control_gap_ms: The same while nothing was planned.
-    """
+    """One case."""
 
     outcome: str
+    """How many stages, or that it does not fit."""
     processor_s: float
+    """What planning took of the processors."""
     context_s: float | None
+    """What the choice of the context took of them, or None."""
     tokens_per_s: float | None
+    """What one session could expect if there were no wire, or None."""
     longest_gap_ms: float
+    """Between two turns of the probing task."""
     control_gap_ms: float
+    """The same while nothing was planned."""
 
 
 def made_up_model(n_layers: int = 80, layer_mib: int = 500) -> ModelFacts:

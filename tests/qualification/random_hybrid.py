@@ -31,33 +31,30 @@ _ROPE_SECTIONS: Final = (11, 11, 10, 0)
 
 @dataclass(frozen=True)
 class HybridShape:
-    """Sizes of a model; by default Qwen3.5-0.8B's.
-
-    Attributes:
-        n_layers: Layers of the trunk.
-        n_embd: Width of the hidden states.
-        n_ff: Width inside the feed-forward part.
-        n_vocab: Tokens.
-        n_heads: Heads of queries, in the layers with attention.
-        n_heads_kv: Heads of keys and values there.
-        head_width: Elements of each.
-        n_state_heads: Heads of the recurrent state.
-        state_width: The state of a head is this number squared.
-        conv_width: Positions that a recurrent layer's convolution spans.
-        n_prediction_layers: Layers for multi-token prediction, 0 or 1.
-    """
+    """Sizes of a model; by default Qwen3.5-0.8B's."""
 
     n_layers: int = 24
+    """Layers of the trunk."""
     n_embd: int = 1024
+    """Width of the hidden states."""
     n_ff: int = 3584
+    """Width inside the feed-forward part."""
     n_vocab: int = 32_768
+    """Tokens."""
     n_heads: int = 8
+    """Heads of queries, in the layers with attention."""
     n_heads_kv: int = 2
+    """Heads of keys and values there."""
     head_width: int = 256
+    """Elements of each."""
     n_state_heads: int = 16
+    """Heads of the recurrent state."""
     state_width: int = 128
+    """The state of a head is this number squared."""
     conv_width: int = 4
+    """Positions that a recurrent layer's convolution spans."""
     n_prediction_layers: int = 0
+    """Layers for multi-token prediction, 0 or 1."""
 
     def is_recurrent(self, layer: int) -> bool:
         """Whether a layer has a recurrent state instead of attention."""

@@ -35,33 +35,30 @@ WeightType = Literal["Q4_0", "Q8_0"]
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model of llama.cpp's architecture `llama`, or with experts `qwen3moe`.
-
-    Attributes:
-        n_layers: Layers.
-        n_embd: Width of the hidden state.
-        n_ff: Width inside the feed-forward part.
-        n_heads: Heads of queries.
-        n_heads_kv: Heads of keys and values.
-        n_vocab: Tokens.
-        is_tied: Whether the embedding is the head as well.
-        own_head_width: Elements of one head; 0 for the width of the hidden state, divided by the heads.
-        n_experts: Experts of each layer, in place of one feed-forward part; 0 for none.
-        n_experts_used: Experts that compute a token.
-        n_ff_expert: Width inside an expert.
-    """
+    """Sizes of a model of llama.cpp's architecture `llama`, or with experts `qwen3moe`."""
 
     n_layers: int
+    """Layers."""
     n_embd: int
+    """Width of the hidden state."""
     n_ff: int
+    """Width inside the feed-forward part."""
     n_heads: int
+    """Heads of queries."""
     n_heads_kv: int
+    """Heads of keys and values."""
     n_vocab: int
+    """Tokens."""
     is_tied: bool
+    """Whether the embedding is the head as well."""
     own_head_width: int = 0
+    """Elements of one head; 0 for the width of the hidden state, divided by the heads."""
     n_experts: int = 0
+    """Experts of each layer, in place of one feed-forward part; 0 for none."""
     n_experts_used: int = 0
+    """Experts that compute a token."""
     n_ff_expert: int = 0
+    """Width inside an expert."""
 
     @property
     def architecture(self) -> str:

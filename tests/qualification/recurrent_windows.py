@@ -78,27 +78,24 @@ _WIDTHS_TRIED: Final = (2, 7, 16, EXACT_MAX_ROWS)
 
 @dataclass(frozen=True)
 class Findings:
-    """What came of rounds.
-
-    Attributes:
-        num_rounds: Sessions.
-        num_windows: Windows judged, prefill chunks left out.
-        num_rejections: Of these, those with a rejected token.
-        num_void: Windows that became void in flight.
-        num_recomputed: Rows of committed tokens that were computed again.
-        num_compared: Windows whose rows were compared with a session that never went back.
-        num_continued: Sessions that began with what an earlier one left.
-        wrong: What was not as it must be, each with its round.
-    """
+    """What came of rounds."""
 
     num_rounds: int = 0
+    """Sessions."""
     num_windows: int = 0
+    """Windows judged, prefill chunks left out."""
     num_rejections: int = 0
+    """Of these, those with a rejected token."""
     num_void: int = 0
+    """Windows that became void in flight."""
     num_recomputed: int = 0
+    """Rows of committed tokens that were computed again."""
     num_compared: int = 0
+    """Windows whose rows were compared with a session that never went back."""
     num_continued: int = 0
+    """Sessions that began with what an earlier one left."""
     wrong: tuple[str, ...] = ()
+    """What was not as it must be, each with its round."""
 
     def __add__(self, other: Findings) -> Findings:
         return Findings(
@@ -122,15 +119,12 @@ class Findings:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one model.
-
-    Attributes:
-        findings: Of its rounds.
-        why_not_tried: Why there were none; empty if there were.
-    """
+    """What came of one model."""
 
     findings: Findings = Findings()
+    """Of its rounds."""
     why_not_tried: str = ""
+    """Why there were none; empty if there were."""
 
 
 @dataclass(frozen=True)
@@ -147,15 +141,12 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Answer:
-    """A window that all stages have computed.
-
-    Attributes:
-        window: The window.
-        outputs: By stage, float32: hidden states (rows, n_embd), and at the tail logits (last rows, n_vocab).
-    """
+    """A window that all stages have computed."""
 
     window: WindowPlan
+    """The window."""
     outputs: tuple[NDArray[np.float32], ...]
+    """By stage, float32: hidden states (rows, n_embd), and at the tail logits (last rows, n_vocab)."""
 
 
 @dataclass(frozen=True)
@@ -256,17 +247,14 @@ class _SteadySession:
 
 @dataclass(frozen=True)
 class _PlainRun:
-    """An answer of the whole model, one row at a time.
-
-    Attributes:
-        tokens: Prompt and answer.
-        logits: float32 (positions but the last, n_vocab).
-        seed: Seed of the samples.
-    """
+    """An answer of the whole model, one row at a time."""
 
     tokens: tuple[int, ...]
+    """Prompt and answer."""
     logits: NDArray[np.float32]
+    """float32 (positions but the last, n_vocab)."""
     seed: int
+    """Seed of the samples."""
 
 
 def _sample(logits: NDArray[np.float32], seed: int, position: int) -> int:

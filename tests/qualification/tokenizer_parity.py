@@ -57,15 +57,12 @@ _IMPORTS: Final = ("tests.qualification.fuzz.altered_models", "mesh.serve.option
 
 @dataclass(frozen=True)
 class VocabularyFile:
-    """A vocabulary to compare.
-
-    Attributes:
-        name: Such as `pre gpt-4o`.
-        path: A GGUF file without tensors.
-    """
+    """A vocabulary to compare."""
 
     name: str
+    """Such as `pre gpt-4o`."""
     path: Path
+    """A GGUF file without tensors."""
 
 
 class TokenizingEndedError(MeshError):
@@ -164,21 +161,18 @@ class ProductEncoding:
 
 @dataclass(frozen=True)
 class ParityCase:
-    """One text with one vocabulary.
-
-    Attributes:
-        vocabulary: Its name.
-        run: Class of characters; one of `RUNS`.
-        num_chars: Length of the run.
-        outcome: `equal`, `refused`, `differs` or `ended`; or `not loaded`, for a vocabulary as a whole.
-        reason: What differs, or how it ended.
-    """
+    """One text with one vocabulary."""
 
     vocabulary: str
+    """Its name."""
     run: str
+    """Class of characters; one of `RUNS`."""
     num_chars: int
+    """Length of the run."""
     outcome: str
+    """`equal`, `refused`, `differs` or `ended`; or `not loaded`, for a vocabulary as a whole."""
     reason: str = ""
+    """What differs, or how it ended."""
 
     @property
     def is_good(self) -> bool:

@@ -13,44 +13,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AgentOutput:
-    """What an agent printed.
-
-    Attributes:
-        text: Its last answer.
-        tools: Tools that it ran, in order.
-        errors: Errors that it told of.
-        events: Number of its events by type.
-        others: Lines that are no events.
-    """
+    """What an agent printed."""
 
     text: str = ""
+    """Its last answer."""
     tools: tuple[str, ...] = ()
+    """Tools that it ran, in order."""
     errors: tuple[str, ...] = ()
+    """Errors that it told of."""
     events: Mapping[str, int] = field(default_factory=dict)
+    """Number of its events by type."""
     others: tuple[str, ...] = ()
+    """Lines that are no events."""
 
 
 @dataclass(frozen=True)
 class AgentProgram:
-    """An agent as an npm package.
-
-    Attributes:
-        name: Its program, and its name for `mesh agent`.
-        title: Its name for people.
-        package: Its npm package.
-        path: Path of the API that it uses.
-        arguments: Makes its arguments from a prompt.
-        read: Reads its events.
-        environment: Variables that switch off what it does beside its work, such as telemetry.
-    """
+    """An agent as an npm package."""
 
     name: str
+    """Its program, and its name for `mesh agent`."""
     title: str
+    """Its name for people."""
     package: str
+    """Its npm package."""
     path: str
+    """Path of the API that it uses."""
     arguments: Callable[[str], list[str]]
+    """Makes its arguments from a prompt."""
     read: Callable[[Sequence[Mapping[str, Any]]], AgentOutput]
+    """Reads its events."""
     environment: Mapping[str, str]
+    """Variables that switch off what it does beside its work, such as telemetry."""
 
     def output(self, printed: str) -> AgentOutput:
         """What its standard output says."""

@@ -26,31 +26,28 @@ _UNRECORDED: Final = frozenset({"/health"})
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """A request and what became of it.
-
-    Attributes:
-        method: HTTP method.
-        path: Path, without the query.
-        client: User agent.
-        status: HTTP status; None if the client left before there was one.
-        request: JSON object of the request; empty without one.
-        events: Number of stream events by type; empty for an answer in one piece.
-        last_event: Type of the last one.
-        text: Text of the answer, without reasoning and calls.
-        error: Body of a response with an error status.
-        is_complete: Whether the whole response was sent.
-    """
+    """A request and what became of it."""
 
     method: str
+    """HTTP method."""
     path: str
+    """Path, without the query."""
     client: str = ""
+    """User agent."""
     status: int | None = None
+    """HTTP status; None if the client left before there was one."""
     request: Mapping[str, Any] = field(default_factory=dict)
+    """JSON object of the request; empty without one."""
     events: Mapping[str, int] = field(default_factory=dict)
+    """Number of stream events by type; empty for an answer in one piece."""
     last_event: str = ""
+    """Type of the last one."""
     text: str = ""
+    """Text of the answer, without reasoning and calls."""
     error: str = ""
+    """Body of a response with an error status."""
     is_complete: bool = False
+    """Whether the whole response was sent."""
 
     @property
     def num_tools(self) -> int:

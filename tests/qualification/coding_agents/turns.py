@@ -52,50 +52,44 @@ class TurnKind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class TurnOptions:
-    """What all turns have in common.
-
-    Attributes:
-        agents: Folder in which the agents are installed.
-        output: Folder for recordings and logs.
-        ctx_size: Positions of a session of the real mesh.
-        time_limit_s: Longest turn.
-        kinds: Kinds of turn, in order.
-    """
+    """What all turns have in common."""
 
     agents: Path
+    """Folder in which the agents are installed."""
     output: Path
+    """Folder for recordings and logs."""
     ctx_size: int
+    """Positions of a session of the real mesh."""
     time_limit_s: float
+    """Longest turn."""
     kinds: Sequence[TurnKind] = tuple(TurnKind)
+    """Kinds of turn, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One turn of an agent.
-
-    Attributes:
-        program: The agent.
-        version: What it says of its version.
-        kind: Kind of turn.
-        exit_code: Its exit code; None if the time limit ended it.
-        seconds: Time from its start to its end.
-        output: What it printed.
-        exchanges: What it asked the server, and what it got.
-        code_word: The word that it had to find.
-        copied: Content of the copy; None without one.
-        last_words: End of its error output.
-    """
+    """One turn of an agent."""
 
     program: AgentProgram
+    """The agent."""
     version: str
+    """What it says of its version."""
     kind: TurnKind
+    """Kind of turn."""
     exit_code: int | None
+    """Its exit code; None if the time limit ended it."""
     seconds: float
+    """Time from its start to its end."""
     output: AgentOutput
+    """What it printed."""
     exchanges: Sequence[Exchange]
+    """What it asked the server, and what it got."""
     code_word: str
+    """The word that it had to find."""
     copied: str | None
+    """Content of the copy; None without one."""
     last_words: str
+    """End of its error output."""
 
 
 class _Setting:

@@ -90,25 +90,22 @@ class ListeningMesh(MeshSystem):
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of the measurement.
-
-    Attributes:
-        model: A GGUF.
-        draft: Its drafter.
-        delays_ms: Delays at which decode rates are measured.
-        num_rounds: Prompts of each kind, at each delay.
-        num_tokens: Of each answer whose rate is measured.
-        prompt_tokens: Of a long prompt.
-        num_threads: Of each stage.
-    """
+    """Sizes of the measurement."""
 
     model: Path
+    """A GGUF."""
     draft: Path
+    """Its drafter."""
     delays_ms: tuple[float, ...]
+    """Delays at which decode rates are measured."""
     num_rounds: int
+    """Prompts of each kind, at each delay."""
     num_tokens: int
+    """Of each answer whose rate is measured."""
     prompt_tokens: int
+    """Of a long prompt."""
     num_threads: int
+    """Of each stage."""
 
     @property
     def ctx_size(self) -> int:

@@ -27,51 +27,42 @@ LEAST_RECEIVED_SHARE: Final = 0.95
 
 @dataclass(frozen=True)
 class DecodeRound:
-    """Decode rates of one prompt, in tokens per second.
-
-    Attributes:
-        delay_ms: One way.
-        off: Plain decoding.
-        features: The same with features that nobody uses.
-        again: Plain decoding once more: the noise.
-        received_share: Of the rows whose features were wanted, those that got them.
-    """
+    """Decode rates of one prompt, in tokens per second."""
 
     delay_ms: float
+    """One way."""
     off: float
+    """Plain decoding."""
     features: float
+    """The same with features that nobody uses."""
     again: float
+    """Plain decoding once more: the noise."""
     received_share: float
+    """Of the rows whose features were wanted, those that got them."""
 
 
 @dataclass(frozen=True)
 class FirstTokenRound:
-    """Time to the first token of one long prompt, in ms.
-
-    Attributes:
-        off: Without the drafter.
-        draft: With it.
-        num_wanted: Rows whose features were wanted, those of the answer included.
-    """
+    """Time to the first token of one long prompt, in ms."""
 
     off: float
+    """Without the drafter."""
     draft: float
+    """With it."""
     num_wanted: int
+    """Rows whose features were wanted, those of the answer included."""
 
 
 @dataclass(frozen=True)
 class SentFeatures:
-    """Features of one or more answers.
-
-    Attributes:
-        num_rows: Rows of windows that wanted features and whose features arrived; rejected ones included.
-        num_rejected: Those of them that were rejected.
-        num_bytes: That arrived.
-    """
+    """Features of one or more answers."""
 
     num_rows: int = 0
+    """Rows of windows that wanted features and whose features arrived; rejected ones included."""
     num_rejected: int = 0
+    """Those of them that were rejected."""
     num_bytes: int = 0
+    """That arrived."""
 
     @classmethod
     def of(cls, timings: Mapping[str, Any]) -> SentFeatures:
@@ -102,25 +93,22 @@ class SentFeatures:
 
 @dataclass(frozen=True)
 class Figures:
-    """All that was measured.
-
-    Attributes:
-        decode: At all delays.
-        first_token: At one.
-        times: Of the drafter alone.
-        listened: Features of answers without drafts.
-        drafted: Features of answers with drafts.
-        row_values: Values of a row: taps × width.
-        num_read: Rows of a long prompt whose features the drafter reads.
-    """
+    """All that was measured."""
 
     decode: tuple[DecodeRound, ...]
+    """At all delays."""
     first_token: tuple[FirstTokenRound, ...]
+    """At one."""
     times: DrafterTimes
+    """Of the drafter alone."""
     listened: SentFeatures
+    """Features of answers without drafts."""
     drafted: SentFeatures
+    """Features of answers with drafts."""
     row_values: int
+    """Values of a row: taps × width."""
     num_read: int
+    """Rows of a long prompt whose features the drafter reads."""
 
     def lines(self) -> list[Line]:
         """The table, with its bounds."""

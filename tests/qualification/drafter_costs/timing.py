@@ -36,19 +36,16 @@ _DRAFTER_PATIENCE_S: Final = 120.0
 
 @dataclass(frozen=True)
 class DrafterTimes:
-    """Times of the drafter for the same number of rows, in ms, in the order measured.
-
-    Attributes:
-        num_rows: How many.
-        absorbed: For its cache only, from features.
-        full: With outputs, from features.
-        chained: With outputs, from states of its own: without its encoder of features.
-    """
+    """Times of the drafter for the same number of rows, in ms, in the order measured."""
 
     num_rows: int
+    """How many."""
     absorbed: tuple[float, ...]
+    """For its cache only, from features."""
     full: tuple[float, ...]
+    """With outputs, from features."""
     chained: tuple[float, ...]
+    """With outputs, from states of its own: without its encoder of features."""
 
 
 def time_drafter(drafter: Drafter, target: Path, num_tokens: int) -> DrafterTimes:

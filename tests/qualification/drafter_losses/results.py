@@ -22,15 +22,12 @@ MOST_CHANGE: Final = 0.05
 
 @dataclass(frozen=True)
 class Counts:
-    """Tokens of the drafter that were verified.
-
-    Attributes:
-        drafted: Proposed.
-        accepted: Those of them that the model chose too.
-    """
+    """Tokens of the drafter that were verified."""
 
     drafted: int = 0
+    """Proposed."""
     accepted: int = 0
+    """Those of them that the model chose too."""
 
     def __add__(self, other: Counts) -> Counts:
         """Sums of both."""
@@ -48,19 +45,16 @@ class Counts:
 
 @dataclass(frozen=True)
 class Sample:
-    """State of the mesh while one answer runs.
-
-    Attributes:
-        at_s: When, of `time.perf_counter`.
-        positions: Tokens of the running answer, its prompt included; 0 when none runs.
-        counts: Since the start of the mesh.
-        ring: Addresses of the stages; empty while the ring is broken.
-    """
+    """State of the mesh while one answer runs."""
 
     at_s: float
+    """When, of `time.perf_counter`."""
     positions: int
+    """Tokens of the running answer, its prompt included; 0 when none runs."""
     counts: Counts
+    """Since the start of the mesh."""
     ring: tuple[str, ...]
+    """Addresses of the stages; empty while the ring is broken."""
 
     @classmethod
     def of(cls, snapshot: MeshSnapshot, drafter: str) -> Sample | None:
@@ -85,17 +79,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class WatchedAnswer:
-    """An answer, with samples from before its request until after its end.
-
-    Attributes:
-        answer: Question and answer.
-        samples: In order; at least two.
-        killed_s: When a stage was killed, of `time.perf_counter`; None if none was.
-    """
+    """An answer, with samples from before its request until after its end."""
 
     answer: AnswerRecord
+    """Question and answer."""
     samples: tuple[Sample, ...]
+    """In order; at least two."""
     killed_s: float | None = None
+    """When a stage was killed, of `time.perf_counter`; None if none was."""
 
     @property
     def num_prompt(self) -> int:

@@ -27,32 +27,26 @@ ApiName = Literal["chat", "messages", "responses"]
 
 @dataclass(frozen=True)
 class Marks:
-    """Texts that are to stay texts.
-
-    Attributes:
-        everywhere: Those for every field.
-        answers: Those for earlier answers.
-    """
+    """Texts that are to stay texts."""
 
     everywhere: tuple[str, ...]
+    """Those for every field."""
     answers: tuple[str, ...]
+    """Those for earlier answers."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of the function, and its result.
-
-    Attributes:
-        id: By which the result refers to it.
-        arguments: By name.
-        result: A text.
-        is_escaped: Whether clients that send arguments as text escape what they can.
-    """
+    """A call of the function, and its result."""
 
     id: str
+    """By which the result refers to it."""
     arguments: dict[str, Any]
+    """By name."""
     result: str
+    """A text."""
     is_escaped: bool
+    """Whether clients that send arguments as text escape what they can."""
 
     @property
     def arguments_text(self) -> str:
@@ -63,36 +57,30 @@ class Call:
 
 @dataclass(frozen=True)
 class Turn:
-    """A question, and what was answered.
-
-    Attributes:
-        question: Parts of the question, joined by the server.
-        calls: Calls before the answer.
-        answer: Empty in the last turn.
-        reasoning: Before the answer; templates may leave it out.
-    """
+    """A question, and what was answered."""
 
     question: tuple[str, ...]
+    """Parts of the question, joined by the server."""
     calls: tuple[Call, ...]
+    """Calls before the answer."""
     answer: str
+    """Empty in the last turn."""
     reasoning: str
+    """Before the answer; templates may leave it out."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation with places for marks.
-
-    Attributes:
-        instructions: At the beginning; empty for none.
-        description: Of the function; empty for no function.
-        parameter: Description of its parameter.
-        turns: One or more.
-    """
+    """A conversation with places for marks."""
 
     instructions: str
+    """At the beginning; empty for none."""
     description: str
+    """Of the function; empty for no function."""
     parameter: str
+    """Description of its parameter."""
     turns: tuple[Turn, ...]
+    """One or more."""
 
     def written(self, marks: Sequence[str] | None) -> Conversation:
         """The same with its places written out.

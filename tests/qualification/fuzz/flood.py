@@ -52,19 +52,16 @@ _ANSWER: Final = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 0\r\n
 
 @dataclass(frozen=True)
 class Pace:
-    """What streams beside a flood felt.
-
-    Attributes:
-        num_streams: Streams that ended, well or not.
-        first_ms: Median time to the first token.
-        slow_first_ms: 95th percentile of it.
-        gap_ms: 99th percentile of the times between tokens.
-    """
+    """What streams beside a flood felt."""
 
     num_streams: int
+    """Streams that ended, well or not."""
     first_ms: float
+    """Median time to the first token."""
     slow_first_ms: float
+    """95th percentile of it."""
     gap_ms: float
+    """99th percentile of the times between tokens."""
 
 
 def flood_bodies(max_bytes: int) -> list[tuple[str, bytes]]:

@@ -33,23 +33,20 @@ _ODD_GRAMMARS: Final = (
 
 @dataclass(frozen=True)
 class StageShape:
-    """What a message must fit.
-
-    Attributes:
-        is_first: Whether windows come with token ids alone.
-        n_embd: Values of one row of hidden states.
-        n_vocab: Token ids are below this.
-        num_slots: Slots that exist.
-        ctx_size: Positions of each.
-        max_rows: Rows of one window.
-    """
+    """What a message must fit."""
 
     is_first: bool
+    """Whether windows come with token ids alone."""
     n_embd: int
+    """Values of one row of hidden states."""
     n_vocab: int
+    """Token ids are below this."""
     num_slots: int
+    """Slots that exist."""
     ctx_size: int
+    """Positions of each."""
     max_rows: int
+    """Rows of one window."""
 
 
 @dataclass
@@ -62,15 +59,12 @@ class _DraftWindow:
 
 @dataclass
 class HostilePeer:
-    """Makes frames and control requests; remembers what it opened, so that some of them are in order.
-
-    Attributes:
-        shape: Of the stage that they are for.
-        random: Decides.
-    """
+    """Makes frames and control requests; remembers what it opened, so that some of them are in order."""
 
     shape: StageShape
+    """Of the stage that they are for."""
     random: Random
+    """Decides."""
     _ends: dict[int, int] = field(default_factory=dict)
 
     def frame(self) -> bytes:

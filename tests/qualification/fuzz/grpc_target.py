@@ -41,15 +41,12 @@ _TRIM_S: Final = 0.5
 
 @dataclass(frozen=True)
 class Served:
-    """One of the stages.
-
-    Attributes:
-        address: `host:port`.
-        shape: What fits it.
-    """
+    """One of the stages."""
 
     address: str
+    """`host:port`."""
     shape: StageShape
+    """What fits it."""
 
 
 class StageProcess:

@@ -36,21 +36,18 @@ _ALLOWED_BYTES: Final = 128 * 2**20
 
 @dataclass(frozen=True)
 class Footprint:
-    """What the processes of a mesh on this host hold, Ray's own left out.
-
-    Attributes:
-        num_processes: `mesh serve` and its children.
-        num_threads: Of all of them.
-        num_files: Open files and sockets of all of them.
-        size_bytes: Their memory; pages that several share count once.
-        busy_s: Processor time that they have used so far.
-    """
+    """What the processes of a mesh on this host hold, Ray's own left out."""
 
     num_processes: int
+    """`mesh serve` and its children."""
     num_threads: int
+    """Of all of them."""
     num_files: int
+    """Open files and sockets of all of them."""
     size_bytes: int
+    """Their memory; pages that several share count once."""
     busy_s: float
+    """Processor time that they have used so far."""
 
     def excess_over(self, rest: Footprint) -> str | None:
         """What is left of an attack, in words; None if nothing is.

@@ -37,15 +37,12 @@ _WORDS: Final = ("the ", "of ", "a ", "tokenizer ", "is\n", "12 ", "naÃ¯ve ", "ä
 
 @dataclass(frozen=True)
 class HostileText:
-    """A text and its name.
-
-    Attributes:
-        shape: Such as `capitals`.
-        text: May hold NULs, and halves of surrogate pairs, which UTF-8 cannot encode.
-    """
+    """A text and its name."""
 
     shape: str
+    """Such as `capitals`."""
     text: str
+    """May hold NULs, and halves of surrogate pairs, which UTF-8 cannot encode."""
 
 
 def run_of(name: str, num_chars: int) -> str:

@@ -56,19 +56,16 @@ _MARKS: Final = (b"Traceback (most recent call last)", b"_unexpectedly", b"Fatal
 
 @dataclass(frozen=True)
 class HttpCase:
-    """One request.
-
-    Attributes:
-        data: Its bytes, as they go out.
-        is_whole: Whether a server need not wait for more of it.
-        statuses: Documented statuses; empty if the document has no such request.
-        undamaged: Those that it has for the request that this one was made of.
-    """
+    """One request."""
 
     data: bytes
+    """Its bytes, as they go out."""
     is_whole: bool
+    """Whether a server need not wait for more of it."""
     statuses: frozenset[int] = frozenset()
+    """Documented statuses; empty if the document has no such request."""
     undamaged: frozenset[int] = frozenset()
+    """Those that it has for the request that this one was made of."""
 
 
 class HttpCases:
@@ -167,19 +164,16 @@ class HttpCases:
 
 @dataclass(frozen=True)
 class Reply:
-    """Reaction of a server to one request.
-
-    Attributes:
-        status: Of its first answer; None if there was none.
-        content_type: Of that answer.
-        body: Of that answer, as far as it came.
-        is_over: Whether the answer, or the connection, came to its end in time.
-    """
+    """Reaction of a server to one request."""
 
     status: int | None
+    """Of its first answer; None if there was none."""
     content_type: str
+    """Of that answer."""
     body: bytes
+    """Of that answer, as far as it came."""
     is_over: bool
+    """Whether the answer, or the connection, came to its end in time."""
 
 
 class _Found:

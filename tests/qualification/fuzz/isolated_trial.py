@@ -25,21 +25,18 @@ _MODULES: Final = ("tests.qualification.fuzz.gguf_fuzz", "tests.qualification.fu
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of a trial.
-
-    Attributes:
-        step: The last step that began; `done` if all ended well.
-        error: Name of our error that ended it; None if none did.
-        raised: Another exception with its traceback; None if there was none.
-        exit_code: Of the process, if it ended without a message; negative for a signal.
-        is_hung: Whether it had to be killed.
-    """
+    """Result of a trial."""
 
     step: str
+    """The last step that began; `done` if all ended well."""
     error: str | None = None
+    """Name of our error that ended it; None if none did."""
     raised: str | None = None
+    """Another exception with its traceback; None if there was none."""
     exit_code: int | None = None
+    """Of the process, if it ended without a message; negative for a signal."""
     is_hung: bool = False
+    """Whether it had to be killed."""
 
 
 def trials() -> ForkServerContext:

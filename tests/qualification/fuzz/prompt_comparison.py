@@ -21,15 +21,12 @@ _LETTERS: Final = "abcdefghijklmnoprstuvwxy"
 
 @dataclass(frozen=True)
 class Piece:
-    """What one token of a prompt stands for.
-
-    Attributes:
-        data: Its bytes, part of a UTF-8 sequence at times; the name of a control token.
-        is_control: Whether it is a control token.
-    """
+    """What one token of a prompt stands for."""
 
     data: bytes
+    """Its bytes, part of a UTF-8 sequence at times; the name of a control token."""
     is_control: bool
+    """Whether it is a control token."""
 
 
 def anchor(random: Random) -> str:

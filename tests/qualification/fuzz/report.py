@@ -23,53 +23,47 @@ Failure = Literal["crash", "hang", "fault"]
 
 @dataclass(frozen=True)
 class FuzzOptions:
-    """One run of one kind.
-
-    Attributes:
-        num_cases: How many inputs.
-        seed: Of all randomness: the same seed makes the same inputs in the same order.
-        model: A GGUF file, for what serves one.
-        output: Folder for failing inputs and the servers' logs; it exists.
-    """
+    """One run of one kind."""
 
     num_cases: int
+    """How many inputs."""
     seed: int
+    """Of all randomness: the same seed makes the same inputs in the same order."""
     model: Path
+    """A GGUF file, for what serves one."""
     output: Path
+    """Folder for failing inputs and the servers' logs; it exists."""
 
 
 @dataclass(frozen=True)
 class FuzzReport:
-    """One run of one kind.
-
-    Attributes:
-        kind: What was fed, such as `http`.
-        seed: It was made from.
-        num_cases: Inputs that were fed.
-        outcomes: Number of answers by name: an HTTP status, a gRPC code, `accepted`.
-        num_crashes: Inputs after which the process under test was gone, or raised an unexpected error.
-        num_hangs: Inputs without an answer in time.
-        num_faults: Bad inputs that were blamed on the server: an HTTP 5xx, a gRPC `INTERNAL` or `UNKNOWN`.
-        num_memory_samples: Of the process under test; 0 if each input had a process of its own, or if the run
-            ended before it had warmed up.
-        growth: Its memory after the warm-up and at the end; None if there were too few samples to tell.
-        kept: Files with the first failing input of each sort.
-        duration_s: Of the whole run.
-        figures: What was measured beside, by name with its unit.
-    """
+    """One run of one kind."""
 
     kind: str
+    """What was fed, such as `http`."""
     seed: int
+    """It was made from."""
     num_cases: int
+    """Inputs that were fed."""
     outcomes: Mapping[str, int]
+    """Number of answers by name: an HTTP status, a gRPC code, `accepted`."""
     num_crashes: int
+    """Inputs after which the process under test was gone, or raised an unexpected error."""
     num_hangs: int
+    """Inputs without an answer in time."""
     num_faults: int
+    """Bad inputs that were blamed on the server: an HTTP 5xx, a gRPC `INTERNAL` or `UNKNOWN`."""
     num_memory_samples: int
+    """Of the process under test; 0 if each input had a process of its own, or if the run ended before it had
+    warmed up."""
     growth: Growth | None
+    """Its memory after the warm-up and at the end; None if there were too few samples to tell."""
     kept: tuple[Path, ...]
+    """Files with the first failing input of each sort."""
     duration_s: float
+    """Of the whole run."""
     figures: Mapping[str, float] = field(default_factory=dict)
+    """What was measured beside, by name with its unit."""
 
     @property
     def is_good(self) -> bool:

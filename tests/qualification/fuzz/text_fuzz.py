@@ -59,23 +59,20 @@ _MIB: Final = 2**20
 
 @dataclass(frozen=True)
 class TextCase:
-    """One request.
-
-    Attributes:
-        number: From 0; with the seed it makes the same case again.
-        path: Endpoint.
-        shape: Of its text.
-        num_chars: Length of its text.
-        body: JSON.
-        hang_up_s: When its client hangs up; None if it waits for the answer.
-    """
+    """One request."""
 
     number: int
+    """From 0; with the seed it makes the same case again."""
     path: str
+    """Endpoint."""
     shape: str
+    """Of its text."""
     num_chars: int
+    """Length of its text."""
     body: bytes
+    """JSON."""
     hang_up_s: float | None
+    """When its client hangs up; None if it waits for the answer."""
 
     def __str__(self) -> str:
         """In words."""

@@ -37,20 +37,16 @@ _PING_TIMEOUT_S: Final = 120.0
 
 @dataclass(frozen=True)
 class RingRates:
-    """Rates of several sessions at once.
-
-    Attributes:
-        tokens_per_s: Tokens of all sessions together, while all of them decode; None if they never did at
-            the same time.
-        first_token_s: Median time from the requests to a session's first token.
-        tokens: The tokens of the first session.
-        stats: Counts of the first session.
-    """
+    """Rates of several sessions at once."""
 
     tokens_per_s: float | None
+    """Tokens of all sessions together, while all of them decode; None if they never did at the same time."""
     first_token_s: float
+    """Median time from the requests to a session's first token."""
     tokens: tuple[int, ...]
+    """The tokens of the first session."""
     stats: GenerationStats
+    """Counts of the first session."""
 
 
 @dataclass(frozen=True)

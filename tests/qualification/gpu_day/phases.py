@@ -57,34 +57,28 @@ _MUCH_BYTES: Final = 2**50
 
 @dataclass(frozen=True)
 class Bench:
-    """Where a phase runs.
-
-    Attributes:
-        folder: Folder of models and results.
-        scale: Sizes of the run.
-        device: llama.cpp's name of the device, or None for the first one.
-        num_threads: Threads of the processor, for layers and experts that it keeps.
-    """
+    """Where a phase runs."""
 
     folder: Path
+    """Folder of models and results."""
     scale: Scale
+    """Sizes of the run."""
     device: str | None
+    """llama.cpp's name of the device, or None for the first one."""
     num_threads: int
+    """Threads of the processor, for layers and experts that it keeps."""
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """A model cut for one card.
-
-    Attributes:
-        files: Stage files in order; the model itself if it is whole.
-        ranges: Layers of each.
-        device: Name of the device.
-    """
+    """A model cut for one card."""
 
     files: tuple[Path, ...]
+    """Stage files in order; the model itself if it is whole."""
     ranges: tuple[LayerRange, ...]
+    """Layers of each."""
     device: str
+    """Name of the device."""
 
     def stages(self, *, num_slots: int, ctx_size: int) -> list[tuple[Path, RuntimeOptions]]:
         """Files and options for `card_ring`."""

@@ -31,19 +31,16 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class PhaseResult:
-    """Result of a phase.
-
-    Attributes:
-        name: Name of the phase.
-        took_s: Time that it took.
-        figures: What it measured; empty if it failed.
-        failure: Reason why it failed; empty if it did not.
-    """
+    """Result of a phase."""
 
     name: str
+    """Name of the phase."""
     took_s: float
+    """Time that it took."""
     figures: dict[str, Any]
+    """What it measured; empty if it failed."""
     failure: str = ""
+    """Reason why it failed; empty if it did not."""
 
 
 class ResultStore:

@@ -15,45 +15,42 @@ Kind = Literal["device", "whole", "ring", "parity", "speculation", "experts", "s
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of one run of the protocol.
-
-    Attributes:
-        name: Name of the scale.
-        shapes: Shape of each model in `tests.qualification.random_model.SHAPES`, by its name in the report.
-        weight_type: Format of all matrices.
-        num_sessions: Concurrent sessions, ascending.
-        stage_counts: Numbers of stages on the card.
-        num_prompt: Tokens of a prompt before decoding is timed.
-        num_tokens: Tokens of an answer.
-        num_prefill: Tokens of a prompt whose prefill is timed.
-        parity: Model whose stages and processor are compared with the whole model on the card.
-        speculation: Model that is timed with drawn acceptance.
-        experts: Model whose experts are left to the processor.
-        stops: Model for the ways to end a graph.
-        stop_rows: Rows of the windows that are timed for that.
-        stop_rounds: Measurements of each, of which the median is taken.
-        exactness: Shape whose rows are computed in different company.
-        most_settings: Most settings of the backend to try for that; None for all.
-        goal: Model and number of stages at one session for which there is a goal; None for none.
-    """
+    """Sizes of one run of the protocol."""
 
     name: str
+    """Name of the scale."""
     shapes: Mapping[str, str]
+    """Shape of each model in `tests.qualification.random_model.SHAPES`, by its name in the report."""
     weight_type: WeightType
+    """Format of all matrices."""
     num_sessions: tuple[int, ...]
+    """Concurrent sessions, ascending."""
     stage_counts: tuple[int, ...]
+    """Numbers of stages on the card."""
     num_prompt: int
+    """Tokens of a prompt before decoding is timed."""
     num_tokens: int
+    """Tokens of an answer."""
     num_prefill: int
+    """Tokens of a prompt whose prefill is timed."""
     parity: str
+    """Model whose stages and processor are compared with the whole model on the card."""
     speculation: str
+    """Model that is timed with drawn acceptance."""
     experts: str
+    """Model whose experts are left to the processor."""
     stops: str
+    """Model for the ways to end a graph."""
     exactness: str
+    """Shape whose rows are computed in different company."""
     stop_rows: tuple[int, ...]
+    """Rows of the windows that are timed for that."""
     stop_rounds: int
+    """Measurements of each, of which the median is taken."""
     most_settings: int | None = None
+    """Most settings of the backend to try for that; None for all."""
     goal: str | None = None
+    """Model and number of stages at one session for which there is a goal; None for none."""
 
 
 DAY: Final = Scale(
@@ -98,17 +95,14 @@ SCALES: Final = {scale.name: scale for scale in (DAY, TINY)}
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of the protocol that runs by itself.
-
-    Attributes:
-        kind: What it measures.
-        model: Its model; empty for none.
-        num_stages: Stages on the card; 0 where that does not matter.
-    """
+    """A part of the protocol that runs by itself."""
 
     kind: Kind
+    """What it measures."""
     model: str = ""
+    """Its model; empty for none."""
     num_stages: int = 0
+    """Stages on the card; 0 where that does not matter."""
 
     @property
     def name(self) -> str:

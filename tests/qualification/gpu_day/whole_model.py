@@ -35,15 +35,12 @@ _KERNEL_ROWS: Final = 512
 
 @dataclass(frozen=True)
 class WholeRates:
-    """Rates of a whole model.
-
-    Attributes:
-        tokens_per_s: Decoded tokens of all sessions together.
-        tokens: The tokens of the first session.
-    """
+    """Rates of a whole model."""
 
     tokens_per_s: float
+    """Decoded tokens of all sessions together."""
     tokens: tuple[int, ...]
+    """The tokens of the first session."""
 
 
 class WholeModel:

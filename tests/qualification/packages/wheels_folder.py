@@ -66,19 +66,16 @@ _WIDTH: Final = 100
 
 @dataclass(frozen=True)
 class Wheel:
-    """A wheel, by its file name.
-
-    Attributes:
-        path: The file.
-        name: Normalised name of the package.
-        version: Version of the package.
-        platforms: Platform tags, of which one must fit.
-    """
+    """A wheel, by its file name."""
 
     path: Path
+    """The file."""
     name: str
+    """Normalised name of the package."""
     version: str
+    """Version of the package."""
     platforms: tuple[str, ...]
+    """Platform tags, of which one must fit."""
 
     @classmethod
     def of(cls, path: Path) -> Wheel:

@@ -46,25 +46,22 @@ _WORKLOAD: Final = Workload(ctx_size=256, num_slots=1)
 
 @dataclass(frozen=True)
 class Move:
-    """Transfer to one host.
-
-    Attributes:
-        host: Its name.
-        before: Layers before; empty for none.
-        after: Layers afterwards.
-        sent_bytes: Of weights that it was sent.
-        changed_bytes: Of tensors that it holds now and did not hold before.
-        stage_bytes: Of all its weights now: what a host would be sent that reuses nothing.
-        is_equal: Whether its stage file is the one that is cut directly.
-    """
+    """Transfer to one host."""
 
     host: str
+    """Its name."""
     before: str
+    """Layers before; empty for none."""
     after: str
+    """Layers afterwards."""
     sent_bytes: int
+    """Of weights that it was sent."""
     changed_bytes: int
+    """Of tensors that it holds now and did not hold before."""
     stage_bytes: int
+    """Of all its weights now: what a host would be sent that reuses nothing."""
     is_equal: bool
+    """Whether its stage file is the one that is cut directly."""
 
 
 async def add_fourth_host(model: Path, folder: Path) -> list[Move]:

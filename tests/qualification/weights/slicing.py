@@ -35,42 +35,36 @@ _MARK_BYTES: Final = 16 * 1024
 
 @dataclass(frozen=True)
 class ChildRun:
-    """What a process of `tests.qualification.weights.child` took.
-
-    Attributes:
-        seconds: Without starting Python.
-        peak_rss_bytes: The most memory that it had.
-    """
+    """What a process of `tests.qualification.weights.child` took."""
 
     seconds: float
+    """Without starting Python."""
     peak_rss_bytes: int
+    """The most memory that it had."""
 
 
 @dataclass(frozen=True)
 class CuttingReport:
-    """What came of it.
-
-    Attributes:
-        file_bytes: Of the model.
-        data_bytes: Of that, what is no hole.
-        num_layers: Layers of the model.
-        cut: Of all layers but the first: nearly all of the file.
-        hashed: Of the same layers.
-        is_equal: Whether the stage has the model's bytes where the model has any.
-        dense_bytes: Of a model without holes.
-        dense_cut_s: Cutting that, until it is on the disk.
-        dense_copy_s: Copying its file, until it is on the disk.
-    """
+    """What came of it."""
 
     file_bytes: int
+    """Of the model."""
     data_bytes: int
+    """Of that, what is no hole."""
     num_layers: int
+    """Layers of the model."""
     cut: ChildRun
+    """Of all layers but the first: nearly all of the file."""
     hashed: ChildRun
+    """Of the same layers."""
     is_equal: bool
+    """Whether the stage has the model's bytes where the model has any."""
     dense_bytes: int
+    """Of a model without holes."""
     dense_cut_s: float
+    """Cutting that, until it is on the disk."""
     dense_copy_s: float
+    """Copying its file, until it is on the disk."""
 
     @property
     def passed(self) -> bool:

@@ -43,29 +43,26 @@ _START_S: Final = 60.0
 
 @dataclass(frozen=True)
 class TransferReport:
-    """Result of a transfer.
-
-    Attributes:
-        weight_bytes: Of the stage.
-        num_kills: How often its transfer was killed.
-        sent_bytes: Of weights that the head read for it in all.
-        is_equal: Whether it ended byte-equal with the stage cut directly.
-        num_turned: Bytes that were flipped: on the way, on the disk in between, on the disk afterwards.
-        num_noticed: How many of these were noticed.
-        refetched_bytes: Bytes sent again for them.
-        turned_bytes: Of the pieces that they were in.
-        is_equal_again: Whether it was byte-equal after that.
-    """
+    """Result of a transfer."""
 
     weight_bytes: int
+    """Of the stage."""
     num_kills: int
+    """How often its transfer was killed."""
     sent_bytes: int
+    """Of weights that the head read for it in all."""
     is_equal: bool
+    """Whether it ended byte-equal with the stage cut directly."""
     num_turned: int
+    """Bytes that were flipped: on the way, on the disk in between, on the disk afterwards."""
     num_noticed: int
+    """How many of these were noticed."""
     refetched_bytes: int
+    """Bytes sent again for them."""
     turned_bytes: int
+    """Of the pieces that they were in."""
     is_equal_again: bool
+    """Whether it was byte-equal after that."""
 
     @property
     def passed(self) -> bool:
