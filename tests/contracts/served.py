@@ -4,13 +4,11 @@ Only the command line and HTTP are used, so that no change inside can spoil the 
 """
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import httpx
 
@@ -30,7 +28,6 @@ def client_of_a_mesh(folder: Path) -> Iterator[httpx.Client]:
     """A client of `mesh serve` with SmolLM2 in two stages, in exact mode, and a tiny embedding model."""
     key = {"Authorization": f"Bearer {KEY}"}
     with (
-        mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(folder)}),
         served_mesh(demo_model(), folder, KEY, _OPTIONS) as mesh,
         httpx.Client(base_url=f"http://127.0.0.1:{mesh.port}", headers=key, timeout=120) as http,
     ):

@@ -22,6 +22,7 @@ def test_a_document_is_as_recorded(name: str) -> None:
 @pytest.mark.cluster
 @pytest.mark.sociable
 @pytest.mark.model
+@pytest.mark.usefixtures("cut_stages")
 def test_a_mesh_answers_as_recorded(tmp_path: Path) -> None:
     with client_of_a_mesh(tmp_path) as http:
         for name, ask in SERVED.items():
