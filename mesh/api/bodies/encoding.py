@@ -16,6 +16,7 @@ import codecs
 import struct
 import sys
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
@@ -26,10 +27,10 @@ from mesh.api.protocol import AllowedTools
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-_PACKAGE: Final = "mesh.api."
+_PACKAGES: Final = ("mesh.api.", "mesh.options.")
 # Keys of JSON's objects are texts.
 MODEL: Final = b""
-_LIST, _TUPLE, _DICT, _ALLOWED_TOOLS, _NUMBER, _TEXT = range(6)
+_LIST, _TUPLE, _DICT, _ALLOWED_TOOLS, _PATH, _NUMBER, _TEXT = range(7)
 # A step of reading makes about so many values, and a text of so many bytes.
 _STEP_VALUES: Final = 2048
 _STEP_BYTES: Final = 2**20
@@ -96,6 +97,8 @@ class _Pieces:
                 return self._model(value)
             case AllowedTools():
                 return self._sequence(_ALLOWED_TOOLS, [(self.node(value.mode), self.node(value.names))])
+            case Path():
+                return self._sequence(_PATH, [(self.node(str(value)),)])
         raise TypeError(f"a body holds a {type(value).__name__}")
 
     def _text(self, text: str) -> _Node:
@@ -237,13 +240,14 @@ _MAKERS: Final[dict[int, Callable[[Iterable[list[Any]]], Any]]] = {
     _TUPLE: lambda runs: tuple(_list(runs)),
     _DICT: _dict,
     _ALLOWED_TOOLS: lambda runs: AllowedTools(*_list(runs)),
+    _PATH: lambda runs: Path(*_list(runs)),
 }
 
 
 @lru_cache(maxsize=256)
 def _class_of(name: str) -> type[BaseModel]:
     module, _, own_name = name.partition(":")
-    found = getattr(sys.modules.get(module), own_name, None) if module.startswith(_PACKAGE) else None
+    found = getattr(sys.modules.get(module), own_name, None) if module.startswith(_PACKAGES) else None
     if not (isinstance(found, type) and issubclass(found, BaseModel)):
         raise ValueError(f"{name} is no class of request bodies")  # noqa: TRY004 - of what was read
     return found

@@ -94,6 +94,18 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "thinking": st.just({"type": "enabled", "budget_tokens": 3}),
     "hosts": st.just([{"host": "a", "orders": []}]),
 }
+# Of these each kind knows some, and needs no others.
+GOOD: dict[str, Any] = {
+    "model": "some",
+    "messages": [{"role": "user", "content": "a"}],
+    "prompt": "a",
+    "input": "a",
+    "tokens": [1],
+    "max_tokens": 1,
+    "draft_path": "/a/draft.gguf",
+    "split": [3, 4],
+    "hosts": [{"host": "a", "orders": [{"blank": {"header": "R0dVRg==", "num_bytes": 9}}]}],
+}
 KINDS: list[type[BaseModel]] = [
     ChatBody,
     CompletionBody,
@@ -142,6 +154,17 @@ def assert_alike(data: bytes, kind: type[BaseModel]) -> None:
     assert outcome(elsewhere, data, kind) == outcome(
         lambda data, kind: parse_body(data, kind, MOST_VALUES), data, kind
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_body_of_each_kind_comes_back(kind: type[BaseModel]) -> None:
+    fields = {name: value for name, value in GOOD.items() if name in kind.model_fields}
+    if kind is ResponsesBody:
+        del fields["prompt"]
+    data = json.dumps(fields).encode()
+    what, *_ = outcome(elsewhere, data, kind)
+    assert what == "body"
+    assert_alike(data, kind)
 
 
 @settings(deadline=None, max_examples=60)
