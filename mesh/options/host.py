@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from pydantic import Field
 
 from mesh.options.model import API, PLACEMENT, SESSIONS, ModelOptions
 from mesh.options.option import Option, Options
-from mesh.placement.topology import Topology
 from spanmesh_proto.addresses import PortRange
 from spanmesh_proto.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from mesh.placement.topology import Topology
+else:
+    # pydantic needs a class; importing this one takes longer than `mesh serve --help`.
+    Topology = object
 
 ON_DEMAND: Final = "Models on demand"
 JOINING: Final = "Joining hosts"

@@ -12,7 +12,6 @@ from mesh.options.option import Option, Options
 from spanmesh_proto.errors import InvalidRequest
 from speculative.controller import ControllerOptions
 from speculative.draft import defaults
-from stages.gguf.reader import model_name
 from stages.runtime.kv_types import KV_TYPES
 
 if TYPE_CHECKING:
@@ -385,6 +384,8 @@ class LoadRequest(ModelOptions):
         Raises:
             InvalidRequest: If it cannot be a name, or means the first model.
         """
+        from stages.gguf.reader import model_name  # noqa: PLC0415 - keeps --help quick
+
         name = model_name(Path(self.model)) if self.name is None else self.name
         if name == _DEFAULT or not _NAME.fullmatch(name):
             raise InvalidRequest(
