@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-import httpx
 import structlog
 
 from spanmesh_proto.errors import ClusterError, HubUnavailable, ModelError
@@ -23,6 +22,8 @@ from stages.weights.assembly import note_path
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    import httpx
 
 DEFAULT_ENDPOINT: Final = "https://huggingface.co"
 _TIMEOUT_S: Final = 20.0
@@ -160,6 +161,8 @@ def open_range(url: str, start: int, count: int) -> Iterator[Iterator[bytes]]:
         HubUnavailable: If the hub refuses it, or does not have it.
         TransientError: If another try may succeed.
     """
+    import httpx  # noqa: PLC0415 - 2 MB, which a stage that fetches from no hub does not need
+
     if not url.startswith(("http://", "https://")):
         raise HubUnavailable(f"{url} is not an address of a hub: it must begin with https://")
     headers = {"Range": f"bytes={start}-{start + count - 1}", "Accept-Encoding": "identity"}
