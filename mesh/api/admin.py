@@ -6,19 +6,17 @@ import math
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final
 
-import structlog
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
-from starlette.responses import Response
+from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.auth import client_of, may_load, require_own_machine
 from mesh.api.backend import HostAdmin, HostInspection, ModelAdmin, backend_of, backends_of, body_of
+from mesh.api.disconnects import while_connected
 from mesh.api.errors import json_response
-from mesh.api.middleware import CLIENT_GONE_STATUS
 from mesh.api.on_demand.leases import lease_for
 from mesh.api.openapi import Anything, answers, takes
-from mesh.api.streaming import ClientGoneError, cancel_on_disconnect
 from mesh.options.model import LoadRequest
 from spanmesh_proto.errors import ClusterError, InvalidRequest, JoinError
 
@@ -52,8 +50,6 @@ _MOST_PARTS: Final = 8
 _MOST_DEVICES: Final = 64
 # A blank stage is a sparse file, but it is loaded all the same.
 _MOST_BLANK_BYTES: Final = 8 * 2**30
-
-log = structlog.get_logger()
 
 
 class BlankBody(BaseModel):
@@ -169,12 +165,7 @@ async def measure_links(request: Request) -> Response:
     if probes > MAX_PROBES_OF_ANY_KEY:
         require_own_machine(request, f"more than {MAX_PROBES_OF_ANY_KEY} probes are sent")
     work = runs.run(probes, bulk_bytes, client_of(request.scope), checks_ports=checks_ports)
-    try:
-        found = await cancel_on_disconnect(work, request.receive, backend.api.closing)
-    except ClientGoneError:
-        log.info("client_gone")
-        return Response(status_code=CLIENT_GONE_STATUS)
-    return json_response(dict(found))
+    return json_response(dict(await while_connected(request, work)))
 
 
 def _number(request: Request, name: str, default: int, least: int, most: int) -> int:
@@ -224,12 +215,7 @@ async def _load_from_library(request: Request, on_demand: OnDemandModels, body: 
             param=options[0],
         )
     lease = lease_for(request.scope, on_demand, body.model)
-    closing = backend_of(request).api.closing
-    try:
-        await cancel_on_disconnect(lease.loaded(is_bounded=True), request.receive, closing)
-    except ClientGoneError:
-        log.info("client_gone")
-        return Response(status_code=CLIENT_GONE_STATUS)
+    await while_connected(request, lease.loaded(is_bounded=True))
     return json_response(dict(on_demand.describe(body.model)))
 
 

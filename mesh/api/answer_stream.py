@@ -1,16 +1,14 @@
-"""Answer stream: committed tokens as parts of an answer, prompts shared by n choices, and metering."""
+"""Answer stream: committed tokens as parts of an answer."""
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import structlog
 
-from mesh.api.rate_limit import reservation_of
 from mesh.text.detokenizer import AnswerText
 from mesh.text.message_parts import joined
 from mesh.text.output_parser import OutputParser
@@ -19,12 +17,8 @@ from spanmesh_proto.errors import StageFailed
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 
-    from starlette.types import Scope
-
-    from mesh.api.backend import Backend
     from mesh.api.generation_job import GenerationJob
-    from mesh.api.rate_limit import TokenReservation
-    from mesh.engine import Committed, Engine, GenerationRequest, GenerationStats
+    from mesh.engine import Committed, Engine, GenerationStats
     from mesh.text.message_parts import MessagePart
     from mesh.text.tokenizer import Tokenizer
     from stages.sampling.logprobs import TokenLogprobs
@@ -175,80 +169,6 @@ class _Answer:
         )
 
 
-class ChoiceGroup:
-    """The choices of one request.
-
-    Args:
-        backend: The served model.
-        jobs: Jobs of the choices; further choices of a prompt follow its first.
-    """
-
-    def __init__(self, backend: Backend, jobs: Sequence[GenerationJob]) -> None:
-        self._backend = backend
-        self._jobs = jobs
-        self._begun: list[asyncio.Event] = []
-        for job in jobs:
-            self._begun.append(self._begun[-1] if job.is_further else asyncio.Event())
-
-    async def parts(self, index: int) -> AsyncGenerator[AnswerPart, None]:
-        """Parts of one job. Further choices of a prompt wait for its first, whose cached prefix they use.
-
-        If the first fails before that they never run: the reader of all must cancel them.
-
-        Raises:
-            MeshError: Any error of the engine.
-        """
-        job, begun = self._jobs[index], self._begun[index]
-        if job.is_further and job.request.uses_cache:
-            await begun.wait()
-        engine, piece_with = self._backend.engine, self._backend.tokenizer.piece_with
-        async with aclosing(answer_parts(engine, piece_with, job)) as parts:
-            async for part in parts:
-                begun.set()
-                yield part
-
-
-class MeteredEngine:
-    """Engine that counts tokens for an API key.
-
-    Prompt tokens count once the answer begins, or once its client leaves. Requests that the engine refuses,
-    or that fail before the first token, cost nothing.
-
-    Args:
-        engine: Generates the tokens.
-        reservation: Counts the tokens.
-        num_answers: Number of answers of the request.
-    """
-
-    def __init__(self, engine: Engine, reservation: TokenReservation, num_answers: int) -> None:
-        self._engine = engine
-        self._reservation = reservation
-        self._num_left = num_answers
-
-    @property
-    def context_length(self) -> int:
-        """Positions of one session of the engine."""
-        return self._engine.context_length
-
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Committed, None]:
-        """Generate as the engine does, and count."""
-        num_prompt = len(request.prompt)
-        try:
-            async with aclosing(self._engine.generate(request)) as steps:
-                async for step in steps:
-                    self._reservation.spend(num_prompt + len(step.tokens))
-                    num_prompt = 0
-                    yield step
-        except Exception:
-            num_prompt = 0
-            raise
-        finally:
-            self._reservation.spend(num_prompt)
-            # Its slot is free by now, before the client knows: its next request finds a place.
-            self._num_left -= 1
-            self._reservation.release(self._num_left)
-
-
 def echoed_tokens(
     prompt: Sequence[int], echo: str, logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer
 ) -> list[AnswerToken]:
@@ -327,30 +247,3 @@ def _log(job: GenerationJob, last: AnswerPart) -> None:
         proposed=stats.num_proposed,
         accepted=stats.num_accepted,
     )
-
-
-def metered(
-    scope: Scope, backend: Backend, jobs: Sequence[GenerationJob], *, most_at_once: int = 1
-) -> tuple[Backend, int]:
-    """The backend with an engine that counts tokens for the request's API key, if it has one.
-
-    Args:
-        scope: ASGI scope of the request.
-        backend: The served model.
-        jobs: All jobs of the request.
-        most_at_once: How many of the jobs run at once without a key.
-
-    Returns:
-        The backend, and how many of the jobs may run at once.
-
-    Raises:
-        RateLimited: If the key has reached its limit of concurrent answers, or has too few tokens left for
-            the jobs.
-    """
-    reservation = reservation_of(scope)
-    num_at_once = min(most_at_once, len(jobs))
-    if reservation is None:
-        return backend, num_at_once
-    num_at_once = reservation.acquire(num_at_once, backend.model_id, backend.num_slots)
-    reservation.reserve(sum(len(job.request.prompt) + job.request.max_tokens for job in jobs))
-    return replace(backend, engine=MeteredEngine(backend.engine, reservation, len(jobs))), num_at_once

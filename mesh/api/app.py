@@ -11,6 +11,7 @@ from starlette.middleware import Middleware
 from mesh.api import admin, chat_completions, completions, server_info, tokenization, web_ui
 from mesh.api.auth import KeyGate
 from mesh.api.bodies.budget import BodyBudget, BoundedBodies
+from mesh.api.disconnects import ClientGoneError, on_client_gone
 from mesh.api.embeddings import endpoint as embeddings
 from mesh.api.errors import on_http_exception, on_mesh_error
 from mesh.api.messages import endpoint as messages
@@ -57,7 +58,11 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
         telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False},
-        exception_handlers={MeshError: on_mesh_error, HTTPException: on_http_exception},
+        exception_handlers={
+            MeshError: on_mesh_error,
+            HTTPException: on_http_exception,
+            ClientGoneError: on_client_gone,
+        },
         middleware=[
             Middleware(Unprefixed),
             Middleware(MessagesErrors),

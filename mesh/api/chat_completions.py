@@ -11,16 +11,18 @@ from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
 from starlette.responses import Response  # noqa: TC002
 
+from mesh.api.answering import respond
 from mesh.api.auth import client_of
 from mesh.api.backend import body_of
 from mesh.api.chat_prompt import Conversation, ending_of, render_prompt, thinking_variables
+from mesh.api.disconnects import while_connected
 from mesh.api.errors import json_response
 from mesh.api.generation_job import make_chat_job, several
 from mesh.api.on_demand.answers import answered
+from mesh.api.openai_answer import OpenAiAnswer
 from mesh.api.openai_format import CallIds, chat_logprobs
 from mesh.api.openapi import ChatCompletion, TokenCount, answers, takes
 from mesh.api.protocol import ChatBody, ConversationBody
-from mesh.api.streaming import prepared, respond
 from mesh.api.structured_output import tool_use_of
 from mesh.text.message_parts import Content, Reasoning, ToolCallArguments, ToolCallStart, calls_of
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mesh.api.answer_stream import AnswerToken, FinishReason
+    from mesh.api.answering import Choices
     from mesh.api.backend import Backend
     from mesh.api.generation_job import GenerationJob
     from mesh.text.message_parts import MessagePart
@@ -115,8 +118,12 @@ async def chat_completions(request: Request) -> Response:
     body = await body_of(request, ChatBody)
 
     async def answer(backend: Backend) -> Response:
-        jobs = await prepared(request, backend, _jobs(backend, body, client_of(request.scope)))
-        return await respond(request, backend, body, ChatFormat(backend), jobs)
+        jobs = await while_connected(request, _jobs(backend, body, client_of(request.scope)))
+
+        def make(choices: Choices) -> OpenAiAnswer:
+            return OpenAiAnswer(choices, ChatFormat(backend), body)
+
+        return await respond(request, backend, jobs, make, is_streamed=bool(body.stream))
 
     return await answered(request, body.model, answer, is_streamed=bool(body.stream))
 
@@ -134,7 +141,7 @@ async def count_input_tokens(request: Request) -> Response:
     async def answer(backend: Backend) -> Response:
         conversation = await asyncio.to_thread(conversation_of, body)
         work = render_prompt(backend, conversation, client_of(request.scope))
-        prompt = await prepared(request, backend, work)
+        prompt = await while_connected(request, work)
         return json_response({"object": "chat.completion.input_tokens", "input_tokens": len(prompt.tokens)})
 
     return await answered(request, body.model, answer, needs_engine=False)

@@ -10,14 +10,16 @@ from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
 from starlette.responses import Response  # noqa: TC002
 
+from mesh.api.answering import respond
 from mesh.api.auth import client_of
 from mesh.api.backend import body_of
+from mesh.api.disconnects import while_connected
 from mesh.api.generation_job import GenerationJob, encode_prediction, make_job, several
 from mesh.api.on_demand.answers import answered
+from mesh.api.openai_answer import OpenAiAnswer
 from mesh.api.openai_format import completion_logprobs
 from mesh.api.openapi import TextCompletion, answers, takes
 from mesh.api.protocol import CompletionBody
-from mesh.api.streaming import prepared, respond
 from mesh.api.tokenization import require_ids
 from mesh.text.message_parts import Content
 from mesh.text.text_encoder import refuse_too_long_text
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mesh.api.answer_stream import AnswerToken, FinishReason
+    from mesh.api.answering import Choices
     from mesh.api.backend import Backend
     from mesh.text.message_parts import MessagePart
     from mesh.text.tokenizer import Tokenizer
@@ -91,9 +94,13 @@ async def completions(request: Request) -> Response:
     client = client_of(request.scope)
 
     async def answer(backend: Backend) -> Response:
-        jobs = await prepared(request, backend, _jobs(backend, body, client))
+        jobs = await while_connected(request, _jobs(backend, body, client))
         jobs = several(jobs, body.num_choices)
-        return await respond(request, backend, body, CompletionFormat(backend.tokenizer), jobs)
+
+        def make(choices: Choices) -> OpenAiAnswer:
+            return OpenAiAnswer(choices, CompletionFormat(backend.tokenizer), body)
+
+        return await respond(request, backend, jobs, make, is_streamed=bool(body.stream))
 
     return await answered(request, body.model, answer, is_streamed=bool(body.stream))
 

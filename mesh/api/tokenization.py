@@ -14,11 +14,11 @@ from mesh.api.auth import client_of
 from mesh.api.backend import backends_of, body_of
 from mesh.api.chat_completions import conversation_of
 from mesh.api.chat_prompt import render_prompt
+from mesh.api.disconnects import while_connected
 from mesh.api.errors import json_response
 from mesh.api.on_demand.answers import answered
 from mesh.api.openapi import Detokenized, Tokenized, TokenizerFacts, answers, takes
 from mesh.api.protocol import MAX_MESSAGES, ConversationBody, Message, StrictBody, refuse_too_many_messages
-from mesh.api.streaming import prepared
 from mesh.text.text_encoder import refuse_too_long_text
 from mesh.text.text_service import TextRequest
 from spanmesh_proto.errors import InvalidRequest
@@ -76,7 +76,7 @@ async def tokenize(request: Request) -> Response:
                 client=client,
             )
 
-        return Response(await prepared(request, backend, list_tokens()), media_type="application/json")
+        return Response(await while_connected(request, list_tokens()), media_type="application/json")
 
     return await answered(request, body.model, answer, needs_engine=False)
 
@@ -94,7 +94,7 @@ async def detokenize(request: Request) -> Response:
     async def answer(backend: Backend) -> Response:
         require_ids(backend.tokenizer, body.tokens, param="tokens")
         work = backend.texts.text(body.tokens, client=client_of(request.scope))
-        return json_response({"prompt": await prepared(request, backend, work)})
+        return json_response({"prompt": await while_connected(request, work)})
 
     return await answered(request, body.model, answer, needs_engine=False)
 

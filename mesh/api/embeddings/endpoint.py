@@ -6,7 +6,6 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-import structlog
 from fastapi import APIRouter
 from pydantic import Field, PlainValidator
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
@@ -15,12 +14,11 @@ from starlette.responses import Response
 from mesh.api.auth import client_of
 from mesh.api.backend import DEFAULT_MODEL, backends_of
 from mesh.api.bodies.reading import read_body
+from mesh.api.disconnects import ClientGoneError, while_connected
 from mesh.api.errors import json_bytes
-from mesh.api.middleware import CLIENT_GONE_STATUS
 from mesh.api.openapi import EmbeddingList, answers, takes
 from mesh.api.protocol import Prompt, StrictBody, parse_several
 from mesh.api.rate_limit import reservation_of
-from mesh.api.streaming import ClientGoneError, cancel_on_disconnect
 from mesh.api.tokenization import require_ids
 from mesh.metrics.tracing import current_span
 from mesh.text.text_service import TextRequest
@@ -43,8 +41,6 @@ _POSITIONS: Final = 65_536
 # Texts with more characters per token than this are counted by the longest token of the vocabulary first.
 _SUSPICIOUS: Final = 16
 _Several = Field(min_length=1, max_length=MAX_TEXTS)
-
-log = structlog.get_logger()
 
 _Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
@@ -86,14 +82,7 @@ async def embeddings(request: Request) -> Response:
             param="dimensions",
         )
     client = client_of(request.scope)
-    api = backends.first.api
-    try:
-        texts = await cancel_on_disconnect(
-            _tokenised(backend, body.input, client), request.receive, api.closing
-        )
-    except ClientGoneError:
-        log.info("client_gone")
-        return Response(status_code=CLIENT_GONE_STATUS)
+    texts = await while_connected(request, _tokenised(backend, body.input, client))
     num_tokens = sum(map(len, texts))
     reservation = reservation_of(request.scope)
     if reservation is not None:
@@ -102,12 +91,11 @@ async def embeddings(request: Request) -> Response:
         reservation.reserve(num_tokens)
     work = backend.embedder.embed(texts, client)
     try:
-        rows = await cancel_on_disconnect(work, request.receive, api.closing)
+        rows = await while_connected(request, work)
     except ClientGoneError:
         if reservation is not None:
             reservation.spend(num_tokens)
-        log.info("client_gone")
-        return Response(status_code=CLIENT_GONE_STATUS)
+        raise
     if reservation is not None:
         reservation.spend(num_tokens)
     if (span := current_span()) is not None:

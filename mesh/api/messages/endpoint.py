@@ -9,21 +9,23 @@ from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
 from starlette.responses import Response  # noqa: TC002
 
+from mesh.api.answering import respond
 from mesh.api.auth import client_of
 from mesh.api.backend import body_of
 from mesh.api.chat_prompt import Conversation, render_prompt
+from mesh.api.disconnects import while_connected
 from mesh.api.errors import json_response
 from mesh.api.generation_job import make_chat_job
-from mesh.api.messages.events import error_events, respond
+from mesh.api.messages.events import MessagesAnswer, error_events
 from mesh.api.messages.protocol import CountBody, MessagesBody, messages_of
 from mesh.api.on_demand.answers import answered
 from mesh.api.openapi import MessageAnswer, TokenCount, answers, takes
 from mesh.api.protocol import JsonSchemaBody, ResponseFormatBody
-from mesh.api.streaming import prepared
 from mesh.api.structured_output import tool_use_of
 from mesh.text.chat_template import Ending
 
 if TYPE_CHECKING:
+    from mesh.api.answering import Choices
     from mesh.api.backend import Backend
     from mesh.api.generation_job import GenerationJob
     from mesh.api.messages.protocol import ConversationParams
@@ -42,12 +44,14 @@ async def create_message(request: Request) -> Response:
     body = await body_of(request, MessagesBody)
 
     async def answer(backend: Backend) -> Response:
-        job = await prepared(request, backend, _job(backend, body, client_of(request.scope)))
-        return await respond(request, backend, body, job)
+        job = await while_connected(request, _job(backend, body, client_of(request.scope)))
 
-    return await answered(
-        request, body.model, answer, is_streamed=bool(body.stream), format_error=error_events
-    )
+        def make(choices: Choices) -> MessagesAnswer:
+            return MessagesAnswer(choices, body)
+
+        return await respond(request, backend, [job], make, is_streamed=bool(body.stream))
+
+    return await answered(request, body.model, answer, is_streamed=bool(body.stream), failed=error_events)
 
 
 @router.post(
@@ -63,7 +67,7 @@ async def count_tokens(request: Request) -> Response:
     async def answer(backend: Backend) -> Response:
         conversation = await asyncio.to_thread(_conversation, body)
         work = render_prompt(backend, conversation, client_of(request.scope))
-        prompt = await prepared(request, backend, work)
+        prompt = await while_connected(request, work)
         return json_response({"input_tokens": len(prompt.tokens)})
 
     return await answered(request, body.model, answer, needs_engine=False)

@@ -6,32 +6,25 @@ import json
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-import structlog
-from starlette.responses import Response
-
-from mesh.api.answer_stream import AnswerPart, answer_parts, metered
+from mesh.api.answering import Answer, timings, usage_of
 from mesh.api.errors import error_body, json_bytes, json_response
 from mesh.api.messages.errors import messages_error
-from mesh.api.middleware import CLIENT_GONE_STATUS
-from mesh.api.openai_format import CallIds, timings
-from mesh.api.streaming import ClientGoneError, EventStream, PromptReading, cancel_on_disconnect
+from mesh.api.openai_format import CallIds
 from mesh.text.message_parts import Content, Reasoning, ToolCallArguments, ToolCallStart
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+    from collections.abc import Callable, Sequence
 
-    from starlette.requests import Request
+    from starlette.responses import Response
 
-    from mesh.api.backend import Backend
-    from mesh.api.generation_job import GenerationJob
+    from mesh.api.answer_stream import AnswerPart
+    from mesh.api.answering import Choices
+    from mesh.api.event_stream import Emit
     from mesh.api.messages.protocol import MessagesBody
     from mesh.text.message_parts import MessagePart
 
 Event = dict[str, Any]
-_ID_BITS: Final = 128
 _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-
-log = structlog.get_logger()
 
 
 class ContentBlocks:
@@ -111,37 +104,40 @@ class ContentBlocks:
         return {"type": "content_block_delta", "index": len(self.blocks), "delta": delta}
 
 
-class _Message:
-    """One answer as a message, whole or as events."""
+class MessagesAnswer(Answer):
+    """One answer as a message, whole or as events.
 
-    def __init__(self, backend: Backend, body: MessagesBody, job: GenerationJob) -> None:
-        self._backend = backend
+    Args:
+        choices: The answer, of one choice.
+        body: Body of the request.
+    """
+
+    def __init__(self, choices: Choices, body: MessagesBody) -> None:
+        super().__init__(choices)
+        backend = choices.backend
+        self._model = backend.model_id
         self._max_tokens = body.max_tokens
-        self._job = job
-        self._id = f"msg_{backend.api.random_bits(_ID_BITS):032x}"
+        (self._job,) = choices.jobs
+        self._id = choices.new_id("msg_")
         call_ids = CallIds(backend.api.random_bits, backend.call_format, prefix="toolu_")
         self._content = ContentBlocks(call_ids, shows_thinking=body.shows_thinking)
         self._has_begun = False
 
-    async def whole(self) -> dict[str, Any]:
-        """The whole message."""
-        async with aclosing(self._parts()) as parts:
+    async def whole(self) -> Response:
+        """The response with the whole message."""
+        async with aclosing(self.choices.parts()) as parts:
             async for part in parts:
                 self._content.add(part.message_parts)
         self._content.close()
-        return {
-            **self._fields(self._content.blocks, part),
-            **self._ending(part),
-            "timings": timings(self._job, part),
-        }
+        fields = self._fields(self._content.blocks, part)
+        return json_response({**fields, **self._ending(part), "timings": timings(self._job, part)})
 
-    async def produce(self, emit: Callable[[bytes], Awaitable[None]]) -> None:
+    async def produce(self, emit: Emit) -> None:
         """Emit the message's events as they come."""
-        async with aclosing(self._parts()) as parts:
+        async with aclosing(self.choices.parts()) as parts:
             async for part in parts:
                 events: list[Event] = []
                 if not self._has_begun:
-                    # With the first text, so that a refusal can still be a status.
                     self._has_begun = True
                     message = {**self._fields([], part), "stop_reason": None, "stop_sequence": None}
                     events.append({"type": "message_start", "message": message})
@@ -160,15 +156,16 @@ class _Message:
                 if events:
                     await emit(_encoded(events))
 
-    def _parts(self) -> AsyncGenerator[AnswerPart, None]:
-        return answer_parts(self._backend.engine, self._backend.tokenizer.piece_with, self._job)
+    def failed(self, error: BaseException) -> bytes:
+        """Events that end a stream with an error."""
+        return error_events(error)
 
     def _fields(self, content: Sequence[dict[str, Any]], part: AnswerPart) -> dict[str, Any]:
         return {
             "id": self._id,
             "type": "message",
             "role": "assistant",
-            "model": self._backend.model_id,
+            "model": self._model,
             "content": list(content),
             "usage": self._usage(part),
             **({"warnings": self._job.warnings} if self._job.warnings else {}),
@@ -176,12 +173,12 @@ class _Message:
 
     def _usage(self, part: AnswerPart) -> dict[str, Any]:
         """Token counts; those that a cache held are not in `input_tokens`, as at Anthropic."""
-        num_cached = part.stats.num_cached
+        usage = usage_of([self._job], [part])
         return {
-            "input_tokens": len(self._job.request.prompt) - num_cached,
+            "input_tokens": usage.num_prompt - usage.num_cached,
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": num_cached,
-            "output_tokens": part.num_tokens,
+            "cache_read_input_tokens": usage.num_cached,
+            "output_tokens": usage.num_answer,
         }
 
     def _ending(self, part: AnswerPart) -> dict[str, Any]:
@@ -205,41 +202,6 @@ def _object(arguments: str) -> Any:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
-
-
-async def respond(request: Request, backend: Backend, body: MessagesBody, job: GenerationJob) -> Response:
-    """Answer a request.
-
-    Args:
-        request: Request of the client.
-        backend: The served model.
-        body: Body of the request.
-        job: Job of the answer.
-
-    Raises:
-        RateLimited: If the API key has too few tokens left, or has reached its concurrent answers.
-        MeshError: Any error of the engine before the response begins.
-    """
-    backend, _ = metered(request.scope, backend, [job])
-    reading = PromptReading([job])
-    message = _Message(backend, body, reading.jobs[0])
-    if body.stream:
-        return EventStream(
-            message.produce,
-            backend.api.closing,
-            backend.api.ping_interval_s,
-            comment=reading.comment,
-            is_whole=backend.is_whole,
-            done=b"",
-            format_error=error_events,
-        )
-    try:
-        return json_response(
-            await cancel_on_disconnect(message.whole(), request.receive, backend.api.closing)
-        )
-    except ClientGoneError:
-        log.info("client_gone")
-        return Response(status_code=CLIENT_GONE_STATUS)
 
 
 def error_events(error: BaseException) -> bytes:

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import structlog
-from starlette.responses import Response
-
 from mesh.api.auth import load_refusal
 from mesh.api.backend import backends_of
-from mesh.api.middleware import CLIENT_GONE_STATUS
+from mesh.api.disconnects import while_connected
+from mesh.api.event_stream import DelayedStream, error_event
 from mesh.api.on_demand.leases import lease_for
-from mesh.api.streaming import ClientGoneError, DelayedStream, cancel_on_disconnect, error_event
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from starlette.requests import Request
+    from starlette.responses import Response
 
     from mesh.api.backend import Backend, Backends, ModelLease
-
-
-log = structlog.get_logger()
 
 
 async def answered(
@@ -31,7 +26,7 @@ async def answered(
     *,
     is_streamed: bool = False,
     needs_engine: bool = True,
-    format_error: Callable[[BaseException], bytes] = error_event,
+    failed: Callable[[BaseException], bytes] = error_event,
 ) -> Response:
     """Answer a request by the model that it names.
 
@@ -44,7 +39,7 @@ async def answered(
         answer: Answers by the model, which is loaded.
         is_streamed: Whether `answer` returns an `EventStream`.
         needs_engine: Whether the model must answer; otherwise its tokenizer is enough.
-        format_error: Returns the events that end a stream with an error before `answer` is called.
+        failed: Returns the events that end a stream with an error before `answer` is called.
 
     Raises:
         ModelNotFound: Naming the models that are served.
@@ -58,28 +53,17 @@ async def answered(
     choose = backends.ready if needs_engine else backends.named
     api = backends.first.api
     if lease is None:
-        return await _unless_gone(answer(choose(model)))
+        return await answer(choose(model))
     if is_streamed:
 
         async def stream() -> Response:
             await lease.loaded(is_bounded=False)
             return await answer(choose(model))
 
-        return DelayedStream(stream, api.closing, api.ping_interval_s, format_error=format_error)
+        return DelayedStream(stream, api.closing, api.ping_interval_s, failed=failed)
 
-    async def answer_loaded() -> Response:
-        await cancel_on_disconnect(lease.loaded(is_bounded=True), request.receive, api.closing)
-        return await answer(choose(model))
-
-    return await _unless_gone(answer_loaded())
-
-
-async def _unless_gone(answer: Awaitable[Response]) -> Response:
-    try:
-        return await answer
-    except ClientGoneError:
-        log.info("client_gone")
-        return Response(status_code=CLIENT_GONE_STATUS)
+    await while_connected(request, lease.loaded(is_bounded=True))
+    return await answer(choose(model))
 
 
 async def _lease_to_wait_for(request: Request, backends: Backends, model: str | None) -> ModelLease | None:

@@ -9,24 +9,26 @@ from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
 from starlette.responses import Response  # noqa: TC002
 
+from mesh.api.answering import respond
 from mesh.api.auth import client_of
 from mesh.api.backend import backend_of, body_of
 from mesh.api.chat_prompt import ChatPrompt, Conversation, render_prompt, thinking_variables
+from mesh.api.disconnects import while_connected
 from mesh.api.errors import json_response, written_response
 from mesh.api.generation_job import make_chat_job
 from mesh.api.on_demand.answers import answered
 from mesh.api.openapi import Deleted, InputItems, ResponseAnswer, TokenCount, answers, takes
 from mesh.api.protocol import JsonSchemaBody, ResponseFormatBody
-from mesh.api.responses.events import Turn, early_error, repeated_fields, respond
+from mesh.api.responses.events import ResponsesAnswer, Turn, early_error, repeated_fields
 from mesh.api.responses.item_references import with_stored_items
 from mesh.api.responses.protocol import ResponsesBody, input_items_of, messages_of
-from mesh.api.streaming import prepared
 from mesh.api.structured_output import tool_use_of
 from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest, NotFound
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from mesh.api.answering import Choices
     from mesh.api.backend import Backend
 
 # Tokens left for an answer without a limit of its own, when old turns are dropped.
@@ -80,12 +82,14 @@ async def create_response(request: Request) -> Response:
     async def answer(backend: Backend) -> Response:
         client = client_of(request.scope)
         work = _turn(backend, _with_items(backend, body, client), client)
-        turn = await prepared(request, backend, work)
-        return await respond(request, backend, body, turn)
+        turn = await while_connected(request, work)
 
-    return await answered(
-        request, body.model, answer, is_streamed=bool(body.stream), format_error=early_error
-    )
+        def make(choices: Choices) -> ResponsesAnswer:
+            return ResponsesAnswer(choices, body, turn)
+
+        return await respond(request, backend, [turn.job], make, is_streamed=bool(body.stream))
+
+    return await answered(request, body.model, answer, is_streamed=bool(body.stream), failed=early_error)
 
 
 @router.get("/v1/responses/{response_id}", response_model=None, responses=answers(ResponseAnswer, 404))
@@ -123,7 +127,7 @@ async def count_input_tokens(request: Request) -> Response:
         whole = _with_items(backend, body, client)
         messages = await asyncio.to_thread(_messages, backend, whole, client)
         work = _prompt(backend, whole, messages, client)
-        prompt = await prepared(request, backend, work)
+        prompt = await while_connected(request, work)
         return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 
     return await answered(request, body.model, answer, needs_engine=False)

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import structlog
-from starlette.responses import Response
-
-from mesh.api.answer_stream import AnswerPart, answer_parts, metered
+from mesh.api.answering import Answer, made, timings, usage_of
 from mesh.api.errors import error_body, is_large_json, json_bytes, large_json_bytes, written_response
-from mesh.api.middleware import CLIENT_GONE_STATUS
-from mesh.api.openai_format import CallIds, chat_logprobs, timings, usage
+from mesh.api.openai_format import CallIds, chat_logprobs, usage_fields
 from mesh.api.protocol import AllowedTools
 from mesh.api.response_store import StoredResponse
 from mesh.api.responses.protocol import messages_of
-from mesh.api.streaming import ClientGoneError, EventStream, PromptReading, cancel_on_disconnect, made
 from mesh.text.message_parts import Content, Reasoning, ToolCallArguments, ToolCallStart
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from starlette.requests import Request
+    from starlette.responses import Response
 
-    from mesh.api.backend import Backend
+    from mesh.api.answer_stream import AnswerPart
+    from mesh.api.answering import Choices
+    from mesh.api.event_stream import Emit
     from mesh.api.generation_job import GenerationJob
     from mesh.api.responses.protocol import ResponsesBody
     from mesh.text.message_parts import MessagePart
@@ -32,7 +29,6 @@ if TYPE_CHECKING:
 Event = dict[str, Any]
 _TEXT: Final = "output_text"
 _THOUGHT: Final = "reasoning_text"
-_ID_BITS: Final = 128
 # Fields of a request that its response repeats.
 _REPEATED: Final = (
     *("instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature", "tool_choice"),
@@ -51,8 +47,6 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
     "text": {"format": {"type": "text"}},
     "top_logprobs": 0,
 }
-
-log = structlog.get_logger()
 
 
 class Output:
@@ -203,35 +197,42 @@ class Turn:
     """See `repeated_fields`."""
 
 
-class _ResponseBuilder:
-    """Builds one response."""
+class ResponsesAnswer(Answer):
+    """One answer as a response, whole or as events.
 
-    def __init__(self, backend: Backend, body: ResponsesBody, turn: Turn) -> None:
-        self._backend = backend
+    Args:
+        choices: The answer, of one choice.
+        body: Body of the request.
+        turn: The turn.
+    """
+
+    def __init__(self, choices: Choices, body: ResponsesBody, turn: Turn) -> None:
+        super().__init__(choices)
+        self._backend = backend = choices.backend
+        (self._job,) = choices.jobs
         self._turn = turn
         self._keeps = body.store is not False
         self._num_events = 0
         self._base = self._base_of()
         call_ids = CallIds(backend.api.random_bits, backend.call_format)
-        self._output = Output(self._new_id, call_ids, body.namespaced)
+        self._output = Output(choices.new_id, call_ids, body.namespaced)
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> Response:
         """The whole response."""
-        async with aclosing(self._parts()) as parts:
+        async with aclosing(self.choices.parts()) as parts:
             async for part in parts:
                 self._take(part)
-        return await self._finished(part)
+        return await written_response(await self._finished(part))
 
-    async def produce(self, emit: Callable[[bytes], Awaitable[None]]) -> None:
+    async def produce(self, emit: Emit) -> None:
         """Emit the response's events as they come."""
-        async with aclosing(self._parts()) as parts:
+        async with aclosing(self.choices.parts()) as parts:
             async for part in parts:
                 events = self._take(part)
                 if part.finish is not None:
                     response = await self._finished(part)
                     events.append({"type": f"response.{response['status']}", "response": response})
-                # The first events go with the first text, so that a refusal can still be a status. They and
-                # the last repeat what the request said.
+                # The first and the last events repeat what the request said.
                 is_told = self._num_events > 0 and part.finish is None
                 is_large = not is_told and is_large_json([self._base, events])
                 await emit(await made(is_large, self._opened, events))
@@ -241,9 +242,6 @@ class _ResponseBuilder:
         told = error_body(error)["error"]
         response = self._response("failed", error={"code": told["code"], "message": told["message"]})
         return self._opened([{"type": "response.failed", "response": response}])
-
-    def _parts(self) -> AsyncGenerator[AnswerPart, None]:
-        return answer_parts(self._backend.engine, self._backend.tokenizer.piece_with, self._turn.job)
 
     def _take(self, part: AnswerPart) -> list[Event]:
         logprobs = chat_logprobs(part.tokens, self._backend.tokenizer)["content"] if part.tokens else []
@@ -265,8 +263,7 @@ class _ResponseBuilder:
         return self._numbered(events)
 
     async def _finished(self, part: AnswerPart) -> dict[str, Any]:
-        job = self._turn.job
-        counts = usage([job], [part])
+        counts = usage_fields(usage_of([self._job], [part]))
         is_cut = part.finish == "length"
         response = self._response(
             "incomplete" if is_cut else "completed",
@@ -280,15 +277,16 @@ class _ResponseBuilder:
                 "output_tokens_details": counts["completion_tokens_details"],
                 "total_tokens": counts["total_tokens"],
             },
-            timings=timings(job, part),
+            timings=timings(self._job, part),
         )
         if self._keeps:
             messages = [*self._turn.messages, *messages_of(self._output.items)]
             items = [
-                {**item, "id": item.get("id") or self._new_id("msg_")} for item in self._turn.input_items
+                {**item, "id": item.get("id") or self.choices.new_id("msg_")}
+                for item in self._turn.input_items
             ]
             stored = StoredResponse(messages, response, items)
-            await self._backend.api.responses.put(job.request.client, response["id"], stored)
+            await self._backend.api.responses.put(self._job.request.client, response["id"], stored)
         return response
 
     def _response(self, status: str, **fields: Any) -> dict[str, Any]:
@@ -296,7 +294,7 @@ class _ResponseBuilder:
 
     def _base_of(self) -> dict[str, Any]:
         return {
-            "id": self._new_id("resp_"),
+            "id": self.choices.new_id("resp_"),
             "object": "response",
             "created_at": int(self._backend.api.now_s()),
             "model": self._backend.model_id,
@@ -304,7 +302,7 @@ class _ResponseBuilder:
             "incomplete_details": None,
             "background": False,
             "usage": None,
-            **({"warnings": self._turn.job.warnings} if self._turn.job.warnings else {}),
+            **({"warnings": self._job.warnings} if self._job.warnings else {}),
             **dict.fromkeys(_REPEATED),
             **_DEFAULTS,
             **self._turn.repeated,
@@ -318,9 +316,6 @@ class _ResponseBuilder:
             data += [b"event: ", event["type"].encode(), b"\ndata: ", write(numbered), b"\n\n"]
             self._num_events += 1
         return b"".join(data)
-
-    def _new_id(self, beginning: str) -> str:
-        return f"{beginning}{self._backend.api.random_bits(_ID_BITS):032x}"
 
 
 def _part(part_type: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -342,40 +337,6 @@ def repeated_fields(body: ResponsesBody) -> dict[str, Any]:
         tools = [{"type": "function", "name": name} for name in choice.names]
         said["tool_choice"] = {"type": "allowed_tools", "mode": choice.mode, "tools": tools}
     return said
-
-
-async def respond(request: Request, backend: Backend, body: ResponsesBody, turn: Turn) -> Response:
-    """Answer a request.
-
-    Args:
-        request: Request of the client.
-        backend: The served model.
-        body: Body of the request.
-        turn: The turn.
-
-    Raises:
-        RateLimited: If the API key has too few tokens left, or has reached its concurrent answers.
-        MeshError: Any error of the engine before the response begins.
-    """
-    backend, _num_at_once = metered(request.scope, backend, [turn.job])
-    reading = PromptReading([turn.job])
-    builder = _ResponseBuilder(backend, body, replace(turn, job=reading.jobs[0]))
-    if body.stream:
-        return EventStream(
-            builder.produce,
-            backend.api.closing,
-            backend.api.ping_interval_s,
-            comment=reading.comment,
-            is_whole=backend.is_whole,
-            done=b"",
-            format_error=builder.failed,
-        )
-    try:
-        response = await cancel_on_disconnect(builder.whole(), request.receive, backend.api.closing)
-    except ClientGoneError:
-        log.info("client_gone")
-        return Response(status_code=CLIENT_GONE_STATUS)
-    return await written_response(response)
 
 
 def early_error(error: BaseException) -> bytes:

@@ -4,12 +4,12 @@ import asyncio
 import json
 import re
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping, Sequence
 from typing import Any
 
 import pytest
 
-from mesh.api.streaming import DelayedStream, EventStream
+from mesh.api.event_stream import DelayedStream, EventStream, error_event
 from mesh.text.tokenizer import Tokenizer
 from stages.runtime.span import Span
 from tests.mesh.api.test_client_disconnects import Gate
@@ -24,7 +24,32 @@ tokenizer = api_harness.tokenizer
 HELD = 112
 TEXT = "Hello " * 300
 MESSAGES = [{"role": "user", "content": TEXT}]
+
+Emit = Callable[[bytes], Awaitable[None]]
+
 COMMENT = re.compile(r": prefill (\d+)/(\d+) tokens")
+
+
+class Source:
+    """Source of a stream without an answer."""
+
+    done = b""
+
+    def __init__(
+        self,
+        produce: Callable[[Emit], Coroutine[Any, Any, None]],
+        comment: Callable[[], bytes],
+    ) -> None:
+        self._produce, self.comment = produce, comment
+
+    async def produce(self, emit: Emit) -> None:
+        await self._produce(emit)
+
+    def is_whole(self) -> bool:
+        return True
+
+    def failed(self, error: BaseException) -> bytes:
+        return error_event(error)
 
 
 @pytest.fixture
@@ -178,7 +203,7 @@ async def test_a_comment_that_waits_for_its_turn_tells_what_is_so_then() -> None
             while b"in time" not in sent:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
 
-    stream = EventStream(produce, asyncio.Event(), 0.01, comment=lambda: comment[0])
+    stream = EventStream(Source(produce, lambda: comment[0]), asyncio.Event(), 0.01)
     await stream({"type": "http"}, receive, send)
     assert b"too early" not in sent
     assert sent[1] == b"first"
@@ -204,7 +229,8 @@ async def test_comments_of_a_stream_whose_model_was_loaded_first_are_its_own() -
         await emit(b"data: 1\n\n")
 
     async def make() -> EventStream:
-        return EventStream(produce, asyncio.Event(), 0.01, comment=lambda: b": prefill 3/9 tokens\n\n")
+        source = Source(produce, lambda: b": prefill 3/9 tokens\n\n")
+        return EventStream(source, asyncio.Event(), 0.01)
 
-    await DelayedStream(make, asyncio.Event(), 0.01)({"type": "http"}, receive, send)
+    await DelayedStream(make, asyncio.Event(), 0.01, failed=error_event)({"type": "http"}, receive, send)
     assert b"data: 1\n\n" in sent

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mesh.api.answer_stream import AnswerPart
+from mesh.api.answering import timings, usage_of
 from mesh.api.generation_job import GenerationJob
-from mesh.api.openai_format import timings, usage
 from mesh.cli.status import print_status
 from mesh.engine import Committed, GenerationRequest, SpeculationLimits
 from speculative.controller import ControllerOptions
@@ -74,8 +74,8 @@ async def test_counts_of_windows_in_flight() -> None:
     assert window["round_trip"] == pytest.approx(
         window["verify"] + window["queue"] + window["network"], abs=0.01
     )
-    details = usage([GenerationJob(request, ())], [part])["completion_tokens_details"]
-    assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (0, 0)
+    usage = usage_of([GenerationJob(request, ())], [part])
+    assert (usage.num_accepted, usage.num_rejected) == (0, 0)
     assert status["speculation"]["proposers"] == speculation["proposers"]
 
 
@@ -92,10 +92,10 @@ async def test_only_tokens_of_the_request_s_prediction_count_as_such(*, is_known
 
     last, _ = await answered(None, request, depth=1, make_proposers=make)
     part = AnswerPart((), last.finish, NUM_TOKENS, last.stats)
-    details = usage([GenerationJob(request, ())] * 2, [part] * 2)["completion_tokens_details"]
+    usage = usage_of([GenerationJob(request, ())] * 2, [part] * 2)
     times = timings(GenerationJob(request, ()), part)
     proposers = times["speculation"]["proposers"]
-    counts = (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"])
+    counts = (usage.num_accepted, usage.num_rejected)
     if is_known:
         own = proposers["prediction"]
         assert counts == (2 * own["accepted"], 2 * (own["drafted"] - own["accepted"]))

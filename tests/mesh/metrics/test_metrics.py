@@ -181,6 +181,18 @@ class TestRoute:
             assert all(isinstance(value, str) for value in labels.values())
 
 
+    async def test_a_request_with_a_key_counts_once(self, tokenizer: Tokenizer) -> None:
+        keys = ApiKeys.from_plain({"alice": KEY})
+        async with running_api(ScriptedEngine([(300,), (301,)]), tokenizer, keys=keys) as api:
+            headers = {"authorization": f"Bearer {KEY}"}
+            asked = {"messages": REPEATS, "max_tokens": 2}
+            assert (await api.http.post(CHAT, json=asked, headers=headers)).status_code == 200
+            samples = samples_of((await api.http.get("/metrics", headers=headers)).text)
+            (tokens,) = samples["mesh_generation_tokens_total"].values()
+            assert tokens == 2
+            assert sum(samples["mesh_request_success_total"].values()) == 1
+
+
 @pytest.mark.model
 async def test_every_metric_named_in_the_documents_and_the_dashboard_exists_and_moves(
     smollm2_path: Path, stage_cache_dir: Path, monkeypatch: pytest.MonkeyPatch

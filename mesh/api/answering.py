@@ -1,0 +1,345 @@
+"""Answers: the choices of a request, metered, and the course of every API's answer.
+
+An API says how its requests become jobs (`mesh.api.generation_job`), and how the parts of an answer become
+its document or its events (`Answer`). All else is the same for every API, and is here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import compress
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from mesh.api.answer_stream import answer_parts
+from mesh.api.disconnects import while_connected
+from mesh.api.event_stream import PING, EventStream
+from mesh.api.rate_limit import reservation_of
+from speculative.lookup_proposers import PredictionProposer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from mesh.api.answer_stream import AnswerPart
+    from mesh.api.backend import Backend
+    from mesh.api.event_stream import Emit
+    from mesh.api.generation_job import GenerationJob
+    from mesh.api.rate_limit import TokenReservation
+    from mesh.engine import Committed, Engine, GenerationRequest, PrefillProgress
+
+_MOST_JOBS_AT_ONCE: Final = 8
+_ID_BITS: Final = 128
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of one answer, summed over its choices. A prompt with several choices counts once."""
+
+    num_prompt: int
+    """Tokens of the prompts."""
+    num_cached: int
+    """Those among them that a cache held."""
+    num_answer: int
+    """Tokens of the choices."""
+    num_reasoning: int
+    """Those among them that are reasoning."""
+    num_accepted: int
+    """Tokens of the request's `prediction` that were accepted; `timings` counts all proposers."""
+    num_rejected: int
+    """Likewise, rejected."""
+
+
+class PromptReading:
+    """Progress of the prompts of one request, for its stream while that has no token to send.
+
+    Args:
+        jobs: Jobs of the request.
+
+    Attributes:
+        jobs: The same jobs, whose requests report to this object.
+        by_job: Progress of the prompts that are being read, by the index of their job.
+    """
+
+    def __init__(self, jobs: Sequence[GenerationJob]) -> None:
+        self.by_job: dict[int, PrefillProgress] = {}
+        self._done: set[int] = set()
+        self._begun_s: float | None = None
+        self.jobs = [
+            replace(job, request=replace(job.request, on_prefill=partial(self._note, index)))
+            for index, job in enumerate(jobs)
+        ]
+
+    @property
+    def elapsed_ms(self) -> float:
+        """Time since the first prompt was begun."""
+        begun_s = self._begun_s
+        return 0.0 if begun_s is None else (asyncio.get_running_loop().time() - begun_s) * 1000
+
+    def comment(self) -> bytes:
+        """Comment of a silent stream: sums over the prompts that are being read."""
+        reading = self.by_job.values()
+        if not reading:
+            return PING
+        num_read = sum(each.num_read for each in reading)
+        return b": prefill %d/%d tokens\n\n" % (num_read, sum(each.num_tokens for each in reading))
+
+    def _note(self, index: int, progress: PrefillProgress) -> None:
+        if self._begun_s is None:
+            self._begun_s = asyncio.get_running_loop().time()
+        # After a repair a prompt is read again, behind the answer's first tokens.
+        if progress.is_whole or index in self._done:
+            self._done.add(index)
+            self.by_job.pop(index, None)
+        else:
+            self.by_job[index] = progress
+
+
+class Choices:
+    """The choices of one answer.
+
+    Args:
+        backend: The served model.
+        jobs: Jobs of the choices; further choices of a prompt follow its first.
+        reservation: Counts the tokens for the request's API key; None where the API is open.
+
+    Attributes:
+        backend: The served model.
+        reading: Progress of the prompts.
+        jobs: Jobs of the choices, whose prompts report to `reading`.
+
+    Raises:
+        RateLimited: If the key has too few tokens left, or has reached its concurrent answers.
+    """
+
+    def __init__(
+        self, backend: Backend, jobs: Sequence[GenerationJob], reservation: TokenReservation | None
+    ) -> None:
+        self.backend = backend
+        self.reading = PromptReading(jobs)
+        self.jobs = self.reading.jobs
+        self._engine: Engine = backend.engine
+        self._num_at_once = min(_MOST_JOBS_AT_ONCE, len(jobs))
+        if reservation is not None:
+            self._num_at_once = reservation.acquire(self._num_at_once, backend.model_id, backend.num_slots)
+            reservation.reserve(sum(len(job.request.prompt) + job.request.max_tokens for job in jobs))
+            self._engine = MeteredEngine(backend.engine, reservation, len(jobs))
+        self._begun: list[asyncio.Event] = []
+        for job in jobs:
+            self._begun.append(self._begun[-1] if job.is_further else asyncio.Event())
+
+    async def parts(self, index: int = 0) -> AsyncGenerator[AnswerPart, None]:
+        """Parts of one choice. Further choices of a prompt wait for its first, whose cached prefix they use.
+
+        If the first fails before that they never run: the reader of all must cancel them, as `each` does.
+
+        Raises:
+            MeshError: Any error of the engine.
+        """
+        job, begun = self.jobs[index], self._begun[index]
+        if job.is_further and job.request.uses_cache:
+            await begun.wait()
+        piece_with = self.backend.tokenizer.piece_with
+        async with aclosing(answer_parts(self._engine, piece_with, job)) as parts:
+            async for part in parts:
+                begun.set()
+                yield part
+
+    async def each(self, read: Callable[[int], Coroutine[None, None, Result]]) -> list[Result]:
+        """Results of reading each choice, in order, as many at once as may run.
+
+        The first failure cancels the rest and is raised as it is.
+
+        Args:
+            read: Reads the choice with an index.
+        """
+        if len(self.jobs) == 1:
+            return [await read(0)]
+        places = asyncio.Semaphore(self._num_at_once)
+
+        async def in_turn(index: int) -> Result:
+            async with places:
+                return await read(index)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(in_turn(index)) for index in range(len(self.jobs))]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    def new_id(self, prefix: str) -> str:
+        """A new id, such as `chatcmpl-…`."""
+        return f"{prefix}{self.backend.api.random_bits(_ID_BITS):032x}"
+
+
+class Answer(ABC):
+    """One API's answer to one request: its choices as a document, or as the source of an `EventStream`.
+
+    Args:
+        choices: The choices.
+
+    Attributes:
+        choices: The choices.
+        done: End of a stream without error.
+    """
+
+    done = b""
+
+    def __init__(self, choices: Choices) -> None:
+        self.choices = choices
+
+    @abstractmethod
+    async def whole(self) -> Response:
+        """The response of an answer that is not streamed."""
+
+    @abstractmethod
+    async def produce(self, emit: Emit) -> None:
+        """Emit the events of the answer as they come.
+
+        The first goes with the first text, so that a refusal can still be a status.
+        """
+
+    @abstractmethod
+    def failed(self, error: BaseException) -> bytes:
+        """Events that end a stream with an error. Thread-safe."""
+
+    def comment(self) -> bytes:
+        """Comment of a silent stream: progress of the prompts, or a ping."""
+        return self.choices.reading.comment()
+
+    def is_whole(self) -> bool:
+        """Whether the engine answers, or refuses, at once."""
+        return self.choices.backend.is_whole()
+
+
+class MeteredEngine:
+    """Engine that counts tokens for an API key.
+
+    Prompt tokens count once the answer begins, or once its client leaves. Requests that the engine refuses,
+    or that fail before the first token, cost nothing.
+
+    Args:
+        engine: Generates the tokens.
+        reservation: Counts the tokens.
+        num_answers: Number of answers of the request.
+    """
+
+    def __init__(self, engine: Engine, reservation: TokenReservation, num_answers: int) -> None:
+        self._engine = engine
+        self._reservation = reservation
+        self._num_left = num_answers
+
+    @property
+    def context_length(self) -> int:
+        """Positions of one session of the engine."""
+        return self._engine.context_length
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Committed, None]:
+        """Generate as the engine does, and count."""
+        num_prompt = len(request.prompt)
+        try:
+            async with aclosing(self._engine.generate(request)) as steps:
+                async for step in steps:
+                    self._reservation.spend(num_prompt + len(step.tokens))
+                    num_prompt = 0
+                    yield step
+        except Exception:
+            num_prompt = 0
+            raise
+        finally:
+            self._reservation.spend(num_prompt)
+            # Its slot is free by now, before the client knows: its next request finds a place.
+            self._num_left -= 1
+            self._reservation.release(self._num_left)
+
+
+async def respond(
+    request: Request,
+    backend: Backend,
+    jobs: Sequence[GenerationJob],
+    make: Callable[[Choices], Answer],
+    *,
+    is_streamed: bool,
+) -> Response:
+    """Answer a request.
+
+    Args:
+        request: Request of the client, its body already read.
+        backend: The served model.
+        jobs: One for each choice.
+        make: Returns the API's answer.
+        is_streamed: Whether the answer is an `EventStream`.
+
+    Raises:
+        RateLimited: If the API key has too few tokens left, or has reached its concurrent answers.
+        ClientGoneError: If the client disconnects before an answer that is not streamed.
+        MeshError: Any error of the engine before the response begins.
+    """
+    answer = make(Choices(backend, jobs, reservation_of(request.scope)))
+    if is_streamed:
+        return EventStream(answer, backend.api.closing, backend.api.ping_interval_s)
+    return await while_connected(request, answer.whole())
+
+
+def usage_of(jobs: Sequence[GenerationJob], last_parts: Sequence[AnswerPart]) -> Usage:
+    """Token counts of choices up to their latest parts."""
+    first = [not job.is_further for job in jobs]
+    predictions = [_prediction_tokens(job, part) for job, part in zip(jobs, last_parts, strict=True)]
+    return Usage(
+        num_prompt=sum(len(job.request.prompt) for job in compress(jobs, first)),
+        num_cached=sum(part.stats.num_cached for part in compress(last_parts, first)),
+        num_answer=sum(part.num_tokens for part in last_parts),
+        num_reasoning=sum(part.num_reasoning for part in last_parts),
+        num_accepted=sum(accepted for accepted, _ in predictions),
+        num_rejected=sum(rejected for _, rejected in predictions),
+    )
+
+
+def _prediction_tokens(job: GenerationJob, last: AnswerPart) -> tuple[int, int]:
+    """Accepted and rejected tokens of the request's own prediction."""
+    if not job.request.prediction or last.stats.report is None:
+        return 0, 0
+    counts = last.stats.report().by_proposer.get(PredictionProposer.name)
+    return (0, 0) if counts is None else (counts.num_accepted, counts.num_proposed - counts.num_accepted)
+
+
+def timings(job: GenerationJob, last: AnswerPart) -> dict[str, Any]:
+    """Times of one choice, in the words of llama.cpp's server.
+
+    The first token counts as prompt time, so rates leave it out.
+    """
+    stats = last.stats
+    num_prompt, num_decoded = len(job.request.prompt) - stats.num_cached, max(last.num_tokens - 1, 0)
+    times: dict[str, Any] = {
+        "cache_n": stats.num_cached,
+        "prompt_n": num_prompt,
+        "prompt_ms": round(stats.prefill_ms, 3),
+        "prompt_per_token_ms": _ratio(stats.prefill_ms, num_prompt),
+        "prompt_per_second": _ratio(num_prompt * 1000, stats.prefill_ms),
+        "predicted_n": last.num_tokens,
+        "predicted_ms": round(stats.decode_ms, 3),
+        "predicted_per_token_ms": _ratio(stats.decode_ms, num_decoded),
+        "predicted_per_second": _ratio(num_decoded * 1000, stats.decode_ms),
+        "draft_n": stats.num_proposed,
+        "draft_n_accepted": stats.num_accepted,
+    }
+    if stats.ring is not None:
+        times |= stats.ring().as_dict()
+    return times if stats.report is None else times | {"speculation": stats.report().as_dict()}
+
+
+def _ratio(amount: float, per: float) -> float:
+    return round(amount / per, 3) if per > 0 else 0.0
+
+
+async def made(is_long: bool, make: Callable[..., Result], *args: Any) -> Result:  # noqa: FBT001
+    """Result of a function; in a thread if it takes long, so that other answers continue meanwhile."""
+    return await asyncio.to_thread(make, *args) if is_long else make(*args)

@@ -1,0 +1,204 @@
+"""Event streams: events as they come, pings in silence, and an end with the client."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final, Protocol
+
+import structlog
+from starlette.responses import Response
+
+from mesh.api.disconnects import ClientGoneError, cancel_on_disconnect
+from mesh.api.errors import error_body, error_response, json_bytes
+from mesh.api.middleware import log_unexpected
+from spanmesh_proto.errors import MeshError, wire_of
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from starlette.types import Receive, Scope, Send
+
+    Emit = Callable[[bytes], Awaitable[None]]
+
+PING: Final = b": ping\n\n"
+# End of a stream of OpenAI's API.
+DONE: Final = b"data: [DONE]\n\n"
+# An engine refuses a request at once. For this long nothing is sent, so that the refusal can still be an HTTP
+# status instead of an event in a stream that began with 200.
+GRACE_S: Final = 0.05
+# While a lost stage is replaced the engine may refuse later; but every client hears something within this
+# time.
+_LONGEST_GRACE_S: Final = 3.0
+
+log = structlog.get_logger()
+
+
+class EventSource(Protocol):
+    """What a stream sends."""
+
+    @property
+    def done(self) -> bytes:
+        """End of a stream without error."""
+
+    async def produce(self, emit: Emit) -> None:
+        """Emit whole events, then return."""
+
+    def comment(self) -> bytes:
+        """Comment of a silent stream, or other events in its place."""
+
+    def is_whole(self) -> bool:
+        """Whether the engine answers, or refuses, at once."""
+
+    def failed(self, error: BaseException) -> bytes:
+        """Events that end a stream with an error. Thread-safe."""
+
+
+class EventStream(Response):
+    """Sends the events of a source; comments while it is silent; stops it when the client leaves.
+
+    Args:
+        source: Source of the events.
+        closing: Set when the server shuts down.
+        ping_interval_s: A stream that has been silent for this long sends a comment.
+
+    Attributes:
+        source: Source of the events from now on.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, source: EventSource, closing: asyncio.Event, ping_interval_s: float) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self.source = source
+        self._closing = closing
+        self._ping_interval_s = ping_interval_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream. A failure before its first byte becomes an ordinary error response."""
+        sink = _Sink(send, self.raw_headers)
+        try:
+            await cancel_on_disconnect(self._run(sink), receive, self._closing)
+        except ClientGoneError:
+            log.info("client_gone")
+            return
+        except Exception as error:  # noqa: BLE001 - a stream must say that it failed, whatever did
+            if isinstance(error, MeshError):
+                log.info("stream_failed", code=wire_of(error).code)
+            else:
+                log_unexpected(error)
+            if not sink.started:
+                await error_response(error)(scope, receive, send)
+                return
+            # In a thread, since it may repeat all that the request said.
+            await sink.write(await asyncio.to_thread(self.source.failed, error))
+        else:
+            if self.source.done:
+                await sink.write(self.source.done)
+        await sink.end()
+
+    async def _run(self, sink: _Sink) -> None:
+        pinger = asyncio.create_task(self._ping(sink))
+        try:
+            await self.source.produce(sink.write)
+        finally:
+            pinger.cancel()
+            await asyncio.gather(pinger, return_exceptions=True)
+
+    async def _ping(self, sink: _Sink) -> None:
+        await asyncio.sleep(GRACE_S)
+        while not (sink.started or self.source.is_whole() or sink.silent_s() > _LONGEST_GRACE_S):  # noqa: ASYNC110
+            await asyncio.sleep(GRACE_S)
+        if not sink.started:
+            await sink.write_in_turn(self._comment)
+        while True:
+            wait_s = self._ping_interval_s - sink.silent_s()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            else:
+                await sink.write_in_turn(self._comment)
+
+    def _comment(self) -> bytes:
+        return self.source.comment()
+
+
+class DelayedStream(EventStream):
+    """Stream of an answer whose model is loaded first: pings until the answer's own source takes over.
+
+    Args:
+        make: Returns the answer's stream, an `EventStream`, once the model is loaded.
+        closing: Set when the server shuts down.
+        ping_interval_s: A stream that has been silent for this long sends a comment.
+        failed: Returns the events that end it with an error before that.
+    """
+
+    done = b""
+
+    def __init__(
+        self,
+        make: Callable[[], Awaitable[Response]],
+        closing: asyncio.Event,
+        ping_interval_s: float,
+        *,
+        failed: Callable[[BaseException], bytes],
+    ) -> None:
+        super().__init__(self, closing, ping_interval_s)
+        self._make = make
+        self.failed = failed
+
+    async def produce(self, emit: Emit) -> None:
+        """Load the model, then emit what its answer does."""
+        made = await self._make()
+        assert isinstance(made, EventStream)  # noqa: S101 - the request asked for a stream
+        self.source = made.source
+        await self.source.produce(emit)
+
+    def comment(self) -> bytes:
+        """Ping without anything to tell."""
+        return PING
+
+    def is_whole(self) -> bool:
+        """Loading may be refused late."""
+        return False
+
+
+class _Sink:
+    """Output of the response. Producer and pinger both write; each write is sent whole."""
+
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        self._send = send
+        self._headers = headers
+        self._lock = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+        self._last_write_s = self._loop.time()
+        self.started = False
+
+    def silent_s(self) -> float:
+        return self._loop.time() - self._last_write_s
+
+    async def write(self, events: bytes) -> None:
+        async with self._lock:
+            await self._write(events)
+
+    async def write_in_turn(self, make: Callable[[], bytes]) -> None:
+        """Write what `make` returns once no write is under way: until then it may become untrue."""
+        async with self._lock:
+            await self._write(make())
+
+    async def end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write(self, events: bytes) -> None:
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        self._last_write_s = self._loop.time()
+
+
+def error_event(error: BaseException) -> bytes:
+    """Event that ends a stream of OpenAI's API with an error."""
+    return b"data: " + json_bytes(error_body(error)) + b"\n\n"
