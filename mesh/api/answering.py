@@ -188,10 +188,10 @@ class Answer(ABC):
 
     Attributes:
         choices: The choices.
-        done: End of a stream without error.
     """
 
     done = b""
+    """End of a stream without error."""
 
     def __init__(self, choices: Choices) -> None:
         self.choices = choices

@@ -11,7 +11,6 @@ from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
 from starlette.responses import Response  # noqa: TC002
 
-from mesh.api.answering import respond
 from mesh.api.auth import client_of
 from mesh.api.backend import body_of
 from mesh.api.chat_prompt import Conversation, ending_of, render_prompt, thinking_variables
@@ -19,7 +18,7 @@ from mesh.api.disconnects import while_connected
 from mesh.api.errors import json_response
 from mesh.api.generation_job import make_chat_job, several
 from mesh.api.on_demand.answers import answered
-from mesh.api.openai_answer import OpenAiAnswer
+from mesh.api.openai_answer import respond_in
 from mesh.api.openai_format import CallIds, chat_logprobs
 from mesh.api.openapi import ChatCompletion, TokenCount, answers, takes
 from mesh.api.protocol import ChatBody, ConversationBody
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mesh.api.answer_stream import AnswerToken, FinishReason
-    from mesh.api.answering import Choices
     from mesh.api.backend import Backend
     from mesh.api.generation_job import GenerationJob
     from mesh.text.message_parts import MessagePart
@@ -119,11 +117,7 @@ async def chat_completions(request: Request) -> Response:
 
     async def answer(backend: Backend) -> Response:
         jobs = await while_connected(request, _jobs(backend, body, client_of(request.scope)))
-
-        def make(choices: Choices) -> OpenAiAnswer:
-            return OpenAiAnswer(choices, ChatFormat(backend), body)
-
-        return await respond(request, backend, jobs, make, is_streamed=bool(body.stream))
+        return await respond_in(request, backend, body, ChatFormat(backend), jobs)
 
     return await answered(request, body.model, answer, is_streamed=bool(body.stream))
 

@@ -10,13 +10,12 @@ from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
 from starlette.responses import Response  # noqa: TC002
 
-from mesh.api.answering import respond
 from mesh.api.auth import client_of
 from mesh.api.backend import body_of
 from mesh.api.disconnects import while_connected
 from mesh.api.generation_job import GenerationJob, encode_prediction, make_job, several
 from mesh.api.on_demand.answers import answered
-from mesh.api.openai_answer import OpenAiAnswer
+from mesh.api.openai_answer import respond_in
 from mesh.api.openai_format import completion_logprobs
 from mesh.api.openapi import TextCompletion, answers, takes
 from mesh.api.protocol import CompletionBody
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mesh.api.answer_stream import AnswerToken, FinishReason
-    from mesh.api.answering import Choices
     from mesh.api.backend import Backend
     from mesh.text.message_parts import MessagePart
     from mesh.text.tokenizer import Tokenizer
@@ -96,11 +94,7 @@ async def completions(request: Request) -> Response:
     async def answer(backend: Backend) -> Response:
         jobs = await while_connected(request, _jobs(backend, body, client))
         jobs = several(jobs, body.num_choices)
-
-        def make(choices: Choices) -> OpenAiAnswer:
-            return OpenAiAnswer(choices, CompletionFormat(backend.tokenizer), body)
-
-        return await respond(request, backend, jobs, make, is_streamed=bool(body.stream))
+        return await respond_in(request, backend, body, CompletionFormat(backend.tokenizer), jobs)
 
     return await answered(request, body.model, answer, is_streamed=bool(body.stream))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import Response
 
 from mesh.api.answer_stream import echoed_tokens
-from mesh.api.answering import Answer, made, timings, usage_of
+from mesh.api.answering import Answer, made, respond, timings, usage_of
 from mesh.api.errors import json_response, large_json_bytes
 from mesh.api.event_stream import DONE, PING, error_event
 from mesh.api.openai_format import ANSWER_FIELD, MOST_AT_ONCE, PROMPT_FIELD, ResponseWriter, usage_fields
@@ -18,8 +18,11 @@ from mesh.text.message_parts import Content, joined
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from starlette.requests import Request
+
     from mesh.api.answer_stream import AnswerPart, AnswerToken
     from mesh.api.answering import Choices
+    from mesh.api.backend import Backend
     from mesh.api.event_stream import Emit
     from mesh.api.generation_job import GenerationJob
     from mesh.api.openai_format import EndpointFormat
@@ -156,6 +159,21 @@ class OpenAiAnswer(Answer):
         if len(jobs) == 1:
             more["timings"] = timings(jobs[0], last_parts[0])
         return self._writer.whole(choices, **more)
+
+
+async def respond_in(
+    request: Request,
+    backend: Backend,
+    body: GenerationBody,
+    endpoint_format: EndpointFormat,
+    jobs: Sequence[GenerationJob],
+) -> Response:
+    """Answer a request in the format of its endpoint; see `mesh.api.answering.respond`."""
+
+    def make(choices: Choices) -> OpenAiAnswer:
+        return OpenAiAnswer(choices, endpoint_format, body)
+
+    return await respond(request, backend, jobs, make, is_streamed=bool(body.stream))
 
 
 def _written(answer: dict[str, Any], *, is_long: bool) -> Response:

@@ -14,6 +14,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+BLOCK_POSITIONS: Final = 256
+"""Positions of a block: few, so that little of a prompt is left over; many, so that files have some size."""
 # Raised when a name stands for something else.
 _VERSION: Final = b"spanmesh blocks 1"
 

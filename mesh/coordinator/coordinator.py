@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from mesh.coordinator.checkpoint_plan import CheckpointPlan
-from mesh.coordinator.disk_prefixes import DiskHistory, DiskPrefixes
-from mesh.coordinator.feature_streams import FeatureStreams
+from mesh.coordinator.composition import plugs_of
 from mesh.coordinator.generation import Generation
+from mesh.coordinator.plugs import NewRing
 from mesh.coordinator.prefix_cache import PrefixMatch
 from mesh.coordinator.request_queue import RequestGate, SlotPool
 from mesh.coordinator.ring import Ring, RingTerms, StageAddress
@@ -38,8 +38,8 @@ from stages.sampling.session_spec import SessionSpec
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
-    from mesh.coordinator.feature_streams import ReceivedFeatures
     from mesh.coordinator.options import CoordinatorOptions
+    from mesh.coordinator.plugs import RingPlug
     from mesh.coordinator.ring import RingLoss
     from mesh.coordinator.stage_streams import BatchTimes
     from mesh.engine import Committed, GenerationRequest
@@ -99,6 +99,7 @@ class Coordinator:
             can_trim=options.can_trim,
             context_length=options.context_length,
         )
+        self._plugs = tuple(plugs_of(options, self._clock_ms))
         self._sessions: dict[int, Session] = {}
         # Slots by session.
         self._ended: deque[tuple[int, int]] = deque(maxlen=_NUM_ENDED)
@@ -108,7 +109,6 @@ class Coordinator:
             make_proposers, options, num_sessions=self._num_moving, clock_ms=self._clock_ms
         )
         self._cpu_latency = CpuLatencyRequest()
-        self._disk_history = DiskHistory()
         self._request_gate = RequestGate(options.repair_wait_s)
         self._broken = asyncio.Event()
         self._reconnecting = asyncio.Lock()
@@ -225,7 +225,8 @@ class Coordinator:
                 part = await session.next_part()
                 stats = part.stats
                 if not stats.num_replays:
-                    self._disk_history.computed(len(request.prompt) - stats.num_cached, stats.prefill_ms)
+                    for plug in self._plugs:
+                        plug.prefilled(len(request.prompt) - stats.num_cached, stats.prefill_ms)
                 # Other sessions may begin with the same prompt while this one runs.
                 self._keep(session, session.computed[: len(request.prompt)], floor)
                 yield part
@@ -247,7 +248,7 @@ class Coordinator:
         """Status for `mesh status`: stages with their mean times, sessions, speculation."""
         loss = self._ring.loss
         refusal = self._request_gate.refusal
-        return {
+        status: dict[str, Any] = {
             "ready": self.is_ready,
             "lost": loss.reason if loss else refusal.message if refusal else None,
             "reconnects": self._num_reconnects,
@@ -262,11 +263,13 @@ class Coordinator:
                 "context": self._options.context_length,
                 **self._active_ring.groups.status(),
             },
-            "speculation": self._speculation(),
+            "speculation": self._report().as_dict(),
             "stages": self._active_ring.status(),
             "round_trips": self._active_ring.round_trips(),
-            "kv_disk": self._active_ring.disk.status(self._ring.latest_stats),
         }
+        for plug in self._plugs:
+            plug.describe(status)
+        return status
 
     async def stage_stats(self) -> list[wire.StageStats]:
         """Counters of every stage, in pipeline order.
@@ -293,52 +296,45 @@ class Coordinator:
             options.still_timeout_s,
             options.num_slots,
         )
-        disk = DiskPrefixes(
-            [stage.wire for stage in stages[:-1]],
-            self._disk_history,
-            send=lambda fetch: ring.fetch(fetch),  # noqa: PLW0108 - the ring is made with it
-            clock_ms=self._clock_ms,
-            can_trim=options.can_trim and not options.has_windows,
-            block_positions=options.block_positions,
-            is_first_ring=is_first,
-        )
+        plugs: list[RingPlug] = []
+
+        def on_bundle(bundle: wire.VerdictBundle) -> None:
+            for plug in plugs:
+                plug.received(bundle)
+
+        def on_reply(stage_index: int, reply: wire.ControlReply) -> None:
+            for plug in plugs:
+                plug.replied(stage_index, reply)
+
         ring = Ring(
             stages,
             terms,
             on_verdict=self._on_verdict,
-            on_features=self._on_carried_features,
+            on_bundle=on_bundle,
             on_failure=self._on_failure,
             on_lost=lambda: self._on_lost(ring),
             clock_s=self._clock_s,
             identity=self._identity,
             token_texts=options.token_texts,
-            on_blocks=disk.on_reply,
+            on_reply=on_reply,
             num_overtaking=self._num_overtaking,
         )
-        features = None
-        if options.feature_needs is not None:
-            features = FeatureStreams(
-                stages,
-                terms.hello(),
-                mesh_key,
-                options.feature_needs,
-                on_features=self._on_features,
-                identity=self._identity,
-            )
+        new = NewRing(ring, stages, terms, self._identity, is_first=is_first)
+        parts = (plug.in_ring(new) for plug in self._plugs)
+        plugs += [part for part in parts if part is not None]
         return ActiveRing(
             stages,
             ring,
             options.max_rows,
             clock_ms=self._clock_ms,
-            disk=disk,
-            features=features,
+            plugs=plugs,
             num_groups=options.num_groups,
         )
 
     def _suspend(self) -> None:
         self._is_whole = False
         self._request_gate.hold()
-        self._active_ring.disk.close()
+        self._active_ring.suspend()
         if self._replayer is not None:
             self._replayer.drop()
         for session in self._sessions.values():
@@ -404,32 +400,24 @@ class Coordinator:
                 await self._request_gate.opened()
                 prefix_match = PrefixMatch(prefix_match.slot, prefix_match.slot, 0)
             if request.uses_cache:
-                prefix_match = await self._fetched(prefix_match, request)
+                prefix_match = await self._lengthened(prefix_match, request)
         return prefix_match
 
-    async def _fetched(self, prefix_match: PrefixMatch, request: GenerationRequest) -> PrefixMatch:
-        """The cached prefix, or a longer one that the stages have read from their disks into memory."""
-        active_ring, slot = self._active_ring, prefix_match.slot
-        found = active_ring.disk.find(request.prompt, request.client, prefix_match.num_cached)
-        if found is None:
-            return prefix_match
-        fetch, num_positions = await active_ring.disk.fetch(found)
-        if active_ring is not self._active_ring or not self._request_gate.is_open:
-            # The ring broke meanwhile: what was in memory is lost.
-            await self._request_gate.opened()
-            return PrefixMatch(slot, slot, 0)
-        if num_positions > prefix_match.num_cached:
-            active_ring.disk.used(num_positions)
-            options = self._options
-            checkpoints = () if options.can_trim else (num_positions,)
-            floor = num_positions if options.has_windows and options.can_trim else 0
-            return PrefixMatch(slot, slot, num_positions, checkpoints, fetch, floor)
-        if fetch:
-            active_ring.disk.drop(fetch)
-        if prefix_match.source_slot == slot:
-            return prefix_match
-        # Another slot may have changed meanwhile.
-        return self._slots.prefix_cache.match(request.prompt, request.client, {slot})
+    async def _lengthened(self, prefix_match: PrefixMatch, request: GenerationRequest) -> PrefixMatch:
+        """The cached prefix, or a longer one that a plug brings."""
+        for plug in self._plugs:
+            active_ring, slot = self._active_ring, prefix_match.slot
+            found = await plug.lengthened(prefix_match, request)
+            if active_ring is not self._active_ring or not self._request_gate.is_open:
+                # The ring broke meanwhile: what was in memory is lost.
+                await self._request_gate.opened()
+                return PrefixMatch(slot, slot, 0)
+            if found is not None:
+                prefix_match = found
+            elif prefix_match.source_slot != slot:
+                # Another slot may have changed meanwhile.
+                prefix_match = self._slots.prefix_cache.match(request.prompt, request.client, {slot})
+        return prefix_match
 
     def _expect(self, session: Session, tokens: Sequence[int], floor: int = 0) -> None:
         """Record what the slot of a session will hold; see `PrefixCache.expect`."""
@@ -449,21 +437,15 @@ class Coordinator:
         )
 
     def _to_keep(self, session: Session) -> wire.Keep | None:
-        """Blocks that the stages are to keep on disk of a session that has ended."""
+        """What the stages are to keep of a session that has ended."""
         request = session.request
         if session.is_slot_unknown or not self._is_whole or not request.uses_cache:
             return None
         if session.is_carried:
             # Some of its rows may have been computed on other hosts: kept, or replicated.
             return None
-        computed = session.computed
-        return self._active_ring.disk.keep(
-            computed,
-            request.client,
-            # Slots that can be trimmed can be cut off there.
-            return_points=(len(computed),) if self._options.can_trim else session.return_points,
-            num_prompt=len(request.prompt),
-        )
+        found = (plug.kept(request, session.computed, session.return_points) for plug in self._plugs)
+        return next((keep for keep in found if keep is not None), None)
 
     def _note_sessions(self) -> None:
         self._cpu_latency.update(len(self._sessions))
@@ -478,15 +460,17 @@ class Coordinator:
             num_cached=prefix_match.num_cached,
             checkpoint_plan=self._checkpoint_plan(prefix_match),
         )
+        speculator = self._speculators.make(spec.session, request)
+        parts = (plug.in_session(generation, speculator) for plug in self._plugs)
         session = Session(
             spec,
             generation,
             self._active_ring,
-            speculator=self._speculators.make(spec.session, request),
+            speculator=speculator,
             cancels=options.cancels,
             clock_ms=self._clock_ms,
             on_plain=self._learn_plain if self._speculators.are_any else None,
-            feature_needs=options.feature_needs,
+            plugs=[part for part in parts if part is not None],
         )
         session.is_carried = prefix_match.is_carried
         return session
@@ -508,13 +492,6 @@ class Coordinator:
         """Sessions that send windows: one that waits for its reader uses no stage."""
         return sum(not session.is_paused for session in self._sessions.values())
 
-    def _speculation(self) -> dict[str, Any]:
-        """Speculation statistics, and the reason if features do not come."""
-        status, streams = self._report().as_dict(), self._active_ring.features
-        if status["features"] is not None and streams is not None:
-            status["features"]["off"] = streams.why_off
-        return status
-
     def _report(self) -> SpeculationReport:
         """Speculation statistics, running sessions included."""
         report = self._past
@@ -531,25 +508,6 @@ class Coordinator:
             with session.failing_alone():
                 session.on_verdict(verdict, times)
         self._active_ring.count(times.stages)
-
-    def _on_carried_features(self, carried: Sequence[wire.Features]) -> None:
-        streams = self._active_ring.features
-        if streams is None:
-            return
-        for features in carried:
-            try:
-                self._on_features(streams.decoded(features))
-            except (MeshError, ValueError) as error:
-                # Features that are wrong cost acceptance, nothing else.
-                log.debug("features_refused", session=features.session, reason=str(error))
-            except Exception:
-                # Features come with verdicts, whose stream serves all sessions.
-                log.exception("features_failed", session=features.session)
-
-    def _on_features(self, features: ReceivedFeatures) -> None:
-        session = self._sessions.get(features.session)
-        if session is not None:
-            session.on_features(features)
 
     def _on_failure(self, stage_index: int, failure: wire.Failure) -> None:
         error = from_code(failure.code, f"stage {stage_index}: {failure.message}")

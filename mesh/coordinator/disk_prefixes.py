@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import structlog
 
-from mesh.coordinator.block_names import BlockNames, names_root
+from mesh.coordinator.block_names import BLOCK_POSITIONS, BlockNames, names_root
+from mesh.coordinator.plugs import RingPlug
 from spanmesh_proto import windows_pb2 as wire
 from speculative.cost_model import moved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-BLOCK_POSITIONS: Final = 256
-"""Positions of a block: few, so that little of a prompt is left over; many, so that files have some size."""
 _EXACT_WIRE: Final = "f32"
 # Of shorter texts nothing is kept.
 _LEAST_BLOCKS: Final = 2
@@ -142,7 +141,7 @@ class DiskHistory:
             self.pace.learn_compute(num_positions, elapsed_ms)
 
 
-class DiskPrefixes:
+class DiskPrefixes(RingPlug):
     """Blocks on the disks of one ring's stages.
 
     It is off until every stage has told its blocks: without that no message is sent, and a request costs one
@@ -192,7 +191,7 @@ class DiskPrefixes:
         """Whether every stage keeps blocks, and they are used."""
         return self._is_allowed and all(stage.identity for stage in self._stages)
 
-    def on_reply(self, stage: int, reply: wire.ControlReply) -> None:
+    def replied(self, stage: int, reply: wire.ControlReply) -> None:
         """Take what a stage tells of its blocks, or its answer to a fetch."""
         if reply.HasField("block_news"):
             self._stages[stage].take(reply.block_news)
@@ -348,7 +347,7 @@ class DiskPrefixes:
             blocks=missing,
         )
 
-    def close(self) -> None:
+    def suspend(self) -> None:
         """End all fetches: the ring is lost, or left."""
         self._is_closed = True
         for pending in self._pending.values():

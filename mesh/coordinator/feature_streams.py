@@ -15,11 +15,12 @@ import grpc
 import numpy as np
 import structlog
 
+from mesh.coordinator.plugs import RingPlug
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError, ProtocolError, StageFailed
 from stages.transport.channels import key_metadata, open_channel
-from stages.transport.hidden_codec import TO_WIRE, HiddenType, decode
+from stages.transport.hidden_codec import TO_WIRE, decode
 from stages.transport.stage_link import explain
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from mesh.coordinator.feature_needs import FeatureNeeds
     from mesh.coordinator.ring import StageAddress
     from stages.transport.channels import Identity
 
@@ -36,27 +38,6 @@ _RETRY_S: Final = 5.0
 _CONNECT_PATIENCE_S: Final = 0.3
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True)
-class FeatureNeeds:
-    """Features that a drafter reads."""
-
-    layers: tuple[int, ...]
-    """Layers whose outputs it reads, in its order; the number of the model's layers stands for the head
-    state."""
-    n_layers: int
-    """Layers of the model."""
-    n_embd: int
-    """Values of a row of one layer."""
-    hidden_type: HiddenType = HiddenType.F16
-    """Format on the wire."""
-    context: int = 512
-    """Number of the prompt's last positions whose features are wanted."""
-
-    def bytes_per_token(self) -> int:
-        """Size of the features of one position."""
-        return len(self.layers) * self.hidden_type.row_bytes(self.n_embd)
 
 
 @dataclass(frozen=True)
@@ -75,7 +56,7 @@ class ReceivedFeatures:
     """Size of the message."""
 
 
-class FeatureStreams:
+class FeatureStreams(RingPlug):
     """Features of all stages of one ring. For the event loop; retries lost connections.
 
     Args:
@@ -133,6 +114,18 @@ class FeatureStreams:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def received(self, bundle: wire.VerdictBundle) -> None:
+        """Pass on the features that came with verdicts."""
+        for features in bundle.features:
+            try:
+                self._on_features(self.decoded(features))
+            except (MeshError, ValueError) as error:
+                # Features that are wrong cost acceptance, nothing else.
+                log.debug("features_refused", session=features.session, reason=str(error))
+            except Exception:
+                # They come with verdicts, whose stream serves all sessions.
+                log.exception("features_failed", session=features.session)
 
     def decoded(self, features: wire.Features) -> ReceivedFeatures:
         """Features that came with verdicts.

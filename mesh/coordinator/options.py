@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mesh.coordinator.disk_prefixes import BLOCK_POSITIONS
+from mesh.coordinator.block_names import BLOCK_POSITIONS
 from speculative.controller import ControllerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mesh.coordinator.feature_streams import FeatureNeeds
+    from mesh.coordinator.feature_needs import FeatureNeeds
     from stages.grammar.token_masks import TokenTexts
 
 

@@ -100,13 +100,13 @@ class Ring:
         stages: Addresses of the stages, in pipeline order.
         terms: Settings shared with the stages.
         on_verdict: Called with each verdict, and the times of its batch.
-        on_features: Called with the features that came with verdicts, before these.
+        on_bundle: Called with each message from the tail, before its verdicts.
         on_failure: Called with (stage index, failure of a window).
         on_lost: Called once, when the first stage is lost; `loss` then has the details.
         clock_s: Monotonic clock, seconds.
         identity: TLS identity of the coordinator; None if all stages are in its process.
         token_texts: Returns the vocabulary, sent when a session first has a grammar.
-        on_blocks: Called with (stage index, reply about blocks on its disk).
+        on_reply: Called with (stage index, reply that is no answer to a ping).
         num_overtaking: See `WindowMonitor.tick`.
 
     Attributes:
@@ -119,13 +119,13 @@ class Ring:
         terms: RingTerms,
         *,
         on_verdict: Callable[[wire.Verdict, BatchTimes], None],
-        on_features: Callable[[Sequence[wire.Features]], None],
+        on_bundle: Callable[[wire.VerdictBundle], None],
         on_failure: Callable[[int, wire.Failure], None],
         on_lost: Callable[[], None],
         clock_s: Callable[[], float],
         identity: Identity | None = None,
         token_texts: Callable[[], TokenTexts] | None = None,
-        on_blocks: Callable[[int, wire.ControlReply], None] = lambda _index, _reply: None,
+        on_reply: Callable[[int, wire.ControlReply], None] = lambda _index, _reply: None,
         num_overtaking: Callable[[], int | None] = lambda: None,
     ) -> None:
         hello = terms.hello()
@@ -161,7 +161,7 @@ class Ring:
             hello,
             key,
             on_verdict=self._on_answer,
-            on_features=on_features,
+            on_bundle=on_bundle,
             on_lost=lambda reason: self._lost(len(stages) - 1, reason),
             host=stages[-1].host,
             identity=identity,
@@ -177,7 +177,7 @@ class Ring:
                 clock_us=lambda: int(clock_s() * 1e6),
                 host=stage.host,
                 identity=identity,
-                on_blocks=lambda reply, index=index: on_blocks(index, reply),  # type: ignore[misc]
+                on_other=lambda reply, index=index: on_reply(index, reply),  # type: ignore[misc]
             )
             for index, stage in enumerate(stages)
         ]

@@ -11,8 +11,7 @@ from mesh.coordinator.prefill_pace import PrefillPace
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from mesh.coordinator.disk_prefixes import DiskPrefixes
-    from mesh.coordinator.feature_streams import FeatureStreams
+    from mesh.coordinator.plugs import RingPlug
     from mesh.coordinator.ring import Ring, StageAddress
     from spanmesh_proto import windows_pb2 as wire
 
@@ -97,14 +96,11 @@ class ActiveRing:
         ring: Streams to them.
         max_rows: Most rows of one window.
         clock_ms: Monotonic clock, milliseconds.
-        features: Streams of features; None if no drafter reads any.
-        disk: Blocks on the stages' disks.
+        plugs: Parts of features in the ring.
         num_groups: Fixed number of groups of decoding sessions; None to find the best one.
 
     Attributes:
         ring: As given.
-        disk: As given.
-        features: As given.
         prefill_pace: Sizes of prefill chunks.
         groups: Groups of decoding sessions, whose windows leave together.
     """
@@ -116,13 +112,11 @@ class ActiveRing:
         max_rows: int,
         *,
         clock_ms: Callable[[], float],
-        disk: DiskPrefixes,
-        features: FeatureStreams | None = None,
+        plugs: Sequence[RingPlug] = (),
         num_groups: int | None = None,
     ) -> None:
         self.ring = ring
-        self.disk = disk
-        self.features = features
+        self._plugs = plugs
         self.prefill_pace = PrefillPace(len(stages), max_rows)
         self.groups = WindowGroups(
             len(stages), ring.send, clock_ms=clock_ms, num_groups=num_groups, on_failed=ring.give_up
@@ -132,23 +126,21 @@ class ActiveRing:
         self._totals = [_StageTotals() for _ in stages]
 
     async def open(self) -> None:
-        """Connect to every stage. Features that do not come at once come later.
+        """Connect to every stage.
 
         Raises:
-            MeshError: See `Ring.open`; also if a stage was lost while features were waited for.
+            MeshError: See `Ring.open`; also if a stage was lost while plugs were waited for.
         """
-        features = self.features
-        if features is None:
-            await self.ring.open()
-            return
-        features.open()
+        for plug in self._plugs:
+            plug.open()
         try:
             await self.ring.open()
         except BaseException:
-            await features.close()
+            await self._close_plugs()
             raise
         try:
-            await features.settled()
+            for plug in self._plugs:
+                await plug.settled()
             # Only the first loss is reported, and nothing listens for it in that time.
             self.ring.require_whole()
         except BaseException:
@@ -158,10 +150,18 @@ class ActiveRing:
     async def close(self) -> None:
         """Close all streams."""
         self.groups.close()
-        self.disk.close()
-        if self.features is not None:
-            await self.features.close()
+        self.suspend()
+        await self._close_plugs()
         await self.ring.close()
+
+    def suspend(self) -> None:
+        """End what sessions wait for: they are suspended."""
+        for plug in self._plugs:
+            plug.suspend()
+
+    async def _close_plugs(self) -> None:
+        for plug in self._plugs:
+            await plug.close()
 
     def count(self, times: Iterable[wire.StageTime]) -> None:
         """Add the stages' times for a window."""

@@ -18,16 +18,15 @@ import contextlib
 import functools
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import structlog
 
 from mesh.coordinator.crash_suspects import CrashHistory
-from mesh.coordinator.feature_store import FeatureStore
 from mesh.coordinator.output_queue import OutputQueue
 from mesh.coordinator.telemetry import SessionTelemetry
 from mesh.coordinator.window_outcomes import InFlightWindow, outcomes_of
-from mesh.engine import Committed, FeatureCounts
+from mesh.engine import Committed
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError, PrefixMismatch, ProtocolError, StageFailed
 from speculative.acceptance import judge_unread
@@ -38,9 +37,8 @@ from stages.sampling.session_spec import NOTHING_RESUMED, Resumed
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from mesh.coordinator.feature_store import FeatureRows
-    from mesh.coordinator.feature_streams import FeatureNeeds, ReceivedFeatures
     from mesh.coordinator.generation import Generation, Step, WindowPlan
+    from mesh.coordinator.plugs import SessionPlug
     from mesh.coordinator.prefix_cache import PrefixMatch
     from mesh.coordinator.ring_stats import ActiveRing
     from mesh.coordinator.speculation import Speculator
@@ -49,10 +47,6 @@ if TYPE_CHECKING:
     from speculative.outcome import WindowOutcome
     from stages.sampling.logprobs import TokenLogprobs
     from stages.sampling.session_spec import SessionSpec
-
-
-# Latest positions of a replay that stages compute though they hold them, if their features are missing.
-_MOST_COMPUTED_AGAIN: Final = 64
 
 
 log = structlog.get_logger()
@@ -79,7 +73,7 @@ class Session:
         cancels: Whether stages are told at once of windows that a rejection voided.
         clock_ms: Monotonic clock, milliseconds.
         on_plain: Called with each window of a session without proposals: the baseline for speculation.
-        feature_needs: Features that a proposer may read; None for none.
+        plugs: Parts of features in the session.
 
     Attributes:
         telemetry: Counts and times so far.
@@ -99,14 +93,14 @@ class Session:
         cancels: bool,
         clock_ms: Callable[[], float],
         on_plain: Callable[[WindowOutcome], None] | None = None,
-        feature_needs: FeatureNeeds | None = None,
+        plugs: Sequence[SessionPlug] = (),
     ) -> None:
         self.telemetry = SessionTelemetry(
             clock_ms(),
             num_cached=generation.num_cached,
             explain=None if speculator is None else speculator.summary,
             draft_ms_per_token=None if speculator is None else speculator.draft_ms_per_token,
-            count_features=None if feature_needs is None or speculator is None else self._count_features,
+            plugs=plugs,
         )
         self._spec = spec
         self._generation = generation
@@ -123,12 +117,7 @@ class Session:
         # Whether what is in flight has not left yet, since it waits for its group.
         self._is_waiting = False
         self._output_queue = OutputQueue(on_room=self._on_room)
-        self._feature_needs = feature_needs
-        self._feature_store: FeatureStore | None = None
-        if feature_needs is not None:
-            self._feature_store = FeatureStore(feature_needs.layers, feature_needs.n_embd)
-        self._num_feature_bytes = 0
-        self._features_from = 0
+        self._plugs = plugs
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._is_decoding = False
         self._is_over = False
@@ -214,6 +203,8 @@ class Session:
 
     def start(self, prompt: tuple[int, ...]) -> None:
         """Send the first chunks of the prompt; the others follow as these are computed."""
+        for plug in self._plugs:
+            plug.attach(self.id, is_elsewhere=False)
         self._open()
         if self._speculator is not None:
             self._speculator.listen(self._wake)
@@ -233,7 +224,7 @@ class Session:
         self._is_waiting = False
         self._count_decoding(is_decoding=False)
         self._in_flight_windows.clear()
-        self._void_features()
+        self._void_parts()
         if self.num_to_compute == len(self.request.prompt):
             # Nothing is committed: the replay scores the prompt again.
             self._prompt_logprobs.clear()
@@ -264,7 +255,8 @@ class Session:
         self._on_replayed = on_replayed
         is_elsewhere = active_ring is not self._active_ring
         self.is_carried = is_elsewhere or prefix_match.is_carried
-        self._features_from = self._begin_of_features() if is_elsewhere else 0
+        for plug in self._plugs:
+            plug.attach(id, is_elsewhere=is_elsewhere)
         if not is_elsewhere:
             # It begins anew because a stage does not hold what was expected.
             self._generation.resume_before(0)
@@ -328,7 +320,7 @@ class Session:
             self.fail(error)
             return
         in_flight = self._in_flight_windows.popleft()
-        self._judge_features(in_flight, verdict)
+        self._judge_parts(in_flight, verdict)
         self._active_ring.groups.landed(self.id, 0 if step is None else len(step.judgement.committed))
         if step is None:
             self._prompt_logprobs += from_wire(verdict.logprobs)
@@ -344,16 +336,6 @@ class Session:
                 self._note_replayed()
         if in_flight.window.is_prompt:
             self._report_prefill()
-
-    def on_features(self, features: ReceivedFeatures) -> None:
-        """Take features of a window's rows, which may come before its verdict or after.
-
-        Raises:
-            ValueError: If they were not asked for.
-        """
-        if self._feature_store is not None:
-            self._num_feature_bytes += features.num_bytes
-            self._pass_on(self._feature_store.add(features.window_id, features.start, features.rows))
 
     def on_failure(self, epoch: int, error: MeshError) -> bool:
         """Handle the failure of a stage to compute a window, or to begin with the cached prefix.
@@ -398,6 +380,8 @@ class Session:
         self._active_ring.ring.close_session(self.id, keep)
         self._count_decoding(is_decoding=False)
         self._note_replayed()
+        for plug in self._plugs:
+            plug.detach()
         if self._speculator is not None:
             self._speculator.close()
 
@@ -454,7 +438,7 @@ class Session:
         if voided or step.judgement.is_rejected:
             self._epoch += 1
             self._in_flight_windows.clear()
-            self._void_features()
+            self._void_parts()
         is_plain = not in_flight.window.proposal.tokens
         if self._speculator is None:
             self._send_on(step)
@@ -503,54 +487,13 @@ class Session:
         with self.failing_alone():
             work()
 
-    def _judge_features(self, in_flight: InFlightWindow, verdict: wire.Verdict) -> None:
-        """Release the features of the window's rows that count, those of the verdict among them."""
-        store, streams = self._feature_store, self._active_ring.features
-        if store is None or streams is None:
-            return
-        if verdict.HasField("features"):
-            with contextlib.suppress(MeshError, ValueError):  # wrong features cost acceptance only
-                self.on_features(streams.decoded(verdict.features))
-        window = in_flight.window
-        num_valid = len(window.tokens) - window.num_verified + len(verdict.tokens)
-        self._pass_on(store.judged(in_flight.id, num_valid))
+    def _judge_parts(self, in_flight: InFlightWindow, verdict: wire.Verdict) -> None:
+        for plug in self._plugs:
+            plug.judged(in_flight, verdict)
 
-    def _count_features(self) -> FeatureCounts:
-        store = self._feature_store
-        if store is None:
-            return FeatureCounts()
-        return FeatureCounts(store.num_wanted, store.num_received, self._num_feature_bytes)
-
-    def _begin_of_features(self) -> int:
-        """First position of a replay whose features are wanted: all stages compute it, and those behind."""
-        store, speculator = self._feature_store, self._speculator
-        if store is None or speculator is None or not speculator.wants_features:
-            return 0
-        begin = max(store.num_known, self.num_to_compute - _MOST_COMPUTED_AGAIN)
-        self._generation.resume_before(begin)
-        return begin
-
-    def _void_features(self) -> None:
-        if self._feature_store is not None:
-            self._feature_store.void()
-
-    def _pass_on(self, runs: Sequence[FeatureRows]) -> None:
-        if self._speculator is not None:
-            for run in runs:
-                self._speculator.take_features(run.start, run.rows)
-
-    def _wants_features(self, window: WindowPlan) -> bool:
-        """Whether features of the window's rows are of use: of a long prompt only its end is read."""
-        needs, streams = self._feature_needs, self._active_ring.features
-        if needs is None or streams is None or streams.why_off is not None or self._speculator is None:
-            return False
-        first = max(self._features_from, self.num_to_compute - needs.context)
-        is_near = window.start >= self._features_from and window.start + len(window.tokens) > first
-        return is_near and self._speculator.wants_features
-
-    @property
-    def _features_may_wait(self) -> bool:
-        return self._speculator is not None and self._speculator.features_may_wait
+    def _void_parts(self) -> None:
+        for plug in self._plugs:
+            plug.voided()
 
     def _report(
         self,
@@ -650,25 +593,21 @@ class Session:
     def _send(self, window: WindowPlan) -> None:
         if not self._in_flight_windows:
             self._num_verdicts_before = self._active_ring.ring.num_verdicts
-        wants_features = self._wants_features(window)
-        if wants_features and self._feature_store is not None:
-            self._feature_store.sent(self._num_sent, window.start, len(window.tokens))
-        self._leaving.append(
-            wire.Window(
-                session=self.id,
-                epoch=self._epoch,
-                id=self._num_sent,
-                start=window.start,
-                tokens=window.tokens,
-                verify_rows=window.num_verified,
-                wants_features=wants_features,
-                features_may_wait=wants_features and self._features_may_wait,
-                checkpoints=window.checkpoints,
-                recomputed_rows=window.num_recomputed,
-                num_committed=window.num_committed if window.checkpoints else 0,
-                scored_next=window.scored_next,
-            )
+        message = wire.Window(
+            session=self.id,
+            epoch=self._epoch,
+            id=self._num_sent,
+            start=window.start,
+            tokens=window.tokens,
+            verify_rows=window.num_verified,
+            checkpoints=window.checkpoints,
+            recomputed_rows=window.num_recomputed,
+            num_committed=window.num_committed if window.checkpoints else 0,
+            scored_next=window.scored_next,
         )
+        for plug in self._plugs:
+            plug.sending(self._num_sent, window, message)
+        self._leaving.append(message)
         self._in_flight_windows.append(
             InFlightWindow(self._num_sent, window, self._clock_ms(), len(self._in_flight_windows))
         )

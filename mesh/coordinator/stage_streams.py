@@ -20,7 +20,7 @@ from stages.transport.channels import key_metadata, open_channel
 from stages.transport.stage_link import explain
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable
 
     from stages.transport.channels import Identity
 
@@ -81,7 +81,7 @@ class ControlStream:
         clock_us: Monotonic, microseconds.
         host: Name of the host that must answer at the address.
         identity: TLS identity of this process; None if both ends are in one process.
-        on_blocks: Called with each reply that is about blocks on the stage's disk.
+        on_other: Called with each other reply but failures.
 
     Attributes:
         clock: Clock offset and round trip of the stage.
@@ -100,11 +100,11 @@ class ControlStream:
         clock_us: Callable[[], int],
         host: str = "",
         identity: Identity | None = None,
-        on_blocks: Callable[[wire.ControlReply], None] = lambda _reply: None,
+        on_other: Callable[[wire.ControlReply], None] = lambda _reply: None,
     ) -> None:
         self.clock = ClockOffset()
         self.latest: wire.Pong | None = None
-        self._on_blocks = on_blocks
+        self._on_other = on_other
         self._clock_us = clock_us
         self._address = address
         self._hello = hello
@@ -211,7 +211,7 @@ class ControlStream:
                     if (pong := self._pongs.get(reply.pong.sent_us)) is not None and not pong.done():
                         pong.set_result(reply.pong)
                 elif reply.WhichOneof("kind") in _ABOUT_BLOCKS:
-                    self._on_blocks(reply)
+                    self._on_other(reply)
         except grpc.aio.AioRpcError as error:
             reason = explain(error, self._address)
         except Exception as error:
@@ -246,7 +246,7 @@ class VerdictStream:
         hello: First message, with the protocol version.
         mesh_key: Key shared by all stages and the coordinator.
         on_verdict: Called with each verdict, and the times of its batch.
-        on_features: Called with the features that came with verdicts, before these.
+        on_bundle: Called with each message, before its verdicts.
         on_lost: Called once with the reason when the stream ends without `close`.
         host: Name of the host that must answer at the address.
         identity: TLS identity of this process; None if both ends are in one process.
@@ -263,7 +263,7 @@ class VerdictStream:
         mesh_key: str,
         *,
         on_verdict: Callable[[wire.Verdict, BatchTimes], None],
-        on_features: Callable[[Sequence[wire.Features]], None],
+        on_bundle: Callable[[wire.VerdictBundle], None],
         on_lost: Callable[[MeshError], None],
         host: str = "",
         identity: Identity | None = None,
@@ -272,7 +272,7 @@ class VerdictStream:
         self.num_received_bytes = 0
         self._address = address
         self._on_verdict = on_verdict
-        self._on_features = on_features
+        self._on_bundle = on_bundle
         self._on_lost = on_lost
         self._channel = open_channel(address, host, identity)
         self._call: grpc.aio.UnaryStreamCall[wire.Hello, wire.VerdictBundle] = rpc.StageStub(
@@ -301,8 +301,7 @@ class VerdictStream:
         reason: MeshError = StageFailed(f"the verdict stream from {self._address} ended")
         try:
             while isinstance(bundle := await self._call.read(), wire.VerdictBundle):
-                if bundle.features:
-                    self._on_features(bundle.features)
+                self._on_bundle(bundle)
                 times = BatchTimes(tuple(bundle.times))
                 for verdict in bundle.verdicts:
                     self._on_verdict(verdict, times)

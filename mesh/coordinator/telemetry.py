@@ -13,7 +13,7 @@ from speculative.proposer import EMPTY
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from mesh.engine import FeatureCounts
+    from mesh.coordinator.plugs import SessionPlug
     from spanmesh_proto import windows_pb2 as wire
     from speculative.acceptance import Judgement
     from speculative.proposer import Proposal
@@ -57,7 +57,7 @@ class SessionTelemetry:
         num_cached: Prompt tokens that the stages already held.
         explain: Returns the state of the controller; None if there is no proposer.
         draft_ms_per_token: Returns the draft model's time per token, if there is one.
-        count_features: Returns the features so far; None if no proposer reads any.
+        plugs: Parts of features in the session, which have counts of their own.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class SessionTelemetry:
         num_cached: int = 0,
         explain: Callable[[], Mapping[str, Any]] | None = None,
         draft_ms_per_token: Callable[[], float | None] | None = None,
-        count_features: Callable[[], FeatureCounts] | None = None,
+        plugs: Sequence[SessionPlug] = (),
     ) -> None:
         self._started_ms = started_ms
         self._num_cached = num_cached
@@ -75,7 +75,7 @@ class SessionTelemetry:
         self._latest_ms = started_ms
         self._explain = explain
         self._draft_ms_per_token = draft_ms_per_token
-        self._count_features = count_features
+        self._plugs = plugs
         self._num_windows = 0
         self._num_replays = 0
         self._num_proposed = 0
@@ -178,10 +178,9 @@ class SessionTelemetry:
 
     def report(self) -> SpeculationReport:
         """Speculation statistics so far."""
-        return SpeculationReport(
+        report = SpeculationReport(
             by_proposer={name: judged.statistics() for name, judged in self._judged.items()},
             by_depth=dict(self._depths),
-            features=None if self._count_features is None else self._count_features(),
             num_voided_windows=len(self._voided_rows),
             num_voided_rows=sum(self._voided_rows.values()),
             num_wasted_rows=self._num_wasted_rows,
@@ -193,6 +192,9 @@ class SessionTelemetry:
             draft_ms_per_token=None if self._draft_ms_per_token is None else self._draft_ms_per_token(),
             controller={} if self._explain is None else self._explain(),
         )
+        for plug in self._plugs:
+            report = plug.reported(report)
+        return report
 
     def _add(self, judgement: Judgement, proposal: Proposal) -> None:
         self._num_proposed += judgement.num_proposed

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from mesh.coordinator.feature_streams import FeatureNeeds
+from mesh.coordinator.feature_needs import FeatureNeeds
 from mesh.draft.completion import loadable_file
 from mesh.draft.drafter import DrafterKind
 from mesh.draft.isolated_check import SETUP, check_isolated

@@ -12,8 +12,10 @@ from weakref import WeakKeyDictionary
 
 import grpc
 
+from mesh.coordinator.block_names import BLOCK_POSITIONS
 from mesh.coordinator.coordinator import Coordinator
-from mesh.coordinator.disk_prefixes import BLOCK_POSITIONS
+from mesh.coordinator.disk_plug import DiskPlug
+from mesh.coordinator.feature_plug import FeaturePlug
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.coordinator.ring import StageAddress
 from spanmesh_proto import windows_pb2_grpc as rpc
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence
     from pathlib import Path
 
-    from mesh.coordinator.feature_streams import FeatureNeeds
+    from mesh.coordinator.disk_prefixes import DiskPrefixes
+    from mesh.coordinator.feature_needs import FeatureNeeds
+    from mesh.coordinator.feature_streams import FeatureStreams
     from mesh.engine import Committed, GenerationRequest
     from speculative.proposer import Proposer
     from stages.grammar.token_masks import TokenTexts
@@ -176,6 +180,18 @@ async def running_coordinator(
     finally:
         await coordinator.stop()
         await _emptied(stages)
+
+
+def feature_streams(coordinator: Coordinator) -> FeatureStreams | None:
+    """Connections for features of the coordinator's ring; None if no drafter reads any."""
+    return next((plug.streams for plug in coordinator._plugs if isinstance(plug, FeaturePlug)), None)
+
+
+def disk_prefixes(coordinator: Coordinator) -> DiskPrefixes:
+    """Blocks on the disks of the coordinator's ring."""
+    (plug,) = (plug for plug in coordinator._plugs if isinstance(plug, DiskPlug))
+    assert plug.prefixes is not None
+    return plug.prefixes
 
 
 async def collect(coordinator: Coordinator, request: GenerationRequest) -> tuple[list[int], Committed]:

@@ -14,7 +14,7 @@ from speculative.lookup_proposers import NgramProposer
 from stages.runtime.stage_runtime import RuntimeOptions
 from stages.sampling.sampler import SamplingParams
 from tests.support.disks import block_files, damage
-from tests.support.ring_harness import collect, running_coordinator, running_stages
+from tests.support.ring_harness import collect, disk_prefixes, running_coordinator, running_stages
 from tests.support.short_models import short_smollm2_path  # noqa: F401 - a fixture
 from tests.support.tiny_families import TINY_FAMILIES
 from tests.support.whole_model_engine import WholeModelEngine
@@ -52,7 +52,7 @@ async def mesh(
         ) as coordinator,
     ):
         async with asyncio.timeout(20):
-            while not coordinator._active_ring.disk.is_on:  # noqa: ASYNC110
+            while not disk_prefixes(coordinator).is_on:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         yield coordinator
 
@@ -60,7 +60,7 @@ async def mesh(
 async def known(coordinator: Coordinator, num_blocks: int) -> None:
     """The coordinator knows of so many blocks at every stage."""
     async with asyncio.timeout(20):
-        stages = coordinator._active_ring.disk._stages
+        stages = disk_prefixes(coordinator)._stages
         while any(len(stage.names) < num_blocks for stage in stages):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 

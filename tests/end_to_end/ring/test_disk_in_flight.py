@@ -29,7 +29,13 @@ from tests.support.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.support.proposers import Parrot
 from tests.support.repairable_ring import RepairableRing
 from tests.support.repairable_ring import serving as repaired
-from tests.support.ring_harness import RunningStage, collect, running_coordinator, running_services
+from tests.support.ring_harness import (
+    RunningStage,
+    collect,
+    disk_prefixes,
+    running_coordinator,
+    running_services,
+)
 from tests.support.searches import search
 
 if TYPE_CHECKING:
@@ -63,10 +69,6 @@ def whole_blocks(num_positions: int) -> int:
 KEPT: Final = whole_blocks(len(PROMPT) + ANN.max_tokens - 1)
 
 
-def disk_of(coordinator: Coordinator) -> Any:
-    return coordinator._active_ring.disk
-
-
 async def until(is_so: Callable[[], object]) -> None:
     async with asyncio.timeout(20):
         while not is_so():  # noqa: ASYNC110 - nothing tells
@@ -75,7 +77,7 @@ async def until(is_so: Callable[[], object]) -> None:
 
 async def known(coordinator: Coordinator, num_blocks: int) -> None:
     """The coordinator knows of so many blocks at every stage."""
-    await until(lambda: all(len(stage.names) == num_blocks for stage in disk_of(coordinator)._stages))
+    await until(lambda: all(len(stage.names) == num_blocks for stage in disk_prefixes(coordinator)._stages))
 
 
 @contextlib.asynccontextmanager
@@ -97,7 +99,7 @@ async def mesh(
         ) as coordinator,
     ):
         if root is not None:
-            await until(lambda: disk_of(coordinator).is_on)
+            await until(lambda: disk_prefixes(coordinator).is_on)
         yield coordinator, stages
 
 
@@ -151,7 +153,7 @@ async def test_what_a_repair_or_a_move_forgot_comes_back_from_disk(lost: int | N
     options = CoordinatorOptions(128, 4, FakeRuntime.max_rows, N_VOCAB, block_positions=SIZE)
     ring = RepairableRing(disk_root=tmp_path)
     async with repaired(ring, options) as coordinator, asyncio.timeout(60):
-        await until(lambda: disk_of(coordinator).is_on)
+        await until(lambda: disk_prefixes(coordinator).is_on)
         await ask(coordinator, ANN)
         await known(coordinator, KEPT // SIZE)
         if lost is None:
@@ -160,7 +162,7 @@ async def test_what_a_repair_or_a_move_forgot_comes_back_from_disk(lost: int | N
         else:
             await ring.kill(lost)
             await until(lambda: ring.num_repairs and coordinator.is_ready)
-        await until(lambda: disk_of(coordinator).is_on)
+        await until(lambda: disk_prefixes(coordinator).is_on)
         await known(coordinator, KEPT // SIZE)
         assert await ask(coordinator, next_turn(ANN)) == KEPT
 
@@ -170,12 +172,12 @@ async def test_rows_that_came_along_from_another_ring_are_never_kept(tmp_path: P
     options = CoordinatorOptions(128, 4, FakeRuntime.max_rows, N_VOCAB, block_positions=SIZE)
     ring = RepairableRing(disk_root=tmp_path)
     async with repaired(ring, options) as coordinator, asyncio.timeout(60):
-        await until(lambda: disk_of(coordinator).is_on)
+        await until(lambda: disk_prefixes(coordinator).is_on)
         parts = coordinator.generate(ANN)
         tokens = list((await anext(parts)).tokens)
         coordinator.pause("stages move")
         await ring.repair()
-        await until(lambda: disk_of(coordinator).is_on)
+        await until(lambda: disk_prefixes(coordinator).is_on)
         tokens += [token async for part in parts for token in part.tokens]
         assert tokens == alone(ANN)
         turn = ANN
@@ -188,7 +190,9 @@ async def test_rows_that_came_along_from_another_ring_are_never_kept(tmp_path: P
         # What was computed in this ring from its first token on is kept.
         await ask(coordinator, OTHERS[0])
         num_blocks = (len(PROMPT) + OTHERS[0].max_tokens - 1) // SIZE
-        await until(lambda: all(len(stage.names) >= num_blocks for stage in disk_of(coordinator)._stages))
+        await until(
+            lambda: all(len(stage.names) >= num_blocks for stage in disk_prefixes(coordinator)._stages)
+        )
         assert len(block_files([tmp_path])) == NUM_STAGES * num_blocks
 
 
@@ -315,10 +319,10 @@ async def test_a_ring_that_breaks_while_disks_read_is_no_error(tmp_path: Path) -
     options = CoordinatorOptions(128, 4, FakeRuntime.max_rows, N_VOCAB, block_positions=SIZE)
     ring = RepairableRing(disk_root=tmp_path)
     async with repaired(ring, options) as coordinator, asyncio.timeout(60):
-        await until(lambda: disk_of(coordinator).is_on)
+        await until(lambda: disk_prefixes(coordinator).is_on)
         ring.running[1].service._fetch = lambda message, replies: None  # type: ignore[method-assign]
         asking = asyncio.create_task(collect(coordinator, next_turn(ANN)))
-        await until(lambda: disk_of(coordinator)._pending)
+        await until(lambda: disk_prefixes(coordinator)._pending)
         await ring.kill(1)
         tokens, last = await asking
         assert tokens == alone(next_turn(ANN))
@@ -356,7 +360,7 @@ async def test_one_stage_without_a_disk_switches_all_off(tmp_path: Path) -> None
         assert not coordinator.status()["kv_disk"]["on"]
         for index in (1, 2):
             await give_disk(stages[index].service, tmp_path, index)
-        await until(lambda: disk_of(coordinator).is_on)
+        await until(lambda: disk_prefixes(coordinator).is_on)
         await ask(coordinator, next_turn(ANN))
         await until(lambda: block_files([tmp_path]))
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from mesh.coordinator.feature_plug import FeaturePlug
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.coordinator.ring import Ring
 from mesh.coordinator.session import Session
@@ -31,7 +32,7 @@ from stages.weights.virtual_stages import StageCache
 from tests.end_to_end.ring.test_feature_drafters import CHAT, CTX_SIZE, Setting, target_and_drafter
 from tests.support.draft_oracle import DraftOracle, OracleMissing, Round, build_draft_oracle
 from tests.support.repairable_ring import RepairableRing, serving
-from tests.support.ring_harness import collect, running_stages
+from tests.support.ring_harness import collect, feature_streams, running_stages
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
     from mesh.coordinator.coordinator import Coordinator
     from mesh.coordinator.feature_streams import ReceivedFeatures
-    from mesh.coordinator.ring_stats import ActiveRing
     from mesh.coordinator.stage_streams import BatchTimes
     from mesh.draft.drafter import Drafter
     from mesh.engine import GenerationRequest
@@ -93,7 +93,7 @@ class InStep:
         self._num_received: dict[tuple[int, int], int] = defaultdict(int)
         self._first_ids: dict[Session, int] = {}
         self._held: dict[Session, deque[tuple[wire.Verdict, BatchTimes]]] = defaultdict(deque)
-        self._send, self._on_features, self._on_verdict = Ring.send, Session.on_features, Session.on_verdict
+        self._send, self._take, self._on_verdict = Ring.send, FeaturePlug.take, Session.on_verdict
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
         """Stand between sessions and their ring."""
@@ -103,18 +103,20 @@ class InStep:
                 self._note_sent(window)
             self._send(ring, windows)
 
-        def on_features(session: Session, features: ReceivedFeatures) -> None:
+        def take(plug: FeaturePlug, features: ReceivedFeatures) -> None:
             num_rows = sum(len(rows) for _, rows in features.rows)
-            self._num_received[session.id, features.window_id] += num_rows
-            self._on_features(session, features)
-            self._arrived(session)
+            self._num_received[features.session, features.window_id] += num_rows
+            self._take(plug, features)
+            for session in list(self._held):
+                if session.id == features.session:
+                    self._arrived(session)
 
         def on_verdict(session: Session, verdict: wire.Verdict, times: BatchTimes) -> None:
             self._held[session].append((verdict, times))
             self._arrived(session)
 
         patch.setattr(Ring, "send", send)
-        patch.setattr(Session, "on_features", on_features)
+        patch.setattr(FeaturePlug, "take", take)
         patch.setattr(Session, "on_verdict", on_verdict)
 
     def take_rounds(self, request: GenerationRequest) -> list[list[Round]]:
@@ -362,7 +364,7 @@ async def test_drafts_behind_a_repair_are_those_of_llama_cpp(
         serving(ring, options, make_proposers=lambda request: [line.open(request)]) as coordinator,
     ):
         for index, question in enumerate(QUESTIONS[: len(CUTS) + 1]):
-            await connected(coordinator._active_ring)
+            await connected(coordinator)
             request = line.question(question)
             text, dying = list(request.prompt), None
             async for part in coordinator.generate(request):
@@ -394,7 +396,7 @@ async def test_drafts_of_several_sessions_at_once_are_those_of_each_alone(
     )
 
 
-async def connected(ring: ActiveRing) -> None:
+async def connected(coordinator: Coordinator) -> None:
     """Wait until features come."""
-    while ring.features is None or ring.features.why_off is not None:  # noqa: ASYNC110 - connecting
+    while (streams := feature_streams(coordinator)) is None or streams.why_off is not None:  # noqa: ASYNC110
         await asyncio.sleep(0.002)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from mesh.coordinator.feature_streams import FeatureNeeds
+from mesh.coordinator.feature_needs import FeatureNeeds
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.draft.completion import loadable_file
 from mesh.draft.drafter import own_head, read_drafter
@@ -34,7 +34,7 @@ from stages.weights.virtual_stages import StageCache
 from tests.support.eagle3 import DRAFTER
 from tests.support.mimo2 import write_mimo2
 from tests.support.repairable_ring import RepairableRing, serving
-from tests.support.ring_harness import collect, running_coordinator, running_stages
+from tests.support.ring_harness import collect, feature_streams, running_coordinator, running_stages
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -99,7 +99,7 @@ class Setting:
             controller=ControllerOptions(fixed_width=width, fixed_depth=depth),
             feature_needs=self.needs if is_on else None,
         ) as coordinator:
-            streams = coordinator._active_ring.features
+            streams = feature_streams(coordinator)
             while streams is not None and streams.why_off is not None:  # noqa: ASYNC110 - connecting
                 await asyncio.sleep(0.005)
             yield coordinator
@@ -206,7 +206,7 @@ async def test_a_stream_of_features_that_is_cut_mid_answer_costs_acceptance_only
                     if stage.service._feature_stream is not None:
                         stage.service._feature_stream.close()
             tokens += part.tokens
-        streams = coordinator._active_ring.features
+        streams = feature_streams(coordinator)
         assert streams is not None
         assert streams.why_off is not None
     assert tokens == plain

@@ -32,7 +32,7 @@ from tests.support.draft_oracle import OracleMissing, build_draft_oracle
 from tests.support.nemotron_h_moe import write_nemotron_h_moe
 from tests.support.predictable_models import make_predictable
 from tests.support.repairable_ring import RepairableRing, serving
-from tests.support.ring_harness import collect, running_coordinator, running_stages
+from tests.support.ring_harness import collect, feature_streams, running_coordinator, running_stages
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
@@ -87,7 +87,7 @@ async def coordinator_of(
         controller=ControllerOptions(fixed_width=width, fixed_depth=depth),
         feature_needs=setting.needs if is_on else None,
     ) as coordinator:
-        streams = coordinator._active_ring.features
+        streams = feature_streams(coordinator)
         while streams is not None and streams.why_off is not None:  # noqa: ASYNC110 - connecting
             await asyncio.sleep(0.005)
         yield coordinator

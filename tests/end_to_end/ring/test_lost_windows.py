@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from mesh.coordinator.coordinator import Coordinator
-from mesh.coordinator.feature_streams import FeatureNeeds, FeatureStreams
+from mesh.coordinator.feature_needs import FeatureNeeds
+from mesh.coordinator.feature_streams import FeatureStreams
 from mesh.coordinator.groups import WindowGroups
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.coordinator.session import Session
@@ -23,7 +24,7 @@ from stages.serving.stage_engine import StageEngine
 from stages.transport import stage_link
 from tests.support.fake_stage import FakeRuntime, plain_answer
 from tests.support.repairable_ring import RepairableRing, serving
-from tests.support.ring_harness import collect
+from tests.support.ring_harness import collect, feature_streams
 
 # Pings are only missed by a process that stands still: here all is one process.
 OPTIONS = CoordinatorOptions(
@@ -277,7 +278,7 @@ async def test_features_that_cannot_be_taken_are_off_with_the_reason(monkeypatch
     )
     ring = RepairableRing()
     async with serving(ring, replace(OPTIONS, feature_needs=FeatureNeeds((0,), 3, 1))) as coordinator:
-        streams = coordinator._active_ring.features
+        streams = feature_streams(coordinator)
         assert streams is not None
         assert streams.why_off is not None
         assert "wrong" in streams.why_off

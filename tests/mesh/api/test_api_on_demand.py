@@ -112,7 +112,7 @@ async def test_every_endpoint_has_its_model_loaded(tokenizer: Tokenizer) -> None
 async def test_a_stream_is_kept_alive_while_its_model_loads(
     tokenizer: Tokenizer, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mesh.api.streaming._LONGEST_GRACE_S", 0.1)
+    monkeypatch.setattr("mesh.api.event_stream._LONGEST_GRACE_S", 0.1)
     async with on_demand_api(tokenizer, ping_interval_s=0.02) as mesh:
         mesh.models.may_finish.clear()
         lines: list[str] = []
@@ -135,7 +135,7 @@ async def test_a_stream_is_kept_alive_while_its_model_loads(
 async def test_a_stream_whose_model_does_not_come_ends_with_an_error(
     tokenizer: Tokenizer, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mesh.api.streaming._LONGEST_GRACE_S", 0.1)
+    monkeypatch.setattr("mesh.api.event_stream._LONGEST_GRACE_S", 0.1)
     async with on_demand_api(tokenizer, ping_interval_s=0.02) as mesh:
         mesh.models.may_finish.clear()
         mesh.models.errors["small"] = StageFailed("stage [0, 6) on attic: its process ended")

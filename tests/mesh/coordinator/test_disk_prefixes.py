@@ -47,7 +47,7 @@ class Stages:
 
     def tell(self, stage: int, *added: bytes, removed: tuple[bytes, ...] = (), **more: object) -> None:
         news = wire.BlockNews(added=added, removed=removed, **more)  # type: ignore[arg-type]
-        self.disk.on_reply(stage, wire.ControlReply(block_news=news))
+        self.disk.replied(stage, wire.ControlReply(block_news=news))
 
     def tell_all(self) -> None:
         for stage, identity in enumerate(IDENTITIES):
@@ -69,7 +69,7 @@ class Stages:
 
     def answer(self, stage: int, num_positions: int) -> None:
         fetched = wire.Fetched(id=self.sent[-1].id, num_positions=num_positions)
-        self.disk.on_reply(stage, wire.ControlReply(fetched=fetched))
+        self.disk.replied(stage, wire.ControlReply(fetched=fetched))
 
 
 def positions(match: DiskMatch | None) -> int:
@@ -217,7 +217,7 @@ def test_rows_that_a_session_took_along_over_rounded_links_are_not_kept(
             is_first_ring=not number,
         )
     for stage, identity in enumerate(IDENTITIES):
-        disk.on_reply(stage, wire.ControlReply(block_news=wire.BlockNews(rows_identity=identity)))
+        disk.replied(stage, wire.ControlReply(block_news=wire.BlockNews(rows_identity=identity)))
     assert disk.is_on is is_on
     assert (disk.keep(TEXT, None, return_points=(), num_prompt=9) is not None) is is_on
 
@@ -320,7 +320,7 @@ async def test_fetches_beside_one_another_say_nothing_of_what_one_alone_would_br
     for fetch, num_positions in zip(list(stages.sent), (12, 28), strict=True):
         for stage in (0, 1):
             answer = wire.Fetched(id=fetch.id, num_positions=num_positions)
-            stages.disk.on_reply(stage, wire.ControlReply(fetched=answer))
+            stages.disk.replied(stage, wire.ControlReply(fetched=answer))
         await asyncio.sleep(0)
     assert [await each for each in fetches] == [(1, 12), (2, 28)]
     assert positions(stages.disk.find(TEXT, "ann", 0)) == 28
@@ -348,7 +348,7 @@ async def test_a_lost_ring_ends_its_fetches() -> None:
     assert match is not None
     fetching = asyncio.create_task(stages.disk.fetch(match))
     await asyncio.sleep(0)
-    stages.disk.close()
+    stages.disk.suspend()
     assert await fetching == (0, 0)
     assert stages.disk.find(TEXT, "ann", 0) is None
     assert len(stages.sent) == 1, "nobody is left to tell"

@@ -54,7 +54,7 @@ async def test_an_error_in_what_came_is_the_loss_of_the_stream(kind: str) -> Non
             wire.Hello(),
             KEY,
             on_verdict=broken,
-            on_features=broken,
+            on_bundle=broken,
             on_lost=lost.put_nowait,
         )
     else:

@@ -1,15 +1,17 @@
 """What a session's windows came to: the same counts however often, and whenever, somebody asks."""
 
 from collections import defaultdict
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.coordinator import telemetry
+from mesh.coordinator.plugs import SessionPlug  # noqa: TC001
 from mesh.coordinator.telemetry import SessionTelemetry
-from mesh.engine import FeatureCounts
+from mesh.engine import FeatureCounts, SpeculationReport
 from speculative.acceptance import DepthStatistics, Judgement, SpeculationStatistics, judge, judge_unread
 from speculative.proposer import Proposal
 
@@ -98,6 +100,12 @@ def test_drafted_tokens_are_counted_by_depth_in_void_windows_too() -> None:
 
 def test_features_are_counted_where_a_drafter_reads_them() -> None:
     assert SessionTelemetry(0.0).report().as_dict()["features"] is None
-    session = SessionTelemetry(0.0, count_features=lambda: FeatureCounts(10, 8, 4096))
+
+    class Counting:
+        @staticmethod
+        def reported(report: SpeculationReport) -> SpeculationReport:
+            return replace(report, features=FeatureCounts(10, 8, 4096))
+
+    session = SessionTelemetry(0.0, plugs=[cast("SessionPlug", Counting)])
     both = SessionTelemetry(0.0).report().merge(session.report()).merge(session.report())
     assert both.as_dict()["features"] == {"wanted": 20, "received": 16, "missing": 4, "bytes": 8192}

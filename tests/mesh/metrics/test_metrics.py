@@ -15,7 +15,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from mesh.api.api_keys import ApiKeys
-from mesh.coordinator.feature_streams import FeatureNeeds
+from mesh.coordinator.feature_needs import FeatureNeeds
 from mesh.draft.drafter import read_drafter
 from mesh.engine import Committed, GenerationRequest, GenerationStats
 from mesh.metrics.request_metrics import Histogram, ObservedEngine, RequestStatistics
@@ -179,7 +179,6 @@ class TestRoute:
             assert url == f"{api.url}/metrics"
             assert (await api.http.get(url, headers=headers)).status_code == 200
             assert all(isinstance(value, str) for value in labels.values())
-
 
     async def test_a_request_with_a_key_counts_once(self, tokenizer: Tokenizer) -> None:
         keys = ApiKeys.from_plain({"alice": KEY})

@@ -260,7 +260,7 @@ async def good_session(
         hello,
         MESH_KEY,
         on_verdict=take,
-        on_features=lambda _features: None,
+        on_bundle=lambda _bundle: None,
         on_lost=verdicts.put_nowait,
         host=HOST,
         identity=identity,

@@ -9,7 +9,8 @@ import grpc
 import numpy as np
 import pytest
 
-from mesh.coordinator.feature_streams import FeatureNeeds, decoded
+from mesh.coordinator.feature_needs import FeatureNeeds
+from mesh.coordinator.feature_streams import decoded
 from mesh.engine import GenerationRequest
 from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import windows_pb2 as wire
@@ -23,7 +24,14 @@ from stages.transport.channels import CLIENT_OPTIONS, key_metadata
 from stages.transport.hidden_codec import HiddenType
 from tests.support.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.support.proposers import Oracle
-from tests.support.ring_harness import MESH_ID, MESH_KEY, collect, running_coordinator, running_services
+from tests.support.ring_harness import (
+    MESH_ID,
+    MESH_KEY,
+    collect,
+    feature_streams,
+    running_coordinator,
+    running_services,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,7 +94,7 @@ async def test_a_proposer_gets_the_features_of_what_was_committed(
             feature_needs=NEEDS,
         ) as coordinator,
     ):
-        streams = coordinator._active_ring.features
+        streams = feature_streams(coordinator)
         assert streams is not None
         while streams.why_off is not None:  # noqa: ASYNC110 - connecting
             await asyncio.sleep(0.001)
