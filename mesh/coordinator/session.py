@@ -73,7 +73,7 @@ class Session:
         cancels: Whether stages are told at once of windows that a rejection voided.
         clock_ms: Monotonic clock, milliseconds.
         on_plain: Called with each window of a session without proposals: the baseline for speculation.
-        plugs: Parts of features in the session.
+        plugs: What takes part in its windows beside the core.
 
     Attributes:
         telemetry: Counts and times so far.

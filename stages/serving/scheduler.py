@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,12 +27,8 @@ _MOST_PASSED_OVER: Final = 4
 class QueuedWindow:
     """A waiting window."""
 
-    session: int
-    """Id of the session."""
-    epoch: int
-    """Its epoch when the window was sent."""
-    id: int
-    """The window's id within the session."""
+    message: wire.Window
+    """The window as it came; it goes on as it is."""
     span: Span
     """Rows for llama.cpp, without hidden states."""
     verifier: WindowVerifier
@@ -53,24 +49,35 @@ class QueuedWindow:
     """Number of its first rows that are held and need not be computed."""
     held: bytes = b""
     """Those rows as they were sent; empty at the tail."""
-    wants_features: bool = False
-    """Whether the coordinator wants features of its rows."""
-    features_may_wait: bool = False
-    """Whether they may be sent with those of later windows."""
-    num_recomputed: int = 0
-    """Number of its first rows whose tokens are committed and were computed before."""
-    num_committed: int = 0
-    """Number of the session's tokens that were committed when it was sent; 0 if not told."""
-    scored_next: int | None = None
-    """Token after the last row of a part of the prompt whose tokens are scored; None to sample."""
-    features: tuple[wire.Features, ...] = ()
-    """Features of its rows from earlier stages, which travel with it."""
+    travelling: tuple[Any, ...] = ()
+    """Messages of plugs that came with it and go on with it."""
+
+    @property
+    def session(self) -> int:
+        """Id of the session."""
+        return self.message.session
+
+    @property
+    def epoch(self) -> int:
+        """The session's epoch when the window was sent."""
+        return self.message.epoch
+
+    @property
+    def id(self) -> int:
+        """The window's id within the session."""
+        return self.message.id
+
+    @property
+    def scored_next(self) -> int | None:
+        """Token after the last row of a part of the prompt whose tokens are scored; None to sample."""
+        return self.message.scored_next if self.message.HasField("scored_next") else None
 
     @property
     def is_chunk(self) -> bool:
         """Whether it is part of a prompt: in other windows every row but a committed one is verified."""
-        is_scored = self.scored_next is not None
-        return is_scored or self.span.num_outputs + self.num_recomputed < len(self.span.tokens)
+        message = self.message
+        is_scored = message.HasField("scored_next")
+        return is_scored or self.span.num_outputs + message.recomputed_rows < len(self.span.tokens)
 
     @property
     def to_compute(self) -> Span:

@@ -16,13 +16,13 @@ from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError, ProtocolError, ProtocolVersionMismatch, StageFailed
 from stages.runtime.process_memory import free_memory_bytes
-from stages.serving.feature_stream import FeatureStream
+from stages.serving.feature_outlet import FeatureOutlet
 from stages.serving.kv_disk import KvDisk
 from stages.serving.kv_replication import ReplicationSink, ReplicationSource, pause_s
 from stages.serving.slot_contents import LEAST_SENT_BYTES
 from stages.serving.stage_engine import StageEngine, monotonic_us
 from stages.transport.channels import HandshakeMonitor, KeyCheck, abort
-from stages.transport.hidden_codec import FROM_WIRE, HiddenType
+from stages.transport.hidden_codec import HiddenType
 from stages.transport.stage_link import MOST_BUNDLED_WINDOWS, StageLink
 
 if TYPE_CHECKING:
@@ -141,6 +141,7 @@ class StageService(rpc.StageServicer):
         self._info = runtime.info
         self._place = RingPlace(stage_index, mesh_id, mesh_key, term)
         self._identity = identity
+        self._features = FeatureOutlet(runtime)
         self._engine = StageEngine(
             runtime,
             stage_index=stage_index,
@@ -149,11 +150,10 @@ class StageService(rpc.StageServicer):
             computes_in_loop=computes_in_loop,
             on_verdicts=self._answer,
             on_failures=self._report,
-            on_features=self._send_features,
             on_ended=self._end,
+            plugs=[self._features],
         )
         self._on_ended = on_ended
-        self._feature_stream: FeatureStream | None = None
         self._links: set[asyncio.Task[Any]] = set()
         self._verdicts: set[asyncio.Queue[wire.VerdictBundle | None]] = set()
         # Of the latest link, and the latest stream of verdicts.
@@ -280,8 +280,7 @@ class StageService(rpc.StageServicer):
         for bundles in self._verdicts:
             bundles.put_nowait(None)
         self._replication_source.close()
-        if self._feature_stream is not None:
-            self._feature_stream.close()
+        self._features.close()
         engine.close_all()
         following, engine.next = engine.next, None
         if following is not None:
@@ -457,32 +456,11 @@ class StageService(rpc.StageServicer):
         await self._greet(hello, context)
         if request is None or not self._place.is_of(request.hello):
             return
-        kind = FROM_WIRE.get(request.type)
-        n_layers = self._info.n_layers
-        if kind is None or any(layer > n_layers for layer in request.layers):
-            error = ProtocolError(
-                f"features of layers {list(request.layers)} in format {request.type} are not known here: the "
-                f"model has {n_layers} layers, and formats are {', '.join(HiddenType)}"
-            )
-            await self._refuse(context, error)
-            return
-        # In its place before any wait: of two that open at once the last one sets the layers, and only its
-        # end unsets them.
-        if self._feature_stream is not None:
-            self._feature_stream.close()
-        self._feature_stream = stream = FeatureStream()
-        try:
-            stream.open(await self._engine.tap_features(request.layers, kind))
-            async for bundle in stream.bundles():
+        if (refusal := self._features.refusal(request)) is not None:
+            await self._refuse(context, refusal)
+        async with contextlib.aclosing(self._features.bundles(request)) as bundles:
+            async for bundle in bundles:
                 yield bundle
-        finally:
-            if self._feature_stream is stream:
-                self._feature_stream = None
-                await self._engine.tap_features((), None)
-
-    def _send_features(self, features: list[wire.Features]) -> None:
-        if self._feature_stream is not None:
-            self._feature_stream.put(features)
 
     def _answer(self, bundle: wire.VerdictBundle) -> None:
         self._num_answered += 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
@@ -22,7 +21,7 @@ from stages.sampling.verifier import WindowVerifier
 from stages.serving.scheduler import QueueBarrier, QueuedWindow, SlotAssigned, WindowScheduler
 from stages.serving.sessions import SessionTable
 from stages.serving.slot_contents import KvSlots, SentHiddenStates
-from stages.serving.worker import MOST_CARRIED_BYTES, StageWorker, feature_bytes
+from stages.serving.worker import StageWorker
 from stages.transport.hidden_codec import EncodedHidden
 
 if TYPE_CHECKING:
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
     from stages.runtime.stage_runtime import StageRuntime
     from stages.serving.kv_disk import KvDisk
+    from stages.serving.plugs import BatchPlug
     from stages.serving.prefix_blocks import SlotCopy
     from stages.serving.sessions import StageSession
     from stages.serving.slot_contents import ReplicationCursor
@@ -55,8 +55,8 @@ class StageEngine:
         computes_in_loop: Whether the event loop may compute short windows itself.
         on_verdicts: Called with verdicts of live sessions.
         on_failures: Called with failures; one of session 0 means the whole stage.
-        on_features: Called with features of windows of live sessions.
         on_ended: Called once with the reason when nothing can be computed any more.
+        plugs: What takes part in its batches beside the core.
 
     Attributes:
         stage_index: As given; another one after `rejoin`.
@@ -75,10 +75,11 @@ class StageEngine:
         computes_in_loop: bool,
         on_verdicts: Callable[[wire.VerdictBundle], None],
         on_failures: Callable[[list[wire.Failure]], None],
-        on_features: Callable[[list[wire.Features]], None],
         on_ended: Callable[[MeshError], None],
+        plugs: Sequence[BatchPlug] = (),
     ) -> None:
         self.stage_index = stage_index
+        self._plugs = plugs
         self.next: StageLink | None = None
         self.disk: KvDisk | None = None
         self.failure: MeshError | None = None
@@ -106,16 +107,17 @@ class StageEngine:
         self._worker = StageWorker(
             runtime,
             self._scheduler,
-            stage_index=lambda: self.stage_index,
             clock_us=monotonic_us,
             hidden_type=hidden_type,
             slots=self._slots,
-            on_windows=self._from_worker(self._send_on),
-            on_verdicts=self._from_worker(self._answer),
-            on_failures=self._from_worker(self._report),
-            on_features=self._from_worker(on_features),
-            on_ended=self._from_worker(self._end),
+            on_windows=self.from_worker(self._send_on),
+            on_verdicts=self.from_worker(self._answer),
+            on_failures=self.from_worker(self._report),
+            on_ended=self.from_worker(self._end),
+            plugs=plugs,
         )
+        for plug in plugs:
+            plug.attach(self)
         self._cpu_latency = CpuLatencyRequest()
         self._worker.start()
 
@@ -139,7 +141,7 @@ class StageEngine:
                 SlotAssigned(session.id, spec.source_slot, session.slot, spec.cached, num_resumed, fetched)
             )
             # After the windows that compute what a later stage is to copy.
-            pass_on = self._from_worker(self._pass_on)
+            pass_on = self.from_worker(self._pass_on)
             self._scheduler.change(QueueBarrier(lambda: pass_on(message)))
         except MeshError as error:
             self._report([_failure(message.session, 0, 0, error)])
@@ -156,11 +158,7 @@ class StageEngine:
             return
         self._num_bundles += 1
         times, arrived_us = tuple(bundle.times), monotonic_us()
-        features: defaultdict[tuple[int, int], list[wire.Features]] = defaultdict(list)
-        # More than a stage may add is dropped: no text depends on features.
-        if feature_bytes(bundle.features) <= MOST_CARRIED_BYTES:
-            for each in bundle.features:
-                features[each.session, each.window_id].append(each)
+        travelling = [plug.arriving(bundle) for plug in self._plugs]
         queued = []
         first_row = 0
         for window in bundle.windows:
@@ -168,9 +166,7 @@ class StageEngine:
             if session is not None:
                 queued.append(
                     QueuedWindow(
-                        session=window.session,
-                        epoch=window.epoch,
-                        id=window.id,
+                        message=window,
                         span=Span(
                             session.slot,
                             window.start,
@@ -185,12 +181,11 @@ class StageEngine:
                         arrived_us=arrived_us,
                         bundle=self._num_bundles,
                         num_resumed=session.num_resumed,
-                        wants_features=window.wants_features,
-                        features_may_wait=window.features_may_wait,
-                        num_recomputed=window.recomputed_rows,
-                        num_committed=window.num_committed,
-                        scored_next=window.scored_next if window.HasField("scored_next") else None,
-                        features=tuple(features.get((window.session, window.id), ())),
+                        travelling=tuple(
+                            message
+                            for found in travelling
+                            for message in found.get((window.session, window.id), ())
+                        ),
                     )
                 )
             first_row += len(window.tokens)
@@ -258,10 +253,6 @@ class StageEngine:
         """Set the format of hidden states on the wire to the next stage."""
         self._worker.send_as(hidden_type)
 
-    async def tap_features(self, layers: Sequence[int], feature_type: HiddenType | None) -> tuple[int, ...]:
-        """Set the layers whose outputs are features; see `StageWorker.tap_features`."""
-        return await self._in_worker(lambda: self._worker.tap_features(layers, feature_type))
-
     def next_lost(self, error: MeshError) -> None:
         """Report the loss of the link to the next stage to the coordinator."""
         log.error("link_lost", stage=self.stage_index, reason=error.message)
@@ -270,15 +261,15 @@ class StageEngine:
 
     async def drained(self) -> None:
         """Return when the current batch is done: nothing of closed sessions is sent after that."""
-        await self._in_worker(lambda: None)
+        await self.in_worker(lambda: None)
 
     async def held(self) -> list[wire.HeldSlot]:
         """Positions held by the slots, for a stage that this one is to follow."""
-        return await self._in_worker(self._slots.held)
+        return await self.in_worker(self._slots.held)
 
     async def attach_cursor(self, cursor: ReplicationCursor, held: Sequence[wire.HeldSlot]) -> None:
         """Begin replication to a replica; see `KvSlots.attach_cursor`."""
-        await self._in_worker(lambda: self._slots.attach_cursor(cursor, held))
+        await self.in_worker(lambda: self._slots.attach_cursor(cursor, held))
 
     def detach_cursor(self, cursor: ReplicationCursor) -> None:
         """End replication to a replica."""
@@ -293,7 +284,7 @@ class StageEngine:
             read_update = functools.partial(
                 self._slots.updates, slot, session, cursor, self._worker.sent_row_bytes
             )
-            for message in await self._in_worker(read_update):
+            for message in await self.in_worker(read_update):
                 yield message
 
     async def apply_update(self, update: wire.SlotRows) -> None:
@@ -304,7 +295,7 @@ class StageEngine:
         """
         # If this replica becomes a stage meanwhile, the rows count: their tokens are compared.
         self._sessions.adopt(update.slot, update.session)
-        await self._in_worker(lambda: self._slots.apply_update(update))
+        await self.in_worker(lambda: self._slots.apply_update(update))
 
     def copy_slot(
         self,
@@ -323,7 +314,7 @@ class StageEngine:
             state_positions: Numbers of positions behind which states are wanted.
             most_bytes: Returns the most bytes of the slot's rows, in the thread that copies them.
         """
-        return self._in_worker(
+        return self.in_worker(
             lambda: self._slots.copy_of(slot, num_positions, tokens_sha256, state_positions, most_bytes())
         )
 
@@ -365,7 +356,7 @@ class StageEngine:
         self._cpu_latency.update(0)
         await in_own_thread(self._worker.join)
 
-    def _in_worker(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
+    def in_worker(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
         """Run a function in the computing thread, between two batches, behind all that is queued."""
         done: asyncio.Future[Result] = self._loop.create_future()
         if self.failure is not None:
@@ -409,7 +400,7 @@ class StageEngine:
         if self.next is not None:
             self.next.send(message)
 
-    def _from_worker(self, handler: Callable[[Any], None]) -> Callable[[Any], None]:
+    def from_worker(self, handler: Callable[[Any], None]) -> Callable[[Any], None]:
         """A function for the computing thread that runs `handler` in the event loop, in order."""
 
         def handle(message: Any) -> None:
@@ -429,7 +420,7 @@ class StageEngine:
         if not any(live):
             return
         if not all(live):
-            bundle = _only(bundle, live)
+            _keep_only(bundle, live)
         if self.next is not None:
             self.next.send(bundle)
             return
@@ -439,7 +430,8 @@ class StageEngine:
     def _answer(self, bundle: wire.VerdictBundle) -> None:
         live = [each for each in bundle.verdicts if self._sessions.is_live(each.session, each.epoch)]
         if len(live) != len(bundle.verdicts):
-            bundle = wire.VerdictBundle(verdicts=live, times=bundle.times, features=bundle.features)
+            del bundle.verdicts[:]
+            bundle.verdicts.extend(live)
         if live:
             self._on_verdicts(bundle)
 
@@ -456,8 +448,8 @@ def monotonic_us() -> int:
     return time.monotonic_ns() // 1000
 
 
-def _only(bundle: wire.WindowBundle, is_kept: Sequence[bool]) -> wire.WindowBundle:
-    """The bundle with some of its windows, and their rows."""
+def _keep_only(bundle: wire.WindowBundle, is_kept: Sequence[bool]) -> None:
+    """Drop windows of a bundle, and their rows."""
     num_rows = sum(len(window.tokens) for window in bundle.windows)
     row_bytes = len(bundle.hidden) // num_rows if num_rows else 0
     hidden = []
@@ -467,13 +459,10 @@ def _only(bundle: wire.WindowBundle, is_kept: Sequence[bool]) -> wire.WindowBund
         if is_one:
             hidden.append(bundle.hidden[first:stop])
         first = stop
-    return wire.WindowBundle(
-        windows=[window for window, is_one in zip(bundle.windows, is_kept, strict=True) if is_one],
-        hidden=b"".join(hidden),
-        hidden_type=bundle.hidden_type,
-        times=bundle.times,
-        features=bundle.features,
-    )
+    kept = [window for window, is_one in zip(bundle.windows, is_kept, strict=True) if is_one]
+    del bundle.windows[:]
+    bundle.windows.extend(kept)
+    bundle.hidden = b"".join(hidden)
 
 
 def _failure(session: int, epoch: int, window_id: int, error: MeshError) -> wire.Failure:

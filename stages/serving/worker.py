@@ -16,11 +16,12 @@ from stages.serving.scheduler import QueueBarrier
 from stages.transport.hidden_codec import TO_WIRE, HiddenType, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
     from stages.runtime.stage_runtime import StageRuntime
+    from stages.serving.plugs import BatchPlug, Bundle
     from stages.serving.scheduler import Change, QueuedWindow, SlotAssigned, WindowScheduler
     from stages.serving.slot_contents import KvSlots
 
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 _LONGEST_IN_LOOP_US: Final = 15_000
 # A stage that has been idle for less is busy: there, messages are better read while it computes.
 _LEAST_IDLE_US: Final = 1_000
-# Features that travel with the windows of a batch: 2 ms at 100 Mbit/s, and the rows of a few sessions.
-MOST_CARRIED_BYTES: Final = 24 << 10
 
 log = structlog.get_logger()
 
@@ -69,14 +68,13 @@ class StageWorker(threading.Thread):
     Args:
         runtime: Owned by this object from `start` on.
         scheduler: Source of windows.
-        stage_index: Returns the stage's place in the ring.
         clock_us: Monotonic clock, microseconds.
         hidden_type: Format of hidden states on the wire to the next stage.
         slots: KV cache and sent rows, used in this thread.
+        plugs: What takes part in its batches beside the core.
         on_windows: Called with the windows of a batch for the next stage, in this thread.
         on_verdicts: Called with the tail's verdicts on a batch, in this thread.
         on_failures: Called with windows that could not be computed, in this thread.
-        on_features: Called with features of windows that want them, in this thread.
         on_ended: Called with an error that no session can be failed for, in this thread: rows of any slot may
             be in doubt, and nothing is computed any more.
 
@@ -91,31 +89,26 @@ class StageWorker(threading.Thread):
         runtime: StageRuntime,
         scheduler: WindowScheduler,
         *,
-        stage_index: Callable[[], int],
         clock_us: Callable[[], int],
         hidden_type: HiddenType,
         slots: KvSlots,
         on_windows: Callable[[wire.WindowBundle], None],
         on_verdicts: Callable[[wire.VerdictBundle], None],
         on_failures: Callable[[list[wire.Failure]], None],
-        on_features: Callable[[list[wire.Features]], None],
         on_ended: Callable[[BaseException], None],
+        plugs: Sequence[BatchPlug] = (),
     ) -> None:
         super().__init__(name="stage-worker", daemon=True)
         self._runtime = runtime
         self._scheduler = scheduler
-        self._stage_index = stage_index
         self._clock_us = clock_us
         self._hidden_type = hidden_type
         self._slots = slots
         self._on_windows = on_windows
         self._on_verdicts = on_verdicts
         self._on_failures = on_failures
-        self._on_features = on_features
         self._on_ended = on_ended
-        # None: no coordinator wants features.
-        self._feature_type: HiddenType | None = None
-        self._feature_row_bytes = 0
+        self._plugs = plugs
         # Held by the thread that computes.
         self._turn = threading.Lock()
         self._finished_us = clock_us()
@@ -130,22 +123,6 @@ class StageWorker(threading.Thread):
     def send_as(self, hidden_type: HiddenType) -> None:
         """Set the format of hidden states for later windows."""
         self._hidden_type = hidden_type
-
-    def tap_features(self, layers: Sequence[int], feature_type: HiddenType | None) -> tuple[int, ...]:
-        """Set what features windows may want; in this thread only.
-
-        Args:
-            layers: See `FeatureTaps.set_layers`.
-            feature_type: Their format on the wire; None ends them.
-
-        Returns:
-            Those among the layers that this stage gives.
-        """
-        tapped = self._runtime.tap_features(layers)
-        self._feature_type = feature_type if tapped else None
-        if feature_type is not None:
-            self._feature_row_bytes = len(tapped) * feature_type.row_bytes(self._runtime.info.n_embd)
-        return tapped
 
     def run(self) -> None:
         """Work until the queue is closed, or it has failed."""
@@ -280,11 +257,13 @@ class StageWorker(threading.Thread):
         if self._runtime.info.is_tail:
             verdict = self._verdict(window, np.empty((0, self._runtime.info.n_vocab), np.float32))
             if verdict is not None:
-                self._on_verdicts(
-                    wire.VerdictBundle(verdicts=[verdict], times=times, features=window.features)
-                )
+                bundle = wire.VerdictBundle(verdicts=[verdict], times=times)
+                self._pass_on([window], bundle)
+                self._on_verdicts(bundle)
         else:
-            self._on_windows(self._bundle([_onward(window)], window.held, times, window.features))
+            onward = self._bundle([window.message], window.held, times)
+            self._pass_on([window], onward)
+            self._on_windows(onward)
 
     @property
     def sent_row_bytes(self) -> int:
@@ -306,13 +285,12 @@ class StageWorker(threading.Thread):
 
     def _compute(self, windows: list[QueuedWindow], started_us: int) -> None:
         try:
-            has_features = self._feature_type is not None and any(one.wants_features for one in windows)
             outputs = self._runtime.decode(
                 [replace(window.to_compute, may_be_padded=not window.is_chunk) for window in windows],
-                has_features=has_features,
+                has_features=any(plug.taps(windows) for plug in self._plugs),
             )
             for window in windows:
-                self._slots.computed(window.to_compute, window.num_committed)
+                self._slots.computed(window.to_compute, window.message.num_committed)
             self._hand_on(windows, outputs, started_us)
         except Exception as error:  # noqa: BLE001 - the emptied slots are known whatever it was
             known = _known(error)
@@ -330,17 +308,14 @@ class StageWorker(threading.Thread):
         counts.num_rows += num_rows
         counts.num_decodes += 1
         if self._runtime.info.is_tail:
-            verdicts = [
-                self._verdict(window, logits) for window, logits in zip(windows, outputs, strict=True)
-            ]
-            for window, verdict in zip(windows, verdicts, strict=True):
-                self._add_features(window, verdict)
+            verdicts = self._verdicts(windows, outputs)
+            self._add_to(verdicts, windows)
         else:
             computed = self._encoded(windows, outputs)
             sound = [pair for pair in zip(windows, computed, strict=True) if pair[1]]
-            onward = [_onward(window) for window, _rows in sound]
             hidden = b"".join(part for window, rows in sound for part in (window.held, rows))
-        carried, later = self._features_to_send(windows)
+            onward = self._bundle([window.message for window, _rows in sound], hidden)
+            self._add_to(onward, windows)
         compute_us = self._clock_us() - started_us
         counts.compute_us += compute_us
         # It shrinks by and by: one slow batch, such as the first, says little.
@@ -349,31 +324,46 @@ class StageWorker(threading.Thread):
         # The windows of a batch came together, so the same is true of all of them.
         times = _times(windows[0], started_us, compute_us=compute_us, num_rows=num_rows)
         if self._runtime.info.is_tail:
-            given = [verdict for verdict in verdicts if verdict is not None]
-            self._on_verdicts(wire.VerdictBundle(verdicts=given, times=times, features=carried))
+            verdicts.times.extend(times)
+            self._on_verdicts(verdicts)
         else:
-            self._on_windows(self._bundle(onward, hidden, times, carried))
+            onward.times.extend(times)
+            self._on_windows(onward)
             # After handing on, since the next stage does not wait for this.
             for window, rows in zip(windows, computed, strict=True):
                 self._slots.sent_on(window.to_compute, rows)
         # Nor for these.
-        if features := self._unverified_features(later):
-            self._on_features(features)
+        for plug in self._plugs:
+            plug.handed_on()
 
     def _bundle(
-        self,
-        windows: list[wire.Window],
-        hidden: bytes,
-        times: list[wire.StageTime],
-        features: Sequence[wire.Features],
+        self, windows: list[wire.Window], hidden: bytes, times: Sequence[wire.StageTime] = ()
     ) -> wire.WindowBundle:
         return wire.WindowBundle(
-            windows=windows,
-            hidden=hidden,
-            hidden_type=TO_WIRE[self._hidden_type],
-            times=times,
-            features=features,
+            windows=windows, hidden=hidden, hidden_type=TO_WIRE[self._hidden_type], times=times
         )
+
+    def _pass_on(self, windows: Sequence[QueuedWindow], bundle: Bundle) -> None:
+        for plug in self._plugs:
+            plug.passing(windows, bundle)
+
+    def _add_to(self, bundle: Bundle, windows: Sequence[QueuedWindow]) -> None:
+        self._pass_on(windows, bundle)
+        for plug in self._plugs:
+            plug.computed(windows, bundle)
+
+    def _verdicts(
+        self, windows: Sequence[QueuedWindow], outputs: Sequence[NDArray[np.float32]]
+    ) -> wire.VerdictBundle:
+        """Verdicts on all windows but those that cannot be verified."""
+        given = []
+        for window, logits in zip(windows, outputs, strict=True):
+            verdict = self._verdict(window, logits)
+            if verdict is not None:
+                for plug in self._plugs:
+                    plug.verified(window, verdict)
+                given.append(verdict)
+        return wire.VerdictBundle(verdicts=given)
 
     def _verdict(self, window: QueuedWindow, logits: NDArray[np.float32]) -> wire.Verdict | None:
         """None if the rows cannot be verified: that fails one session, not the batch."""
@@ -397,60 +387,6 @@ class StageWorker(threading.Thread):
             logprobs=to_wire(sampled.logprobs),
         )
 
-    def _features_to_send(
-        self, windows: Sequence[QueuedWindow]
-    ) -> tuple[list[wire.Features], list[QueuedWindow]]:
-        """Features that travel with the windows, and windows whose features do not."""
-        carried = [features for window in windows for features in window.features]
-        wanting = [window for window in windows if window.wants_features and self._num_unverified(window)]
-        if self._feature_type is None or not wanting:
-            return carried, []
-        soon = [window for window in wanting if not window.features_may_wait]
-        num_bytes = feature_bytes(carried)
-        num_bytes += self._feature_row_bytes * sum(self._num_unverified(window) for window in soon)
-        if num_bytes > MOST_CARRIED_BYTES:
-            return carried, wanting
-        later = [window for window in wanting if window.features_may_wait]
-        return [*carried, *self._unverified_features(soon)], later
-
-    def _unverified_features(self, windows: Sequence[QueuedWindow]) -> list[wire.Features]:
-        """Features of rows that the tail does not sample; those of the others come with its verdicts."""
-        found = [self._features(window, 0, self._num_unverified(window)) for window in windows]
-        return [features for features in found if features is not None]
-
-    def _num_unverified(self, window: QueuedWindow) -> int:
-        span = window.to_compute
-        return len(span.tokens) - span.num_outputs * self._runtime.info.is_tail
-
-    def _add_features(self, window: QueuedWindow, verdict: wire.Verdict | None) -> None:
-        """Add features of the rows that the verdict's tokens were sampled after."""
-        if verdict is not None and verdict.tokens:
-            first = len(window.to_compute.tokens) - window.to_compute.num_outputs
-            features = self._features(window, first, first + len(verdict.tokens))
-            if features is not None:
-                verdict.features.CopyFrom(features)
-
-    def _features(self, window: QueuedWindow, first: int, stop: int) -> wire.Features | None:
-        """Features of some of the rows just computed; None if they are not wanted or not all there."""
-        kind = self._feature_type
-        parts = self._runtime.features(window.span.slot) if window.wants_features else ()
-        if kind is None or not parts or any(part is None for part in parts):
-            return None
-        try:
-            rows = [encode(part[first:stop], kind) for part in parts if part is not None]
-        except MeshError:  # a value that is not finite: its window reports it
-            return None
-        return wire.Features(
-            session=window.session,
-            window_id=window.id,
-            start=window.to_compute.start + first,
-            num_rows=stop - first,
-            rows=rows,
-            type=TO_WIRE[kind],
-            may_wait=window.features_may_wait,
-            stage=self._stage_index(),
-        )
-
     def _encoded(self, windows: list[QueuedWindow], outputs: list[NDArray[np.float32]]) -> list[bytes]:
         """Encoded rows of each window; empty if a value is not finite, which fails one session."""
         encoded = []
@@ -464,32 +400,8 @@ class StageWorker(threading.Thread):
         return encoded
 
 
-def feature_bytes(features: Iterable[wire.Features]) -> int:
-    """Size of the rows of features."""
-    return sum(len(rows) for each in features for rows in each.rows)
-
-
 def _num_rows(windows: Sequence[QueuedWindow]) -> int:
     return sum(len(window.to_compute.tokens) for window in windows)
-
-
-def _onward(window: QueuedWindow) -> wire.Window:
-    """The window for the next stage."""
-    span = window.span
-    return wire.Window(
-        session=window.session,
-        epoch=window.epoch,
-        id=window.id,
-        start=span.start,
-        tokens=span.tokens,
-        verify_rows=span.num_outputs,
-        wants_features=window.wants_features,
-        features_may_wait=window.features_may_wait,
-        checkpoints=span.checkpoints,
-        recomputed_rows=window.num_recomputed,
-        num_committed=window.num_committed,
-        scored_next=window.scored_next,
-    )
 
 
 def _times(

@@ -11,10 +11,11 @@ import functools
 import hashlib
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import InvalidWindow
 from stages.layers import LayerRange
 from stages.runtime.kv_state import KvRows
@@ -228,6 +229,19 @@ class FakeRuntime:
         # Often what follows a token is what followed it before: text that an n-gram proposer can guess.
         logits[(token * 5 + 1) % self.info.n_vocab] += _ECHO
         return logits
+
+
+def window_message(span: Span, session: int, id: int, **asks: Any) -> wire.Window:
+    """The window of some rows as it comes to a stage."""
+    return wire.Window(
+        session=session,
+        id=id,
+        start=span.start,
+        tokens=span.tokens,
+        verify_rows=span.num_outputs,
+        checkpoints=span.checkpoints,
+        **asks,
+    )
 
 
 def fake_ring(num_stages: int = 3, **options: bool) -> list[FakeRuntime]:

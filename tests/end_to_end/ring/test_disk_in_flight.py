@@ -201,7 +201,7 @@ async def test_what_had_to_be_computed_anew_in_the_same_ring_is_kept(tmp_path: P
         await ask(coordinator, ANN)
         await known(coordinator, KEPT // SIZE)
         engine = stages[1].service._engine
-        await engine._in_worker(lambda: engine._slots.trim(0, 20))
+        await engine.in_worker(lambda: engine._slots.trim(0, 20))
         turn = next_turn(ANN)
         tokens, last = await collect(coordinator, turn)
         assert tokens == alone(turn)

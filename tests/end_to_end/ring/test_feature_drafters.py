@@ -203,8 +203,7 @@ async def test_a_stream_of_features_that_is_cut_mid_answer_costs_acceptance_only
         async for part in coordinator.generate(setting.request(QUESTIONS[0], SamplingParams())):
             if len(tokens) < NUM_TOKENS // 2 <= len(tokens) + len(part.tokens):
                 for stage in stages:
-                    if stage.service._feature_stream is not None:
-                        stage.service._feature_stream.close()
+                    stage.service._features.close()
             tokens += part.tokens
         streams = feature_streams(coordinator)
         assert streams is not None

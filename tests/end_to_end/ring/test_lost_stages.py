@@ -196,7 +196,7 @@ class AwaitedFeatures:
 
     def hold(self) -> None:
         """Keep the stage's thread, and with it the answer to whoever asks for features."""
-        self.ring.running[0].service._engine._in_worker(lambda: self.may_give.wait(30))
+        self.ring.running[0].service._engine.in_worker(lambda: self.may_give.wait(30))
 
     async def lose_the_tail(self, active_ring: ActiveRing) -> None:
         """Lose another stage once all are connected, then give features."""

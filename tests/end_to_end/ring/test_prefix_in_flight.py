@@ -348,7 +348,7 @@ async def test_what_a_slot_does_not_hold_is_computed_anew(stale: int, num_more: 
         # Of a long text the common part is copied, of a short one its slot taken.
         await collect(coordinator, GenerationRequest(PROMPT, num_more))
         engine = stages[stale].service._engine
-        await engine._in_worker(lambda: engine._slots.trim(0, 20))
+        await engine.in_worker(lambda: engine._slots.trim(0, 20))
         with capture_logs() as logs:
             tokens, last = await collect(coordinator, request)
         assert tokens == alone(request)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,12 +11,13 @@ from spanmesh_proto import windows_pb2 as wire
 from stages.runtime.span import Span
 from stages.sampling.sampler import SamplingParams
 from stages.sampling.verifier import WindowVerifier
-from stages.serving import worker
+from stages.serving import feature_outlet
+from stages.serving.feature_outlet import FeatureOutlet, feature_bytes
 from stages.serving.scheduler import QueuedWindow, WindowScheduler
 from stages.serving.slot_contents import KvSlots, SentHiddenStates
-from stages.serving.worker import StageWorker, feature_bytes
+from stages.serving.worker import StageWorker
 from stages.transport.hidden_codec import HiddenType
-from tests.support.fake_stage import FakeRuntime
+from tests.support.fake_stage import FakeRuntime, window_message
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,21 +29,22 @@ class Stage:
     def __init__(self) -> None:
         runtime: Any = FakeRuntime(0, 3)
         self.sent: queue.Queue[tuple[str, Any]] = queue.Queue()
+        outlet = FeatureOutlet(runtime)
+        outlet._send = lambda features: self.sent.put(("features", features))
         self.scheduler = WindowScheduler(64, lambda _session, _epoch: True)
         self.worker = StageWorker(
             runtime,
             self.scheduler,
-            stage_index=lambda: 0,
             clock_us=lambda: 0,
             hidden_type=HiddenType.F32,
             slots=KvSlots(runtime, SentHiddenStates(4, 1 << 20)),
             on_windows=lambda bundle: self.sent.put(("windows", bundle)),
             on_verdicts=lambda bundle: self.sent.put(("verdicts", bundle)),
             on_failures=lambda failures: self.sent.put(("failures", failures)),
-            on_features=lambda features: self.sent.put(("features", features)),
             on_ended=lambda error: self.sent.put(("ended", error)),
+            plugs=[outlet],
         )
-        assert self.worker.tap_features((0,), HiddenType.F32) == (0,)
+        assert outlet.tap((0,), HiddenType.F32) == (0,)
         self.worker.start()
 
     def next(self) -> tuple[str, Any]:
@@ -58,15 +59,17 @@ def stage() -> Iterator[Stage]:
     stage.worker.join()
 
 
-def window(slot: int, num_rows: int = 1, **fields: Any) -> QueuedWindow:
+def window(
+    slot: int, num_rows: int = 1, *carried: wire.Features, asks: bool = True, may_wait: bool = False
+) -> QueuedWindow:
     span = Span(slot, 0, [3] * num_rows, None, num_outputs=num_rows)
-    made = QueuedWindow(1 + slot, 0, 7, span, WindowVerifier(SamplingParams()), (), 0, 0, wants_features=True)
-    return replace(made, **fields)
+    message = window_message(span, 1 + slot, 7, wants_features=asks, features_may_wait=may_wait)
+    return QueuedWindow(message, span, WindowVerifier(SamplingParams()), (), 0, 0, travelling=carried)
 
 
 def test_features_of_a_few_rows_travel_with_their_window(stage: Stage) -> None:
     earlier = wire.Features(session=1, window_id=7, num_rows=2, rows=[bytes(8)], stage=9)
-    stage.scheduler.put(window(0, 2, features=(earlier,)), window(1))
+    stage.scheduler.put(window(0, 2, earlier), window(1))
     kind, bundle = stage.next()
     assert kind == "windows"
     assert [(each.session, each.num_rows, each.stage) for each in bundle.features] == [
@@ -78,7 +81,7 @@ def test_features_of_a_few_rows_travel_with_their_window(stage: Stage) -> None:
 
 
 def test_features_that_may_wait_are_sent_after_the_window(stage: Stage) -> None:
-    stage.scheduler.put(window(0, features_may_wait=True), window(1))
+    stage.scheduler.put(window(0, may_wait=True), window(1))
     kind, bundle = stage.next()
     assert (kind, [each.session for each in bundle.features]) == ("windows", [2])
     kind, features = stage.next()
@@ -87,12 +90,12 @@ def test_features_that_may_wait_are_sent_after_the_window(stage: Stage) -> None:
 
 
 def test_many_are_sent_after_the_window(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "MOST_CARRIED_BYTES", 4 * 3)
+    monkeypatch.setattr(feature_outlet, "MOST_CARRIED_BYTES", 4 * 3)
     stage.scheduler.put(window(0, 3))
     assert len(stage.next()[1].features) == 1
     # What came from earlier stages counts as well, and goes on in any case.
     earlier = wire.Features(session=2, window_id=7, num_rows=1, rows=[bytes(4)], stage=9)
-    stage.scheduler.put(window(1, 3, features=(earlier,)))
+    stage.scheduler.put(window(1, 3, earlier))
     kind, bundle = stage.next()
     assert (kind, list(bundle.features)) == ("windows", [earlier])
     kind, features = stage.next()
@@ -100,6 +103,6 @@ def test_many_are_sent_after_the_window(stage: Stage, monkeypatch: pytest.Monkey
 
 
 def test_windows_that_want_none_have_none(stage: Stage) -> None:
-    stage.scheduler.put(window(0, wants_features=False), window(1, wants_features=False))
+    stage.scheduler.put(window(0, asks=False), window(1, asks=False))
     assert not stage.next()[1].features
     assert stage.sent.empty()

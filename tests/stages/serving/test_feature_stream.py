@@ -18,7 +18,7 @@ from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import ProtocolError
 from speculative.controller import ControllerOptions
 from stages.runtime.span import Span
-from stages.serving import worker
+from stages.serving import feature_outlet
 from stages.serving.feature_stream import FeatureStream
 from stages.transport.channels import CLIENT_OPTIONS, key_metadata
 from stages.transport.hidden_codec import HiddenType
@@ -72,12 +72,12 @@ def expected(tokens: Sequence[int]) -> list[list[float]]:
     return [[*first, *second, *third] for first, second, third in zip(*sides, strict=True)]
 
 
-@pytest.mark.parametrize("most_carried_bytes", [0, worker.MOST_CARRIED_BYTES], ids=["streamed", "carried"])
+@pytest.mark.parametrize("most_carried", [0, feature_outlet.MOST_CARRIED_BYTES], ids=["streamed", "carried"])
 @pytest.mark.parametrize(("width", "depth"), [(4, 1), (2, 4)])
 async def test_a_proposer_gets_the_features_of_what_was_committed(
-    width: int, depth: int, most_carried_bytes: int, monkeypatch: pytest.MonkeyPatch
+    width: int, depth: int, most_carried: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "MOST_CARRIED_BYTES", most_carried_bytes)
+    monkeypatch.setattr(feature_outlet, "MOST_CARRIED_BYTES", most_carried)
     prompt = list(REQUEST.prompt)
     plain = plain_answer(prompt, REQUEST.max_tokens, lambda logits, _position: int(logits.argmax()))
     reader = Reader([*prompt, *plain])

@@ -16,6 +16,7 @@ from stages.sampling.session_spec import Resumed
 from stages.sampling.verifier import WindowVerifier
 from stages.serving.scheduler import QueueBarrier, QueuedWindow, SlotAssigned, WindowScheduler, Work
 from stages.serving.sessions import SessionTable
+from tests.support.fake_stage import window_message
 
 
 def window(
@@ -30,7 +31,8 @@ def window(
 ) -> QueuedWindow:
     num_outputs = rows if num_outputs is None else num_outputs
     span = Span(slot=session, start=start, tokens=[1] * rows, num_outputs=num_outputs)
-    return QueuedWindow(session, epoch, id, span, WindowVerifier(SamplingParams()), (), 0, bundle)
+    message = window_message(span, session, id, epoch=epoch)
+    return QueuedWindow(message, span, WindowVerifier(SamplingParams()), (), 0, bundle)
 
 
 def take(scheduler: WindowScheduler) -> Work | None:

@@ -17,7 +17,7 @@ from stages.serving.scheduler import QueueBarrier, QueuedWindow, SlotAssigned, W
 from stages.serving.slot_contents import KvSlots, SentHiddenStates
 from stages.serving.worker import StageWorker
 from stages.transport.hidden_codec import HiddenType
-from tests.support.fake_stage import FakeRuntime
+from tests.support.fake_stage import FakeRuntime, window_message
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,14 +52,12 @@ class Stage:
         self.worker = StageWorker(
             runtime,
             self.scheduler,
-            stage_index=lambda: 0,
             clock_us=lambda: self.now_us,
             hidden_type=HiddenType.F32,
             slots=KvSlots(runtime, SentHiddenStates(4, 1 << 20)),
             on_windows=lambda bundle: self.sent.put((bundle.windows[0].id, threading.get_ident())),
             on_verdicts=lambda _bundle: None,
             on_failures=lambda failures: pytest.fail(str(failures)),
-            on_features=lambda _features: None,
             on_ended=lambda error: pytest.fail(repr(error)),
         )
         self.worker.start()
@@ -105,7 +103,9 @@ def stage() -> Iterator[Stage]:
 def window(number: int, num_rows: int = 1) -> QueuedWindow:
     # Within the context of the fake.
     span = Span(0, number % 100, [3] * num_rows, None, num_outputs=num_rows)
-    return QueuedWindow(1, 0, number, span, WindowVerifier(SamplingParams()), (), 0, number)
+    return QueuedWindow(
+        window_message(span, 1, number), span, WindowVerifier(SamplingParams()), (), 0, number
+    )
 
 
 def test_an_idle_stage_computes_a_short_batch_in_the_thread_that_has_it(stage: Stage) -> None:

@@ -1,0 +1,187 @@
+"""Features of a stage: hidden states of rows, on their way to the coordinator's drafter.
+
+Features of a few rows travel with their windows and the verdicts, others over a stream of their own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Final
+
+from spanmesh_proto import windows_pb2 as wire
+from spanmesh_proto.errors import MeshError, ProtocolError
+from stages.serving.feature_stream import FeatureStream
+from stages.serving.plugs import BatchPlug
+from stages.transport.hidden_codec import FROM_WIRE, TO_WIRE, HiddenType, encode
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+
+    from stages.runtime.stage_runtime import StageRuntime
+    from stages.serving.plugs import Bundle, StageThreads
+    from stages.serving.scheduler import QueuedWindow
+
+# Features that travel with the windows of a batch: 2 ms at 100 Mbit/s, and the rows of a few sessions.
+MOST_CARRIED_BYTES: Final = 24 << 10
+
+
+class FeatureOutlet(BatchPlug):
+    """Features of the windows that ask for them.
+
+    Args:
+        runtime: The loaded stage.
+    """
+
+    def __init__(self, runtime: StageRuntime) -> None:
+        self._runtime = runtime
+        self._info = runtime.info
+        # None: no coordinator wants features.
+        self._type: HiddenType | None = None
+        self._row_bytes = 0
+        self._later: Sequence[QueuedWindow] = ()
+        self._stream: FeatureStream | None = None
+        self._threads: StageThreads | None = None
+        self._send: Callable[[list[wire.Features]], None] = self._put
+
+    def attach(self, threads: StageThreads) -> None:
+        """Take part from now on; before the first window."""
+        self._threads = threads
+        self._send = threads.from_worker(self._put)
+
+    def refusal(self, request: wire.FeatureRequest) -> ProtocolError | None:
+        """Error for a request for layers or in a format that there are not; None for others."""
+        n_layers = self._info.n_layers
+        if request.type in FROM_WIRE and all(layer <= n_layers for layer in request.layers):
+            return None
+        return ProtocolError(
+            f"features of layers {list(request.layers)} in format {request.type} are not known here: the "
+            f"model has {n_layers} layers, and formats are {', '.join(HiddenType)}"
+        )
+
+    async def bundles(self, request: wire.FeatureRequest) -> AsyncGenerator[wire.FeatureBundle, None]:
+        """Features for a coordinator, until it leaves or another one asks. One at a time."""
+        # In its place before any wait: of two that open at once the last one sets the layers, and only its
+        # end unsets them.
+        self.close()
+        self._stream = stream = FeatureStream()
+        try:
+            stream.open(await self._tap_in_worker(request.layers, FROM_WIRE[request.type]))
+            async for bundle in stream.bundles():
+                yield bundle
+        finally:
+            if self._stream is stream:
+                self._stream = None
+                await self._tap_in_worker((), None)
+
+    def close(self) -> None:
+        """End the stream of features, if there is one."""
+        if self._stream is not None:
+            self._stream.close()
+
+    def tap(self, layers: Sequence[int], feature_type: HiddenType | None) -> tuple[int, ...]:
+        """Set what features windows may ask for; in the computing thread only.
+
+        Args:
+            layers: See `FeatureTaps.set_layers`.
+            feature_type: Their format on the wire; None ends them.
+
+        Returns:
+            Those among the layers that this stage gives.
+        """
+        tapped = self._runtime.tap_features(layers)
+        self._type = feature_type if tapped else None
+        if feature_type is not None:
+            self._row_bytes = len(tapped) * feature_type.row_bytes(self._info.n_embd)
+        return tapped
+
+    def arriving(self, bundle: wire.WindowBundle) -> Mapping[tuple[int, int], tuple[wire.Features, ...]]:
+        """Features from earlier stages; more than a stage may add are dropped: no text depends on them."""
+        found: defaultdict[tuple[int, int], tuple[wire.Features, ...]] = defaultdict(tuple)
+        if feature_bytes(bundle.features) <= MOST_CARRIED_BYTES:
+            for features in bundle.features:
+                found[features.session, features.window_id] += (features,)
+        return found
+
+    def taps(self, windows: Sequence[QueuedWindow]) -> bool:
+        """Whether a window of a batch asks for features."""
+        return self._type is not None and any(window.message.wants_features for window in windows)
+
+    def verified(self, window: QueuedWindow, verdict: wire.Verdict) -> None:
+        """Add features of the rows that the verdict's tokens were sampled after."""
+        if verdict.tokens:
+            first = len(window.to_compute.tokens) - window.to_compute.num_outputs
+            features = self._features(window, first, first + len(verdict.tokens))
+            if features is not None:
+                verdict.features.CopyFrom(features)
+
+    def passing(self, windows: Sequence[QueuedWindow], bundle: Bundle) -> None:
+        """Add features from earlier stages."""
+        for window in windows:
+            bundle.features.extend(each for each in window.travelling if isinstance(each, wire.Features))
+
+    def computed(self, windows: Sequence[QueuedWindow], bundle: Bundle) -> None:
+        """Add features of a few rows that do not wait; others are sent once the windows have left."""
+        self._later = ()
+        wanting = [
+            window for window in windows if window.message.wants_features and self._num_unverified(window)
+        ]
+        if self._type is None or not wanting:
+            return
+        soon = [window for window in wanting if not window.message.features_may_wait]
+        num_bytes = feature_bytes(bundle.features)
+        num_bytes += self._row_bytes * sum(self._num_unverified(window) for window in soon)
+        if num_bytes > MOST_CARRIED_BYTES:
+            self._later = wanting
+            return
+        bundle.features.extend(self._unverified(soon))
+        self._later = [window for window in wanting if window.message.features_may_wait]
+
+    def handed_on(self) -> None:
+        """Send the features that did not travel with the latest windows."""
+        later, self._later = self._later, ()
+        if features := self._unverified(later):
+            self._send(features)
+
+    async def _tap_in_worker(self, layers: Sequence[int], feature_type: HiddenType | None) -> tuple[int, ...]:
+        assert self._threads is not None  # noqa: S101 - a stage serves with its plugs attached
+        tapped: tuple[int, ...] = await self._threads.in_worker(lambda: self.tap(layers, feature_type))
+        return tapped
+
+    def _put(self, features: list[wire.Features]) -> None:
+        if self._stream is not None:
+            self._stream.put(features)
+
+    def _unverified(self, windows: Sequence[QueuedWindow]) -> list[wire.Features]:
+        """Features of rows that the tail does not sample; those of the others come with its verdicts."""
+        found = [self._features(window, 0, self._num_unverified(window)) for window in windows]
+        return [features for features in found if features is not None]
+
+    def _num_unverified(self, window: QueuedWindow) -> int:
+        span = window.to_compute
+        return len(span.tokens) - span.num_outputs * self._info.is_tail
+
+    def _features(self, window: QueuedWindow, first: int, stop: int) -> wire.Features | None:
+        """Features of some of the rows just computed; None if they are not wanted or not all there."""
+        kind = self._type
+        parts = self._runtime.features(window.span.slot) if window.message.wants_features else ()
+        if kind is None or not parts or any(part is None for part in parts):
+            return None
+        try:
+            rows = [encode(part[first:stop], kind) for part in parts if part is not None]
+        except MeshError:  # a value that is not finite: its window reports it
+            return None
+        return wire.Features(
+            session=window.session,
+            window_id=window.id,
+            start=window.to_compute.start + first,
+            num_rows=stop - first,
+            rows=rows,
+            type=TO_WIRE[kind],
+            may_wait=window.message.features_may_wait,
+            stage=0 if self._threads is None else self._threads.stage_index,
+        )
+
+
+def feature_bytes(features: Iterable[wire.Features]) -> int:
+    """Size of the rows of features."""
+    return sum(len(rows) for each in features for rows in each.rows)

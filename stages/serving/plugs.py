@@ -1,0 +1,63 @@
+"""Seam of a stage's batches: how a feature takes part in them without being named there.
+
+A feature is a `BatchPlug`, named by the stage's server alone. What a plug does not define does nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Mapping, Sequence
+
+    from spanmesh_proto import windows_pb2 as wire
+    from stages.serving.scheduler import QueuedWindow
+
+    Bundle = wire.WindowBundle | wire.VerdictBundle
+
+
+class StageThreads(Protocol):
+    """The two threads of a stage, for plugs."""
+
+    @property
+    def stage_index(self) -> int:
+        """The stage's place in its ring."""
+
+    def in_worker(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
+        """Run a function in the computing thread, between two batches, behind all that is queued."""
+
+    def from_worker(self, handler: Callable[[Any], None]) -> Callable[[Any], None]:
+        """A function for the computing thread that runs `handler` in the event loop, in order."""
+
+
+class BatchPlug:
+    """A feature's part in the batches of a stage.
+
+    `attach` and `arriving` run in the event loop, all else in the computing thread.
+    """
+
+    def attach(self, threads: StageThreads) -> None:
+        """Take part from now on; before the first window."""
+
+    def arriving(self, bundle: wire.WindowBundle) -> Mapping[tuple[int, int], tuple[Any, ...]]:
+        """What came with windows and is to go on with them, by the ids of session and window."""
+        del bundle
+        return {}
+
+    def taps(self, windows: Sequence[QueuedWindow]) -> bool:
+        """Whether hidden states inside a batch are to be kept while it is computed."""
+        del windows
+        return False
+
+    def verified(self, window: QueuedWindow, verdict: wire.Verdict) -> None:
+        """Add to a verdict of the tail."""
+
+    def passing(self, windows: Sequence[QueuedWindow], bundle: Bundle) -> None:
+        """Add what came with windows to the message that they, or their verdicts, leave in."""
+
+    def computed(self, windows: Sequence[QueuedWindow], bundle: Bundle) -> None:
+        """Add what a batch has given to the message that its windows leave in, behind `passing`."""
+
+    def handed_on(self) -> None:
+        """Send what did not go with the windows of the latest batch, which have left."""
