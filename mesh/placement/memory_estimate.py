@@ -19,7 +19,7 @@ from stages.layers import LayerRange
 from stages.runtime.kv_types import KV_TYPES
 from stages.runtime.numerics import Numerics, numerics_for
 from stages.runtime.process_memory import StageMemory
-from stages.serving.slot_contents import LEAST_SENT_BYTES, SHARE_OF_CACHE, max_sent_bytes
+from stages.serving.sent_rows import LEAST_SENT_BYTES, SHARE_OF_CACHE, max_sent_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -25,8 +25,8 @@ from stages.runtime.process_memory import free_memory_bytes
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.serving.block_store import BlockStore
 from stages.serving.rows_identity import RowsSetting, content_sha256, rows_identity
+from stages.serving.sent_rows import max_sent_bytes
 from stages.serving.server import StageService
-from stages.serving.slot_contents import max_sent_bytes
 from stages.transport.channels import SERVER_OPTIONS, Identity, NewKey, add_port, listen_within
 from stages.transport.hidden_codec import HiddenType
 from stages.units import format_size

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError, ProtocolError
 from stages.serving.feature_stream import FeatureStream
-from stages.serving.plugs import BatchPlug
+from stages.serving.plugs import StagePlug
 from stages.transport.hidden_codec import FROM_WIRE, TO_WIRE, HiddenType, encode
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MOST_CARRIED_BYTES: Final = 24 << 10
 
 
-class FeatureOutlet(BatchPlug):
+class FeatureOutlet(StagePlug):
     """Features of the windows that ask for them.
 
     Args:

@@ -18,12 +18,14 @@ import structlog
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError
 from stages.serving.block_file import DamagedBlock
+from stages.serving.plugs import StagePlug
 from stages.serving.prefix_blocks import BlockPlace, PrefixReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
     from concurrent.futures import Executor
 
+    from stages.sampling.session_spec import SessionSpec
     from stages.serving.block_file import RowsBlock
     from stages.serving.block_store import BlockStore, StoredBlock
     from stages.serving.prefix_blocks import FetchedPrefix, SlotCopy
@@ -78,7 +80,7 @@ class _Fetch:
     """Drops it in time."""
 
 
-class KvDisk:
+class KvDisk(StagePlug):
     """Blocks of one stage on disk, in the event loop that made it.
 
     Args:
@@ -179,6 +181,24 @@ class KvDisk:
         self._coming.update(place.name for place in places)
         _track(self._writes, self._write_behind(copying, places))
 
+    def opened(self, spec: SessionSpec) -> FetchedPrefix | None:
+        """The prefix that was fetched for a session."""
+        return self.take(spec.fetch, len(spec.cached)) if spec.fetch else None
+
+    def closed(self, slot: int, message: wire.Close) -> None:
+        """Keep blocks of the slot, as the session's coordinator wants them."""
+        if message.HasField("keep"):
+            self.keep(slot, message.keep)
+
+    def closed_all(self) -> None:
+        """Drop all that was fetched: its coordinator is gone."""
+        for fetch_id in list(self._fetches):
+            self._drop(fetch_id)
+
+    def count(self, stats: wire.StageStats) -> None:
+        """Add counters of blocks."""
+        stats.blocks.CopyFrom(self.stats())
+
     def fetch(self, message: wire.Fetch, on_fetched: Callable[[wire.Fetched], None]) -> None:
         """Read blocks into memory, for `take`; without names, drop those of an earlier call.
 
@@ -219,14 +239,9 @@ class KvDisk:
         self._stats.num_restored_positions += num_positions
         return fetch.prefix
 
-    def drop_fetched(self) -> None:
-        """Drop all that was fetched: its coordinator is gone."""
-        for fetch_id in list(self._fetches):
-            self._drop(fetch_id)
-
-    async def close(self) -> None:
+    async def stop(self) -> None:
         """Finish what is being written, within a moment, and end."""
-        self.drop_fetched()
+        self.closed_all()
         if self._writes:
             await asyncio.wait(self._writes, timeout=_CLOSE_S)
         for task in (*self._writes, *self._reads):

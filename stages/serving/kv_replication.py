@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -17,13 +18,14 @@ import structlog
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError, ProtocolError
-from stages.serving.slot_contents import ReplicationCursor
+from stages.serving.slot_replication import ReplicationCursor
 from stages.transport.channels import key_metadata, open_channel
 from stages.transport.stage_link import explain
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
+    from stages.serving.slot_replication import SlotReplication
     from stages.serving.stage_engine import StageEngine
     from stages.transport.channels import Identity
 
@@ -119,15 +121,21 @@ class ReplicationSource:
     """The stage's end: streams to all of its replicas.
 
     Args:
-        engine: Sessions and slots of the stage.
+        engine: Sessions of the stage.
+        rows: Rows of its slots.
         num_slots: Number of slots.
         pause_s: Returns the pause after a round, in seconds, from its duration.
     """
 
     def __init__(
-        self, engine: StageEngine, num_slots: int, pause_s: Callable[[float], float] = pause_s
+        self,
+        engine: StageEngine,
+        rows: SlotReplication,
+        num_slots: int,
+        pause_s: Callable[[float], float] = pause_s,
     ) -> None:
         self._engine = engine
+        self._rows = rows
         self._num_slots = num_slots
         self._pause_s = pause_s
         self._leaving: set[asyncio.Event] = set()
@@ -146,16 +154,24 @@ class ReplicationSource:
         self._leaving.add(leaving)
         cursor = ReplicationCursor(self._num_slots)
         try:
-            await self._engine.attach_cursor(cursor, request.held)
+            await self._engine.in_worker(lambda: self._rows.attach_cursor(cursor, request.held))
             while not leaving.is_set():
                 started_s = time.monotonic()
-                async for update in self._engine.updates(cursor):
+                async for update in self._round(cursor):
                     yield update
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(leaving.wait(), self._pause_s(time.monotonic() - started_s))
         finally:
             self._leaving.discard(leaving)
-            self._engine.detach_cursor(cursor)
+            self._engine.between_batches(lambda: self._rows.detach_cursor(cursor))
+
+    async def _round(self, cursor: ReplicationCursor) -> AsyncGenerator[wire.SlotRows, None]:
+        """Updates of the open sessions, slot by slot; windows are computed between two of them."""
+        engine = self._engine
+        for session, slot in engine.sessions.slots.items():
+            read = functools.partial(self._rows.updates, slot, session, cursor, engine.sent_row_bytes)
+            for message in await engine.in_worker(read):
+                yield message
 
     def close(self) -> None:
         """End all streams."""

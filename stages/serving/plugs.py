@@ -1,6 +1,7 @@
-"""Seam of a stage's batches: how a feature takes part in them without being named there.
+"""Seams of a stage: how a feature takes part in its sessions, batches and slots without being named there.
 
-A feature is a `BatchPlug`, named by the stage's server alone. What a plug does not define does nothing.
+A feature is a `StagePlug` or a `SlotListener`, named by the stage's server alone. What it does not define
+does nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from spanmesh_proto import windows_pb2 as wire
+    from stages.sampling.session_spec import SessionSpec
+    from stages.serving.prefix import Prefix
     from stages.serving.scheduler import QueuedWindow
 
     Bundle = wire.WindowBundle | wire.VerdictBundle
@@ -31,14 +34,47 @@ class StageThreads(Protocol):
         """A function for the computing thread that runs `handler` in the event loop, in order."""
 
 
-class BatchPlug:
-    """A feature's part in the batches of a stage.
+class SlotListener:
+    """A feature's part in the slots of a stage. For the computing thread."""
 
-    `attach` and `arriving` run in the event loop, all else in the computing thread.
+    def began(self, slot: int, num_positions: int) -> None:
+        """A session has begun in a slot, with so many positions."""
+
+    def computed(self, slot: int, num_committed: int) -> None:
+        """Rows of a slot were computed.
+
+        Args:
+            slot: The slot.
+            num_committed: Number of its tokens that are no proposals; 0 if that is not known.
+        """
+
+    def changed(self, slot: int, start: int) -> None:
+        """A slot holds other tokens than before from this position on, or none."""
+
+
+class StagePlug:
+    """A feature's part in the sessions and batches of a stage.
+
+    All up to `arriving` run in the event loop, all behind it in the computing thread.
     """
 
     def attach(self, threads: StageThreads) -> None:
         """Take part from now on; before the first window."""
+
+    def opened(self, spec: SessionSpec) -> Prefix | None:
+        """Rows of the cached prefix that a session begins with; None if they have to be in a slot."""
+
+    def closed(self, slot: int, message: wire.Close) -> None:
+        """A session has ended, before another one changes its slot."""
+
+    def closed_all(self) -> None:
+        """All sessions have ended: their coordinator is gone."""
+
+    def count(self, stats: wire.StageStats) -> None:
+        """Add its own counters."""
+
+    async def stop(self) -> None:
+        """End, with the stage."""
 
     def arriving(self, bundle: wire.WindowBundle) -> Mapping[tuple[int, int], tuple[Any, ...]]:
         """What came with windows and is to go on with them, by the ids of session and window."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from spanmesh_proto import windows_pb2 as wire
+    from stages.runtime.stage_runtime import StageRuntime
 
 _NO_STATE: Final = np.empty(0, np.uint8)
 
@@ -91,6 +92,20 @@ class FetchedPrefix:
     """The rows, uint8 (bytes), in llama.cpp's format."""
     state: NDArray[np.uint8] | None = None
     """In models with recurrent layers: the state behind them, uint8 (bytes); otherwise None."""
+
+    @property
+    def origin(self) -> str:
+        """Where it comes from, for errors."""
+        return "from disk"
+
+    def put_into(self, runtime: StageRuntime, slot: int) -> None:
+        """Put the rows into an empty slot.
+
+        Raises:
+            MeshError: If llama.cpp does not take them.
+            MemoryError: If there is no room for them.
+        """
+        runtime.put_saved(slot, self.saved, len(self.tokens), self.state)
 
     def serves(self, tokens: Sequence[int]) -> bool:
         """Whether a slot with the rows can begin with exactly these tokens: a state cannot go back."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from spanmesh_proto import windows_pb2 as wire
     from stages.runtime.span import Span
     from stages.sampling.verifier import WindowVerifier
-    from stages.serving.prefix_blocks import FetchedPrefix
+    from stages.serving.prefix import Prefix
     from stages.transport.hidden_codec import EncodedHidden
 
 
@@ -110,8 +110,8 @@ class SlotAssigned:
     """Token ids of the prefix, which `source` holds once earlier windows are computed."""
     num_resumed: int = 0
     """Number of positions that `slot` may hold from before a recovery."""
-    fetched: FetchedPrefix | None = None
-    """Rows from disk for the prefix, if no slot holds it."""
+    brought: Prefix | None = None
+    """The prefix as a plug has brought it; None if it has to be in a slot."""
 
     def follows(self, window: QueuedWindow) -> bool:
         """Whether an earlier window computes part of the prefix, here or at a later stage."""

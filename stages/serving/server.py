@@ -19,20 +19,23 @@ from stages.runtime.process_memory import free_memory_bytes
 from stages.serving.feature_outlet import FeatureOutlet
 from stages.serving.kv_disk import KvDisk
 from stages.serving.kv_replication import ReplicationSink, ReplicationSource, pause_s
-from stages.serving.slot_contents import LEAST_SENT_BYTES
+from stages.serving.sent_rows import LEAST_SENT_BYTES
+from stages.serving.slot_copies import copy_of
+from stages.serving.slot_replication import SlotReplication
 from stages.serving.stage_engine import StageEngine, monotonic_us
 from stages.transport.channels import HandshakeMonitor, KeyCheck, abort
 from stages.transport.hidden_codec import HiddenType
 from stages.transport.stage_link import MOST_BUNDLED_WINDOWS, StageLink
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Collection
     from concurrent.futures import Executor
 
     import grpc
 
     from stages.runtime.stage_runtime import StageRuntime
     from stages.serving.block_store import BlockStore
+    from stages.serving.prefix_blocks import SlotCopy
     from stages.transport.channels import Identity
 
 # Length of a mesh id: a sha256 in hex.
@@ -158,7 +161,9 @@ class StageService(rpc.StageServicer):
         self._verdicts: set[asyncio.Queue[wire.VerdictBundle | None]] = set()
         # Of the latest link, and the latest stream of verdicts.
         self._num_received = self._num_answered = 0
-        self._replication_source = ReplicationSource(self._engine, runtime.num_slots, pause_s)
+        self._rows = SlotReplication(self._engine.slots)
+        self._replication_source = ReplicationSource(self._engine, self._rows, runtime.num_slots, pause_s)
+        self._disk: KvDisk | None = None
         self._replication_sink: ReplicationSink | None = None
         self._controls: dict[asyncio.Queue[wire.ControlReply | None], asyncio.Task[None]] = {}
         self._idle_since_s: float | None = time.monotonic()
@@ -225,9 +230,14 @@ class StageService(rpc.StageServicer):
             hello,
             mesh_key,
             None if self._identity is None else self._identity(),
-            held=self._engine.held,
-            take=self._engine.apply_update,
+            held=lambda: self._engine.in_worker(self._rows.held),
+            take=self._apply_update,
         )
+
+    async def _apply_update(self, update: wire.SlotRows) -> None:
+        # If this replica becomes a stage meanwhile, the rows count: their tokens are compared.
+        self._engine.sessions.adopt(update.slot, update.session)
+        await self._engine.in_worker(lambda: self._rows.apply_update(update))
 
     def _serve(self, term: int) -> None:
         """Accept a coordinator's term: sessions of the former coordinator end."""
@@ -323,7 +333,7 @@ class StageService(rpc.StageServicer):
         """
         disk = KvDisk(
             store,
-            self._engine.copy_slot,
+            self._copy_slot,
             writer=writer or ThreadPoolExecutor(1, "kv-writer"),
             reader=reader or ThreadPoolExecutor(1, "kv-reader"),
             clock_ns=time.time_ns,
@@ -333,14 +343,35 @@ class StageService(rpc.StageServicer):
         try:
             await disk.open()
         except BaseException:
-            await disk.close()
+            await disk.stop()
             raise
         if self._is_closed:
-            await disk.close()
+            await disk.stop()
             return
-        self._engine.disk = disk
+        self._disk = disk
+        self._engine.plug(disk)
         for news in disk.news():
             self._tell_blocks(news)
+
+    def _copy_slot(
+        self,
+        slot: int,
+        num_positions: int,
+        tokens_sha256: bytes,
+        state_positions: Collection[int],
+        most_bytes: Callable[[], int],
+    ) -> asyncio.Future[SlotCopy | None]:
+        def copy() -> SlotCopy | None:
+            return copy_of(
+                self._engine.slots,
+                slot,
+                num_positions,
+                tokens_sha256=tokens_sha256,
+                state_positions=state_positions,
+                most_bytes=most_bytes(),
+            )
+
+        return self._engine.in_worker(copy)
 
     def _tell_blocks(self, news: wire.BlockNews) -> None:
         for replies in self._controls:
@@ -382,8 +413,8 @@ class StageService(rpc.StageServicer):
             return
         # Before the welcome: the coordinator's next messages may fail, and the failures must reach it.
         self._serve(hello.term)
-        if self._engine.disk is not None:
-            for news in self._engine.disk.news():
+        if self._disk is not None:
+            for news in self._disk.news():
                 replies.put_nowait(wire.ControlReply(block_news=news))
         reader = asyncio.create_task(self._read_control(request_iterator, replies))
         reader.add_done_callback(lambda _reader: replies.put_nowait(None))
@@ -545,8 +576,7 @@ class StageService(rpc.StageServicer):
                 case "cancel":
                     self._engine.cancel(request.cancel.session, request.cancel.epoch)
                 case "close":
-                    close = request.close
-                    self._engine.close(close.session, close.keep if close.HasField("keep") else None)
+                    self._engine.close(request.close)
                 case "fetch":
                     self._fetch(request.fetch, replies)
                 case "ping":
@@ -569,10 +599,10 @@ class StageService(rpc.StageServicer):
         def reply(fetched: wire.Fetched) -> None:
             replies.put_nowait(wire.ControlReply(fetched=fetched))
 
-        if self._engine.disk is None:
+        if self._disk is None:
             reply(wire.Fetched(id=message.id))
         else:
-            self._engine.disk.fetch(message, reply)
+            self._disk.fetch(message, reply)
 
 
 def _shown(text: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -19,20 +18,18 @@ from stages.runtime.span import Span
 from stages.sampling.session_spec import SessionSpec
 from stages.sampling.verifier import WindowVerifier
 from stages.serving.scheduler import QueueBarrier, QueuedWindow, SlotAssigned, WindowScheduler
+from stages.serving.sent_rows import SentHiddenStates
 from stages.serving.sessions import SessionTable
-from stages.serving.slot_contents import KvSlots, SentHiddenStates
+from stages.serving.slots import KvSlots
 from stages.serving.worker import StageWorker
 from stages.transport.hidden_codec import EncodedHidden
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
 
     from stages.runtime.stage_runtime import StageRuntime
-    from stages.serving.kv_disk import KvDisk
-    from stages.serving.plugs import BatchPlug
-    from stages.serving.prefix_blocks import SlotCopy
+    from stages.serving.plugs import StagePlug
     from stages.serving.sessions import StageSession
-    from stages.serving.slot_contents import ReplicationCursor
     from stages.transport.hidden_codec import HiddenType
     from stages.transport.stage_link import StageLink
 
@@ -61,7 +58,8 @@ class StageEngine:
     Attributes:
         stage_index: As given; another one after `rejoin`.
         next: The link to the next stage, while there is one.
-        disk: Blocks of its rows on disk; None where none are kept.
+        sessions: Sessions that are open.
+        slots: KV cache of the stage, for functions in the computing thread.
         failure: Why nothing is computed any more; None while the stage works.
     """
 
@@ -76,12 +74,11 @@ class StageEngine:
         on_verdicts: Callable[[wire.VerdictBundle], None],
         on_failures: Callable[[list[wire.Failure]], None],
         on_ended: Callable[[MeshError], None],
-        plugs: Sequence[BatchPlug] = (),
+        plugs: Sequence[StagePlug] = (),
     ) -> None:
         self.stage_index = stage_index
-        self._plugs = plugs
+        self._plugs: list[StagePlug] = []
         self.next: StageLink | None = None
-        self.disk: KvDisk | None = None
         self.failure: MeshError | None = None
         self._on_ended = on_ended
         # What others wait for the computing thread to do.
@@ -92,14 +89,14 @@ class StageEngine:
         self._most_queued = _MOST_QUEUED_PER_SLOT * runtime.num_slots
         self._on_verdicts = on_verdicts
         self._on_failures = on_failures
-        self._sessions = SessionTable(runtime.num_slots)
+        self.sessions = SessionTable(runtime.num_slots)
         self._grammars = Grammars(runtime.info.n_vocab)
         self._scheduler = WindowScheduler(
             runtime.max_rows,
-            self._sessions.is_live,
+            self.sessions.is_live,
             run_of=runtime.run_around if runtime.computes_runs else None,
         )
-        self._slots = KvSlots(runtime, SentHiddenStates(runtime.num_slots, most_sent_bytes))
+        self.slots = KvSlots(runtime, SentHiddenStates(runtime.num_slots, most_sent_bytes))
         self._num_bundles = 0
         # libgomp has threads for each thread that computes: with two such they would be more than the
         # processors, and wait for one another by sleeping.
@@ -109,15 +106,15 @@ class StageEngine:
             self._scheduler,
             clock_us=monotonic_us,
             hidden_type=hidden_type,
-            slots=self._slots,
+            slots=self.slots,
             on_windows=self.from_worker(self._send_on),
             on_verdicts=self.from_worker(self._answer),
             on_failures=self.from_worker(self._report),
             on_ended=self.from_worker(self._end),
-            plugs=plugs,
+            plugs=self._plugs,
         )
         for plug in plugs:
-            plug.attach(self)
+            self.plug(plug)
         self._cpu_latency = CpuLatencyRequest()
         self._worker.start()
 
@@ -128,24 +125,23 @@ class StageEngine:
             if self._info.is_tail:
                 spec.require_vocabulary(self._info.n_vocab)
             verifier = WindowVerifier.of(spec, self._grammars)
-            session = self._sessions.open(spec.session, spec.slot, verifier, spec.resumed)
+            session = self.sessions.open(spec.session, spec.slot, verifier, spec.resumed)
             num_resumed = session.num_resumed
             if num_resumed:
                 log.info(
                     "session_goes_on", stage=self.stage_index, session=session.id, num_resumed=num_resumed
                 )
-            fetched = None
-            if spec.fetch and self.disk is not None:
-                fetched = self.disk.take(spec.fetch, len(spec.cached))
+            found = (plug.opened(spec) for plug in self._plugs)
+            brought = next((prefix for prefix in found if prefix is not None), None)
             self._scheduler.change(
-                SlotAssigned(session.id, spec.source_slot, session.slot, spec.cached, num_resumed, fetched)
+                SlotAssigned(session.id, spec.source_slot, session.slot, spec.cached, num_resumed, brought)
             )
             # After the windows that compute what a later stage is to copy.
             pass_on = self.from_worker(self._pass_on)
             self._scheduler.change(QueueBarrier(lambda: pass_on(message)))
         except MeshError as error:
             self._report([_failure(message.session, 0, 0, error)])
-        self._cpu_latency.update(len(self._sessions))
+        self._cpu_latency.update(len(self.sessions))
 
     def take(self, bundle: wire.WindowBundle) -> None:
         """Queue the windows of live sessions; windows of ended sessions are dropped."""
@@ -198,7 +194,7 @@ class StageEngine:
     def _admit(self, window: wire.Window) -> StageSession | None:
         """The session of a window that can be queued; None if it has ended, or the failure was reported."""
         try:
-            session = self._sessions.admit(window.session, window.epoch)
+            session = self.sessions.admit(window.session, window.epoch)
             if session is None:
                 self._scheduler.num_dropped += 1
                 return None
@@ -227,27 +223,33 @@ class StageEngine:
 
     def cancel(self, session: int, epoch: int) -> None:
         """Void a session's windows below an epoch."""
-        self._sessions.cancel(session, epoch)
+        self.sessions.cancel(session, epoch)
 
-    def close(self, session: int, keep: wire.Keep | None = None) -> None:
-        """Close a session.
-
-        Args:
-            session: Its id.
-            keep: Blocks of its slot to keep on disk, if there are any.
-        """
-        slot = self._sessions.close(session)
+    def close(self, message: wire.Close) -> None:
+        """Close a session."""
+        slot = self.sessions.close(message.session)
         # A session that lost its slot to another before left it no more.
-        if slot is not None and keep is not None and self.disk is not None:
-            self.disk.keep(slot, keep)
-        self._cpu_latency.update(len(self._sessions))
+        if slot is not None:
+            for plug in self._plugs:
+                plug.closed(slot, message)
+        self._cpu_latency.update(len(self.sessions))
 
     def close_all(self) -> None:
         """Close all sessions."""
-        self._sessions.close_all()
-        if self.disk is not None:
-            self.disk.drop_fetched()
+        self.sessions.close_all()
+        for plug in self._plugs:
+            plug.closed_all()
         self._cpu_latency.update(0)
+
+    def plug(self, plug: StagePlug) -> None:
+        """Have another plug take part from now on."""
+        plug.attach(self)
+        self._plugs.append(plug)
+
+    @property
+    def sent_row_bytes(self) -> int:
+        """Current size of a row of hidden states on the wire."""
+        return self._worker.sent_row_bytes
 
     def send_as(self, hidden_type: HiddenType) -> None:
         """Set the format of hidden states on the wire to the next stage."""
@@ -263,65 +265,10 @@ class StageEngine:
         """Return when the current batch is done: nothing of closed sessions is sent after that."""
         await self.in_worker(lambda: None)
 
-    async def held(self) -> list[wire.HeldSlot]:
-        """Positions held by the slots, for a stage that this one is to follow."""
-        return await self.in_worker(self._slots.held)
-
-    async def attach_cursor(self, cursor: ReplicationCursor, held: Sequence[wire.HeldSlot]) -> None:
-        """Begin replication to a replica; see `KvSlots.attach_cursor`."""
-        await self.in_worker(lambda: self._slots.attach_cursor(cursor, held))
-
-    def detach_cursor(self, cursor: ReplicationCursor) -> None:
-        """End replication to a replica."""
-        self._scheduler.change(QueueBarrier(lambda: self._slots.detach_cursor(cursor)))
-
-    async def updates(self, cursor: ReplicationCursor) -> AsyncIterator[wire.SlotRows]:
-        """Updates of the open sessions for a replica, one slot after the other.
-
-        Windows are computed between two of them.
-        """
-        for session, slot in self._sessions.slots.items():
-            read_update = functools.partial(
-                self._slots.updates, slot, session, cursor, self._worker.sent_row_bytes
-            )
-            for message in await self.in_worker(read_update):
-                yield message
-
-    async def apply_update(self, update: wire.SlotRows) -> None:
-        """Put rows of the followed stage into the KV cache.
-
-        Raises:
-            MeshError: If they are not of this stage's layers.
-        """
-        # If this replica becomes a stage meanwhile, the rows count: their tokens are compared.
-        self._sessions.adopt(update.slot, update.session)
-        await self.in_worker(lambda: self._slots.apply_update(update))
-
-    def copy_slot(
-        self,
-        slot: int,
-        num_positions: int,
-        tokens_sha256: bytes,
-        state_positions: Collection[int],
-        most_bytes: Callable[[], int],
-    ) -> asyncio.Future[SlotCopy | None]:
-        """Copy a slot's first positions, for the disk; see `KvSlots.copy_of`.
-
-        Args:
-            slot: The slot.
-            num_positions: Number of the positions.
-            tokens_sha256: SHA-256 of their token ids.
-            state_positions: Numbers of positions behind which states are wanted.
-            most_bytes: Returns the most bytes of the slot's rows, in the thread that copies them.
-        """
-        return self.in_worker(
-            lambda: self._slots.copy_of(slot, num_positions, tokens_sha256, state_positions, most_bytes())
-        )
-
     def stats(self) -> wire.StageStats:
         """Counters since the start."""
         counts = self._worker.counts
-        return wire.StageStats(
+        stats = wire.StageStats(
             num_windows=counts.num_windows,
             num_rows=counts.num_rows,
             num_decodes=counts.num_decodes,
@@ -329,11 +276,13 @@ class StageEngine:
             decode_cpu_us=counts.decode_cpu_us,
             num_dropped_windows=self._scheduler.num_dropped,
             num_queued_windows=len(self._scheduler),
-            num_open_sessions=len(self._sessions),
+            num_open_sessions=len(self.sessions),
             num_sent_bytes=0 if self.next is None else self.next.num_sent_bytes,
             resident_bytes=resident_bytes(),
-            blocks=None if self.disk is None else self.disk.stats(),
         )
+        for plug in self._plugs:
+            plug.count(stats)
+        return stats
 
     def activity(self) -> wire.Activity:
         """Windows that the stage computes now, and those that it has sent on."""
@@ -350,8 +299,8 @@ class StageEngine:
         """Stop computing and free the memory."""
         if self.next is not None:
             await self.next.close()
-        if self.disk is not None:
-            await self.disk.close()
+        for plug in self._plugs:
+            await plug.stop()
         self._scheduler.close()
         self._cpu_latency.update(0)
         await in_own_thread(self._worker.join)
@@ -380,8 +329,12 @@ class StageEngine:
 
         self._asked.add(done)
         done.add_done_callback(self._asked.discard)
-        self._scheduler.change(QueueBarrier(run))
+        self.between_batches(run)
         return done
+
+    def between_batches(self, work: Callable[[], object]) -> None:
+        """Have a function called in the computing thread, behind all that is queued, unless it has ended."""
+        self._scheduler.change(QueueBarrier(work))
 
     def _end(self, error: BaseException) -> None:
         """Compute nothing any more: windows are lost, or rows in doubt, of sessions that are not known."""
@@ -415,7 +368,7 @@ class StageEngine:
         return schedule
 
     def _send_on(self, bundle: wire.WindowBundle) -> None:
-        live = [self._sessions.is_live(window.session, window.epoch) for window in bundle.windows]
+        live = [self.sessions.is_live(window.session, window.epoch) for window in bundle.windows]
         self._scheduler.num_dropped += len(live) - sum(live)
         if not any(live):
             return
@@ -428,7 +381,7 @@ class StageEngine:
         self._report([_failure(window.session, window.epoch, window.id, error) for window in bundle.windows])
 
     def _answer(self, bundle: wire.VerdictBundle) -> None:
-        live = [each for each in bundle.verdicts if self._sessions.is_live(each.session, each.epoch)]
+        live = [each for each in bundle.verdicts if self.sessions.is_live(each.session, each.epoch)]
         if len(live) != len(bundle.verdicts):
             del bundle.verdicts[:]
             bundle.verdicts.extend(live)

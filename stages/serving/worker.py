@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from stages.runtime.stage_runtime import StageRuntime
-    from stages.serving.plugs import BatchPlug, Bundle
+    from stages.serving.plugs import Bundle, StagePlug
     from stages.serving.scheduler import Change, QueuedWindow, SlotAssigned, WindowScheduler
-    from stages.serving.slot_contents import KvSlots
+    from stages.serving.slots import KvSlots
 
 # The event loop stands still while it computes: what takes longer is for the worker's thread.
 _LONGEST_IN_LOOP_US: Final = 15_000
@@ -96,7 +96,7 @@ class StageWorker(threading.Thread):
         on_verdicts: Callable[[wire.VerdictBundle], None],
         on_failures: Callable[[list[wire.Failure]], None],
         on_ended: Callable[[BaseException], None],
-        plugs: Sequence[BatchPlug] = (),
+        plugs: Sequence[StagePlug] = (),
     ) -> None:
         super().__init__(name="stage-worker", daemon=True)
         self._runtime = runtime
@@ -203,7 +203,7 @@ class StageWorker(threading.Thread):
                 assigned.cached,
                 assigned.num_resumed,
                 self.sent_row_bytes,
-                fetched=assigned.fetched,
+                brought=assigned.brought,
             )
         except Exception as raised:  # noqa: BLE001 - the emptied slot is known whatever it was
             # The slot holds another session's rows: no window may use them.

@@ -32,7 +32,8 @@ from stages.runtime.llama import init_backend
 from stages.runtime.process_memory import resident_bytes
 from stages.runtime.span import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
-from stages.serving.slot_contents import KvSlots, SentHiddenStates, max_sent_bytes
+from stages.serving.sent_rows import SentHiddenStates, max_sent_bytes
+from stages.serving.slots import KvSlots
 from stages.slicing.model_facts import read_model_facts
 from tests.qualification.bounded_report import bounded_report
 from tests.qualification.programs import program_command

@@ -38,8 +38,8 @@ import stages.transport.stage_link
 from mesh.coordinator.ring import StageAddress
 from spanmesh_proto import windows_pb2_grpc as rpc
 from stages.serving.scheduler import WindowScheduler
+from stages.serving.sent_rows import LEAST_SENT_BYTES
 from stages.serving.server import StageService
-from stages.serving.slot_contents import LEAST_SENT_BYTES
 from stages.transport.channels import SERVER_OPTIONS, open_channel
 from tests.support.disks import give_disk
 from tests.support.fake_recurrent import FakeRecurrentRuntime

@@ -13,8 +13,8 @@ import grpc
 from mesh.coordinator.coordinator import Coordinator
 from mesh.coordinator.ring import StageAddress
 from spanmesh_proto import windows_pb2_grpc as rpc
+from stages.serving.sent_rows import LEAST_SENT_BYTES
 from stages.serving.server import StageService
-from stages.serving.slot_contents import LEAST_SENT_BYTES
 from stages.transport.channels import SERVER_OPTIONS
 from tests.support.disks import give_disk
 from tests.support.fake_stage import FakeRuntime

@@ -201,7 +201,7 @@ async def test_what_had_to_be_computed_anew_in_the_same_ring_is_kept(tmp_path: P
         await ask(coordinator, ANN)
         await known(coordinator, KEPT // SIZE)
         engine = stages[1].service._engine
-        await engine.in_worker(lambda: engine._slots.trim(0, 20))
+        await engine.in_worker(lambda: engine.slots.trim(0, 20))
         turn = next_turn(ANN)
         tokens, last = await collect(coordinator, turn)
         assert tokens == alone(turn)
@@ -259,7 +259,7 @@ async def test_what_does_not_fit_a_stage_s_memory_is_fetched_once(
     request = GenerationRequest(next_turn(ANN).prompt, 1, client="ann")
     async with mesh(tmp_path) as (coordinator, stages):
         asked: list[int] = []
-        disk = stages[0].service._engine.disk
+        disk = stages[0].service._disk
         assert disk is not None
         fetch = disk.fetch
 
@@ -291,7 +291,7 @@ async def test_what_one_stage_lacks_none_uses(tmp_path: Path) -> None:
 async def test_rows_that_are_gone_when_the_session_begins_cost_time_only(stage: int, tmp_path: Path) -> None:
     await remember(tmp_path)
     async with mesh(tmp_path) as (coordinator, stages):
-        disk = stages[stage].service._engine.disk
+        disk = stages[stage].service._disk
         assert disk is not None
         disk.take = lambda id, num_positions: None  # type: ignore[method-assign]  # noqa: A006
         tokens, last = await collect(coordinator, next_turn(ANN))
@@ -305,7 +305,7 @@ async def test_a_client_that_hangs_up_while_disks_read_leaves_nothing_behind(tmp
     async with mesh(tmp_path) as (coordinator, stages):
         stages[2].service._fetch = lambda message, replies: None  # type: ignore[method-assign]
         asking = asyncio.create_task(collect(coordinator, next_turn(ANN)))
-        disks = [stage.service._engine.disk for stage in stages[:2]]
+        disks = [stage.service._disk for stage in stages[:2]]
         await until(lambda: all(disk is not None and disk._fetches for disk in disks))
         asking.cancel()
         await asyncio.wait({asking})

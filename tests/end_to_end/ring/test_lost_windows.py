@@ -19,7 +19,8 @@ from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import StageFailed
 from stages.sampling.sampler import Sampler, SamplingParams
 from stages.serving.scheduler import QueueBarrier
-from stages.serving.slot_contents import SentHiddenStates, SlotTokens
+from stages.serving.sent_rows import SentHiddenStates
+from stages.serving.slots import SlotTokens
 from stages.serving.stage_engine import StageEngine
 from stages.transport import stage_link
 from tests.support.fake_stage import FakeRuntime, plain_answer

@@ -328,7 +328,7 @@ async def test_a_session_that_is_given_up_is_opened_at_every_stage() -> None:
         await given_up(hanging_up)
         held.let_go()
         # In the slot after the one that runs.
-        tokens = [stage.service._engine._slots._tokens for stage in stages]
+        tokens = [stage.service._engine.slots.tokens for stage in stages]
         async with asyncio.timeout(10):
             while any(each.tokens(1).tolist() != list(PROMPT) for each in tokens):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
@@ -348,7 +348,7 @@ async def test_what_a_slot_does_not_hold_is_computed_anew(stale: int, num_more: 
         # Of a long text the common part is copied, of a short one its slot taken.
         await collect(coordinator, GenerationRequest(PROMPT, num_more))
         engine = stages[stale].service._engine
-        await engine.in_worker(lambda: engine._slots.trim(0, 20))
+        await engine.in_worker(lambda: engine.slots.trim(0, 20))
         with capture_logs() as logs:
             tokens, last = await collect(coordinator, request)
         assert tokens == alone(request)

@@ -109,7 +109,7 @@ async def test_the_text_does_not_depend_on_what_is_proposed(
         found = await asyncio.gather(*(text(coordinator, request) for request in REQUESTS))
         status = coordinator.status()["speculation"]
         for stage in stages:
-            runtime = stage.service._engine._slots._runtime
+            runtime = stage.service._engine.slots.runtime
             assert all(len(runtime.return_points(slot)) <= NUM_CHECKPOINTS + 2 for slot in range(NUM_SLOTS))
     assert dict(zip(REQUESTS, found, strict=True)) == answers
     assert status["accepted"] > 0 or all(errs)

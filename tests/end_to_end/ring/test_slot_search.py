@@ -408,7 +408,7 @@ class SlotMachine(RuleBasedStateMachine):
         """Nothing is under way: what runs here runs at every stage, and nothing else does."""
         wanted = {session.id for session in self.coordinator._sessions.values()}
         for index, stage in enumerate(self.ring.running):
-            assert set(stage.service._engine._sessions.slots) == wanted, f"sessions open at stage {index}"
+            assert set(stage.service._engine.sessions.slots) == wanted, f"sessions open at stage {index}"
 
     def _check_slots(self) -> None:
         """What the coordinator counts as cached of a slot, every stage holds, whatever is still under way.
@@ -420,9 +420,9 @@ class SlotMachine(RuleBasedStateMachine):
             believed = cached.tokens.tolist()
             points = () if slot in in_use else cached.return_points
             for index, stage in enumerate(self.ring.running):
-                held = stage.service._engine._slots._tokens.tokens(slot).tolist()
+                held = stage.service._engine.slots.tokens.tokens(slot).tolist()
                 assert held[: len(believed)] == believed, f"slot {slot} of stage {index}"
-                runtime = stage.service._engine._slots._runtime
+                runtime = stage.service._engine.slots.runtime
                 for point in points:
                     assert runtime.can_go_back(slot, point), f"slot {slot} of stage {index} to {point}"
 
@@ -543,7 +543,7 @@ def test_a_replay_whose_sent_rows_make_room_for_others_begins_anew(still_loop: S
     machine.do(machine._begin_move())
     # As many chunks as there may be at once are sent; the next one leaves with a verdict.
     machine.do(let_pass(machine, lambda name: "verdict on" in name))
-    sent = machine.ring.running[0].service._engine._slots._sent
+    sent = machine.ring.running[0].service._engine.slots.sent
     assert sent.num_rows(0, 4) > len(LONG)
     machine.ask(GenerationRequest(OTHER, MOST_TOKENS))
     machine.do(let_pass(machine, lambda name: "verdict on" in name))
@@ -563,7 +563,7 @@ def test_a_copy_with_the_rows_of_the_session_before_begins_anew(still_loop: Stil
     machine.let_all(0)
     copy = machine.ring.copies[1]
     assert copy is not None
-    told = copy.service._engine._slots._tokens
+    told = copy.service._engine.slots.tokens
     num_told = told.length(0)
     assert num_told >= len(LIKE_LONG) - 10
     machine.ask(GenerationRequest(LIKE_LONG, MOST_TOKENS, uses_cache=False))
@@ -574,7 +574,7 @@ def test_a_copy_with_the_rows_of_the_session_before_begins_anew(still_loop: Stil
         let_pass(
             machine,
             lambda name: name.startswith("Follow") and name.endswith(" 0 tokens"),
-            lambda: copy.service._engine._sessions._latest.get(0) == 2,
+            lambda: copy.service._engine.sessions._latest.get(0) == 2,
         )
     )
     assert tuple(told.tokens(0)[:num_told]) == (*LONG, *expected(LONG))[:num_told]

@@ -240,7 +240,7 @@ async def test_every_metric_named_in_the_documents_and_the_dashboard_exists_and_
         handle = mesh.pipeline.stages[1].handle
         assert handle is not None
         path = handle._actor.stage._service._engine
-        await path.in_worker(lambda: [path._slots.trim(slot, 0) for slot in range(2)])
+        await path.in_worker(lambda: [path.slots.trim(slot, 0) for slot in range(2)])
         await ask(http, max_tokens=4)
         seen.append(await scrape(http))
         await mesh.until(lambda: len(mesh.pipeline.replicas) == 3)

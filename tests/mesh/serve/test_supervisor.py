@@ -74,7 +74,7 @@ async def test_a_copy_that_followed_computes_only_what_it_was_not_told(smollm2_p
         await mesh.until(lambda: len(mesh.pipeline.replicas) == 3)
         copy = next(copy for copy in mesh.pipeline.replicas if copy.config.layers == LayerRange(10, 20))
         service = copy._actor.stage._service
-        told, latest = service._engine._slots._tokens, service._engine._sessions._latest
+        told, latest = service._engine.slots.tokens, service._engine.sessions._latest
         under_way = await some_way(mesh)
         (session,) = mesh.coordinator._sessions
         num_told = len(REQUEST.prompt) + 10

@@ -16,7 +16,7 @@ from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposer
 from stages.sampling.logprobs import TokenLogprobs, token_logprobs
 from stages.sampling.sampler import Sampler, SamplingParams
-from stages.serving.prefix_blocks import FetchedPrefix
+from stages.serving.prefix import Prefix
 from tests.support.fake_recurrent import FakeRecurrentRuntime
 from tests.support.fake_stage import FakeRuntime, plain_answer
 from tests.support.proposers import Oracle, Parrot, SlowOracle
@@ -166,7 +166,7 @@ async def test_sessions_behind_one_that_begins_anew_in_its_replay_have_their_tur
         said = [list((await anext(parts)).tokens) for parts in running]
         coordinator.pause("stages move")
         engine = ring.running[-1].service._engine
-        begin = engine._slots.begin
+        begin = engine.slots.begin
 
         def fail_once(
             slot: int,
@@ -175,14 +175,14 @@ async def test_sessions_behind_one_that_begins_anew_in_its_replay_have_their_tur
             num_resumed: int,
             sent_row_bytes: int,
             *,
-            fetched: FetchedPrefix | None = None,
+            brought: Prefix | None = None,
         ) -> None:
             if cached and not failed:
                 failed.append(slot)
                 raise PrefixMismatch("it is not there")
-            begin(slot, source, cached, num_resumed, sent_row_bytes, fetched=fetched)
+            begin(slot, source, cached, num_resumed, sent_row_bytes, brought=brought)
 
-        engine._slots.begin = fail_once  # type: ignore[method-assign]
+        engine.slots.begin = fail_once  # type: ignore[method-assign]
         async with asyncio.timeout(20):
             await ring.repair()
             for parts, tokens in zip(running, said, strict=True):

@@ -14,7 +14,8 @@ from stages.sampling.verifier import WindowVerifier
 from stages.serving import feature_outlet
 from stages.serving.feature_outlet import FeatureOutlet, feature_bytes
 from stages.serving.scheduler import QueuedWindow, WindowScheduler
-from stages.serving.slot_contents import KvSlots, SentHiddenStates
+from stages.serving.sent_rows import SentHiddenStates
+from stages.serving.slots import KvSlots
 from stages.serving.worker import StageWorker
 from stages.transport.hidden_codec import HiddenType
 from tests.support.fake_stage import FakeRuntime, window_message

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.serving.slot_contents import LEAST_SENT_BYTES, SentHiddenStates, max_sent_bytes
+from stages.serving.sent_rows import LEAST_SENT_BYTES, SentHiddenStates, max_sent_bytes
 
 NUM_SLOTS = 3
 ROW_BYTES = 4

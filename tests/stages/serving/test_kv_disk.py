@@ -22,7 +22,9 @@ from stages.serving.block_store import BlockStore
 from stages.serving.kv_disk import KvDisk
 from stages.serving.prefix_blocks import BlockPlace, PrefixReader
 from stages.serving.rows_identity import RowsSetting, _build, content_sha256, rows_identity
-from stages.serving.slot_contents import KvSlots, SentHiddenStates
+from stages.serving.sent_rows import SentHiddenStates
+from stages.serving.slot_copies import copy_of
+from stages.serving.slots import KvSlots
 from tests.support.disks import InlineExecutor, block_files, damage
 from tests.support.fake_stage import FakeRuntime
 from tests.support.tiny_families import TINY_FAMILIES
@@ -106,7 +108,14 @@ class Bench:
             copying.set_exception(self.error)
         else:
             copying.set_result(
-                self.slots.copy_of(slot, num_positions, tokens_sha256, state_positions, most_bytes())
+                copy_of(
+                    self.slots,
+                    slot,
+                    num_positions,
+                    tokens_sha256=tokens_sha256,
+                    state_positions=state_positions,
+                    most_bytes=most_bytes(),
+                )
             )
         return copying
 
@@ -131,13 +140,26 @@ class Bench:
         return num_positions
 
 
+def copied_of(
+    slots: KvSlots, num_positions: int, order: wire.Keep, state_positions: Collection[int]
+) -> SlotCopy | None:
+    return copy_of(
+        slots,
+        1,
+        num_positions,
+        tokens_sha256=order.tokens_sha256,
+        state_positions=state_positions,
+        most_bytes=2**30,
+    )
+
+
 def slots_of(runtime: Any) -> KvSlots:
     return KvSlots(runtime, SentHiddenStates(runtime.num_slots, 1000))
 
 
 def compute(slots: KvSlots, slot: int, start: int, text: Sequence[int], **more: Any) -> Any:
     """Compute rows as a worker does; returns those of the last batch."""
-    runtime: Any = slots._runtime
+    runtime: Any = slots.runtime
     output = None
     for first in range(start, len(text), runtime.max_rows):
         span = Span(slot, first, text[first : first + runtime.max_rows], **more)
@@ -168,8 +190,8 @@ async def test_what_is_kept_is_told_and_can_be_fetched(bench: Bench) -> None:
     assert prefix is not None
     assert bench.disk.take(5, 32) is None, "once"
     other = slots_of(FakeRuntime(0, 3, is_poisoned=True))
-    other.begin(2, 2, TEXT[:30], 0, 4, fetched=prefix)
-    assert other._tokens.tokens(2).tolist() == TEXT[:30]
+    other.begin(2, 2, TEXT[:30], 0, 4, brought=prefix)
+    assert other.tokens.tokens(2).tolist() == TEXT[:30]
     assert np.array_equal(compute(other, 2, 30, TEXT[:40]), compute(bench.slots, 1, 30, TEXT[:40]))
     stats = bench.disk.stats()
     assert (stats.num_files, stats.num_written, stats.num_restored, stats.num_restored_positions) == (
@@ -288,10 +310,10 @@ async def test_memory_of_fetches_is_bounded_and_given_back(bench: Bench) -> None
     bench.disk.fetch(wire.Fetch(id=1), lambda _fetched: None)
     assert await bench.fetch(fetch_of(2, 40)) == 24
     assert await bench.fetch(fetch_of(2, 40)) == 0, "its id is taken"
-    bench.disk.drop_fetched()
+    bench.disk.closed_all()
     assert bench.disk.take(2, 24) is None
     assert await bench.fetch(fetch_of(3, 40)) == 24
-    await bench.disk.close()
+    await bench.disk.stop()
     assert not bench.disk._fetches
 
 
@@ -334,7 +356,7 @@ async def test_the_next_coordinator_may_use_the_ids_of_the_one_before(bench: Ben
             while len(reader.held) == number:  # noqa: ASYNC110
                 await asyncio.sleep(0)
         if not number:
-            bench.disk.drop_fetched()
+            bench.disk.closed_all()
     for read in reader.held:
         read()
         async with asyncio.timeout(10):
@@ -373,20 +395,20 @@ async def test_evicted_blocks_are_told(tmp_path: Path) -> None:
 def test_rows_that_llama_cpp_refuses_leave_an_empty_slot() -> None:
     slots = slots_of(FakeRuntime(0, 3))
     compute(slots, 1, 0, TEXT[:20])
-    runtime: Any = slots._runtime
+    runtime: Any = slots.runtime
 
     def refuse(*_arguments: object) -> None:
         raise StageFailed("they are of another model")
 
     runtime.put_saved = refuse
     prefix = PrefixReader()
-    copied = slots.copy_of(1, 16, keep_of(16).tokens_sha256, (), 2**20)
+    copied = copied_of(slots, 16, keep_of(16), ())
     assert copied is not None
     for _place, block in copied.blocks([BlockPlace(bytes(32), 0, 16)]):
         prefix.add(block)
     with pytest.raises(PrefixMismatch, match=r"does not take 16 positions from disk.*of another model"):
-        slots.begin(2, 2, TEXT[:16], 0, 4, fetched=prefix.prefix())
-    assert slots._tokens.length(2) == 0
+        slots.begin(2, 2, TEXT[:16], 0, 4, brought=prefix.prefix())
+    assert slots.tokens.length(2) == 0
     assert runtime.length(2) == 0
 
 
@@ -475,7 +497,7 @@ def test_real_rows_come_back_to_the_bit(name: str, tmp_path: Path) -> None:
         if has_state:
             places.append(BlockPlace(name_of(end, text), 48, end, has_state=True))
             stop = end
-        copied = slots.copy_of(1, stop, keep_of(stop, text).tokens_sha256, (end,), 2**30)
+        copied = copied_of(slots, stop, keep_of(stop, text), (end,))
         assert copied is not None
         store = BlockStore(tmp_path / "kv", identity, 2**30)
         store.open()
@@ -489,7 +511,7 @@ def test_real_rows_come_back_to_the_bit(name: str, tmp_path: Path) -> None:
         # Another text lies in the slot, and others beside it.
         compute(other, 0, 0, text[40:70])
         compute(other, 2, 0, text[30:90])
-        other.begin(2, 2, text[:stop], 0, 4, fetched=reader.prefix())
+        other.begin(2, 2, text[:stop], 0, 4, brought=reader.prefix())
         for first, last in ((stop, stop + 1), (stop + 1, stop + 8)):
             (expected,) = _after(path, options, text, first, last)
             (hidden,) = copy.decode([Span(2, first, text[first:last])])

@@ -18,8 +18,10 @@ from stages.sampling.sampler import SamplingParams
 from stages.sampling.session_spec import Resumed
 from stages.sampling.verifier import WindowVerifier
 from stages.serving.kv_replication import pause_s
+from stages.serving.sent_rows import SentHiddenStates
 from stages.serving.sessions import SessionTable
-from stages.serving.slot_contents import KvSlots, ReplicationCursor, SentHiddenStates
+from stages.serving.slot_replication import ReplicationCursor, SlotReplication
+from stages.serving.slots import KvSlots
 from stages.slicing.model_facts import read_model_facts
 from stages.weights.virtual_stages import StageCache
 from tests.support.fake_stage import FakeRuntime
@@ -36,12 +38,11 @@ async def until_sent(ring: RepairableRing, num_positions: int) -> None:
         engine = replica.service._engine
         # An earlier session may have left as many positions in the slot.
         return (
-            engine._sessions._latest.get(slot) == session
-            and engine._slots._tokens.length(slot) >= num_positions
+            engine.sessions._latest.get(slot) == session and engine.slots.tokens.length(slot) >= num_positions
         )
 
     while True:
-        slots = ring.running[0].service._engine._sessions.slots.items()
+        slots = ring.running[0].service._engine.sessions.slots.items()
         copies = [replica for replica in ring.copies if replica is not None]
         if slots and all(is_told(replica, session, slot) for replica in copies for session, slot in slots):
             return
@@ -86,13 +87,13 @@ async def test_a_copy_goes_on_following_where_it_left_off() -> None:
         taken: list[tuple[int, int]] = []
         copies = [copy for copy in ring.copies if copy is not None]
         for copy in copies:
-            slots = copy.service._engine._slots
+            rows = copy.service._rows
 
-            def take(update: wire.SlotRows, slots: KvSlots = slots) -> None:
+            def take(update: wire.SlotRows, rows: SlotReplication = rows) -> None:
                 taken.append((update.start, len(update.tokens)))
-                KvSlots.apply_update(slots, update)
+                SlotReplication.apply_update(rows, update)
 
-            slots.apply_update = take  # type: ignore[method-assign]
+            rows.apply_update = take  # type: ignore[method-assign]
         coordinator.pause("the ring is rebuilt")
         await ring.repair()
         async for part in parts:
@@ -124,27 +125,28 @@ def slots_of(num_rows: int = 0) -> KvSlots:
     return slots
 
 
-def followed(stage: KvSlots, *held: wire.HeldSlot) -> ReplicationCursor:
+def followed(stage: SlotReplication, *held: wire.HeldSlot) -> ReplicationCursor:
     cursor = ReplicationCursor(4)
     stage.attach_cursor(cursor, held)
     return cursor
 
 
 def test_news_are_what_has_changed() -> None:
-    stage, copy = slots_of(9), slots_of()
+    stage_slots, copy_slots = slots_of(9), slots_of()
+    stage, copy = SlotReplication(stage_slots), SlotReplication(copy_slots)
     cursor = followed(stage)
 
     def tell(session: int = 5) -> list[tuple[int, list[int], int]]:
         news = stage.updates(1, session, cursor, 4)
         for one in news:
             copy.apply_update(one)
-            assert copy._tokens.tokens(1)[one.start :].tolist() == list(one.tokens)
+            assert copy_slots.tokens.tokens(1)[one.start :].tolist() == list(one.tokens)
         return [(one.start, list(one.tokens), len(one.sent)) for one in news]
 
     assert tell() == [(0, list(range(1, 10)), 36)]
     assert tell() == []
     assert tell(session=6) == [(9, [], 0)]
-    stage.trim(1, 4)
+    stage_slots.trim(1, 4)
     # Nothing to tell of that: whoever goes on there looks at the tokens.
     assert tell(session=6) == []
     assert tell(session=7) == [(4, [], 0)]
@@ -155,7 +157,7 @@ def test_news_are_what_has_changed() -> None:
     assert followed(stage, other).num_sent == [0, 0, 0, 0]
     assert followed(stage, wire.HeldSlot(slot=1, num_positions=5)).num_sent == [0, 0, 0, 0]
     assert followed(stage, wire.HeldSlot(slot=9, num_positions=1)).num_sent == [0, 0, 0, 0]
-    stage.begin(2, 1, (1, 2, 3), 0, 4)
+    stage_slots.begin(2, 1, (1, 2, 3), 0, 4)
     assert [one.start for one in stage.updates(2, 7, cursor, 4)] == [0]
 
 
@@ -173,7 +175,7 @@ def test_news_are_what_has_changed() -> None:
     ],
 )
 def test_news_that_cannot_be_meant_are_refused(change: dict[str, object]) -> None:
-    stage, copy = slots_of(3), slots_of()
+    stage, copy = SlotReplication(slots_of(3)), SlotReplication(slots_of())
     (news,) = stage.updates(1, 5, followed(stage), 4)
     changed = wire.SlotRows(
         **{"slot": 1, "session": 5, "start": 0, "tokens": news.tokens, "kv": news.kv, **change}  # type: ignore[arg-type]
@@ -222,7 +224,7 @@ async def test_a_copy_that_cannot_take_what_there_is_is_not_told_again_and_again
             num_tried += 1
             raise UncuttableModel("kept in another form")
 
-        copy.service._engine._slots.apply_update = refuse  # type: ignore[method-assign,assignment]
+        copy.service._rows.apply_update = refuse  # type: ignore[method-assign,assignment]
         answer = asyncio.create_task(collect(coordinator, request))
         replication_sink = copy.service._replication_sink
         assert replication_sink is not None

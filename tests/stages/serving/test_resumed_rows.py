@@ -8,7 +8,8 @@ import pytest
 
 from spanmesh_proto.errors import PrefixMismatch
 from stages.runtime.span import Span
-from stages.serving.slot_contents import KvSlots, SentHiddenStates
+from stages.serving.sent_rows import SentHiddenStates
+from stages.serving.slots import KvSlots
 from tests.support.fake_recurrent import FakeRecurrentRuntime
 from tests.support.fake_stage import FakeRuntime
 
@@ -29,7 +30,7 @@ def slots_of(runtime: Any, checkpoints: Sequence[int], *, num_sent: int = len(TE
         runtime.decode([span])
         slots.computed(span, 0)
         slots.sent_on(span, bytes(ROW_BYTES * len(span.tokens)))
-    slots._sent.trim(0, num_sent)
+    slots.sent.trim(0, num_sent)
     return slots
 
 

@@ -12,7 +12,8 @@ from spanmesh_proto.errors import PrefixMismatch, StageFailed
 from stages.runtime.span import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.serving.prefix_blocks import FetchedPrefix
-from stages.serving.slot_contents import KvSlots, SentHiddenStates
+from stages.serving.sent_rows import SentHiddenStates
+from stages.serving.slots import KvSlots
 from tests.support.fake_stage import FakeRuntime
 from tests.support.tiny_families import TINY_FAMILIES
 from tests.support.windowed_hybrids import DEEPSEEK4, LFM2
@@ -44,7 +45,7 @@ def compute(
 ) -> NDArray[np.float32]:
     """Compute rows together, as a worker does."""
     span = Span(slot, start, text[start:stop], num_outputs=stop - start, checkpoints=checkpoints)
-    (output,) = slots._runtime.decode([span])
+    (output,) = slots.runtime.decode([span])
     slots.computed(span, 0)
     return output
 
@@ -52,13 +53,13 @@ def compute(
 def begin(
     slots: KvSlots, slot: int, source: int, num_cached: int, fetched: FetchedPrefix | None = None
 ) -> None:
-    slots.begin(slot, source, TEXT[:num_cached], 0, 4, fetched=fetched)
+    slots.begin(slot, source, TEXT[:num_cached], 0, 4, brought=fetched)
 
 
 def prefix_from(slots: KvSlots, slot: int, stop: int) -> FetchedPrefix:
     """What the disk would bring of the first positions of a slot, which ends there."""
     tokens = np.asarray(TEXT[:stop], np.int64)
-    runtime = slots._runtime
+    runtime = slots.runtime
     if runtime.info.has_windows:
         rows, state = runtime.kv_rows_and_window(slot)
         return FetchedPrefix(tokens, np.frombuffer(rows.to_bytes(), np.uint8), state)
@@ -76,7 +77,7 @@ def test_a_slot_without_a_checkpoint_there_takes_a_copy_of_one_that_has_it(name:
         # The same tokens, in one piece: it can go back to its beginning and its end only.
         whole = compute(slots, 1, 0, 50)
         begin(slots, 1, 0, 30)
-        assert slots._tokens.tokens(1).tolist() == TEXT[:30]
+        assert slots.tokens.tokens(1).tolist() == TEXT[:30]
         assert np.array_equal(compute(slots, 1, 30, 50), whole[30:])
         assert runtime.length(0) == 50, "the other is as it was"
         # Its own checkpoint is preferred: nothing is copied.
@@ -151,7 +152,7 @@ def test_rows_from_disk_replace_the_same_tokens_in_the_slot(tmp_path: Path) -> N
         prefix = prefix_from(slots, 0, 40)
         # Rows of another text, under the same token ids.
         compute(slots, 1, 0, 60, text=OTHER)
-        slots._tokens.write(1, 0, TEXT[:60])
+        slots.tokens.write(1, 0, TEXT[:60])
         begin(slots, 1, 1, 40, prefix)
         assert np.array_equal(compute(slots, 1, 40, 60), rows[40:])
 
@@ -172,7 +173,7 @@ def test_a_slot_that_takes_no_copy_is_empty(error: Exception) -> None:
     runtime.copy = fail
     with pytest.raises(PrefixMismatch, match="10 positions of slot 0 cannot be copied to slot 1"):
         slots.begin(1, 0, text[:10], 0, 4)
-    assert (runtime.length(1), slots._tokens.length(1)) == (0, 0)
+    assert (runtime.length(1), slots.tokens.length(1)) == (0, 0)
 
 
 @pytest.mark.model

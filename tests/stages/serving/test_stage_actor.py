@@ -146,7 +146,7 @@ async def test_a_host_s_own_disk_limit_wins(
             assert (opening is not None) == (most_bytes is not None)
             if opening is not None:
                 await opening
-            disk = service._engine.disk
+            disk = service._disk
             assert (None if disk is None else disk.stats().most_bytes) == most_bytes
         finally:
             await actor.stop()
@@ -184,7 +184,7 @@ async def test_a_model_that_was_replaced_while_it_was_loaded_keeps_no_blocks(
             assert isinstance(service, StageService)
             assert opening is not None
             await opening
-        assert (service._engine.disk is None) == is_replaced
+        assert (service._disk is None) == is_replaced
         reasons = [each["reason"] for each in logs if each["event"] == "disk_not_opened"]
         said = f"{model} was changed since it was loaded: load the model again"
         assert reasons == ([said] if is_replaced else [])

@@ -13,7 +13,9 @@ from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.span import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
-from stages.serving.slot_contents import KvSlots, ReplicationCursor, SentHiddenStates
+from stages.serving.sent_rows import SentHiddenStates
+from stages.serving.slot_replication import ReplicationCursor, SlotReplication
+from stages.serving.slots import KvSlots
 from stages.serving.state_arrivals import StateArrivals, state_messages
 from tests.support.tiny_families import TINY_FAMILIES
 
@@ -57,7 +59,7 @@ def slots_of(runtime: StageRuntime) -> KvSlots:
 
 def compute(slots: KvSlots, start: int, stop: int, checkpoints: tuple[int, ...], num_committed: int) -> None:
     span = Span(1, start, TEXT[start:stop], checkpoints=checkpoints)
-    slots._runtime.decode([span])
+    slots.runtime.decode([span])
     slots.computed(span, num_committed)
     slots.sent_on(span, bytes(4 * (stop - start)))
 
@@ -66,13 +68,14 @@ def compute(slots: KvSlots, start: int, stop: int, checkpoints: tuple[int, ...],
 def test_a_copy_follows_up_to_committed_checkpoints(stage_file: Path) -> None:
     with closing(StageRuntime(stage_file, OPTIONS)) as one, closing(StageRuntime(stage_file, OPTIONS)) as two:
         stage, copy = slots_of(one), slots_of(two)
+        stage_rows, copy_rows = SlotReplication(stage), SlotReplication(copy)
         cursor = ReplicationCursor(2)
-        stage.attach_cursor(cursor, [])
+        stage_rows.attach_cursor(cursor, [])
 
         def tell(session: int = 5) -> list[tuple[int, int, bool]]:
-            news = stage.updates(1, session, cursor, 4)
+            news = stage_rows.updates(1, session, cursor, 4)
             for message in news:
-                copy.apply_update(message)
+                copy_rows.apply_update(message)
             return [(message.start, len(message.tokens), bool(message.state)) for message in news]
 
         compute(stage, 0, 30, (), 0)
@@ -111,12 +114,13 @@ def test_a_copy_follows_up_to_committed_checkpoints(stage_file: Path) -> None:
 def test_a_state_that_fits_nothing_leaves_the_slot_empty(stage_file: Path, change: dict[str, Any]) -> None:
     with closing(StageRuntime(stage_file, OPTIONS)) as one, closing(StageRuntime(stage_file, OPTIONS)) as two:
         stage, copy = slots_of(one), slots_of(two)
+        stage_rows, copy_rows = SlotReplication(stage), SlotReplication(copy)
         cursor = ReplicationCursor(2)
-        stage.attach_cursor(cursor, [])
+        stage_rows.attach_cursor(cursor, [])
         compute(stage, 0, 30, (), 0)
         compute(stage, 30, 40, (30,), 31)
-        rows, state = stage.updates(1, 5, cursor, 4)
-        copy.apply_update(rows)
+        rows, state = stage_rows.updates(1, 5, cursor, 4)
+        copy_rows.apply_update(rows)
         fields: dict[str, Any] = {
             "slot": 1,
             "session": 5,
@@ -128,9 +132,9 @@ def test_a_state_that_fits_nothing_leaves_the_slot_empty(stage_file: Path, chang
             fields["num_state_bytes"] = len(change["state"])
         changed = wire.SlotRows(**{**fields, **change})
         if change.get("state") == b"":
-            copy.apply_update(changed)
+            copy_rows.apply_update(changed)
         else:
             with pytest.raises(MeshError):
-                copy.apply_update(changed)
+                copy_rows.apply_update(changed)
         assert two.length(1) == 0
         two.decode([Span(1, 0, TEXT[:9])])
