@@ -11,6 +11,7 @@ from stages.sampling.sampler import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping
 
+    from spanmesh_proto import windows_pb2 as wire
     from stages.sampling.logprobs import TokenLogprobs
 
 
@@ -138,16 +139,32 @@ class Engine(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class StageTimes:
+@dataclass
+class StageTotals:
     """Times of one stage, summed over windows."""
 
     num_windows: int = 0
     """Windows that it computed, not those it only passed on."""
-    compute_ms: float = 0.0
+    compute_us: int = 0
     """Computing; at the tail sampling and verifying as well."""
-    queue_ms: float = 0.0
+    queue_us: int = 0
     """Waiting of windows for it."""
+
+    @property
+    def compute_ms(self) -> float:
+        """Computing, milliseconds."""
+        return self.compute_us / 1000
+
+    @property
+    def queue_ms(self) -> float:
+        """Waiting of windows for it, milliseconds."""
+        return self.queue_us / 1000
+
+    def add(self, time: wire.StageTime) -> None:
+        """Add the times of a window."""
+        self.num_windows += bool(time.num_rows)
+        self.compute_us += time.compute_us
+        self.queue_us += time.queue_us
 
 
 @dataclass(frozen=True)
@@ -157,7 +174,7 @@ class RingTimes:
     Several windows may be in flight at once: then the sums exceed the elapsed time.
     """
 
-    stages: tuple[StageTimes, ...] = ()
+    stages: tuple[StageTotals, ...] = ()
     """In pipeline order."""
     wire_ms: float = 0.0
     """Part of the round trips beyond the stages' times: network and message handling. Clocks of hosts differ,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mesh.coordinator.groups import WindowGroups
 from mesh.coordinator.prefill_pace import PrefillPace
+from mesh.engine import StageTotals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -79,15 +79,6 @@ class RoundTrips:
         }
 
 
-@dataclass
-class _StageTotals:
-    """Times of one stage, summed over verdicts."""
-
-    num_windows: int = 0
-    queue_us: int = 0
-    compute_us: int = 0
-
-
 class ActiveRing:
     """A ring from its opening to its loss, with its statistics and learned sizes.
 
@@ -123,7 +114,7 @@ class ActiveRing:
         )
         self._stages = tuple(stages)
         self._round_trips = RoundTrips(len(stages))
-        self._totals = [_StageTotals() for _ in stages]
+        self._totals = [StageTotals() for _ in stages]
 
     async def open(self) -> None:
         """Connect to every stage.
@@ -167,9 +158,7 @@ class ActiveRing:
         """Add the stages' times for a window."""
         for totals, time in zip(self._totals, times, strict=False):
             if time.num_rows:
-                totals.num_windows += 1
-                totals.queue_us += time.queue_us
-                totals.compute_us += time.compute_us
+                totals.add(time)
 
     def add_round_trip(self, times: Sequence[wire.StageTime], sent_ms: float, arrived_ms: float) -> None:
         """Record the round trip of a decoding window; times by the coordinator's clock."""
@@ -197,8 +186,8 @@ class ActiveRing:
                 "layers": [stage.layers.start, stage.layers.stop],
                 "wire": str(stage.wire) if index < last else None,
                 "windows": totals.num_windows,
-                "compute_ms": totals.compute_us / 1000,
-                "queue_ms": totals.queue_us / 1000,
+                "compute_ms": totals.compute_ms,
+                "queue_ms": totals.queue_ms,
                 "mean_compute_ms": _mean_ms(totals.compute_us, totals.num_windows),
                 "mean_queue_ms": _mean_ms(totals.queue_us, totals.num_windows),
                 # Round trip from the coordinator.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.engine import GenerationStats, RingTimes, SpeculationReport, StageTimes
+from mesh.engine import GenerationStats, RingTimes, SpeculationReport, StageTotals
 from speculative.acceptance import DepthStatistics, SpeculationStatistics
 from speculative.proposer import EMPTY
 
@@ -20,13 +20,6 @@ if TYPE_CHECKING:
 
 
 _COUNTED_AT_ONCE: Final = 256
-
-
-@dataclass
-class _StageSums:
-    num_windows: int = 0
-    queue_us: int = 0
-    compute_us: int = 0
 
 
 class _Judged:
@@ -86,7 +79,7 @@ class SessionTelemetry:
         self._round_trip_ms = 0.0
         self._queue_us = 0
         self._compute_us = 0
-        self._stages: list[_StageSums] = []
+        self._stages: list[StageTotals] = []
         self._judged: defaultdict[str, _Judged] = defaultdict(_Judged)
         self._depths: defaultdict[str, DepthStatistics] = defaultdict(DepthStatistics)
         self._voided_rows: dict[int, int] = {}
@@ -117,13 +110,11 @@ class SessionTelemetry:
         self._round_trip_ms += arrived_ms - sent_ms
         # A recovery may have changed the number of stages.
         while len(self._stages) < len(times):
-            self._stages.append(_StageSums())
+            self._stages.append(StageTotals())
         for stage, time in zip(self._stages, times, strict=False):
             self._queue_us += time.queue_us
             self._compute_us += time.compute_us
-            stage.num_windows += bool(time.num_rows)
-            stage.queue_us += time.queue_us
-            stage.compute_us += time.compute_us
+            stage.add(time)
         self._num_windows += 1
         self._add(judgement, proposal)
 
@@ -169,10 +160,7 @@ class SessionTelemetry:
         """Times so far, by place in the ring."""
         at_stages_ms = (self._queue_us + self._compute_us) / 1000
         return RingTimes(
-            tuple(
-                StageTimes(stage.num_windows, stage.compute_us / 1000, stage.queue_us / 1000)
-                for stage in self._stages
-            ),
+            tuple(replace(stage) for stage in self._stages),
             wire_ms=max(0.0, self._round_trip_ms - at_stages_ms),
         )
 
