@@ -8,18 +8,26 @@ checkpoints, and the coordinator names them without asking.
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
+
+from mesh.coordinator.generation import Rollback
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 # A session without proposals never goes back; but the next turn of its chat, and a replica, go on from a
 # checkpoint.
 PLAIN_EVERY: Final = 64
+# Tokens computed again before a proposal is sent with them: more are sent ahead, in a window of their own,
+# so that a checkpoint behind them ends the growth.
+_MOST_RECOMPUTED: Final = 8
+# Prompts with fewer tokens to compute are not divided for a checkpoint.
+_LONG_PROMPT: Final = 64
 # Checkpoints that are all needed to go back, and to fly while that may be necessary.
-
-
 _FEW: Final = 2
 
 
-class CheckpointPlan:
+class CheckpointPlan(Rollback):
     """Positions of a session's checkpoints, as stages hold them once they have computed all that was sent.
 
     Position 0, the empty state, is always there and takes no room.
@@ -41,6 +49,45 @@ class CheckpointPlan:
     def positions(self) -> tuple[int, ...]:
         """All positions, ascending."""
         return tuple(self._positions)
+
+    def points(self, num_computed: int) -> list[int]:
+        """Checkpoints up to a position."""
+        return [each for each in self._positions if each <= num_computed]
+
+    def most_proposed(
+        self, max_rows: int, *, num_recomputed: int, stop: int | None, num_committed: int
+    ) -> int:
+        """Most proposed tokens so that a window can compute again all from the latest checkpoint on."""
+        if stop is None:
+            return 0 if num_recomputed > _MOST_RECOMPUTED else max_rows - 1 - num_recomputed
+        begin = stop if self.has_room(num_committed - 1) else self.latest(stop)
+        return max_rows - 1 - (stop - begin)
+
+    def divides(self, num_to_prefill: int) -> bool:
+        """Whether a checkpoint at the end of a prompt is worth a window of its own."""
+        return num_to_prefill >= _LONG_PROMPT
+
+    def before_chunk(self, start: int, num_committed: int, *, is_division: bool) -> Mapping[str, Any]:
+        """A checkpoint, which stays at the prompt's end."""
+        kept = self.add(start, start)
+        if is_division:
+            self.pin(start)
+        return _asked(kept, num_committed)
+
+    def before_window(
+        self, start: int, num_committed: int, *, is_behind: bool, is_plain: bool
+    ) -> Mapping[str, Any]:
+        """A checkpoint, unless the one before it is near."""
+        floor = num_committed - 1
+        if not is_behind:
+            self.trim(start)
+        num_rows = start - self.latest(start)
+        least = PLAIN_EVERY if is_plain else 0
+        if is_behind:
+            least = self.spacing(floor)
+        # A stage may have missed the void window that was to make one here, so it is named again.
+        kept = self.add(start, floor) if num_rows == 0 or num_rows >= least else ()
+        return _asked(kept, num_committed)
 
     def latest(self, position: int) -> int:
         """The latest checkpoint at a position or before it."""
@@ -110,3 +157,8 @@ class CheckpointPlan:
             return (known[index + 1] - known[index - 1]) / (base - position)
 
         return min(old, key=worth)
+
+
+def _asked(checkpoints: tuple[int, ...], num_committed: int) -> Mapping[str, Any]:
+    """Fields of a window with which stages keep these checkpoints from now on."""
+    return {"checkpoints": checkpoints, "num_committed": num_committed} if checkpoints else {}

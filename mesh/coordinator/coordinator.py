@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from mesh.coordinator.checkpoint_plan import CheckpointPlan
-from mesh.coordinator.composition import plugs_of
+from mesh.coordinator.composition import plugs_of, rollback_of
 from mesh.coordinator.generation import Generation
 from mesh.coordinator.plugs import NewRing
 from mesh.coordinator.prefix_cache import PrefixMatch
@@ -442,7 +441,7 @@ class Coordinator:
         if session.is_slot_unknown or not self._is_whole or not request.uses_cache:
             return None
         if session.is_carried:
-            # Some of its rows may have been computed on other hosts: kept, or replicated.
+            # Some of its rows may have been computed on other hosts.
             return None
         found = (plug.kept(request, session.computed, session.return_points) for plug in self._plugs)
         return next((keep for keep in found if keep is not None), None)
@@ -458,7 +457,7 @@ class Coordinator:
             context_length=options.context_length,
             max_rows=options.max_rows,
             num_cached=prefix_match.num_cached,
-            checkpoint_plan=self._checkpoint_plan(prefix_match),
+            rollback=rollback_of(options, prefix_match),
         )
         speculator = self._speculators.make(spec.session, request)
         parts = (plug.in_session(generation, speculator) for plug in self._plugs)
@@ -474,10 +473,6 @@ class Coordinator:
         )
         session.is_carried = prefix_match.is_carried
         return session
-
-    def _checkpoint_plan(self, prefix_match: PrefixMatch) -> CheckpointPlan | None:
-        num_checkpoints = self._options.num_checkpoints
-        return CheckpointPlan(num_checkpoints, prefix_match.checkpoints) if num_checkpoints else None
 
     def _learn_plain(self, outcome: WindowOutcome) -> None:
         if len(self._sessions) == 1:

@@ -6,35 +6,29 @@ oldest window is always committed: a window sent while none is in flight starts 
 token, and a window behind another one stays valid only if that one's free prediction is its first token.
 Otherwise all windows in flight are void, and the next one starts with the sampled token.
 
-In models with recurrent layers stages go back to checkpoints only, see `checkpoint_plan`: the next window
-then starts at the latest one, with the tokens that were committed since, which are computed again.
+Stages of some models cannot go back to every position, see `Rollback`: the next window then starts at the
+latest one to which they can, with the tokens that were committed since, which are computed again.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from mesh.coordinator.checkpoint_plan import PLAIN_EVERY, CheckpointPlan
 from mesh.engine import PrefillProgress
 from spanmesh_proto.errors import ProtocolError
 from speculative.acceptance import Judgement, judge
 from speculative.proposer import EMPTY, Proposal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from mesh.engine import GenerationRequest
 
-# Tokens computed again before a proposal is sent with them: more are sent ahead, in a window of their own,
-# so that a checkpoint behind them ends the growth.
-_MOST_RECOMPUTED: Final = 8
 # Last tokens of a prompt that the next turn of a chat often writes otherwise: the answer's header, and marks
 # around a thought.
 _PROMPT_END: Final = 8
-# Prompts with fewer tokens to compute are not divided for it.
-_LONG_PROMPT: Final = 64
 # The tail keeps as many rows of logits: 20 MB at a vocabulary of 152,000.
 _MOST_SCORED_ROWS: Final = 32
 
@@ -56,11 +50,8 @@ class WindowPlan:
     """Whether it is part of the prompt."""
     num_recomputed: int = 0
     """Number of first tokens that are committed and were computed before."""
-    checkpoints: tuple[int, ...] = ()
-    """Positions of the checkpoints that stages keep from now on; `start` among them is made before the first
-    row. Empty for no change."""
-    num_committed: int = 0
-    """Tokens of the session that were committed when it was made."""
+    asks: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the window's message, for plugs: what stages are to do beside computing."""
     scored_next: int | None = None
     """Token after the last, in a part of the prompt whose tokens are scored; else None."""
 
@@ -94,6 +85,66 @@ class Step:
         return bool(self.voided) and self.finish is None and not self.judgement.is_rejected
 
 
+class Rollback:
+    """How the stages of a session go back to an earlier position: to any, at no cost."""
+
+    def points(self, num_computed: int) -> list[int]:
+        """Positions up to this one to which stages that cannot trim can go back."""
+        del num_computed
+        return []
+
+    def latest(self, position: int) -> int:
+        """The latest position up to this one to which they can go back."""
+        return position
+
+    def most_proposed(
+        self, max_rows: int, *, num_recomputed: int, stop: int | None, num_committed: int
+    ) -> int:
+        """Most proposed tokens of a window, so that a window behind its rejection has room for its rows.
+
+        Args:
+            max_rows: Most rows of a window.
+            num_recomputed: Committed tokens that the window computes again.
+            stop: Position after the latest window in flight; None if there is none.
+            num_committed: Tokens of the session that are committed.
+        """
+        del num_recomputed, num_committed
+        return max_rows - (stop is None)
+
+    def divides(self, num_to_prefill: int) -> bool:
+        """Whether a prompt with so many tokens to compute is divided where the next turn may differ."""
+        del num_to_prefill
+        return False
+
+    def before_chunk(self, start: int, num_committed: int, *, is_division: bool) -> Mapping[str, Any]:
+        """What stages are to do before a chunk of a divided prompt; see `WindowPlan.asks`.
+
+        Args:
+            start: Position of the chunk.
+            num_committed: Tokens of the session that are committed.
+            is_division: Whether the prompt is divided there.
+        """
+        del start, num_committed, is_division
+        return {}
+
+    def before_window(
+        self, start: int, num_committed: int, *, is_behind: bool, is_plain: bool
+    ) -> Mapping[str, Any]:
+        """What stages are to do before a window; see `WindowPlan.asks`.
+
+        Args:
+            start: Position of the window.
+            num_committed: Tokens of the session that are committed.
+            is_behind: Whether another window is in flight ahead of it.
+            is_plain: Whether it has no proposed tokens.
+        """
+        del start, num_committed, is_behind, is_plain
+        return {}
+
+    def clear(self) -> None:
+        """Forget all positions: another ring, or an emptied slot."""
+
+
 class Generation:
     """Committed tokens and windows in flight of one session; makes its windows.
 
@@ -102,7 +153,7 @@ class Generation:
         context_length: Positions that the session may use.
         max_rows: Most rows of one window.
         num_cached: Prompt tokens that the stages already hold; less than all.
-        checkpoint_plan: The session's checkpoints; None if its model goes back without.
+        rollback: How its stages go back.
 
     Attributes:
         request: As given.
@@ -116,7 +167,7 @@ class Generation:
         context_length: int,
         max_rows: int,
         num_cached: int = 0,
-        checkpoint_plan: CheckpointPlan | None = None,
+        rollback: Rollback | None = None,
     ) -> None:
         self.num_cached = num_cached
         self.request = request
@@ -130,7 +181,7 @@ class Generation:
         self._num_resumable = 0
         self._last = request.prompt[-1]
         self._in_flight: deque[WindowPlan] = deque()
-        self._checkpoint_plan = checkpoint_plan
+        self._rollback = Rollback() if rollback is None else rollback
         # Positions that the stages' state comes to once all that was sent is computed.
         self._num_reached = num_cached
 
@@ -158,8 +209,8 @@ class Generation:
     @property
     def return_points(self) -> tuple[int, ...]:
         """Numbers of positions among `computed` to which stages that cannot trim can go back."""
-        plan, num_computed = self._checkpoint_plan, self._num_computed
-        points = [] if plan is None else [each for each in plan.positions if each <= num_computed]
+        num_computed = self._num_computed
+        points = self._rollback.points(num_computed)
         if num_computed and num_computed == self._num_reached and num_computed not in points:
             points.append(num_computed)
         return tuple(points)
@@ -167,10 +218,9 @@ class Generation:
     @property
     def num_to_recompute(self) -> int:
         """Committed tokens that a window sent now computes again, if none is in flight."""
-        plan = self._checkpoint_plan
-        if plan is None or self._in_flight or self._num_reached == self.position - 1:
+        if self._in_flight or self._num_reached == self.position - 1:
             return 0
-        return self.position - 1 - plan.latest(self.position - 1)
+        return self.position - 1 - self._rollback.latest(self.position - 1)
 
     @property
     def num_resumable(self) -> int:
@@ -194,25 +244,13 @@ class Generation:
         """Most proposed tokens of a window sent now; below 1 for none."""
         # The last row of a window yields one token more than were proposed.
         wanted = self._max_tokens - len(self._committed) - len(self.ahead) - 1
-        if self._checkpoint_plan is not None:
-            return min(wanted, self._room_to_go_back(self._checkpoint_plan))
-        return min(wanted, self._max_rows - (not self._in_flight))
-
-    def _room_to_go_back(self, plan: CheckpointPlan) -> int:
-        """Most proposed tokens so that a window can compute again all from the latest checkpoint on."""
-        if not self._in_flight:
-            num_recomputed = self.num_to_recompute
-            if num_recomputed > _MOST_RECOMPUTED:
-                return 0
-            return self._max_rows - 1 - num_recomputed
-        start = self._in_flight[-1].stop
-        begin = start if plan.has_room(self._floor) else plan.latest(start)
-        return self._max_rows - 1 - (start - begin)
-
-    @property
-    def _floor(self) -> int:
-        """First position that may have to be computed again."""
-        return self.position - 1
+        most = self._rollback.most_proposed(
+            self._max_rows,
+            num_recomputed=self.num_to_recompute,
+            stop=self._in_flight[-1].stop if self._in_flight else None,
+            num_committed=self.position,
+        )
+        return min(wanted, most)
 
     @property
     def is_prefilled(self) -> bool:
@@ -236,7 +274,7 @@ class Generation:
             # Stages that have these still need not compute them; those behind, all must.
             num_rows = min(num_rows, self._num_resumable - start)
         prompt_end = len(self._prefix) - _PROMPT_END
-        is_divided = self._checkpoint_plan is not None and self.num_to_prefill >= _LONG_PROMPT
+        is_divided = self._rollback.divides(self.num_to_prefill)
         if is_divided and start < prompt_end:
             num_rows = min(num_rows, prompt_end - start)
         last = len(self._prefix) - 1
@@ -245,20 +283,17 @@ class Generation:
             num_rows = min(num_rows, _MOST_SCORED_ROWS, last - start)
         tokens = self._prefix[start : start + num_rows]
         self._num_prefilled += len(tokens)
-        checkpoints: tuple[int, ...] = ()
-        # What stages still hold they do not compute, so no checkpoint would be made there.
-        if self._checkpoint_plan is not None and start >= self._num_resumable and is_divided:
-            checkpoints = self._checkpoint_plan.add(start, start)
-            if start == prompt_end:
-                self._checkpoint_plan.pin(start)
+        asks: Mapping[str, Any] = {}
+        # What stages still hold they do not compute, so nothing would be done there.
+        if start >= self._num_resumable and is_divided:
+            asks = self._rollback.before_chunk(start, self.position, is_division=start == prompt_end)
         return self._send(
             WindowPlan(
                 start,
                 tokens,
                 len(tokens) if is_scored else int(self.is_prefilled),
                 is_prompt=True,
-                checkpoints=checkpoints,
-                num_committed=self.position,
+                asks=asks,
                 scored_next=self._prefix[self._num_prefilled] if is_scored else None,
             )
         )
@@ -293,8 +328,7 @@ class Generation:
                     proposal.tokens,
                     count,
                     proposal,
-                    checkpoints=self._checkpoint(start, is_behind=True),
-                    num_committed=self.position,
+                    asks=self._rollback.before_window(start, self.position, is_behind=True, is_plain=False),
                 )
             )
         num_recomputed = self.num_to_recompute
@@ -307,32 +341,16 @@ class Generation:
                 1 + count,
                 proposal,
                 num_recomputed=num_recomputed,
-                checkpoints=self._checkpoint(start, is_plain=not count),
-                num_committed=self.position,
+                asks=self._rollback.before_window(start, self.position, is_behind=False, is_plain=not count),
             )
         )
-
-    def _checkpoint(self, start: int, *, is_behind: bool = False, is_plain: bool = False) -> tuple[int, ...]:
-        """Checkpoints to keep from a window on that begins at `start`."""
-        plan = self._checkpoint_plan
-        if plan is None:
-            return ()
-        if not is_behind:
-            plan.trim(start)
-        num_rows = start - plan.latest(start)
-        least = PLAIN_EVERY if is_plain else 0
-        if is_behind:
-            least = plan.spacing(self._floor)
-        # A stage may have missed the void window that was to make one here, so it is named again.
-        return plan.add(start, self._floor) if num_rows == 0 or num_rows >= least else ()
 
     def rewind(self) -> tuple[WindowPlan, ...]:
         """Begin again at position 0, with prompt and answer so far as the prompt; returns what flew."""
         self._prefix = self.tokens
         # In a ring that breaks while it replays, no more is known than before.
         self._num_resumable = max(self._num_resumable, self._num_computed, self.num_cached)
-        if self._checkpoint_plan is not None:
-            self._checkpoint_plan.clear()
+        self._rollback.clear()
         self.skip(0)
         return self._void()
 

@@ -249,7 +249,7 @@ class Ring:
             control.close_session(session, keep)
 
     def fetch(self, fetch: wire.Fetch) -> None:
-        """Have all stages read blocks from their disks."""
+        """Have all stages fetch a prefix, for a plug."""
         for control in self._controls:
             control.fetch(fetch)
 

@@ -374,7 +374,7 @@ class Session:
         """Send nothing more, free the slot at every stage, and close the proposer.
 
         Args:
-            keep: Blocks of the slot that the stages are to keep on disk, if there are any.
+            keep: What the stages are to keep of the slot, if a plug wants anything.
         """
         self._is_over = True
         self._active_ring.ring.close_session(self.id, keep)
@@ -600,10 +600,9 @@ class Session:
             start=window.start,
             tokens=window.tokens,
             verify_rows=window.num_verified,
-            checkpoints=window.checkpoints,
             recomputed_rows=window.num_recomputed,
-            num_committed=window.num_committed if window.checkpoints else 0,
             scored_next=window.scored_next,
+            **window.asks,
         )
         for plug in self._plugs:
             plug.sending(self._num_sent, window, message)

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from spanmesh_proto import windows_pb2 as wire
+
 
 @dataclass(frozen=True)
 class Span:
@@ -31,3 +33,19 @@ class Span:
     is to be made before the first row. Empty to keep all and make none."""
     may_be_padded: bool = False
     """Whether other rows may be computed with it, only because that is faster."""
+
+    @classmethod
+    def of(cls, slot: int, window: wire.Window) -> Span:
+        """Rows of a window, without hidden states."""
+        return cls(
+            slot,
+            window.start,
+            list(window.tokens),
+            num_outputs=window.verify_rows,
+            checkpoints=tuple(window.checkpoints),
+        )
+
+    @property
+    def is_costly(self) -> bool:
+        """Whether more is done than its rows are computed: states may be copied, which takes a while."""
+        return bool(self.checkpoints)

@@ -163,13 +163,7 @@ class StageEngine:
                 queued.append(
                     QueuedWindow(
                         message=window,
-                        span=Span(
-                            session.slot,
-                            window.start,
-                            list(window.tokens),
-                            num_outputs=window.verify_rows,
-                            checkpoints=tuple(window.checkpoints),
-                        ),
+                        span=Span.of(session.slot, window),
                         hidden=hidden,
                         first_row=first_row,
                         verifier=session.verifier,

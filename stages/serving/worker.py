@@ -154,8 +154,8 @@ class StageWorker(threading.Thread):
 
     def _is_short(self, window: QueuedWindow) -> bool:
         span = window.span
-        # Prompts have lengths of their own, and checkpoints and grammars take times that differ widely.
-        if window.is_chunk or span.checkpoints or window.verifier.has_grammar:
+        # Prompts have lengths of their own, and copies of states and grammars take times that differ widely.
+        if window.is_chunk or span.is_costly or window.verifier.has_grammar:
             return False
         longest_us = self._longest_us.get(len(span.tokens))
         return longest_us is not None and longest_us < _LONGEST_IN_LOOP_US

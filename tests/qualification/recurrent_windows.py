@@ -214,7 +214,7 @@ class _Stages:
                     window.tokens,
                     hidden,
                     num_outputs=passing.num_outputs,
-                    checkpoints=window.checkpoints,
+                    checkpoints=window.asks.get("checkpoints", ()),
                 )
             ]
         )
@@ -309,7 +309,7 @@ class _Round:
             context_length=_CTX_SIZE,
             max_rows=int(draw.integers(_LEAST_ROWS, EXACT_MAX_ROWS + 1)),
             num_cached=match.num_cached,
-            checkpoint_plan=CheckpointPlan(capacity, match.checkpoints),
+            rollback=CheckpointPlan(capacity, match.checkpoints),
         )
         self._history = _until(left.history, match.num_cached)
         self._depth = int(draw.integers(1, _MOST_DEPTH + 1))

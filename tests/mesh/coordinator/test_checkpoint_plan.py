@@ -29,9 +29,9 @@ class RecurrentStage:
         if window.start != len(self.state):
             self.state = self.copies[window.start] if window.start else ()
         self.copies = {at: copy for at, copy in self.copies.items() if at <= window.start}
-        if window.checkpoints:
-            self.copies = {at: copy for at, copy in self.copies.items() if at in window.checkpoints}
-            if window.start in window.checkpoints:
+        if checkpoints := window.asks.get("checkpoints"):
+            self.copies = {at: copy for at, copy in self.copies.items() if at in checkpoints}
+            if window.start in checkpoints:
                 self.copies[window.start] = self.state
         assert len(self.copies) <= self.capacity
         self.state += window.tokens
@@ -77,7 +77,7 @@ def answer(
     plan = CheckpointPlan(capacity, cached)
     num_cached = cached[-1] if cached else 0
     generation = Generation(
-        request, context_length=512, max_rows=max_rows, num_cached=num_cached, checkpoint_plan=plan
+        request, context_length=512, max_rows=max_rows, num_cached=num_cached, rollback=plan
     )
     pipeline = Pipeline(
         *(RecurrentStage(capacity, request.prompt[:num_cached], cached) for _ in range(2)),
