@@ -59,15 +59,15 @@ class LayerTap:
         """Set the layers whose outputs are copied as well in decodes that have features."""
         self._features = {self._boundary.outlet_of(layer).encode(): layer for layer in layers}
 
-    def begin(self, hidden: NDArray[np.float32] | None = None, *, has_features: bool = False) -> None:
+    def begin(self, hidden: NDArray[np.float32] | None = None, *, is_tapped: bool = False) -> None:
         """Reset before a decode.
 
         Args:
             hidden: Rows for the inlet, float32 (rows, row_width); must exist until the decode has ended.
-            has_features: Whether to copy the outputs of the layers of `set_features`.
+            is_tapped: Whether to copy the outputs of the layers of `set_features`.
         """
         self._taken.clear()
-        self._names = self._wanted | self._features if has_features else self._wanted
+        self._names = self._wanted | self._features if is_tapped else self._wanted
         self._given = hidden
         self._given_rows = 0
 
@@ -206,16 +206,16 @@ class StopTap:
         self._struct.features = structs
         self._struct.num_features = 0
 
-    def begin(self, hidden: NDArray[np.float32] | None = None, *, has_features: bool = False) -> None:
+    def begin(self, hidden: NDArray[np.float32] | None = None, *, is_tapped: bool = False) -> None:
         """Reset before a decode.
 
         Args:
             hidden: Rows for the inlet, float32 (rows, row_width), contiguous.
-            has_features: Whether to copy the outputs of the layers of `set_features`.
+            is_tapped: Whether to copy the outputs of the layers of `set_features`.
         """
         self._struct.filled_bytes = 0
         self._struct.entered_bytes = 0
-        self._struct.num_features = len(self._features) if has_features else 0
+        self._struct.num_features = len(self._features) if is_tapped else 0
         for struct, _rows in self._features.values():
             struct.filled_bytes = 0
         self._given = hidden  # keeps its memory alive

@@ -223,12 +223,12 @@ class StageRuntime:
         """Features of a slot's rows in the last decode, see `FeatureTaps.of`."""
         return self._feature_taps.of(slot)
 
-    def decode(self, spans: Sequence[Span], *, has_features: bool = False) -> list[NDArray[np.float32]]:
+    def decode(self, spans: Sequence[Span], *, is_tapped: bool = False) -> list[NDArray[np.float32]]:
         """Compute spans of different slots together.
 
         Args:
             spans: At most one for each slot, `max_rows` rows in all.
-            has_features: Whether to keep their features.
+            is_tapped: Whether to keep the hidden states that `tap_features` names.
 
         Returns:
             For each span, float32: at the tail logits of shape (num_outputs, n_vocab), elsewhere hidden
@@ -243,13 +243,13 @@ class StageRuntime:
         num_rows = sum(len(span.tokens) for span in spans)
         if num_rows > self.max_rows or len({span.slot for span in spans}) != len(spans):
             raise InvalidWindow(f"{num_rows} rows of {len(spans)} windows do not fit one batch")
-        has_features = has_features and bool(self._feature_taps.layers)
-        self._feature_taps.begin(are_wanted=has_features)
+        is_tapped = is_tapped and bool(self._feature_taps.layers)
+        self._feature_taps.begin(are_wanted=is_tapped)
         outputs: dict[int, NDArray[np.float32]] = {}
         for batch in self._span_batches.divide(spans):
             begun_us = self.decode_cpu_us
             try:
-                computed = self._decode_batch(batch, has_features=has_features)
+                computed = self._decode_batch(batch, is_tapped=is_tapped)
             finally:
                 for filler in batch.fillers:
                     self._forget(filler.slot, filler.start)
@@ -508,7 +508,7 @@ class StageRuntime:
             llama_cpp.llama_model_free(self._model)
             self._model = None
 
-    def _decode_batch(self, batch: SpanBatch, *, has_features: bool) -> list[NDArray[np.float32]]:
+    def _decode_batch(self, batch: SpanBatch, *, is_tapped: bool) -> list[NDArray[np.float32]]:
         """`decode` of checked spans, in one batch of llama.cpp."""
         spans, paddings = batch.spans, batch.paddings
         for span in spans:
@@ -520,14 +520,14 @@ class StageRuntime:
         num_rows = self._fill(batch)
         incoming = self._incoming[:num_rows] if self._has_inlet else None
         if self._tap is not None:
-            self._tap.begin(incoming, has_features=has_features)
+            self._tap.begin(incoming, is_tapped=is_tapped)
         self._run()
         if incoming is not None and (self._tap is None or self._tap.num_given != num_rows):
             raise UncuttableModel(
                 f"llama.cpp's graph has no tensor {self._boundary.inlet!r} of {num_rows} rows where hidden "
                 "states enter"
             )
-        if has_features:
+        if is_tapped:
             counts = [len(span.tokens) + padding for span, padding in zip(spans, paddings, strict=True)]
             self._feature_taps.keep([span.slot for span in spans], counts)
         for span, padding in zip(spans, paddings, strict=True):

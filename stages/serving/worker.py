@@ -287,7 +287,7 @@ class StageWorker(threading.Thread):
         try:
             outputs = self._runtime.decode(
                 [replace(window.to_compute, may_be_padded=not window.is_chunk) for window in windows],
-                has_features=any(plug.taps(windows) for plug in self._plugs),
+                is_tapped=any(plug.taps(windows) for plug in self._plugs),
             )
             for window in windows:
                 self._slots.computed(window.to_compute, window.message.num_committed)

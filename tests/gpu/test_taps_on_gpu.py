@@ -144,7 +144,7 @@ def test_features_of_layers_on_a_gpu_are_those_of_the_processor(tmp_path: Path, 
         with closing(StageRuntime(model, options_of(gpu, count))) as runtime:
             assert isinstance(runtime._tap, StopTap)
             assert runtime.tap_features((0, 2)) == (0, 2)
-            runtime.decode([Span(0, 0, list(range(5, 25)), num_outputs=1)], has_features=True)
+            runtime.decode([Span(0, 0, list(range(5, 25)), num_outputs=1)], is_tapped=True)
             found = runtime.features(0)
             return [rows for rows in found if rows is not None]
 

@@ -75,9 +75,9 @@ class StopTiming:
 class _RunningOnTap(StopTap):
     """Copies one layer's output, and lets the graph go on."""
 
-    def begin(self, hidden: NDArray[np.float32] | None = None, *, has_features: bool = False) -> None:
-        del has_features
-        super().begin(hidden, has_features=True)
+    def begin(self, hidden: NDArray[np.float32] | None = None, *, is_tapped: bool = False) -> None:
+        del is_tapped
+        super().begin(hidden, is_tapped=True)
 
     def take(self, layer: int) -> NDArray[np.float32] | None:
         return self.feature(layer)

@@ -136,10 +136,10 @@ class FakeRuntime:
     def features(self, slot: int) -> tuple[NDArray[np.float32], ...]:
         return self._features.get(slot, ())
 
-    def decode(self, spans: Sequence[Span], *, has_features: bool = False) -> list[NDArray[np.float32]]:
+    def decode(self, spans: Sequence[Span], *, is_tapped: bool = False) -> list[NDArray[np.float32]]:
         self.on_decode(spans)
         outputs = [self._compute(span) for span in spans]
-        self._features = {span.slot: self._features_of(span) for span in spans} if has_features else {}
+        self._features = {span.slot: self._features_of(span) for span in spans} if is_tapped else {}
         return outputs
 
     def _features_of(self, span: Span) -> tuple[NDArray[np.float32], ...]:

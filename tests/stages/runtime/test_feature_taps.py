@@ -38,14 +38,14 @@ class Pipeline:
         self.runtimes = [StageRuntime(path, OPTIONS) for path in paths]
         self.taps = [runtime.tap_features(layers) for runtime in self.runtimes]
 
-    def run(self, *, has_features: bool) -> tuple[list[NDArray[np.float32]], list[NDArray[np.float32]]]:
+    def run(self, *, is_tapped: bool) -> tuple[list[NDArray[np.float32]], list[NDArray[np.float32]]]:
         """Logits of each span, and its features: rows of all taps side by side."""
         logits, features = [], []
         for batch in BATCHES:
             spans = list(batch)
             parts: list[list[NDArray[np.float32]]] = [[] for _ in batch]
             for runtime in self.runtimes:
-                outputs = runtime.decode(spans, has_features=has_features)
+                outputs = runtime.decode(spans, is_tapped=is_tapped)
                 for part, span in zip(parts, batch, strict=True):
                     for rows in runtime.features(span.slot):
                         assert rows is not None
@@ -63,9 +63,9 @@ class Pipeline:
 def run(paths: Sequence[Path], layers: Sequence[int]) -> tuple[Any, Any, list[tuple[int, ...]]]:
     pipeline = Pipeline(paths, layers)
     try:
-        plain, none = pipeline.run(has_features=False)
+        plain, none = pipeline.run(is_tapped=False)
         assert not none
-        logits, features = pipeline.run(has_features=True)
+        logits, features = pipeline.run(is_tapped=True)
     finally:
         pipeline.close()
     assert all(np.array_equal(one, other) for one, other in zip(plain, logits, strict=True))
@@ -96,7 +96,7 @@ def test_features_are_what_llama_cpp_itself_would_give(smollm2_path: Path) -> No
     try:
         runtime.tap_features((14,))
         switch(runtime._context, 15, True)  # noqa: FBT003 - the layer that reads what layer 14 gives
-        runtime.decode(BATCHES[0], has_features=True)
+        runtime.decode(BATCHES[0], is_tapped=True)
         ours = runtime.features(0)[0]
         theirs = np.ctypeslib.as_array(rows_of(runtime._context, 15), (runtime.max_rows, 576))
         assert ours is not None
@@ -125,7 +125,7 @@ def test_layers_of_other_stages_and_the_last_are_not_tapped(tmp_path: Path) -> N
     try:
         assert runtime.tap_features((0, 2, 3, 9)) == (0, 2)
         assert runtime.tap_features(()) == ()
-        runtime.decode(BATCHES[0], has_features=True)
+        runtime.decode(BATCHES[0], is_tapped=True)
         assert runtime.features(0) == ()
     finally:
         runtime.close()

@@ -65,7 +65,7 @@ def expected(tokens: Sequence[int]) -> list[list[float]]:
     for position, token in enumerate(tokens):
         hidden = None
         for stage in stages:
-            hidden = stage.decode([Span(0, position, [token], hidden, num_outputs=1)], has_features=True)[0]
+            hidden = stage.decode([Span(0, position, [token], hidden, num_outputs=1)], is_tapped=True)[0]
             for layer, part in zip(stage._feature_layers, stage.features(0), strict=True):
                 rows[layer] += part.tolist()
     sides = [rows[layer] for layer in NEEDS.layers]
