@@ -1,4 +1,4 @@
-"""What a drafter reads of a target's hidden states."""
+"""Hidden states of a target that a drafter reads."""
 
 from __future__ import annotations
 
