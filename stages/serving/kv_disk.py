@@ -53,7 +53,7 @@ Result = TypeVar("Result")
 
 
 class CopySlot(Protocol):
-    """Copies rows out of a slot; see `StageEngine.copy_slot`."""
+    """Copies rows out of a slot; see `stages.serving.slot_copies.copy_of`."""
 
     def __call__(
         self,
