@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 # A session without proposals never goes back; but the next turn of its chat, and a replica, go on from a
 # checkpoint.
 PLAIN_EVERY: Final = 64
-# Tokens computed again before a proposal is sent with them: more are sent ahead, in a window of their own,
-# so that a checkpoint behind them ends the growth.
-_MOST_RECOMPUTED: Final = 8
 # Prompts with fewer tokens to compute are not divided for a checkpoint.
 _LONG_PROMPT: Final = 64
 # Checkpoints that are all needed to go back, and to fly while that may be necessary.
@@ -54,14 +51,10 @@ class CheckpointPlan(Rollback):
         """Checkpoints up to a position."""
         return [each for each in self._positions if each <= num_computed]
 
-    def most_proposed(
-        self, max_rows: int, *, num_recomputed: int, stop: int | None, num_committed: int
-    ) -> int:
-        """Most proposed tokens so that a window can compute again all from the latest checkpoint on."""
-        if stop is None:
-            return 0 if num_recomputed > _MOST_RECOMPUTED else max_rows - 1 - num_recomputed
-        begin = stop if self.has_room(num_committed - 1) else self.latest(stop)
-        return max_rows - 1 - (stop - begin)
+    def num_kept_free(self, start: int, num_committed: int) -> int:
+        """Rows from the latest checkpoint to the window, and one for the committed token."""
+        begin = start if self.has_room(num_committed - 1) else self.latest(start)
+        return 1 + start - begin
 
     def divides(self, num_to_prefill: int) -> bool:
         """Whether a checkpoint at the end of a prompt is worth a window of its own."""

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 _PROMPT_END: Final = 8
 # The tail keeps as many rows of logits: 20 MB at a vocabulary of 152,000.
 _MOST_SCORED_ROWS: Final = 32
+# Tokens computed again before a proposal is sent with them: more are sent ahead, in a window of their own,
+# so that a position behind them to which stages can go back ends the growth.
+_MOST_RECOMPUTED: Final = 8
 
 
 @dataclass(frozen=True)
@@ -97,19 +100,15 @@ class Rollback:
         """The latest position up to this one to which they can go back."""
         return position
 
-    def most_proposed(
-        self, max_rows: int, *, num_recomputed: int, stop: int | None, num_committed: int
-    ) -> int:
-        """Most proposed tokens of a window, so that a window behind its rejection has room for its rows.
+    def num_kept_free(self, start: int, num_committed: int) -> int:
+        """Rows that a window behind others leaves free, for tokens that are computed again after a rejection.
 
         Args:
-            max_rows: Most rows of a window.
-            num_recomputed: Committed tokens that the window computes again.
-            stop: Position after the latest window in flight; None if there is none.
+            start: Position of the window.
             num_committed: Tokens of the session that are committed.
         """
-        del num_recomputed, num_committed
-        return max_rows - (stop is None)
+        del start, num_committed
+        return 0
 
     def divides(self, num_to_prefill: int) -> bool:
         """Whether a prompt with so many tokens to compute is divided where the next turn may differ."""
@@ -244,12 +243,11 @@ class Generation:
         """Most proposed tokens of a window sent now; below 1 for none."""
         # The last row of a window yields one token more than were proposed.
         wanted = self._max_tokens - len(self._committed) - len(self.ahead) - 1
-        most = self._rollback.most_proposed(
-            self._max_rows,
-            num_recomputed=self.num_to_recompute,
-            stop=self._in_flight[-1].stop if self._in_flight else None,
-            num_committed=self.position,
-        )
+        if self._in_flight:
+            most = self._max_rows - self._rollback.num_kept_free(self._in_flight[-1].stop, self.position)
+        else:
+            num_recomputed = self.num_to_recompute
+            most = 0 if num_recomputed > _MOST_RECOMPUTED else self._max_rows - 1 - num_recomputed
         return min(wanted, most)
 
     @property
