@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Final
 
 from spanmesh_proto import windows_pb2 as wire
@@ -10,6 +10,9 @@ from spanmesh_proto.errors import InvalidRequest, InvalidWindow
 from stages.grammar.gbnf_parser import MAX_GRAMMAR_BYTES, refusal
 from stages.sampling.logprobs import MAX_TOP_LOGPROBS
 from stages.sampling.sampler import SamplingParams
+
+# Fields of `SamplingParams` that its message has by the same names.
+_SCALARS: Final = tuple(each.name for each in fields(SamplingParams) if each.name != "logit_bias")
 
 
 @dataclass(frozen=True)
@@ -85,15 +88,7 @@ class SessionSpec:
             session=self.session,
             slot=self.slot,
             sampling=wire.Sampling(
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                min_p=sampling.min_p,
-                seed=sampling.seed,
-                frequency_penalty=sampling.frequency_penalty,
-                presence_penalty=sampling.presence_penalty,
-                repetition_penalty=sampling.repetition_penalty,
-                repetition_window=sampling.repetition_window,
+                **{name: getattr(sampling, name) for name in _SCALARS},
                 bias_tokens=[token for token, _ in sampling.logit_bias],
                 biases=[bias for _, bias in sampling.logit_bias],
             ),
@@ -125,15 +120,7 @@ class SessionSpec:
             message.session,
             message.slot,
             SamplingParams(
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                min_p=sampling.min_p,
-                seed=sampling.seed,
-                frequency_penalty=sampling.frequency_penalty,
-                presence_penalty=sampling.presence_penalty,
-                repetition_penalty=sampling.repetition_penalty,
-                repetition_window=sampling.repetition_window,
+                **{name: getattr(sampling, name) for name in _SCALARS},
                 logit_bias=tuple(zip(sampling.bias_tokens, sampling.biases, strict=True)),
             ),
             message.num_prompt_tokens,
