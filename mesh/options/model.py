@@ -41,6 +41,8 @@ LayerCounts = Annotated[
     Field(min_length=1, max_length=_MOST_LAYERS),
 ]
 """Layers of each stage."""
+WireType = Literal["f32", "f16", "q8"]
+"""Formats of hidden states, those of `HiddenType`."""
 
 
 def _known(kv_type: str) -> str:
@@ -124,7 +126,7 @@ class ModelOptions(Options):
         ),
     ] = defaults.CONTEXT
     draft_wire: Annotated[
-        Literal["f32", "f16", "q8"],
+        WireType,
         Option(section=SPECULATION, is_rare=True, help="Format of these hidden states between hosts."),
     ] = defaults.WIRE
     keeps_history: Annotated[
@@ -238,7 +240,7 @@ class ModelOptions(Options):
         Option(section=SESSIONS, help="Exact mode: a text never depends on what else is computed."),
     ] = False
     wire: Annotated[
-        Literal["f32", "f16", "q8", "auto"],
+        Literal[WireType, "auto"],
         Option(
             section=SESSIONS,
             help="Format of hidden states between hosts: exact, half the bytes, about a quarter, or chosen "

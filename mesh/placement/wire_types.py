@@ -94,7 +94,7 @@ def _choice(source: str, target: str, compute_ms: float, n_embd: int, rate: floa
         target,
         transfer_ms(HiddenType.F32, n_embd, rate),
         compute_ms,
-        next(fitting, HiddenType.Q8),
+        next(fitting, min(HiddenType, key=lambda wire: wire.row_bytes(n_embd))),
     )
 
 

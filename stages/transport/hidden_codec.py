@@ -63,9 +63,7 @@ class HiddenType(StrEnum):
 
 
 TO_WIRE: Final[Mapping[HiddenType, wire.HiddenType]] = {
-    HiddenType.F32: wire.HIDDEN_TYPE_F32,
-    HiddenType.F16: wire.HIDDEN_TYPE_F16,
-    HiddenType.Q8: wire.HIDDEN_TYPE_Q8,
+    hidden_type: getattr(wire, f"HIDDEN_TYPE_{hidden_type.name}") for hidden_type in HiddenType
 }
 FROM_WIRE: Final = {number: hidden_type for hidden_type, number in TO_WIRE.items()}
 

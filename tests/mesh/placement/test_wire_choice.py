@@ -1,11 +1,13 @@
 """Which wire type a link asks for."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mesh.options.model import WireType
 from mesh.placement.links import Link, Links
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.placement.planner import Plan, StagePlacement
@@ -83,3 +85,7 @@ def test_a_plan_compares_links_with_its_slowest_stage(tmp_path: Path) -> None:
     assert (first.source, first.target, first.proposed) == ("slow", "fast", HiddenType.F16)
     assert first.transfer_ms == pytest.approx(6.0)
     assert first.compute_ms == pytest.approx(4.0)
+
+
+def test_options_name_every_wire_type() -> None:
+    assert get_args(WireType) == tuple(HiddenType)
