@@ -175,7 +175,7 @@ class _Whole:
 
     def begin_with(self, batches: Sequence[tuple[int, ...]]) -> None:
         """Begin a new sequence, and compute batches of token ids."""
-        self.runtime.trim(_SLOT, 0)
+        self.runtime.memory.trim(_SLOT, 0)
         start = 0
         for tokens in batches:
             self._run(start, tokens, 0)

@@ -1,4 +1,4 @@
-"""Stage runtime: the llama.cpp context of one stage, its batches and its KV cache."""
+"""Stage runtime: the llama.cpp model and context of one stage, and its batches."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ import numpy as np
 from spanmesh_proto.errors import InvalidWindow, ModelDoesNotFit, StageFailed, UncuttableModel
 from stages.graph_boundary import GraphBoundary
 from stages.runtime.batch import Batch
-from stages.runtime.checkpoints import StateCheckpoints, read_sequence, without_part, write_sequence
 from stages.runtime.devices import GpuPlacing
 from stages.runtime.feature_taps import FeatureTaps
 from stages.runtime.hidden_tap import LayerTap, StopTap, make_stop_tap
 from stages.runtime.kernels import attention_version, loaded_kernels
-from stages.runtime.kv_state import KvRows, without_head
 from stages.runtime.kv_types import KV_TYPES
 from stages.runtime.llama import init_backend, last_complaint
 from stages.runtime.loaded_model import StageInfo, load_model, may_scale_rotations, read_metadata
 from stages.runtime.numerics import Numerics, numerics_for, prepare_process
+from stages.runtime.slot_memory import SlotMemory
 from stages.runtime.span import Span
 from stages.runtime.span_batches import SpanBatch, SpanBatches
 
@@ -79,6 +78,11 @@ class StageRuntime:
         InvalidModel: If llama.cpp cannot load the file.
         ModelDoesNotFit: If there is not enough memory for its KV cache and buffers.
         ClusterError: If the numeric mode is impossible in this process, or a device does not exist.
+
+    Attributes:
+        info: Facts of the stage.
+        memory: Positions that its slots hold.
+        decode_cpu_us: Processor time inside llama.cpp so far.
     """
 
     def __init__(
@@ -108,25 +112,24 @@ class StageRuntime:
         self._boundary = self._read_boundary()
         self.info = StageInfo.of_model(self._model, self._boundary.row_width)
         self._tap = self._make_tap()
-        self._lengths = [0] * options.num_slots
-        # Fewest positions to which a slot can go back: before, rows in sliding windows are missing.
-        self._floors = [0] * options.num_slots
-        # Slots whose rows llama.cpp copies, or copies from, at the next decode, not at the call.
-        self._copying: set[int] = set()
         try:
             self._context = self._make_context()
         except BaseException:
             self.close()
             raise
-        self._memory = llama_cpp.llama_get_memory(self._context)
-        self._checkpoints = StateCheckpoints(self._context, options.num_slots)
-        # States are put back at the call: rows among them would be overwritten by a copy that comes later.
-        self._copies_at_call = not self.info.can_trim and self._checkpoints.hold_rows(0)
+        self.memory = SlotMemory(
+            self._context,
+            self.info,
+            num_slots=options.num_slots,
+            ctx_size=options.ctx_size,
+            has_shared_cache=self._numerics.has_shared_cache,
+            num_checkpoints=options.num_checkpoints,
+        )
         self._feature_taps = FeatureTaps(
             self._tap, self._context, self.info.layers, n_layers=self.info.n_layers, n_embd=self.info.n_embd
         )
         self._span_batches = SpanBatches(
-            self._lengths,
+            self.memory.lengths,
             most_rows=self._numerics.max_rows,
             # Without trimming, padding could not be dropped again.
             min_rows=self._numerics.min_rows if self.info.can_trim else 1,
@@ -173,19 +176,10 @@ class StageRuntime:
             InvalidWindow: Naming the invalid slot, position, size or token id.
         """
         rows = len(span.tokens)
-        self._check_slot(span.slot)
+        self.memory.check_slot(span.slot)
         if not 1 <= rows <= self.max_rows:
             raise InvalidWindow(f"a window has {rows} rows; this stage takes 1 to {self.max_rows}")
-        if span.start > self._lengths[span.slot]:
-            raise InvalidWindow(
-                f"a window starts at position {span.start}, but slot {span.slot} ends at "
-                f"{self._lengths[span.slot]}"
-            )
-        self._check_checkpoints(span)
-        if span.start + rows > self._options.ctx_size:
-            raise InvalidWindow(
-                f"a window ends at position {span.start + rows}, past the context of {self._options.ctx_size}"
-            )
+        self.memory.check(span)
         if not 0 <= span.num_outputs <= rows:
             raise InvalidWindow(f"{span.num_outputs} rows to verify in a window of {rows}")
         # Other stages do not use token ids.
@@ -197,18 +191,6 @@ class StageRuntime:
         if span.hidden is None or span.hidden.shape != (rows, self.info.n_embd):
             shape = None if span.hidden is None else span.hidden.shape
             raise InvalidWindow(f"hidden states have shape {shape}; expected {(rows, self.info.n_embd)}")
-
-    def _check_checkpoints(self, span: Span) -> None:
-        if not self.can_go_back(span.slot, span.start):
-            raise InvalidWindow(
-                f"a window starts at position {span.start}, where slot {span.slot} has no checkpoint of its "
-                "recurrent state"
-            )
-        if len(span.checkpoints) > self._options.num_checkpoints and not self.info.can_trim:
-            raise InvalidWindow(
-                f"a window keeps {len(span.checkpoints)} checkpoints; this stage keeps "
-                f"{self._options.num_checkpoints} of each slot"
-            )
 
     def tap_features(self, layers: Collection[int]) -> tuple[int, ...]:
         """Set the layers whose outputs are features; returns those that this stage gives, in order.
@@ -252,8 +234,7 @@ class StageRuntime:
                 computed = self._decode_batch(batch, is_tapped=is_tapped)
             finally:
                 for filler in batch.fillers:
-                    self._forget(filler.slot, filler.start)
-                    self._lengths[filler.slot] = filler.start
+                    self.memory.computed(filler.slot, filler.start, is_padded=True)
             self._span_batches.learn(batch, self.decode_cpu_us - begun_us)
             outputs.update(zip((span.slot for span in batch.spans), computed, strict=True))
         return [outputs[span.slot] for span in spans]
@@ -281,219 +262,6 @@ class StageRuntime:
             )
         return taken
 
-    def length(self, slot: int) -> int:
-        """Number of positions that a slot holds."""
-        return self._lengths[slot]
-
-    def can_go_back(self, slot: int, num_positions: int) -> bool:
-        """Whether `trim` to as many positions as the slot holds, or fewer, is possible."""
-        if self.info.can_trim:
-            return not 0 < num_positions < self._floors[slot]
-        is_free = num_positions in {0, self._lengths[slot]}
-        return is_free or num_positions in self._checkpoints.positions(slot)
-
-    def return_points(self, slot: int) -> tuple[int, ...]:
-        """Numbers of positions to which a slot with recurrent state can go back, ascending."""
-        return tuple(sorted({0, *self._checkpoints.positions(slot), self._lengths[slot]}))
-
-    @property
-    def num_checkpoint_bytes(self) -> int:
-        """Size of the checkpoints of all slots."""
-        return self._checkpoints.num_bytes
-
-    def trim(self, slot: int, num_positions: int) -> None:
-        """Drop all but the first positions of a slot.
-
-        Raises:
-            UncuttableModel: If its memory cannot go back to this position.
-        """
-        if self._lengths[slot] > num_positions:
-            if num_positions:
-                self._go_back(slot, num_positions)
-            else:
-                self._floors[slot] = 0
-            self._forget(slot, num_positions)
-            self._checkpoints.trim(slot, num_positions)
-            self._lengths[slot] = num_positions
-
-    def _go_back(self, slot: int, num_positions: int) -> None:
-        if self.info.can_trim:
-            if num_positions < self._floors[slot]:
-                raise UncuttableModel(
-                    f"slot {slot} cannot go back to position {num_positions}: before {self._floors[slot]} it "
-                    "lacks rows in sliding windows"
-                )
-        elif not self._checkpoints.restore(slot, num_positions):
-            raise UncuttableModel(
-                f"slot {slot} cannot go back to position {num_positions}: its recurrent state has "
-                f"checkpoints at {list(self._checkpoints.positions(slot))} only"
-            )
-
-    def copy(self, source: int, slot: int, num_positions: int) -> None:
-        """Replace the content of a slot by the first positions of another.
-
-        In a shared cache the two share the cells. Between separate caches llama.cpp copies all of it, before
-        the next decode; recurrent cells are shared until then. Only where states hold rows in sliding windows
-        all that the source holds is copied now, through memory.
-
-        Raises:
-            InvalidWindow: If a slot does not exist, or the source holds fewer positions.
-            UncuttableModel: If the source's memory cannot go back to this position.
-            StageFailed: If llama.cpp does not copy; the slot is empty then.
-        """
-        for one in (source, slot):
-            self._check_slot(one)
-        if num_positions > self._lengths[source]:
-            raise InvalidWindow(
-                f"slot {source} holds {self._lengths[source]} positions: {num_positions} cannot be copied"
-            )
-        saved = read_sequence(self._context, source) if self._copies_at_call else None
-        self._forget(slot, 0)
-        if saved is None:
-            # Between separate caches llama.cpp copies whole ones only.
-            llama_cpp.llama_memory_seq_cp(self._memory, source, slot, -1, -1)
-            self._copying |= {source, slot}
-        else:
-            self._write(slot, saved, f"slot {source}")
-        self._checkpoints.copy(source, slot)
-        self._lengths[slot], self._floors[slot] = self._lengths[source], self._floors[source]
-        self.trim(slot, num_positions)
-
-    def kv_rows(self, slot: int) -> KvRows:
-        """KV rows of a slot that is not empty, for a stage with the same layers; without recurrent state.
-
-        Raises:
-            UncuttableModel: If llama.cpp's state has no rows, or a copy is pending.
-        """
-        self._require_no_copies(slot)
-        saved = read_sequence(self._context, slot)
-        if self.info.can_trim:
-            return self._whole_rows(slot, KvRows.from_bytes(saved))
-        saved = without_part(saved, self._checkpoints.read(slot))
-        length = self._lengths[slot]
-        return KvRows.without_caches(0, length, saved) or self._whole_rows(slot, KvRows.from_bytes(saved))
-
-    def kv_rows_and_window(self, slot: int) -> tuple[KvRows, NDArray[np.uint8]]:
-        """KV rows of a model with sliding windows: of the other layers, and apart those in the windows.
-
-        Returns:
-            The rows, and what `put_saved` takes as a state, uint8 (bytes): with it, a slot can only go on.
-
-        Raises:
-            UncuttableModel: If llama.cpp saves them otherwise, or a copy is pending.
-        """
-        self._require_no_copies(slot)
-        window = self._checkpoints.read(slot).copy()
-        rows = KvRows.from_bytes(without_part(read_sequence(self._context, slot), window))
-        return self._whole_rows(slot, rows), window
-
-    def _whole_rows(self, slot: int, rows: KvRows) -> KvRows:
-        if (rows.start, rows.stop) != (0, self._lengths[slot]):
-            raise UncuttableModel(
-                f"the KV cache has positions {rows.start} to {rows.stop} of {self._lengths[slot]}"
-            )
-        return rows
-
-    def num_kv_bytes(self, slot: int) -> int:
-        """Size of `kv_rows`' result, in bytes."""
-        return int(llama_cpp.llama_state_seq_get_size(self._context, slot))
-
-    def put_kv_rows(self, slot: int, rows: KvRows, state: NDArray[np.uint8] | None = None) -> None:
-        """Put rows that another stage computed into a slot, after those that it holds.
-
-        Args:
-            slot: The slot.
-            rows: The rows.
-            state: In models with recurrent layers: the state behind them, uint8, in llama.cpp's format. The
-                slot can go back to there.
-
-        Raises:
-            InvalidWindow: If the slot does not exist or ends before them, or they exceed the context.
-            UncuttableModel: If they are of another model.
-            StageFailed: If llama.cpp rejects them; the slot is empty then.
-        """
-        self._check_slot(slot)
-        if not rows.start <= self._lengths[slot] or rows.stop > self._options.ctx_size:
-            raise InvalidWindow(
-                f"rows {rows.start} to {rows.stop} for slot {slot}, which ends at {self._lengths[slot]} of "
-                f"{self._options.ctx_size}"
-            )
-        rows = rows.in_streams(*((1, 0) if self._numerics.has_shared_cache else (self.num_slots, slot)))
-        if rows.start:
-            held = self.kv_rows(slot).cut(0, rows.start)
-            ways = [held.followed_by(rows.laid_out_as(held))]
-        else:
-            # Whether values are transposed here shows only in rows.
-            ways = [rows, rows.transposed()]
-        failure: StageFailed | None = None
-        for way in ways:
-            try:
-                self.put_saved(slot, np.frombuffer(way.to_bytes(), np.uint8), way.stop, state)
-            except StageFailed as error:
-                failure = error
-            else:
-                return
-        assert failure is not None  # noqa: S101 - there is at least one way
-        raise failure
-
-    def put_saved(
-        self, slot: int, saved: NDArray[np.uint8], num_positions: int, state: NDArray[np.uint8] | None = None
-    ) -> None:
-        """Replace the content of a slot by saved rows of its first positions.
-
-        Args:
-            slot: The slot.
-            saved: The rows, uint8, in llama.cpp's format, see `KvRows`.
-            num_positions: Number of their positions.
-            state: See `put_kv_rows`; or rows in sliding windows, see `kv_rows_and_window`.
-
-        Raises:
-            InvalidWindow: If the slot does not exist, or they exceed the context.
-            UncuttableModel: If a copy is pending, which would overwrite them.
-            StageFailed: If llama.cpp rejects them; the slot is empty then.
-        """
-        self._check_slot(slot)
-        if num_positions > self._options.ctx_size:
-            raise InvalidWindow(f"{num_positions} saved positions exceed the context of {self.ctx_size}")
-        self._require_no_copies(slot)
-        if state is not None:
-            saved = np.concatenate([saved, without_head(state)])
-        self._write(slot, saved, "another stage")
-        self._lengths[slot] = num_positions
-        if state is not None and self.info.can_trim:
-            self._floors[slot] = num_positions
-        elif state is not None:
-            self._checkpoints.put(slot, num_positions, state)
-
-    def _write(self, slot: int, saved: NDArray[np.uint8], whose: str) -> None:
-        """Replace the content of a slot; the caller sets what it holds then."""
-        self._checkpoints.trim(slot, -1)
-        self._lengths[slot] = self._floors[slot] = 0
-        if not write_sequence(self._context, slot, saved):
-            self._forget(slot, 0)
-            raise StageFailed(f"llama.cpp rejects the KV rows of {whose}: {last_complaint()}")
-
-    def _check_slot(self, slot: int) -> None:
-        if not 0 <= slot < self._options.num_slots:
-            raise InvalidWindow(f"slot {slot} of {self._options.num_slots} does not exist")
-
-    def _require_no_copies(self, slot: int) -> None:
-        if slot in self._copying:
-            raise UncuttableModel("llama.cpp has yet to copy rows from slot to slot")
-
-    def checkpoint(self, slot: int, most_positions: int) -> tuple[int, NDArray[np.uint8]] | None:
-        """The slot's latest checkpoint of at most so many positions: their number, and the state, uint8."""
-        positions = [each for each in self._checkpoints.positions(slot) if each <= most_positions]
-        state = self._checkpoints.at(slot, positions[-1]) if positions else None
-        return None if state is None else (positions[-1], state)
-
-    def state_at(self, slot: int, num_positions: int) -> NDArray[np.uint8] | None:
-        """Copy of a slot's recurrent state behind its first positions, uint8; None if it is not kept."""
-        state = self._checkpoints.at(slot, num_positions)
-        if state is None and num_positions == self._lengths[slot]:
-            state = self._checkpoints.read(slot)
-        return None if state is None else state.copy()
-
     @property
     def may_scale_rotations(self) -> bool:
         """Whether its rotations may depend on the size of the context."""
@@ -512,11 +280,7 @@ class StageRuntime:
         """`decode` of checked spans, in one batch of llama.cpp."""
         spans, paddings = batch.spans, batch.paddings
         for span in spans:
-            self.trim(span.slot, span.start)
-            if span.checkpoints and not self.info.can_trim:
-                self._checkpoints.retain(span.slot, span.checkpoints)
-                if span.start in span.checkpoints:
-                    self._checkpoints.save(span.slot, span.start)
+            self.memory.prepare(span)
         num_rows = self._fill(batch)
         incoming = self._incoming[:num_rows] if self._has_inlet else None
         if self._tap is not None:
@@ -531,10 +295,7 @@ class StageRuntime:
             counts = [len(span.tokens) + padding for span, padding in zip(spans, paddings, strict=True)]
             self._feature_taps.keep([span.slot for span in spans], counts)
         for span, padding in zip(spans, paddings, strict=True):
-            stop = span.start + len(span.tokens)
-            self._lengths[span.slot] = stop
-            if padding:
-                self._forget(span.slot, stop)
+            self.memory.computed(span.slot, span.start + len(span.tokens), is_padded=padding > 0)
         return self._logits(batch) if self.info.is_tail else self._hidden_by_span(spans, paddings)
 
     def _read_boundary(self) -> GraphBoundary:
@@ -622,17 +383,11 @@ class StageRuntime:
             return most
         return -(-most // num_slots) * num_slots
 
-    def _forget(self, slot: int, start: int) -> None:
-        if not llama_cpp.llama_memory_seq_rm(self._memory, slot, start, -1):
-            raise UncuttableModel(
-                f"this model's memory cannot be trimmed to position {start}: recurrent state has no positions"
-            )
-
     def _filler(self, slot: int, num_rows: int) -> Span:
         """Padding rows of a slot, behind what it holds."""
         hidden = None if self.info.is_first else np.zeros((num_rows, self.info.n_embd), np.float32)
         num_outputs = num_rows if self.info.is_tail else 0
-        return Span(slot, self._lengths[slot], [0] * num_rows, hidden, num_outputs)
+        return Span(slot, self.memory.length(slot), [0] * num_rows, hidden, num_outputs)
 
     def _fill(self, batch: SpanBatch) -> int:
         """Write the rows into the batch, and count them."""
@@ -661,7 +416,7 @@ class StageRuntime:
         if status != 0:
             # llama.cpp's state of the batch is unknown: these slots are emptied.
             raise StageFailed(f"llama_decode failed with status {status}: {last_complaint()}")
-        self._copying.clear()
+        self.memory.decoded()
 
     def _hidden(self) -> NDArray[np.float32] | None:
         return None if self._tap is None else self._tap.take(len(self.info.layers) - 1)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from stages.runtime.stage_runtime import StageRuntime
+    from stages.runtime.slot_memory import SlotMemory
 
 
 class Prefix(Protocol):
@@ -27,7 +27,7 @@ class Prefix(Protocol):
     def serves(self, tokens: Sequence[int]) -> bool:
         """Whether a slot with the rows can begin with exactly these tokens."""
 
-    def put_into(self, runtime: StageRuntime, slot: int) -> None:
+    def put_into(self, memory: SlotMemory, slot: int) -> None:
         """Put the rows into an empty slot.
 
         Raises:

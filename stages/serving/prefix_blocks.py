@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from spanmesh_proto import windows_pb2 as wire
-    from stages.runtime.stage_runtime import StageRuntime
+    from stages.runtime.slot_memory import SlotMemory
 
 _NO_STATE: Final = np.empty(0, np.uint8)
 
@@ -98,14 +98,14 @@ class FetchedPrefix:
         """Where it comes from, for errors."""
         return "from disk"
 
-    def put_into(self, runtime: StageRuntime, slot: int) -> None:
+    def put_into(self, memory: SlotMemory, slot: int) -> None:
         """Put the rows into an empty slot.
 
         Raises:
             MeshError: If llama.cpp does not take them.
             MemoryError: If there is no room for them.
         """
-        runtime.put_saved(slot, self.saved, len(self.tokens), self.state)
+        memory.put_saved(slot, self.saved, len(self.tokens), self.state)
 
     def serves(self, tokens: Sequence[int]) -> bool:
         """Whether a slot with the rows can begin with exactly these tokens: a state cannot go back."""

@@ -45,16 +45,16 @@ def copy_of(
     is_same = 0 < num_positions <= slots.tokens.length(slot)
     if not is_same or slots.tokens.digest(slot, num_positions) != tokens_sha256:
         return None
-    if slots.runtime.num_kv_bytes(slot) > most_bytes:
+    info, memory = slots.runtime.info, slots.memory
+    if memory.num_kv_bytes(slot) > most_bytes:
         return None
     tokens = slots.tokens.tokens(slot)[:num_positions].copy()
-    runtime = slots.runtime
-    if not runtime.info.can_trim:
-        states = {position: runtime.state_at(slot, position) for position in state_positions}
+    if not info.can_trim:
+        states = {position: memory.state_at(slot, position) for position in state_positions}
         found = {position: state for position, state in states.items() if state is not None}
-        return SlotCopy(tokens, runtime.kv_rows(slot), found)
-    if runtime.info.has_windows and state_positions:
+        return SlotCopy(tokens, memory.kv_rows(slot), found)
+    if info.has_windows and state_positions:
         slots.trim(slot, num_positions)
-        rows, window = runtime.kv_rows_and_window(slot)
+        rows, window = memory.kv_rows_and_window(slot)
         return SlotCopy(tokens, rows, {num_positions: window})
-    return SlotCopy(tokens, runtime.kv_rows(slot), dict.fromkeys(state_positions, no_state()))
+    return SlotCopy(tokens, memory.kv_rows(slot), dict.fromkeys(state_positions, no_state()))

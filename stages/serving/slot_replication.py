@@ -53,7 +53,8 @@ class SlotReplication(SlotListener):
 
     def __init__(self, slots: KvSlots) -> None:
         self._slots = slots
-        self._runtime, self._tokens, self._sent = slots.runtime, slots.tokens, slots.sent
+        self._runtime, self._memory = slots.runtime, slots.memory
+        self._tokens, self._sent = slots.tokens, slots.sent
         self._cursors: list[ReplicationCursor] = []
         # Number of each slot's first tokens that are known to be no proposals.
         self._num_committed = [0] * slots.runtime.num_slots
@@ -128,11 +129,11 @@ class SlotReplication(SlotListener):
         if start == stop:
             cursor.sessions[slot] = session
             return [wire.SlotRows(slot=slot, session=session, start=start)]
-        num_bytes = self._runtime.num_kv_bytes(slot)
+        num_bytes = self._memory.num_kv_bytes(slot)
         if num_bytes > _MOST_KV_BYTES:
             return []
         try:
-            rows = self._runtime.kv_rows(slot)
+            rows = self._memory.kv_rows(slot)
         except UncuttableModel:
             return []
         cursor.num_sent[slot], cursor.sessions[slot] = stop, session
@@ -146,16 +147,16 @@ class SlotReplication(SlotListener):
         self, slot: int, session: int, cursor: ReplicationCursor, sent_row_bytes: int
     ) -> list[wire.SlotRows]:
         """`updates` of a model with recurrent layers: up to the latest checkpoint of committed tokens."""
-        latest = self._runtime.checkpoint(slot, self._num_committed[slot])
+        latest = self._memory.checkpoint(slot, self._num_committed[slot])
         if latest is None or (cursor.states[slot], cursor.sessions[slot]) == (latest[0], session):
             return []
         stop, state = latest
         start = min(cursor.num_sent[slot], stop)
-        num_bytes = self._runtime.num_kv_bytes(slot)
+        num_bytes = self._memory.num_kv_bytes(slot)
         if num_bytes - state.size > _MOST_KV_BYTES:
             return []
         try:
-            rows = self._runtime.kv_rows(slot)
+            rows = self._memory.kv_rows(slot)
         except UncuttableModel:
             return []
         cursor.num_sent[slot] = cursor.states[slot] = stop
@@ -190,12 +191,12 @@ class SlotReplication(SlotListener):
             return
         try:
             if update.tokens:
-                self._runtime.put_kv_rows(slot, _rows_of(update))
+                self._memory.put_kv_rows(slot, _rows_of(update))
             self._sent.trim(slot, start)
             self._tokens.write(slot, start, update.tokens)
             if update.sent:
                 self._sent.keep(slot, start, update.sent, sent_row_bytes)
-            self._runtime.trim(slot, start + len(update.tokens))
+            self._memory.trim(slot, start + len(update.tokens))
         except BaseException:
             self._slots.trim(slot, 0)
             raise
@@ -222,11 +223,11 @@ class SlotReplication(SlotListener):
         self, slot: int, arrived: Sequence[ArrivedRows], stop: int, state: NDArray[np.uint8]
     ) -> None:
         rows = [each.rows for each in arrived]
-        if not rows and 0 < stop <= self._runtime.length(slot):
-            rows = [self._runtime.kv_rows(slot).cut(0, stop)]
+        if not rows and 0 < stop <= self._memory.length(slot):
+            rows = [self._memory.kv_rows(slot).cut(0, stop)]
         if not rows or rows[-1].stop != stop:
             raise ProtocolError(f"a recurrent state at position {stop} of slot {slot} follows no rows")
-        self._runtime.put_kv_rows(slot, functools.reduce(KvRows.followed_by, rows), state)
+        self._memory.put_kv_rows(slot, functools.reduce(KvRows.followed_by, rows), state)
         self._sent.trim(slot, stop)
         self._tokens.trim(slot, stop)
         for each in arrived:

@@ -93,12 +93,14 @@ class KvSlots:
 
     Attributes:
         runtime: Runtime with the KV cache.
+        memory: That cache.
         sent: Rows that the stage sent.
         tokens: Token ids.
     """
 
     def __init__(self, runtime: StageRuntime, sent: SentHiddenStates) -> None:
         self.runtime = runtime
+        self.memory = runtime.memory
         self.sent = sent
         self.tokens = SlotTokens(runtime.num_slots)
 
@@ -108,7 +110,7 @@ class KvSlots:
         Raises:
             UncuttableModel: If its memory cannot go back to this position.
         """
-        self.runtime.trim(slot, num_positions)
+        self.memory.trim(slot, num_positions)
         self.sent.trim(slot, num_positions)
         self.tokens.trim(slot, num_positions)
 
@@ -162,7 +164,7 @@ class KvSlots:
         """Whether a slot holds these first tokens, and can go back to their end."""
         num_cached = len(cached)
         is_held = self.tokens.num_same(slot, 0, cached) == num_cached
-        return is_held and self.runtime.can_go_back(slot, num_cached)
+        return is_held and self.memory.can_go_back(slot, num_cached)
 
     def _lack(self, slot: int, cached: Sequence[int]) -> str:
         """Reason why a session cannot begin with these tokens of a slot, for a message."""
@@ -171,14 +173,14 @@ class KvSlots:
             return f"has only the first {num_same} of them"
         if self.runtime.info.can_trim:
             return "lacks rows in sliding windows before their end"
-        points = list(self.runtime.return_points(slot))
+        points = list(self.memory.return_points(slot))
         return f"can go back to positions {points} only, with recurrent state"
 
     def _copy(self, source: int, slot: int, num_positions: int) -> None:
         """Replace the content of a slot by the first positions of another."""
         self.trim(slot, 0)
         try:
-            self.runtime.copy(source, slot, num_positions)
+            self.memory.copy(source, slot, num_positions)
         except (MeshError, MemoryError) as error:
             raise PrefixMismatch(
                 f"{num_positions} positions of slot {source} cannot be copied to slot {slot}, so they are "
@@ -195,7 +197,7 @@ class KvSlots:
         """Replace the content of a slot by the first positions of a prefix that a plug has brought."""
         self.trim(slot, 0)
         try:
-            brought.put_into(self.runtime, slot)
+            brought.put_into(self.memory, slot)
         except (MeshError, MemoryError) as error:
             raise PrefixMismatch(
                 f"slot {slot} does not take {len(brought.tokens)} positions {brought.origin}, so they are "
@@ -217,14 +219,10 @@ class KvSlots:
         if self.tokens.num_same(slot, 0, cached) < num_cached:
             return None
         num_positions = min(max(num_cached, num_resumed), self.tokens.length(slot))
-        if self.runtime.info.can_trim:
-            # Rows before the windows may be missing.
-            wanted = (num_positions, num_cached)
-            return next((each for each in wanted if self.runtime.can_go_back(slot, each)), None)
-        if not self.runtime.info.is_tail:
+        info = self.runtime.info
+        if not (info.can_trim or info.is_tail):
             num_positions = min(num_positions, max(num_cached, self.sent.num_rows(slot, sent_row_bytes)))
-        points = self.runtime.return_points(slot)
-        return max((point for point in points if num_cached <= point <= num_positions), default=None)
+        return self.memory.latest_return(slot, num_cached, num_positions)
 
     def num_reusable(self, span: Span, most: int, sent_row_bytes: int) -> int:
         """Number of first rows of a resumed session's window that need not be computed.
@@ -248,14 +246,14 @@ class KvSlots:
             num_held = min(num_held, max(0, self.sent.num_rows(slot, sent_row_bytes) - start))
         if self.runtime.info.can_trim or num_held == len(span.tokens):
             return num_held
-        points = self.runtime.return_points(slot)
-        fitting = [point for point in points if start <= point <= start + num_held]
-        if not fitting:
+        stop = self.memory.latest_return(slot, start, start + num_held)
+        if stop is None:
+            points = list(self.memory.return_points(slot))
             raise PrefixMismatch(
                 f"slot {slot} holds {num_held} rows of a resumed session from position {start} on, and with "
-                f"recurrent state it cannot compute the next one: it can go back to {list(points)} only"
+                f"recurrent state it cannot compute the next one: it can go back to {points} only"
             )
-        return fitting[-1] - start
+        return stop - start
 
     def give_up(self, slot: int, start: int) -> None:
         """Drop a slot's positions from `start` on, or all if its memory cannot go back to one."""

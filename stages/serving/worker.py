@@ -241,7 +241,7 @@ class StageWorker(threading.Thread):
         if not window.num_resumed:
             return window
         span = window.span
-        stop = min(window.num_resumed, self._runtime.length(span.slot), span.start + len(span.tokens))
+        stop = min(window.num_resumed, self._runtime.memory.length(span.slot), span.start + len(span.tokens))
         most = min(stop - span.start, len(span.tokens) - span.num_outputs)
         num_held = self._slots.num_reusable(span, most, self.sent_row_bytes)
         if not num_held:

@@ -81,7 +81,7 @@ def test_a_slot_goes_on_from_the_first_rows_of_another(tmp_path: Path, gpu: Devi
     options = RuntimeOptions(num_slots=3, ctx_size=64, gpu_layers=((gpu.name, 6),))
     with closing(StageRuntime(model, options)) as runtime:
         runtime.decode([Span(0, 0, TEXT[:20])])
-        runtime.copy(0, 2, 12)
+        runtime.memory.copy(0, 2, 12)
         (copied,) = runtime.decode([Span(2, 12, TEXT[12:20], num_outputs=8)])
         (plain,) = runtime.decode([Span(1, 0, TEXT[:20], num_outputs=8)])
         require_close(copied, plain)
@@ -114,15 +114,15 @@ def test_rows_pass_to_a_processor_and_back(name: str, tmp_path: Path, gpu: Devic
         device.decode([Span(0, 0, TEXT[:9])])
         device.decode([Span(1, 0, TEXT[:12])])
         for source, target, held, slot in ((device, processor, 1, 2), (processor, device, 2, 0)):
-            rows = source.kv_rows(held)
-            target.trim(slot, 0)
+            rows = source.memory.kv_rows(held)
+            target.memory.trim(slot, 0)
             for start, stop in ((0, 7), (7, 12)):
-                target.put_kv_rows(slot, KvRows.from_bytes(rows.cut(start, stop).to_bytes()))
+                target.memory.put_kv_rows(slot, KvRows.from_bytes(rows.cut(start, stop).to_bytes()))
             (expected,) = source.decode([Span(held, 12, TEXT[12:15])])
             (hidden,) = target.decode([Span(slot, 12, TEXT[12:15])])
             require_close(hidden, expected)
-            source.trim(held, 12)
-            target.trim(slot, 12)
+            source.memory.trim(held, 12)
+            target.memory.trim(slot, 12)
 
 
 @pytest.mark.parametrize("name", ["mamba2", "falcon-h1", "qwen3next"])
@@ -139,13 +139,13 @@ def test_recurrent_states_pass_to_a_processor_and_go_back_to_checkpoints(
         device.decode([Span(1, 0, TEXT[:20])])
         device.decode([Span(1, 20, TEXT[20:25], checkpoints=(20,))])
         (further,) = device.decode([Span(1, 25, TEXT[25:30], checkpoints=(20, 25))])
-        device.trim(1, 25)
+        device.memory.trim(1, 25)
         (again,) = device.decode([Span(1, 25, TEXT[25:30])])
         require_close(again, further)
-        found = device.checkpoint(1, 29)
+        found = device.memory.checkpoint(1, 29)
         assert found is not None
         num_positions, state = found
         assert num_positions == 25
-        processor.put_kv_rows(0, device.kv_rows(1).cut(0, 25), state)
+        processor.memory.put_kv_rows(0, device.memory.kv_rows(1).cut(0, 25), state)
         (same,) = processor.decode([Span(0, 25, TEXT[25:30])])
         require_close(same, further)

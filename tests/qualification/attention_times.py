@@ -113,7 +113,7 @@ def measure(runtime: StageRuntime, kernels: ctypes.CDLL, shape: BatchShape, num_
             runtime.decode(shape.spans())
             times_ms[is_own].append(1e3 * (time.perf_counter() - start_s))
             for slot in range(shape.num_sequences):
-                runtime.trim(slot, shape.position)
+                runtime.memory.trim(slot, shape.position)
     kernels.attention_rows_enable(1)
     return PairedTimes(tuple(times_ms[0][1:]), tuple(times_ms[1][1:]))
 
@@ -121,7 +121,7 @@ def measure(runtime: StageRuntime, kernels: ctypes.CDLL, shape: BatchShape, num_
 def fill(runtime: StageRuntime, position: int, num_sequences: int) -> None:
     """Bring sequences to a position, from where they are."""
     for slot in range(num_sequences):
-        for start in range(runtime.length(slot), position, runtime.max_rows):
+        for start in range(runtime.memory.length(slot), position, runtime.max_rows):
             runtime.decode([Span(slot, start, [_TOKEN] * min(runtime.max_rows, position - start))])
 
 

@@ -172,7 +172,7 @@ def _compared(runtime: StageRuntime, widths: Sequence[int], depths: Sequence[int
         beside = runtime.decode([Span(0, depth, rows[:1], num_outputs=1), *others])[0]
         yield _result(depth, 1, alone[:1], beside)
         for slot in range(_NUM_SLOTS):
-            runtime.trim(slot, 0)
+            runtime.memory.trim(slot, 0)
 
 
 def _result(depth: int, width: int, alone: NDArray[np.float32], together: NDArray[np.float32]) -> RowsResult:

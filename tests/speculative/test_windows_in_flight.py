@@ -146,7 +146,7 @@ class TestPoison:
     async def test_poison_leaves_no_trace(self, width: int, depth: int) -> None:
         runtimes = fake_ring(is_poisoned=True)
         assert await self.text(runtimes, width=width, depth=depth) == list(self.FUTURE[len(PROMPT) :])
-        assert all(runtime.num_trims > 3 for runtime in runtimes)
+        assert all(runtime.memory.num_trims > 3 for runtime in runtimes)
 
     @pytest.mark.parametrize("depth", [1, 5])
     @pytest.mark.parametrize("trim", [0, 1, 2])
@@ -154,7 +154,7 @@ class TestPoison:
     async def test_one_trim_left_out_shows(self, stage: int, trim: int, depth: int) -> None:
         """Of the slot's poison, or of the rows of the first or second rejection, at one stage alone."""
         runtimes = fake_ring(is_poisoned=True)
-        runtimes[stage].forgotten_trims = frozenset({trim})
+        runtimes[stage].memory.forgotten_trims = frozenset({trim})
         # Whatever proposes: here only the first tokens are looked at, as the oracle knows another text.
         errs = [False, False, True, False, True, False, False]
         async with (
@@ -170,7 +170,7 @@ class TestPoison:
             ) as coordinator,
         ):
             text, _ = await collect(coordinator, self.REQUEST)
-        assert runtimes[stage].num_trims > trim
+        assert runtimes[stage].memory.num_trims > trim
         assert text != list(self.FUTURE[len(PROMPT) :])
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from spanmesh_proto.errors import InvalidWindow, UncuttableModel
 from stages.runtime.kv_state import KvRows
-from tests.support.fake_stage import Cell, FakeRuntime
+from tests.support.fake_stage import Cell, FakeMemory, FakeRuntime
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,38 +28,16 @@ _STATE: Final = struct.Struct("<8xQ")
 _MODULUS: Final = 1 << 62
 
 
-class FakeRecurrentRuntime(FakeRuntime):
-    """Stands in for a `StageRuntime` of a model with recurrent layers; see `FakeRuntime`.
+class FakeRecurrentMemory(FakeMemory):
+    """Stands in for a `SlotMemory` of a model with recurrent layers; see `FakeMemory`.
 
     Args:
         num_checkpoints: Most checkpoints of each slot.
     """
 
-    computes_runs = True
-
-    def __init__(
-        self,
-        index: int,
-        num_stages: int,
-        *,
-        num_checkpoints: int = 4,
-        n_vocab: int = 64,
-        num_slots: int = 4,
-        ctx_size: int = 128,
-        on_decode: Callable[[Sequence[Span]], None] = lambda _spans: None,
-        is_poisoned: bool = False,
-    ) -> None:
-        super().__init__(
-            index,
-            num_stages,
-            n_vocab=n_vocab,
-            num_slots=num_slots,
-            ctx_size=ctx_size,
-            on_decode=on_decode,
-            is_poisoned=is_poisoned,
-        )
-        self.info = replace(self.info, can_trim=False)
-        self.num_checkpoints = num_checkpoints
+    def __init__(self, num_slots: int, ctx_size: int, *, is_poisoned: bool, num_checkpoints: int) -> None:
+        super().__init__(num_slots, ctx_size, is_poisoned=is_poisoned)
+        self._num_checkpoints = num_checkpoints
         # Of a slot that is full of other cells, the state is wrong as well.
         self._states = [77 * is_poisoned] * num_slots
         self._copies: list[dict[int, int]] = [{} for _ in range(num_slots)]
@@ -70,7 +48,7 @@ class FakeRecurrentRuntime(FakeRuntime):
             raise InvalidWindow(
                 f"a window starts at position {span.start}, where slot {span.slot} has no checkpoint"
             )
-        if len(span.checkpoints) > self.num_checkpoints:
+        if len(span.checkpoints) > self._num_checkpoints:
             raise InvalidWindow(f"a window keeps {len(span.checkpoints)} checkpoints")
 
     def can_go_back(self, slot: int, num_positions: int) -> bool:
@@ -78,6 +56,26 @@ class FakeRecurrentRuntime(FakeRuntime):
 
     def return_points(self, slot: int) -> tuple[int, ...]:
         return tuple(sorted({0, *self._copies[slot], self._lengths[slot]}))
+
+    def latest_return(self, slot: int, least: int, most: int) -> int | None:
+        return max((point for point in self.return_points(slot) if least <= point <= most), default=None)
+
+    def prepare(self, span: Span) -> None:
+        slot = span.slot
+        super().prepare(span)
+        if span.checkpoints:
+            copies = dict(self._copies[slot])
+            if span.start in span.checkpoints:
+                copies.setdefault(span.start, self._states[slot])
+            self._copies[slot] = {each: copies[each] for each in copies if each in span.checkpoints}
+        cells = self.cells[slot]
+        if self._states[slot] != _sum(cells):
+            cells.append(Cell(0, self._states[slot]))
+
+    def add(self, slot: int, start: int, values: Sequence[int]) -> None:
+        num_before = len(self.cells[slot])
+        super().add(slot, start, values)
+        self._states[slot] = (self._states[slot] + _sum(self.cells[slot][num_before:])) % _MODULUS
 
     def trim(self, slot: int, start: int) -> None:
         if self._lengths[slot] <= start:
@@ -117,28 +115,42 @@ class FakeRecurrentRuntime(FakeRuntime):
         self, slot: int, saved: NDArray[np.uint8], num_positions: int, state: NDArray[np.uint8] | None = None
     ) -> None:
         assert state is not None
-        self._cells[slot] = []
+        self.cells[slot] = []
         self._lengths[slot] = 0
         super().put_kv_rows(slot, KvRows.from_bytes(saved))
         assert self._lengths[slot] == num_positions
         (self._states[slot],) = _STATE.unpack(state.tobytes())
         self._copies[slot] = {num_positions: self._states[slot]}
 
-    def _compute(self, span: Span) -> NDArray[np.float32]:
-        slot = span.slot
-        self.trim(slot, span.start)
-        if span.checkpoints:
-            copies = dict(self._copies[slot])
-            if span.start in span.checkpoints:
-                copies.setdefault(span.start, self._states[slot])
-            self._copies[slot] = {each: copies[each] for each in copies if each in span.checkpoints}
-        cells = self._cells[slot]
-        if self._states[slot] != _sum(cells):
-            cells.append(Cell(0, self._states[slot]))
-        num_before = len(cells)
-        rows = super()._compute(span)
-        self._states[slot] = (self._states[slot] + _sum(cells[num_before:])) % _MODULUS
-        return rows
+
+class FakeRecurrentRuntime(FakeRuntime):
+    """Stands in for a `StageRuntime` of a model with recurrent layers; see `FakeRuntime`.
+
+    Args:
+        num_checkpoints: Most checkpoints of each slot.
+    """
+
+    computes_runs = True
+
+    def __init__(
+        self,
+        index: int,
+        num_stages: int,
+        *,
+        num_checkpoints: int = 4,
+        n_vocab: int = 64,
+        num_slots: int = 4,
+        ctx_size: int = 128,
+        on_decode: Callable[[Sequence[Span]], None] = lambda _spans: None,
+        is_poisoned: bool = False,
+    ) -> None:
+        super().__init__(
+            index, num_stages, n_vocab=n_vocab, num_slots=num_slots, ctx_size=ctx_size, on_decode=on_decode
+        )
+        self.info = replace(self.info, can_trim=False)
+        self.memory = FakeRecurrentMemory(
+            num_slots, ctx_size, is_poisoned=is_poisoned, num_checkpoints=num_checkpoints
+        )
 
 
 def _sum(cells: Sequence[Cell]) -> int:

@@ -58,6 +58,96 @@ class Cell:
         return _mixed(self.position, self.value)
 
 
+class FakeMemory:
+    """Stands in for `stages.runtime.slot_memory.SlotMemory`.
+
+    Args:
+        num_slots: Sequences that it holds at once.
+        ctx_size: Positions of each.
+        is_poisoned: Whether every slot starts full of cells that no session made.
+
+    Attributes:
+        cells: Of each slot.
+        forgotten_trims: Trims, counted from 0 among those that had something to forget, that do nothing.
+        num_trims: Trims so far that had something to forget.
+    """
+
+    def __init__(self, num_slots: int, ctx_size: int, *, is_poisoned: bool) -> None:
+        poison = [Cell(position, 77) for position in range(ctx_size)] if is_poisoned else []
+        self.cells = [list(poison) for _ in range(num_slots)]
+        self.forgotten_trims: frozenset[int] = frozenset()
+        self.num_trims = 0
+        self._lengths = [len(poison)] * num_slots
+
+    def length(self, slot: int) -> int:
+        return self._lengths[slot]
+
+    def can_go_back(self, slot: int, num_positions: int) -> bool:
+        return 0 <= num_positions <= self._lengths[slot]
+
+    def latest_return(self, slot: int, least: int, most: int) -> int | None:
+        return next((each for each in (most, least) if self.can_go_back(slot, each)), None)
+
+    def check(self, span: Span) -> None:
+        if span.start > self._lengths[span.slot]:
+            raise InvalidWindow(
+                f"a window starts at position {span.start}, but slot {span.slot} ends at "
+                f"{self._lengths[span.slot]}"
+            )
+
+    def prepare(self, span: Span) -> None:
+        self.trim(span.slot, span.start)
+
+    def add(self, slot: int, start: int, values: Sequence[int]) -> None:
+        """Add cells of rows that are computed."""
+        self.cells[slot].extend(Cell(start + row, value) for row, value in enumerate(values))
+        self._lengths[slot] = start + len(values)
+
+    def trim(self, slot: int, start: int) -> None:
+        if self._lengths[slot] <= start:
+            return
+        if self.num_trims not in self.forgotten_trims:
+            self.cells[slot] = [cell for cell in self.cells[slot] if cell.position < start]
+        self.num_trims += 1
+        self._lengths[slot] = start
+
+    def copy(self, source: int, slot: int, num_positions: int) -> None:
+        if num_positions > self._lengths[source]:
+            raise InvalidWindow(f"slot {source} holds {self._lengths[source]} positions, not {num_positions}")
+        self.cells[slot] = list(self.cells[source])
+        self._lengths[slot] = self._lengths[source]
+        self.trim(slot, num_positions)
+
+    def num_kv_bytes(self, slot: int) -> int:
+        return len(self.kv_rows(slot).to_bytes())
+
+    def kv_rows(self, slot: int) -> KvRows:
+        """One layer of keys, whose rows are the values, as llama.cpp would save them."""
+        cells = sorted(self.cells[slot], key=lambda cell: cell.position)
+        saved = struct.pack("<IiII", 7, slot, 1, len(cells))
+        saved += b"".join(struct.pack("<iIi", cell.position, 1, slot) for cell in cells)
+        saved += struct.pack("<IIiQ", 0, 1, 0, 8)
+        saved += b"".join(struct.pack("<q", cell.value) for cell in cells)
+        return KvRows.from_bytes(saved)
+
+    def put_kv_rows(self, slot: int, rows: KvRows) -> None:
+        if rows.start > self._lengths[slot]:
+            raise InvalidWindow(f"rows from {rows.start} on for a slot that ends at {self._lengths[slot]}")
+        self.trim(slot, rows.start)
+        values = np.frombuffer(rows.to_bytes(), "<i8", offset=16 + 12 * len(rows) + 20)
+        self.add(slot, rows.start, values.tolist())
+
+    def put_saved(
+        self, slot: int, saved: NDArray[np.uint8], num_positions: int, state: NDArray[np.uint8] | None = None
+    ) -> None:
+        """As llama.cpp does it, all that the slot held goes first."""
+        assert state is None
+        self.cells[slot] = []
+        self._lengths[slot] = 0
+        self.put_kv_rows(slot, KvRows.from_bytes(saved))
+        assert self._lengths[slot] == num_positions
+
+
 class FakeRuntime:
     """Stands in for `stages.runtime.stage_runtime.StageRuntime`.
 
@@ -71,8 +161,7 @@ class FakeRuntime:
         is_poisoned: Whether every slot starts full of cells that no session made.
 
     Attributes:
-        forgotten_trims: Trims, counted from 0 among those that had something to forget, that do nothing.
-        num_trims: Trims so far that had something to forget.
+        memory: What its slots hold.
     """
 
     max_rows = 16
@@ -102,11 +191,7 @@ class FakeRuntime:
         self.num_threads = 1
         self.ctx_size = ctx_size
         self.on_decode = on_decode
-        self.forgotten_trims: frozenset[int] = frozenset()
-        self.num_trims = 0
-        poison = [Cell(position, 77) for position in range(ctx_size)] if is_poisoned else []
-        self._cells = [list(poison) for _ in range(num_slots)]
-        self._lengths = [len(poison)] * num_slots
+        self.memory = FakeMemory(num_slots, ctx_size, is_poisoned=is_poisoned)
         self._feature_layers: tuple[int, ...] = ()
         self._features: dict[int, tuple[NDArray[np.float32], ...]] = {}
 
@@ -114,11 +199,7 @@ class FakeRuntime:
         return run_around(slot, rows_of, self.max_rows)
 
     def check(self, span: Span) -> None:
-        if span.start > self._lengths[span.slot]:
-            raise InvalidWindow(
-                f"a window starts at position {span.start}, but slot {span.slot} ends at "
-                f"{self._lengths[span.slot]}"
-            )
+        self.memory.check(span)
         if span.start + len(span.tokens) > self.ctx_size or len(span.tokens) > self.max_rows:
             raise InvalidWindow(f"{len(span.tokens)} rows at {span.start} do not fit")
         if not all(0 <= token < self.info.n_vocab for token in span.tokens):
@@ -144,80 +225,27 @@ class FakeRuntime:
 
     def _features_of(self, span: Span) -> tuple[NDArray[np.float32], ...]:
         """Rows that tell layer, position and what the slot holds up to there."""
-        cells = self._cells[span.slot]
+        cells = self.memory.cells[span.slot]
         positions = range(span.start, span.start + len(span.tokens))
         return tuple(
             np.array([[1000.0 * layer + self._hash(cells, row) % 1000] for row in positions], np.float32)
             for layer in self._feature_layers
         )
 
-    def length(self, slot: int) -> int:
-        return self._lengths[slot]
-
-    def can_go_back(self, slot: int, num_positions: int) -> bool:
-        return 0 <= num_positions <= self._lengths[slot]
-
-    def copy(self, source: int, slot: int, num_positions: int) -> None:
-        if num_positions > self._lengths[source]:
-            raise InvalidWindow(f"slot {source} holds {self._lengths[source]} positions, not {num_positions}")
-        self._cells[slot] = list(self._cells[source])
-        self._lengths[slot] = self._lengths[source]
-        self.trim(slot, num_positions)
-
-    def num_kv_bytes(self, slot: int) -> int:
-        return len(self.kv_rows(slot).to_bytes())
-
-    def kv_rows(self, slot: int) -> KvRows:
-        """One layer of keys, whose rows are the values, as llama.cpp would save them."""
-        cells = sorted(self._cells[slot], key=lambda cell: cell.position)
-        saved = struct.pack("<IiII", 7, slot, 1, len(cells))
-        saved += b"".join(struct.pack("<iIi", cell.position, 1, slot) for cell in cells)
-        saved += struct.pack("<IIiQ", 0, 1, 0, 8)
-        saved += b"".join(struct.pack("<q", cell.value) for cell in cells)
-        return KvRows.from_bytes(saved)
-
-    def put_kv_rows(self, slot: int, rows: KvRows) -> None:
-        if rows.start > self._lengths[slot]:
-            raise InvalidWindow(f"rows from {rows.start} on for a slot that ends at {self._lengths[slot]}")
-        self.trim(slot, rows.start)
-        values = np.frombuffer(rows.to_bytes(), "<i8", offset=16 + 12 * len(rows) + 20)
-        positions = range(rows.start, rows.stop)
-        self._cells[slot] += [Cell(*cell) for cell in zip(positions, values.tolist(), strict=True)]
-        self._lengths[slot] = rows.stop
-
-    def put_saved(
-        self, slot: int, saved: NDArray[np.uint8], num_positions: int, state: NDArray[np.uint8] | None = None
-    ) -> None:
-        """As llama.cpp does it, all that the slot held goes first."""
-        assert state is None
-        self._cells[slot] = []
-        self._lengths[slot] = 0
-        self.put_kv_rows(slot, KvRows.from_bytes(saved))
-        assert self._lengths[slot] == num_positions
-
     def close(self) -> None:
         pass
 
     def _compute(self, span: Span) -> NDArray[np.float32]:
-        self.trim(span.slot, span.start)
-        cells = self._cells[span.slot]
+        self.memory.prepare(span)
         values = span.tokens if span.hidden is None else [int(value) for value in span.hidden[:, 0]]
-        cells.extend(Cell(span.start + row, value) for row, value in enumerate(values))
-        self._lengths[span.slot] = span.start + len(span.tokens)
+        self.memory.add(span.slot, span.start, values)
+        cells = self.memory.cells[span.slot]
         hashes = [self._hash(cells, span.start + row) for row in range(len(span.tokens))]
         if not self.info.is_tail:
             return np.array(hashes, np.float32).reshape(-1, 1)
         first = len(span.tokens) - span.num_outputs
         rows = [self._logits(hashes[row], span.tokens[row]) for row in range(first, len(span.tokens))]
         return np.array(rows, np.float32).reshape(-1, self.info.n_vocab)
-
-    def trim(self, slot: int, start: int) -> None:
-        if self._lengths[slot] <= start:
-            return
-        if self.num_trims not in self.forgotten_trims:
-            self._cells[slot] = [cell for cell in self._cells[slot] if cell.position < start]
-        self.num_trims += 1
-        self._lengths[slot] = start
 
     @staticmethod
     def _hash(cells: Sequence[Cell], position: int) -> int:

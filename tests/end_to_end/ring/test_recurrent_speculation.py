@@ -110,7 +110,9 @@ async def test_the_text_does_not_depend_on_what_is_proposed(
         status = coordinator.status()["speculation"]
         for stage in stages:
             runtime = stage.service._engine.slots.runtime
-            assert all(len(runtime.return_points(slot)) <= NUM_CHECKPOINTS + 2 for slot in range(NUM_SLOTS))
+            assert all(
+                len(runtime.memory.return_points(slot)) <= NUM_CHECKPOINTS + 2 for slot in range(NUM_SLOTS)
+            )
     assert dict(zip(REQUESTS, found, strict=True)) == answers
     assert status["accepted"] > 0 or all(errs)
     # Only a rejection behind an accepted token makes rows be computed again.

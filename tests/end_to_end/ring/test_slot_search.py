@@ -424,7 +424,7 @@ class SlotMachine(RuleBasedStateMachine):
                 assert held[: len(believed)] == believed, f"slot {slot} of stage {index}"
                 runtime = stage.service._engine.slots.runtime
                 for point in points:
-                    assert runtime.can_go_back(slot, point), f"slot {slot} of stage {index} to {point}"
+                    assert runtime.memory.can_go_back(slot, point), f"slot {slot} of stage {index} to {point}"
 
     def teardown(self) -> None:
         with self.folder:

@@ -176,12 +176,12 @@ def test_a_stage_goes_on_from_another_s_rows(name: str, kv_type: str, tmp_path: 
         runtime.decode([Span(0, 0, TEXT[5:9])])
         for start, stop in ((0, 33), (33, 40), (37, 41), (41, 60)):
             runtime.decode([Span(1, start, TEXT[start:stop])])
-        saved = runtime.kv_rows(1)
+        saved = runtime.memory.kv_rows(1)
         assert (saved.start, saved.stop) == (0, NUM_ROWS)
         copy.decode([Span(1, 0, TEXT[7:30])])
         for start, stop in ((0, 20), (20, 52), (50, 60)):
-            copy.put_kv_rows(2, KvRows.from_bytes(saved.cut(start, stop).to_bytes()))
-            assert copy.length(2) == stop
+            copy.memory.put_kv_rows(2, KvRows.from_bytes(saved.cut(start, stop).to_bytes()))
+            assert copy.memory.length(2) == stop
         for start, stop in ((60, 61), (58, 66), (66, 68)):
             (expected,) = runtime.decode([Span(1, start, TEXT[start:stop])])
             (hidden,) = copy.decode([Span(2, start, TEXT[start:stop])])
@@ -206,18 +206,18 @@ def test_rows_pass_between_a_shared_cache_and_separate_ones(
         # The later rows of slot 1 take cells before those of the first.
         shared.decode([Span(0, 0, TEXT[:10])])
         shared.decode([Span(1, 0, TEXT[:10])])
-        shared.trim(0, 0)
+        shared.memory.trim(0, 0)
         shared.decode([Span(1, 10, TEXT[10:14])])
         for source, target, slot in ((shared, separate, 2), (separate, shared, 0)):
             held = 1 if source is shared else 2
-            rows = source.kv_rows(held)
-            target.put_kv_rows(slot, KvRows.from_bytes(rows.cut(0, 9).to_bytes()))
-            target.put_kv_rows(slot, KvRows.from_bytes(rows.cut(9, 14).to_bytes()))
+            rows = source.memory.kv_rows(held)
+            target.memory.put_kv_rows(slot, KvRows.from_bytes(rows.cut(0, 9).to_bytes()))
+            target.memory.put_kv_rows(slot, KvRows.from_bytes(rows.cut(9, 14).to_bytes()))
             (expected,) = source.decode([Span(held, 14, TEXT[14:17])])
             (hidden,) = target.decode([Span(slot, 14, TEXT[14:17])])
             assert np.abs(hidden - expected).max() < 0.02 * np.abs(expected).max()
-            source.trim(held, 14)
-            target.trim(slot, 14)
+            source.memory.trim(held, 14)
+            target.memory.trim(slot, 14)
 
 
 @pytest.mark.model
@@ -226,36 +226,36 @@ def test_rows_that_do_not_belong_are_refused(tmp_path: Path) -> None:
     options = RuntimeOptions(num_slots=3, ctx_size=64, exact=True)
     with closing(StageRuntime(path, options)) as runtime:
         runtime.decode([Span(0, 0, TEXT[:NUM_ROWS])])
-        saved = runtime.kv_rows(0)
+        saved = runtime.memory.kv_rows(0)
         with pytest.raises(InvalidWindow, match="slot 3 of 3 does not exist"):
-            runtime.put_kv_rows(3, saved)
+            runtime.memory.put_kv_rows(3, saved)
         with pytest.raises(InvalidWindow, match="rows 20 to 60 for slot 1, which ends at 0 of 64"):
-            runtime.put_kv_rows(1, saved.cut(20, 60))
-        runtime.copy(0, 1, 30)
+            runtime.memory.put_kv_rows(1, saved.cut(20, 60))
+        runtime.memory.copy(0, 1, 30)
         with pytest.raises(UncuttableModel, match="has yet to copy rows"):
-            runtime.kv_rows(1)
+            runtime.memory.kv_rows(1)
         runtime.decode([Span(2, 0, TEXT[:1])])
-        runtime.put_kv_rows(0, runtime.kv_rows(1))
-        assert runtime.kv_rows(0).to_bytes() == saved.cut(0, 30).to_bytes()
-        runtime.copy(0, 1, 30)
+        runtime.memory.put_kv_rows(0, runtime.memory.kv_rows(1))
+        assert runtime.memory.kv_rows(0).to_bytes() == saved.cut(0, 30).to_bytes()
+        runtime.memory.copy(0, 1, 30)
         with pytest.raises(UncuttableModel, match="has yet to copy rows"):
-            runtime.put_saved(1, np.frombuffer(saved.to_bytes(), np.uint8), NUM_ROWS)
+            runtime.memory.put_saved(1, np.frombuffer(saved.to_bytes(), np.uint8), NUM_ROWS)
         runtime.decode([Span(2, 0, TEXT[:1])])
-        runtime.put_saved(0, np.frombuffer(saved.cut(0, 40).to_bytes(), np.uint8), 40)
-        assert runtime.kv_rows(0).to_bytes() == saved.cut(0, 40).to_bytes()
+        runtime.memory.put_saved(0, np.frombuffer(saved.cut(0, 40).to_bytes(), np.uint8), 40)
+        assert runtime.memory.kv_rows(0).to_bytes() == saved.cut(0, 40).to_bytes()
         with pytest.raises(InvalidWindow, match="65 saved positions exceed the context of 64"):
-            runtime.put_saved(0, np.frombuffer(saved.to_bytes(), np.uint8), 65)
+            runtime.memory.put_saved(0, np.frombuffer(saved.to_bytes(), np.uint8), 65)
         with closing(StageRuntime(other, options)) as unlike:
             unlike.decode([Span(0, 0, TEXT[:9])])
             with pytest.raises(StageFailed, match="rejects the KV rows of another stage"):
-                unlike.put_kv_rows(0, saved)
-            assert unlike.length(0) == 0
+                unlike.memory.put_kv_rows(0, saved)
+            assert unlike.memory.length(0) == 0
             unlike.decode([Span(0, 0, TEXT[:9])])
     with (
         closing(StageRuntime(path, RuntimeOptions(ctx_size=32, exact=True))) as smaller,
         pytest.raises(InvalidWindow, match="rows 0 to 60 for slot 0, which ends at 0 of 32"),
     ):
-        smaller.put_kv_rows(0, saved)
+        smaller.memory.put_kv_rows(0, saved)
 
 
 @pytest.mark.model
@@ -265,7 +265,7 @@ def test_what_has_no_rows_is_refused(name: str, tmp_path: Path) -> None:
     with closing(StageRuntime(stage_of(name, tmp_path), RuntimeOptions(ctx_size=128, exact=True))) as runtime:
         runtime.decode([Span(0, 0, TEXT[:NUM_ROWS])])
         with pytest.raises(UncuttableModel, match="the saved state of a sequence has another format"):
-            runtime.kv_rows(0)
+            runtime.memory.kv_rows(0)
 
 
 @pytest.mark.model
@@ -277,22 +277,22 @@ def test_a_recurrent_state_put_behind_rows_is_as_good_as_computed(name: str, tmp
         stage.decode([Span(1, 0, TEXT[:40])])
         stage.decode([Span(1, 40, TEXT[40:50], checkpoints=(40,))])
         (further,) = stage.decode([Span(1, 50, TEXT[50:60], checkpoints=(40, 50))])
-        assert stage.checkpoint(1, 39) is None
-        found = stage.checkpoint(1, 59)
+        assert stage.memory.checkpoint(1, 39) is None
+        found = stage.memory.checkpoint(1, 59)
         assert found is not None
         num_positions, state = found
         assert num_positions == 50
-        rows = stage.kv_rows(1)
+        rows = stage.memory.kv_rows(1)
         # Into another slot, in two pieces: the second takes the place of the first's state.
-        other.put_kv_rows(0, rows.cut(0, 30), state)
-        other.put_kv_rows(0, rows.cut(30, 50), state)
-        assert other.return_points(0) == (0, 50)
+        other.memory.put_kv_rows(0, rows.cut(0, 30), state)
+        other.memory.put_kv_rows(0, rows.cut(30, 50), state)
+        assert other.memory.return_points(0) == (0, 50)
         (same,) = other.decode([Span(0, 50, TEXT[50:60])])
         assert np.array_equal(same, further)
-        other.trim(0, 50)
+        other.memory.trim(0, 50)
         assert np.array_equal(other.decode([Span(0, 50, TEXT[50:60])])[0], further)
         with pytest.raises(UncuttableModel, match="slot 0 cannot go back to position 45"):
-            other.trim(0, 45)
+            other.memory.trim(0, 45)
 
 
 def stage_of(name: str, folder: Path) -> Path:

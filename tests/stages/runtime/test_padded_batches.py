@@ -99,8 +99,8 @@ def test_what_is_padded_is_what_it_would_be_alone(stage: Path, batch_sizes: list
                 assert_alike(one, other)
             for slot, start in zip(slots, starts, strict=True):
                 ends[slot] = start + num_rows
-            assert [padded.length(slot) for slot in range(NUM_SLOTS)] == ends
-            assert [plain.length(slot) for slot in range(NUM_SLOTS)] == ends
+            assert [padded.memory.length(slot) for slot in range(NUM_SLOTS)] == ends
+            assert [plain.memory.length(slot) for slot in range(NUM_SLOTS)] == ends
         # Each of the two computed them, and one of them padding as well.
         assert sum(batch_sizes) > 2 * num_needed
 
@@ -111,7 +111,7 @@ def test_three_rows_are_tried_as_four(stage: Path, batch_sizes: list[int]) -> No
             spans = [row_span(runtime, slot, position, 1, may_be_padded=True) for slot in (1, 2, 3)]
             assert [len(rows) for rows in runtime.decode(spans)] == [1, 1, 1]
         assert batch_sizes == [3, 3, 3, 4, 4, 4]
-        assert [runtime.length(slot) for slot in range(NUM_SLOTS)] == [0, 6, 6, 6, 0, 0]
+        assert [runtime.memory.length(slot) for slot in range(NUM_SLOTS)] == [0, 6, 6, 6, 0, 0]
 
 
 def test_a_full_slot_pads_nothing(stage: Path, batch_sizes: list[int]) -> None:
@@ -148,5 +148,5 @@ def test_a_failed_batch_leaves_no_padding(stage: Path, monkeypatch: pytest.Monke
         with pytest.raises(Exception, match="status -3"):
             runtime.decode(spans)
         monkeypatch.undo()
-        assert runtime.length(0) == runtime.length(4) == 0
+        assert runtime.memory.length(0) == runtime.memory.length(4) == 0
         assert len(runtime.decode([row_span(runtime, 4, 0, 2, may_be_padded=False)])[0]) == 2

@@ -207,11 +207,11 @@ def test_checkpoints_take_no_more_memory_than_were_kept_at_once(tmp_path: Path) 
             for start in range(0, 64, 4):
                 kept = (*kept, start)[-4:] if start else ()
                 runtime.decode([Span(slot, start, [5] * 4, checkpoints=kept)])
-                made |= {id(copy): copy for held in runtime._checkpoints._copies for copy in held.values()}
+                made |= {id(copy): copy for held in runtime.memory._states._copies for copy in held.values()}
             # Back, and over.
             runtime.decode([Span(slot, kept[0], [6] * 4)])
-            runtime.trim(slot, 0)
-            assert runtime.return_points(slot) == (0,)
+            runtime.memory.trim(slot, 0)
+            assert runtime.memory.return_points(slot) == (0,)
         # One more while the oldest is still there.
         assert len(made) <= 5
-        assert runtime.num_checkpoint_bytes == 0
+        assert runtime.memory.num_checkpoint_bytes == 0

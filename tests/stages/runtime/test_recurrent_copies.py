@@ -90,27 +90,27 @@ def test_a_slot_goes_on_from_a_checkpoint_of_another(
     runtime: StageRuntime, rows: NDArray[np.float32]
 ) -> None:
     compute(runtime, 1, 0, 90, text=OTHER)
-    runtime.copy(0, 1, BACK)
-    assert runtime.return_points(1) == (0, BACK)
+    runtime.memory.copy(0, 1, BACK)
+    assert runtime.memory.return_points(1) == (0, BACK)
     assert np.array_equal(compute(runtime, 1, BACK, 190, checkpoints=(BACK,)), rows[BACK:190])
     assert np.array_equal(compute(runtime, 0, END, NUM_ROWS), rows[END:]), "the other is as it was"
-    runtime.trim(1, BACK)
+    runtime.memory.trim(1, BACK)
     assert np.array_equal(compute(runtime, 1, BACK, END), rows[BACK:END])
 
 
 def test_a_slot_goes_on_from_the_end_of_another(runtime: StageRuntime, rows: NDArray[np.float32]) -> None:
-    runtime.copy(0, 1, END)
+    runtime.memory.copy(0, 1, END)
     assert np.array_equal(compute(runtime, 1, END, NUM_ROWS, checkpoints=(BACK, END)), rows[END:])
     for back in (END, BACK):
-        runtime.trim(1, back)
+        runtime.memory.trim(1, back)
         assert np.array_equal(compute(runtime, 1, back, END + 10), rows[back : END + 10]), back
 
 
 def test_the_source_goes_back_before_anything_is_decoded(
     runtime: StageRuntime, rows: NDArray[np.float32]
 ) -> None:
-    runtime.copy(0, 1, END)
-    runtime.trim(0, BACK)
+    runtime.memory.copy(0, 1, END)
+    runtime.memory.trim(0, BACK)
     assert np.array_equal(compute(runtime, 1, END, NUM_ROWS), rows[END:])
     assert np.array_equal(compute(runtime, 0, BACK, END), rows[BACK:END])
 
@@ -118,18 +118,18 @@ def test_the_source_goes_back_before_anything_is_decoded(
 def test_the_source_is_emptied_before_anything_is_decoded(
     runtime: StageRuntime, rows: NDArray[np.float32]
 ) -> None:
-    runtime.copy(0, 1, END)
-    runtime.copy(0, 2, BACK)
-    runtime.trim(0, 0)
+    runtime.memory.copy(0, 1, END)
+    runtime.memory.copy(0, 2, BACK)
+    runtime.memory.trim(0, 0)
     compute(runtime, 0, 0, 60, text=OTHER)
     assert np.array_equal(compute(runtime, 1, END, NUM_ROWS), rows[END:])
     assert np.array_equal(compute(runtime, 2, BACK, END), rows[BACK:END])
 
 
 def test_a_copy_is_copied_on(runtime: StageRuntime, rows: NDArray[np.float32]) -> None:
-    runtime.copy(0, 1, END)
-    runtime.copy(1, 2, BACK)
-    runtime.copy(2, 0, BACK)
+    runtime.memory.copy(0, 1, END)
+    runtime.memory.copy(1, 2, BACK)
+    runtime.memory.copy(2, 0, BACK)
     for slot in (2, 0):
         assert np.array_equal(compute(runtime, slot, BACK, END), rows[BACK:END])
     assert np.array_equal(compute(runtime, 1, END, NUM_ROWS), rows[END:])
@@ -138,14 +138,14 @@ def test_a_copy_is_copied_on(runtime: StageRuntime, rows: NDArray[np.float32]) -
 def test_nothing_of_a_slot_leaves_an_empty_one(runtime: StageRuntime, rows: NDArray[np.float32]) -> None:
     for source in (0, 2):
         compute(runtime, 1, 0, 90, text=OTHER)
-        runtime.copy(source, 1, 0)
-        assert runtime.return_points(1) == (0,)
+        runtime.memory.copy(source, 1, 0)
+        assert runtime.memory.return_points(1) == (0,)
         assert np.array_equal(compute(runtime, 1, 0, BACK), rows[:BACK]), source
 
 
 def test_where_there_is_no_checkpoint_there_is_no_copy(runtime: StageRuntime) -> None:
     with pytest.raises(UncuttableModel, match="slot 1 cannot go back to position 200"):
-        runtime.copy(0, 1, 200)
+        runtime.memory.copy(0, 1, 200)
 
 
 def test_slots_change_hands_at_random(path: Path, rows: NDArray[np.float32]) -> None:
@@ -158,19 +158,21 @@ def test_slots_change_hands_at_random(path: Path, rows: NDArray[np.float32]) -> 
             slot, source = (int(each) for each in random.permutation(3)[:2])
             match random.choice(["copy", "copy", "back", "anew", "on", "on", "on", "on", "on"]):
                 case "copy":
-                    runtime.copy(source, slot, int(random.choice(runtime.return_points(source))))
+                    runtime.memory.copy(
+                        source, slot, int(random.choice(runtime.memory.return_points(source)))
+                    )
                     which[slot] = which[source]
                 case "back":
-                    runtime.trim(slot, int(random.choice(runtime.return_points(slot))))
+                    runtime.memory.trim(slot, int(random.choice(runtime.memory.return_points(slot))))
                 case "anew":
-                    runtime.trim(slot, 0)
+                    runtime.memory.trim(slot, 0)
                     which[slot] = 1 - which[slot]
                 case _:
-                    start = runtime.length(slot)
+                    start = runtime.memory.length(slot)
                     stop = min(NUM_ROWS, start + int(random.integers(1, 60)))
                     if start == stop:
                         continue
-                    kept = (*runtime.return_points(slot)[1:-1][-3:], start) if start else ()
+                    kept = (*runtime.memory.return_points(slot)[1:-1][-3:], start) if start else ()
                     computed = compute(runtime, slot, start, stop, checkpoints=kept, text=texts[which[slot]])
                     assert np.array_equal(computed, expected[which[slot]][start:stop]), (slot, start, stop)
 
@@ -178,12 +180,12 @@ def test_slots_change_hands_at_random(path: Path, rows: NDArray[np.float32]) -> 
 def test_only_where_states_hold_rows_is_a_copy_made_at_the_call(family: TinyFamily, path: Path) -> None:
     """Through memory, which takes that of the whole slot for a moment."""
     with closing(StageRuntime(path, OPTIONS)) as runtime:
-        assert runtime._copies_at_call == (family.architecture in WITH_WINDOWS)
+        assert runtime.memory._copies_at_call == (family.architecture in WITH_WINDOWS)
 
 
 def test_models_that_can_be_trimmed_leave_copies_to_llama_cpp(tmp_path: Path) -> None:
     with closing(StageRuntime(TINY_FAMILIES["gemma4"].write(tmp_path / "model.gguf"), OPTIONS)) as runtime:
-        assert not runtime._copies_at_call
+        assert not runtime.memory._copies_at_call
 
 
 @pytest.mark.parametrize("name", WITH_WINDOWS)
@@ -193,10 +195,10 @@ def test_a_slot_that_takes_no_copy_is_empty(
     with closing(StageRuntime(WITH_WINDOWS[name].write(tmp_path / "model.gguf"), OPTIONS)) as runtime:
         compute(runtime, 0, 0, 60)
         compute(runtime, 1, 0, 60, text=OTHER)
-        monkeypatch.setattr("stages.runtime.stage_runtime.write_sequence", lambda *_arguments: False)
+        monkeypatch.setattr("stages.runtime.slot_memory.write_sequence", lambda *_arguments: False)
         with pytest.raises(StageFailed, match="rejects the KV rows of slot 0"):
-            runtime.copy(0, 1, 60)
-        assert (runtime.length(1), runtime.return_points(1)) == (0, (0,))
+            runtime.memory.copy(0, 1, 60)
+        assert (runtime.memory.length(1), runtime.memory.return_points(1)) == (0, (0,))
         first = compute(runtime, 1, 0, 60)
-        runtime.trim(0, 0)
+        runtime.memory.trim(0, 0)
         assert np.array_equal(compute(runtime, 0, 0, 60), first)

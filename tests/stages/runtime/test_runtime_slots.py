@@ -31,7 +31,7 @@ def test_slots_that_do_not_follow_one_another_share_a_decode(first_stage: Path) 
     with closing(StageRuntime(first_stage, options)) as runtime:
         alone = np.concatenate([runtime.decode([Span(0, row, [TEXT[row]])])[0] for row in range(len(TEXT))])
         ends = [0] * NUM_SLOTS
-        runtime.trim(0, 0)
+        runtime.memory.trim(0, 0)
         for _ in range(100):
             slots = [int(slot) for slot in random.permutation(NUM_SLOTS)[: random.integers(1, NUM_SLOTS + 1)]]
             spans = []
@@ -52,14 +52,14 @@ def test_copied_positions_are_the_source_s_own(first_stage: Path) -> None:
     with closing(StageRuntime(first_stage, options)) as runtime:
         alone = []
         for text in texts:
-            runtime.trim(0, 0)
+            runtime.memory.trim(0, 0)
             alone.append(np.concatenate([runtime.decode([Span(0, 0, text)])[0]]))
         which, ends = [1, 0, 0, 0], [len(TEXT), 0, 0, 0]
         for _ in range(150):
             slot, source = (int(each) for each in random.permutation(NUM_SLOTS)[:2])
             if random.random() < 0.4:
                 which[slot], ends[slot] = which[source], int(random.integers(0, ends[source] + 1))
-                runtime.copy(source, slot, ends[slot])
+                runtime.memory.copy(source, slot, ends[slot])
             elif ends[slot] < len(TEXT):
                 rows = int(random.integers(1, min(9, len(TEXT) - ends[slot]) + 1))
                 span = Span(slot, ends[slot], texts[which[slot]][ends[slot] : ends[slot] + rows])
@@ -68,8 +68,8 @@ def test_copied_positions_are_the_source_s_own(first_stage: Path) -> None:
                 ends[slot] += rows - int(random.integers(0, rows))
             else:
                 which[slot], ends[slot] = 1 - which[slot], 0
-                runtime.trim(slot, 0)
+                runtime.memory.trim(slot, 0)
         with pytest.raises(InvalidWindow, match=r"slot 0 holds \d+ positions: 61 cannot be copied"):
-            runtime.copy(0, 1, len(TEXT) + 1)
+            runtime.memory.copy(0, 1, len(TEXT) + 1)
         with pytest.raises(InvalidWindow, match="slot 4 of 4 does not exist"):
-            runtime.copy(0, NUM_SLOTS, 0)
+            runtime.memory.copy(0, NUM_SLOTS, 0)

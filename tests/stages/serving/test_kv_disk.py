@@ -400,7 +400,7 @@ def test_rows_that_llama_cpp_refuses_leave_an_empty_slot() -> None:
     def refuse(*_arguments: object) -> None:
         raise StageFailed("they are of another model")
 
-    runtime.put_saved = refuse
+    runtime.memory.put_saved = refuse
     prefix = PrefixReader()
     copied = copied_of(slots, 16, keep_of(16), ())
     assert copied is not None
@@ -409,7 +409,7 @@ def test_rows_that_llama_cpp_refuses_leave_an_empty_slot() -> None:
     with pytest.raises(PrefixMismatch, match=r"does not take 16 positions from disk.*of another model"):
         slots.begin(2, 2, TEXT[:16], 0, 4, brought=prefix.prefix())
     assert slots.tokens.length(2) == 0
-    assert runtime.length(2) == 0
+    assert runtime.memory.length(2) == 0
 
 
 SETTING: Final = RowsSetting((0, 2, 4), True, "f16", None, True, 2, 4, 0, 0, ())  # noqa: FBT003 - a record
@@ -521,19 +521,19 @@ def test_real_rows_come_back_to_the_bit(name: str, tmp_path: Path) -> None:
                 other.trim(2, 49)
             with pytest.raises(InvalidWindow, match="a window starts at position 49"):
                 copy.decode([Span(2, 49, text[49:52])])
-            copy.copy(2, 1, stop)
+            copy.memory.copy(2, 1, stop)
             with pytest.raises(UncuttableModel):
-                copy.trim(1, 20)
+                copy.memory.trim(1, 20)
         if has_state:
             other.trim(2, stop)
             (expected,) = _after(path, options, text, stop, stop + 3)
             (hidden,) = copy.decode([Span(2, stop, text[stop : stop + 3])])
             assert np.array_equal(hidden, expected), "it can go back to where it began"
         if runtime.info.has_windows:
-            copy.trim(2, 0)
+            copy.memory.trim(2, 0)
             copy.decode([Span(2, 0, text[:20])])
-            copy.trim(2, 10)
-            assert copy.length(2) == 10, "of what was computed since, nothing is missing"
+            copy.memory.trim(2, 10)
+            assert copy.memory.length(2) == 10, "of what was computed since, nothing is missing"
 
 
 def _after(path: Path, options: RuntimeOptions, text: Sequence[int], first: int, last: int) -> Any:

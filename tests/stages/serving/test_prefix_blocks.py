@@ -36,7 +36,9 @@ def runtime_of(tokens: tuple[int, ...], slot: int = 1) -> FakeRuntime:
 
 
 def copy_of(tokens: tuple[int, ...] = TEXT, *, states: tuple[int, ...] = ()) -> SlotCopy:
-    return SlotCopy(np.asarray(tokens, np.int64), runtime_of(tokens).kv_rows(1), dict.fromkeys(states, STATE))
+    return SlotCopy(
+        np.asarray(tokens, np.int64), runtime_of(tokens).memory.kv_rows(1), dict.fromkeys(states, STATE)
+    )
 
 
 def place(start: int, stop: int, *, has_state: bool = False) -> BlockPlace:
@@ -66,7 +68,7 @@ def test_blocks_of_a_slot_are_its_rows_again(stop: int, cuts: set[int]) -> None:
     assert prefix.tokens.tolist() == list(TEXT[:stop])
     assert prefix.saved.tobytes() == copied.rows.cut(0, stop).to_bytes()
     target = FakeRuntime(0, 3, is_poisoned=True)
-    target.put_saved(2, prefix.saved, stop)
+    target.memory.put_saved(2, prefix.saved, stop)
     (expected,) = runtime_of(TEXT[:stop]).decode([Span(1, stop, [5])])
     assert np.array_equal(target.decode([Span(2, stop, [5])])[0], expected)
 

@@ -89,7 +89,7 @@ def test_a_slot_with_recurrent_state_goes_on_from_where_it_can_go_back_to(
 ) -> None:
     runtime = FakeRecurrentRuntime(0, 3)
     slots = slots_of(runtime, (20,), num_sent=num_sent)
-    assert runtime.return_points(0) == (0, 20, 40)
+    assert runtime.memory.return_points(0) == (0, 20, 40)
     assert slots.num_reusable(span, most, ROW_BYTES) == num_reused
 
 

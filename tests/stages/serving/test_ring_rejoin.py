@@ -268,11 +268,11 @@ async def test_windows_of_a_former_coordinator_fail_no_session_of_the_next() -> 
 async def test_a_slot_begins_with_what_its_session_had_there_and_nothing_else(ring: RepairableRing) -> None:
     stage = ring.running[0]
     runtime = stage.service._engine._worker._runtime
-    assert runtime.length(0) > 4, "somebody's cells are there"
+    assert runtime.memory.length(0) > 4, "somebody's cells are there"
     sampling = wire.Sampling(top_p=1, repetition_penalty=1)
     stage.service._engine.open(wire.Open(session=2, sampling=sampling, resumed_session=1, num_resumed=4))
     await stage.service.rejoin(0, "another ring", "key", 0)
-    assert runtime.length(0) == 0
+    assert runtime.memory.length(0) == 0
     tokens = [5, 6, 7, 8, 9]
     stage.service._engine.open(wire.Open(session=3, sampling=sampling))
     window = wire.Window(session=3, tokens=tokens, verify_rows=1)
@@ -282,4 +282,4 @@ async def test_a_slot_begins_with_what_its_session_had_there_and_nothing_else(ri
     await stage.service.rejoin(0, "a third ring", "key", 0)
     stage.service._engine.open(wire.Open(session=4, sampling=sampling, resumed_session=3, num_resumed=4))
     await stage.service.rejoin(0, "a fourth ring", "key", 0)
-    assert runtime.length(0) == 4
+    assert runtime.memory.length(0) == 4

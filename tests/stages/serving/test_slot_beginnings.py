@@ -61,9 +61,9 @@ def prefix_from(slots: KvSlots, slot: int, stop: int) -> FetchedPrefix:
     tokens = np.asarray(TEXT[:stop], np.int64)
     runtime = slots.runtime
     if runtime.info.has_windows:
-        rows, state = runtime.kv_rows_and_window(slot)
+        rows, state = runtime.memory.kv_rows_and_window(slot)
         return FetchedPrefix(tokens, np.frombuffer(rows.to_bytes(), np.uint8), state)
-    return FetchedPrefix(tokens, np.frombuffer(runtime.kv_rows(slot).to_bytes(), np.uint8))
+    return FetchedPrefix(tokens, np.frombuffer(runtime.memory.kv_rows(slot).to_bytes(), np.uint8))
 
 
 @pytest.mark.model
@@ -79,12 +79,12 @@ def test_a_slot_without_a_checkpoint_there_takes_a_copy_of_one_that_has_it(name:
         begin(slots, 1, 0, 30)
         assert slots.tokens.tokens(1).tolist() == TEXT[:30]
         assert np.array_equal(compute(slots, 1, 30, 50), whole[30:])
-        assert runtime.length(0) == 50, "the other is as it was"
+        assert runtime.memory.length(0) == 50, "the other is as it was"
         # Its own checkpoint is preferred: nothing is copied.
         compute(slots, 2, 0, 30)
         compute(slots, 2, 30, 60, checkpoints=(30,))
         begin(slots, 2, 0, 30)
-        assert not runtime._copying
+        assert not runtime.memory._copying
         assert np.array_equal(compute(slots, 2, 30, 50), whole[30:])
 
 
@@ -103,7 +103,7 @@ def test_a_session_begins_anew_only_where_no_slot_can_go_back(tmp_path: Path) ->
             begin(slots, 1, 2, 30)
         begin(slots, 1, 1, 50)
         begin(slots, 1, 1, 0)
-        assert (runtime.length(0), runtime.length(1)) == (50, 0)
+        assert (runtime.memory.length(0), runtime.memory.length(1)) == (50, 0)
 
 
 @pytest.mark.model
@@ -123,7 +123,7 @@ def test_a_slot_that_lacks_rows_in_windows_takes_those_from_disk_or_of_another(
         assert np.array_equal(compute(slots, 1, 50, 60), rows[50:])
         # It holds these tokens, but behind the first 50 only it has all rows in windows.
         begin(slots, 1, 1, 40, prefixes[40])
-        assert runtime.length(1) == 40
+        assert runtime.memory.length(1) == 40
         assert np.array_equal(compute(slots, 1, 40, 60), rows[40:])
         with pytest.raises(PrefixMismatch, match="slot 1, which lacks rows in sliding windows"):
             begin(slots, 1, 1, 30)
@@ -134,11 +134,11 @@ def test_a_slot_that_lacks_rows_in_windows_takes_those_from_disk_or_of_another(
         # What a recovery lets a session resume is used as far as the slot can go back.
         begin(slots, 1, 1, 50, prefixes[50])
         slots.begin(1, 1, (), 45, 4)
-        assert runtime.length(1) == 0
+        assert runtime.memory.length(1) == 0
         for num_resumed in (50, 80):
             begin(slots, 1, 1, 50, prefixes[50])
             slots.begin(1, 1, (), num_resumed, 4)
-            assert runtime.length(1) == 50
+            assert runtime.memory.length(1) == 50
 
 
 @pytest.mark.model
@@ -170,10 +170,10 @@ def test_a_slot_that_takes_no_copy_is_empty(error: Exception) -> None:
         span = Span(slot, 0, text[first : first + 16])
         runtime.decode([span])
         slots.computed(span, 0)
-    runtime.copy = fail
+    runtime.memory.copy = fail
     with pytest.raises(PrefixMismatch, match="10 positions of slot 0 cannot be copied to slot 1"):
         slots.begin(1, 0, text[:10], 0, 4)
-    assert (runtime.length(1), slots.tokens.length(1)) == (0, 0)
+    assert (runtime.memory.length(1), slots.tokens.length(1)) == (0, 0)
 
 
 @pytest.mark.model

@@ -83,16 +83,16 @@ def test_a_copy_follows_up_to_committed_checkpoints(stage_file: Path) -> None:
         compute(stage, 30, 40, (30,), 31)
         assert tell() == [(0, 30, False), (30, 0, True)]
         assert tell() == []
-        assert two.return_points(1) == (0, 30)
+        assert two.memory.return_points(1) == (0, 30)
         # A proposal may be rejected: its checkpoint is not told.
         compute(stage, 40, 44, (30, 40), 31)
         assert tell() == []
         compute(stage, 44, 50, (40, 44), 45)
         assert tell() == [(30, 14, False), (44, 0, True)]
-        assert two.length(1) == 44
+        assert two.memory.length(1) == 44
         # The copy takes the stage's place, and goes on at once.
         copy.begin(1, 1, (), 48, 4)
-        assert two.length(1) == 44
+        assert two.memory.length(1) == 44
         same, further = (runtime.decode([Span(1, 44, TEXT[44:50])])[0] for runtime in (two, one))
         assert np.array_equal(same, further)
         # Of another session's beginning.
@@ -136,5 +136,5 @@ def test_a_state_that_fits_nothing_leaves_the_slot_empty(stage_file: Path, chang
         else:
             with pytest.raises(MeshError):
                 copy_rows.apply_update(changed)
-        assert two.length(1) == 0
+        assert two.memory.length(1) == 0
         two.decode([Span(1, 0, TEXT[:9])])
