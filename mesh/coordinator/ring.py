@@ -14,7 +14,8 @@ from mesh.coordinator.stage_streams import ControlStream, VerdictStream
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import HostUnreachable, MeshError, ProtocolError, StageFailed, from_code
-from stages.transport.stage_link import MOST_BUNDLED_WINDOWS, StageLink
+from stages.transport.frames import MOST_BUNDLED_WINDOWS
+from stages.transport.links import link_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -148,7 +149,7 @@ class Ring:
         self.num_verdicts = 0
         self._watch: asyncio.Task[None] | None = None
         key = terms.mesh_key
-        self._link = StageLink(
+        self._link = link_to(
             stages[0].address,
             hello,
             key,

@@ -24,8 +24,9 @@ from stages.serving.slot_copies import copy_of
 from stages.serving.slot_replication import SlotReplication
 from stages.serving.stage_engine import StageEngine, monotonic_us
 from stages.transport.channels import HandshakeMonitor, KeyCheck, abort
+from stages.transport.frames import MOST_BUNDLED_WINDOWS
 from stages.transport.hidden_codec import HiddenType
-from stages.transport.stage_link import MOST_BUNDLED_WINDOWS, StageLink
+from stages.transport.links import link_to
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection
@@ -182,7 +183,7 @@ class StageService(rpc.StageServicer):
         """
         place = self._place
         hello = _hello(place.mesh_id, f"stage {place.stage_index}", place.term)
-        link = StageLink(
+        link = link_to(
             next_address,
             hello,
             place.mesh_key,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from stages.serving.plugs import StagePlug
     from stages.serving.sessions import StageSession
     from stages.transport.hidden_codec import HiddenType
-    from stages.transport.stage_link import StageLink
+    from stages.transport.links import Link
 
 # A coordinator has a few dozen windows of a session in flight; more than this violates the protocol.
 _MOST_QUEUED_PER_SLOT: Final = 512
@@ -78,7 +78,7 @@ class StageEngine:
     ) -> None:
         self.stage_index = stage_index
         self._plugs: list[StagePlug] = []
-        self.next: StageLink | None = None
+        self.next: Link | None = None
         self.failure: MeshError | None = None
         self._on_ended = on_ended
         # What others wait for the computing thread to do.

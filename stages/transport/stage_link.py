@@ -1,10 +1,10 @@
-"""Stage link: an ordered stream of frames to the next stage, held open."""
+"""Stage link: frames to the next stage over a stream of gRPC, held open."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import structlog
@@ -13,21 +13,19 @@ from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import HostUnreachable, MeshError, StageFailed, from_code
 from stages.transport.channels import key_metadata, open_channel
+from stages.transport.frames import frame_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stages.transport.channels import Identity
-
-LinkMessage = wire.Vocabulary | wire.Open | wire.WindowBundle
-# The receiver's limit for one frame.
-MOST_BUNDLED_WINDOWS: Final = 256
+    from stages.transport.frames import LinkMessage
 
 log = structlog.get_logger()
 
 
 class StageLink:
-    """Sends sessions and windows to one stage, in order.
+    """The link over gRPC, see `stages.transport.links.Link`.
 
     Args:
         address: `host:port` of the stage.
@@ -110,7 +108,7 @@ class StageLink:
     async def _write(self) -> None:
         try:
             while True:
-                frame = _frame(await self._waiting.get())
+                frame = frame_of(await self._waiting.get())
                 await self._call.write(frame)
                 self.num_sent_bytes += frame.ByteSize()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -167,11 +165,3 @@ def explain(error: grpc.aio.AioRpcError, peer: str) -> MeshError:
 def _mesh_code(metadata: Any) -> str | None:
     """The code of `spanmesh_proto.errors.WIRE` in the metadata of a status."""
     return next((str(value) for key, value in metadata or () if key == "x-mesh-code"), None)
-
-
-def _frame(message: LinkMessage) -> wire.Frame:
-    if isinstance(message, wire.Open):
-        return wire.Frame(open=message)
-    if isinstance(message, wire.Vocabulary):
-        return wire.Frame(vocabulary=message)
-    return wire.Frame(windows=message)

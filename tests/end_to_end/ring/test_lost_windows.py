@@ -153,14 +153,14 @@ async def test_a_stream_that_cannot_write_is_lost(writes: str, monkeypatch: pyte
     ring = RepairableRing()
     async with serving(ring, OPTIONS) as coordinator:
         link = ring.running[0].service._engine.next
-        assert link is not None
+        assert isinstance(link, stage_link.StageLink)
         if writes == "link":
             link._call.write = once(link._call.write, MemoryError())  # type: ignore[method-assign]
         elif writes == "control":
             call = coordinator._ring._controls[1]._call
             call.write = once(call.write, MemoryError(), after=0)  # type: ignore[method-assign]
         else:
-            monkeypatch.setattr(stage_link, "_frame", once(stage_link._frame, MemoryError(), after=8))
+            monkeypatch.setattr(stage_link, "frame_of", once(stage_link.frame_of, MemoryError(), after=8))
         async with asyncio.timeout(PATIENCE_S):
             while not ring.num_repairs:
                 assert await answer(coordinator) == TEXT
