@@ -6,7 +6,6 @@ Ray places, starts and monitors them; tokens never pass through Ray.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import time
 from dataclasses import dataclass, field, replace
@@ -18,13 +17,14 @@ import structlog
 
 from spanmesh_proto.errors import ClusterError, MeshError, ModelDoesNotFit
 from stages.cancellable_work import in_own_thread
-from stages.gguf.reader import part_paths
 from stages.runtime.devices import layer_devices
 from stages.runtime.kv_types import KV_TYPES
 from stages.runtime.process_memory import free_memory_bytes
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
-from stages.serving.block_store import BlockStore
-from stages.serving.rows_identity import RowsSetting, content_sha256, rows_identity
+from stages.serving.disk_opening import RowsOrigin, open_disk
+from stages.serving.kv_disk import KvDisk
+from stages.serving.kv_replication import Replication
+from stages.serving.rows_identity import RowsSetting
 from stages.serving.sent_rows import max_sent_bytes
 from stages.serving.server import StageService
 from stages.transport.channels import SERVER_OPTIONS, Identity, NewKey, add_port, listen_within
@@ -33,7 +33,6 @@ from stages.units import format_size
 from stages.weights.assembly import Transfer
 from stages.weights.disk_cache import default_root, hold, read_storage_options, stage_store
 from stages.weights.fetch import FetchedStage, FetchSource, fetch_stage
-from stages.weights.hashing import FileStamp, stamps_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -413,7 +412,7 @@ class StageActor(ModelActor):
 
     _opening_disk: asyncio.Task[None] | None = None
     _rows_setting: RowsSetting | None = None
-    _loaded_stamps: tuple[FileStamp, ...] = ()
+    _rows_origin: RowsOrigin | None = None
 
     async def rejoin(
         self,
@@ -456,7 +455,7 @@ class StageActor(ModelActor):
         await stage.connect(next_address, next_host)
 
     async def follow(self, address: str, host: str, mesh_id: str, mesh_key: str, term: int) -> None:
-        """Follow a stage as its replica; see `StageService.follow`.
+        """Follow a stage as its replica; see `Replication.follow`.
 
         Raises:
             ClusterError: If it is not serving.
@@ -466,16 +465,16 @@ class StageActor(ModelActor):
             raise ClusterError(
                 f"the replica of {self._config.layers} was asked to follow before it was started"
             )
-        await stage.follow(address, host, mesh_id, mesh_key, term)
+        if (replication := stage.plug_of(Replication)) is not None:
+            await replication.follow(address, host, mesh_id, mesh_key, term)
 
     @property
     def _stage(self) -> StageService | None:
         return self._service if isinstance(self._service, StageService) else None
 
     def _load_file(self, path: Path) -> StageRuntime:
-        if self._config.whole is not None:
-            # Before the first byte is read: what is identified later must be what was loaded.
-            self._loaded_stamps = stamps_of(part_paths(path))
+        # Before the first byte is read: what is identified later must be what was loaded.
+        self._rows_origin = RowsOrigin.of(self._config.sha256, self._config.whole)
         return StageRuntime(path, self._config.options, progress=self._on_loaded)
 
     def _make_service(self, loaded: LoadedModel) -> StageService:
@@ -495,12 +494,16 @@ class StageActor(ModelActor):
         )
 
     def _on_started(self) -> None:
-        config, stage, setting = self._config, self._stage, self._rows_setting
+        config, stage = self._config, self._stage
+        setting, origin = self._rows_setting, self._rows_origin
+        disk = None if stage is None else stage.plug_of(KvDisk)
         own_bytes = read_storage_options().kv_disk_bytes
         most_bytes = config.kv_disk_bytes if own_bytes is None else own_bytes
-        if most_bytes and stage is not None and setting is not None:
+        if most_bytes and disk is not None and setting is not None and origin is not None:
             self._opening_disk = asyncio.create_task(
-                _open_disk(stage, config, setting, most_bytes, self._loaded_stamps)
+                open_disk(
+                    disk, config.cache_root, setting, origin, most_bytes, stage_index=config.stage_index
+                )
             )
 
     async def _stop_starting(self) -> None:
@@ -524,41 +527,6 @@ async def orphaned(alone_s: Callable[[], float], orphan_s: float) -> None:
     """
     while (left_s := orphan_s - alone_s()) > 0:  # noqa: ASYNC110 - nothing tells that no head came
         await asyncio.sleep(left_s)
-
-
-async def _open_disk(
-    service: StageService,
-    config: StageConfig,
-    setting: RowsSetting,
-    most_bytes: int,
-    loaded_stamps: tuple[FileStamp, ...],
-) -> None:
-    """Keep blocks on disk once it is known what rows depend on: the first time a model is read for that.
-
-    Args:
-        service: The stage.
-        config: Its configuration.
-        setting: Settings on which its rows depend.
-        most_bytes: Limit of the blocks.
-        loaded_stamps: Stamps of a whole model's files from before they were loaded.
-    """
-    root = config.cache_root
-    try:
-        sha256 = config.sha256
-        if config.whole is not None:
-            paths = part_paths(Path(config.whole))
-            key = hashlib.sha256(os.fsencode(config.whole)).hexdigest()
-            index = root / "sources" / f"{key}-files.json"
-            sha256 = await in_own_thread(content_sha256, paths, index)
-            if stamps_of(paths) != loaded_stamps:
-                reason = f"{config.whole} was changed since it was loaded: load the model again"
-                log.warning("disk_not_opened", stage=config.stage_index, reason=reason)
-                return
-        identity = await in_own_thread(rows_identity, setting, sha256)
-        await service.keep_blocks(BlockStore(root / "kv", identity, most_bytes))
-    except (MeshError, OSError) as error:
-        # Without it prompts are computed.
-        log.warning("disk_not_opened", stage=config.stage_index, reason=str(error))
 
 
 async def _settle(store: StageStore, sha256: str) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 
     from stages.runtime.stage_runtime import StageRuntime
-    from stages.serving.plugs import Bundle, StageThreads
+    from stages.serving.plugs import Bundle, StageAccess
     from stages.serving.scheduler import QueuedWindow
 
 # Features that travel with the windows of a batch: 2 ms at 100 Mbit/s, and the rows of a few sessions.
@@ -40,29 +40,38 @@ class FeatureOutlet(StagePlug):
         self._row_bytes = 0
         self._later: Sequence[QueuedWindow] = ()
         self._stream: FeatureStream | None = None
-        self._threads: StageThreads | None = None
+        self._stage: StageAccess | None = None
         self._send: Callable[[list[wire.Features]], None] = self._put
 
-    def attach(self, threads: StageThreads) -> None:
-        """Take part from now on; before the first window."""
-        self._threads = threads
-        self._send = threads.from_worker(self._put)
+    def attach(self, stage: StageAccess) -> None:
+        """Send features from the event loop from now on."""
+        self._stage = stage
+        self._send = stage.from_worker(self._put)
 
-    def refusal(self, request: wire.FeatureRequest) -> ProtocolError | None:
-        """Error for a request for layers or in a format that there are not; None for others."""
+    def streams(
+        self,
+    ) -> Mapping[str, Callable[[wire.FeatureRequest], AsyncGenerator[wire.FeatureBundle, None]]]:
+        """Features of windows that ask for them, for the coordinator's drafter. One stream at a time."""
+        return {"Features": self.bundles}
+
+    def bundles(self, request: wire.FeatureRequest) -> AsyncGenerator[wire.FeatureBundle, None]:
+        """Features for a coordinator, until it leaves or another one asks.
+
+        Raises:
+            ProtocolError: If there are no such layers, or no such format.
+        """
         n_layers = self._info.n_layers
-        if request.type in FROM_WIRE and all(layer <= n_layers for layer in request.layers):
-            return None
-        return ProtocolError(
-            f"features of layers {list(request.layers)} in format {request.type} are not known here: the "
-            f"model has {n_layers} layers, and formats are {', '.join(HiddenType)}"
-        )
+        if request.type not in FROM_WIRE or any(layer > n_layers for layer in request.layers):
+            raise ProtocolError(
+                f"features of layers {list(request.layers)} in format {request.type} are not known here: the "
+                f"model has {n_layers} layers, and formats are {', '.join(HiddenType)}"
+            )
+        return self._bundles(request)
 
-    async def bundles(self, request: wire.FeatureRequest) -> AsyncGenerator[wire.FeatureBundle, None]:
-        """Features for a coordinator, until it leaves or another one asks. One at a time."""
+    async def _bundles(self, request: wire.FeatureRequest) -> AsyncGenerator[wire.FeatureBundle, None]:
         # In its place before any wait: of two that open at once the last one sets the layers, and only its
         # end unsets them.
-        self.close()
+        self.left()
         self._stream = stream = FeatureStream()
         try:
             stream.open(await self._tap_in_worker(request.layers, FROM_WIRE[request.type]))
@@ -73,7 +82,7 @@ class FeatureOutlet(StagePlug):
                 self._stream = None
                 await self._tap_in_worker((), None)
 
-    def close(self) -> None:
+    def left(self) -> None:
         """End the stream of features, if there is one."""
         if self._stream is not None:
             self._stream.close()
@@ -143,8 +152,8 @@ class FeatureOutlet(StagePlug):
             self._send(features)
 
     async def _tap_in_worker(self, layers: Sequence[int], feature_type: HiddenType | None) -> tuple[int, ...]:
-        assert self._threads is not None  # noqa: S101 - a stage serves with its plugs attached
-        tapped: tuple[int, ...] = await self._threads.in_worker(lambda: self.tap(layers, feature_type))
+        assert self._stage is not None  # noqa: S101 - a stage serves with its plugs attached
+        tapped: tuple[int, ...] = await self._stage.in_worker(lambda: self.tap(layers, feature_type))
         return tapped
 
     def _put(self, features: list[wire.Features]) -> None:
@@ -178,7 +187,7 @@ class FeatureOutlet(StagePlug):
             rows=rows,
             type=TO_WIRE[kind],
             may_wait=window.message.features_may_wait,
-            stage=0 if self._threads is None else self._threads.stage_index,
+            stage=0 if self._stage is None else self._stage.place.stage_index,
         )
 
 

@@ -10,24 +10,29 @@ from __future__ import annotations
 import asyncio
 import functools
 import queue
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import structlog
 
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError
+from stages.runtime.process_memory import free_memory_bytes
 from stages.serving.block_file import DamagedBlock
 from stages.serving.plugs import StagePlug
 from stages.serving.prefix_blocks import BlockPlace, PrefixReader
+from stages.serving.slot_copies import copy_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+    from collections.abc import Callable, Coroutine, Iterator, Sequence
     from concurrent.futures import Executor
 
     from stages.sampling.session_spec import SessionSpec
     from stages.serving.block_file import RowsBlock
     from stages.serving.block_store import BlockStore, StoredBlock
+    from stages.serving.plugs import Reply, StageAccess
     from stages.serving.prefix_blocks import FetchedPrefix, SlotCopy
 
 # Bytes of one slot's rows that are copied or fetched. llama.cpp returns and takes them together only, in the
@@ -52,20 +57,6 @@ log = structlog.get_logger()
 Result = TypeVar("Result")
 
 
-class CopySlot(Protocol):
-    """Copies rows out of a slot; see `stages.serving.slot_copies.copy_of`."""
-
-    def __call__(
-        self,
-        slot: int,
-        num_positions: int,
-        tokens_sha256: bytes,
-        state_positions: Collection[int],
-        most_bytes: Callable[[], int],
-    ) -> asyncio.Future[SlotCopy | None]:
-        """Queue the copy behind all that was queued before."""
-
-
 @dataclass
 class _Fetch:
     """A prefix on its way into memory, or there."""
@@ -81,37 +72,30 @@ class _Fetch:
 
 
 class KvDisk(StagePlug):
-    """Blocks of one stage on disk, in the event loop that made it.
+    """Blocks of one stage on disk, in the event loop that made it. Before `open` there are none.
 
     Args:
-        store: The block files.
-        copy_slot: Copies rows out of a slot.
-        writer: Executor with one thread, for writing.
-        reader: Executor with one thread, for reading.
         clock_ns: Wall clock, nanoseconds since the epoch.
         free_memory_bytes: Returns the free memory of the host, bytes.
-        on_news: Called with blocks that were added or removed.
+
+    Attributes:
+        is_open: Whether there are files.
     """
 
     def __init__(
         self,
-        store: BlockStore,
-        copy_slot: CopySlot,
         *,
-        writer: Executor,
-        reader: Executor,
-        clock_ns: Callable[[], int],
-        free_memory_bytes: Callable[[], int],
-        on_news: Callable[[wire.BlockNews], None],
+        clock_ns: Callable[[], int] = time.time_ns,
+        free_memory_bytes: Callable[[], int] = free_memory_bytes,
     ) -> None:
-        self._store = store
-        self._copy_slot = copy_slot
-        self._writer = writer
-        self._reader = reader
         self._clock_ns = clock_ns
         self._free_memory_bytes = free_memory_bytes
-        self._on_news = on_news
         self._loop = asyncio.get_running_loop()
+        self._stage: StageAccess
+        self._store: BlockStore
+        self._writer: Executor | None = None
+        self._reader: Executor | None = None
+        self.is_open = self._is_stopped = False
         self._blocks: dict[bytes, StoredBlock] = {}
         self._num_bytes = 0
         # Names that are about to be written.
@@ -125,20 +109,46 @@ class KvDisk(StagePlug):
         # Filled by the threads.
         self._damaged: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._gone: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._stats = wire.BlockStats(most_bytes=store.most_bytes)
+        self._stats = wire.BlockStats()
 
-    async def open(self) -> None:
-        """Read what the disk holds.
+    def attach(self, stage: StageAccess) -> None:
+        """Copy rows of this stage."""
+        self._stage = stage
+
+    async def open(
+        self, store: BlockStore, *, writer: Executor | None = None, reader: Executor | None = None
+    ) -> None:
+        """Keep blocks in files from now on, until `stop`.
+
+        Args:
+            store: The block files.
+            writer: Executor with one thread, for writing; a new one unless given.
+            reader: Executor with one thread, for reading; likewise.
 
         Raises:
             OSError: If the folders cannot be made or read.
         """
-        self._blocks = await self._in(self._writer, self._store.open)
-        self._num_bytes = sum(stored.num_bytes for stored in self._blocks.values())
-        log.info("disk_opened", blocks=len(self._blocks), bytes=self._num_bytes)
+        self._store = store
+        self._writer = writer or ThreadPoolExecutor(1, "kv-writer")
+        self._reader = reader or ThreadPoolExecutor(1, "kv-reader")
+        try:
+            blocks = await self._in(self._writer, store.open)
+        except BaseException:
+            self._shut_down()
+            raise
+        if self._is_stopped:
+            return
+        self._blocks, self.is_open = blocks, True
+        self._num_bytes = sum(stored.num_bytes for stored in blocks.values())
+        self._stats.most_bytes = store.most_bytes
+        log.info("disk_opened", blocks=len(blocks), bytes=self._num_bytes)
+        for news in self.news():
+            self._tell_news(news)
 
     def news(self) -> Iterator[wire.BlockNews]:
         """All blocks, for a coordinator that has just connected."""
+        if not self.is_open:
+            return
         names = list(self._blocks)
         yield self._added(names[:_NAMES_A_MESSAGE], self._store.rows_identity)
         for first in range(_NAMES_A_MESSAGE, len(names), _NAMES_A_MESSAGE):
@@ -163,23 +173,26 @@ class KvDisk(StagePlug):
         places = [
             place for place in named if place.name not in self._blocks and place.name not in self._coming
         ]
-        if not places:
+        if not places or not self.is_open:
             return
         is_behind = len(self._writes) >= _MOST_WAITING or self._num_waiting_bytes > _MOST_WAITING_BYTES
         if is_behind or self._loop.time() < self._rests_until_s:
             self._stats.num_left_out += len(places)
             return
-        copying = self._copy_slot(
-            slot,
-            order.num_positions,
-            order.tokens_sha256,
-            # Of those that are there, too: it depends on them how rows are saved.
-            [place.stop for place in named if place.has_state],
-            # Asked when the copy is made: copies before it may have taken the memory.
-            self._most_prefix_bytes,
-        )
+        # Of those that are there, too: it depends on them how rows are saved.
+        states = [place.stop for place in named if place.has_state]
+        copying = self._stage.in_worker(lambda: self._copy_of(slot, order, states))
         self._coming.update(place.name for place in places)
         _track(self._writes, self._write_behind(copying, places))
+
+    def requested(self, request: wire.ControlRequest, reply: Reply) -> None:
+        """Tell a coordinator what there is, and fetch for it."""
+        match request.WhichOneof("kind"):
+            case "hello":
+                for news in self.news():
+                    reply(wire.ControlReply(block_news=news))
+            case "fetch":
+                self.fetch(request.fetch, lambda fetched: reply(wire.ControlReply(fetched=fetched)))
 
     def opened(self, spec: SessionSpec) -> FetchedPrefix | None:
         """The prefix that was fetched for a session."""
@@ -197,7 +210,8 @@ class KvDisk(StagePlug):
 
     def count(self, stats: wire.StageStats) -> None:
         """Add counters of blocks."""
-        stats.blocks.CopyFrom(self.stats())
+        if self.is_open:
+            stats.blocks.CopyFrom(self.stats())
 
     def fetch(self, message: wire.Fetch, on_fetched: Callable[[wire.Fetched], None]) -> None:
         """Read blocks into memory, for `take`; without names, drop those of an earlier call.
@@ -241,19 +255,36 @@ class KvDisk(StagePlug):
 
     async def stop(self) -> None:
         """Finish what is being written, within a moment, and end."""
+        self._is_stopped = True
         self.closed_all()
         if self._writes:
             await asyncio.wait(self._writes, timeout=_CLOSE_S)
         for task in (*self._writes, *self._reads):
             task.cancel()
         await asyncio.gather(*self._writes, *self._reads, return_exceptions=True)
+        self._shut_down()
+
+    def _shut_down(self) -> None:
         for executor in (self._writer, self._reader):
-            executor.shutdown(wait=False, cancel_futures=True)
+            if executor is not None:
+                executor.shutdown(wait=False, cancel_futures=True)
+
+    def _copy_of(self, slot: int, order: wire.Keep, state_positions: Sequence[int]) -> SlotCopy | None:
+        """In the computing thread: copy the rows that are to be kept."""
+        return copy_of(
+            self._stage.slots,
+            slot,
+            order.num_positions,
+            tokens_sha256=order.tokens_sha256,
+            state_positions=state_positions,
+            # Found out now: copies before this one may have taken the memory.
+            most_bytes=self._most_prefix_bytes(),
+        )
 
     def _most_prefix_bytes(self) -> int:
         return min(_MOST_PREFIX_BYTES, int(self._free_memory_bytes() * _SHARE_OF_FREE_MEMORY))
 
-    async def _in(self, executor: Executor, work: Callable[[], Result]) -> Result:
+    async def _in(self, executor: Executor | None, work: Callable[[], Result]) -> Result:
         return await self._loop.run_in_executor(executor, work)
 
     async def _write_behind(
@@ -366,7 +397,10 @@ class KvDisk(StagePlug):
         if added or removed:
             news = self._added(added)
             news.removed.extend(removed)
-            self._on_news(news)
+            self._tell_news(news)
+
+    def _tell_news(self, news: wire.BlockNews) -> None:
+        self._stage.tell(wire.ControlReply(block_news=news))
 
     def _added(self, names: Sequence[bytes], rows_identity: bytes = b"") -> wire.BlockNews:
         positions = [self._blocks[name].state_positions for name in names]

@@ -18,15 +18,16 @@ import structlog
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError, ProtocolError
-from stages.serving.slot_replication import ReplicationCursor
+from stages.serving.plugs import StagePlug
+from stages.serving.ring_place import hello_of
+from stages.serving.slot_replication import ReplicationCursor, SlotReplication
 from stages.transport.channels import key_metadata, open_channel
 from stages.transport.stage_link import explain
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 
-    from stages.serving.slot_replication import SlotReplication
-    from stages.serving.stage_engine import StageEngine
+    from stages.serving.plugs import StageAccess
     from stages.transport.channels import Identity
 
 # Two replicas, and further streams that have not yet ended.
@@ -108,53 +109,40 @@ class ReplicationSink:
                 await self._channel.close(None)
 
 
-def pause_s(took_s: float) -> float:
-    """Pause between two rounds of updates.
-
-    Args:
-        took_s: Duration of the last round, until the replica had received all but the last update.
-    """
-    return max(_UPDATE_S, took_s / _SHARE)
-
-
 class ReplicationSource:
     """The stage's end: streams to all of its replicas.
 
     Args:
-        engine: Sessions of the stage.
+        stage: The stage.
         rows: Rows of its slots.
-        num_slots: Number of slots.
         pause_s: Returns the pause after a round, in seconds, from its duration.
     """
 
-    def __init__(
-        self,
-        engine: StageEngine,
-        rows: SlotReplication,
-        num_slots: int,
-        pause_s: Callable[[float], float] = pause_s,
-    ) -> None:
-        self._engine = engine
+    def __init__(self, stage: StageAccess, rows: SlotReplication, pause_s: Callable[[float], float]) -> None:
+        self._stage = stage
         self._rows = rows
-        self._num_slots = num_slots
         self._pause_s = pause_s
         self._leaving: set[asyncio.Event] = set()
 
-    def refusal(self, request: wire.FollowRequest) -> ProtocolError | None:
-        """The error for a replica that may not follow; None if it may."""
-        if len(self._leaving) >= _MOST_FOLLOWERS:
-            return ProtocolError(f"{len(self._leaving)} replicas follow this stage: no more are allowed")
-        if len(request.held) > self._num_slots:
-            return ProtocolError(f"a replica names {len(request.held)} slots, {self._num_slots} exist")
-        return None
+    def updates(self, request: wire.FollowRequest) -> AsyncGenerator[wire.SlotRows, None]:
+        """Updates for a replica, round by round, until `close`.
 
-    async def updates(self, request: wire.FollowRequest) -> AsyncGenerator[wire.SlotRows, None]:
-        """Updates for a replica, round by round, until `close`. Check `refusal` first."""
+        Raises:
+            ProtocolError: If the replica may not follow.
+        """
+        num_slots = self._stage.sessions.num_slots
+        if len(self._leaving) >= _MOST_FOLLOWERS:
+            raise ProtocolError(f"{len(self._leaving)} replicas follow this stage: no more are allowed")
+        if len(request.held) > num_slots:
+            raise ProtocolError(f"a replica names {len(request.held)} slots, {num_slots} exist")
+        return self._updates(request)
+
+    async def _updates(self, request: wire.FollowRequest) -> AsyncGenerator[wire.SlotRows, None]:
         leaving = asyncio.Event()
         self._leaving.add(leaving)
-        cursor = ReplicationCursor(self._num_slots)
+        cursor = ReplicationCursor(self._stage.sessions.num_slots)
         try:
-            await self._engine.in_worker(lambda: self._rows.attach_cursor(cursor, request.held))
+            await self._stage.in_worker(lambda: self._rows.attach_cursor(cursor, request.held))
             while not leaving.is_set():
                 started_s = time.monotonic()
                 async for update in self._round(cursor):
@@ -163,17 +151,112 @@ class ReplicationSource:
                     await asyncio.wait_for(leaving.wait(), self._pause_s(time.monotonic() - started_s))
         finally:
             self._leaving.discard(leaving)
-            self._engine.between_batches(lambda: self._rows.detach_cursor(cursor))
+            self._stage.between_batches(lambda: self._rows.detach_cursor(cursor))
 
     async def _round(self, cursor: ReplicationCursor) -> AsyncGenerator[wire.SlotRows, None]:
         """Updates of the open sessions, slot by slot; windows are computed between two of them."""
-        engine = self._engine
-        for session, slot in engine.sessions.slots.items():
-            read = functools.partial(self._rows.updates, slot, session, cursor, engine.sent_row_bytes)
-            for message in await engine.in_worker(read):
+        stage = self._stage
+        for session, slot in stage.sessions.slots.items():
+            read = functools.partial(self._rows.updates, slot, session, cursor, stage.sent_row_bytes)
+            for message in await stage.in_worker(read):
                 yield message
 
     def close(self) -> None:
         """End all streams."""
         for leaving in self._leaving:
             leaving.set()
+
+
+class Replication(StagePlug):
+    """Replication of one stage: to its replicas, and as a replica itself.
+
+    Args:
+        identity: Returns the TLS identity for the connection to a followed stage; None within one process.
+        pause_s: Returns the pause after a round of updates, in seconds, from its duration.
+
+    Attributes:
+        rows: Rows of the stage's slots.
+        sink: The stream of the followed stage, while there is one.
+    """
+
+    def __init__(self, identity: Callable[[], Identity] | None, pause_s: Callable[[float], float]) -> None:
+        self._identity = identity
+        self._pause_s = pause_s
+        self._stage: StageAccess
+        self._source: ReplicationSource
+        self.rows: SlotReplication
+        self.sink: ReplicationSink | None = None
+
+    def attach(self, stage: StageAccess) -> None:
+        """Listen to changes of slots."""
+        self._stage = stage
+        self.rows = SlotReplication(stage.slots)
+        self._source = ReplicationSource(stage, self.rows, self._pause_s)
+
+    def streams(self) -> Mapping[str, Callable[[wire.FollowRequest], AsyncGenerator[wire.SlotRows, None]]]:
+        """KV rows of the sessions here, for a replica of the stage."""
+        return {"Follow": self._source.updates}
+
+    async def leaving(self) -> None:
+        """End the stream of the followed stage, and those of later calls of `follow`."""
+        while self.sink is not None:
+            await self._stop_sink()
+
+    def left(self) -> None:
+        """End the streams to replicas."""
+        self._source.close()
+
+    async def stop(self) -> None:
+        """End the stream of the followed stage."""
+        await self._stop_sink()
+
+    async def follow(self, address: str, host: str, mesh_id: str, mesh_key: str, term: int) -> None:
+        """Follow a stage of a ring as its replica, until this stage takes a place in a ring itself.
+
+        Args:
+            address: `host:port` of that stage. No effect if it is followed already, or could not be.
+            host: Name of the host that must answer there.
+            mesh_id: Identifier of its ring.
+            mesh_key: Key of that ring.
+            term: Term of the calling coordinator.
+
+        Raises:
+            ProtocolError: If a coordinator of a higher term took over meanwhile.
+        """
+        stage = self._stage
+        stage.accept(term, f"the coordinator of the replica of stage {stage.place.stage_index}")
+        if self.sink is not None and self.sink.does_for(address, mesh_id):
+            return
+        place = stage.place
+        await self._stop_sink()
+        if stage.place is not place or self.sink is not None:
+            # A later call came in that time, and counts.
+            return
+        self.sink = ReplicationSink(
+            address,
+            host,
+            hello_of(mesh_id, f"a replica of stage {place.stage_index}", term),
+            mesh_key,
+            None if self._identity is None else self._identity(),
+            held=lambda: stage.in_worker(self.rows.held),
+            take=self._apply_update,
+        )
+
+    async def _apply_update(self, update: wire.SlotRows) -> None:
+        # If this replica becomes a stage meanwhile, the rows count: their tokens are compared.
+        self._stage.sessions.adopt(update.slot, update.session)
+        await self._stage.in_worker(lambda: self.rows.apply_update(update))
+
+    async def _stop_sink(self) -> None:
+        sink, self.sink = self.sink, None
+        if sink is not None:
+            await sink.close()
+
+
+def pause_s(took_s: float) -> float:
+    """Pause between two rounds of updates.
+
+    Args:
+        took_s: Duration of the last round, until the replica had received all but the last update.
+    """
+    return max(_UPDATE_S, took_s / _SHARE)

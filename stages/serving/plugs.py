@@ -1,7 +1,6 @@
-"""Seams of a stage: how a feature takes part in its sessions, batches and slots without being named there.
+"""Seam of a stage: how a feature takes part in its sessions, batches and streams without being named there.
 
-A feature is a `StagePlug` or a `SlotListener`, named by the stage's server alone. What it does not define
-does nothing.
+A feature is a `StagePlug`, named in `stages.serving.composition` alone. What it does not define does nothing.
 """
 
 from __future__ import annotations
@@ -10,56 +9,92 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
     from spanmesh_proto import windows_pb2 as wire
     from stages.sampling.session_spec import SessionSpec
     from stages.serving.prefix import Prefix
+    from stages.serving.ring_place import RingPlace
     from stages.serving.scheduler import QueuedWindow
+    from stages.serving.sessions import SessionTable
+    from stages.serving.slots import KvSlots
 
     Bundle = wire.WindowBundle | wire.VerdictBundle
+    Reply = Callable[[wire.ControlReply], None]
 
 
-class StageThreads(Protocol):
-    """The two threads of a stage, for plugs."""
+class StageAccess(Protocol):
+    """A stage, for its plugs."""
 
     @property
-    def stage_index(self) -> int:
-        """The stage's place in its ring."""
+    def place(self) -> RingPlace:
+        """Its place in a ring."""
+
+    @property
+    def sessions(self) -> SessionTable:
+        """Sessions that are open."""
+
+    @property
+    def slots(self) -> KvSlots:
+        """Slots of the stage, for functions in the computing thread."""
+
+    @property
+    def sent_row_bytes(self) -> int:
+        """Current size of a row of hidden states on the wire."""
+
+    def accept(self, term: int, caller: str) -> None:
+        """Accept a coordinator's term: sessions of the former coordinator end.
+
+        Args:
+            term: The term.
+            caller: Name of the coordinator, for the error.
+
+        Raises:
+            ProtocolError: If a coordinator of a higher term took over.
+        """
+
+    def tell(self, reply: wire.ControlReply) -> None:
+        """Send a reply to the coordinators that are connected."""
 
     def in_worker(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
         """Run a function in the computing thread, between two batches, behind all that is queued."""
+
+    def between_batches(self, work: Callable[[], object]) -> None:
+        """As `in_worker`, without a result; nothing is done once the stage has ended."""
 
     def from_worker(self, handler: Callable[[Any], None]) -> Callable[[Any], None]:
         """A function for the computing thread that runs `handler` in the event loop, in order."""
 
 
-class SlotListener:
-    """A feature's part in the slots of a stage. For the computing thread."""
-
-    def began(self, slot: int, num_positions: int) -> None:
-        """A session has begun in a slot, with so many positions."""
-
-    def computed(self, slot: int, num_committed: int) -> None:
-        """Rows of a slot were computed.
-
-        Args:
-            slot: The slot.
-            num_committed: Number of its tokens that are no proposals; 0 if that is not known.
-        """
-
-    def changed(self, slot: int, start: int) -> None:
-        """A slot holds other tokens than before from this position on, or none."""
-
-
 class StagePlug:
-    """A feature's part in the sessions and batches of a stage.
+    """A feature of a stage.
 
     All up to `arriving` run in the event loop, all behind it in the computing thread.
     """
 
-    def attach(self, threads: StageThreads) -> None:
+    def attach(self, stage: StageAccess) -> None:
         """Take part from now on; before the first window."""
+
+    def streams(self) -> Mapping[str, Callable[[Any], AsyncGenerator[Any, None]]]:
+        """RPCs that it serves, by their names in the .proto: those of one request with a `hello`.
+
+        Each returns the messages for a peer of the ring, or raises a `MeshError` that refuses it.
+        """
+        return {}
+
+    def requested(self, request: wire.ControlRequest, reply: Reply) -> None:
+        """Answer a request of a coordinator.
+
+        Args:
+            request: The `hello` of one that has connected, or a request of which the core knows nothing.
+            reply: Sends a reply to that coordinator, at any time.
+        """
+
+    async def leaving(self) -> None:
+        """End what changes slots beside the sessions of a ring: the stage is about to take a place in one."""
+
+    def left(self) -> None:
+        """End the streams of the ring that the stage was in."""
 
     def opened(self, spec: SessionSpec) -> Prefix | None:
         """Rows of the cached prefix that a session begins with; None if they have to be in a slot."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import ProtocolError, UncuttableModel
 from stages.runtime.kv_state import KvRows
-from stages.serving.plugs import SlotListener
+from stages.serving.slots import SlotListener
 from stages.serving.state_arrivals import ArrivedRows, StateArrivals, state_messages
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ import numpy as np
 
 from spanmesh_proto.errors import MeshError, PrefixMismatch, UncuttableModel
 from stages.sampling.verifier import TokenRecord
+from stages.serving.sent_rows import SentHiddenStates
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,9 +21,25 @@ if TYPE_CHECKING:
 
     from stages.runtime.span import Span
     from stages.runtime.stage_runtime import StageRuntime
-    from stages.serving.plugs import SlotListener
     from stages.serving.prefix import Prefix
-    from stages.serving.sent_rows import SentHiddenStates
+
+
+class SlotListener:
+    """What takes part in the slots of a stage beside the core. For the computing thread."""
+
+    def began(self, slot: int, num_positions: int) -> None:
+        """A session has begun in a slot, with so many positions."""
+
+    def computed(self, slot: int, num_committed: int) -> None:
+        """Rows of a slot were computed.
+
+        Args:
+            slot: The slot.
+            num_committed: Number of its tokens that are no proposals; 0 if that is not known.
+        """
+
+    def changed(self, slot: int, start: int) -> None:
+        """A slot holds other tokens than before from this position on, or none."""
 
 
 class SlotTokens:
@@ -89,7 +106,7 @@ class KvSlots:
 
     Args:
         runtime: Runtime with the KV cache.
-        sent: Rows that the stage sent.
+        most_sent_bytes: Most bytes of sent rows that are kept.
 
     Attributes:
         runtime: Runtime with the KV cache.
@@ -98,10 +115,10 @@ class KvSlots:
         tokens: Token ids.
     """
 
-    def __init__(self, runtime: StageRuntime, sent: SentHiddenStates) -> None:
+    def __init__(self, runtime: StageRuntime, most_sent_bytes: int) -> None:
         self.runtime = runtime
         self.memory = runtime.memory
-        self.sent = sent
+        self.sent = SentHiddenStates(runtime.num_slots, most_sent_bytes)
         self.tokens = SlotTokens(runtime.num_slots)
 
     def trim(self, slot: int, num_positions: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
@@ -18,7 +19,6 @@ from stages.runtime.span import Span
 from stages.sampling.session_spec import SessionSpec
 from stages.sampling.verifier import WindowVerifier
 from stages.serving.scheduler import QueueBarrier, QueuedWindow, SlotAssigned, WindowScheduler
-from stages.serving.sent_rows import SentHiddenStates
 from stages.serving.sessions import SessionTable
 from stages.serving.slots import KvSlots
 from stages.serving.worker import StageWorker
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from stages.runtime.stage_runtime import StageRuntime
     from stages.serving.plugs import StagePlug
+    from stages.serving.ring_place import RingPlace
     from stages.serving.sessions import StageSession
     from stages.transport.hidden_codec import HiddenType
     from stages.transport.links import Link
@@ -46,17 +47,18 @@ class StageEngine:
 
     Args:
         runtime: The loaded stage; the worker owns it.
-        stage_index: Its place in the pipeline.
+        place: Its place in a ring.
         hidden_type: Format of its hidden states on the wire to the next stage.
         most_sent_bytes: Most bytes of sent rows that it keeps, to send them again after a recovery.
         computes_in_loop: Whether the event loop may compute short windows itself.
         on_verdicts: Called with verdicts of live sessions.
-        on_failures: Called with failures; one of session 0 means the whole stage.
+        on_reply: Called with replies for all connected coordinators; a failure of session 0 means the whole
+            stage.
         on_ended: Called once with the reason when nothing can be computed any more.
         plugs: What takes part in its batches beside the core.
 
     Attributes:
-        stage_index: As given; another one after `rejoin`.
+        place: As given; another one after `accept`, and in another ring.
         next: The link to the next stage, while there is one.
         sessions: Sessions that are open.
         slots: KV cache of the stage, for functions in the computing thread.
@@ -67,17 +69,17 @@ class StageEngine:
         self,
         runtime: StageRuntime,
         *,
-        stage_index: int,
+        place: RingPlace,
         hidden_type: HiddenType,
         most_sent_bytes: int,
         computes_in_loop: bool,
         on_verdicts: Callable[[wire.VerdictBundle], None],
-        on_failures: Callable[[list[wire.Failure]], None],
+        on_reply: Callable[[wire.ControlReply], None],
         on_ended: Callable[[MeshError], None],
         plugs: Sequence[StagePlug] = (),
     ) -> None:
-        self.stage_index = stage_index
-        self._plugs: list[StagePlug] = []
+        self.place = place
+        self._plugs = plugs
         self.next: Link | None = None
         self.failure: MeshError | None = None
         self._on_ended = on_ended
@@ -88,7 +90,7 @@ class StageEngine:
         self._max_rows = runtime.max_rows
         self._most_queued = _MOST_QUEUED_PER_SLOT * runtime.num_slots
         self._on_verdicts = on_verdicts
-        self._on_failures = on_failures
+        self._on_reply = on_reply
         self.sessions = SessionTable(runtime.num_slots)
         self._grammars = Grammars(runtime.info.n_vocab)
         self._scheduler = WindowScheduler(
@@ -96,7 +98,7 @@ class StageEngine:
             self.sessions.is_live,
             run_of=runtime.run_around if runtime.computes_runs else None,
         )
-        self.slots = KvSlots(runtime, SentHiddenStates(runtime.num_slots, most_sent_bytes))
+        self.slots = KvSlots(runtime, most_sent_bytes)
         self._num_bundles = 0
         # libgomp has threads for each thread that computes: with two such they would be more than the
         # processors, and wait for one another by sleeping.
@@ -111,10 +113,10 @@ class StageEngine:
             on_verdicts=self.from_worker(self._answer),
             on_failures=self.from_worker(self._report),
             on_ended=self.from_worker(self._end),
-            plugs=self._plugs,
+            plugs=plugs,
         )
         for plug in plugs:
-            self.plug(plug)
+            plug.attach(self)
         self._cpu_latency = CpuLatencyRequest()
         self._worker.start()
 
@@ -129,7 +131,10 @@ class StageEngine:
             num_resumed = session.num_resumed
             if num_resumed:
                 log.info(
-                    "session_goes_on", stage=self.stage_index, session=session.id, num_resumed=num_resumed
+                    "session_goes_on",
+                    stage=self.place.stage_index,
+                    session=session.id,
+                    num_resumed=num_resumed,
                 )
             found = (plug.opened(spec) for plug in self._plugs)
             brought = next((prefix for prefix in found if prefix is not None), None)
@@ -235,10 +240,17 @@ class StageEngine:
             plug.closed_all()
         self._cpu_latency.update(0)
 
-    def plug(self, plug: StagePlug) -> None:
-        """Have another plug take part from now on."""
-        plug.attach(self)
-        self._plugs.append(plug)
+    def accept(self, term: int, caller: str) -> None:
+        """Accept a coordinator's term; see `StageAccess.accept`."""
+        if term < self.place.term:
+            raise self.place.stale(caller, term)
+        if term > self.place.term:
+            self.close_all()
+            self.place = replace(self.place, term=term)
+
+    def tell(self, reply: wire.ControlReply) -> None:
+        """Send a reply to the coordinators that are connected."""
+        self._on_reply(reply)
 
     @property
     def sent_row_bytes(self) -> int:
@@ -251,7 +263,7 @@ class StageEngine:
 
     def next_lost(self, error: MeshError) -> None:
         """Report the loss of the link to the next stage to the coordinator."""
-        log.error("link_lost", stage=self.stage_index, reason=error.message)
+        log.error("link_lost", stage=self.place.stage_index, reason=error.message)
         self.next = None
         self._report([_failure(0, 0, 0, error)])
 
@@ -334,8 +346,8 @@ class StageEngine:
         """Compute nothing any more: windows are lost, or rows in doubt, of sessions that are not known."""
         if self.failure is not None:
             return
-        log.error("stage_ended", stage=self.stage_index, reason=repr(error), exc_info=error)
-        self.failure = StageFailed(f"stage {self.stage_index} ended: {error!r}")
+        log.error("stage_ended", stage=self.place.stage_index, reason=repr(error), exc_info=error)
+        self.failure = StageFailed(f"stage {self.place.stage_index} ended: {error!r}")
         self._scheduler.close()
         for asked in tuple(self._asked):
             if not asked.done():
@@ -371,7 +383,7 @@ class StageEngine:
         if self.next is not None:
             self.next.send(bundle)
             return
-        error = StageFailed(f"stage {self.stage_index} has no link to the next stage")
+        error = StageFailed(f"stage {self.place.stage_index} has no link to the next stage")
         self._report([_failure(window.session, window.epoch, window.id, error) for window in bundle.windows])
 
     def _answer(self, bundle: wire.VerdictBundle) -> None:
@@ -385,9 +397,12 @@ class StageEngine:
     def _report(self, failures: list[wire.Failure]) -> None:
         for failure in failures:
             log.warning(
-                "window_failed", stage=self.stage_index, session=failure.session, reason=failure.message
+                "window_failed",
+                stage=self.place.stage_index,
+                session=failure.session,
+                reason=failure.message,
             )
-        self._on_failures(failures)
+            self.tell(wire.ControlReply(failure=failure))
 
 
 def monotonic_us() -> int:

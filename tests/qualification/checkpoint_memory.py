@@ -32,7 +32,7 @@ from stages.runtime.llama import init_backend
 from stages.runtime.process_memory import resident_bytes
 from stages.runtime.span import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
-from stages.serving.sent_rows import SentHiddenStates, max_sent_bytes
+from stages.serving.sent_rows import max_sent_bytes
 from stages.serving.slots import KvSlots
 from stages.slicing.model_facts import read_model_facts
 from tests.qualification.bounded_report import bounded_report
@@ -80,7 +80,7 @@ def occupy(path: Path, workload: Workload, most_sent_bytes: int, num_requests: i
         num_slots=workload.num_slots, ctx_size=workload.ctx_size, num_checkpoints=workload.num_checkpoints
     )
     with closing(StageRuntime(path, options)) as runtime:
-        slots = KvSlots(runtime, SentHiddenStates(workload.num_slots, most_sent_bytes))
+        slots = KvSlots(runtime, most_sent_bytes)
         noise = np.random.default_rng(_SEED)
         hidden = noise.normal(size=(_CHUNK_ROWS, runtime.info.n_embd)).astype(np.float32)
 

@@ -1,36 +1,44 @@
 """The core names no feature: each is a plug, named in one composition module; the core serves without it."""
 
+import asyncio
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mesh.coordinator import composition
+from mesh.coordinator import composition as of_coordinator
 from mesh.coordinator.disk_plug import DiskPlug
 from mesh.coordinator.feature_needs import FeatureNeeds
 from mesh.coordinator.feature_plug import FeaturePlug
+from mesh.coordinator.generation import Rollback
 from mesh.coordinator.options import CoordinatorOptions
-from mesh.coordinator.plugs import Plug
 from mesh.engine import GenerationRequest
 from stages.sampling.sampler import Sampler, SamplingParams
+from stages.serving import composition as of_stage
 from stages.serving.feature_outlet import FeatureOutlet
-from stages.serving.plugs import SlotListener, StagePlug
-from stages.serving.slot_replication import SlotReplication
-from tests.support.fake_stage import FakeRuntime, fake_ring, plain_answer
-from tests.support.ring_harness import collect, running_coordinator, running_services
+from stages.serving.kv_disk import KvDisk
+from stages.serving.kv_replication import Replication
+from tests.support.fake_recurrent import FakeRecurrentRuntime
+from tests.support.fake_stage import FakeRuntime, plain_answer
+from tests.support.repairable_ring import NUM_STAGES, RepairableRing, serving
+from tests.support.ring_harness import collect
 
 ROOT = Path(__file__).parents[2]
 CORE = (
     *("mesh/coordinator/coordinator.py", "mesh/coordinator/generation.py", "mesh/coordinator/ring.py"),
     *("mesh/coordinator/session.py", "stages/sampling/verifier.py"),
-    *("stages/serving/scheduler.py", "stages/serving/slots.py", "stages/serving/stage_engine.py"),
-    "stages/serving/worker.py",
+    *("stages/serving/scheduler.py", "stages/serving/server.py", "stages/serving/sessions.py"),
+    *("stages/serving/slots.py", "stages/serving/stage_engine.py", "stages/serving/worker.py"),
 )
 FEATURES = re.compile(r"feature|disk|replica|checkpoint|eagle|mtp", re.IGNORECASE)
-PROMPT = tuple(range(3, 23))
-NUM_TOKENS = 30
+PROMPT = tuple(range(3, 43))
+NUM_TOKENS, NUM_CHECKPOINTS = 60, 3
 WANTED = plain_answer(PROMPT, NUM_TOKENS, Sampler(SamplingParams()).sample)
+OF_COORDINATOR, OF_STAGE = "mesh.coordinator.coordinator.plugs_of", "stages.serving.server.plugs_of"
+
+PlugsOf = Callable[..., Iterable[Any]]
 
 
 @pytest.mark.parametrize("path", CORE)
@@ -39,38 +47,75 @@ def test_the_core_names_no_feature(path: str) -> None:
     assert [(number, line) for number, line in lines if FEATURES.search(line)] == []
 
 
-async def answered() -> list[int]:
-    """An answer of a ring whose coordinator is asked for every feature."""
-    async with (
-        running_services(fake_ring()) as stages,
-        running_coordinator(
-            stages,
-            context_length=128,
-            num_slots=2,
-            max_rows=FakeRuntime.max_rows,
-            n_vocab=64,
-            feature_needs=FeatureNeeds((0,), 3, 1),
-        ) as coordinator,
-    ):
-        tokens, _ = await collect(coordinator, GenerationRequest(PROMPT, NUM_TOKENS))
-        assert coordinator.status()["ready"]
-        return tokens
+async def answers(disk_root: Path, *, is_recurrent: bool = False) -> tuple[list[int], list[int]]:
+    """An answer, and the same again while a stage is lost, of a ring that is asked for every feature."""
+    options = CoordinatorOptions(
+        128,
+        4,
+        FakeRuntime.max_rows,
+        64,
+        can_trim=not is_recurrent,
+        num_checkpoints=NUM_CHECKPOINTS if is_recurrent else 0,
+        feature_needs=FeatureNeeds((0,), NUM_STAGES, 1),
+        block_positions=8,
+    )
+
+    def recurrent(index: int) -> FakeRuntime:
+        return FakeRecurrentRuntime(index, NUM_STAGES, num_checkpoints=NUM_CHECKPOINTS, is_poisoned=True)
+
+    ring = RepairableRing(make_runtime=recurrent if is_recurrent else None, news_s=0.001, disk_root=disk_root)
+    request = GenerationRequest(PROMPT, NUM_TOKENS)
+    async with serving(ring, options) as coordinator, asyncio.timeout(60):
+        undisturbed, _ = await collect(coordinator, request)
+        parts = coordinator.generate(request)
+        tokens = list((await anext(parts)).tokens)
+        await ring.kill(1)
+        async for part in parts:
+            tokens += part.tokens
+        assert ring.num_repairs == 1
+    return undisturbed, tokens
 
 
-@pytest.mark.parametrize("plug", [DiskPlug, FeaturePlug])
-async def test_a_coordinator_serves_without_a_plug(plug: type[Plug], monkeypatch: pytest.MonkeyPatch) -> None:
-    def others(options: CoordinatorOptions, clock_ms: Callable[[], float]) -> Iterator[Plug]:
-        return (each for each in composition.plugs_of(options, clock_ms) if not isinstance(each, plug))
+def leave_out(place: str, plugs_of: PlugsOf, plug: type[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    def others(*arguments: Any) -> list[Any]:
+        found = list(plugs_of(*arguments))
+        left = [each for each in found if not isinstance(each, plug)]
+        assert len(left) < len(found), "it is not there anyway"
+        return left
 
-    monkeypatch.setattr("mesh.coordinator.coordinator.plugs_of", others)
-    assert await answered() == WANTED
+    monkeypatch.setattr(place, others)
 
 
-@pytest.mark.parametrize(("plug", "seam"), [(FeatureOutlet, StagePlug), (SlotReplication, SlotListener)])
-async def test_a_stage_serves_without_a_plug(
-    plug: type[object], seam: type[object], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("place", "plugs_of", "plug"),
+    [
+        (OF_COORDINATOR, of_coordinator.plugs_of, DiskPlug),
+        (OF_COORDINATOR, of_coordinator.plugs_of, FeaturePlug),
+        (OF_COORDINATOR, of_coordinator.plugs_of, object),
+        (OF_STAGE, of_stage.plugs_of, FeatureOutlet),
+        (OF_STAGE, of_stage.plugs_of, Replication),
+        (OF_STAGE, of_stage.plugs_of, KvDisk),
+        (OF_STAGE, of_stage.plugs_of, object),
+    ],
+)
+async def test_texts_are_the_same_without_a_plug(
+    place: str, plugs_of: PlugsOf, plug: type[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, does_nothing in vars(seam).items():
-        if not name.startswith("_"):
-            monkeypatch.setattr(plug, name, does_nothing)
-    assert await answered() == WANTED
+    leave_out(place, plugs_of, plug, monkeypatch)
+    assert await answers(tmp_path) == (WANTED, WANTED)
+
+
+@pytest.mark.parametrize("plug", [None, FeatureOutlet, Replication, KvDisk, object])
+async def test_stages_with_recurrent_state_need_no_plug_either(
+    plug: type[object] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if plug is not None:
+        leave_out(OF_STAGE, of_stage.plugs_of, plug, monkeypatch)
+    assert await answers(tmp_path, is_recurrent=True) == (WANTED, WANTED)
+
+
+async def test_a_session_that_proposes_nothing_needs_no_way_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mesh.coordinator.coordinator.rollback_of", lambda _options, _match: Rollback())
+    assert await answers(tmp_path, is_recurrent=True) == (WANTED, WANTED)

@@ -46,7 +46,6 @@ COMPOSITION: Final = {
     "mesh.forecast.dry_run": 17,
     "mesh.serve.embeddings.model": 16,
     "mesh.serve.embeddings.maker": 16,
-    "stages.serving.server": 16,
 }
 # A row that is far above what a room holds is no decision any more.
 SLACK: Final = 0.03

@@ -7,6 +7,7 @@ from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any, Final
 
 from stages.serving.block_store import BlockStore
+from stages.serving.kv_disk import KvDisk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -33,6 +34,12 @@ def identity_of(stage: int) -> bytes:
     return hashlib.sha256(f"stage {stage}".encode()).digest()
 
 
+def disk_of(service: StageService) -> KvDisk:
+    disk = service.plug_of(KvDisk)
+    assert disk is not None
+    return disk
+
+
 async def give_disk(
     service: StageService,
     root: Path,
@@ -42,12 +49,15 @@ async def give_disk(
     identity: bytes | None = None,
     is_inline: bool = False,
 ) -> None:
-    """Have a stage keep blocks in a folder."""
+    """Have a stage keep blocks in a folder, if it has a plug that does."""
+    disk = service.plug_of(KvDisk)
+    if disk is None:
+        return
     store = BlockStore(root, identity or identity_of(stage), most_bytes)
     if is_inline:
-        await service.keep_blocks(store, writer=InlineExecutor(), reader=InlineExecutor())
+        await disk.open(store, writer=InlineExecutor(), reader=InlineExecutor())
     else:
-        await service.keep_blocks(store)
+        await disk.open(store)
 
 
 def block_files(roots: Iterable[Path]) -> list[Path]:

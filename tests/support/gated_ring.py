@@ -37,6 +37,7 @@ import stages.serving.stage_engine
 import stages.transport.stage_link
 from mesh.coordinator.ring import StageAddress
 from spanmesh_proto import windows_pb2_grpc as rpc
+from stages.serving.composition import PlugOptions
 from stages.serving.scheduler import WindowScheduler
 from stages.serving.sent_rows import LEAST_SENT_BYTES
 from stages.serving.server import StageService
@@ -240,7 +241,7 @@ class GatedRing(RepairableRing):
             mesh_key=self.mesh_key,
             term=self.term,
             most_sent_bytes=self._most_sent_bytes,
-            pause_s=lambda _took_s: _NEWS_S,
+            plug_options=PlugOptions(pause_s=lambda _took_s: _NEWS_S),
             computes_in_loop=False,  # gates hold it
         )
         if self.disk_root is not None:

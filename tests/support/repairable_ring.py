@@ -13,6 +13,8 @@ import grpc
 from mesh.coordinator.coordinator import Coordinator
 from mesh.coordinator.ring import StageAddress
 from spanmesh_proto import windows_pb2_grpc as rpc
+from stages.serving.composition import PlugOptions
+from stages.serving.kv_replication import Replication
 from stages.serving.sent_rows import LEAST_SENT_BYTES
 from stages.serving.server import StageService
 from stages.transport.channels import SERVER_OPTIONS
@@ -134,7 +136,9 @@ class RepairableRing:
         for index, stage in enumerate(self.running):
             replica = self.copies[index] or await self._start(index)
             self.copies[index] = replica
-            await replica.service.follow(stage.address.address, "", self.mesh_id, self.mesh_key, self.term)
+            replication = replica.service.plug_of(Replication)
+            if replication is not None:
+                await replication.follow(stage.address.address, "", self.mesh_id, self.mesh_key, self.term)
 
     async def _start(self, index: int) -> RunningStage:
         runtime = self._make_runtime(index)
@@ -144,7 +148,7 @@ class RepairableRing:
             mesh_id=self.mesh_id,
             mesh_key=self.mesh_key,
             most_sent_bytes=self._most_sent_bytes,
-            pause_s=lambda _took_s: self._news_s or 0.0,
+            plug_options=PlugOptions(pause_s=lambda _took_s: self._news_s or 0.0),
             # Fakes stand still where a test wants it, and all stages share this event loop.
             computes_in_loop=not isinstance(runtime, FakeRuntime),
         )
@@ -191,6 +195,12 @@ class Deaths:
         self.num_died += 1
         task = asyncio.ensure_future(self.ring.kill(index))
         self.dying.add(task)
+
+
+def replication_of(stage: RunningStage) -> Replication:
+    replication = stage.service.plug_of(Replication)
+    assert replication is not None
+    return replication
 
 
 @contextlib.asynccontextmanager

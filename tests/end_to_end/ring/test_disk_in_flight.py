@@ -24,7 +24,7 @@ from mesh.engine import GenerationRequest
 from mesh.metrics.prometheus import Sheet, add_kv_disk
 from speculative.controller import ControllerOptions
 from stages.serving.block_store import BlockStore
-from tests.support.disks import block_files, damage, give_disk
+from tests.support.disks import block_files, damage, disk_of, give_disk
 from tests.support.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.support.proposers import Parrot
 from tests.support.repairable_ring import RepairableRing
@@ -259,8 +259,7 @@ async def test_what_does_not_fit_a_stage_s_memory_is_fetched_once(
     request = GenerationRequest(next_turn(ANN).prompt, 1, client="ann")
     async with mesh(tmp_path) as (coordinator, stages):
         asked: list[int] = []
-        disk = stages[0].service._disk
-        assert disk is not None
+        disk = disk_of(stages[0].service)
         fetch = disk.fetch
 
         def count(message: Any, on_fetched: Callable[[Any], None]) -> None:
@@ -291,8 +290,7 @@ async def test_what_one_stage_lacks_none_uses(tmp_path: Path) -> None:
 async def test_rows_that_are_gone_when_the_session_begins_cost_time_only(stage: int, tmp_path: Path) -> None:
     await remember(tmp_path)
     async with mesh(tmp_path) as (coordinator, stages):
-        disk = stages[stage].service._disk
-        assert disk is not None
+        disk = disk_of(stages[stage].service)
         disk.take = lambda id, num_positions: None  # type: ignore[method-assign]  # noqa: A006
         tokens, last = await collect(coordinator, next_turn(ANN))
         assert tokens == alone(next_turn(ANN))
@@ -303,13 +301,13 @@ async def test_rows_that_are_gone_when_the_session_begins_cost_time_only(stage: 
 async def test_a_client_that_hangs_up_while_disks_read_leaves_nothing_behind(tmp_path: Path) -> None:
     await remember(tmp_path)
     async with mesh(tmp_path) as (coordinator, stages):
-        stages[2].service._fetch = lambda message, replies: None  # type: ignore[method-assign]
+        disk_of(stages[2].service).fetch = lambda message, on_fetched: None  # type: ignore[method-assign]
         asking = asyncio.create_task(collect(coordinator, next_turn(ANN)))
-        disks = [stage.service._disk for stage in stages[:2]]
-        await until(lambda: all(disk is not None and disk._fetches for disk in disks))
+        disks = [disk_of(stage.service) for stage in stages[:2]]
+        await until(lambda: all(disk._fetches for disk in disks))
         asking.cancel()
         await asyncio.wait({asking})
-        await until(lambda: not any(disk is not None and disk._fetches for disk in disks))
+        await until(lambda: not any(disk._fetches for disk in disks))
         assert not coordinator.num_requests
         assert await ask(coordinator, OTHERS[0]) == 0
 
@@ -320,7 +318,8 @@ async def test_a_ring_that_breaks_while_disks_read_is_no_error(tmp_path: Path) -
     ring = RepairableRing(disk_root=tmp_path)
     async with repaired(ring, options) as coordinator, asyncio.timeout(60):
         await until(lambda: disk_prefixes(coordinator).is_on)
-        ring.running[1].service._fetch = lambda message, replies: None  # type: ignore[method-assign]
+        disk = disk_of(ring.running[1].service)
+        disk.fetch = lambda message, on_fetched: None  # type: ignore[method-assign]
         asking = asyncio.create_task(collect(coordinator, next_turn(ANN)))
         await until(lambda: disk_prefixes(coordinator)._pending)
         await ring.kill(1)

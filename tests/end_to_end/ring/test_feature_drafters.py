@@ -29,6 +29,7 @@ from stages.runtime.hidden_tap import TensorTap
 from stages.runtime.numerics import EXACT_MAX_ROWS
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.sampling.sampler import Sampler, SamplingParams
+from stages.serving.feature_outlet import FeatureOutlet
 from stages.slicing.model_facts import read_model_facts
 from stages.weights.virtual_stages import StageCache
 from tests.support.eagle3 import DRAFTER
@@ -203,7 +204,9 @@ async def test_a_stream_of_features_that_is_cut_mid_answer_costs_acceptance_only
         async for part in coordinator.generate(setting.request(QUESTIONS[0], SamplingParams())):
             if len(tokens) < NUM_TOKENS // 2 <= len(tokens) + len(part.tokens):
                 for stage in stages:
-                    stage.service._features.close()
+                    outlet = stage.service.plug_of(FeatureOutlet)
+                    assert outlet is not None
+                    outlet.left()
             tokens += part.tokens
         streams = feature_streams(coordinator)
         assert streams is not None

@@ -14,7 +14,6 @@ from stages.sampling.verifier import WindowVerifier
 from stages.serving import feature_outlet
 from stages.serving.feature_outlet import FeatureOutlet, feature_bytes
 from stages.serving.scheduler import QueuedWindow, WindowScheduler
-from stages.serving.sent_rows import SentHiddenStates
 from stages.serving.slots import KvSlots
 from stages.serving.worker import StageWorker
 from stages.transport.hidden_codec import HiddenType
@@ -38,7 +37,7 @@ class Stage:
             self.scheduler,
             clock_us=lambda: 0,
             hidden_type=HiddenType.F32,
-            slots=KvSlots(runtime, SentHiddenStates(4, 1 << 20)),
+            slots=KvSlots(runtime, 1 << 20),
             on_windows=lambda bundle: self.sent.put(("windows", bundle)),
             on_verdicts=lambda bundle: self.sent.put(("verdicts", bundle)),
             on_failures=lambda failures: self.sent.put(("failures", failures)),

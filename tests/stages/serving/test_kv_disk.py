@@ -22,7 +22,6 @@ from stages.serving.block_store import BlockStore
 from stages.serving.kv_disk import KvDisk
 from stages.serving.prefix_blocks import BlockPlace, PrefixReader
 from stages.serving.rows_identity import RowsSetting, _build, content_sha256, rows_identity
-from stages.serving.sent_rows import SentHiddenStates
 from stages.serving.slot_copies import copy_of
 from stages.serving.slots import KvSlots
 from tests.support.disks import InlineExecutor, block_files, damage
@@ -83,41 +82,27 @@ class Bench:
         self.error: Exception | None = None
         self.num_copies = 0
         self.on_copy: Callable[[], None] = lambda: None
-        self.disk = KvDisk(
-            BlockStore(root, IDENTITY, most_bytes),
-            self.copy,
-            writer=InlineExecutor(),
-            reader=InlineExecutor(),
-            clock_ns=lambda: 10**9,
-            free_memory_bytes=lambda: self.free_bytes,
-            on_news=self.news.append,
-        )
+        self.disk = KvDisk(clock_ns=lambda: 10**9, free_memory_bytes=lambda: self.free_bytes)
+        self.disk.attach(self)  # type: ignore[arg-type]  # it has all that a disk uses of a stage
+        self._store = BlockStore(root, IDENTITY, most_bytes)
 
-    def copy(
-        self,
-        slot: int,
-        num_positions: int,
-        tokens_sha256: bytes,
-        state_positions: Collection[int],
-        most_bytes: Callable[[], int],
-    ) -> asyncio.Future[SlotCopy | None]:
+    async def open(self) -> None:
+        """Open the disk, and forget what it told of that."""
+        await self.disk.open(self._store, writer=InlineExecutor(), reader=InlineExecutor())
+        self.news.clear()
+
+    def tell(self, reply: wire.ControlReply) -> None:
+        self.news.append(reply.block_news)
+
+    def in_worker(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
         self.num_copies += 1
         self.on_copy()
-        copying: asyncio.Future[SlotCopy | None] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if self.error is not None:
-            copying.set_exception(self.error)
+            done.set_exception(self.error)
         else:
-            copying.set_result(
-                copy_of(
-                    self.slots,
-                    slot,
-                    num_positions,
-                    tokens_sha256=tokens_sha256,
-                    state_positions=state_positions,
-                    most_bytes=most_bytes(),
-                )
-            )
-        return copying
+            done.set_result(work())
+        return done
 
     def fill(self, slot: int, text: Sequence[int]) -> None:
         self.slots.begin(slot, slot, (), 0, 4)
@@ -154,7 +139,7 @@ def copied_of(
 
 
 def slots_of(runtime: Any) -> KvSlots:
-    return KvSlots(runtime, SentHiddenStates(runtime.num_slots, 1000))
+    return KvSlots(runtime, 1000)
 
 
 def compute(slots: KvSlots, slot: int, start: int, text: Sequence[int], **more: Any) -> Any:
@@ -176,7 +161,7 @@ def file_of(root: Path, stop: int) -> Path:
 @pytest.fixture
 async def bench(tmp_path: Path) -> Bench:
     bench = Bench(tmp_path)
-    await bench.disk.open()
+    await bench.open()
     return bench
 
 
@@ -208,7 +193,7 @@ async def test_a_new_process_tells_what_is_there(bench: Bench, tmp_path: Path) -
     bench.fill(1, TEXT[:40])
     await bench.keep(1, keep_of(40))
     again = Bench(tmp_path)
-    await again.disk.open()
+    await again.open()
     (news,) = again.disk.news()
     assert news.rows_identity == IDENTITY
     assert set(news.added) == {name_of(stop) for stop in range(8, 41, 8)}
@@ -380,7 +365,7 @@ async def test_a_fetch_that_no_session_uses_is_dropped(bench: Bench, monkeypatch
 
 async def test_evicted_blocks_are_told(tmp_path: Path) -> None:
     bench = Bench(tmp_path, most_bytes=1500)
-    await bench.disk.open()
+    await bench.open()
     bench.fill(1, TEXT[:40])
     await bench.keep(1, keep_of(24))
     bench.fill(1, TEXT[50:90])

@@ -18,14 +18,13 @@ from stages.sampling.sampler import SamplingParams
 from stages.sampling.session_spec import Resumed
 from stages.sampling.verifier import WindowVerifier
 from stages.serving.kv_replication import pause_s
-from stages.serving.sent_rows import SentHiddenStates
 from stages.serving.sessions import SessionTable
 from stages.serving.slot_replication import ReplicationCursor, SlotReplication
 from stages.serving.slots import KvSlots
 from stages.slicing.model_facts import read_model_facts
 from stages.weights.virtual_stages import StageCache
 from tests.support.fake_stage import FakeRuntime
-from tests.support.repairable_ring import NUM_STAGES, RepairableRing, serving
+from tests.support.repairable_ring import NUM_STAGES, RepairableRing, replication_of, serving
 from tests.support.ring_harness import RunningStage, collect
 
 OPTIONS = CoordinatorOptions(128, 4, FakeRuntime.max_rows, 64)
@@ -87,7 +86,7 @@ async def test_a_copy_goes_on_following_where_it_left_off() -> None:
         taken: list[tuple[int, int]] = []
         copies = [copy for copy in ring.copies if copy is not None]
         for copy in copies:
-            rows = copy.service._rows
+            rows = replication_of(copy).rows
 
             def take(update: wire.SlotRows, rows: SlotReplication = rows) -> None:
                 taken.append((update.start, len(update.tokens)))
@@ -116,7 +115,7 @@ def test_a_session_goes_on_in_a_slot_that_was_told_to_be_its_own() -> None:
 
 def slots_of(num_rows: int = 0) -> KvSlots:
     runtime = FakeRuntime(0, 3)
-    slots = KvSlots(runtime, SentHiddenStates(4, 1000))  # type: ignore[arg-type]  # a fake has all that is used
+    slots = KvSlots(runtime, 1000)  # type: ignore[arg-type]  # a fake has all that is used
     if num_rows:
         span = Span(1, 0, list(range(1, num_rows + 1)))
         runtime.decode([span])
@@ -194,19 +193,19 @@ async def test_a_copy_of_another_ring_is_told_nothing() -> None:
     await ring.fill()
     stage, copy = ring.running[0], ring.copies[1]
     assert copy is not None
-    followed = copy.service._replication_sink
+    followed = replication_of(copy).sink
     assert followed is not None
     for mesh_id, mesh_key in (("another ring", ring.mesh_key), (ring.mesh_id, "another key")):
-        await copy.service.follow(stage.address.address, "", mesh_id, mesh_key, 0)
-        replication_sink = copy.service._replication_sink
+        await replication_of(copy).follow(stage.address.address, "", mesh_id, mesh_key, 0)
+        replication_sink = replication_of(copy).sink
         assert replication_sink is not None
         async with asyncio.timeout(10):
             while not replication_sink.is_over:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     assert followed.is_over
-    await copy.service.follow(stage.address.address, "", ring.mesh_id, ring.mesh_key, 3)
+    await replication_of(copy).follow(stage.address.address, "", ring.mesh_id, ring.mesh_key, 3)
     with pytest.raises(ProtocolError, match="is of term 2, stage 1 serves term 3"):
-        await copy.service.follow(stage.address.address, "", ring.mesh_id, ring.mesh_key, 2)
+        await replication_of(copy).follow(stage.address.address, "", ring.mesh_id, ring.mesh_key, 2)
     await ring.close()
 
 
@@ -224,14 +223,14 @@ async def test_a_copy_that_cannot_take_what_there_is_is_not_told_again_and_again
             num_tried += 1
             raise UncuttableModel("kept in another form")
 
-        copy.service._rows.apply_update = refuse  # type: ignore[method-assign,assignment]
+        replication_of(copy).rows.apply_update = refuse  # type: ignore[method-assign,assignment]
         answer = asyncio.create_task(collect(coordinator, request))
-        replication_sink = copy.service._replication_sink
+        replication_sink = replication_of(copy).sink
         assert replication_sink is not None
         while not replication_sink.is_over:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
-        await copy.service.follow(stage.address.address, "", ring.mesh_id, ring.mesh_key, 0)
-        assert copy.service._replication_sink is replication_sink
+        await replication_of(copy).follow(stage.address.address, "", ring.mesh_id, ring.mesh_key, 0)
+        assert replication_of(copy).sink is replication_sink
         assert (await answer)[0] == undisturbed
         await ring.kill(1)
         assert (await collect(coordinator, request))[0] == undisturbed

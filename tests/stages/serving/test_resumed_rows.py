@@ -8,7 +8,6 @@ import pytest
 
 from spanmesh_proto.errors import PrefixMismatch
 from stages.runtime.span import Span
-from stages.serving.sent_rows import SentHiddenStates
 from stages.serving.slots import KvSlots
 from tests.support.fake_recurrent import FakeRecurrentRuntime
 from tests.support.fake_stage import FakeRuntime
@@ -22,7 +21,7 @@ TEXT = tuple(range(1, 41))
 
 def slots_of(runtime: Any, checkpoints: Sequence[int], *, num_sent: int = len(TEXT)) -> KvSlots:
     """Slots of which slot 0 holds the text; what was sent for its first rows is there."""
-    slots = KvSlots(runtime, SentHiddenStates(runtime.num_slots, 1 << 20))
+    slots = KvSlots(runtime, 1 << 20)
     slots.begin(0, 0, (), 0, ROW_BYTES)
     for start in range(0, len(TEXT), 10):
         kept = tuple(each for each in checkpoints if each <= start)

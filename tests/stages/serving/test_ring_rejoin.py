@@ -21,7 +21,7 @@ from stages.runtime.span import Span
 from stages.transport.channels import CLIENT_OPTIONS, key_metadata
 from stages.transport.stage_link import StageLink
 from tests.support.fake_stage import FakeRuntime, fake_ring
-from tests.support.repairable_ring import NUM_STAGES, RepairableRing, serving
+from tests.support.repairable_ring import NUM_STAGES, RepairableRing, replication_of, serving
 from tests.support.ring_harness import RunningStage, collect, running_coordinator, running_services
 
 OPTIONS = CoordinatorOptions(128, 4, FakeRuntime.max_rows, 64)
@@ -77,7 +77,7 @@ async def test_a_coordinator_that_was_replaced_is_refused(ring: RepairableRing) 
 async def test_the_higher_of_two_terms_wins_though_the_lower_was_first(ring: RepairableRing) -> None:
     stage, followed = ring.running[0], ring.running[1]
     where = (followed.address.address, followed.address.host)
-    await stage.service.follow(*where, ring.mesh_id, ring.mesh_key, 0)
+    await replication_of(stage).follow(*where, ring.mesh_id, ring.mesh_key, 0)
     # The first one waits for the end of what the stage follows; meanwhile comes the second.
     first, second = await asyncio.gather(
         stage.service.rejoin(0, "third ring", "third key", 3),
@@ -94,26 +94,26 @@ async def test_a_stage_that_was_to_follow_and_takes_a_place_meanwhile_follows_no
     ring: RepairableRing,
 ) -> None:
     stage, one, other = ring.running
-    await stage.service.follow(one.address.address, "", ring.mesh_id, ring.mesh_key, 0)
+    await replication_of(stage).follow(one.address.address, "", ring.mesh_id, ring.mesh_key, 0)
     # The first order waits for the end of what the stage follows; meanwhile comes the second.
     await asyncio.gather(
-        stage.service.follow(other.address.address, "", ring.mesh_id, ring.mesh_key, 0),
+        replication_of(stage).follow(other.address.address, "", ring.mesh_id, ring.mesh_key, 0),
         stage.service.rejoin(0, "third ring", "third key", 3),
     )
-    assert stage.service._replication_sink is None, "its slots are those of a ring now"
+    assert replication_of(stage).sink is None, "its slots are those of a ring now"
     # The other way round: the stage is on its way into a ring when it is to follow.
-    await stage.service.follow(one.address.address, "", ring.mesh_id, ring.mesh_key, 3)
+    await replication_of(stage).follow(one.address.address, "", ring.mesh_id, ring.mesh_key, 3)
     await asyncio.gather(
         stage.service.rejoin(0, "third ring", "third key", 3),
-        stage.service.follow(other.address.address, "", ring.mesh_id, ring.mesh_key, 3),
+        replication_of(stage).follow(other.address.address, "", ring.mesh_id, ring.mesh_key, 3),
     )
-    assert stage.service._replication_sink is None, "its slots are those of a ring now"
-    await stage.service.follow(one.address.address, "", ring.mesh_id, ring.mesh_key, 3)
+    assert replication_of(stage).sink is None, "its slots are those of a ring now"
+    await replication_of(stage).follow(one.address.address, "", ring.mesh_id, ring.mesh_key, 3)
     await asyncio.gather(
-        stage.service.follow(other.address.address, "", ring.mesh_id, ring.mesh_key, 3),
-        stage.service.follow(one.address.address, "", "fourth ring", ring.mesh_key, 3),
+        replication_of(stage).follow(other.address.address, "", ring.mesh_id, ring.mesh_key, 3),
+        replication_of(stage).follow(one.address.address, "", "fourth ring", ring.mesh_key, 3),
     )
-    follower = stage.service._replication_sink
+    follower = replication_of(stage).sink
     assert follower is not None
     assert follower.does_for(one.address.address, "fourth ring"), "the later order counts"
 

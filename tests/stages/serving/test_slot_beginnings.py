@@ -12,7 +12,6 @@ from spanmesh_proto.errors import PrefixMismatch, StageFailed
 from stages.runtime.span import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.serving.prefix_blocks import FetchedPrefix
-from stages.serving.sent_rows import SentHiddenStates
 from stages.serving.slots import KvSlots
 from tests.support.fake_stage import FakeRuntime
 from tests.support.tiny_families import TINY_FAMILIES
@@ -31,7 +30,7 @@ RECURRENT: Final = {"falcon-h1": TINY_FAMILIES["falcon-h1"], "deepseek4": DEEPSE
 
 
 def slots_of(runtime: Any) -> KvSlots:
-    return KvSlots(runtime, SentHiddenStates(runtime.num_slots, 1 << 20))
+    return KvSlots(runtime, 1 << 20)
 
 
 def compute(

@@ -29,6 +29,7 @@ from stages.weights.disk_cache import KV_DISK_BYTES
 from stages.weights.fetch import FetchSource
 from stages.weights.virtual_stages import StageCache
 from tests.qualification.fuzz.gguf_fuzz import small_layout, write_layout
+from tests.support.disks import disk_of
 from tests.support.ipv6 import needs_ipv6
 
 if TYPE_CHECKING:
@@ -146,8 +147,8 @@ async def test_a_host_s_own_disk_limit_wins(
             assert (opening is not None) == (most_bytes is not None)
             if opening is not None:
                 await opening
-            disk = service._disk
-            assert (None if disk is None else disk.stats().most_bytes) == most_bytes
+            disk = disk_of(service)
+            assert (disk.stats().most_bytes if disk.is_open else None) == most_bytes
         finally:
             await actor.stop()
     folders = [path for path in (config.cache_root / "kv").glob("*") if path.is_dir()]
@@ -184,7 +185,7 @@ async def test_a_model_that_was_replaced_while_it_was_loaded_keeps_no_blocks(
             assert isinstance(service, StageService)
             assert opening is not None
             await opening
-        assert (service._disk is None) == is_replaced
+        assert disk_of(service).is_open != is_replaced
         reasons = [each["reason"] for each in logs if each["event"] == "disk_not_opened"]
         said = f"{model} was changed since it was loaded: load the model again"
         assert reasons == ([said] if is_replaced else [])

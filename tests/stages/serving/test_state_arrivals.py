@@ -13,7 +13,6 @@ from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.span import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
-from stages.serving.sent_rows import SentHiddenStates
 from stages.serving.slot_replication import ReplicationCursor, SlotReplication
 from stages.serving.slots import KvSlots
 from stages.serving.state_arrivals import StateArrivals, state_messages
@@ -54,7 +53,7 @@ def stage_file(tmp_path: Path) -> Path:
 
 
 def slots_of(runtime: StageRuntime) -> KvSlots:
-    return KvSlots(runtime, SentHiddenStates(2, 1 << 20))
+    return KvSlots(runtime, 1 << 20)
 
 
 def compute(slots: KvSlots, start: int, stop: int, checkpoints: tuple[int, ...], num_committed: int) -> None:

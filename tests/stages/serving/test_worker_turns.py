@@ -14,7 +14,6 @@ from stages.runtime.span import Span
 from stages.sampling.sampler import SamplingParams
 from stages.sampling.verifier import WindowVerifier
 from stages.serving.scheduler import QueueBarrier, QueuedWindow, SlotAssigned, WindowScheduler
-from stages.serving.sent_rows import SentHiddenStates
 from stages.serving.slots import KvSlots
 from stages.serving.worker import StageWorker
 from stages.transport.hidden_codec import HiddenType
@@ -55,7 +54,7 @@ class Stage:
             self.scheduler,
             clock_us=lambda: self.now_us,
             hidden_type=HiddenType.F32,
-            slots=KvSlots(runtime, SentHiddenStates(4, 1 << 20)),
+            slots=KvSlots(runtime, 1 << 20),
             on_windows=lambda bundle: self.sent.put((bundle.windows[0].id, threading.get_ident())),
             on_verdicts=lambda _bundle: None,
             on_failures=lambda failures: pytest.fail(str(failures)),

@@ -1,0 +1,40 @@
+"""Features of a stage: the one place that names them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stages.serving.feature_outlet import FeatureOutlet
+from stages.serving.kv_disk import KvDisk
+from stages.serving.kv_replication import Replication, pause_s
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from stages.runtime.stage_runtime import StageRuntime
+    from stages.serving.plugs import StagePlug
+    from stages.transport.channels import Identity
+
+
+@dataclass(frozen=True)
+class PlugOptions:
+    """Options of plugs."""
+
+    pause_s: Callable[[float], float] = pause_s
+    """Returns the pause between updates of replicas, in seconds, from the duration of the last one."""
+
+
+def plugs_of(
+    runtime: StageRuntime, identity: Callable[[], Identity] | None, options: PlugOptions
+) -> Iterator[StagePlug]:
+    """The plugs of a stage.
+
+    Args:
+        runtime: The loaded stage.
+        identity: Returns its TLS identity for connections to other stages; None within one process.
+        options: Their options.
+    """
+    yield FeatureOutlet(runtime)
+    yield Replication(identity, options.pause_s)
+    yield KvDisk()
