@@ -1,4 +1,4 @@
-"""Features of a stage: the one place that names them."""
+"""Features of a stage: the one place that makes their plugs."""
 
 from __future__ import annotations
 

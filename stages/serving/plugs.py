@@ -1,6 +1,6 @@
 """Seam of a stage: how a feature takes part in its sessions, batches and streams without being named there.
 
-A feature is a `StagePlug`, named in `stages.serving.composition` alone. What it does not define does nothing.
+A feature is a `StagePlug`, made in `stages.serving.composition` alone. What it does not define does nothing.
 """
 
 from __future__ import annotations
