@@ -203,6 +203,27 @@ class StageService(rpc.StageServicer):
         self._is_closed = True
         await self._engine.stop()
 
+    def receive(self, frame: wire.Frame) -> None:
+        """Take a frame from the stage before, whatever link has carried it.
+
+        Raises:
+            ProtocolError: If it violates the protocol.
+        """
+        self._num_received += 1
+        if frame.HasField("windows"):
+            if (count := len(frame.windows.windows)) > MOST_BUNDLED_WINDOWS:
+                raise ProtocolError(
+                    f"the peer sent {count} windows in one frame: at most {MOST_BUNDLED_WINDOWS} fit"
+                )
+            for window in frame.windows.windows:
+                _require_session(window.session)
+            self._engine.take(frame.windows)
+        elif frame.HasField("open"):
+            _require_session(frame.open.session)
+            self._engine.open(frame.open)
+        elif frame.HasField("vocabulary"):
+            self._engine.take_vocabulary(frame.vocabulary)
+
     def stats(self) -> wire.StageStats:
         """Counters since the start."""
         return self._engine.stats()
@@ -368,28 +389,7 @@ class StageService(rpc.StageServicer):
     async def _read_link(self, context: grpc.aio.ServicerContext[wire.Frame, wire.Welcome]) -> None:
         self._num_received = 0
         while isinstance(frame := await context.read(), wire.Frame):
-            self._num_received += 1
-            self._receive(frame)
-
-    def _receive(self, frame: wire.Frame) -> None:
-        """Take a frame from the stage before, whatever link has carried it.
-
-        Raises:
-            ProtocolError: If it violates the protocol.
-        """
-        if frame.HasField("windows"):
-            if (count := len(frame.windows.windows)) > MOST_BUNDLED_WINDOWS:
-                raise ProtocolError(
-                    f"the peer sent {count} windows in one frame: at most {MOST_BUNDLED_WINDOWS} fit"
-                )
-            for window in frame.windows.windows:
-                _require_session(window.session)
-            self._engine.take(frame.windows)
-        elif frame.HasField("open"):
-            _require_session(frame.open.session)
-            self._engine.open(frame.open)
-        elif frame.HasField("vocabulary"):
-            self._engine.take_vocabulary(frame.vocabulary)
+            self.receive(frame)
 
     async def _read_control(
         self, requests: AsyncIterator[wire.ControlRequest], replies: asyncio.Queue[wire.ControlReply | None]
