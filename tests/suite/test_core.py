@@ -4,7 +4,7 @@ import asyncio
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,6 +15,7 @@ from mesh.coordinator.feature_plug import FeaturePlug
 from mesh.coordinator.generation import Rollback
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.engine import GenerationRequest
+from speculative.controller import ControllerOptions
 from stages.sampling.sampler import Sampler, SamplingParams
 from stages.serving import composition as of_stage
 from stages.serving.feature_outlet import FeatureOutlet
@@ -22,8 +23,13 @@ from stages.serving.kv_disk import KvDisk
 from stages.serving.kv_replication import Replication
 from tests.support.fake_recurrent import FakeRecurrentRuntime
 from tests.support.fake_stage import FakeRuntime, plain_answer
+from tests.support.proposers import Oracle
 from tests.support.repairable_ring import NUM_STAGES, RepairableRing, serving
 from tests.support.ring_harness import collect
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 ROOT = Path(__file__).parents[2]
 CORE = (
@@ -41,13 +47,22 @@ OF_COORDINATOR, OF_STAGE = "mesh.coordinator.coordinator.plugs_of", "stages.serv
 PlugsOf = Callable[..., Iterable[Any]]
 
 
+class Reader(Oracle):
+    """Proposes the answer with errors, and reads hidden states."""
+
+    def take_features(self, start: int, rows: "NDArray[np.float32]") -> None:
+        pass
+
+
 @pytest.mark.parametrize("path", CORE)
 def test_the_core_names_no_feature(path: str) -> None:
     lines = enumerate((ROOT / path).read_text().splitlines(), 1)
     assert [(number, line) for number, line in lines if FEATURES.search(line)] == []
 
 
-async def answers(disk_root: Path, *, is_recurrent: bool = False) -> tuple[list[int], list[int]]:
+async def answers(
+    disk_root: Path, *, is_recurrent: bool = False, proposes: bool = True
+) -> tuple[list[int], list[int]]:
     """An answer, and the same again while a stage is lost, of a ring that is asked for every feature."""
     options = CoordinatorOptions(
         128,
@@ -56,6 +71,7 @@ async def answers(disk_root: Path, *, is_recurrent: bool = False) -> tuple[list[
         64,
         can_trim=not is_recurrent,
         num_checkpoints=NUM_CHECKPOINTS if is_recurrent else 0,
+        controller=ControllerOptions(fixed_width=2, fixed_depth=2),
         feature_needs=FeatureNeeds((0,), NUM_STAGES, 1),
         block_positions=8,
     )
@@ -65,7 +81,11 @@ async def answers(disk_root: Path, *, is_recurrent: bool = False) -> tuple[list[
 
     ring = RepairableRing(make_runtime=recurrent if is_recurrent else None, news_s=0.001, disk_root=disk_root)
     request = GenerationRequest(PROMPT, NUM_TOKENS)
-    async with serving(ring, options) as coordinator, asyncio.timeout(60):
+
+    def make_proposers(_request: GenerationRequest) -> list[Oracle]:
+        return [Reader([*PROMPT, *WANTED], [False, False, False, True])] if proposes else []
+
+    async with serving(ring, options, make_proposers=make_proposers) as coordinator, asyncio.timeout(60):
         undisturbed, _ = await collect(coordinator, request)
         parts = coordinator.generate(request)
         tokens = list((await anext(parts)).tokens)
@@ -118,4 +138,4 @@ async def test_a_session_that_proposes_nothing_needs_no_way_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mesh.coordinator.coordinator.rollback_of", lambda _options, _match: Rollback())
-    assert await answers(tmp_path, is_recurrent=True) == (WANTED, WANTED)
+    assert await answers(tmp_path, is_recurrent=True, proposes=False) == (WANTED, WANTED)
