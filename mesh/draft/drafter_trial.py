@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from mesh.draft.drafter import Drafter
     from speculative.draft.context import DraftOptions
+    from speculative.proposer import DrafterKind
     from stages.slicing.model_facts import ModelFacts
 
 
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 class CheckedDrafter:
     """A drafter that fits its model and drafted some tokens."""
 
-    kind: str
-    """`model`, `eagle3` or `mtp`."""
+    kind: DrafterKind
+    """Its kind."""
     n_layers: int
     """Its own layers."""
     read_layers: tuple[int, ...]
@@ -79,7 +80,7 @@ def check_drafter(path: Path, target: Path, options: DraftOptions) -> CheckedDra
     num_tokens = num_shared_tokens(Tokenizer(loaded).vocabulary(), tokenizer.vocabulary())
     d2t = drafter.header.tensors.get("d2t")
     return CheckedDrafter(
-        kind=drafter.kind.value,
+        kind=drafter.kind,
         n_layers=_num_layers(drafter),
         read_layers=drafter.layers,
         n_target_layers=model.n_layers,

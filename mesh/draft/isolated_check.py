@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from mesh.draft.drafter import DrafterKind
 from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import InvalidModel
 from speculative.draft.context import DraftOptions, DraftUnusable
@@ -22,6 +21,7 @@ from speculative.draft.feature_context import FeatureKind
 from speculative.draft.feature_model import FeatureModel
 from speculative.draft.isolated_context import ProcessSetup
 from speculative.draft.model import DraftModel
+from speculative.proposer import DrafterKind
 from stages.isolated import ProcessEnded, ProcessSilent, call
 from stages.runtime.hidden_tap import TensorTap
 from stages.runtime.llama import init_backend, last_complaint

@@ -10,7 +10,6 @@ import structlog
 
 from mesh.coordinator.feature_needs import FeatureNeeds
 from mesh.draft.completion import loadable_file
-from mesh.draft.drafter import DrafterKind
 from mesh.draft.isolated_check import SETUP, check_isolated
 from mesh.serve.preflight import latest_answer
 from mesh.text.tokenizer import Tokenizer, num_shared_tokens
@@ -20,6 +19,7 @@ from speculative.draft.feature_context import FeatureKind
 from speculative.draft.feature_model import FeatureModel
 from speculative.draft.model import DraftModel
 from speculative.lookup_proposers import Histories, NgramProposer, PredictionProposer, ReplayProposer
+from speculative.proposer import DrafterKind
 from stages.gguf.reader import read_header
 from stages.runtime.hidden_tap import TensorTap
 from stages.sampling.sampler import Sampler

@@ -13,9 +13,10 @@ import pytest
 
 from mesh.draft import isolated_check
 from mesh.draft.completion import loadable_bytes, loadable_file
-from mesh.draft.drafter import DrafterKind, own_head, read_drafter
+from mesh.draft.drafter import own_head, read_drafter
 from mesh.draft.isolated_check import check_isolated, load_isolated
 from spanmesh_proto.errors import InvalidModel, ModelError, UncuttableModel
+from speculative.proposer import DrafterKind
 from stages.gguf.header import ValueType
 from stages.gguf.reader import read_header
 from stages.slicing.model_facts import read_model_facts
