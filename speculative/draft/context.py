@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import llama_cpp
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
 from speculative.draft import defaults
+from speculative.draft.rows import DraftOutput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+    from speculative.draft.rows import DraftSpan, SlotRows
 
 MAX_ROWS: Final = 128
 """Most rows of one batch: from 64 on llama.cpp's attention works in tiles, and a row takes a third less."""
@@ -76,28 +79,6 @@ class DraftOptions:
         _require("niceness", self.niceness, 0 <= self.niceness <= 18, "from 0 to 18")
 
 
-class DraftRows(NamedTuple):
-    """Consecutive rows of one session."""
-
-    slot: int
-    """Its sequence in the KV cache."""
-    start: int
-    """Absolute position of the first row; the slot's rows from there on are dropped."""
-    tokens: Sequence[int]
-    """Token ids, one a row."""
-    has_output: bool
-    """Whether the last row returns logits."""
-
-
-class DraftOutput(NamedTuple):
-    """Output of a row."""
-
-    logits: NDArray[np.float32]
-    """float32 (n_vocab,), a view that the next `decode` overwrites."""
-    state: NDArray[np.float32] | None = None
-    """Output state, float32 (values,), of drafters that read features; None for others."""
-
-
 class DraftContext:
     """A loaded draft model with its KV cache. For one thread at a time, except `abort`.
 
@@ -143,31 +124,31 @@ class DraftContext:
         self._batch = llama_cpp.llama_batch_init(MAX_ROWS, 0, 1)
 
     def decode(
-        self, spans: Sequence[DraftRows], while_computing: AbstractContextManager[None]
+        self, parts: Sequence[SlotRows[DraftSpan]], while_computing: AbstractContextManager[None]
     ) -> list[DraftOutput | None] | None:
         """Compute rows of different slots together, `MAX_ROWS` at most.
 
         Args:
-            spans: The rows.
+            parts: The rows.
             while_computing: Entered for as long as llama.cpp computes.
 
         Returns:
-            For each span, None or the output of its last row. None instead of a list if the decode was
+            For each part, None or the output of its last row. None instead of a list if the decode was
             aborted: no row counts as computed.
 
         Raises:
             DraftUnusable: If llama.cpp fails.
         """
-        for span in spans:
-            llama_cpp.llama_memory_seq_rm(self._memory, span.slot, span.start, -1)
-        self._fill(spans)
+        for slot, span in parts:
+            llama_cpp.llama_memory_seq_rm(self._memory, slot, span.start, -1)
+        self._fill(parts)
         with while_computing:
             status = llama_cpp.llama_decode(self._context, self._batch)
         if not is_computed(status):
             return None
         outputs: list[DraftOutput | None] = []
         row = -1
-        for span in spans:
+        for _, span in parts:
             row += len(span.tokens)
             outputs.append(DraftOutput(self._logits(row)) if span.has_output else None)
         return outputs
@@ -248,15 +229,15 @@ class DraftContext:
             )
         return context
 
-    def _fill(self, spans: Sequence[DraftRows]) -> None:
+    def _fill(self, parts: Sequence[SlotRows[DraftSpan]]) -> None:
         batch, row = self._batch, 0
-        for span in spans:
+        for slot, span in parts:
             last = row + len(span.tokens) - 1
             for position, token in enumerate(span.tokens, span.start):
                 batch.token[row] = token
                 batch.pos[row] = position
                 batch.n_seq_id[row] = 1
-                batch.seq_id[row][0] = span.slot
+                batch.seq_id[row][0] = slot
                 batch.logits[row] = span.has_output and row == last
                 row += 1
         batch.n_tokens = row

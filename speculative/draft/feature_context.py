@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 import llama_cpp
 import numpy as np
 
-from speculative.draft.context import MAX_ROWS, DraftContext, DraftOutput, DraftUnusable, is_computed
+from speculative.draft.context import MAX_ROWS, DraftContext, DraftUnusable, is_computed
+from speculative.draft.rows import DraftOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from speculative.draft.context import DraftOptions
-    from speculative.draft.feature_sequence import FeatureRows
+    from speculative.draft.feature_sequence import FeatureSpan
+    from speculative.draft.rows import SlotRows
 
 _ENCODED: Final = "fc_out"
 # llama.cpp's name of the node that writes a layer's values into the KV cache, behind the one for keys.
@@ -159,7 +161,7 @@ class FeatureContext(DraftContext):
         self._encoder_rows = _Batch(self.feature_width, has_tokens=False)
 
     def decode(  # type: ignore[override]  # its own kind of rows
-        self, parts: Sequence[FeatureRows], while_computing: AbstractContextManager[None]
+        self, parts: Sequence[SlotRows[FeatureSpan]], while_computing: AbstractContextManager[None]
     ) -> list[DraftOutput | None] | None:
         """Compute rows of different slots: those without an output first, then one with for each slot.
 
@@ -180,16 +182,16 @@ class FeatureContext(DraftContext):
                 return None
             absorbed: list[_Row] = []
             stepped: list[_Row] = []
-            for part, values in zip(parts, inputs, strict=True):
-                start = part.span.start - self._shift
-                first = 0 if part.span.is_anew else start
-                llama_cpp.llama_memory_seq_rm(self._memory, part.slot, first, -1)
+            for (slot, span), values in zip(parts, inputs, strict=True):
+                start = span.start - self._shift
+                llama_cpp.llama_memory_seq_rm(self._memory, slot, 0 if span.is_anew else start, -1)
                 rows = [
-                    _Row(row, token, position, part.slot)
-                    for position, (row, token) in enumerate(zip(values, part.span.tokens, strict=True), start)
+                    _Row(row, token, position, slot)
+                    for position, (row, token) in enumerate(zip(values, span.tokens, strict=True), start)
                 ]
-                absorbed += rows[: part.num_absorbed]
-                stepped += rows[part.num_absorbed :]
+                num_absorbed = len(rows) - span.has_output
+                absorbed += rows[:num_absorbed]
+                stepped += rows[num_absorbed:]
             for first in range(0, len(absorbed), MAX_ROWS):
                 if not self._absorb(absorbed[first : first + MAX_ROWS]):
                     return None
@@ -199,7 +201,7 @@ class FeatureContext(DraftContext):
         left = iter(outputs)
         return [next(left) if part.span.has_output else None for part in parts]
 
-    def _inputs(self, parts: Sequence[FeatureRows]) -> list[NDArray[np.float32]] | None:
+    def _inputs(self, parts: Sequence[SlotRows[FeatureSpan]]) -> list[NDArray[np.float32]] | None:
         """Input rows of each part: encoded features, then the state of a row that has no feature."""
         features = [part.span.features for part in parts]
         if self._kind is FeatureKind.EAGLE3:

@@ -14,9 +14,10 @@ import numpy as np
 
 from speculative.draft.context import probability
 from speculative.draft.feature_context import FeatureContext, FeatureKind
-from speculative.draft.feature_sequence import FeatureRows, FeatureSequence, FeatureSpan
+from speculative.draft.feature_sequence import FeatureSequence, FeatureSpan
 from speculative.draft.isolated_context import opened
 from speculative.draft.model import DraftProposer
+from speculative.draft.rows import SlotRows
 from speculative.draft.worker import DraftSession, DraftThread
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class FeatureModel:
         for token in range(1, 1 + _NUM_TIMED_TOKENS):
             started_s = clock_s()
             span = FeatureSpan(token, (0,), features, None, has_output=True, is_anew=token == 1)
-            for output in self._context.decode([FeatureRows(0, span)], contextlib.nullcontext()) or ():
+            for output in self._context.decode([SlotRows(0, span)], contextlib.nullcontext()) or ():
                 if output is not None:
                     probability(output.logits, int(np.argmax(output.logits)))
             times_ms.append((clock_s() - started_s) * 1000)

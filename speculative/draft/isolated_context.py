@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import numpy as np
 
-from speculative.draft.context import DraftOutput, DraftUnusable
+from speculative.draft.context import DraftUnusable
+from speculative.draft.rows import DraftOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

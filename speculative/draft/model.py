@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from speculative.draft.context import DraftContext, DraftRows, probability
+from speculative.draft.context import DraftContext, probability
 from speculative.draft.isolated_context import opened
+from speculative.draft.rows import DraftSpan, SlotRows
 from speculative.draft.session import DraftSequence
 from speculative.draft.worker import DraftSession, DraftThread
 
@@ -133,7 +134,8 @@ def _time_token_ms(context: DraftContext | IsolatedContext, clock_s: Callable[[]
     times_ms = []
     for position in range(_NUM_TIMED_TOKENS):
         started_s = clock_s()
-        for output in context.decode([DraftRows(0, position, (0,), has_output=True)], nullcontext()) or ():
+        rows = SlotRows(0, DraftSpan(position, (0,), has_output=True))
+        for output in context.decode([rows], nullcontext()) or ():
             if output is not None:
                 probability(output.logits, int(np.argmax(output.logits)))
         times_ms.append((clock_s() - started_s) * 1000)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from speculative.cost_model import moved
 from speculative.draft.context import MAX_ROWS, DraftUnusable, probability
+from speculative.draft.rows import SlotRows
 from speculative.draft.session import DraftedToken
 
 if TYPE_CHECKING:
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from speculative.draft.context import DraftContext, DraftOptions, DraftOutput
+    from speculative.draft.context import DraftContext, DraftOptions
     from speculative.draft.isolated_context import IsolatedContext
-    from speculative.draft.session import DraftSequence, DraftSpan
+    from speculative.draft.rows import DraftOutput, DraftSpan
+    from speculative.draft.session import DraftSequence
 
 _FEW_ROWS: Final = 4
 _MAX_ROWS_BESIDE_DRAFTS: Final = 8
@@ -353,7 +355,7 @@ class DraftThread:
 
     def _draft(self, parts: Sequence[_Part]) -> tuple[dict[DraftSession, _Drafted] | None, Exception | None]:
         """Result for each session; None if nothing was computed, with the failure if there was one."""
-        rows = [part.span.rows(part.session.slot or 0) for part in parts]
+        rows = [SlotRows(part.session.slot or 0, part.span) for part in parts]
         is_awaited = any(part.session.sequence.is_urgent for part in parts)
         try:
             outputs = self._context.decode(

@@ -16,7 +16,8 @@ from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import MeshError
 from speculative.draft.context import DraftOptions, DraftUnusable
 from speculative.draft.feature_context import FeatureContext, FeatureKind
-from speculative.draft.feature_sequence import FeatureRows, FeatureSpan
+from speculative.draft.feature_sequence import FeatureSpan
+from speculative.draft.rows import SlotRows
 from stages.isolated import ProcessEnded, call
 from stages.runtime.hidden_tap import TensorTap
 from stages.runtime.llama import init_backend
@@ -91,9 +92,9 @@ def _times(context: FeatureContext) -> DrafterTimes:
     tokens = tuple(range(1, 1 + _NUM_ROWS))
     slots = list(enumerate(tokens))
     kinds = (
-        [FeatureRows(0, FeatureSpan(1, tokens, features, None, has_output=False, is_anew=True))],
-        [FeatureRows(slot, _with_output(token, features[slot : slot + 1], None)) for slot, token in slots],
-        [FeatureRows(slot, _with_output(token, features[:0], states[slot])) for slot, token in slots],
+        [SlotRows(0, FeatureSpan(1, tokens, features, None, has_output=False, is_anew=True))],
+        [SlotRows(slot, _with_output(token, features[slot : slot + 1], None)) for slot, token in slots],
+        [SlotRows(slot, _with_output(token, features[:0], states[slot])) for slot, token in slots],
     )
     times_ms: tuple[list[float], ...] = tuple([] for _ in kinds)
     for _ in range(1 + _NUM_TIMES):

@@ -14,7 +14,8 @@ from mesh.draft.drafter import own_head, read_drafter
 from mesh.text.tokenizer import Tokenizer
 from speculative.draft.context import DraftOptions
 from speculative.draft.feature_context import FeatureContext, FeatureKind
-from speculative.draft.feature_sequence import FeatureRows, FeatureSpan
+from speculative.draft.feature_sequence import FeatureSpan
+from speculative.draft.rows import SlotRows
 from stages.runtime.hidden_tap import TensorTap
 from stages.runtime.llama import ggml_base, init_backend
 from stages.slicing.model_facts import read_model_facts
@@ -69,10 +70,10 @@ def output(
         rows = features.astype(np.float32)
         tokens = tuple(range(1, NUM_ABSORBED + 2))
         span = FeatureSpan(1, tokens[:-1], rows[:-1], None, has_output=False, is_anew=True)
-        assert context.decode([FeatureRows(0, span)], contextlib.nullcontext()) == [None]
+        assert context.decode([SlotRows(0, span)], contextlib.nullcontext()) == [None]
         nodes = list(taps[0].nodes)
         last = FeatureSpan(len(tokens), tokens[-1:], rows[-1:], None, has_output=True, is_anew=False)
-        outputs = context.decode([FeatureRows(0, last)], contextlib.nullcontext())
+        outputs = context.decode([SlotRows(0, last)], contextlib.nullcontext())
         assert outputs is not None
         assert outputs[0] is not None
         return outputs[0].logits.copy(), nodes
