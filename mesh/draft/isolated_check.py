@@ -16,12 +16,8 @@ import structlog
 
 from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import InvalidModel
-from speculative.draft.context import DraftOptions, DraftUnusable
-from speculative.draft.feature_context import FeatureKind
-from speculative.draft.feature_model import FeatureModel
-from speculative.draft.isolated_context import ProcessSetup
-from speculative.draft.model import DraftModel
-from speculative.proposer import DrafterKind
+from speculative.draft.context import ContextSetup, DraftFile, DraftOptions, DraftUnusable
+from speculative.draft.kinds import load_context
 from stages.isolated import ProcessEnded, ProcessSilent, call
 from stages.runtime.hidden_tap import TensorTap
 from stages.runtime.llama import init_backend, last_complaint
@@ -33,13 +29,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from speculative.proposer import DrafterKind
+
 # Enough for the tokens that loading drafts.
 _OPTIONS = DraftOptions(ctx_size=64)
 # A few tokens take less than a second once the file is read.
 _PATIENCE_S: Final = 60.0
 _SLOWEST_BYTES_PER_S: Final = 20e6
-# What loading raises for a file that cannot draft.
-REFUSALS: Final = (DraftUnusable, ImportError, ValueError)
 
 log = structlog.get_logger()
 
@@ -100,12 +96,12 @@ def _load(path: Path, kind: DrafterKind, num_tokens: int, _report: Callable[...,
     """Work of the process."""
     _prepare()
     try:
-        model = load_here(path, kind, num_tokens)
-    except REFUSALS as error:
+        context = load_context(DraftFile(kind, path, _OPTIONS, num_tokens), SETUP)
+    except DraftUnusable as error:
         reason = f"{path.name} cannot draft: {error}; llama.cpp: {last_complaint()}"
         raise InvalidModel(reason) from None
-    model.close()
-    return model.draft_ms_per_token
+    context.close()
+    return context.ms_per_token
 
 
 def _prepare() -> None:
@@ -115,28 +111,5 @@ def _prepare() -> None:
     prepare_process(numerics_for(exact=False, num_threads=1))
 
 
-SETUP: Final = ProcessSetup(_prepare, last_complaint)
+SETUP: Final = ContextSetup(_prepare, last_complaint, TensorTap, time.monotonic)
 """Setup of the process in which a drafter computes."""
-
-
-def load_here(
-    path: Path, kind: DrafterKind, num_tokens: int, options: DraftOptions = _OPTIONS
-) -> DraftModel | FeatureModel:
-    """Load a drafter in this process, which llama.cpp may abort.
-
-    Args:
-        path: The file that llama.cpp loads.
-        kind: Its kind.
-        num_tokens: Number of token ids of the target.
-        options: Options of the draft model.
-
-    Raises:
-        DraftUnusable: If the file cannot serve as a drafter, or there is no memory for its KV cache.
-        ImportError: If this llama.cpp lacks what drafters of its kind need.
-    """
-    if kind is DrafterKind.MODEL:
-        return DraftModel(path, options, num_tokens=num_tokens, clock_s=time.monotonic)
-    feature_kind = FeatureKind(kind.value)
-    return FeatureModel(
-        path, feature_kind, options, num_tokens=num_tokens, make_tap=TensorTap, clock_s=time.monotonic
-    )

@@ -13,8 +13,10 @@ import pytest
 
 from mesh.draft.isolated_check import SETUP
 from speculative.draft import isolated_context
-from speculative.draft.context import DraftOptions, DraftUnusable
-from speculative.draft.model import DraftModel
+from speculative.draft.context import DraftFile, DraftOptions, DraftUnusable
+from speculative.draft.isolated_context import IsolatedContext
+from speculative.draft.loaded_drafter import LoadedDrafter
+from speculative.proposer import DrafterKind
 from tests.support.draft_models import greedy, running_draft, wait_for
 from tests.support.tiny_models import N_VOCAB, TinyModel
 
@@ -29,16 +31,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return TinyModel("llama").write(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
 
 
+def file_of(path: Path) -> DraftFile:
+    return DraftFile(DrafterKind.MODEL, path, OPTIONS, N_VOCAB)
+
+
 @contextmanager
-def isolated(path: Path) -> Iterator[DraftModel]:
-    model = DraftModel(path, OPTIONS, num_tokens=N_VOCAB, clock_s=time.monotonic, setup=SETUP)
+def isolated(path: Path) -> Iterator[LoadedDrafter]:
+    file = file_of(path)
+    model = LoadedDrafter(file, IsolatedContext(file, SETUP), clock_s=time.monotonic)
     try:
         yield model
     finally:
         model.close()
 
 
-def process_of(model: DraftModel) -> int:
+def process_of(model: LoadedDrafter) -> int:
     pid = model._context.thread_id
     assert pid is not None
     return pid
@@ -111,7 +118,7 @@ def test_a_file_that_is_no_draft_model_leaves_no_process(tmp_path: Path) -> None
     path.write_bytes(b"GGUF" + bytes(60))
     before = children()
     with pytest.raises(DraftUnusable, match=r"cannot load .*draft\.gguf as a draft model.*llama\.cpp: \S"):
-        DraftModel(path, OPTIONS, num_tokens=N_VOCAB, clock_s=time.monotonic, setup=SETUP)
+        IsolatedContext(file_of(path), SETUP)
     assert children() <= before
 
 
