@@ -1,8 +1,8 @@
 """Isolated context: a drafter in a process of its own, since llama.cpp aborts on some files.
 
-That process computes and nothing else. Text, slots and priorities stay with the thread of
-`speculative.draft.worker`, which sends it rows through a pipe. Logits come back in shared memory: a row of
-them is hundreds of kilobytes.
+The process loads the file and drafts a few tokens, within a limit of time; then it computes and nothing else.
+Text, slots and priorities stay with the thread of `speculative.draft.worker`, which sends it rows through a
+pipe. Logits come back in shared memory: a row of them is hundreds of kilobytes.
 """
 
 from __future__ import annotations
@@ -36,6 +36,23 @@ _ABORT_PATIENCE_S: Final = 10.0
 _POLL_S: Final = 1.0
 
 
+class ContextEnded(DraftUnusable):
+    """The process of a context ended.
+
+    Attributes:
+        exit_code: Its exit code, negative for a signal; None if unknown.
+        was_late: Whether it was killed since it did not answer in time.
+    """
+
+    def __init__(self, exit_code: int | None, *, was_late: bool) -> None:
+        super().__init__(
+            f"the process of the draft model ended with exit code {exit_code}: nothing is drafted until the "
+            "server starts again"
+        )
+        self.exit_code = exit_code
+        self.was_late = was_late
+
+
 @dataclass(frozen=True)
 class _Loaded:
     """Facts of a context, asked for without computing."""
@@ -65,13 +82,15 @@ class IsolatedContext:
     Args:
         file: The drafter.
         setup: See `ContextSetup`.
+        limit_s: Longest time until it has drafted a few tokens.
 
     Raises:
-        DraftUnusable: If the file cannot serve as a drafter of its kind, if there is no memory for its KV
-            cache, or if llama.cpp aborts.
+        ContextEnded: If llama.cpp aborts meanwhile, or takes longer.
+        DraftUnusable: If the file cannot serve as a drafter of its kind, or there is no memory for its KV
+            cache.
     """
 
-    def __init__(self, file: DraftFile, setup: ContextSetup) -> None:
+    def __init__(self, file: DraftFile, setup: ContextSetup, *, limit_s: float) -> None:
         self._clock_s = setup.clock_s
         spawning = multiprocessing.get_context("spawn")
         shared = _Shared(
@@ -81,7 +100,9 @@ class IsolatedContext:
         )
         self._flag = shared.abort_flag
         self._logits = shared.rows()
-        self._aborted_s: float | None = None
+        # When it is killed if it has not answered; None for never.
+        self._deadline_s: float | None = self._clock_s() + limit_s
+        self._was_late = False
         self._pipe, theirs = spawning.Pipe()
         self._process = spawning.Process(
             target=_serve,
@@ -102,6 +123,7 @@ class IsolatedContext:
         except BaseException:
             self.close()
             raise
+        self._deadline_s = None
         self._end_tokens = loaded.end_tokens
         self.num_tokens = loaded.num_tokens
         self.feature_width = loaded.feature_width
@@ -135,12 +157,12 @@ class IsolatedContext:
     def abort(self) -> None:
         """See `Context.abort`."""
         self._flag[0] = b"\1"
-        self._aborted_s = self._clock_s()
+        self._deadline_s = self._clock_s() + _ABORT_PATIENCE_S
 
     def resume(self) -> None:
         """See `Context.resume`."""
         self._flag[0] = b"\0"
-        self._aborted_s = None
+        self._deadline_s = None
 
     def is_end(self, token: int) -> bool:
         """See `Context.is_end`."""
@@ -172,12 +194,13 @@ class IsolatedContext:
         """Answer of the process.
 
         Raises:
-            DraftUnusable: If it says so, or ended, or does not heed an abort.
+            DraftUnusable: If it says so, or ended, or does not answer in time.
         """
         try:
             while not self._pipe.poll(_POLL_S):
-                aborted_s = self._aborted_s
-                if aborted_s is not None and self._clock_s() - aborted_s > _ABORT_PATIENCE_S:
+                deadline_s = self._deadline_s  # which `abort` sets, in another thread
+                if deadline_s is not None and self._clock_s() > deadline_s:
+                    self._was_late = True
                     self._process.kill()
             answer = self._pipe.recv()
         except (EOFError, OSError):
@@ -186,12 +209,9 @@ class IsolatedContext:
             raise answer
         return answer
 
-    def _ended(self) -> DraftUnusable:
+    def _ended(self) -> ContextEnded:
         self._process.join(_POLL_S)
-        return DraftUnusable(
-            f"the process of the draft model ended with exit code {self._process.exitcode}: nothing is "
-            "drafted until the server starts again"
-        )
+        return ContextEnded(self._process.exitcode, was_late=self._was_late)
 
 
 def _serve(pipe: Connection, file: DraftFile, setup: ContextSetup, shared: _Shared) -> None:

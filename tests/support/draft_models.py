@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mesh.draft.isolated_check import SETUP
+from mesh.draft.loading import SETUP
 from speculative.draft.context import DraftFile
 from speculative.draft.kinds import load_context
 from speculative.draft.loaded_drafter import LoadedDrafter

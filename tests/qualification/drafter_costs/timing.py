@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from mesh.draft.completion import loadable_file
-from mesh.draft.isolated_check import SETUP
+from mesh.draft.loading import SETUP
 from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import MeshError
 from speculative.draft.context import DraftFile, DraftOptions, DraftUnusable

@@ -21,7 +21,7 @@ from gguf.constants import GGMLQuantizationType
 
 from mesh.draft.completion import loadable_file
 from mesh.draft.drafter import own_head, read_drafter
-from mesh.draft.isolated_check import SETUP
+from mesh.draft.loading import SETUP
 from mesh.text.tokenizer import Tokenizer, num_shared_tokens
 from spanmesh_proto.errors import InvalidModel
 from speculative.draft.context import DraftFile, DraftOptions, DraftUnusable

@@ -12,7 +12,7 @@ import pytest
 
 from mesh.draft.completion import loadable_file
 from mesh.draft.drafter import own_head, read_drafter
-from mesh.draft.isolated_check import SETUP
+from mesh.draft.loading import SETUP
 from mesh.text.tokenizer import Tokenizer
 from speculative.draft.context import DraftFile, DraftOptions
 from speculative.draft.feature_sequence import FeatureSpan
