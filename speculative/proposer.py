@@ -1,11 +1,12 @@
-"""Proposer protocol, proposals, and the chain of several proposers."""
+"""Proposer protocol, proposals, kinds of drafters, and the chain of several proposers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import accumulate
 from operator import mul
-from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, Protocol, Self, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# Proposers whose tokens cost computing time; see `speculative.draft`.
-DRAFTERS: Final = ("draft", "eagle3", "mtp")
 CONFIRMED_SHARE: Final = 0.95
 """A cheap proposer's token may be this much less likely than a draft model's: it is there at once."""
 
@@ -102,6 +101,37 @@ class Proposal:
 
 
 EMPTY: Final = Proposal((), (), "")
+
+
+class DrafterKind(StrEnum):
+    """Kinds of drafters: proposers whose tokens cost computing time.
+
+    Each has its parts in `speculative.draft.kinds`; `mesh.draft.drafter` recognizes its files.
+    """
+
+    MODEL = "model", "draft", "a draft model"
+    """A small model, which reads tokens only."""
+    EAGLE3 = "eagle3", "eagle3", "an EAGLE-3 drafter"
+    """A drafter that reads the outputs of three layers (Li et al. 2025)."""
+    MTP = "mtp", "mtp", "a head for multi-token prediction"
+    """A head that reads the head state (DeepSeek-V3 2024)."""
+
+    proposer: str
+    """Name of the proposer, which its proposals carry."""
+    label: str
+    """Noun phrase for people."""
+
+    def __new__(cls, value: str, proposer: str, label: str) -> Self:
+        """A member: a string that is equal to its value."""
+        kind = str.__new__(cls, value)
+        kind._value_ = value
+        kind.proposer = proposer
+        kind.label = label
+        return kind
+
+
+DRAFTERS: Final = tuple(kind.proposer for kind in DrafterKind)
+"""Names of proposers whose tokens cost computing time."""
 
 
 class ChainProposer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import click
 
@@ -20,12 +20,6 @@ from stages.units import format_size
 
 if TYPE_CHECKING:
     from mesh.draft.drafter_trial import CheckedDrafter
-
-_KINDS: Final = {
-    "model": "a draft model",
-    "eagle3": "an EAGLE-3 drafter",
-    "mtp": "a head for multi-token prediction",
-}
 
 
 @click.group()
@@ -99,7 +93,7 @@ def check(file: Path, target: Path, *, ctx_size: int, parallel: int, as_json: bo
 
 
 def _as_text(found: CheckedDrafter, file: Path, model: Path) -> str:
-    lines = [f"{file.name}: {_KINDS[found.kind]} that fits {model.name}"]
+    lines = [f"{file.name}: {found.kind.label} that fits {model.name}"]
     rows = [("layers", f"{found.n_layers}")]
     if found.read_layers:
         amount = f"{format_size(found.feature_bytes_per_token)} a token in f16"

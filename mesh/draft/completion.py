@@ -10,8 +10,8 @@ import hashlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mesh.draft.drafter import DrafterKind
 from spanmesh_proto.errors import InvalidModel
+from speculative.proposer import DrafterKind
 from stages.gguf.file_io import ModelFile, Region, atomic_write
 from stages.gguf.header import Value, ValueType
 from stages.gguf.reader import read_header
@@ -68,7 +68,7 @@ def loadable_file(drafter: Drafter, target: Path, root: Path | None = None) -> P
 def _layout(drafter: Drafter, target: Path) -> tuple[StageLayout | None, tuple[Path, ...]]:
     """Content of the file to be made, and the files that it is made of; None if the drafter is complete."""
     header = drafter.header
-    if drafter.kind is DrafterKind.EAGLE3 and drafter.lacks:
+    if drafter.lacks:
         return _completed(header, read_header(target), drafter.lacks)
     is_own = header.path.samefile(target)
     if drafter.kind is DrafterKind.MTP and (is_own or _num_heads(header) > 1):

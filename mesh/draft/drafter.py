@@ -8,12 +8,12 @@ head of its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
+from speculative.proposer import DrafterKind
 from stages.gguf.file_io import ModelFile
 from stages.gguf.reader import read_header
 from stages.slicing.tensor_names import EMBEDDING, OUTPUT, OUTPUT_NORM, layer_of
@@ -53,17 +53,6 @@ _HAS_MTP_GRAPH: Final = frozenset(
     }
 )
 _NUM_EAGLE3_LAYERS: Final = 3
-
-
-class DrafterKind(StrEnum):
-    """Kinds of drafters."""
-
-    MODEL = "model"
-    """A small model."""
-    EAGLE3 = "eagle3"
-    """A drafter that reads the outputs of three layers."""
-    MTP = "mtp"
-    """A head for multi-token prediction, which reads the head state."""
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mesh.draft.completion import loadable_bytes, loadable_file
+from mesh.draft.completion import loadable_bytes
 from mesh.draft.drafter import own_head, read_drafter
-from mesh.draft.isolated_check import load_isolated
+from mesh.draft.loading import load_drafter
 from mesh.draft.memory import drafter_bytes
-from mesh.text.tokenizer import Tokenizer, num_shared_tokens
+from mesh.text.tokenizer import Tokenizer
 from speculative.draft import defaults
 from stages.slicing.model_facts import read_model_facts
 from stages.transport.hidden_codec import HiddenType
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from mesh.draft.drafter import Drafter
     from speculative.draft.context import DraftOptions
+    from speculative.proposer import DrafterKind
     from stages.slicing.model_facts import ModelFacts
 
 
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
 class CheckedDrafter:
     """A drafter that fits its model and drafted some tokens."""
 
-    kind: str
-    """`model`, `eagle3` or `mtp`."""
+    kind: DrafterKind
+    """Its kind."""
     n_layers: int
     """Its own layers."""
     read_layers: tuple[int, ...]
@@ -58,12 +60,12 @@ class CheckedDrafter:
 
 
 def check_drafter(path: Path, target: Path, options: DraftOptions) -> CheckedDrafter:
-    """Check a drafter as serving does, and load it in a process of its own.
+    """Check a drafter as serving does, and load it.
 
     Args:
         path: Its file; the model's own for the head that it brings.
         target: The model.
-        options: Options of the draft model, of which sizes and number of sessions count.
+        options: Options of the draft model.
 
     Raises:
         InvalidModel: If it is no GGUF, a drafter of another model or vocabulary, or cannot draft.
@@ -73,13 +75,11 @@ def check_drafter(path: Path, target: Path, options: DraftOptions) -> CheckedDra
     """
     model = read_model_facts(target)
     drafter = _drafter(path, model)
-    loaded = loadable_file(drafter, target) if drafter.reads_features else drafter.path
-    tokenizer = Tokenizer(target)
-    draft_ms_per_token = load_isolated(loaded, drafter.kind, tokenizer.n_vocab)
-    num_tokens = num_shared_tokens(Tokenizer(loaded).vocabulary(), tokenizer.vocabulary())
+    with closing(load_drafter(drafter, Tokenizer(target), options)) as loaded:
+        num_tokens, draft_ms_per_token = loaded.num_tokens, loaded.draft_ms_per_token
     d2t = drafter.header.tensors.get("d2t")
     return CheckedDrafter(
-        kind=drafter.kind.value,
+        kind=drafter.kind,
         n_layers=_num_layers(drafter),
         read_layers=drafter.layers,
         n_target_layers=model.n_layers,
@@ -88,7 +88,7 @@ def check_drafter(path: Path, target: Path, options: DraftOptions) -> CheckedDra
         num_own_tokens=None if d2t is None else d2t.shape[0],
         file_bytes=drafter.header.file_bytes,
         lacks=drafter.lacks,
-        loaded_bytes=loadable_bytes(drafter, target) if drafter.reads_features else drafter.header.file_bytes,
+        loaded_bytes=loadable_bytes(drafter, target),
         memory_bytes=drafter_bytes(drafter, target, options, defaults.CONTEXT),
         num_sessions=options.num_sessions,
         ctx_size=options.ctx_size,

@@ -1,1 +1,1 @@
-"""Draft model: the part of speculation that computes."""
+"""Drafters: the part of speculation that computes."""

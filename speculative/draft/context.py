@@ -1,4 +1,7 @@
-"""Draft context: llama.cpp context of the draft model, its options, and confidences of its tokens.
+"""Draft context: a drafter in llama.cpp with its KV cache; its options, and confidences of its tokens.
+
+`Context` is what drafting needs of it. `DraftContext` is what all kinds of drafters have in common in the
+process that computes; a kind derives its own context.
 
 Speed matters here, not exactness: the committed tokens are the target's own. So weights may be repacked,
 flash attention is llama.cpp's choice, and all sessions share one KV cache and one batch.
@@ -7,24 +10,31 @@ flash attention is llama.cpp's choice, and all sessions share one KV cache and o
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 import llama_cpp
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
 from speculative.draft import defaults
+from speculative.draft.rows import SlotRows
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
     from numpy.typing import NDArray
 
+    from speculative.draft.rows import DraftOutput, DraftSpan
+    from speculative.proposer import DrafterKind
+
 MAX_ROWS: Final = 128
 """Most rows of one batch: from 64 on llama.cpp's attention works in tiles, and a row takes a third less."""
+_NUM_TIMED_TOKENS: Final = 4
 _ABORTED: Final = 2
 _NO_ROOM: Final = 1
 
@@ -76,112 +86,241 @@ class DraftOptions:
         _require("niceness", self.niceness, 0 <= self.niceness <= 18, "from 0 to 18")
 
 
-class DraftRows(NamedTuple):
-    """Consecutive rows of one session."""
+@dataclass(frozen=True)
+class DraftFile:
+    """A drafter's file, and how it is to be loaded."""
 
-    slot: int
-    """Its sequence in the KV cache."""
-    start: int
-    """Absolute position of the first row; the slot's rows from there on are dropped."""
-    tokens: Sequence[int]
-    """Token ids, one a row."""
-    has_output: bool
-    """Whether the last row returns logits."""
-
-
-class DraftOutput(NamedTuple):
-    """Output of a row."""
-
-    logits: NDArray[np.float32]
-    """float32 (n_vocab,), a view that the next `decode` overwrites."""
-    state: NDArray[np.float32] | None = None
-    """Output state, float32 (values,), of drafters that read features; None for others."""
+    kind: DrafterKind
+    """Its kind."""
+    path: Path
+    """The GGUF, or its first file if it is split."""
+    options: DraftOptions
+    """Sizes, threads and formats."""
+    num_tokens: int
+    """Number of token ids of the target; higher ones are never drafted."""
 
 
-class DraftContext:
-    """A loaded draft model with its KV cache. For one thread at a time, except `abort`.
+class GraphTap(Protocol):
+    """Evaluation callback that copies one tensor of a graph by its name, or ends the graph behind it."""
+
+    callback: Any
+    """For llama.cpp."""
+    user_data: int | None
+    """Its argument; None for none."""
+
+    def copy(self, name: str) -> None:
+        """Set the tensor to copy."""
+
+    def end_behind(self, name: str) -> None:
+        """Set the tensor behind which a graph ends; one without it runs to its end. Nothing is copied."""
+
+    def rows(self) -> NDArray[np.float32] | None:
+        """Rows copied since `copy`, float32 (rows, width); None if the graph had no such tensor."""
+
+
+@dataclass(frozen=True)
+class ContextSetup:
+    """What contexts need from outside of speculation; all of it can be pickled."""
+
+    prepare: Callable[[], None]
+    """Called first in a process that a drafter has for itself."""
+    complaint: Callable[[], str]
+    """Latest error that llama.cpp logged in the calling process."""
+    make_tap: Callable[[int, int], GraphTap]
+    """Makes the evaluation callback, given the values of a row and the most rows."""
+    clock_s: Callable[[], float]
+    """Monotonic clock, seconds."""
+
+
+class Context(Protocol):
+    """A loaded drafter with its KV cache. For one thread at a time, except `abort`."""
+
+    num_tokens: int
+    """Number of token ids, from 0, that it gives logits of: those that drafter and target share."""
+    ms_per_token: float
+    """Time of a token when it was loaded, in ms."""
+    feature_width: int
+    """Values of a row of features; 0 if it reads none."""
+    thread_id: int | None
+    """Id of the thread that computes; None for that of the caller."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can compute."""
+
+    def decode(
+        self, parts: Sequence[SlotRows[Any]], while_computing: AbstractContextManager[None]
+    ) -> list[DraftOutput | None] | None:
+        """Compute rows of different slots together.
+
+        Args:
+            parts: The rows, of the spans that sequences of its kind plan.
+            while_computing: Entered for as long as llama.cpp computes.
+
+        Returns:
+            For each part, None or the output of its last row. None instead of a list if the decode was
+            aborted: no row counts as computed.
+
+        Raises:
+            DraftUnusable: If llama.cpp fails.
+        """
+
+    def abort(self) -> None:
+        """End a decode in another thread, and all later ones, at once."""
+
+    def resume(self) -> None:
+        """Allow decodes again."""
+
+    def is_end(self, token: int) -> bool:
+        """Whether a token ends an answer."""
+
+    def copy(self, source: int, slot: int, num_tokens: int) -> None:
+        """Replace the rows of a slot by those of another's first tokens; they share the cells."""
+
+    def free(self, slot: int) -> None:
+        """Drop all rows of a slot."""
+
+    def close(self) -> None:
+        """Free all memory."""
+
+
+class RowBatch:
+    """A reusable `llama_batch` of at most `MAX_ROWS` rows.
 
     Args:
-        path: The GGUF, or its first file if it is split.
-        options: Sizes, threads and formats.
-        num_tokens: How many token ids the target knows; the draft's logits beyond are left out.
+        width: Values of a row; 0 for rows of tokens only.
+        has_tokens: Whether each row has a token id.
+    """
+
+    def __init__(self, width: int, *, has_tokens: bool) -> None:
+        self._values = np.zeros((MAX_ROWS, width), np.float32)
+        self._tokens = np.zeros(MAX_ROWS, np.int32)
+        self._positions = np.zeros(MAX_ROWS, np.int32)
+        self._num_slots = np.ones(MAX_ROWS, np.int32)
+        self._slots = np.zeros(MAX_ROWS, np.int32)
+        self._outputs = np.zeros(MAX_ROWS, np.int8)
+        slot_pointer = ctypes.POINTER(ctypes.c_int32)
+        self._slot_pointers = (slot_pointer * MAX_ROWS)(
+            *(ctypes.cast(self._slots.ctypes.data + 4 * row, slot_pointer) for row in range(MAX_ROWS))
+        )
+        self._struct = llama_cpp.llama_batch(
+            n_tokens=0,
+            token=_pointer(self._tokens, ctypes.c_int32) if has_tokens else None,
+            embd=_pointer(self._values, ctypes.c_float) if width else None,
+            pos=_pointer(self._positions, ctypes.c_int32),
+            n_seq_id=_pointer(self._num_slots, ctypes.c_int32),
+            seq_id=ctypes.cast(self._slot_pointers, ctypes.POINTER(slot_pointer)),
+            logits=_pointer(self._outputs, ctypes.c_int8),
+        )
+
+    def fill(
+        self,
+        tokens: Sequence[int] | None,
+        positions: Sequence[int],
+        slots: Sequence[int],
+        *,
+        has_output: bool | Sequence[bool],
+        values: NDArray[np.float32] | None = None,
+    ) -> Any:
+        """The batch with these rows."""
+        count = len(positions)
+        if values is not None:
+            self._values[:count] = values
+        if tokens is not None:
+            self._tokens[:count] = tokens
+        self._positions[:count] = positions
+        self._slots[:count] = slots
+        self._outputs[:count] = has_output
+        self._struct.n_tokens = count
+        return self._struct
+
+
+class DraftContext(ABC):
+    """A drafter in this process, which llama.cpp may abort; see `Context`.
+
+    Args:
+        file: The drafter.
+        setup: See `ContextSetup`.
         abort_flag: Two bytes that llama.cpp polls, shared with another process; its own unless given.
 
     Raises:
-        DraftUnusable: If llama.cpp does not load it, if its state cannot be trimmed by position, or if there
-            is no memory for its KV cache.
+        DraftUnusable: If llama.cpp does not load it, if its kind cannot run it, or if there is no memory for
+            its KV cache.
+        ImportError: If its kind needs a tap, and the compiled callback is missing.
     """
 
     thread_id: int | None = None
-    """Id of the thread that computes; None for that of the caller."""
     is_alive = True
-    """Whether it can compute."""
+    feature_width = 0
+    ms_per_token = 0.0
+    _shift: ClassVar[int] = 0
+    """Positions that a row lies before its token."""
 
-    def __init__(self, path: Path, options: DraftOptions, num_tokens: int, *, abort_flag: Any = None) -> None:
+    def __init__(self, file: DraftFile, setup: ContextSetup, *, abort_flag: Any = None) -> None:
         self._context: Any = None
         self._model: Any = None
-        # Positions that a row lies before its token.
-        self._shift = 0
+        self._kind = file.kind
+        self._setup = setup
         llama_cpp.llama_backend_init()
-        self._model = _load(path, self._model_params(options))
+        self._model = _load(file.path, self._model_params(file.options))
         try:
-            self._check(path)
+            self._check(file.path)
             # llama.cpp polls this while it computes. libc's strlen reads the first byte of a C string as no
             # Python function could: without waiting for the interpreter lock at each of a thousand tensors.
             self._abort_flag = ctypes.create_string_buffer(2) if abort_flag is None else abort_flag
             self._abort_callback = llama_cpp.ggml_abort_callback(
                 ctypes.cast(ctypes.CDLL(None).strlen, ctypes.c_void_p).value
             )
-            self._context = self._make_context(path, options)
+            self._context = self._make_context(file.path, file.options)
         except BaseException:
             self.close()
             raise
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._vocab = llama_cpp.llama_model_get_vocab(self._model)
         self._n_vocab: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
-        self._num_tokens = min(num_tokens, self._n_vocab)
-        self._batch = llama_cpp.llama_batch_init(MAX_ROWS, 0, 1)
+        self.num_tokens = min(file.num_tokens, self._n_vocab)
 
+    @abstractmethod
     def decode(
-        self, spans: Sequence[DraftRows], while_computing: AbstractContextManager[None]
+        self, parts: Sequence[SlotRows[Any]], while_computing: AbstractContextManager[None]
     ) -> list[DraftOutput | None] | None:
-        """Compute rows of different slots together, `MAX_ROWS` at most.
+        """See `Context.decode`."""
 
-        Args:
-            spans: The rows.
-            while_computing: Entered for as long as llama.cpp computes.
+    @abstractmethod
+    def _check(self, path: Path) -> None:
+        """Read facts of the loaded model; raise `DraftUnusable` if this kind cannot run it."""
 
-        Returns:
-            For each span, None or the output of its last row. None instead of a list if the decode was
-            aborted: no row counts as computed.
+    @abstractmethod
+    def _timed_span(self, number: int) -> DraftSpan:
+        """A span of one row with an output, behind those of the numbers before, from 0."""
+
+    def time_tokens(self) -> None:
+        """Draft a few tokens, and set `ms_per_token` to the shortest time. The first only warms up.
 
         Raises:
             DraftUnusable: If llama.cpp fails.
+            ValueError: If the logits are not finite.
         """
-        for span in spans:
-            llama_cpp.llama_memory_seq_rm(self._memory, span.slot, span.start, -1)
-        self._fill(spans)
-        with while_computing:
-            status = llama_cpp.llama_decode(self._context, self._batch)
-        if not is_computed(status):
-            return None
-        outputs: list[DraftOutput | None] = []
-        row = -1
-        for span in spans:
-            row += len(span.tokens)
-            outputs.append(DraftOutput(self._logits(row)) if span.has_output else None)
-        return outputs
+        times_ms = []
+        for number in range(_NUM_TIMED_TOKENS):
+            started_s = self._setup.clock_s()
+            for output in self.decode([SlotRows(0, self._timed_span(number))], nullcontext()) or ():
+                if output is not None:
+                    probability(output.logits, int(np.argmax(output.logits)))
+            times_ms.append((self._setup.clock_s() - started_s) * 1000)
+        self.free(0)
+        self.ms_per_token = min(times_ms)
 
     def abort(self) -> None:
-        """End a decode in another thread, and all later ones, at once."""
+        """See `Context.abort`."""
         self._abort_flag[0] = b"\1"
 
     def resume(self) -> None:
-        """Allow decodes again."""
+        """See `Context.resume`."""
         self._abort_flag[0] = b"\0"
 
     def is_end(self, token: int) -> bool:
-        """Whether a token ends an answer."""
+        """See `Context.is_end`."""
         return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
 
     def end_tokens(self) -> frozenset[int]:
@@ -189,19 +328,18 @@ class DraftContext:
         return frozenset(filter(self.is_end, range(self._n_vocab)))
 
     def copy(self, source: int, slot: int, num_tokens: int) -> None:
-        """Replace the rows of a slot by those of another's first tokens; they share the cells."""
+        """See `Context.copy`."""
         llama_cpp.llama_memory_seq_rm(self._memory, slot, 0, -1)
         if num_tokens > 0:
             llama_cpp.llama_memory_seq_cp(self._memory, source, slot, 0, num_tokens - self._shift)
 
     def free(self, slot: int) -> None:
-        """Drop all rows of a slot."""
+        """See `Context.free`."""
         llama_cpp.llama_memory_seq_rm(self._memory, slot, 0, -1)
 
     def close(self) -> None:
-        """Free all memory."""
+        """See `Context.close`."""
         if self._context is not None:
-            llama_cpp.llama_batch_free(self._batch)
             llama_cpp.llama_free(self._context)
             self._context = None
         if self._model is not None:
@@ -213,15 +351,6 @@ class DraftContext:
         params.use_extra_bufts = True
         params.n_gpu_layers = options.num_gpu_layers
         return params
-
-    def _check(self, path: Path) -> None:
-        if llama_cpp.llama_model_is_recurrent(self._model) or llama_cpp.llama_model_is_hybrid(self._model):
-            raise DraftUnusable(
-                f"{path.name} has recurrent layers, whose state cannot go back to an earlier position after "
-                "a rejection: choose a draft model with attention only"
-            )
-        if not llama_cpp.llama_model_has_decoder(self._model):
-            raise DraftUnusable(f"{path.name} generates no text: choose a decoder as draft model")
 
     def _context_params(self, options: DraftOptions) -> Any:
         params = llama_cpp.llama_context_default_params()
@@ -248,27 +377,18 @@ class DraftContext:
             )
         return context
 
-    def _fill(self, spans: Sequence[DraftRows]) -> None:
-        batch, row = self._batch, 0
-        for span in spans:
-            last = row + len(span.tokens) - 1
-            for position, token in enumerate(span.tokens, span.start):
-                batch.token[row] = token
-                batch.pos[row] = position
-                batch.n_seq_id[row] = 1
-                batch.seq_id[row][0] = span.slot
-                batch.logits[row] = span.has_output and row == last
-                row += 1
-        batch.n_tokens = row
-
     def _logits(self, row: int) -> NDArray[np.float32]:
         pointer = llama_cpp.llama_get_logits_ith(self._context, row)
-        return np.ctypeslib.as_array(pointer, shape=(self._n_vocab,))[: self._num_tokens]
+        return np.ctypeslib.as_array(pointer, shape=(self._n_vocab,))[: self.num_tokens]
 
 
 def _require(name: str, value: object, holds: bool, need: str) -> None:  # noqa: FBT001 - reads as an assertion
     if not holds:
         raise ValueError(f"{name} is {value}: it must be {need}")
+
+
+def _pointer(array: NDArray[Any], kind: Any) -> Any:
+    return array.ctypes.data_as(ctypes.POINTER(kind))
 
 
 def _kv_type(name: str) -> int:

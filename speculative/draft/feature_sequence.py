@@ -13,12 +13,13 @@ chain rows, the last of them is the new anchor, and tokens in flight behind it a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from speculative.draft.session import DraftedToken, DraftSequence
+from speculative.draft.rows import DraftSpan
+from speculative.draft.session import DraftSequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from speculative.draft.context import DraftOptions
+    from speculative.draft.session import DraftedToken
 
 # Features of the latest positions that are kept, for the next session with the same beginning.
 MOST_FEATURES: Final = 512
@@ -36,49 +38,15 @@ _LEAST_UNASKED: Final = 32
 
 
 @dataclass(frozen=True)
-class FeatureSpan:
-    """Rows to be computed for a session: real ones, then at most one with an output."""
+class FeatureSpan(DraftSpan):
+    """Real rows, then at most one chain row."""
 
-    start: int
-    """Index of the first row's token. The cache's rows from there on are invalid."""
-    tokens: tuple[int, ...]
-    """Token ids, one a row."""
     features: NDArray[np.float32]
     """float32 (real rows, values): features of the positions before the first rows' tokens."""
     state: NDArray[np.float32] | None
     """float32 (values,): output state of the row before, for a last row without a feature."""
-    has_output: bool
-    """Whether the last row returns logits and its state."""
-    is_anew: bool
+    is_anew: bool = field(kw_only=True)
     """Whether the cache's rows before `start` are invalid as well."""
-
-    @property
-    def stop(self) -> int:
-        """Index after the last row's token."""
-        return self.start + len(self.tokens)
-
-    @property
-    def is_drafting(self) -> bool:
-        """Whether the last row has an output."""
-        return self.has_output
-
-    def rows(self, slot: int) -> FeatureRows:
-        """The rows of a slot, for the context."""
-        return FeatureRows(slot, self)
-
-
-class FeatureRows(NamedTuple):
-    """Rows of one session."""
-
-    slot: int
-    """Its sequence in the KV cache."""
-    span: FeatureSpan
-    """The rows."""
-
-    @property
-    def num_absorbed(self) -> int:
-        """Number of its first rows, which have no output."""
-        return len(self.span.tokens) - self.span.has_output
 
 
 class FeatureSequence(DraftSequence):
@@ -100,6 +68,8 @@ class FeatureSequence(DraftSequence):
     # A draft behind the next feature is better than one ahead of it.
     _drafts_ahead = False
 
+    _running: FeatureSpan | None
+
     def __init__(
         self,
         name: str,
@@ -118,7 +88,6 @@ class FeatureSequence(DraftSequence):
         self._anchor: int | None = None
         # Output states of the anchor's row and the chain's, by token.
         self._states: dict[int, NDArray[np.float32]] = {}
-        self._running_span: FeatureSpan | None = None
 
     @property
     def num_reusable(self) -> int:
@@ -155,73 +124,38 @@ class FeatureSequence(DraftSequence):
         span = self._plan(max_rows=1 << 30)
         return 0 if span is None else len(span.tokens)
 
-    def next_span(self, max_rows: int) -> FeatureSpan | None:  # type: ignore[override]  # a span of its own
-        """Rows to compute now, at most `max_rows`; None if there is nothing to do.
-
-        `computed` or `dropped` must be called before the next call.
-        """
-        span = self._plan(max_rows)
-        self._running_span = span
-        if span is not None:
-            self._num_unchanged = span.stop
-        return span
-
-    @property
-    def is_running_in_vain(self) -> bool:
-        """Whether the running computation is of no use any more."""
-        return self._running_span is not None and self._num_unchanged <= self._running_span.start
-
     def computed(self, drafted: DraftedToken | None = None, state: NDArray[np.float32] | None = None) -> bool:
-        """Record that the running span is in the cache.
+        """See `DraftSequence.computed`."""
+        if (span := self._running) is not None:
+            self._store(span, state)
+            if drafted is not None and self._anchor is not None:
+                drafted = replace(drafted, depth=span.stop - self._anchor)
+        return super().computed(drafted)
 
-        Args:
-            drafted: Next token by its last row, if that had an output.
-            state: Output state of that row, float32 (values,).
+    def dropped(self) -> None:
+        """See `DraftSequence.dropped`."""
+        if self._running is not None and self._running.is_anew:
+            self._forget_rows(0)
+        super().dropped()
 
-        Returns:
-            Whether a short proposal would now be longer.
-        """
-        if self._running_span is None:
-            raise RuntimeError("computed() without a span from next_span()")
-        span, self._running_span = self._running_span, None
-        is_unchanged = self._num_unchanged >= span.stop
+    def _store(self, span: FeatureSpan, state: NDArray[np.float32] | None) -> None:
+        """Note which rows the cache now holds, and the output state of the last."""
         if span.is_anew:
             self.first_row = span.start
         self._forget_rows(span.start)
         if len(span.features):
             # Of committed tokens, which never change.
             self.real_stop = span.start + len(span.features)
-        self.num_cached = max(self.real_stop, min(span.stop, self._num_unchanged))
-        if not (span.has_output and is_unchanged):
-            return False
+        if state is None or self._num_unchanged < span.stop:
+            return
         if span.state is None:
             self._anchor = span.stop - 1
             self._states.clear()
-        if state is None or self._anchor is None:
-            return False
-        self._states[span.stop - 1] = state
-        if drafted is None or len(self.tokens) > span.stop:
-            return False
-        if drafted.probability < self._options.p_min:
-            self._is_unsure = True
-            return False
-        self.tokens.append(drafted.id)
-        self._drafted.append(replace(drafted, depth=span.stop - self._anchor))
-        return self._is_worth_telling()
-
-    def dropped(self) -> None:
-        """Record that the running span was aborted: the cache holds none of its rows."""
-        if self._running_span is not None:
-            span, self._running_span = self._running_span, None
-            self._forget_rows(0 if span.is_anew else min(span.start, self._num_unchanged))
-
-    def _cut(self, num_ahead: int) -> None:
-        super()._cut(num_ahead)
-        self._forget_rows(self.num_cached)
+        if self._anchor is not None:
+            self._states[span.stop - 1] = state
 
     def _forget_rows(self, stop: int) -> None:
-        """Take the rows from `stop` on for lost."""
-        self.num_cached = min(self.num_cached, stop)
+        super()._forget_rows(stop)
         self.real_stop = min(self.real_stop, stop)
         if self._anchor is not None and self._anchor >= self.num_cached:
             self._anchor = None
@@ -230,7 +164,6 @@ class FeatureSequence(DraftSequence):
             del self._states[token]
 
     def _plan(self, max_rows: int) -> FeatureSpan | None:
-        """Rows that are worth computing first."""
         # Behind the last position of the context nothing will be drafted.
         if not self.tokens or max_rows < 1 or self._num_committed > self._options.ctx_size:
             return None

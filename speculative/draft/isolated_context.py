@@ -1,8 +1,8 @@
-"""Isolated context: the draft context in a process of its own, since llama.cpp aborts on some files.
+"""Isolated context: a drafter in a process of its own, since llama.cpp aborts on some files.
 
-That process computes and nothing else. Text, slots and priorities stay with the thread of
-`speculative.draft.worker`, which sends it rows through a pipe. Logits come back in shared memory: a row of
-them is hundreds of kilobytes.
+The process loads the file and drafts a few tokens, within a limit of time; then it computes and nothing else.
+Text, slots and priorities stay with the thread of `speculative.draft.worker`, which sends it rows through a
+pipe. Logits come back in shared memory: a row of them is hundreds of kilobytes.
 """
 
 from __future__ import annotations
@@ -13,44 +13,44 @@ import os
 import signal
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from speculative.draft.context import DraftOutput, DraftUnusable
+from speculative.draft.context import DraftUnusable
+from speculative.draft.kinds import load_context
+from speculative.draft.rows import DraftOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
     from multiprocessing.connection import Connection
 
     from numpy.typing import NDArray
 
-    from speculative.draft.context import DraftContext
+    from speculative.draft.context import ContextSetup, DraftContext, DraftFile
+    from speculative.draft.rows import SlotRows
 
 # An aborted computation ends at the next tensor.
 _ABORT_PATIENCE_S: Final = 10.0
 _POLL_S: Final = 1.0
 
 
-Context = TypeVar("Context", bound="DraftContext", covariant=True)  # noqa: PLC0105 - named for what it is
+class ContextEnded(DraftUnusable):
+    """The process of a context ended.
 
+    Attributes:
+        exit_code: Its exit code, negative for a signal; None if unknown.
+        was_late: Whether it was killed since it did not answer in time.
+    """
 
-class MakeContext(Protocol[Context]):
-    """Makes a context in the process; picklable."""
-
-    def __call__(self, *, abort_flag: Any) -> Context:
-        """See `DraftContext`."""
-
-
-@dataclass(frozen=True)
-class ProcessSetup:
-    """Needs of a context's process besides the context."""
-
-    prepare: Callable[[], None]
-    """Called first in the process; picklable."""
-    complaint: Callable[[], str]
-    """Latest error that llama.cpp logged there; picklable."""
+    def __init__(self, exit_code: int | None, *, was_late: bool) -> None:
+        super().__init__(
+            f"the process of the draft model ended with exit code {exit_code}: nothing is drafted until the "
+            "server starts again"
+        )
+        self.exit_code = exit_code
+        self.was_late = was_late
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,9 @@ class _Loaded:
     """Facts of a context, asked for without computing."""
 
     end_tokens: frozenset[int]
-    width: int
+    num_tokens: int
     feature_width: int
+    ms_per_token: float
 
 
 @dataclass(frozen=True)
@@ -71,52 +72,41 @@ class _Shared:
     num_tokens: int
 
     def rows(self) -> NDArray[np.float32]:
-        """Logits, float32 (sessions, num_tokens)."""
+        """Logits, float32 (sessions, num_tokens): a batch has one output a session."""
         return np.frombuffer(self.logits, np.float32).reshape(-1, self.num_tokens)
 
 
 class IsolatedContext:
-    """A `DraftContext` in a process of its own. For one thread at a time, except `abort`.
+    """A context in a process of its own; see `Context`.
 
     Args:
-        make: Makes the context there.
-        setup: What else the process needs.
-        num_sessions: Most sessions of one decode.
-        num_tokens: Values of a row of logits.
-        clock_s: Monotonic clock, seconds.
-
-    Attributes:
-        thread_id: Id of the thread that computes.
-        width: Values of a row of its own state; 0 for a plain draft model.
-        feature_width: Values of a row of features; 0 likewise.
+        file: The drafter.
+        setup: See `ContextSetup`.
+        limit_s: Longest time until it has drafted a few tokens.
 
     Raises:
-        DraftUnusable: If the context cannot be made, or llama.cpp aborts while it is.
+        ContextEnded: If llama.cpp aborts meanwhile, or takes longer.
+        DraftUnusable: If the file cannot serve as a drafter of its kind, or there is no memory for its KV
+            cache.
     """
 
-    def __init__(
-        self,
-        make: MakeContext[DraftContext],
-        setup: ProcessSetup,
-        *,
-        num_sessions: int,
-        num_tokens: int,
-        clock_s: Callable[[], float],
-    ) -> None:
-        self._clock_s = clock_s
+    def __init__(self, file: DraftFile, setup: ContextSetup, *, limit_s: float) -> None:
+        self._clock_s = setup.clock_s
         spawning = multiprocessing.get_context("spawn")
         shared = _Shared(
             spawning.RawArray(ctypes.c_char, 2),
-            spawning.RawArray(ctypes.c_float, num_sessions * num_tokens),
-            num_tokens,
+            spawning.RawArray(ctypes.c_float, file.options.num_sessions * file.num_tokens),
+            file.num_tokens,
         )
         self._flag = shared.abort_flag
         self._logits = shared.rows()
-        self._aborted_s: float | None = None
+        # When it is killed if it has not answered; None for never.
+        self._deadline_s: float | None = self._clock_s() + limit_s
+        self._was_late = False
         self._pipe, theirs = spawning.Pipe()
         self._process = spawning.Process(
             target=_serve,
-            args=(theirs, make, setup, shared),
+            args=(theirs, file, setup, shared),
             daemon=True,
             name="spanmesh-draft",
         )
@@ -133,8 +123,11 @@ class IsolatedContext:
         except BaseException:
             self.close()
             raise
+        self._deadline_s = None
         self._end_tokens = loaded.end_tokens
-        self.width, self.feature_width = loaded.width, loaded.feature_width
+        self.num_tokens = loaded.num_tokens
+        self.feature_width = loaded.feature_width
+        self.ms_per_token = loaded.ms_per_token
 
     @property
     def is_alive(self) -> bool:
@@ -142,42 +135,45 @@ class IsolatedContext:
         return self._process.is_alive()
 
     def decode(
-        self, spans: Sequence[Any], while_computing: AbstractContextManager[None]
+        self, parts: Sequence[SlotRows[Any]], while_computing: AbstractContextManager[None]
     ) -> list[DraftOutput | None] | None:
-        """See `DraftContext.decode`.
+        """See `Context.decode`.
 
         Raises:
             DraftUnusable: If llama.cpp fails, or the process ended.
         """
         with while_computing:
-            if not self._send("decode", spans):
+            if not self._send("decode", parts):
                 raise self._ended()
             states = self._reply()
         if states is None:
             return None
         rows = iter(self._logits)
-        return [None if state is None else DraftOutput(next(rows), state[0]) for state in states]
+        return [
+            None if state is None else DraftOutput(next(rows)[: self.num_tokens], state[0])
+            for state in states
+        ]
 
     def abort(self) -> None:
-        """See `DraftContext.abort`."""
+        """See `Context.abort`."""
         self._flag[0] = b"\1"
-        self._aborted_s = self._clock_s()
+        self._deadline_s = self._clock_s() + _ABORT_PATIENCE_S
 
     def resume(self) -> None:
-        """See `DraftContext.resume`."""
+        """See `Context.resume`."""
         self._flag[0] = b"\0"
-        self._aborted_s = None
+        self._deadline_s = None
 
     def is_end(self, token: int) -> bool:
-        """See `DraftContext.is_end`."""
+        """See `Context.is_end`."""
         return token in self._end_tokens
 
     def copy(self, source: int, slot: int, num_tokens: int) -> None:
-        """See `DraftContext.copy`."""
+        """See `Context.copy`."""
         self._send("copy", source, slot, num_tokens)
 
     def free(self, slot: int) -> None:
-        """See `DraftContext.free`."""
+        """See `Context.free`."""
         self._send("free", slot)
 
     def close(self) -> None:
@@ -198,12 +194,13 @@ class IsolatedContext:
         """Answer of the process.
 
         Raises:
-            DraftUnusable: If it says so, or ended, or does not heed an abort.
+            DraftUnusable: If it says so, or ended, or does not answer in time.
         """
         try:
             while not self._pipe.poll(_POLL_S):
-                aborted_s = self._aborted_s
-                if aborted_s is not None and self._clock_s() - aborted_s > _ABORT_PATIENCE_S:
+                deadline_s = self._deadline_s  # which `abort` sets, in another thread
+                if deadline_s is not None and self._clock_s() > deadline_s:
+                    self._was_late = True
                     self._process.kill()
             answer = self._pipe.recv()
         except (EOFError, OSError):
@@ -212,56 +209,24 @@ class IsolatedContext:
             raise answer
         return answer
 
-    def _ended(self) -> DraftUnusable:
+    def _ended(self) -> ContextEnded:
         self._process.join(_POLL_S)
-        return DraftUnusable(
-            f"the process of the draft model ended with exit code {self._process.exitcode}: nothing is "
-            "drafted until the server starts again"
-        )
+        return ContextEnded(self._process.exitcode, was_late=self._was_late)
 
 
-def opened(
-    make: MakeContext[Context],
-    setup: ProcessSetup | None,
-    *,
-    num_sessions: int,
-    num_tokens: int,
-    clock_s: Callable[[], float],
-) -> Context | IsolatedContext:
-    """A context in a process of its own; in this one without a setup.
-
-    Args:
-        make: Makes the context.
-        setup: Of the process; None for this process.
-        num_sessions: Most sessions of one decode.
-        num_tokens: Values of a row of logits.
-        clock_s: Monotonic clock, seconds.
-
-    Raises:
-        DraftUnusable: If the context cannot be made.
-    """
-    if setup is None:
-        return make(abort_flag=None)
-    return IsolatedContext(make, setup, num_sessions=num_sessions, num_tokens=num_tokens, clock_s=clock_s)
-
-
-def _serve(
-    pipe: Connection,
-    make: MakeContext[DraftContext],
-    setup: ProcessSetup,
-    shared: _Shared,
-) -> None:
-    """Main function of the process: makes the context, and answers until the pipe ends."""
+def _serve(pipe: Connection, file: DraftFile, setup: ContextSetup, shared: _Shared) -> None:
+    """Main function of the process: loads the drafter, and answers until the pipe ends."""
     os.environ["GGML_NO_BACKTRACE"] = "1"  # or an abort starts a debugger
     setup.prepare()
     with suppress(EOFError, BrokenPipeError):
         try:
-            context = make(abort_flag=shared.abort_flag)
-        except (DraftUnusable, ImportError) as error:
+            context = load_context(file, setup, abort_flag=shared.abort_flag)
+        except DraftUnusable as error:
             pipe.send(DraftUnusable(f"{error}; llama.cpp: {setup.complaint()}"))
             return
-        widths = (getattr(context, name, 0) for name in ("width", "feature_width"))
-        pipe.send(_Loaded(context.end_tokens(), *widths))
+        pipe.send(
+            _Loaded(context.end_tokens(), context.num_tokens, context.feature_width, context.ms_per_token)
+        )
         logits = shared.rows()
         while True:
             name, arguments = pipe.recv()
@@ -276,10 +241,10 @@ def _serve(
 
 
 def _decode(
-    context: DraftContext, spans: Sequence[Any], logits: NDArray[np.float32]
+    context: DraftContext, parts: Sequence[SlotRows[Any]], logits: NDArray[np.float32]
 ) -> list[tuple[NDArray[np.float32] | None] | None] | None:
-    """The state of each span's output; None for no output. Logits go to the rows of `logits`, in order."""
-    outputs = context.decode(spans, nullcontext())
+    """The state of each part's output; None for no output. Logits go to the rows of `logits`, in order."""
+    outputs = context.decode(parts, nullcontext())
     if outputs is None:
         return None
     rows = iter(logits)
@@ -288,8 +253,6 @@ def _decode(
         if output is None:
             states.append(None)
         else:
-            row = next(rows)
-            row[: len(output.logits)] = output.logits
-            row[len(output.logits) :] = -np.inf
+            next(rows)[: len(output.logits)] = output.logits
             states.append((output.state,))
     return states

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from speculative.draft.context import DraftRows
+from speculative.draft.rows import DraftSpan
 from speculative.proposer import EMPTY, Proposal
 
 if TYPE_CHECKING:
@@ -24,27 +24,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from speculative.draft.context import DraftOptions
-
-
-@dataclass(frozen=True)
-class DraftSpan:
-    """Rows to be computed for a session."""
-
-    start: int
-    """Absolute position of the first; the cache's rows from there on are invalid."""
-    tokens: tuple[int, ...]
-    """Token ids, one a row."""
-    is_drafting: bool
-    """Whether the last row returns the next token."""
-
-    @property
-    def stop(self) -> int:
-        """Position after the last row."""
-        return self.start + len(self.tokens)
-
-    def rows(self, slot: int) -> DraftRows:
-        """The rows of a slot, for the context."""
-        return DraftRows(slot, self.start, self.tokens, self.is_drafting)
 
 
 @dataclass(frozen=True)
@@ -65,12 +44,15 @@ class DraftSequence:
     Until the first request for a proposal only the prompt is computed, with low priority; beyond requests
     little is. So a session that does not speculate costs next to nothing.
 
+    This is the text of draft models; kinds whose rows read more than tokens derive theirs.
+
     Args:
         name: Name in its proposals.
         options: Options of the draft model.
         is_end: Whether a token ends an answer; nothing is drafted after one that is not in flight.
 
     Attributes:
+        name: As given.
         tokens: The text.
         num_cached: Number of its first tokens in the KV cache.
         is_urgent: Whether a proposal waits for its rows.
@@ -80,10 +62,10 @@ class DraftSequence:
     _drafts_ahead: ClassVar[bool] = True
 
     def __init__(self, name: str, options: DraftOptions, is_end: Callable[[int], bool]) -> None:
+        self.name = name
         self.tokens: list[int] = []
         self.num_cached = 0
         self.is_urgent = False
-        self._name = name
         self._options = options
         self._is_end = is_end
         self._num_committed = 0
@@ -159,29 +141,28 @@ class DraftSequence:
         ours = [own for own in self._drafted[len(after) : len(after) + num_ready] if own is not None]
         confidences = tuple(own.probability for own in ours)
         depths = tuple(own.depth for own in ours if own.depth)
-        return Proposal(tuple(self.tokens[begin:stop]), confidences, self._name, depths)
+        return Proposal(tuple(self.tokens[begin:stop]), confidences, self.name, depths)
 
     def next_span(self, max_rows: int) -> DraftSpan | None:
         """Rows to compute now, at most `max_rows`; None if there is nothing to do.
 
         `computed` or `dropped` must be called before the next call.
         """
-        start, stop = self._missing_rows()
-        stop = min(stop, start + max_rows)
-        if start >= stop:
-            return None
-        is_drafting = self._is_drafting and stop == len(self.tokens)
-        self._running = DraftSpan(start, tuple(self.tokens[start:stop]), is_drafting)
-        self._num_unchanged = stop
+        self._running = self._plan(max_rows)
+        if self._running is not None:
+            self._num_unchanged = self._running.stop
         return self._running
 
     def computed(
-        self, drafted: DraftedToken | None = None, _state: NDArray[np.float32] | None = None
+        self,
+        drafted: DraftedToken | None = None,
+        state: NDArray[np.float32] | None = None,  # noqa: ARG002 - of use for drafters that read features
     ) -> bool:
         """Record that the running span is in the cache.
 
         Args:
-            drafted: Next token by its last row, if it was drafting.
+            drafted: Next token by its last row, if that had an output.
+            state: Output state of that row, float32 (values,).
 
         Returns:
             Whether a short proposal would now be longer.
@@ -202,7 +183,7 @@ class DraftSequence:
     def dropped(self) -> None:
         """Record that the running span was aborted: the cache holds none of its rows."""
         if self._running is not None:
-            self.num_cached = min(self._running.start, self._num_unchanged)
+            self._forget_rows(min(self._running.start, self._num_unchanged))
             self._running = None
 
     @property
@@ -212,6 +193,15 @@ class DraftSequence:
             return False
         # After an end token only others continue, by sending or committing more.
         return num_tokens <= self._follow_until or not self._is_end(self.tokens[-1])
+
+    def _plan(self, max_rows: int) -> DraftSpan | None:
+        """Rows that are worth computing first."""
+        start, stop = self._missing_rows()
+        stop = min(stop, start + max_rows)
+        if start >= stop:
+            return None
+        has_output = self._is_drafting and stop == len(self.tokens)
+        return DraftSpan(start, tuple(self.tokens[start:stop]), has_output=has_output)
 
     def _missing_rows(self) -> tuple[int, int]:
         """Start and stop positions of the rows to compute."""
@@ -253,6 +243,10 @@ class DraftSequence:
         cut = self._num_committed + num_ahead
         del self.tokens[cut:]
         del self._drafted[num_ahead:]
-        self.num_cached = min(self.num_cached, cut)
+        self._forget_rows(cut)
         self._num_unchanged = min(self._num_unchanged, cut)
         self._is_unsure = False
+
+    def _forget_rows(self, stop: int) -> None:
+        """Take the rows from `stop` on for lost."""
+        self.num_cached = min(self.num_cached, stop)

@@ -1,4 +1,9 @@
-"""Draft worker: thread, slots, shared rows and priorities."""
+"""Draft worker: thread, slots, shared rows and priorities, the same for all kinds of drafters.
+
+It knows of a kind what `Context` and `DraftSequence` say. One token is drafted from each output: see
+`_choose` here, `DraftSequence.computed`, which appends it, and the memory for logits in
+`speculative.draft.isolated_context`, which holds one row a session.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from speculative.cost_model import moved
 from speculative.draft.context import MAX_ROWS, DraftUnusable, probability
+from speculative.draft.rows import SlotRows
 from speculative.draft.session import DraftedToken
 
 if TYPE_CHECKING:
@@ -20,9 +26,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from speculative.draft.context import DraftContext, DraftOptions, DraftOutput
-    from speculative.draft.isolated_context import IsolatedContext
-    from speculative.draft.session import DraftSequence, DraftSpan
+    from speculative.draft.context import Context, DraftOptions
+    from speculative.draft.rows import DraftOutput, DraftSpan
+    from speculative.draft.session import DraftSequence
 
 _FEW_ROWS: Final = 4
 _MAX_ROWS_BESIDE_DRAFTS: Final = 8
@@ -186,23 +192,17 @@ class DraftThread:
     """The drafting thread, which owns the context while it runs.
 
     Args:
-        context: Draft context; not closed here.
+        context: The loaded drafter; not closed here.
         options: Number of sessions, and niceness.
         clock_s: Monotonic clock, seconds.
-        ms_per_token: Time of a drafted token when no other session was computing.
 
     Attributes:
+        ms_per_token: Time of a drafted token, a running mean.
         failure: Error that nothing expected, after which it drafts no more; None while it works.
     """
 
-    def __init__(
-        self,
-        context: DraftContext | IsolatedContext,
-        options: DraftOptions,
-        clock_s: Callable[[], float],
-        ms_per_token: float,
-    ) -> None:
-        self.ms_per_token = ms_per_token
+    def __init__(self, context: Context, options: DraftOptions, clock_s: Callable[[], float]) -> None:
+        self.ms_per_token = context.ms_per_token
         self._context = context
         self._clock_s = clock_s
         self._slots = DraftSlots(options.num_sessions)
@@ -345,6 +345,7 @@ class DraftThread:
                     session.error = session.error or error
             else:
                 told = [session for session in left if session.sequence.computed(*drafted[session])]
+                # Single rows draft one token a session.
                 if all(len(part.span.tokens) == 1 for part in parts):
                     self.ms_per_token = moved(self.ms_per_token, elapsed_ms, _NEWEST_WEIGHT)
         for session in told:
@@ -353,7 +354,7 @@ class DraftThread:
 
     def _draft(self, parts: Sequence[_Part]) -> tuple[dict[DraftSession, _Drafted] | None, Exception | None]:
         """Result for each session; None if nothing was computed, with the failure if there was one."""
-        rows = [part.span.rows(part.session.slot or 0) for part in parts]
+        rows = [SlotRows(part.session.slot or 0, part.span) for part in parts]
         is_awaited = any(part.session.sequence.is_urgent for part in parts)
         try:
             outputs = self._context.decode(
@@ -410,6 +411,7 @@ def _result(part: _Part, output: DraftOutput | None) -> _Drafted:
 
 
 def _choose(part: _Part, logits: NDArray[np.float32]) -> DraftedToken | None:
+    """The token for the position after the part's last row."""
     try:
         # If the text changes meanwhile, the drafted token is dropped.
         before = part.session.sequence.tokens[: part.span.stop]

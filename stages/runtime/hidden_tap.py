@@ -242,7 +242,7 @@ class StopTap:
 class TensorTap:
     """Copies one tensor of a graph, float32 of shape (rows, width), or ends the graph behind one.
 
-    For graphs that are no stages. See `speculative.draft.feature_context.GraphTap`.
+    For graphs that are no stages. See `speculative.draft.context.GraphTap`.
 
     Args:
         width: Values of a row.

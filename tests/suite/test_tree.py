@@ -41,7 +41,6 @@ COMPOSITION: Final = {
     "mesh.coordinator.session": 18,
     "meshbench.chaos.run": 18,
     "stages.serving.stage_engine": 18,
-    "mesh.serve.proposers": 18,
     "mesh.serve.head_failover": 18,
     "mesh.forecast.dry_run": 17,
     "mesh.serve.embeddings.model": 16,

@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from speculative.draft.model import DraftModel
+from mesh.draft.loading import SETUP
+from speculative.draft.context import DraftFile
+from speculative.draft.kinds import load_context
+from speculative.draft.loaded_drafter import LoadedDrafter
+from speculative.proposer import DrafterKind
 from stages.runtime.span import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 
@@ -20,15 +24,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from speculative.draft.context import DraftOptions
-    from speculative.draft.model import DraftProposer
+    from speculative.draft.loaded_drafter import DraftProposer
     from speculative.proposer import Proposal
 
 _PATIENCE_S = 60.0
 
 
 @contextlib.contextmanager
-def running_draft(path: Path, options: DraftOptions, *, num_tokens: int = 1 << 30) -> Iterator[DraftModel]:
-    model = DraftModel(path, options, num_tokens=num_tokens, clock_s=time.perf_counter)
+def running_draft(path: Path, options: DraftOptions, *, num_tokens: int = 1 << 30) -> Iterator[LoadedDrafter]:
+    """A draft model in this process."""
+    file = DraftFile(DrafterKind.MODEL, path, options, num_tokens)
+    model = LoadedDrafter(file, load_context(file, SETUP), clock_s=time.perf_counter)
     try:
         yield model
     finally:

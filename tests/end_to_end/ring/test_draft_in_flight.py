@@ -1,21 +1,23 @@
 """A real draft model proposes while windows fly, in exact mode: one seed, one text, and it is often right."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from mesh.draft.drafter import read_drafter
+from mesh.draft.loading import load_drafter
 from mesh.engine import GenerationRequest, SpeculationLimits, SpeculationMode
 from mesh.requantize import requantise
-from mesh.serve.proposers import Proposers, load_draft
+from mesh.serve.proposers import Proposers
 from mesh.text.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions
 from speculative.draft.context import DraftOptions
-from speculative.draft.model import DraftModel
+from speculative.draft.loaded_drafter import LoadedDrafter
 from stages.runtime.stage_runtime import RuntimeOptions
 from stages.sampling.sampler import SamplingParams
+from stages.slicing.model_facts import read_model_facts
 from tests.support.ring_harness import RunningStage, collect, running_coordinator, running_stages
 
 pytestmark = pytest.mark.model
@@ -39,11 +41,11 @@ def tokenizer(smollm2_path: Path) -> Tokenizer:
 @pytest.fixture(scope="module")
 def draft(
     smollm2_path: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[DraftModel]:
+) -> Iterator[LoadedDrafter]:
     path = tmp_path_factory.mktemp("draft") / "draft.gguf"
     requantise(smollm2_path, "Q4_0", path)
     options = DraftOptions(draft_max=8, ctx_size=CTX_SIZE, num_sessions=NUM_SLOTS)
-    model = load_draft(path, tokenizer, options, clock_s=time.monotonic)
+    model = load_drafter(read_drafter(path, read_model_facts(smollm2_path)), tokenizer, options)
     yield model
     model.close()
 
@@ -84,7 +86,7 @@ def request(
 )
 async def test_one_seed_one_text(
     stages: list[RunningStage],
-    draft: DraftModel,
+    draft: LoadedDrafter,
     tokenizer: Tokenizer,
     sampling: SamplingParams,
     width: int,

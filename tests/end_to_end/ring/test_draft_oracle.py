@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from mesh.draft.drafter import Drafter
     from mesh.engine import GenerationRequest
     from spanmesh_proto import windows_pb2 as wire
-    from speculative.draft.feature_model import FeatureProposer
+    from speculative.draft.loaded_drafter import DraftProposer
     from speculative.proposer import Proposal
     from tests.support.ring_harness import RunningStage
 
@@ -203,7 +203,7 @@ class SteppedSetting(Setting):
         tail = ranges_from_cuts(self._cuts, self.needs.n_layers)[-1]
         return InStep(len(self.needs.layers), sum(layer >= tail.start for layer in self.needs.layers))
 
-    def open(self, request: GenerationRequest) -> FeatureProposer:
+    def open(self, request: GenerationRequest) -> DraftProposer:
         """A proposer whose proposals are complete, unless that takes too long."""
         proposer = super().open(request)
         propose = proposer.propose

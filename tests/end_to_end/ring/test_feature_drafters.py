@@ -7,7 +7,6 @@ import contextlib
 import functools
 import os
 import signal
-import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,17 +14,14 @@ import pytest
 
 from mesh.coordinator.feature_needs import FeatureNeeds
 from mesh.coordinator.options import CoordinatorOptions
-from mesh.draft.completion import loadable_file
 from mesh.draft.drafter import own_head, read_drafter
-from mesh.draft.isolated_check import SETUP
+from mesh.draft.loading import load_drafter
 from mesh.engine import GenerationRequest
 from mesh.text.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions
 from speculative.draft.context import DraftOptions
-from speculative.draft.feature_context import FeatureKind
-from speculative.draft.feature_model import FeatureModel, FeatureProposer
+from speculative.draft.feature_sequence import FeatureSequence
 from stages.layers import ranges_from_cuts
-from stages.runtime.hidden_tap import TensorTap
 from stages.runtime.numerics import EXACT_MAX_ROWS
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.sampling.sampler import Sampler, SamplingParams
@@ -45,6 +41,7 @@ if TYPE_CHECKING:
 
     from mesh.coordinator.coordinator import Coordinator
     from mesh.draft.drafter import Drafter
+    from speculative.draft.loaded_drafter import DraftProposer
     from tests.support.ring_harness import RunningStage
 
 pytestmark = pytest.mark.model
@@ -65,15 +62,8 @@ class Setting:
         self.tokenizer = Tokenizer(target)
         n_layers = read_model_facts(target).n_layers
         self.needs = FeatureNeeds(drafter.layers, n_layers, drafter.n_embd)
-        self.model = FeatureModel(
-            loadable_file(drafter, target, cache),
-            FeatureKind(drafter.kind.value),
-            DraftOptions(ctx_size=CTX_SIZE, num_sessions=4),
-            num_tokens=self.tokenizer.n_vocab,
-            make_tap=TensorTap,
-            clock_s=time.monotonic,
-            setup=SETUP,
-        )
+        options = DraftOptions(ctx_size=CTX_SIZE, num_sessions=4)
+        self.model = load_drafter(drafter, self.tokenizer, options, root=cache)
         self.change: Callable[[NDArray[np.float32]], NDArray[np.float32]] = lambda rows: rows
 
     def request(self, question: str, sampling: SamplingParams) -> GenerationRequest:
@@ -81,10 +71,10 @@ class Setting:
         prompt = tuple(self.tokenizer.encode(text, add_special=False, parse_special=True))
         return GenerationRequest(prompt, NUM_TOKENS, self.tokenizer.end_tokens, sampling)
 
-    def open(self, request: GenerationRequest) -> FeatureProposer:
+    def open(self, request: GenerationRequest) -> DraftProposer:
         proposer = self.model.open(Sampler(request.sampling, len(request.prompt)).sample)
         take = proposer.take_features
-        proposer.take_features = lambda start, rows: take(start, self.change(rows))  # type: ignore[method-assign]
+        proposer.take_features = lambda start, rows: take(start, self.change(rows))
         return proposer
 
     @contextlib.asynccontextmanager
@@ -275,9 +265,9 @@ async def test_a_repair_leaves_no_gap_in_the_features(
         feature_needs=setting.needs,
     )
     request = setting.request(QUESTIONS[0], SamplingParams())
-    proposers: list[FeatureProposer] = []
+    proposers: list[DraftProposer] = []
 
-    def make_proposers(request: GenerationRequest) -> list[FeatureProposer]:
+    def make_proposers(request: GenerationRequest) -> list[DraftProposer]:
         proposers.append(setting.open(request))
         return [proposers[-1]]
 
@@ -293,7 +283,8 @@ async def test_a_repair_leaves_no_gap_in_the_features(
         await dying
     assert tokens == whole
     assert ring.num_repairs == 1
-    sequence = proposers[1]._sequence
+    sequence = proposers[1]._session.sequence
+    assert isinstance(sequence, FeatureSequence)
     assert sequence.first_row <= 1, "it began anew behind a gap"
     # Of the latest tokens they may come after the end.
     positions = range(len(request.prompt) + NUM_TOKENS - 4)
@@ -313,7 +304,7 @@ async def test_the_second_turn_of_a_conversation_drafts_at_once(
         prompt = (*first.prompt, *tokens, *more)
         # Long enough for features to arrive on a busy machine.
         second = GenerationRequest(prompt, 64)
-        proposers: list[FeatureProposer] = []
+        proposers: list[DraftProposer] = []
         open_proposer = setting.open
         setting.open = lambda request: proposers.append(open_proposer(request)) or proposers[-1]  # type: ignore[method-assign, func-returns-value]
         try:
@@ -321,7 +312,8 @@ async def test_the_second_turn_of_a_conversation_drafts_at_once(
         finally:
             setting.open = open_proposer  # type: ignore[method-assign]
         assert last.stats.num_cached >= len(first.prompt)
-        (sequence,) = [proposer._sequence for proposer in proposers]
+        (sequence,) = [proposer._session.sequence for proposer in proposers]
+        assert isinstance(sequence, FeatureSequence)
         assert sequence.first_row <= 1, "it did not begin anew behind the cached tokens"
         assert sequence.real_stop > len(prompt)
     async with setting.coordinator(stages, is_on=False) as coordinator:

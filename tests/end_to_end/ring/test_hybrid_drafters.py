@@ -17,6 +17,7 @@ from mesh.coordinator.options import CoordinatorOptions
 from mesh.draft.drafter import own_head, read_drafter
 from mesh.engine import GenerationRequest
 from speculative.controller import ControllerOptions
+from speculative.draft.feature_sequence import FeatureSequence
 from stages.layers import ranges_from_cuts
 from stages.runtime.numerics import EXACT_MAX_ROWS
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
     from mesh.coordinator.coordinator import Coordinator
     from mesh.draft.drafter import Drafter
-    from speculative.draft.feature_model import FeatureProposer
+    from speculative.draft.loaded_drafter import DraftProposer
     from tests.support.draft_oracle import Round
     from tests.support.ring_harness import RunningStage
 
@@ -243,9 +244,9 @@ async def test_a_repair_leaves_no_gap_in_the_features(lost: int, tmp_path: Path)
         ping_timeout_s=30.0,
         feature_needs=setting.needs,
     )
-    proposers: list[FeatureProposer] = []
+    proposers: list[DraftProposer] = []
 
-    def make_proposers(request: GenerationRequest) -> list[FeatureProposer]:
+    def make_proposers(request: GenerationRequest) -> list[DraftProposer]:
         proposers.append(setting.open(request))
         return [proposers[-1]]
 
@@ -268,7 +269,8 @@ async def test_a_repair_leaves_no_gap_in_the_features(lost: int, tmp_path: Path)
         setting.model.close()
     assert tokens == whole
     assert ring.num_repairs == 1
-    sequence = proposers[1]._sequence
+    sequence = proposers[1]._session.sequence
+    assert isinstance(sequence, FeatureSequence)
     # Of the latest tokens they may come after the end.
     positions = range(len(request.prompt) + NUM_TOKENS - 4)
     assert [position for position in positions if position not in sequence.features] == []

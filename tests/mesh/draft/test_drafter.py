@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import multiprocessing
 import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,11 +13,14 @@ import gguf
 import numpy as np
 import pytest
 
-from mesh.draft import isolated_check
+from mesh.draft import loading
 from mesh.draft.completion import loadable_bytes, loadable_file
-from mesh.draft.drafter import DrafterKind, own_head, read_drafter
-from mesh.draft.isolated_check import check_isolated, load_isolated
+from mesh.draft.drafter import Drafter, own_head, read_drafter
+from mesh.draft.loading import load_drafter
+from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import InvalidModel, ModelError, UncuttableModel
+from speculative.draft.context import DraftOptions
+from speculative.proposer import DrafterKind
 from stages.gguf.header import ValueType
 from stages.gguf.reader import read_header
 from stages.slicing.model_facts import read_model_facts
@@ -27,11 +32,14 @@ from tests.support.tiny_families import TINY_FAMILIES
 from tests.support.tiny_models import TinyModel
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from stages.slicing.model_facts import ModelFacts
 
 pytestmark = pytest.mark.model
+
+OPTIONS = DraftOptions(ctx_size=64)
 
 
 @pytest.fixture(scope="module")
@@ -199,34 +207,71 @@ def test_the_head_of_a_model_with_recurrent_layers_drafts(architecture: str, tmp
     assert head is not None
     path = loadable_file(head, model, tmp_path)
     assert {layer_of(name) for name in read_header(path).tensors} == {None, facts.n_layers}
-    assert read_drafter(path, facts).kind is DrafterKind.MTP
-    assert load_isolated(path, DrafterKind.MTP, facts.n_vocab) > 0
+    drafter = read_drafter(path, facts)
+    assert drafter.kind is DrafterKind.MTP
+    assert ms_per_token(drafter, model, tmp_path) > 0
 
 
-def test_the_first_load_is_in_a_process_that_may_end(target: ModelFacts, tmp_path: Path) -> None:
-    path = loadable_file(read_drafter(DRAFTER, target), target.path, tmp_path)
-    check_isolated(path, DrafterKind.EAGLE3, target.n_vocab, tmp_path)
-    (passed,) = (tmp_path / "drafters" / "checked").iterdir()
-    assert passed.stat().st_size == 0
-    with pytest.raises(InvalidModel, match=r"eagle3.gguf cannot draft: .* requires ctx_other"):
-        check_isolated(DRAFTER, DrafterKind.EAGLE3, target.n_vocab, tmp_path)
+def ms_per_token(drafter: Drafter, target: Path, root: Path) -> float:
+    """Load a drafter, and close it again."""
+    with contextlib.closing(load_drafter(drafter, Tokenizer(target), OPTIONS, root=root)) as loaded:
+        assert loaded.is_alive
+        return loaded.draft_ms_per_token
+
+
+def test_what_llama_cpp_cannot_load_ends_a_process_of_its_own(target: ModelFacts, tmp_path: Path) -> None:
+    drafter = read_drafter(DRAFTER, target)
+    assert ms_per_token(drafter, target.path, tmp_path) > 0
+    with pytest.raises(
+        InvalidModel, match=r"eagle3.gguf cannot draft: .* draft model.*; llama.cpp: .* requires ctx_other"
+    ):
+        ms_per_token(replace(drafter, lacks=()), target.path, tmp_path)
     headless = TINY_FAMILIES["glm4moe"].write(tmp_path / "headless.gguf", {"nextn_predict_layers": 1})
-    with pytest.raises(InvalidModel, match=r"llama.cpp aborts when it drafts with headless.gguf"):
-        check_isolated(headless, DrafterKind.MTP, target.n_vocab, tmp_path)
-    assert len(list((tmp_path / "drafters" / "checked").iterdir())) == 1
+    with pytest.raises(
+        InvalidModel,
+        match=r"^llama.cpp aborts when it drafts with headless.gguf \(exit code -\d+\): use another drafter",
+    ):
+        ms_per_token(Drafter(DrafterKind.MTP, read_header(headless), (3,), 64), target.path, tmp_path)
+
+
+def test_a_vocabulary_is_read_here_only_after_it_was_read_there(
+    target: ModelFacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp aborts on some."""
+    begun: list[str] = []
+
+    def noted(name: str, called: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            begun.append(name)
+            return called(*arguments, **named)
+
+        return call
+
+    tokenizer = Tokenizer(target.path)
+    for name in ("IsolatedContext", "Tokenizer", "num_shared_tokens"):
+        monkeypatch.setattr(loading, name, noted(name, getattr(loading, name)))
+    small = TinyModel("llama").write(tmp_path / "small.gguf")
+    before = set(multiprocessing.active_children())
+    with pytest.raises(InvalidModel, match=r"small.gguf cannot draft for .*: token \d+ is "):
+        load_drafter(read_drafter(small, target), tokenizer, OPTIONS)
+    assert begun == ["IsolatedContext", "Tokenizer", "num_shared_tokens"]
+    assert set(multiprocessing.active_children()) <= before, "one of another vocabulary is closed"
 
 
 def test_a_load_without_end_is_ended(
     target: ModelFacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_eagle3(target.path, tmp_path / "eagle3.gguf", seed=1)
-    assert load_isolated(path, DrafterKind.EAGLE3, target.n_vocab) > 0
+    drafter = read_drafter(path, target)
+    assert ms_per_token(drafter, target.path, tmp_path) > 0
     key = b"eagle3.rope.dimension_count" + struct.pack("<I", ValueType.UINT32)
     data = path.read_bytes()
     assert data.count(key + struct.pack("<I", 16)) == 1
     path.write_bytes(data.replace(key + struct.pack("<I", 16), key + struct.pack("<I", 0)))
-    monkeypatch.setattr(isolated_check, "_PATIENCE_S", 2.0)
-    with pytest.raises(InvalidModel, match=r"does not finish a few tokens with eagle3.gguf in \d s"):
-        load_isolated(path, DrafterKind.EAGLE3, target.n_vocab)
+    monkeypatch.setattr(loading, "_PATIENCE_S", 2.0)
+    with pytest.raises(
+        InvalidModel, match=r"^llama.cpp does not finish a few tokens with eagle3.gguf in \d s: use another"
+    ):
+        ms_per_token(drafter, target.path, tmp_path)
     with pytest.raises(InvalidModel, match="rotates 0 of 16 values"):
         read_drafter(path, target)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
 from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from mesh.api.api_keys import ApiKeys
 from mesh.coordinator.feature_needs import FeatureNeeds
 from mesh.draft.drafter import read_drafter
+from mesh.draft.loading import load_drafter
 from mesh.engine import Committed, GenerationRequest, GenerationStats
 from mesh.metrics.request_metrics import Histogram, ObservedEngine, RequestStatistics
-from mesh.serve.proposers import Proposers, load_feature_drafter
+from mesh.serve.proposers import Proposers
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import StageFailed
 from speculative.draft.context import DraftOptions
@@ -207,9 +207,7 @@ async def test_every_metric_named_in_the_documents_and_the_dashboard_exists_and_
     drafter = read_drafter(DRAFTER, read_model_facts(smollm2_path))
     limits = DraftOptions(ctx_size=WORKLOAD.ctx_size, num_sessions=WORKLOAD.num_slots)
     async with AsyncExitStack() as stack:
-        draft = load_feature_drafter(
-            drafter, smollm2_path, Tokenizer(smollm2_path), limits, clock_s=time.monotonic
-        )
+        draft = load_drafter(drafter, Tokenizer(smollm2_path), limits)
         stack.callback(draft.close)
         needs = FeatureNeeds(drafter.layers, 30, drafter.n_embd)
         proposers = Proposers("auto", draft=draft, feature_needs=needs)

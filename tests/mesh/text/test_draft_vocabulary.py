@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.serve.proposers import load_draft
+from mesh.draft.drafter import read_drafter
+from mesh.draft.loading import load_drafter
 from mesh.text.tokenizer import Tokenizer, Vocabulary, num_shared_tokens
 from spanmesh_proto.errors import InvalidModel
 from speculative.draft.context import DraftOptions
-from tests.support.tiny_models import TinyModel
+from stages.slicing.model_facts import read_model_facts
+from tests.support.tiny_models import N_VOCAB, TinyModel
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from speculative.draft.loaded_drafter import LoadedDrafter
 
 TARGET = Vocabulary("target.gguf", (b"<s>", b"</s>", b"a", b"b"), {"bos": 0, "eos": 1, "eot": None}, 4)
 DRAFT = replace(TARGET, name="draft.gguf")
@@ -66,25 +69,30 @@ def test_the_first_difference_is_named(draft: Vocabulary, complaint: str) -> Non
     )
 
 
+def load(draft: Path, target: Path, options: DraftOptions) -> LoadedDrafter:
+    return load_drafter(read_drafter(draft, read_model_facts(target)), Tokenizer(target), options)
+
+
 @pytest.mark.model
 def test_a_model_of_another_family(smollm2_path: Path, gemma3_path: Path) -> None:
     with pytest.raises(
         InvalidModel, match=r"token 0 is '<pad>' in the draft, '<\|endoftext\|>' in the target"
     ):
-        load_draft(gemma3_path, Tokenizer(smollm2_path), DraftOptions(), clock_s=time.perf_counter)
+        load(gemma3_path, smollm2_path, DraftOptions())
 
 
 def test_a_draft_that_is_no_gguf(tmp_path: Path) -> None:
-    target = Tokenizer(TinyModel("llama").write(tmp_path / "target.gguf"))
+    target = TinyModel("llama").write(tmp_path / "target.gguf")
     draft = tmp_path / "draft.gguf"
     draft.write_text("no model")
     with pytest.raises(InvalidModel, match=r"draft.gguf is not a GGUF file"):
-        load_draft(draft, target, DraftOptions(), clock_s=time.perf_counter)
+        load(draft, target, DraftOptions())
 
 
 def test_one_that_fits(tmp_path: Path) -> None:
-    target = Tokenizer(TinyModel("llama").write(tmp_path / "target.gguf"))
+    target = TinyModel("llama").write(tmp_path / "target.gguf")
     draft = TinyModel("llama", n_layers=2, seed=2).write(tmp_path / "draft.gguf")
-    model = load_draft(draft, target, DraftOptions(ctx_size=64), clock_s=time.perf_counter)
+    model = load(draft, target, DraftOptions(ctx_size=64))
     assert model.draft_ms_per_token > 0
+    assert model.num_tokens == N_VOCAB
     model.close()

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from mesh.draft.completion import loadable_file
+from mesh.draft.loading import SETUP
 from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import MeshError
-from speculative.draft.context import DraftOptions, DraftUnusable
-from speculative.draft.feature_context import FeatureContext, FeatureKind
-from speculative.draft.feature_sequence import FeatureRows, FeatureSpan
+from speculative.draft.context import DraftFile, DraftOptions, DraftUnusable
+from speculative.draft.feature_context import FeatureContext
+from speculative.draft.feature_sequence import FeatureSpan
+from speculative.draft.kinds import load_context
+from speculative.draft.rows import SlotRows
 from stages.isolated import ProcessEnded, call
-from stages.runtime.hidden_tap import TensorTap
 from stages.runtime.llama import init_backend
 
 if TYPE_CHECKING:
@@ -61,26 +63,26 @@ def time_drafter(drafter: Drafter, target: Path, num_tokens: int) -> DrafterTime
     """
     with tempfile.TemporaryDirectory(prefix="spanmesh-drafter-") as folder:
         path = loadable_file(drafter, target, Path(folder))
-        kind = FeatureKind(drafter.kind.value)
-        arguments = (path, kind, num_tokens)
+        # A session for each row with an output: a batch has one a session.
+        options = DraftOptions(ctx_size=2 * _NUM_ROWS, num_sessions=_NUM_ROWS)
+        file = DraftFile(drafter.kind, path, options, num_tokens)
         try:
-            times: DrafterTimes = call(_times_of, *arguments, silence_s=_DRAFTER_PATIENCE_S)
+            times: DrafterTimes = call(_times_of, file, silence_s=_DRAFTER_PATIENCE_S)
         except ProcessEnded as ended:
             raise MeshError(f"llama.cpp ended with {drafter.path.name}: {ended}") from None
     return times
 
 
-def _times_of(path: Path, kind: FeatureKind, num_tokens: int, _report: Callable[..., None]) -> DrafterTimes:
+def _times_of(file: DraftFile, _report: Callable[..., None]) -> DrafterTimes:
     """What the process does."""
     set_up_logs()
     init_backend()
-    # A session for each row with an output: a batch has one a session.
-    options = DraftOptions(ctx_size=2 * _NUM_ROWS, num_sessions=_NUM_ROWS)
     try:
-        context = FeatureContext(path, kind, options, num_tokens, TensorTap)
-    except (DraftUnusable, ImportError) as error:
-        raise MeshError(f"{path.name}: {error}") from None
+        context = load_context(file, SETUP)
+    except DraftUnusable as error:
+        raise MeshError(f"{file.path.name}: {error}") from None
     with contextlib.closing(context):
+        assert isinstance(context, FeatureContext)
         return _times(context)
 
 
@@ -91,9 +93,9 @@ def _times(context: FeatureContext) -> DrafterTimes:
     tokens = tuple(range(1, 1 + _NUM_ROWS))
     slots = list(enumerate(tokens))
     kinds = (
-        [FeatureRows(0, FeatureSpan(1, tokens, features, None, has_output=False, is_anew=True))],
-        [FeatureRows(slot, _with_output(token, features[slot : slot + 1], None)) for slot, token in slots],
-        [FeatureRows(slot, _with_output(token, features[:0], states[slot])) for slot, token in slots],
+        [SlotRows(0, FeatureSpan(1, tokens, features, None, has_output=False, is_anew=True))],
+        [SlotRows(slot, _with_output(token, features[slot : slot + 1], None)) for slot, token in slots],
+        [SlotRows(slot, _with_output(token, features[:0], states[slot])) for slot, token in slots],
     )
     times_ms: tuple[list[float], ...] = tuple([] for _ in kinds)
     for _ in range(1 + _NUM_TIMES):

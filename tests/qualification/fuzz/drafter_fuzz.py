@@ -21,11 +21,13 @@ from gguf.constants import GGMLQuantizationType
 
 from mesh.draft.completion import loadable_file
 from mesh.draft.drafter import own_head, read_drafter
-from mesh.draft.isolated_check import REFUSALS, load_here
+from mesh.draft.loading import SETUP
 from mesh.text.tokenizer import Tokenizer, num_shared_tokens
 from spanmesh_proto.errors import InvalidModel
-from speculative.draft.context import DraftOptions
-from speculative.draft.feature_model import FeatureProposer
+from speculative.draft.context import DraftFile, DraftOptions, DraftUnusable
+from speculative.draft.kinds import load_context
+from speculative.draft.loaded_drafter import LoadedDrafter
+from speculative.proposer import FeatureReader
 from stages.gguf.file_io import ModelFile, Region, atomic_write
 from stages.gguf.header import Value, ValueType
 from stages.gguf.reader import read_header
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
 
     from mesh.draft.drafter import Drafter
-    from speculative.draft.model import DraftProposer
+    from speculative.draft.loaded_drafter import DraftProposer
     from stages.slicing.model_facts import ModelFacts
     from tests.qualification.fuzz.isolated_trial import Trial
     from tests.qualification.fuzz.report import FuzzOptions, FuzzReport
@@ -121,20 +123,21 @@ def _attempt(begin: Callable[[str], None], path: Path, target: Path, folder: Pat
     begin("reading")
     drafter = read_drafter(path, read_model_facts(target))
     begin("completing")
-    loaded = loadable_file(drafter, target, folder) if drafter.reads_features else drafter.path
+    loaded = loadable_file(drafter, target, folder)
     begin("loading")
     tokenizer = Tokenizer(target)
+    file = DraftFile(drafter.kind, loaded, _OPTIONS, tokenizer.n_vocab)
     try:
-        load_here(loaded, drafter.kind, tokenizer.n_vocab).close()
-    except REFUSALS as error:
+        context = load_context(file, SETUP)
+    except DraftUnusable as error:
         raise InvalidModel(str(error)) from None
     begin("vocabulary")
-    num_tokens = num_shared_tokens(Tokenizer(loaded).vocabulary(), tokenizer.vocabulary())
+    num_shared_tokens(Tokenizer(loaded).vocabulary(), tokenizer.vocabulary())
     begin("drafting")
-    model = load_here(loaded, drafter.kind, num_tokens, _OPTIONS)
+    model = LoadedDrafter(file, context, clock_s=time.monotonic)
     proposer = model.open(lambda logits, _position, _tokens: int(np.argmax(logits)))
     # A drafter that fails, as with logits that are no numbers, is switched off for its session.
-    with contextlib.suppress(*REFUSALS):
+    with contextlib.suppress(DraftUnusable, ValueError):
         _draft(proposer, drafter)
     proposer.close()
     model.close()
@@ -144,7 +147,7 @@ def _draft(proposer: DraftProposer, drafter: Drafter) -> None:
     is_ready = threading.Event()
     proposer.listen(is_ready.set)
     proposer.extend(_PROMPT)
-    if isinstance(proposer, FeatureProposer):
+    if isinstance(proposer, FeatureReader):
         width = len(drafter.layers) * drafter.n_embd
         rows = np.random.default_rng(0).standard_normal((len(_PROMPT) - 1, width)).astype(np.float32)
         proposer.take_features(0, rows)

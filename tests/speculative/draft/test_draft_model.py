@@ -14,7 +14,6 @@ import pytest
 from mesh.requantize import requantise
 from mesh.text.tokenizer import Tokenizer
 from speculative.draft.context import DraftOptions, DraftUnusable
-from speculative.draft.model import DraftModel, DraftProposer
 from speculative.proposer import EMPTY
 from stages.runtime.span import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+    from speculative.draft.loaded_drafter import DraftProposer
 
 OPTIONS = DraftOptions(draft_max=8, ctx_size=512, num_sessions=3)
 
@@ -316,8 +317,9 @@ def test_a_choice_knows_what_came_before(tiny: Path) -> None:
 
 
 def test_a_file_that_is_no_draft_model(tiny: Path, tmp_path: Path) -> None:
-    def load(path: Path, options: DraftOptions) -> DraftModel:
-        return DraftModel(path, options, num_tokens=N_VOCAB, clock_s=time.perf_counter)
+    def load(path: Path, options: DraftOptions) -> None:
+        with running_draft(path, options, num_tokens=N_VOCAB):
+            pytest.fail("it is loaded")
 
     with pytest.raises(DraftUnusable, match=r"absent.gguf is not a file"):
         load(tmp_path / "absent.gguf", OPTIONS)

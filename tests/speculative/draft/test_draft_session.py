@@ -46,7 +46,7 @@ class Machine:
             assert span.start <= len(self.cache)
             self.cache[span.start :] = span.tokens
             self.num_computed += len(span.tokens)
-            told += self.sequence.computed(says(self.cache) if span.is_drafting else None)
+            told += self.sequence.computed(says(self.cache) if span.has_output else None)
         return told
 
 
@@ -309,7 +309,7 @@ def test_whatever_happens_it_says_what_the_model_says(steps: list[tuple[str, int
                     committed.append(number)
                     flying = []
                     machine.cache[span.start :] = span.tokens
-                    sequence.computed(says(machine.cache) if span.is_drafting else None)
+                    sequence.computed(says(machine.cache) if span.has_output else None)
         assert sequence.tokens[: len(committed)] == committed
         assert machine.cache[: sequence.num_cached] == sequence.tokens[: sequence.num_cached]
     sequence.propose(4, flying)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
@@ -11,10 +12,13 @@ import pytest
 
 from mesh.draft.completion import loadable_file
 from mesh.draft.drafter import own_head, read_drafter
+from mesh.draft.loading import SETUP
 from mesh.text.tokenizer import Tokenizer
-from speculative.draft.context import DraftOptions
-from speculative.draft.feature_context import FeatureContext, FeatureKind
-from speculative.draft.feature_sequence import FeatureRows, FeatureSpan
+from speculative.draft.context import DraftFile, DraftOptions
+from speculative.draft.feature_sequence import FeatureSpan
+from speculative.draft.kinds import KINDS
+from speculative.draft.rows import SlotRows
+from speculative.proposer import DrafterKind
 from stages.runtime.hidden_tap import TensorTap
 from stages.runtime.llama import ggml_base, init_backend
 from stages.slicing.model_facts import read_model_facts
@@ -54,7 +58,7 @@ class NodeTap(TensorTap):
 
 
 def output(
-    path: Path, kind: FeatureKind, num_tokens: int, *, may_end: bool
+    path: Path, kind: DrafterKind, num_tokens: int, *, may_end: bool
 ) -> tuple[NDArray[np.float32], list[str]]:
     """Logits of a row behind absorbed ones, and the nodes of the graph that absorbed them."""
     taps: list[NodeTap] = []
@@ -63,25 +67,26 @@ def output(
         taps.append(NodeTap(width, max_rows, may_end=may_end))
         return taps[-1]
 
-    context = FeatureContext(path, kind, DraftOptions(ctx_size=64, num_sessions=2), num_tokens, make_tap)
+    file = DraftFile(kind, path, DraftOptions(ctx_size=64, num_sessions=2), num_tokens)
+    context = KINDS[kind].context(file, replace(SETUP, make_tap=make_tap))
     with contextlib.closing(context):
         features = np.random.default_rng(1).normal(size=(NUM_ABSORBED + 1, context.feature_width))
         rows = features.astype(np.float32)
         tokens = tuple(range(1, NUM_ABSORBED + 2))
         span = FeatureSpan(1, tokens[:-1], rows[:-1], None, has_output=False, is_anew=True)
-        assert context.decode([FeatureRows(0, span)], contextlib.nullcontext()) == [None]
+        assert context.decode([SlotRows(0, span)], contextlib.nullcontext()) == [None]
         nodes = list(taps[0].nodes)
         last = FeatureSpan(len(tokens), tokens[-1:], rows[-1:], None, has_output=True, is_anew=False)
-        outputs = context.decode([FeatureRows(0, last)], contextlib.nullcontext())
+        outputs = context.decode([SlotRows(0, last)], contextlib.nullcontext())
         assert outputs is not None
         assert outputs[0] is not None
         return outputs[0].logits.copy(), nodes
 
 
-@pytest.mark.parametrize("kind", list(FeatureKind))
-def test_absorbed_rows_end_behind_the_cache(kind: FeatureKind, tmp_path: Path, smollm2_path: Path) -> None:
+@pytest.mark.parametrize("kind", [DrafterKind.EAGLE3, DrafterKind.MTP])
+def test_absorbed_rows_end_behind_the_cache(kind: DrafterKind, tmp_path: Path, smollm2_path: Path) -> None:
     init_backend()
-    if kind is FeatureKind.MTP:
+    if kind is DrafterKind.MTP:
         target = write_mimo2(smollm2_path, tmp_path / "mimo2.gguf")
         drafter = own_head(read_model_facts(target))
     else:

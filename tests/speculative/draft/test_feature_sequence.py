@@ -58,7 +58,9 @@ class Machine:
         self.in_flight += proposal.tokens
 
     def begin(self, max_rows: int) -> None:
-        self.span = span = self.sequence.next_span(max_rows)
+        span = self.sequence.next_span(max_rows)
+        assert span is None or isinstance(span, FeatureSpan)
+        self.span = span
         if span is None:
             return
         assert 1 <= len(span.tokens) <= max_rows

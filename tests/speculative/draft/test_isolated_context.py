@@ -6,22 +6,26 @@ import os
 import signal
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.draft.isolated_check import SETUP
+from mesh.draft.loading import SETUP
 from speculative.draft import isolated_context
-from speculative.draft.context import DraftOptions, DraftUnusable
-from speculative.draft.model import DraftModel
+from speculative.draft.context import DraftFile, DraftOptions, DraftUnusable
+from speculative.draft.isolated_context import ContextEnded, IsolatedContext
+from speculative.draft.loaded_drafter import LoadedDrafter
+from speculative.proposer import DrafterKind
 from tests.support.draft_models import greedy, running_draft, wait_for
 from tests.support.tiny_models import N_VOCAB, TinyModel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 OPTIONS = DraftOptions(draft_max=8, ctx_size=128, num_sessions=2)
+LIMIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -29,16 +33,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return TinyModel("llama").write(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
 
 
+def file_of(path: Path) -> DraftFile:
+    return DraftFile(DrafterKind.MODEL, path, OPTIONS, N_VOCAB)
+
+
 @contextmanager
-def isolated(path: Path) -> Iterator[DraftModel]:
-    model = DraftModel(path, OPTIONS, num_tokens=N_VOCAB, clock_s=time.monotonic, setup=SETUP)
+def isolated(path: Path) -> Iterator[LoadedDrafter]:
+    file = file_of(path)
+    model = LoadedDrafter(file, IsolatedContext(file, SETUP, limit_s=LIMIT_S), clock_s=time.monotonic)
     try:
         yield model
     finally:
         model.close()
 
 
-def process_of(model: DraftModel) -> int:
+def process_of(model: LoadedDrafter) -> int:
     pid = model._context.thread_id
     assert pid is not None
     return pid
@@ -111,7 +120,25 @@ def test_a_file_that_is_no_draft_model_leaves_no_process(tmp_path: Path) -> None
     path.write_bytes(b"GGUF" + bytes(60))
     before = children()
     with pytest.raises(DraftUnusable, match=r"cannot load .*draft\.gguf as a draft model.*llama\.cpp: \S"):
-        DraftModel(path, OPTIONS, num_tokens=N_VOCAB, clock_s=time.monotonic, setup=SETUP)
+        IsolatedContext(file_of(path), SETUP, limit_s=LIMIT_S)
+    assert children() <= before
+
+
+def hang() -> None:
+    """Instead of the preparations of the process."""
+    time.sleep(LIMIT_S)
+
+
+@pytest.mark.parametrize(("prepare", "was_late"), [(hang, True), (os.abort, False)])
+def test_one_that_does_not_load_leaves_no_process(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, prepare: Callable[[], None], *, was_late: bool
+) -> None:
+    monkeypatch.setattr(isolated_context, "_POLL_S", 0.05)
+    before = children()
+    with pytest.raises(ContextEnded) as raised:
+        IsolatedContext(file_of(tiny), replace(SETUP, prepare=prepare), limit_s=0.2 if was_late else LIMIT_S)
+    assert raised.value.was_late is was_late
+    assert raised.value.exit_code == (-signal.SIGKILL if was_late else -signal.SIGABRT)
     assert children() <= before
 
 

@@ -1,68 +1,54 @@
-"""Draft model: the proposer of tokens from a small model.
+"""Loaded drafter: the proposers of tokens from a small model, or from hidden states of the target.
 
 Speculative decoding with a separate draft model (Leviathan et al. 2023, Chen et al. 2023), run continuously
 as in PipeInfer (Butler et al. 2024): while windows are in flight it drafts on from them, and after a
 rejection it trims its own KV cache and continues there. It samples as the target's sampler would, with the
 same noise (Daliri et al. 2024, drafter-invariant speculative decoding), so the two agree above temperature 0
 as well.
+
+Drafters that read hidden states run in the same way. Stages send features to the coordinator
+(`mesh.coordinator.feature_streams`); what is late or lost costs acceptance only.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from speculative.draft.context import DraftContext, DraftRows, probability
-from speculative.draft.isolated_context import opened
-from speculative.draft.session import DraftSequence
+from speculative.draft.kinds import KINDS
 from speculative.draft.worker import DraftSession, DraftThread
+from speculative.proposer import FeatureReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
-    from speculative.draft.context import DraftOptions
-    from speculative.draft.isolated_context import IsolatedContext, ProcessSetup
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from speculative.draft.context import Context, DraftFile
     from speculative.draft.worker import Choose
     from speculative.proposer import Proposal
 
-NAME: Final = "draft"
 
-_NUM_TIMED_TOKENS: Final = 4
-
-
-class DraftModel:
-    """A loaded draft model, its thread, and its sessions. One for each coordinator.
+class LoadedDrafter:
+    """A loaded drafter, its thread, and its sessions. One for each coordinator.
 
     Args:
-        path: The GGUF, or its first file if it is split.
-        options: Options of the draft model.
-        num_tokens: Number of token ids of the target; higher ones are never proposed.
+        file: The drafter.
+        context: It in llama.cpp, which is closed with this.
         clock_s: Monotonic clock, seconds.
-        setup: Of the process that computes; None to compute in this process, which llama.cpp may abort.
-
-    Raises:
-        DraftUnusable: If the file cannot serve as a draft model, or there is no memory for its KV cache.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        options: DraftOptions,
-        *,
-        num_tokens: int,
-        clock_s: Callable[[], float],
-        setup: ProcessSetup | None = None,
-    ) -> None:
-        self._options = options
-        make = partial(DraftContext, path, options, num_tokens)
-        self._context = opened(
-            make, setup, num_sessions=options.num_sessions, num_tokens=num_tokens, clock_s=clock_s
-        )
-        self._thread = DraftThread(self._context, options, clock_s, _time_token_ms(self._context, clock_s))
+    def __init__(self, file: DraftFile, context: Context, *, clock_s: Callable[[], float]) -> None:
+        self._kind = file.kind
+        self._options = file.options
+        self._context = context
+        self._thread = DraftThread(context, file.options, clock_s)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of token ids, from 0, that it shares with the target."""
+        return self._context.num_tokens
 
     @property
     def draft_ms_per_token(self) -> float:
@@ -84,7 +70,7 @@ class DraftModel:
             client: Client of the session, which reuses rows of the same client's sessions only; None where
                 the API is open.
         """
-        sequence = DraftSequence(NAME, self._options, self._context.is_end)
+        sequence = KINDS[self._kind].sequence(self._kind.proposer, self._options, self._context)
         return DraftProposer(self._thread, DraftSession(sequence, choose, client))
 
     def close(self) -> None:
@@ -94,18 +80,23 @@ class DraftModel:
 
 
 class DraftProposer:
-    """Proposer for one session; see `speculative.proposer.Proposer`. From `DraftModel.open`."""
+    """Proposer for one session; see `speculative.proposer.Proposer`. From `LoadedDrafter.open`."""
 
-    name = NAME
+    take_features: Callable[[int, NDArray[np.float32]], None]
+    """Of drafters that read features only: see `speculative.proposer.FeatureReader`."""
 
     def __init__(self, thread: DraftThread, session: DraftSession) -> None:
+        self.name = session.sequence.name
         self._thread = thread
         self._session = session
+        if isinstance(session.sequence, FeatureReader):
+            # No method bound to this object: it would keep itself, and its features, alive.
+            self.take_features = partial(_take_features, thread, session, session.sequence)
         thread.add(session)
 
     @property
     def draft_ms_per_token(self) -> float | None:
-        """As `DraftModel.draft_ms_per_token`."""
+        """As `LoadedDrafter.draft_ms_per_token`."""
         return self._thread.ms_per_token
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -128,14 +119,8 @@ class DraftProposer:
         self._thread.remove(self._session)
 
 
-def _time_token_ms(context: DraftContext | IsolatedContext, clock_s: Callable[[], float]) -> float:
-    """Shortest time of a few tokens: the estimate before the first session. The first only warms up."""
-    times_ms = []
-    for position in range(_NUM_TIMED_TOKENS):
-        started_s = clock_s()
-        for output in context.decode([DraftRows(0, position, (0,), has_output=True)], nullcontext()) or ():
-            if output is not None:
-                probability(output.logits, int(np.argmax(output.logits)))
-        times_ms.append((clock_s() - started_s) * 1000)
-    context.free(0)
-    return min(times_ms)
+def _take_features(
+    thread: DraftThread, session: DraftSession, reader: FeatureReader, start: int, rows: NDArray[np.float32]
+) -> None:
+    with thread.text_of(session):
+        reader.take_features(start, rows)
