@@ -77,7 +77,7 @@ class HostWatch:
 
     def look(self) -> bool:
         """Whether one of them is gone."""
-        nodes = {member.ray_node_name for member in self._members if not member.is_leaving}
+        nodes = {member.ray_node_name for member in self._members if member.keeps_layers}
         for node, name in self._names.items():
             if self.gone is None and node not in nodes:
                 self.gone = name
