@@ -470,10 +470,8 @@ class OnDemandLoader:
             name=entry.name,
             phase="unloading" if entry.name in self._leaving else phase,
             created=entry.created_s,
-            context_length=ctx_size_for(self._options.ctx_size, entry.n_ctx_train),
-            size_bytes=entry.size_bytes,
-            n_vocab=entry.n_vocab,
-            n_ctx_train=entry.n_ctx_train,
+            context_length=ctx_size_for(self._options.ctx_size, entry.summary.n_ctx_train),
+            summary=entry.summary,
         )
 
     def _reason(self, name: str) -> str:
