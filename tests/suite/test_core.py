@@ -1,22 +1,25 @@
 """The core names no feature: each is a plug, named in one composition module; the core serves without it."""
 
 import re
-from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mesh.coordinator import composition
+from mesh.coordinator.checkpoint_plan import CheckpointPlug
+from mesh.coordinator.composition import plugs_of
 from mesh.coordinator.disk_plug import DiskPlug
 from mesh.coordinator.feature_needs import FeatureNeeds
 from mesh.coordinator.feature_plug import FeaturePlug
-from mesh.coordinator.options import CoordinatorOptions
 from mesh.coordinator.plugs import Plug
 from mesh.engine import GenerationRequest
+from mesh.options.model import ModelOptions
 from stages.sampling.sampler import Sampler, SamplingParams
 from stages.serving.feature_outlet import FeatureOutlet
 from stages.serving.plugs import SlotListener, StagePlug
 from stages.serving.slot_replication import SlotReplication
+from tests.mesh.placement.test_planner import model as made_up_model
+from tests.support.fake_recurrent import FakeRecurrentRuntime
 from tests.support.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.support.ring_harness import collect, running_coordinator, running_services
 
@@ -39,17 +42,23 @@ def test_the_core_names_no_feature(path: str) -> None:
     assert [(number, line) for number, line in lines if FEATURES.search(line)] == []
 
 
-async def answered() -> list[int]:
-    """An answer of a ring whose coordinator is asked for every feature."""
+async def answered(without: type[Plug] | None = None, *, can_trim: bool = True) -> list[int]:
+    """An answer of a ring whose coordinator is asked for every feature, and has all but one."""
+    options, model = ModelOptions(checkpoints=3), replace(made_up_model(), can_trim=can_trim)
+    plugs = list(plugs_of(options, model, FeatureNeeds((0,), 3, 1)))
+    kept = [plug for plug in plugs if without is None or not isinstance(plug, without)]
+    assert len(kept) == len(plugs) - (without is not None)
+    recurrent = [FakeRecurrentRuntime(index, 3, num_checkpoints=3) for index in range(3)]
     async with (
-        running_services(fake_ring()) as stages,
+        running_services(fake_ring() if can_trim else recurrent) as stages,
         running_coordinator(
             stages,
             context_length=128,
             num_slots=2,
             max_rows=FakeRuntime.max_rows,
             n_vocab=64,
-            feature_needs=FeatureNeeds((0,), 3, 1),
+            can_trim=can_trim,
+            plugs=kept,
         ) as coordinator,
     ):
         tokens, _ = await collect(coordinator, GenerationRequest(PROMPT, NUM_TOKENS))
@@ -58,12 +67,15 @@ async def answered() -> list[int]:
 
 
 @pytest.mark.parametrize("plug", [DiskPlug, FeaturePlug])
-async def test_a_coordinator_serves_without_a_plug(plug: type[Plug], monkeypatch: pytest.MonkeyPatch) -> None:
-    def others(options: CoordinatorOptions, clock_ms: Callable[[], float]) -> Iterator[Plug]:
-        return (each for each in composition.plugs_of(options, clock_ms) if not isinstance(each, plug))
+async def test_a_coordinator_serves_without_a_plug(plug: type[Plug]) -> None:
+    assert await answered(plug) == WANTED
 
-    monkeypatch.setattr("mesh.coordinator.coordinator.plugs_of", others)
-    assert await answered() == WANTED
+
+@pytest.mark.parametrize("plug", [None, DiskPlug, FeaturePlug, CheckpointPlug])
+async def test_a_coordinator_serves_without_a_plug_where_states_are_recurrent(
+    plug: type[Plug] | None,
+) -> None:
+    assert await answered(plug, can_trim=False) == WANTED
 
 
 @pytest.mark.parametrize(("plug", "seam"), [(FeatureOutlet, StagePlug), (SlotReplication, SlotListener)])

@@ -25,7 +25,7 @@ MAX_IMPORTS: Final = 15
 COMPOSITION: Final = {
     "mesh.serve.main": 34,
     "mesh.serve.status": 33,
-    "mesh.serve.deployment": 28,
+    "mesh.serve.deployment": 27,
     "meshbench.speculation_run": 24,
     "mesh.serve.preflight": 24,
     "meshbench.stress.run": 23,
@@ -33,7 +33,7 @@ COMPOSITION: Final = {
     "mesh.serve.embeddings.deployment": 22,
     "mesh.serve.reconfiguration": 21,
     "mesh.serve.head": 21,
-    "mesh.coordinator.coordinator": 20,
+    "mesh.coordinator.coordinator": 19,
     "mesh.serve.stage_factory": 20,
     "mesh.api.app": 21,
     "stages.serving.actor": 19,
