@@ -20,7 +20,7 @@ from mesh.coordinator.ring_stats import ActiveRing
 from mesh.coordinator.session import Session
 from mesh.coordinator.session_replay import SessionReplayer, attribute_crash
 from mesh.coordinator.speculation import Speculators
-from mesh.engine import SpeculationReport
+from mesh.engine import GenerationStats, SpeculationReport
 from spanmesh_proto.errors import (
     ClusterError,
     ContextLengthExceeded,
@@ -469,6 +469,7 @@ class Coordinator:
             spec,
             generation,
             self._active_ring,
+            initial=GenerationStats(num_cached=prefix_match.num_cached),
             speculator=speculator,
             cancels=options.cancels,
             clock_ms=self._clock_ms,
