@@ -156,7 +156,7 @@ async def health(request: Request) -> Response:
     try:
         backend_of(request).require_ready()
     except MeshError as error:
-        if not request.app.state.needs_key:
+        if request.app.state.api_keys is None:
             raise
         raise ClusterError(
             "requests cannot be answered for now: `/mesh/status` has the reason, for those with an API key",
