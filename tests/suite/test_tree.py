@@ -37,7 +37,7 @@ COMPOSITION: Final = {
     "mesh.serve.stage_factory": 20,
     "mesh.api.app": 21,
     "stages.serving.actor": 19,
-    "mesh.serve.model_registry": 19,
+    "mesh.serve.model_registry": 17,
     "mesh.coordinator.session": 18,
     "meshbench.chaos.run": 18,
     "stages.serving.stage_engine": 18,
