@@ -1,7 +1,8 @@
 """Answers: the choices of a request, metered, and the course of every API's answer.
 
-An API says how its requests become jobs (`mesh.api.generation_job`), and how the parts of an answer become
-its document or its events (`Answer`). All else is the same for every API, and is here.
+An API says how its requests become jobs (`mesh.api.generation_job`), how the parts of an answer become its
+document or its events (`Answer`), and what form its streams have (`StreamForm`). All else is the same for
+every API, and is here.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from mesh.api.answer_stream import answer_parts
 from mesh.api.disconnects import while_connected
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from mesh.api.answer_stream import AnswerPart
     from mesh.api.backend import Backend
-    from mesh.api.event_stream import Emit
+    from mesh.api.event_stream import Emit, StreamForm
     from mesh.api.generation_job import GenerationJob
     from mesh.api.rate_limit import TokenReservation
     from mesh.engine import Committed, Engine, GenerationRequest, PrefillProgress
@@ -83,13 +84,14 @@ class PromptReading:
         begun_s = self._begun_s
         return 0.0 if begun_s is None else (asyncio.get_running_loop().time() - begun_s) * 1000
 
-    def comment(self) -> bytes:
-        """Comment of a silent stream: sums over the prompts that are being read."""
+    @property
+    def text(self) -> str:
+        """Progress in words: sums over the prompts that are being read."""
         reading = self.by_job.values()
         if not reading:
             return PING
         num_read = sum(each.num_read for each in reading)
-        return b": prefill %d/%d tokens\n\n" % (num_read, sum(each.num_tokens for each in reading))
+        return f"prefill {num_read}/{sum(each.num_tokens for each in reading)} tokens"
 
     def _note(self, index: int, progress: PrefillProgress) -> None:
         if self._begun_s is None:
@@ -190,8 +192,8 @@ class Answer(ABC):
         choices: The choices.
     """
 
-    done = b""
-    """End of a stream without error."""
+    form: ClassVar[StreamForm]
+    """Form of its stream."""
 
     def __init__(self, choices: Choices) -> None:
         self.choices = choices
@@ -207,13 +209,13 @@ class Answer(ABC):
         The first goes with the first text, so that a refusal can still be a status.
         """
 
-    @abstractmethod
     def failed(self, error: BaseException) -> bytes:
         """Events that end a stream with an error. Thread-safe."""
+        return self.form.failed(error)
 
     def comment(self) -> bytes:
         """Comment of a silent stream: progress of the prompts, or a ping."""
-        return self.choices.reading.comment()
+        return self.form.comment(self.choices.reading.text)
 
     def is_whole(self) -> bool:
         """Whether the engine answers, or refuses, at once."""

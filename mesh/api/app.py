@@ -84,7 +84,7 @@ def create_app(
 
         api_keys.on_removed(end_waiting)
     app.state.backends = backends
-    app.state.needs_key = api_keys is not None
+    app.state.api_keys = api_keys
     inference = (chat_completions, completions, responses, messages, embeddings, tokenization)
     for endpoints in (*inference, server_info, admin, web_ui):
         app.include_router(endpoints.router)

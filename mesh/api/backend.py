@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from mesh.text.message_parts import CallFormat
     from mesh.text.tokenizer import Tokenizer
     from spanmesh_proto.errors import MeshError
+    from stages.slicing.model_facts import ModelSummary
 
 # Probes alone take about this long, over links of the length that a mesh can bear.
 _RETRY_AFTER_S: Final = 5
@@ -73,12 +74,13 @@ class LibraryModel:
     """Last change of its file, Unix seconds."""
     context_length: int
     """Positions of a session, once it is loaded."""
-    size_bytes: int
-    """Size of its files."""
-    n_vocab: int
-    """Number of token ids."""
-    n_ctx_train: int
-    """Positions that it was trained for."""
+    summary: ModelSummary
+    """What its files say."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of its files."""
+        return self.summary.file_bytes
 
 
 class ModelLease(Protocol):

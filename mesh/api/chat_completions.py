@@ -18,7 +18,7 @@ from mesh.api.disconnects import while_connected
 from mesh.api.errors import json_response
 from mesh.api.generation_job import make_chat_job, several
 from mesh.api.on_demand.answers import answered
-from mesh.api.openai_answer import respond_in
+from mesh.api.openai_answer import OpenAiAnswer, respond_in
 from mesh.api.openai_format import CallIds, chat_logprobs
 from mesh.api.openapi import ChatCompletion, TokenCount, answers, takes
 from mesh.api.protocol import ChatBody, ConversationBody
@@ -108,7 +108,7 @@ class ChatFormat:
 @router.post(
     "/v1/chat/completions",
     response_model=None,
-    responses=answers(ChatCompletion, 403, 404, 413, is_streamed=True),
+    responses=answers(ChatCompletion, 403, 404, 413, streamed_as=OpenAiAnswer.form.media_type),
     openapi_extra=takes(ChatBody),
 )
 async def chat_completions(request: Request) -> Response:
@@ -119,7 +119,7 @@ async def chat_completions(request: Request) -> Response:
         jobs = await while_connected(request, _jobs(backend, body, client_of(request.scope)))
         return await respond_in(request, backend, body, ChatFormat(backend), jobs)
 
-    return await answered(request, body.model, answer, is_streamed=bool(body.stream))
+    return await answered(request, body.model, answer, form=OpenAiAnswer.form if body.stream else None)
 
 
 @router.post(

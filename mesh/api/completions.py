@@ -15,7 +15,7 @@ from mesh.api.backend import body_of
 from mesh.api.disconnects import while_connected
 from mesh.api.generation_job import GenerationJob, encode_prediction, make_job, several
 from mesh.api.on_demand.answers import answered
-from mesh.api.openai_answer import respond_in
+from mesh.api.openai_answer import OpenAiAnswer, respond_in
 from mesh.api.openai_format import completion_logprobs
 from mesh.api.openapi import TextCompletion, answers, takes
 from mesh.api.protocol import CompletionBody
@@ -83,7 +83,7 @@ class CompletionFormat:
 @router.post(
     "/v1/completions",
     response_model=None,
-    responses=answers(TextCompletion, 403, 404, 413, is_streamed=True),
+    responses=answers(TextCompletion, 403, 404, 413, streamed_as=OpenAiAnswer.form.media_type),
     openapi_extra=takes(CompletionBody),
 )
 async def completions(request: Request) -> Response:
@@ -96,7 +96,7 @@ async def completions(request: Request) -> Response:
         jobs = several(jobs, body.num_choices)
         return await respond_in(request, backend, body, CompletionFormat(backend.tokenizer), jobs)
 
-    return await answered(request, body.model, answer, is_streamed=bool(body.stream))
+    return await answered(request, body.model, answer, form=OpenAiAnswer.form if body.stream else None)
 
 
 async def _jobs(backend: Backend, body: CompletionBody, client: str | None) -> list[GenerationJob]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
 from starlette.responses import Response
 
 from mesh.api.disconnects import ClientGoneError, cancel_on_disconnect
-from mesh.api.errors import error_body, error_response, json_bytes
+from mesh.api.errors import error_response
 from mesh.api.middleware import log_unexpected
 from spanmesh_proto.errors import MeshError, wire_of
 
@@ -20,9 +21,8 @@ if TYPE_CHECKING:
 
     Emit = Callable[[bytes], Awaitable[None]]
 
-PING: Final = b": ping\n\n"
-# End of a stream of OpenAI's API.
-DONE: Final = b"data: [DONE]\n\n"
+# Text of a comment without anything to tell.
+PING: Final = "ping"
 # An engine refuses a request at once. For this long nothing is sent, so that the refusal can still be an HTTP
 # status instead of an event in a stream that began with 200.
 GRACE_S: Final = 0.05
@@ -33,12 +33,26 @@ _LONGEST_GRACE_S: Final = 3.0
 log = structlog.get_logger()
 
 
+@dataclass(frozen=True)
+class StreamForm:
+    """Form of an API's streams: what is not the same in all of them, beside the events of answers."""
+
+    media_type: str
+    """Content type."""
+    comment: Callable[[str], bytes]
+    """Returns what a silent stream sends to stay alive, from a text for people; clients pass over it."""
+    failed: Callable[[BaseException], bytes]
+    """Returns the events that end a stream with an error. Thread-safe."""
+    done: bytes = b""
+    """End of a stream without error."""
+
+
 class EventSource(Protocol):
     """What a stream sends."""
 
     @property
-    def done(self) -> bytes:
-        """End of a stream without error."""
+    def form(self) -> StreamForm:
+        """Form of the stream."""
 
     async def produce(self, emit: Emit) -> None:
         """Emit whole events, then return."""
@@ -65,12 +79,11 @@ class EventStream(Response):
         source: Source of the events from now on.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(self, source: EventSource, closing: asyncio.Event, ping_interval_s: float) -> None:
         self.status_code = 200
         self.background = None
         self.body = b""
+        self.media_type = source.form.media_type
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self.source = source
@@ -96,8 +109,8 @@ class EventStream(Response):
             # In a thread, since it may repeat all that the request said.
             await sink.write(await asyncio.to_thread(self.source.failed, error))
         else:
-            if self.source.done:
-                await sink.write(self.source.done)
+            if self.source.form.done:
+                await sink.write(self.source.form.done)
         await sink.end()
 
     async def _run(self, sink: _Sink) -> None:
@@ -130,24 +143,24 @@ class DelayedStream(EventStream):
 
     Args:
         make: Returns the answer's stream, an `EventStream`, once the model is loaded.
+        form: Form of the stream.
         closing: Set when the server shuts down.
         ping_interval_s: A stream that has been silent for this long sends a comment.
-        failed: Returns the events that end it with an error before that.
-    """
 
-    done = b""
+    Attributes:
+        form: Form of the stream.
+    """
 
     def __init__(
         self,
         make: Callable[[], Awaitable[Response]],
+        form: StreamForm,
         closing: asyncio.Event,
         ping_interval_s: float,
-        *,
-        failed: Callable[[BaseException], bytes],
     ) -> None:
+        self.form = form
         super().__init__(self, closing, ping_interval_s)
         self._make = make
-        self.failed = failed
 
     async def produce(self, emit: Emit) -> None:
         """Load the model, then emit what its answer does."""
@@ -158,11 +171,15 @@ class DelayedStream(EventStream):
 
     def comment(self) -> bytes:
         """Ping without anything to tell."""
-        return PING
+        return self.form.comment(PING)
 
     def is_whole(self) -> bool:
         """Loading may be refused late."""
         return False
+
+    def failed(self, error: BaseException) -> bytes:
+        """Events that end the stream with an error of loading."""
+        return self.form.failed(error)
 
 
 class _Sink:
@@ -197,8 +214,3 @@ class _Sink:
             await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
         self._last_write_s = self._loop.time()
-
-
-def error_event(error: BaseException) -> bytes:
-    """Event that ends a stream of OpenAI's API with an error."""
-    return b"data: " + json_bytes(error_body(error)) + b"\n\n"

@@ -291,14 +291,14 @@ async def serve_api(
         MeshError: If the address is not this machine's, or if other machines can reach it and the app needs
             no API key.
     """
-    needs_key = app.state.needs_key
-    require_key_beyond_loopback(host, has_keys=needs_key, is_insecure=is_insecure)
+    has_keys = app.state.api_keys is not None
+    require_key_beyond_loopback(host, has_keys=has_keys, is_insecure=is_insecure)
     route_uvicorn_log()
     listener = listen(host, port)
     bound_host, bound_port = listener.getsockname()[:2]
     most = most_connections() if max_connections is None else max_connections
     config = uvicorn.Config(
-        LocalHosts(app) if is_loopback(host) and not needs_key else app,
+        LocalHosts(app) if is_loopback(host) and not has_keys else app,
         # A factory of connections works like their class.
         http=partial(Connection, max_connections=most, patience_s=patience_s),  # type: ignore[arg-type]
         ws="none",

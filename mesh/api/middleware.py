@@ -38,6 +38,8 @@ _READABLE: Final = (
     ),
 )
 _PREFIX: Final = "/v1/"
+# Routes that operators use.
+_MESH_PREFIX: Final = "/mesh/"
 # Routes of OpenAI's API that some clients ask for without their prefix.
 _OPENAI_ROUTES: Final = ("chat/completions", "completions", "embeddings", "models", "responses")
 _SHOWN_CHARS: Final = 100
@@ -156,7 +158,7 @@ class Traced:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, within a span if the request gets one."""
         tracer = self._tracer
-        if tracer is None or scope["type"] != "http" or not scope["path"].startswith(_PREFIX):
+        if tracer is None or not _is_of_models(scope):
             await self._app(scope, receive, send)
             return
         headers = {
@@ -221,6 +223,14 @@ class RequestLog:
                     duration_ms=round((time.perf_counter() - started_s) * 1000, 1),
                     key=scope.get(KEY_NAME),
                 )
+
+
+def _is_of_models(scope: Scope) -> bool:
+    """Whether a request is about models or their answers, not about the mesh."""
+    if scope["type"] != "http":
+        return False
+    path: str = scope["path"]
+    return path.startswith(_PREFIX) or (scope["method"] == "POST" and not path.startswith(_MESH_PREFIX))
 
 
 def is_own_origin(origin: str, host_header: str) -> bool:

@@ -11,8 +11,15 @@ from starlette.responses import Response
 from mesh.api.answer_stream import echoed_tokens
 from mesh.api.answering import Answer, made, respond, timings, usage_of
 from mesh.api.errors import json_response, large_json_bytes
-from mesh.api.event_stream import DONE, PING, error_event
-from mesh.api.openai_format import ANSWER_FIELD, MOST_AT_ONCE, PROMPT_FIELD, ResponseWriter, usage_fields
+from mesh.api.event_stream import PING
+from mesh.api.openai_format import (
+    ANSWER_FIELD,
+    MOST_AT_ONCE,
+    OPENAI_STREAM,
+    PROMPT_FIELD,
+    ResponseWriter,
+    usage_fields,
+)
 from mesh.text.message_parts import Content, joined
 
 if TYPE_CHECKING:
@@ -40,7 +47,7 @@ class OpenAiAnswer(Answer):
         body: Body of the request.
     """
 
-    done = DONE
+    form = OPENAI_STREAM
 
     def __init__(self, choices: Choices, endpoint_format: EndpointFormat, body: GenerationBody) -> None:
         super().__init__(choices)
@@ -73,10 +80,6 @@ class OpenAiAnswer(Answer):
             times = timings(jobs[0], last_parts[0]) if len(jobs) == 1 else None
             await emit(self._writer.usage_event(usage_fields(usage_of(jobs, last_parts)), times))
 
-    def failed(self, error: BaseException) -> bytes:
-        """Event that ends a stream with an error."""
-        return error_event(error)
-
     def comment(self) -> bytes:
         """Progress of the prompts: as events where the client asks for them, otherwise as a comment."""
         reading = self.choices.reading
@@ -86,7 +89,7 @@ class OpenAiAnswer(Answer):
             self._writer.progress_event(index, progress, reading.elapsed_ms)
             for index, progress in sorted(reading.by_job.items())
         ]
-        return b"".join(events) or PING
+        return b"".join(events) or self.form.comment(PING)
 
     async def _send(self, index: int, emit: Emit) -> AnswerPart:
         writer, job = self._writer, self.choices.jobs[index]

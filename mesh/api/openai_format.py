@@ -8,7 +8,9 @@ import string
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from mesh.api.errors import json_bytes, json_steps
+from mesh.api import server_sent_events
+from mesh.api.errors import error_body, json_bytes, json_steps
+from mesh.api.event_stream import StreamForm
 from mesh.text.message_parts import CallFormat, Content
 
 if TYPE_CHECKING:
@@ -195,7 +197,7 @@ class ResponseWriter:
         fields = {**self._fields(self.endpoint_format.chunk_object), "choices": [], "usage": usage}
         if timings is not None:
             fields["timings"] = timings
-        return b"data: " + json_bytes(fields) + b"\n\n"
+        return server_sent_events.event(json_bytes(fields))
 
     def _event(self, choice: str, more_of_choice: str = "", more: str = "") -> bytes:
         if more_of_choice:
@@ -237,6 +239,11 @@ class CallIds:
             chars.append(_ALPHABET[place])
         text = "".join(chars)
         return text if self._is_mistral else f"{self._prefix}{text}"
+
+
+def error_event(error: BaseException) -> bytes:
+    """Event that ends a stream with an error."""
+    return server_sent_events.event(json_bytes(error_body(error)))
 
 
 def usage_fields(usage: Usage) -> dict[str, Any]:
@@ -318,3 +325,12 @@ def _legacy_name(token: int, tokenizer: Tokenizer) -> str:
 
 def _finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else _IMPOSSIBLE
+
+
+OPENAI_STREAM: Final = StreamForm(
+    server_sent_events.MEDIA_TYPE,
+    server_sent_events.comment,
+    error_event,
+    done=server_sent_events.event(b"[DONE]"),
+)
+"""Form of streams of chats and completions."""

@@ -286,17 +286,19 @@ class DocumentedApp(FastAPI):
         return self.openapi_schema
 
 
-def answers(ok: type[BaseModel], *also: int, is_streamed: bool = False) -> dict[int | str, dict[str, Any]]:
+def answers(
+    ok: type[BaseModel], *also: int, streamed_as: str | None = None
+) -> dict[int | str, dict[str, Any]]:
     """`responses` of a route: the good answer and all errors.
 
     Args:
         ok: Body of a 200.
         also: Error statuses of this route only.
-        is_streamed: Whether a 200 may be a stream of events as well.
+        streamed_as: Content type of the stream that a 200 may be as well; None for none.
     """
     good: dict[str, Any] = {"model": ok}
-    if is_streamed:
-        good["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+    if streamed_as is not None:
+        good["content"] = {streamed_as: {"schema": {"type": "string"}}}
     return {200: good, **refuses(*also)}
 
 

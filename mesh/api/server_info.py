@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from mesh.api.backend import Backend, LibraryModel, OnDemandModels
     from mesh.embedding.registry import EmbeddingBackend
+    from mesh.text.tokenizer import Tokenizer
+    from stages.slicing.model_facts import ModelSummary
 
 router = APIRouter()
 # Fields of a model's status; the others concern the mesh, or are in `/metrics`.
@@ -73,42 +75,47 @@ async def get_model(request: Request, model_id: str) -> Response:
 
 
 def _model(backend: Backend) -> dict[str, Any]:
-    is_loaded = backend.ready()
-    tokenizer = backend.tokenizer
     return _card(
         backend.model_id,
         backend.created,
         backend.engine.context_length,
-        {"n_vocab": tokenizer.n_vocab, "n_ctx_train": tokenizer.n_ctx_train},
-        phase="loaded" if is_loaded else "loading",
+        backend.tokenizer,
+        phase="loaded" if backend.ready() else "loading",
     )
 
 
 def _embedding_model(backend: EmbeddingBackend) -> dict[str, Any]:
-    tokenizer = backend.tokenizer
     return _card(
         backend.model_id,
         backend.created,
         backend.longest,
-        {"n_vocab": tokenizer.n_vocab, "n_ctx_train": tokenizer.n_ctx_train, "n_embd": backend.width},
+        backend.tokenizer,
         kind="embeddings",
         phase="loaded",
+        n_embd=backend.width,
     )
 
 
 def _library_model(model: LibraryModel) -> dict[str, Any]:
-    meta = {"n_vocab": model.n_vocab, "n_ctx_train": model.n_ctx_train, "size": model.size_bytes}
-    return _card(model.name, model.created, model.context_length, meta, phase=model.phase)
+    return _card(
+        model.name,
+        model.created,
+        model.context_length,
+        model.summary,
+        phase=model.phase,
+        size=model.size_bytes,
+    )
 
 
 def _card(
     name: str,
     created: int,
     context_length: int,
-    meta: dict[str, int],
+    facts: Tokenizer | ModelSummary,
     *,
     kind: Literal["chat", "embeddings"] = "chat",
     phase: str,
+    **more: int,
 ) -> dict[str, Any]:
     return {
         "id": name,
@@ -120,7 +127,7 @@ def _card(
         "created": created,
         "owned_by": "spanmesh",
         "max_model_len": context_length,
-        "meta": meta,
+        "meta": {"n_vocab": facts.n_vocab, "n_ctx_train": facts.n_ctx_train, **more},
         "loaded": phase == "loaded",
         # As llama.cpp's router has it.
         "status": {"value": phase},
@@ -149,7 +156,7 @@ async def health(request: Request) -> Response:
     try:
         backend_of(request).require_ready()
     except MeshError as error:
-        if not request.app.state.needs_key:
+        if request.app.state.api_keys is None:
             raise
         raise ClusterError(
             "requests cannot be answered for now: `/mesh/status` has the reason, for those with an API key",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
 
 from mesh.cluster.addresses import bind_address
 from spanmesh_proto.errors import JoinError
@@ -48,6 +47,11 @@ class Member:
     head_address: str = ""
     """Address at which it reaches the head's host; empty for that host's `address`."""
 
+    @property
+    def keeps_layers(self) -> bool:
+        """Whether layers may stay on it, and others may come there; if not, they are placed anew."""
+        return not self.is_leaving
+
     def address_for(self, peer: Member) -> str:
         """Address at which another member reaches this one."""
         return peer.head_address if peer.head_address in self.other_addresses else self.address
@@ -74,7 +78,7 @@ class Members:
     @property
     def ready(self) -> tuple[Member, ...]:
         """Members on which a stage can be placed."""
-        return tuple(member for member in self if member.is_ready and not member.is_leaving)
+        return tuple(member for member in self if member.is_ready and member.keeps_layers)
 
     def find(self, name: str) -> Member | None:
         """The member of this name."""
@@ -97,29 +101,12 @@ class Members:
         self._by_name[member.name] = member
         self._notify()
 
-    def update(
-        self,
-        name: str,
-        *,
-        is_ready: bool | None = None,
-        layers: str | None = None,
-        echo_port: int | None = None,
-        is_leaving: bool | None = None,
-    ) -> None:
-        """Update a member; no effect if it has left."""
+    def update(self, name: str, **changes: Any) -> None:
+        """Change fields of a member; no effect if it has left."""
         member = self._by_name.get(name)
-        if member is None:
-            return
-        if is_ready is not None:
-            member = dataclasses.replace(member, is_ready=is_ready)
-        if layers is not None:
-            member = dataclasses.replace(member, layers=layers)
-        if echo_port is not None:
-            member = dataclasses.replace(member, echo_port=echo_port)
-        if is_leaving is not None:
-            member = dataclasses.replace(member, is_leaving=is_leaving)
-        self._by_name[name] = member
-        self._notify()
+        if member is not None:
+            self._by_name[name] = replace(member, **changes)
+            self._notify()
 
     def remove(self, name: str) -> None:
         """Remove a member; no effect if it has left."""

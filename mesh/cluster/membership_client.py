@@ -19,7 +19,7 @@ from mesh.cluster.certificates import (
     fetch_pinned_certificate,
 )
 from mesh.cluster.link_probe import EchoServer, carry_out
-from mesh.cluster.membership_messages import KEEPALIVE, port_range_of, report_of
+from mesh.cluster.membership_messages import KEEPALIVE, later_report, port_range_of, report_of
 from mesh.cluster.membership_server import RayAccess
 from mesh.cluster.reachability import CheckListener, check_ray_reachable
 from spanmesh_proto import PROTOCOL_VERSION
@@ -161,13 +161,11 @@ class Membership:
 
     async def report_ready(self) -> None:
         """Report that this host's Ray node runs."""
-        await self._write(
-            wire.HostReport(name=self._member.name, ray_is_running=True, echo_port=self._echo_port)
-        )
+        await self._write(later_report(self._member.name, is_ready=True, echo_port=self._echo_port))
 
     async def report_leaving(self) -> None:
         """Ask the head to move this host's layers; when that is done, it closes `states`."""
-        await self._write(wire.HostReport(name=self._member.name, is_leaving=True))
+        await self._write(later_report(self._member.name, is_leaving=True))
 
     async def states(self) -> AsyncIterator[str]:
         """Announcements of the head, until it closes the mesh.

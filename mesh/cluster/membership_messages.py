@@ -1,8 +1,13 @@
-"""Members as protobuf messages, and the keepalive options of their streams."""
+"""Members as protobuf messages, and the keepalive options of their streams.
+
+A fact of a host has the same name in its dataclass and in `HostReport`, but for those in `_SENT_AS`, and is
+copied by it.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Final
 
 from mesh.cluster.host_facts import HostFacts, Versions
 from mesh.cluster.members import Member
@@ -13,6 +18,9 @@ from spanmesh_proto.addresses import PortRange
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from _typeshed import DataclassInstance
+    from google.protobuf.message import Message
 
 _PING_MS: Final = 2_000
 _ANSWER_MS: Final = 2_000
@@ -29,6 +37,17 @@ SERVER_PINGS: Final = (
     ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS // 2),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", _PING_MS // 2),
 )
+# Fields of `HostFacts` and `Versions` that have another name in a report.
+_SENT_AS: Final = {
+    "num_threads": "threads",
+    "software": "software_version",
+    "llama_cpp": "llama_cpp_version",
+    "ray": "ray_version",
+    "python": "python_version",
+}
+# Fields of reports of admitted hosts, and those of `Member` that they change.
+_LATER: Final = {"ray_is_running": "is_ready", "echo_port": "echo_port", "is_leaving": "is_leaving"}
+_REPORTED_AS: Final = {own: name for name, own in _LATER.items()}
 
 
 def ports_message(port_range: PortRange | None) -> wire.PortRange | None:
@@ -60,74 +79,64 @@ def report_of(
     facts = member.facts
     return wire.HostReport(
         protocol_version=PROTOCOL_VERSION,
-        software_version=facts.versions.software,
         secret=secret,
         rejoin_secret=rejoin_secret,
-        name=member.name,
-        address=member.address,
         check_port=check_ports[0],
         check_nonce=check_nonce,
-        memory_bytes=facts.memory_bytes,
-        threads=facts.num_threads,
-        speed_gb_per_s=facts.speed_gb_per_s,
-        platform=facts.versions.platform,
-        llama_cpp_version=facts.versions.llama_cpp,
-        ray_version=facts.versions.ray,
-        python_version=facts.versions.python,
-        ray_node_name=member.ray_node_name,
         certificate_request=certificate_request,
-        gpus=[
-            wire.Gpu(
-                name=gpu.name,
-                description=gpu.description,
-                free_bytes=gpu.free_bytes,
-                total_bytes=gpu.total_bytes,
-                speed_gb_per_s=gpu.speed_gb_per_s,
-                shares_host_memory=gpu.shares_host_memory,
-            )
-            for gpu in facts.gpus
-        ],
-        gpu_layers=facts.gpu_layers,
+        gpus=[wire.Gpu(**_sent(gpu, wire.Gpu)) for gpu in facts.gpus],
         port_range=ports_message(member.port_range),
         check_ports=check_ports if member.port_range is not None else (),
-        cpu_moe_layers=facts.cpu_moe_layers,
-        head_address=member.head_address,
-        attention_version=facts.attention_version,
+        **_sent(member, wire.HostReport),
+        **_sent(facts, wire.HostReport),
+        **_sent(facts.versions, wire.HostReport),
     )
 
 
 def member_of(report: wire.HostReport) -> Member:
-    """The member that a report describes."""
-    return Member(
-        name=report.name,
-        address=report.address,
-        facts=HostFacts(
-            memory_bytes=report.memory_bytes,
-            num_threads=report.threads,
-            speed_gb_per_s=report.speed_gb_per_s,
-            versions=Versions(
-                software=report.software_version,
-                llama_cpp=report.llama_cpp_version,
-                ray=report.ray_version,
-                python=report.python_version,
-                platform=report.platform,
-            ),
-            gpus=tuple(
-                Gpu(
-                    gpu.name,
-                    gpu.description,
-                    gpu.free_bytes,
-                    gpu.total_bytes,
-                    gpu.speed_gb_per_s,
-                    gpu.shares_host_memory,
-                )
-                for gpu in report.gpus
-            ),
-            gpu_layers=report.gpu_layers if report.HasField("gpu_layers") else None,
-            cpu_moe_layers=report.cpu_moe_layers if report.HasField("cpu_moe_layers") else None,
-            attention_version=report.attention_version,
-        ),
-        ray_node_name=report.ray_node_name,
-        port_range=port_range_of(report),
-        head_address=report.head_address,
+    """The member that a first report describes."""
+    facts = HostFacts(
+        versions=Versions(**_received(Versions, report)),
+        gpus=tuple(Gpu(**_received(Gpu, gpu)) for gpu in report.gpus),
+        **_received(HostFacts, report),
     )
+    named = _received(Member, report)
+    first = {name: value for name, value in named.items() if name not in _LATER.values()}
+    return Member(facts=facts, port_range=port_range_of(report), **first)
+
+
+def later_report(name: str, **changes: Any) -> wire.HostReport:
+    """Report of an admitted host.
+
+    Args:
+        name: Its name.
+        changes: Fields of its `Member`, of those that a host reports later.
+    """
+    return wire.HostReport(name=name, **{_REPORTED_AS[field]: value for field, value in changes.items()})
+
+
+def changes_of(report: wire.HostReport) -> dict[str, Any]:
+    """Changes of an admitted host's `Member` that a report tells, by field."""
+    return {_LATER[field.name]: value for field, value in report.ListFields() if field.name in _LATER}
+
+
+def _sent(source: DataclassInstance, kind: type[Message]) -> dict[str, Any]:
+    """Scalars of a dataclass by their names in a message, those that it has; without unset ones."""
+    values = {_SENT_AS.get(field.name, field.name): getattr(source, field.name) for field in fields(source)}
+    return {name: value for name, value in values.items() if value is not None and _is_scalar(kind, name)}
+
+
+def _received(kind: type[DataclassInstance], message: Message) -> dict[str, Any]:
+    """Scalars of a message by their names in a dataclass, those that it has; without unset ones."""
+    names = {_SENT_AS.get(field.name, field.name): field.name for field in fields(kind)}
+    known = message.DESCRIPTOR.fields_by_name
+    return {
+        own: getattr(message, name)
+        for name, own in names.items()
+        if _is_scalar(type(message), name) and (not known[name].has_presence or message.HasField(name))
+    }
+
+
+def _is_scalar(kind: type[Message], name: str) -> bool:
+    field = kind.DESCRIPTOR.fields_by_name.get(name)
+    return field is not None and field.message_type is None

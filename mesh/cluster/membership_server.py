@@ -14,7 +14,7 @@ import structlog
 
 from mesh.cluster.admission import DAY_S, AdmissionControl, eviction
 from mesh.cluster.certificates import server_credentials
-from mesh.cluster.membership_messages import KEEPALIVE, SERVER_PINGS, member_of, ports_message
+from mesh.cluster.membership_messages import KEEPALIVE, SERVER_PINGS, changes_of, member_of, ports_message
 from mesh.cluster.reachability import check_reachable_back
 from mesh.cluster.stage_files import StageSender
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
@@ -402,10 +402,11 @@ class MembershipService(rpc.MembershipServicer):
                     answer.set_result(report.links)
             if report.certificate_request:
                 self._renew(name, report.certificate_request)
+            if changes := changes_of(report):
+                self._members.update(name, **changes)
             if report.is_leaving:
                 self._on_leaving(name)
             if report.ray_is_running:
-                self._members.update(name, is_ready=True, echo_port=report.echo_port)
                 log.info("host_ready", host=name)
 
     def _ray_address(self, member: Member) -> str:
@@ -417,7 +418,6 @@ class MembershipService(rpc.MembershipServicer):
 
     def _on_leaving(self, name: str) -> None:
         log.info("host_wants_to_leave", host=name)
-        self._members.update(name, is_leaving=True)
         member = self._members.find(name)
         if member is not None and not member.layers:
             self.dismiss(name, "no layers of the mesh are on this host")

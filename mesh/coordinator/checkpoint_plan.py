@@ -11,9 +11,12 @@ from bisect import bisect_right
 from typing import TYPE_CHECKING, Any, Final
 
 from mesh.coordinator.generation import Rollback
+from mesh.coordinator.plugs import Plug
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from mesh.coordinator.prefix_cache import PrefixMatch
 
 # A session without proposals never goes back; but the next turn of its chat, and a replica, go on from a
 # checkpoint.
@@ -150,6 +153,21 @@ class CheckpointPlan(Rollback):
             return (known[index + 1] - known[index - 1]) / (base - position)
 
         return min(old, key=worth)
+
+
+class CheckpointPlug(Plug):
+    """Checkpoints of all sessions.
+
+    Args:
+        capacity: Most checkpoints of a slot at a time, at least 1.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+
+    def rollback(self, match: PrefixMatch) -> CheckpointPlan:
+        """Checkpoints of a new session, which begins with those of its cached prefix."""
+        return CheckpointPlan(self._capacity, match.checkpoints)
 
 
 def _asked(checkpoints: tuple[int, ...], num_committed: int) -> Mapping[str, Any]:

@@ -4,33 +4,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mesh.coordinator.checkpoint_plan import CheckpointPlan
+from mesh.coordinator.checkpoint_plan import CheckpointPlug
 from mesh.coordinator.disk_plug import DiskPlug
 from mesh.coordinator.feature_plug import FeaturePlug
-from mesh.coordinator.generation import Rollback
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from mesh.coordinator.options import CoordinatorOptions
+    from mesh.coordinator.feature_needs import FeatureNeeds
     from mesh.coordinator.plugs import Plug
-    from mesh.coordinator.prefix_cache import PrefixMatch
+    from mesh.options.model import ModelOptions
+    from stages.slicing.model_facts import ModelFacts
 
 
-def rollback_of(options: CoordinatorOptions, prefix_match: PrefixMatch) -> Rollback:
-    """How the stages of a new session go back."""
-    if options.num_checkpoints:
-        return CheckpointPlan(options.num_checkpoints, prefix_match.checkpoints)
-    return Rollback()
-
-
-def plugs_of(options: CoordinatorOptions, clock_ms: Callable[[], float]) -> Iterator[Plug]:
-    """The plugs of a coordinator.
+def plugs_of(
+    options: ModelOptions, model: ModelFacts, feature_needs: FeatureNeeds | None = None
+) -> Iterator[Plug]:
+    """The plugs of a model's coordinator.
 
     Args:
-        options: What it is asked for.
-        clock_ms: Monotonic clock, milliseconds.
+        options: What the user asks for.
+        model: Facts of the model.
+        feature_needs: Hidden states that its drafter reads; None if there is no such drafter.
     """
-    yield DiskPlug(options, clock_ms)
-    if options.feature_needs is not None:
-        yield FeaturePlug(options.feature_needs)
+    yield DiskPlug(has_windows=model.has_windows)
+    if options.checkpoints and not model.can_trim:
+        yield CheckpointPlug(options.checkpoints)
+    if feature_needs is not None:
+        yield FeaturePlug(feature_needs)

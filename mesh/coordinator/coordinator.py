@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from mesh.coordinator.composition import plugs_of, rollback_of
 from mesh.coordinator.generation import Generation
 from mesh.coordinator.plugs import NewRing
 from mesh.coordinator.prefix_cache import PrefixMatch
@@ -21,7 +20,7 @@ from mesh.coordinator.ring_stats import ActiveRing
 from mesh.coordinator.session import Session
 from mesh.coordinator.session_replay import SessionReplayer, attribute_crash
 from mesh.coordinator.speculation import Speculators
-from mesh.engine import SpeculationReport
+from mesh.engine import GenerationStats, SpeculationReport
 from spanmesh_proto.errors import (
     ClusterError,
     ContextLengthExceeded,
@@ -35,10 +34,10 @@ from stages.host.cpu_latency import CpuLatencyRequest
 from stages.sampling.session_spec import SessionSpec
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 
     from mesh.coordinator.options import CoordinatorOptions
-    from mesh.coordinator.plugs import RingPlug
+    from mesh.coordinator.plugs import Plug, RingPlug
     from mesh.coordinator.ring import RingLoss
     from mesh.coordinator.stage_streams import BatchTimes
     from mesh.engine import Committed, GenerationRequest
@@ -67,6 +66,7 @@ class Coordinator:
     Args:
         stages: Addresses of the stages, in pipeline order.
         options: Limits of sessions.
+        plugs: Parts beside the core, see `mesh.coordinator.composition`.
         mesh_id: Identifier of the ring.
         mesh_key: Key shared by all stages and the coordinator.
         make_proposers: Returns the proposers for a request, cheapest first; none for plain decoding.
@@ -80,6 +80,7 @@ class Coordinator:
         stages: Sequence[StageAddress],
         options: CoordinatorOptions,
         *,
+        plugs: Iterable[Plug] = (),
         mesh_id: str,
         mesh_key: str,
         make_proposers: Callable[[GenerationRequest], Sequence[Proposer]] | None,
@@ -98,7 +99,7 @@ class Coordinator:
             can_trim=options.can_trim,
             context_length=options.context_length,
         )
-        self._plugs = tuple(plugs_of(options, self._clock_ms))
+        self._plugs = tuple(plugs)
         self._sessions: dict[int, Session] = {}
         # Slots by session.
         self._ended: deque[tuple[int, int]] = deque(maxlen=_NUM_ENDED)
@@ -318,7 +319,9 @@ class Coordinator:
             on_reply=on_reply,
             num_overtaking=self._num_overtaking,
         )
-        new = NewRing(ring, stages, terms, self._identity, is_first=is_first)
+        new = NewRing(
+            ring, stages, terms, self._identity, options, is_first=is_first, clock_ms=self._clock_ms
+        )
         parts = (plug.in_ring(new) for plug in self._plugs)
         plugs += [part for part in parts if part is not None]
         return ActiveRing(
@@ -452,12 +455,13 @@ class Coordinator:
     def _session(self, request: GenerationRequest, prefix_match: PrefixMatch) -> Session:
         options = self._options
         spec = _session_spec(next(self._session_ids), prefix_match, request)
+        rollbacks = (plug.rollback(prefix_match) for plug in self._plugs)
         generation = Generation(
             request,
             context_length=options.context_length,
             max_rows=options.max_rows,
             num_cached=prefix_match.num_cached,
-            rollback=rollback_of(options, prefix_match),
+            rollback=next((each for each in rollbacks if each is not None), None),
         )
         speculator = self._speculators.make(spec.session, request)
         parts = (plug.in_session(generation, speculator) for plug in self._plugs)
@@ -465,6 +469,7 @@ class Coordinator:
             spec,
             generation,
             self._active_ring,
+            initial=GenerationStats(num_cached=prefix_match.num_cached),
             speculator=speculator,
             cancels=options.cancels,
             clock_ms=self._clock_ms,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mesh.coordinator.block_names import BLOCK_POSITIONS
 from mesh.coordinator.disk_prefixes import DiskHistory, DiskPrefixes
 from mesh.coordinator.plugs import Plug
 from mesh.coordinator.prefix_cache import PrefixMatch
@@ -11,7 +12,6 @@ from mesh.coordinator.prefix_cache import PrefixMatch
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mesh.coordinator.options import CoordinatorOptions
     from mesh.coordinator.plugs import NewRing
     from mesh.engine import GenerationRequest
     from spanmesh_proto import windows_pb2 as wire
@@ -21,46 +21,49 @@ class DiskPlug(Plug):
     """Prefixes on disks of all rings.
 
     Args:
-        options: Limits of sessions.
-        clock_ms: Monotonic clock, milliseconds.
+        has_windows: Whether some layers attend to a sliding window only. A prefix from disk lacks rows before
+            the windows at its end, so its slot cannot go back further.
+        block_positions: Positions of a block of KV rows.
 
     Attributes:
         prefixes: Those of the latest ring; None before the first.
     """
 
-    def __init__(self, options: CoordinatorOptions, clock_ms: Callable[[], float]) -> None:
+    def __init__(self, *, has_windows: bool = False, block_positions: int = BLOCK_POSITIONS) -> None:
         self.prefixes: DiskPrefixes | None = None
-        self._options = options
-        self._clock_ms = clock_ms
+        self._has_windows = has_windows
+        self._block_positions = block_positions
+        # Whether slots can go back to any earlier position.
+        self._can_trim = True
         self._history = DiskHistory()
         self._stats: Callable[[], Sequence[wire.StageStats | None]] = list
 
     def in_ring(self, new: NewRing) -> DiskPrefixes:
         """Blocks on the disks of a new ring's stages."""
-        options = self._options
+        self._can_trim = new.options.can_trim
         self._stats = lambda: new.ring.latest_stats
         self.prefixes = DiskPrefixes(
             [stage.wire for stage in new.stages[:-1]],
             self._history,
             send=new.ring.fetch,
-            clock_ms=self._clock_ms,
-            can_trim=options.can_trim and not options.has_windows,
-            block_positions=options.block_positions,
+            clock_ms=new.clock_ms,
+            can_trim=self._can_trim and not self._has_windows,
+            block_positions=self._block_positions,
             is_first_ring=new.is_first,
         )
         return self.prefixes
 
     async def lengthened(self, match: PrefixMatch, request: GenerationRequest) -> PrefixMatch | None:
         """The cached prefix, or a longer one that the stages have read from their disks into memory."""
-        disk, options, slot = self.prefixes, self._options, match.slot
+        disk, slot = self.prefixes, match.slot
         found = None if disk is None else disk.find(request.prompt, request.client, match.num_cached)
         if disk is None or found is None:
             return match
         fetch, num_positions = await disk.fetch(found)
         if num_positions > match.num_cached:
             disk.used(num_positions)
-            checkpoints = () if options.can_trim else (num_positions,)
-            floor = num_positions if options.has_windows and options.can_trim else 0
+            checkpoints = () if self._can_trim else (num_positions,)
+            floor = num_positions if self._has_windows and self._can_trim else 0
             return PrefixMatch(slot, slot, num_positions, checkpoints, fetch, floor)
         if fetch:
             disk.drop(fetch)
@@ -80,7 +83,7 @@ class DiskPlug(Plug):
             computed,
             request.client,
             # Slots that can be trimmed can be cut off there.
-            return_points=(len(computed),) if self._options.can_trim else return_points,
+            return_points=(len(computed),) if self._can_trim else return_points,
             num_prompt=len(request.prompt),
         )
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mesh.coordinator.block_names import BLOCK_POSITIONS
 from speculative.controller import ControllerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mesh.coordinator.feature_needs import FeatureNeeds
     from stages.grammar.token_masks import TokenTexts
 
 
 @dataclass(frozen=True)
 class CoordinatorOptions:
-    """Options of a coordinator: limits of its sessions, liveness and recovery."""
+    """Options of a coordinator's core: limits of its sessions, liveness and recovery."""
 
     context_length: int
     """Positions of one session, prompt and answer together."""
@@ -33,11 +31,6 @@ class CoordinatorOptions:
     """Limits of speculation, and fixed widths and depths."""
     can_trim: bool = True
     """Whether sessions can go back to any earlier position."""
-    has_windows: bool = False
-    """Whether some layers attend to a sliding window only. A prefix from disk lacks rows before the windows
-    at its end, so its slot cannot go back further."""
-    num_checkpoints: int = 0
-    """Where they cannot: checkpoints of each slot to which they can go back; with 0 nothing is proposed."""
     cancels: bool = True
     """Whether stages are told at once of windows that a rejection voided; otherwise the next window tells
     them."""
@@ -55,9 +48,5 @@ class CoordinatorOptions:
     seconds."""
     token_texts: Callable[[], TokenTexts] | None = None
     """Returns the vocabulary, which a tail needs for grammars; None refuses grammars."""
-    feature_needs: FeatureNeeds | None = None
-    """Hidden states that a drafter reads; None if there is no such drafter."""
     num_groups: int | None = None
     """Fixed number of groups of decoding sessions; None to find the best one."""
-    block_positions: int = BLOCK_POSITIONS
-    """Positions of a block of KV rows, where stages keep such on disk."""

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from mesh.coordinator.generation import Generation, WindowPlan
+    from mesh.coordinator.generation import Generation, Rollback, WindowPlan
+    from mesh.coordinator.options import CoordinatorOptions
     from mesh.coordinator.prefix_cache import PrefixMatch
     from mesh.coordinator.ring import Ring, RingTerms, StageAddress
     from mesh.coordinator.speculation import Speculator
@@ -35,8 +36,12 @@ class NewRing:
     """Settings shared with the stages."""
     identity: Identity | None
     """TLS identity of the coordinator; None if all stages are in its process."""
+    options: CoordinatorOptions
+    """Limits of sessions."""
     is_first: bool
     """Whether the stages' slots hold nothing of another ring."""
+    clock_ms: Callable[[], float]
+    """Monotonic clock, milliseconds."""
 
 
 class SessionPlug:
@@ -99,6 +104,9 @@ class Plug:
 
     def in_ring(self, new: NewRing) -> RingPlug | None:
         """Its part in a ring that takes the place of the one before; None if it has none there."""
+
+    def rollback(self, match: PrefixMatch) -> Rollback | None:
+        """How the stages of a new session go back, which begins with this prefix; None for any position."""
 
     def in_session(self, generation: Generation, speculator: Speculator | None) -> SessionPlug | None:
         """Its part in a new session; None if it has none there."""

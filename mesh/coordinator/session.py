@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from mesh.coordinator.ring_stats import ActiveRing
     from mesh.coordinator.speculation import Speculator
     from mesh.coordinator.stage_streams import BatchTimes
-    from mesh.engine import GenerationRequest, PrefillProgress
+    from mesh.engine import GenerationRequest, GenerationStats, PrefillProgress
     from speculative.outcome import WindowOutcome
     from stages.sampling.logprobs import TokenLogprobs
     from stages.sampling.session_spec import SessionSpec
@@ -69,6 +69,7 @@ class Session:
         spec: Message that opens the session at every stage.
         generation: State machine of the request.
         active_ring: Ring for its windows.
+        initial: Statistics that it begins with.
         speculator: Proposals beyond committed tokens; None for plain decoding.
         cancels: Whether stages are told at once of windows that a rejection voided.
         clock_ms: Monotonic clock, milliseconds.
@@ -89,6 +90,7 @@ class Session:
         generation: Generation,
         active_ring: ActiveRing,
         *,
+        initial: GenerationStats,
         speculator: Speculator | None,
         cancels: bool,
         clock_ms: Callable[[], float],
@@ -97,7 +99,7 @@ class Session:
     ) -> None:
         self.telemetry = SessionTelemetry(
             clock_ms(),
-            num_cached=generation.num_cached,
+            initial=initial,
             explain=None if speculator is None else speculator.summary,
             draft_ms_per_token=None if speculator is None else speculator.draft_ms_per_token,
             plugs=plugs,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 _COUNTED_AT_ONCE: Final = 256
+_NOTHING: Final = GenerationStats()
 
 
 class _Judged:
@@ -47,7 +48,7 @@ class SessionTelemetry:
 
     Args:
         started_ms: When its first window left.
-        num_cached: Prompt tokens that the stages already held.
+        initial: Statistics that it begins with.
         explain: Returns the state of the controller; None if there is no proposer.
         draft_ms_per_token: Returns the draft model's time per token, if there is one.
         plugs: Parts of features in the session, which have counts of their own.
@@ -57,13 +58,13 @@ class SessionTelemetry:
         self,
         started_ms: float,
         *,
-        num_cached: int = 0,
+        initial: GenerationStats = _NOTHING,
         explain: Callable[[], Mapping[str, Any]] | None = None,
         draft_ms_per_token: Callable[[], float | None] | None = None,
         plugs: Sequence[SessionPlug] = (),
     ) -> None:
         self._started_ms = started_ms
-        self._num_cached = num_cached
+        self._initial = initial
         self._first_token_ms: float | None = None
         self._latest_ms = started_ms
         self._explain = explain
@@ -144,8 +145,8 @@ class SessionTelemetry:
     def stats(self) -> GenerationStats:
         """Counts and times so far."""
         first_token_ms = self._started_ms if self._first_token_ms is None else self._first_token_ms
-        return GenerationStats(
-            num_cached=self._num_cached,
+        return replace(
+            self._initial,
             num_windows=self._num_windows,
             num_proposed=self._num_proposed,
             num_accepted=self._num_accepted,

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 import structlog
 
-from mesh.coordinator.coordinator import Coordinator
-from mesh.coordinator.options import CoordinatorOptions
 from mesh.placement.replanner import NewStage, Replan
 from mesh.serve.failures import CrashLogs
 from mesh.serve.head_failover import Takeover
+from mesh.serve.model_coordinator import new_coordinator
 from mesh.serve.pipeline import PipelineStage
 from mesh.serve.planning import InitialPlacement
 from mesh.serve.reconfiguration import PlacementExecutor, make_recovery_context
@@ -27,12 +26,12 @@ from mesh.serve.status import print_join_line
 from mesh.serve.supervisor import Supervisor
 from mesh.util.tasks import first_of, run_to_end
 from spanmesh_proto.errors import MeshError, ModelDoesNotFit, ModelError, NotEnoughHosts, StageFailed
-from stages.runtime.numerics import numerics_for
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 
     from mesh.cluster.members import Member, Members
+    from mesh.coordinator.coordinator import Coordinator
     from mesh.coordinator.ring import StageAddress
     from mesh.placement.context_choice import ContextChoice
     from mesh.placement.planner import Plan, StagePlacement
@@ -77,7 +76,7 @@ class HostWatch:
 
     def look(self) -> bool:
         """Whether one of them is gone."""
-        nodes = {member.ray_node_name for member in self._members if not member.is_leaving}
+        nodes = {member.ray_node_name for member in self._members if member.keeps_layers}
         for node, name in self._names.items():
             if self.gone is None and node not in nodes:
                 self.gone = name
@@ -409,29 +408,13 @@ class ModelDeployment:
     async def _coordinator(
         self, stages: Sequence[StageAddress], credentials: RingCredentials
     ) -> AsyncIterator[Coordinator]:
-        coordinator = Coordinator(
+        coordinator = new_coordinator(
             stages,
-            CoordinatorOptions(
-                context_length=self._known.workload.ctx_size,
-                num_slots=self._known.workload.num_slots,
-                max_rows=numerics_for(exact=self._options.exact, num_threads=1).max_rows,
-                n_vocab=self._known.tokenizer.n_vocab,
-                token_texts=lambda: self._known.tokenizer.texts,
-                max_waiting=self._options.max_waiting,
-                controller=self._options.controller_options(),
-                can_trim=self._known.model.can_trim,
-                has_windows=self._known.model.has_windows,
-                num_checkpoints=self._known.workload.num_checkpoints,
-                cancels=self._options.cancels,
-                feature_needs=None if self._proposers is None else self._proposers.feature_needs,
-                num_groups=self._options.num_groups,
-            ),
-            mesh_id=credentials.mesh_id,
-            mesh_key=credentials.mesh_key,
-            make_proposers=self._proposers,
-            clock_s=time.monotonic,
+            self._options,
+            self._known,
+            proposers=self._proposers,
+            credentials=credentials,
             identity=self._head.authority.own_identity(["coordinator"], self._head.own.address),
-            term=self._term,
         )
         try:
             await coordinator.start()

@@ -163,12 +163,12 @@ class HostDraining:
         self._finish(member)
 
     def report_stuck(self, name: str, reason: str) -> None:
-        """Handle that no other host can hold the layers of a leaving host.
+        """Handle that no other host can hold the layers of a host; no effect unless that is to leave.
 
         A drain is cancelled. A host that leaves by itself is told, and leaves after a while.
         """
         member = self._members.find(name)
-        if member is None:
+        if member is None or not member.is_leaving:
             return
         drain = self._drains.pop(member.ray_node_name, None)
         if drain is not None:

@@ -15,10 +15,8 @@ from mesh.serve.embeddings.deployment import EmbeddingDeployment
 from mesh.serve.embeddings.model import EmbeddingModel, check_embedding_model, new_embedding_model
 from mesh.serve.head_failover import end_ring, saved_model
 from mesh.serve.head_state import SavedModel
-from mesh.serve.options import fitted_to, options_of_load
-from mesh.serve.preflight import check_model
 from mesh.serve.proposers import open_proposers
-from mesh.serve.served_model import backend_of, drained, new_model
+from mesh.serve.served_model import backend_of, checked_load, drained, new_model
 from mesh.util.tasks import entered_in_thread
 from spanmesh_proto.errors import (
     ClusterError,
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
     from mesh.serve.allocations import HostAllocations
     from mesh.serve.head import Head
     from mesh.serve.host_draining import HostDraining
-    from mesh.serve.preflight import Preflight
     from mesh.serve.served_model import ServedModel
     from stages.weights.virtual_stages import StageCache
 
@@ -345,9 +342,8 @@ class ModelRegistry:
         if load_request.embeddings:
             await self._serve_embeddings(name, slot)
             return
-        options = options_of_load(load_request, self._first.options)
-        known = await self._known(slot)
-        options = fitted_to(options, known.model)
+        taken_bytes = self._allocations.held_bytes(self._head.own)
+        options, known = await checked_load(load_request, self._first, taken_bytes=taken_bytes)
         slot.model = model = new_model(
             name, options, known, load_request=load_request, transfers=self._first.state.transfers
         )
@@ -393,15 +389,6 @@ class ModelRegistry:
             slot.is_serving = False
             self._api_models.remove(name)
             self._changed()
-
-    async def _known(self, slot: _Slot) -> Preflight:
-        """Checks of the model before any work; in a thread, since other models answer meanwhile."""
-        options, first = options_of_load(slot.load_request, self._first.options), self._first.known
-        own = self._head.own
-        taken_bytes = self._allocations.held_bytes(own)
-        return await CancellableWork().run(
-            lambda: check_model(options, lambda: first.facts, taken_bytes=taken_bytes)
-        )
 
     async def _turn(self, slot: _Slot) -> None:
         """Wait for the first model, which has precedence; nothing can be taken over."""

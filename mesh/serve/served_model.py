@@ -12,10 +12,13 @@ import structlog
 from mesh.api.backend import Backend
 from mesh.coordinator.coordinator import PendingEngine
 from mesh.serve.head_state import setup_of
+from mesh.serve.options import fitted_to, options_of_load
 from mesh.serve.pipeline import Pipeline
+from mesh.serve.preflight import check_model
 from mesh.serve.stage_factory import Transfers
 from mesh.serve.status import MeshState, stage_counts
 from spanmesh_proto.errors import ModelNotFound, StageFailed
+from stages.cancellable_work import CancellableWork
 
 if TYPE_CHECKING:
     from mesh.api.backend import ApiContext
@@ -48,6 +51,26 @@ class ServedModel:
     """Fingerprint of all settings that its stages are loaded with."""
     load_request: LoadRequest | None = None
     """Request of `mesh load`; None for the model that `mesh serve` was started with."""
+
+
+async def checked_load(
+    load_request: LoadRequest, first: ServedModel, *, taken_bytes: int = 0
+) -> tuple[HeadOptions, Preflight]:
+    """Options of a model that is to be loaded beside the first, fitted to it, and the results of its checks.
+
+    In a thread, since other models answer meanwhile.
+
+    Args:
+        load_request: Request for the model.
+        first: The model that `mesh serve` was started with.
+        taken_bytes: See `check_model`, whose errors it raises.
+
+    Raises:
+        InvalidRequest: If options contradict one another.
+    """
+    options, facts = options_of_load(load_request, first.options), first.known.facts
+    known = await CancellableWork().run(lambda: check_model(options, lambda: facts, taken_bytes=taken_bytes))
+    return fitted_to(options, known.model), known
 
 
 def new_model(

@@ -78,8 +78,8 @@ class Supervisor:
             await asyncio.gather(spares, return_exceptions=True)
 
     def _to_move(self) -> frozenset[int]:
-        """Indices of stages whose host is leaving, or has left while they still run."""
-        staying = [member for member in self._context.members if not member.is_leaving]
+        """Indices of stages whose host keeps no layers, or has left while they still run."""
+        staying = [member for member in self._context.members if member.keeps_layers]
         return frozenset(
             index
             for index, stage in enumerate(self._context.pipeline.stages)

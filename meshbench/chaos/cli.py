@@ -8,19 +8,17 @@ import click
 
 from mesh.cli.option_types import Names, choice_option, float_option, int_option
 from meshbench import shared_options
+from meshbench.chaos.fault_kinds import ALL_KINDS, LISTED, LOSSES
 from meshbench.experiment import experiment
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from meshbench.chaos.faults import FaultKind
+    from meshbench.chaos.fault_kinds import FaultKind
     from meshbench.chaos.options import ScenarioName
     from meshbench.report_tools import Report
 
-# As in `meshbench.chaos`, which --help is not to import.
-_KINDS: tuple[FaultKind, ...] = ("first", "middle", "tail", "raylet", "cut-off", "stop", "leave")
-# The acceptance table has a separate line for hosts that leave.
-_LOSSES: tuple[FaultKind, ...] = ("first", "middle", "tail", "raylet", "cut-off", "stop")
+# As in `meshbench.chaos.options`, which --help is not to import.
 _SCENARIOS: tuple[ScenarioName, ...] = ("faults", "leave", "head", "no-room")
 # Former names, still accepted and not shown.
 _FORMER = {"harms": "faults"}
@@ -50,10 +48,9 @@ _QUICK_QUESTIONS = 6
 @int_option("--faults", "num_faults", default=100, help="Number of faults.")
 @click.option(
     "--kinds",
-    type=Names("kind of fault", _KINDS),
+    type=Names("kind of fault", ALL_KINDS),
     metavar="A,B,…",
-    help="Kinds of faults: first, middle, tail (kill -9 of that stage), raylet, cut-off, stop, "
-    "leave; all unless given.",
+    help=f"Kinds of faults: {LISTED}; all unless given.",
 )
 @shared_options.seed_option("Seed of faults, questions, sampling and disconnects.")
 @int_option("--stages", "num_stages", least=2, default=3, help="Hosts that hold layers.")
@@ -114,7 +111,7 @@ def chaos(
         ChaosOptions(
             model=model or demo_model(),
             scenarios=wanted,
-            kinds=kinds or (_LOSSES if is_acceptance else _KINDS),
+            kinds=kinds or (LOSSES if is_acceptance else ALL_KINDS),
             is_short=quick,
             # Files that are fetched later would count as sent again.
             awaits_replicas=not quick or "head" in wanted,

@@ -1,4 +1,4 @@
-"""Faults: their kinds, schedule and injection."""
+"""Faults: their schedule and injection."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from meshbench.chaos.fault_kinds import FaultKind
 from meshbench.lab.memory_watch import role_of
 from spanmesh_proto.errors import MeshError
 
@@ -23,16 +24,6 @@ if TYPE_CHECKING:
     from meshbench.lab.systems import MeshSystem
     from meshbench.load_client.client import MeshSnapshot
 
-# In words, for reports.
-MEANING: Final[dict[str, str]] = {
-    "first": "kill -9 of the first stage's process",
-    "middle": "kill -9 of a middle stage's process",
-    "tail": "kill -9 of the tail's process",
-    "raylet": "kill -9 of a stage host's raylet",
-    "cut-off": "every packet of a stage's host lost for some seconds",
-    "stop": "SIGSTOP of a stage's process for some seconds",
-    "leave": "SIGTERM to `mesh join` of a stage's host, which is started again",
-}
 # Long enough for streams to flow again, short enough for a hundred; and the same in a hurry.
 _WAIT_S: Final = (0.5, 4.0)
 _SHORT_WAIT_S: Final = (0.3, 1.0)
@@ -43,10 +34,6 @@ _LISTENS = "0A"
 
 log = structlog.get_logger()
 
-FaultKind = Literal["first", "middle", "tail", "raylet", "cut-off", "stop", "leave"]
-
-KINDS: Final[tuple[FaultKind, ...]] = get_args(FaultKind)
-
 
 @dataclass(frozen=True)
 class Fault:
@@ -55,7 +42,7 @@ class Fault:
     number: int
     """From 0."""
     kind: FaultKind
-    """See `MEANING`."""
+    """What is done."""
     wait_s: float
     """How long all is well before it, in seconds."""
     hold_s: float
@@ -105,15 +92,15 @@ class FaultInjector:
         index = victim(fault.kind, fault.pick, len(snapshot.stage_hosts))
         host = self._number(snapshot.stage_hosts[index])
         match fault.kind:
-            case "cut-off":
+            case FaultKind.CUT_OFF:
                 at_s = time.perf_counter()
                 self._lab.lose_packets(host)
                 return InjectedFault(fault, at_s, host)
-            case "leave":
+            case FaultKind.LEAVE:
                 return self.leave(host, fault)
-            case "raylet":
+            case FaultKind.RAYLET:
                 pid, number = self._raylet(host), signal.SIGKILL
-            case "stop":
+            case FaultKind.STOP:
                 pid, number = self.stage_process(snapshot, index), signal.SIGSTOP
             case _:
                 pid, number = self.stage_process(snapshot, index), signal.SIGKILL
@@ -130,11 +117,11 @@ class FaultInjector:
 
     def revert(self, injected: InjectedFault) -> None:
         """Reconnect a host that was cut off, or continue a stopped process."""
-        if injected.fault.kind == "cut-off":
+        if injected.fault.kind is FaultKind.CUT_OFF:
             self._lab.deliver_packets(injected.host)
         # It may have been ended in the meantime.
         elif (
-            injected.fault.kind == "stop"
+            injected.fault.kind is FaultKind.STOP
             and injected.pid is not None
             and injected.pid in self._lab.pids(injected.host)
         ):
@@ -226,11 +213,11 @@ def victim(kind: FaultKind, pick: float, num_stages: int) -> int:
         pick: In [0, 1).
         num_stages: At least one.
     """
-    if kind == "first":
+    if kind is FaultKind.FIRST:
         return 0
-    if kind == "tail":
+    if kind is FaultKind.TAIL:
         return num_stages - 1
-    if kind == "middle" and num_stages > 2:
+    if kind is FaultKind.MIDDLE and num_stages > 2:
         return 1 + int(pick * (num_stages - 2))
     # A ring of two has no middle; then either is hit.
     return int(pick * num_stages)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from meshbench.chaos.fault_kinds import FaultKind
 from meshbench.chaos.faults import FaultInjector
 from meshbench.chaos.questions import questions, short_question
 from meshbench.chaos.results import (
@@ -48,7 +49,6 @@ _STREAM_TIMEOUT_S: Final = 180.0
 _PROBE_TIMEOUT_S: Final = 200.0
 # Within this a fault shows, if only by streams that stand still.
 _SHOWS_S: Final = 1.0
-_TAKEN_BACK: Final = frozenset({"cut-off", "stop"})
 FOLDER: Final = "first-failure"
 
 log = structlog.get_logger()
@@ -255,9 +255,9 @@ class FaultRun:
 
     def _await_recovery(self, injected: InjectedFault, recovery: RecoveryWatch) -> tuple[bool, float]:
         """Whether the mesh became whole in time, and when it was, or was given up."""
-        takes_back_s = injected.at_s + injected.fault.hold_s if injected.fault.kind in _TAKEN_BACK else None
+        takes_back_s = injected.at_s + injected.fault.hold_s if injected.fault.kind.is_held else None
         # A leaving host serves until it has left.
-        is_to_leave = injected.fault.kind == "leave"
+        is_to_leave = injected.fault.kind is FaultKind.LEAVE
         while True:
             if takes_back_s is not None and time.perf_counter() >= takes_back_s:
                 self._bed.injector.revert(injected)
@@ -310,7 +310,7 @@ class FaultRun:
             kind=injected.fault.kind,
             host=f"host{injected.host}",
             at_s=injected.at_s - self._begun_s,
-            hold_s=injected.fault.hold_s if injected.fault.kind in _TAKEN_BACK else None,
+            hold_s=injected.fault.hold_s if injected.fault.kind.is_held else None,
             whole_s=episode.stop_s - injected.at_s if episode.is_whole else None,
             pauses_s=pauses_s(streams, injected.at_s, episode.stop_s),
             silence_s=silence_s(streams, injected.at_s, episode.stop_s),

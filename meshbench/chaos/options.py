@@ -12,7 +12,7 @@ from spanmesh_proto.errors import ModelDoesNotFit
 
 if TYPE_CHECKING:
     from mesh.placement.memory_estimate import Workload
-    from meshbench.chaos.faults import FaultKind
+    from meshbench.chaos.fault_kinds import FaultKind
     from stages.slicing.model_facts import ModelFacts
 
 _STEP_BYTES: Final = 2**20

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from meshbench.chaos.faults import MEANING
 from meshbench.chaos.results import by_kind
 from meshbench.report_tools import (
     Report,
@@ -102,7 +101,7 @@ def chaos_report(
 def _sections(scenario: Scenario) -> list[Section]:
     kinds = [
         (
-            MEANING[each.kind],
+            each.kind.meaning,
             str(each.count),
             str(each.num_warm),
             number(each.median_pause_s),

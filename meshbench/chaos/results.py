@@ -14,6 +14,7 @@ from meshbench.stress.checks import Problem, check_answers
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from meshbench.chaos.fault_kinds import FaultKind
     from meshbench.load_client.answers import AnswerRecord
     from meshbench.stress.checks import Expected
 
@@ -42,11 +43,11 @@ class ProbeOutcome:
 
 @dataclass(frozen=True)
 class Repair:
-    """See above. All times in seconds."""
+    """Result of one fault. All times in seconds."""
 
     number: int
     """Of the fault, from 0."""
-    kind: str
+    kind: FaultKind
     """Of the fault."""
     host: str
     """That it hit."""
@@ -97,8 +98,8 @@ class HeadLogAccount:
 class KindSummary:
     """Statistics of all faults of a kind. Times in seconds."""
 
-    kind: str
-    """See `faults.MEANING`."""
+    kind: FaultKind
+    """Which."""
     count: int
     """How many."""
     num_warm: int

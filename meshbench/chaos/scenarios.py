@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from meshbench.chaos.fault_kinds import FaultKind
 from meshbench.chaos.faults import Fault, draw_faults
 from meshbench.chaos.harness import ANSWERS_TIMEOUT_S, FaultRun
 from meshbench.chaos.questions import short_question
@@ -168,7 +169,7 @@ def try_leaving(bed: FaultTestBed, keep: FirstFailure) -> Scenario:
     """One host after the other, spares included; each joins again before the next one leaves."""
     faults = []
     for host in range(1, bed.lab.num_hosts):
-        fault = Fault(_FIRST_LEAVE_NUMBER + host, "leave", _WAIT_S, 0.0, 0.0)
+        fault = Fault(_FIRST_LEAVE_NUMBER + host, FaultKind.LEAVE, _WAIT_S, 0.0, 0.0)
         faults.append((fault, partial(_leave, bed, host, fault)))
     run, failures = inject_all(bed, keep, faults)
     found = bed.tally(run.streams)

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Final
 from spanmesh_proto.errors import ClusterError, InvalidModel
 from stages.gguf.reader import read_header
 from stages.slicing.architectures.cutting_rules import family_of
-from stages.slicing.model_facts import kv_widths, packing_bytes, row_width, state_widths
+from stages.slicing.model_facts import (
+    FileFacts,
+    kv_widths,
+    packing_bytes,
+    read_file_facts,
+    state_widths,
+)
 from stages.slicing.source_model import SourceModel, count_layers, require_tensors, tensors_by_layer
 from stages.slicing.tensor_names import EMBEDDING
 from stages.slicing.trunk import trunk_of
@@ -54,27 +60,13 @@ _MOST_TEXTS: Final = 64
 
 
 @dataclass(frozen=True)
-class EmbeddingFacts:
+class EmbeddingFacts(FileFacts):
     """Sizes and shapes of an embedding model."""
 
-    path: Path
-    """The GGUF file, the first one if there are several."""
-    architecture: str
-    """`general.architecture`."""
-    name: str
-    """`general.name`, or the file's name."""
-    n_layers: int
-    """Number of layers."""
-    n_vocab: int
-    """Rows of the token embedding."""
-    n_ctx_train: int
-    """Positions that the model was trained for."""
     width: int
     """Numbers of a vector."""
     pooling: str
     """How a text becomes one vector: `mean`, `cls` or `last`."""
-    file_bytes: int
-    """Size of all files."""
     weight_bytes: int
     """Size of all tensors."""
     lookup_bytes: int
@@ -85,8 +77,6 @@ class EmbeddingFacts:
     """Elements of the KV cache for each position, all layers together; 0 without a cache."""
     state_width: int
     """Float32 elements of the recurrent state of one text; 0 without one."""
-    row_width: int
-    """Float32 elements of one row in llama.cpp at a time."""
     num_masks: int
     """Attention masks of a batch: two where some layers have a window."""
     has_logits: bool
@@ -153,21 +143,14 @@ def read_embedding_facts(path: Path) -> EmbeddingFacts:
     has_cache = architecture not in _WITHOUT_CACHE
     n_embd = header.integer(f"{architecture}.embedding_length")
     return EmbeddingFacts(
-        path=path,
-        architecture=architecture,
-        name=header.text("general.name", path.stem),
-        n_layers=n_layers,
-        n_vocab=tensors[EMBEDDING].shape[-1],
-        n_ctx_train=header.integer(f"{architecture}.context_length"),
+        **vars(read_file_facts(path, source)),
         width=header.integer(f"{architecture}.embedding_length_out", 0) or n_embd,
         pooling=pooling,
-        file_bytes=header.file_bytes,
         weight_bytes=sum(tensor.n_bytes for tensor in tensors.values()),
         lookup_bytes=tensors[EMBEDDING].n_bytes,
         packing_bytes=packing_bytes(tensors.values()),
         cache_width=sum(kv_widths(source)) if has_cache else 0,
         state_width=sum(state_widths(trunk, layers)),
-        row_width=row_width(source),
         num_masks=2 if header.integer(f"{architecture}.attention.sliding_window", 0) > 0 else 1,
         has_logits=has_cache,
     )

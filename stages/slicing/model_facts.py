@@ -43,25 +43,44 @@ _ADDED: Final = {
 
 
 @dataclass(frozen=True)
-class ModelFacts:
-    """Sizes and shapes of a model."""
+class ModelSummary:
+    """What a list of models says of a file, of any kind."""
+
+    n_vocab: int
+    """Rows of the token embedding."""
+    n_ctx_train: int
+    """Positions that the model was trained for."""
+    file_bytes: int
+    """Size of all files."""
+
+
+@dataclass(frozen=True)
+class FileFacts(ModelSummary):
+    """Facts that the file of a model has, of any kind."""
 
     path: Path
-    """The GGUF file."""
+    """The GGUF file, the first one if there are several."""
     architecture: str
     """`general.architecture`."""
     name: str
     """`general.name`, or the file's name."""
     n_layers: int
     """Number of layers, without those for multi-token prediction."""
+    row_width: int
+    """Most elements of one row during the computation of a layer."""
+
+    @property
+    def summary(self) -> ModelSummary:
+        """What a list of models says of it."""
+        return ModelSummary(self.n_vocab, self.n_ctx_train, self.file_bytes)
+
+
+@dataclass(frozen=True)
+class ModelFacts(FileFacts):
+    """Sizes and shapes of a model that generates text."""
+
     n_embd: int
     """Width of the hidden state."""
-    n_vocab: int
-    """Rows of the token embedding."""
-    n_ctx_train: int
-    """Positions that the model was trained for."""
-    file_bytes: int
-    """Size of the file."""
     layer_bytes: tuple[int, ...]
     """Size of each layer's weights."""
     embedding_bytes: int
@@ -74,8 +93,6 @@ class ModelFacts:
     """Per layer, elements of one position in a KV cache: keys and values of all heads."""
     head_widths: tuple[int, int]
     """Elements of one key head and of one value head."""
-    row_width: int
-    """Most elements of one row during the computation of a layer."""
     has_windows: bool
     """Whether some layers attend to a sliding window only."""
     allowed_cuts: tuple[int, ...]
@@ -213,6 +230,26 @@ def packing_bytes(tensors: Iterable[TensorInfo]) -> int:
     )
 
 
+def read_file_facts(path: Path, source: SourceModel) -> FileFacts:
+    """Facts of a model's file, of any kind.
+
+    Args:
+        path: The file, the first one if there are several.
+        source: Its checked header.
+    """
+    header = source.header
+    return FileFacts(
+        path=path,
+        architecture=header.architecture,
+        name=header.text("general.name", path.stem),
+        n_layers=source.n_layers,
+        n_vocab=header.tensors[EMBEDDING].shape[-1],
+        n_ctx_train=header.integer(f"{header.architecture}.context_length"),
+        file_bytes=header.file_bytes,
+        row_width=row_width(source),
+    )
+
+
 def read_model_facts(path: Path) -> ModelFacts:
     """Read a model's facts from its header, in milliseconds.
 
@@ -223,29 +260,21 @@ def read_model_facts(path: Path) -> ModelFacts:
     source = read_source(path)
     header = source.header
     tensors = header.tensors
-    architecture = header.architecture
     embedding = tensors[EMBEDDING]
     head = [tensors[name] for name in (OUTPUT_NORM, OUTPUT_BIAS) if name in tensors]
     head.append(tensors.get(OUTPUT, embedding))
     cuts, widths = source.allowed_cuts, state_widths(header, source.layers)
     experts = tuple(map(_expert_bytes, source.layers))
     return ModelFacts(
-        path=path,
-        architecture=architecture,
-        name=header.text("general.name", path.stem),
-        n_layers=source.n_layers,
-        n_embd=header.integer(f"{architecture}.embedding_length"),
-        n_vocab=embedding.shape[-1],
-        n_ctx_train=header.integer(f"{architecture}.context_length"),
-        file_bytes=header.file_bytes,
+        **vars(read_file_facts(path, source)),
+        n_embd=header.integer(f"{header.architecture}.embedding_length"),
         layer_bytes=_layer_bytes(source),
         embedding_bytes=embedding.n_bytes,
         head_bytes=sum(tensor.n_bytes for tensor in head),
         is_tied=OUTPUT not in tensors,
         kv_widths=kv_widths(source),
         head_widths=_head_widths(source),
-        row_width=row_width(source),
-        has_windows=header.integer(f"{architecture}.attention.sliding_window", 0) > 0,
+        has_windows=header.integer(f"{header.architecture}.attention.sliding_window", 0) > 0,
         allowed_cuts=cuts,
         state_widths=widths if any(widths) else (),
         packing_bytes=tuple(map(packing_bytes, source.layers)),

@@ -3,24 +3,28 @@
 import asyncio
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mesh.coordinator import composition as of_coordinator
+from mesh.coordinator.checkpoint_plan import CheckpointPlug
 from mesh.coordinator.disk_plug import DiskPlug
 from mesh.coordinator.feature_needs import FeatureNeeds
 from mesh.coordinator.feature_plug import FeaturePlug
-from mesh.coordinator.generation import Rollback
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.engine import GenerationRequest
+from mesh.options.model import ModelOptions
 from speculative.controller import ControllerOptions
 from stages.sampling.sampler import Sampler, SamplingParams
 from stages.serving import composition as of_stage
 from stages.serving.feature_outlet import FeatureOutlet
 from stages.serving.kv_disk import KvDisk
 from stages.serving.kv_replication import Replication
+from tests.mesh.placement.test_planner import model as made_up_model
 from tests.support.fake_recurrent import FakeRecurrentRuntime
 from tests.support.fake_stage import FakeRuntime, plain_answer
 from tests.support.proposers import Oracle
@@ -42,7 +46,7 @@ FEATURES = re.compile(r"feature|disk|replica|checkpoint|eagle|mtp", re.IGNORECAS
 PROMPT = tuple(range(3, 43))
 NUM_TOKENS, NUM_CHECKPOINTS = 60, 3
 WANTED = plain_answer(PROMPT, NUM_TOKENS, Sampler(SamplingParams()).sample)
-OF_COORDINATOR, OF_STAGE = "mesh.coordinator.coordinator.plugs_of", "stages.serving.server.plugs_of"
+OF_COORDINATOR, OF_STAGE = "mesh.coordinator.composition.plugs_of", "stages.serving.server.plugs_of"
 
 PlugsOf = Callable[..., Iterable[Any]]
 
@@ -52,6 +56,12 @@ class Reader(Oracle):
 
     def take_features(self, start: int, rows: "NDArray[np.float32]") -> None:
         pass
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Blocks on disk that a short prompt fills.
+    monkeypatch.setattr(of_coordinator, "DiskPlug", partial(DiskPlug, block_positions=8))
 
 
 @pytest.mark.parametrize("path", CORE)
@@ -70,11 +80,11 @@ async def answers(
         FakeRuntime.max_rows,
         64,
         can_trim=not is_recurrent,
-        num_checkpoints=NUM_CHECKPOINTS if is_recurrent else 0,
         controller=ControllerOptions(fixed_width=2, fixed_depth=2),
-        feature_needs=FeatureNeeds((0,), NUM_STAGES, 1),
-        block_positions=8,
     )
+    wanted = ModelOptions(checkpoints=NUM_CHECKPOINTS)
+    model = replace(made_up_model(), can_trim=not is_recurrent)
+    plugs = of_coordinator.plugs_of(wanted, model, FeatureNeeds((0,), NUM_STAGES, 1))
 
     def recurrent(index: int) -> FakeRuntime:
         return FakeRecurrentRuntime(index, NUM_STAGES, num_checkpoints=NUM_CHECKPOINTS, is_poisoned=True)
@@ -85,7 +95,10 @@ async def answers(
     def make_proposers(_request: GenerationRequest) -> list[Oracle]:
         return [Reader([*PROMPT, *WANTED], [False, False, False, True])] if proposes else []
 
-    async with serving(ring, options, make_proposers=make_proposers) as coordinator, asyncio.timeout(60):
+    async with (
+        serving(ring, options, plugs=plugs, make_proposers=make_proposers) as coordinator,
+        asyncio.timeout(60),
+    ):
         undisturbed, _ = await collect(coordinator, request)
         parts = coordinator.generate(request)
         tokens = list((await anext(parts)).tokens)
@@ -137,5 +150,5 @@ async def test_stages_with_recurrent_state_need_no_plug_either(
 async def test_a_session_that_proposes_nothing_needs_no_way_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mesh.coordinator.coordinator.rollback_of", lambda _options, _match: Rollback())
+    leave_out(OF_COORDINATOR, of_coordinator.plugs_of, CheckpointPlug, monkeypatch)
     assert await answers(tmp_path, is_recurrent=True, proposes=False) == (WANTED, WANTED)

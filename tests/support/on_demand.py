@@ -14,6 +14,7 @@ from mesh.serve.on_demand.library import Library, LibraryEntry
 from mesh.serve.on_demand.loader import OnDemandLoader
 from mesh.serve.on_demand.policy import DemandRules
 from spanmesh_proto.errors import ClusterError, InvalidRequest, ModelDoesNotFit, ModelNotFound
+from stages.slicing.model_facts import ModelSummary
 from tests.support.api_harness import MODEL, ScriptedEngine, backend_of, running_api
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 # Beside the first model there is room for one of these, and for two where one is the smallest.
 SIZES = {"large": 6, "middle": 5, "small": 1, "whale": 99}
+SUMMARY = ModelSummary(n_vocab=49152, n_ctx_train=8192, file_bytes=10**9)
 FREE = 6
 
 
@@ -48,7 +50,7 @@ class FixedLibrary(Library):
         super().__init__((), clock)
         self._replaced: dict[str, LibraryEntry] = {}
         self.entries = {
-            name: LibraryEntry(name, Path(f"/library/{name}.gguf"), 1_700_000_000, 10**9, 49152, 8192)
+            name: LibraryEntry(name, Path(f"/library/{name}.gguf"), 1_700_000_000, SUMMARY)
             for name in sorted(names)
         }
 

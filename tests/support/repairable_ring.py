@@ -20,7 +20,7 @@ from stages.serving.server import StageService
 from stages.transport.channels import SERVER_OPTIONS
 from tests.support.disks import give_disk
 from tests.support.fake_stage import FakeRuntime
-from tests.support.ring_harness import RunningStage
+from tests.support.ring_harness import RunningStage, plugs_for
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -214,7 +214,12 @@ async def serving(
         options,
         mesh_id=ring.mesh_id,
         mesh_key=ring.mesh_key,
-        **{"make_proposers": None, "clock_s": asyncio.get_running_loop().time, **more},  # type: ignore[arg-type]
+        **{  # type: ignore[arg-type]
+            "plugs": plugs_for(),
+            "make_proposers": None,
+            "clock_s": asyncio.get_running_loop().time,
+            **more,
+        },
     )
     await ring.coordinator.start()
     keeper = asyncio.create_task(ring.keep_whole())

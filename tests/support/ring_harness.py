@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import grpc
 
 from mesh.coordinator.block_names import BLOCK_POSITIONS
+from mesh.coordinator.checkpoint_plan import CheckpointPlug
 from mesh.coordinator.coordinator import Coordinator
 from mesh.coordinator.disk_plug import DiskPlug
 from mesh.coordinator.feature_plug import FeaturePlug
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from mesh.coordinator.disk_prefixes import DiskPrefixes
     from mesh.coordinator.feature_needs import FeatureNeeds
     from mesh.coordinator.feature_streams import FeatureStreams
+    from mesh.coordinator.plugs import Plug
     from mesh.engine import Committed, GenerationRequest
     from speculative.proposer import Proposer
     from stages.grammar.token_masks import TokenTexts
@@ -142,8 +144,12 @@ async def running_coordinator(
     token_texts: TokenTexts | None = None,
     feature_needs: FeatureNeeds | None = None,
     block_positions: int = BLOCK_POSITIONS,
+    plugs: Iterable[Plug] | None = None,
 ) -> AsyncIterator[Coordinator]:
-    """A coordinator connected to `stages`: the next one, if they had others before."""
+    """A coordinator connected to `stages`: the next one, if they had others before.
+
+    Its plugs are those given, or those that the options ask for.
+    """
     services = [stage.service for stage in stages if stage.service is not None]
     term = max((_coordinators_before.get(service, 0) for service in services), default=0)
     _coordinators_before.update(dict.fromkeys(services, term + 1))
@@ -155,19 +161,23 @@ async def running_coordinator(
         max_waiting=max_waiting,
         controller=controller or ControllerOptions(),
         can_trim=can_trim,
-        has_windows=has_windows,
-        num_checkpoints=num_checkpoints,
         cancels=cancels,
         repair_wait_s=repair_wait_s,
         # All of it is in one process: when that gets no processor, no stage is dead.
         ping_timeout_s=30.0,
         token_texts=None if token_texts is None else lambda: token_texts,
-        feature_needs=feature_needs,
-        block_positions=block_positions,
     )
     coordinator = Coordinator(
         [stage.address for stage in stages],
         options,
+        plugs=plugs_for(
+            has_windows=has_windows,
+            num_checkpoints=num_checkpoints,
+            feature_needs=feature_needs,
+            block_positions=block_positions,
+        )
+        if plugs is None
+        else plugs,
         mesh_id=MESH_ID,
         mesh_key=mesh_key,
         make_proposers=make_proposers if make_proposer is None else lambda _request: [make_proposer()],
@@ -180,6 +190,22 @@ async def running_coordinator(
     finally:
         await coordinator.stop()
         await _emptied(stages)
+
+
+def plugs_for(
+    *,
+    has_windows: bool = False,
+    num_checkpoints: int = 0,
+    feature_needs: FeatureNeeds | None = None,
+    block_positions: int = BLOCK_POSITIONS,
+) -> list[Plug]:
+    """New plugs for one coordinator, those that `mesh.coordinator.composition` names."""
+    plugs: list[Plug] = [DiskPlug(has_windows=has_windows, block_positions=block_positions)]
+    if num_checkpoints:
+        plugs.append(CheckpointPlug(num_checkpoints))
+    if feature_needs is not None:
+        plugs.append(FeaturePlug(feature_needs))
+    return plugs
 
 
 def feature_streams(coordinator: Coordinator) -> FeatureStreams | None:

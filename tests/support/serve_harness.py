@@ -38,6 +38,7 @@ from stages.transport.hidden_codec import HiddenType
 from stages.weights.fetch import FetchSource
 from stages.weights.hashing import stamps_of
 from stages.weights.virtual_stages import StageCache
+from tests.support.ring_harness import plugs_for
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -251,9 +252,9 @@ async def serving(
             63,
             facts.n_vocab,
             repair_wait_s=1.0,
-            feature_needs=feature_needs,
             token_texts=None if token_texts is None else lambda: token_texts,
         ),
+        plugs=plugs_for(feature_needs=feature_needs),
         mesh_id=credentials.mesh_id,
         mesh_key=credentials.mesh_key,
         make_proposers=make_proposers,

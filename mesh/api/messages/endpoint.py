@@ -16,7 +16,7 @@ from mesh.api.chat_prompt import Conversation, render_prompt
 from mesh.api.disconnects import while_connected
 from mesh.api.errors import json_response
 from mesh.api.generation_job import make_chat_job
-from mesh.api.messages.events import MessagesAnswer, error_events
+from mesh.api.messages.events import MessagesAnswer
 from mesh.api.messages.protocol import CountBody, MessagesBody, messages_of
 from mesh.api.on_demand.answers import answered
 from mesh.api.openapi import MessageAnswer, TokenCount, answers, takes
@@ -36,7 +36,7 @@ router = APIRouter()
 @router.post(
     "/v1/messages",
     response_model=None,
-    responses=answers(MessageAnswer, 403, 404, 413, is_streamed=True),
+    responses=answers(MessageAnswer, 403, 404, 413, streamed_as=MessagesAnswer.form.media_type),
     openapi_extra=takes(MessagesBody),
 )
 async def create_message(request: Request) -> Response:
@@ -51,7 +51,7 @@ async def create_message(request: Request) -> Response:
 
         return await respond(request, backend, [job], make, is_streamed=bool(body.stream))
 
-    return await answered(request, body.model, answer, is_streamed=bool(body.stream), failed=error_events)
+    return await answered(request, body.model, answer, form=MessagesAnswer.form if body.stream else None)
 
 
 @router.post(

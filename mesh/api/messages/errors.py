@@ -1,4 +1,4 @@
-"""Errors of /v1/messages in the shape of Anthropic's API.
+"""Errors of /v1/messages in the shape of Anthropic's API, and the form of its streams.
 
 Requests are refused in many places, by middleware too. So errors are rewritten where they leave.
 """
@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.api.errors import json_bytes
+from mesh.api import server_sent_events
+from mesh.api.errors import error_body, json_bytes
+from mesh.api.event_stream import StreamForm
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -100,11 +102,17 @@ class _Rewriter:
         await self._send({"type": "http.response.body", "body": body})
 
 
-def messages_error(error: Mapping[str, Any]) -> dict[str, Any]:
-    """An error event of a stream that has begun.
+def encoded(events: Sequence[Mapping[str, Any]]) -> bytes:
+    """Events of a stream, each named by its type."""
+    return b"".join(server_sent_events.event(json_bytes(event), event["type"]) for event in events)
 
-    Args:
-        error: Error object in OpenAI's shape.
-    """
-    kind = _BY_TYPE.get(str(error["type"]), _ELSE)
-    return {"type": "error", "error": {"type": kind, "message": error["message"]}}
+
+def error_event(error: BaseException) -> bytes:
+    """Event that ends a stream with an error."""
+    told = error_body(error)["error"]
+    kind = _BY_TYPE.get(str(told["type"]), _ELSE)
+    return encoded([{"type": "error", "error": {"type": kind, "message": told["message"]}}])
+
+
+MESSAGES_STREAM: Final = StreamForm(server_sent_events.MEDIA_TYPE, server_sent_events.comment, error_event)
+"""Form of streams of messages."""

@@ -7,8 +7,8 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from mesh.api.answering import Answer, timings, usage_of
-from mesh.api.errors import error_body, json_bytes, json_response
-from mesh.api.messages.errors import messages_error
+from mesh.api.errors import json_response
+from mesh.api.messages.errors import MESSAGES_STREAM, encoded
 from mesh.api.openai_format import CallIds
 from mesh.text.message_parts import Content, Reasoning, ToolCallArguments, ToolCallStart
 
@@ -112,6 +112,8 @@ class MessagesAnswer(Answer):
         body: Body of the request.
     """
 
+    form = MESSAGES_STREAM
+
     def __init__(self, choices: Choices, body: MessagesBody) -> None:
         super().__init__(choices)
         backend = choices.backend
@@ -154,11 +156,7 @@ class MessagesAnswer(Answer):
                     )
                     events.append({"type": "message_stop"})
                 if events:
-                    await emit(_encoded(events))
-
-    def failed(self, error: BaseException) -> bytes:
-        """Events that end a stream with an error."""
-        return error_events(error)
+                    await emit(encoded(events))
 
     def _fields(self, content: Sequence[dict[str, Any]], part: AnswerPart) -> dict[str, Any]:
         return {
@@ -202,14 +200,3 @@ def _object(arguments: str) -> Any:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
-
-
-def error_events(error: BaseException) -> bytes:
-    """Events that end a stream with an error."""
-    return _encoded([messages_error(error_body(error)["error"])])
-
-
-def _encoded(events: Sequence[Event]) -> bytes:
-    return b"".join(
-        b"event: " + event["type"].encode() + b"\ndata: " + json_bytes(event) + b"\n\n" for event in events
-    )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mesh.api.auth import load_refusal
 from mesh.api.backend import backends_of
 from mesh.api.disconnects import while_connected
-from mesh.api.event_stream import DelayedStream, error_event
+from mesh.api.event_stream import DelayedStream
 from mesh.api.on_demand.leases import lease_for
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from mesh.api.backend import Backend, Backends, ModelLease
+    from mesh.api.event_stream import StreamForm
 
 
 async def answered(
@@ -24,9 +25,8 @@ async def answered(
     model: str | None,
     answer: Callable[[Backend], Awaitable[Response]],
     *,
-    is_streamed: bool = False,
+    form: StreamForm | None = None,
     needs_engine: bool = True,
-    failed: Callable[[BaseException], bytes] = error_event,
 ) -> Response:
     """Answer a request by the model that it names.
 
@@ -37,9 +37,8 @@ async def answered(
         request: Request of the client, its body already read.
         model: Name of the model; None for the first.
         answer: Answers by the model, which is loaded.
-        is_streamed: Whether `answer` returns an `EventStream`.
+        form: Form of the `EventStream` that `answer` returns; None if it returns a whole answer.
         needs_engine: Whether the model must answer; otherwise its tokenizer is enough.
-        failed: Returns the events that end a stream with an error before `answer` is called.
 
     Raises:
         ModelNotFound: Naming the models that are served.
@@ -54,13 +53,13 @@ async def answered(
     api = backends.first.api
     if lease is None:
         return await answer(choose(model))
-    if is_streamed:
+    if form is not None:
 
         async def stream() -> Response:
             await lease.loaded(is_bounded=False)
             return await answer(choose(model))
 
-        return DelayedStream(stream, api.closing, api.ping_interval_s, failed=failed)
+        return DelayedStream(stream, form, api.closing, api.ping_interval_s)
 
     await while_connected(request, lease.loaded(is_bounded=True))
     return await answer(choose(model))

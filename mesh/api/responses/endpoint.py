@@ -18,8 +18,8 @@ from mesh.api.errors import json_response, written_response
 from mesh.api.generation_job import make_chat_job
 from mesh.api.on_demand.answers import answered
 from mesh.api.openapi import Deleted, InputItems, ResponseAnswer, TokenCount, answers, takes
-from mesh.api.protocol import JsonSchemaBody, ResponseFormatBody
-from mesh.api.responses.events import ResponsesAnswer, Turn, early_error, repeated_fields
+from mesh.api.responses.errors import as_responses_error
+from mesh.api.responses.events import ResponsesAnswer, Turn, repeated_fields
 from mesh.api.responses.item_references import with_stored_items
 from mesh.api.responses.protocol import ResponsesBody, input_items_of, messages_of
 from mesh.api.structured_output import tool_use_of
@@ -33,46 +33,15 @@ if TYPE_CHECKING:
 
 # Tokens left for an answer without a limit of its own, when old turns are dropped.
 _ANSWER_ROOM: Final = 1024
-_WORDS: Final = (("response_format.json_schema", "text.format"), ("response_format", "text.format"))
 router = APIRouter()
 _DEFAULT_LIMIT: Final = 20
 _MOST_LIMIT: Final = 100
 
 
-def as_chat_body(body: ResponsesBody) -> ResponsesBody:
-    """The body with `response_format` in place of `text.format`.
-
-    Raises:
-        InvalidRequest: If it has both.
-    """
-    wanted = None if body.text is None else body.text.format
-    if wanted is None or wanted.type == "text":
-        return body
-    if body.response_format is not None:
-        raise InvalidRequest(
-            "text.format and response_format are the same: send one of them", param="text.format"
-        )
-    schema = None
-    if wanted.type == "json_schema":
-        given = {"schema": wanted.schema_} if "schema_" in wanted.model_fields_set else {}
-        schema = JsonSchemaBody.model_validate({"name": wanted.name, **given})
-    as_chat = ResponseFormatBody(type=wanted.type, json_schema=schema)
-    return body.model_copy(update={"response_format": as_chat})
-
-
-def as_responses_error(error: InvalidRequest) -> InvalidRequest:
-    """An error about `response_format` as one about `text.format`."""
-    message, param = error.message, error.param
-    for theirs, ours in _WORDS:
-        message = message.replace(theirs, ours)
-        param = None if param is None else param.replace(theirs, ours)
-    return InvalidRequest(message, param=param)
-
-
 @router.post(
     "/v1/responses",
     response_model=None,
-    responses=answers(ResponseAnswer, 403, 404, 413, is_streamed=True),
+    responses=answers(ResponseAnswer, 403, 404, 413, streamed_as=ResponsesAnswer.form.media_type),
     openapi_extra=takes(ResponsesBody),
 )
 async def create_response(request: Request) -> Response:
@@ -89,7 +58,7 @@ async def create_response(request: Request) -> Response:
 
         return await respond(request, backend, [turn.job], make, is_streamed=bool(body.stream))
 
-    return await answered(request, body.model, answer, is_streamed=bool(body.stream), failed=early_error)
+    return await answered(request, body.model, answer, form=ResponsesAnswer.form if body.stream else None)
 
 
 @router.get("/v1/responses/{response_id}", response_model=None, responses=answers(ResponseAnswer, 404))
@@ -258,7 +227,7 @@ async def _turn(backend: Backend, body: ResponsesBody, client: str | None) -> Tu
     messages = await asyncio.to_thread(_messages, backend, body, client)
     prompt = await _prompt(backend, body, messages, client)
     try:
-        job = await make_chat_job(backend, as_chat_body(body), prompt, param="input", client=client)
+        job = await make_chat_job(backend, body.as_chat(), prompt, param="input", client=client)
     except InvalidRequest as error:
         raise as_responses_error(error) from None
     repeated = await asyncio.to_thread(repeated_fields, body)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from mesh.api.answering import Answer, made, timings, usage_of
-from mesh.api.errors import error_body, is_large_json, json_bytes, large_json_bytes, written_response
+from mesh.api.errors import error_body, is_large_json, written_response
 from mesh.api.openai_format import CallIds, chat_logprobs, usage_fields
 from mesh.api.protocol import AllowedTools
 from mesh.api.response_store import StoredResponse
+from mesh.api.responses.errors import RESPONSES_STREAM, numbered
 from mesh.api.responses.protocol import messages_of
 from mesh.text.message_parts import Content, Reasoning, ToolCallArguments, ToolCallStart
 
@@ -206,6 +207,8 @@ class ResponsesAnswer(Answer):
         turn: The turn.
     """
 
+    form = RESPONSES_STREAM
+
     def __init__(self, choices: Choices, body: ResponsesBody, turn: Turn) -> None:
         super().__init__(choices)
         self._backend = backend = choices.backend
@@ -260,23 +263,18 @@ class ResponsesAnswer(Answer):
             response = self._response("in_progress")
             names = ("created", "in_progress")
             events = [*({"type": f"response.{name}", "response": response} for name in names), *events]
-        return self._numbered(events)
+        data = numbered(events, self._num_events)
+        self._num_events += len(events)
+        return data
 
     async def _finished(self, part: AnswerPart) -> dict[str, Any]:
-        counts = usage_fields(usage_of([self._job], [part]))
         is_cut = part.finish == "length"
         response = self._response(
             "incomplete" if is_cut else "completed",
             completed_at=int(self._backend.api.now_s()),
             incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
             output=self._output.items,
-            usage={
-                "input_tokens": counts["prompt_tokens"],
-                "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
-                "output_tokens": counts["completion_tokens"],
-                "output_tokens_details": counts["completion_tokens_details"],
-                "total_tokens": counts["total_tokens"],
-            },
+            usage=_usage(usage_fields(usage_of([self._job], [part]))),
             timings=timings(self._job, part),
         )
         if self._keeps:
@@ -308,14 +306,14 @@ class ResponsesAnswer(Answer):
             **self._turn.repeated,
         }
 
-    def _numbered(self, events: Sequence[Event]) -> bytes:
-        data = []
-        for event in events:
-            numbered = {**event, "sequence_number": self._num_events}
-            write = large_json_bytes if is_large_json(numbered) else json_bytes
-            data += [b"event: ", event["type"].encode(), b"\ndata: ", write(numbered), b"\n\n"]
-            self._num_events += 1
-        return b"".join(data)
+
+def _usage(counts: Mapping[str, Any]) -> dict[str, Any]:
+    """`usage` of a chat by the names of this API."""
+    named = {
+        name.replace("prompt", "input").replace("completion", "output"): count
+        for name, count in counts.items()
+    }
+    return named | {"input_tokens_details": {**named["input_tokens_details"], "cache_write_tokens": 0}}
 
 
 def _part(part_type: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -337,10 +335,3 @@ def repeated_fields(body: ResponsesBody) -> dict[str, Any]:
         tools = [{"type": "function", "name": name} for name in choice.names]
         said["tool_choice"] = {"type": "allowed_tools", "mode": choice.mode, "tools": tools}
     return said
-
-
-def early_error(error: BaseException) -> bytes:
-    """Event that ends a stream with an error before there is a response."""
-    told = error_body(error)["error"]
-    event = {"type": "error", "code": told["code"], "message": told["message"], "param": told["param"]}
-    return b"event: error\ndata: " + json_bytes({**event, "sequence_number": 0}) + b"\n\n"

@@ -15,7 +15,9 @@ from mesh.api.protocol import (
     Effort,
     FunctionBody,
     GenerationBody,
+    JsonSchemaBody,
     NumTopLogprobs,
+    ResponseFormatBody,
     StrictBody,
     ToolName,
     between,
@@ -380,6 +382,26 @@ class ResponsesBody(GenerationBody):
         """Number of likeliest tokens to report beside each token's logprob; None reports nothing."""
         wanted = self.top_logprobs is not None or WANTS_LOGPROBS in (self.include or ())
         return self.top_logprobs or 0 if wanted else None
+
+    def as_chat(self) -> ResponsesBody:
+        """The body with `response_format` in place of `text.format`.
+
+        Raises:
+            InvalidRequest: If it has both.
+        """
+        wanted = None if self.text is None else self.text.format
+        if wanted is None or wanted.type == "text":
+            return self
+        if self.response_format is not None:
+            raise InvalidRequest(
+                "text.format and response_format are the same: send one of them", param="text.format"
+            )
+        schema = None
+        if wanted.type == "json_schema":
+            given = {"schema": wanted.schema_} if "schema_" in wanted.model_fields_set else {}
+            schema = JsonSchemaBody.model_validate({"name": wanted.name, **given})
+        as_chat = ResponseFormatBody(type=wanted.type, json_schema=schema)
+        return self.model_copy(update={"response_format": as_chat})
 
 
 def flat_name(namespace: str, name: str) -> str:

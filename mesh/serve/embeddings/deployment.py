@@ -206,7 +206,7 @@ class EmbeddingDeployment:
                 await self._replace(loss, crash_logs)
 
     async def _loss_or_move(self) -> StageLoss | None:
-        """Return when the process is lost, with the reason, or None when its host is to leave."""
+        """Return when the process is lost, with the reason, or None when its host keeps no layers."""
         while True:
             (stage,) = self._pipeline.stages
             if stage.handle is None:
@@ -214,7 +214,7 @@ class EmbeddingDeployment:
             member = next((each for each in self._head.members if stage.is_on(each)), None)
             if member is None:
                 return _HOST_LEFT
-            if member.is_leaving:
+            if not member.keeps_layers:
                 return None
             fault = await self._fault_within(_POLL_S)
             (stage,) = self._pipeline.stages

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from mesh.options.host import HeadOptions
+    from stages.slicing.model_facts import ModelSummary
     from stages.weights.hashing import FileStamp
 
 _SUFFIX: Final = ".gguf"
@@ -47,12 +48,8 @@ class LibraryEntry:
     """Its file, the first if it has several."""
     created_s: int
     """Last change of that file, Unix seconds."""
-    size_bytes: int
-    """Size of all its files."""
-    n_vocab: int
-    """Rows of its token embedding."""
-    n_ctx_train: int
-    """Positions that it was trained for."""
+    summary: ModelSummary
+    """What its files say."""
 
 
 class Library:
@@ -160,7 +157,7 @@ def _read(path: Path) -> LibraryEntry | None:
         # A file that no check foresaw must not hide all others.
         log.exception("library_file_left_out", path=str(path))
         return None
-    return LibraryEntry(name, path, created_s, facts.file_bytes, facts.n_vocab, facts.n_ctx_train)
+    return LibraryEntry(name, path, created_s, facts.summary)
 
 
 def smallest_model(folders: Sequence[Path]) -> Path | None:
@@ -170,7 +167,7 @@ def smallest_model(folders: Sequence[Path]) -> Path | None:
         folders: Folders that are searched.
     """
     entries = Library(folders, clock_s=lambda: 0.0).search().values()
-    smallest = min(entries, key=lambda entry: (entry.size_bytes, entry.name), default=None)
+    smallest = min(entries, key=lambda entry: (entry.summary.file_bytes, entry.name), default=None)
     return None if smallest is None else smallest.path
 
 

@@ -320,9 +320,8 @@ class OnDemandLoader:
 
     async def _ask_room(self, question: AskRoom) -> None:
         name, layout = question.name, self._layout
-        entry = self._library.entries.get(name)
+        entry = self._entry(name)
         if entry is None:
-            self._fail(name, _lost(name))
             return
         try:
             shortage = await self._room.shortage(load_request_of(entry, self._options), question.gone)
@@ -334,9 +333,8 @@ class OnDemandLoader:
             self._answers[name, question.gone] = shortage
 
     async def _load(self, name: str) -> None:
-        entry = self._library.entries.get(name)
+        entry = self._entry(name)
         if entry is None:
-            self._fail(name, _lost(name))
             return
         log.info("model_loads_on_demand", model=name)
         self._stopped.discard(name)
@@ -363,6 +361,13 @@ class OnDemandLoader:
         for name, outcome in zip(step.names, outcomes, strict=True):
             if isinstance(outcome, BaseException):
                 log.warning("model_not_unloaded", model=name, reason=str(outcome))
+
+    def _entry(self, name: str) -> LibraryEntry | None:
+        """A model of the library; None, once its requests have failed, if it is gone from there."""
+        entry = self._library.entries.get(name)
+        if entry is None:
+            self._fail(name, _lost(name))
+        return entry
 
     def _refuse(self, step: Refuse) -> None:
         shortage, entry = self._answers[step.name, step.gone], self._library.entries.get(step.name)
@@ -470,10 +475,8 @@ class OnDemandLoader:
             name=entry.name,
             phase="unloading" if entry.name in self._leaving else phase,
             created=entry.created_s,
-            context_length=ctx_size_for(self._options.ctx_size, entry.n_ctx_train),
-            size_bytes=entry.size_bytes,
-            n_vocab=entry.n_vocab,
-            n_ctx_train=entry.n_ctx_train,
+            context_length=ctx_size_for(self._options.ctx_size, entry.summary.n_ctx_train),
+            summary=entry.summary,
         )
 
     def _reason(self, name: str) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mesh.placement.host_capacity import in_one_kind
-from mesh.serve.options import fitted_to, options_of_load
 from mesh.serve.planning import plan_in_thread
-from mesh.serve.preflight import check_model, placed
+from mesh.serve.preflight import placed
+from mesh.serve.served_model import checked_load
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts
-from stages.cancellable_work import CancellableWork
 from stages.gguf.reader import part_paths
 from stages.units import format_size
 from stages.weights.hashing import stamps_of
@@ -40,7 +40,7 @@ class RoomCheck:
         self._head = head
         self._allocations = allocations
         # The latest: several questions follow one another about the same model.
-        self._checked: tuple[object, Preflight] | None = None
+        self._checked: tuple[object, tuple[HeadOptions, Preflight]] | None = None
 
     def layout(self) -> object:
         """State that answers depend on: they hold as long as it is equal."""
@@ -69,9 +69,7 @@ class RoomCheck:
             ModelError: If its file is no model that can be served with these options.
             ClusterError: If options contradict the model.
         """
-        options = options_of_load(load_request, self._first.options)
-        known = await self._known(load_request, options)
-        options = fitted_to(options, known.model)
+        options, known = await self._known(load_request)
         own, facts = self._head.own, self._first.known.facts
         left_bytes = facts.memory_bytes - self._allocations.held_bytes(own, without=gone) - known.text_bytes
         if known.draft_bytes and known.draft_bytes > left_bytes:
@@ -93,10 +91,8 @@ class RoomCheck:
             return error
         return None
 
-    async def _known(self, load_request: LoadRequest, options: HeadOptions) -> Preflight:
-        facts = self._first.known.facts
-        key = (load_request, stamps_of(part_paths(options.model)))
+    async def _known(self, load_request: LoadRequest) -> tuple[HeadOptions, Preflight]:
+        key = (load_request, stamps_of(part_paths(Path(load_request.model))))
         if self._checked is None or self._checked[0] != key:
-            found = await CancellableWork().run(lambda: check_model(options, lambda: facts))
-            self._checked = (key, found)
+            self._checked = (key, await checked_load(load_request, self._first))
         return self._checked[1]

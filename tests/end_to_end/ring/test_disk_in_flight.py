@@ -33,6 +33,7 @@ from tests.support.ring_harness import (
     RunningStage,
     collect,
     disk_prefixes,
+    plugs_for,
     running_coordinator,
     running_services,
 )
@@ -50,6 +51,7 @@ PROMPT: Final = tuple(range(3, 43))
 ANN: Final = GenerationRequest(PROMPT, 12, client="ann")
 OTHERS: Final = [GenerationRequest((50 + number, *PROMPT[1:]), 4, client="bob") for number in range(4)]
 ROOT: Final = Path(__file__).parents[3]
+OPTIONS: Final = CoordinatorOptions(128, 4, FakeRuntime.max_rows, N_VOCAB)
 
 
 def alone(request: GenerationRequest) -> list[int]:
@@ -150,9 +152,11 @@ async def test_what_a_slot_lost_comes_back_from_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lost", [None, 0, 1, 2])
 async def test_what_a_repair_or_a_move_forgot_comes_back_from_disk(lost: int | None, tmp_path: Path) -> None:
-    options = CoordinatorOptions(128, 4, FakeRuntime.max_rows, N_VOCAB, block_positions=SIZE)
     ring = RepairableRing(disk_root=tmp_path)
-    async with repaired(ring, options) as coordinator, asyncio.timeout(60):
+    async with (
+        repaired(ring, OPTIONS, plugs=plugs_for(block_positions=SIZE)) as coordinator,
+        asyncio.timeout(60),
+    ):
         await until(lambda: disk_prefixes(coordinator).is_on)
         await ask(coordinator, ANN)
         await known(coordinator, KEPT // SIZE)
@@ -169,9 +173,11 @@ async def test_what_a_repair_or_a_move_forgot_comes_back_from_disk(lost: int | N
 
 async def test_rows_that_came_along_from_another_ring_are_never_kept(tmp_path: Path) -> None:
     """Nor what is computed from them in later turns: on disk they would pass for rows of this ring."""
-    options = CoordinatorOptions(128, 4, FakeRuntime.max_rows, N_VOCAB, block_positions=SIZE)
     ring = RepairableRing(disk_root=tmp_path)
-    async with repaired(ring, options) as coordinator, asyncio.timeout(60):
+    async with (
+        repaired(ring, OPTIONS, plugs=plugs_for(block_positions=SIZE)) as coordinator,
+        asyncio.timeout(60),
+    ):
         await until(lambda: disk_prefixes(coordinator).is_on)
         parts = coordinator.generate(ANN)
         tokens = list((await anext(parts)).tokens)
@@ -314,9 +320,11 @@ async def test_a_client_that_hangs_up_while_disks_read_leaves_nothing_behind(tmp
 
 async def test_a_ring_that_breaks_while_disks_read_is_no_error(tmp_path: Path) -> None:
     await remember(tmp_path)
-    options = CoordinatorOptions(128, 4, FakeRuntime.max_rows, N_VOCAB, block_positions=SIZE)
     ring = RepairableRing(disk_root=tmp_path)
-    async with repaired(ring, options) as coordinator, asyncio.timeout(60):
+    async with (
+        repaired(ring, OPTIONS, plugs=plugs_for(block_positions=SIZE)) as coordinator,
+        asyncio.timeout(60),
+    ):
         await until(lambda: disk_prefixes(coordinator).is_on)
         disk = disk_of(ring.running[1].service)
         disk.fetch = lambda message, on_fetched: None  # type: ignore[method-assign]

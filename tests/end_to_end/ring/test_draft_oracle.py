@@ -32,7 +32,7 @@ from stages.weights.virtual_stages import StageCache
 from tests.end_to_end.ring.test_feature_drafters import CHAT, CTX_SIZE, Setting, target_and_drafter
 from tests.support.draft_oracle import DraftOracle, OracleMissing, Round, build_draft_oracle
 from tests.support.repairable_ring import RepairableRing, serving
-from tests.support.ring_harness import collect, feature_streams, running_stages
+from tests.support.ring_harness import collect, feature_streams, plugs_for, running_stages
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -356,12 +356,14 @@ async def test_drafts_behind_a_repair_are_those_of_llama_cpp(
         line.tokenizer.n_vocab,
         controller=ControllerOptions(fixed_width=WIDTH, fixed_depth=1),
         ping_timeout_s=30.0,
-        feature_needs=line.needs,
     )
+    plugs = plugs_for(feature_needs=line.needs)
     texts, ours = [], []
     async with (
         asyncio.timeout(200),
-        serving(ring, options, make_proposers=lambda request: [line.open(request)]) as coordinator,
+        serving(
+            ring, options, plugs=plugs, make_proposers=lambda request: [line.open(request)]
+        ) as coordinator,
     ):
         for index, question in enumerate(QUESTIONS[: len(CUTS) + 1]):
             await connected(coordinator)

@@ -31,7 +31,13 @@ from stages.weights.virtual_stages import StageCache
 from tests.support.eagle3 import DRAFTER
 from tests.support.mimo2 import write_mimo2
 from tests.support.repairable_ring import RepairableRing, serving
-from tests.support.ring_harness import collect, feature_streams, running_coordinator, running_stages
+from tests.support.ring_harness import (
+    collect,
+    feature_streams,
+    plugs_for,
+    running_coordinator,
+    running_stages,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -262,7 +268,6 @@ async def test_a_repair_leaves_no_gap_in_the_features(
         setting.tokenizer.n_vocab,
         controller=ControllerOptions(fixed_width=3, fixed_depth=3),
         ping_timeout_s=30.0,
-        feature_needs=setting.needs,
     )
     request = setting.request(QUESTIONS[0], SamplingParams())
     proposers: list[DraftProposer] = []
@@ -271,7 +276,8 @@ async def test_a_repair_leaves_no_gap_in_the_features(
         proposers.append(setting.open(request))
         return [proposers[-1]]
 
-    async with serving(ring, options, make_proposers=make_proposers) as coordinator:
+    plugs = plugs_for(feature_needs=setting.needs)
+    async with serving(ring, options, plugs=plugs, make_proposers=make_proposers) as coordinator:
         whole, _ = await collect(coordinator, request)
         tokens: list[int] = []
         dying = None

@@ -33,7 +33,13 @@ from tests.support.draft_oracle import OracleMissing, build_draft_oracle
 from tests.support.nemotron_h_moe import write_nemotron_h_moe
 from tests.support.predictable_models import make_predictable
 from tests.support.repairable_ring import RepairableRing, serving
-from tests.support.ring_harness import collect, feature_streams, running_coordinator, running_stages
+from tests.support.ring_harness import (
+    collect,
+    feature_streams,
+    plugs_for,
+    running_coordinator,
+    running_stages,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
@@ -239,11 +245,10 @@ async def test_a_repair_leaves_no_gap_in_the_features(lost: int, tmp_path: Path)
         EXACT_MAX_ROWS,
         setting.tokenizer.n_vocab,
         can_trim=False,
-        num_checkpoints=NUM_CHECKPOINTS,
         controller=ControllerOptions(fixed_width=WIDTH, fixed_depth=3),
         ping_timeout_s=30.0,
-        feature_needs=setting.needs,
     )
+    plugs = plugs_for(num_checkpoints=NUM_CHECKPOINTS, feature_needs=setting.needs)
     proposers: list[DraftProposer] = []
 
     def make_proposers(request: GenerationRequest) -> list[DraftProposer]:
@@ -254,7 +259,7 @@ async def test_a_repair_leaves_no_gap_in_the_features(lost: int, tmp_path: Path)
     try:
         async with (
             asyncio.timeout(60),
-            serving(ring, options, make_proposers=make_proposers) as coordinator,
+            serving(ring, options, plugs=plugs, make_proposers=make_proposers) as coordinator,
         ):
             whole, _ = await collect(coordinator, request)
             tokens: list[int] = []

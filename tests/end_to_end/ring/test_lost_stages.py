@@ -23,7 +23,14 @@ from spanmesh_proto.errors import ModelDoesNotFit, StageFailed
 from stages.sampling.sampler import Sampler, SamplingParams
 from tests.support.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.support.repairable_ring import RepairableRing, serving
-from tests.support.ring_harness import MESH_ID, MESH_KEY, RunningStage, collect, running_services
+from tests.support.ring_harness import (
+    MESH_ID,
+    MESH_KEY,
+    RunningStage,
+    collect,
+    plugs_for,
+    running_services,
+)
 from tests.support.stage_process import stage_process
 
 OPTIONS = CoordinatorOptions(128, 2, FakeRuntime.max_rows, 64, ping_interval_s=0.05, ping_timeout_s=0.3)
@@ -72,6 +79,7 @@ async def apart() -> AsyncIterator[Apart]:
             coordinator = Coordinator(
                 [starts[0].address, middle, end],
                 OPTIONS,
+                plugs=plugs_for(),
                 mesh_id=MESH_ID,
                 mesh_key=MESH_KEY,
                 make_proposers=None,
@@ -215,9 +223,8 @@ def awaited_features(monkeypatch: pytest.MonkeyPatch) -> AwaitedFeatures:
     return AwaitedFeatures(RepairableRing(), threading.Event())
 
 
-WITH_FEATURES = replace(
-    OPTIONS, feature_needs=FeatureNeeds((0,), 3, 1), repair_wait_s=30.0, ping_timeout_s=30.0
-)
+NEEDS = FeatureNeeds((0,), 3, 1)
+PATIENT = replace(OPTIONS, repair_wait_s=30.0, ping_timeout_s=30.0)
 
 
 async def test_a_ring_that_loses_a_stage_while_it_waits_for_features_does_not_start(
@@ -226,7 +233,8 @@ async def test_a_ring_that_loses_a_stage_while_it_waits_for_features_does_not_st
     ring = awaited_features.ring
     coordinator = Coordinator(
         await ring.fill(),
-        WITH_FEATURES,
+        PATIENT,
+        plugs=plugs_for(feature_needs=NEEDS),
         mesh_id=ring.mesh_id,
         mesh_key=ring.mesh_key,
         make_proposers=None,
@@ -247,7 +255,8 @@ async def test_a_new_ring_that_loses_a_stage_while_it_waits_for_features_is_repa
     awaited_features: AwaitedFeatures,
 ) -> None:
     ring = awaited_features.ring
-    async with asyncio.timeout(40), serving(ring, WITH_FEATURES) as coordinator:
+    plugs = plugs_for(feature_needs=NEEDS)
+    async with asyncio.timeout(40), serving(ring, PATIENT, plugs=plugs) as coordinator:
         parts = coordinator.generate(REQUEST)
         said = list((await anext(parts)).tokens)
         opened: list[ActiveRing] = []

@@ -25,7 +25,7 @@ from stages.serving.stage_engine import StageEngine
 from stages.transport import stage_link
 from tests.support.fake_stage import FakeRuntime, plain_answer
 from tests.support.repairable_ring import RepairableRing, serving
-from tests.support.ring_harness import collect, feature_streams
+from tests.support.ring_harness import collect, feature_streams, plugs_for
 
 # Pings are only missed by a process that stands still: here all is one process.
 OPTIONS = CoordinatorOptions(
@@ -278,7 +278,7 @@ async def test_features_that_cannot_be_taken_are_off_with_the_reason(monkeypatch
         FeatureStreams, "_connected", once(lambda *_: None, ArithmeticError("wrong"), after=0)
     )
     ring = RepairableRing()
-    async with serving(ring, replace(OPTIONS, feature_needs=FeatureNeeds((0,), 3, 1))) as coordinator:
+    async with serving(ring, OPTIONS, plugs=plugs_for(feature_needs=FeatureNeeds((0,), 3, 1))) as coordinator:
         streams = feature_streams(coordinator)
         assert streams is not None
         assert streams.why_off is not None

@@ -20,7 +20,7 @@ from stages.weights.virtual_stages import StageCache
 from tests.qualification.random_hybrid import HybridShape, write_random_hybrid
 from tests.support.proposers import Oracle
 from tests.support.repairable_ring import RepairableRing, serving
-from tests.support.ring_harness import running_coordinator, running_stages
+from tests.support.ring_harness import plugs_for, running_coordinator, running_stages
 from tests.support.tiny_families import TINY_FAMILIES
 from tests.support.whole_model_engine import WholeModelEngine
 
@@ -164,12 +164,12 @@ async def test_lost_stages_leave_no_trace(
         63,
         320,
         can_trim=False,
-        num_checkpoints=NUM_CHECKPOINTS,
         controller=ControllerOptions(fixed_width=3, fixed_depth=4),
     )
+    oracles, plugs = Oracles(answers, (False, False, False, True)), plugs_for(num_checkpoints=NUM_CHECKPOINTS)
     async with (
         asyncio.timeout(100),
-        serving(ring, options, make_proposers=Oracles(answers, (False, False, False, True))) as coordinator,
+        serving(ring, options, plugs=plugs, make_proposers=oracles) as coordinator,
     ):
 
         async def disturb() -> None:
@@ -201,7 +201,6 @@ async def test_a_copy_goes_on_from_the_latest_checkpoint(tmp_path: Path) -> None
         63,
         320,
         can_trim=False,
-        num_checkpoints=NUM_CHECKPOINTS,
         controller=ControllerOptions(fixed_width=3, fixed_depth=4),
     )
     answers: list[list[int]] = []
@@ -211,7 +210,11 @@ async def test_a_copy_goes_on_from_the_latest_checkpoint(tmp_path: Path) -> None
             make_runtime=lambda index: StageRuntime(files[index], runtime_options), news_s=0.01
         )
         oracles = Oracles({request: answers[0]}, (False, False, False, True)) if answers else None
-        async with asyncio.timeout(100), serving(ring, options, make_proposers=oracles) as coordinator:
+        plugs = plugs_for(num_checkpoints=NUM_CHECKPOINTS)
+        async with (
+            asyncio.timeout(100),
+            serving(ring, options, plugs=plugs, make_proposers=oracles) as coordinator,
+        ):
             running = asyncio.create_task(text(coordinator, request))
             if not is_disturbed:
                 answers.append(await running)

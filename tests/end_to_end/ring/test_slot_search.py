@@ -41,6 +41,7 @@ from tests.support.gated_ring import GatedRing, watched
 from tests.support.gates import Choice, StillLoop
 from tests.support.proposers import Oracle, Parrot
 from tests.support.repairable_ring import NUM_STAGES
+from tests.support.ring_harness import plugs_for
 from tests.support.searches import SWEEP
 
 if TYPE_CHECKING:
@@ -223,10 +224,9 @@ class SlotMachine(RuleBasedStateMachine):
             # What is lost is said by the end of its streams.
             ping_interval_s=1e9,
             ping_timeout_s=1e9,
-            block_positions=BLOCK_POSITIONS,
             can_trim=not num_checkpoints,
-            num_checkpoints=num_checkpoints,
         )
+        self.num_checkpoints = num_checkpoints
         self.make_proposers = proposers(proposer)
 
         async def begin() -> None:
@@ -255,6 +255,7 @@ class SlotMachine(RuleBasedStateMachine):
         self.coordinator = ring.coordinator = Coordinator(
             [stage.address for stage in ring.running],
             self.options,
+            plugs=plugs_for(num_checkpoints=self.num_checkpoints, block_positions=BLOCK_POSITIONS),
             mesh_id=ring.mesh_id,
             mesh_key=ring.mesh_key,
             make_proposers=self.make_proposers,

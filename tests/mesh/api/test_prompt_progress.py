@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from mesh.api.event_stream import DelayedStream, EventStream, error_event
+from mesh.api.event_stream import DelayedStream, EventStream
+from mesh.api.openai_format import OPENAI_STREAM
 from mesh.text.tokenizer import Tokenizer
 from stages.runtime.span import Span
 from tests.mesh.api.test_client_disconnects import Gate
@@ -33,7 +34,7 @@ COMMENT = re.compile(r": prefill (\d+)/(\d+) tokens")
 class Source:
     """Source of a stream without an answer."""
 
-    done = b""
+    form = OPENAI_STREAM
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class Source:
         return True
 
     def failed(self, error: BaseException) -> bytes:
-        return error_event(error)
+        return self.form.failed(error)
 
 
 @pytest.fixture
@@ -232,5 +233,6 @@ async def test_comments_of_a_stream_whose_model_was_loaded_first_are_its_own() -
         source = Source(produce, lambda: b": prefill 3/9 tokens\n\n")
         return EventStream(source, asyncio.Event(), 0.01)
 
-    await DelayedStream(make, asyncio.Event(), 0.01, failed=error_event)({"type": "http"}, receive, send)
+    stream = DelayedStream(make, OPENAI_STREAM, asyncio.Event(), 0.01)
+    await stream({"type": "http"}, receive, send)
     assert b"data: 1\n\n" in sent

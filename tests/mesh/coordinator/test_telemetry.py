@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mesh.coordinator import telemetry
 from mesh.coordinator.plugs import SessionPlug  # noqa: TC001
 from mesh.coordinator.telemetry import SessionTelemetry
-from mesh.engine import FeatureCounts, SpeculationReport
+from mesh.engine import FeatureCounts, GenerationStats, SpeculationReport
 from speculative.acceptance import DepthStatistics, Judgement, SpeculationStatistics, judge, judge_unread
 from speculative.proposer import Proposal
 
@@ -96,6 +96,12 @@ def test_drafted_tokens_are_counted_by_depth_in_void_windows_too() -> None:
     proposer = merged.as_dict()["proposers"]["mtp"]
     assert proposer["reached_per_depth"] == [2, 2, 2, 2, 2]
     assert "drafted_per_depth" not in merged.as_dict()["proposers"]["ngram"]
+
+
+def test_what_is_known_at_the_start_stays_in_the_statistics() -> None:
+    session = SessionTelemetry(5.0, initial=GenerationStats(num_cached=7))
+    session.add_prefilled(9.0)
+    assert (session.stats().num_cached, session.stats().prefill_ms) == (7, 4.0)
 
 
 def test_features_are_counted_where_a_drafter_reads_them() -> None:

@@ -18,7 +18,7 @@ from mesh.api.backend import ApiContext, Backends
 from mesh.cluster.admission import Admissions
 from mesh.cluster.certificates import Authority, make_certificate
 from mesh.cluster.join_token import JoinToken
-from mesh.cluster.members import Members
+from mesh.cluster.members import Member, Members
 from mesh.options.model import LoadRequest
 from mesh.serve.allocations import HostAllocations
 from mesh.serve.embeddings.model import EmbeddingModel, check_embedding_model
@@ -421,6 +421,19 @@ async def test_it_moves_when_its_host_is_to_leave(hosts: Hosts, tokenizer: Token
             await mesh.host_draining.drain("desk")
         assert np.array_equal(await mesh.embed(), before)
         assert mesh.backend().status()["repairs"] == {"losses": 0, "count": 0, "last_s": None, "moves": 1}
+
+
+async def test_it_moves_from_a_host_that_keeps_no_layers_for_another_reason(
+    hosts: Hosts, tokenizer: Tokenizer, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts.join("attic", 2 * needed_bytes(path))
+    hosts.join("desk", needed_bytes(path))
+    async with serving(hosts, tokenizer) as mesh:
+        await mesh.registry.load(order(path))
+        monkeypatch.setattr(Member, "keeps_layers", property(lambda member: member.name != "attic"))
+        hosts.members.update("attic", is_ready=True)
+        await until(lambda: mesh.where() == ["desk"])
+        assert not mesh.messages.said.let_go
 
 
 def set_aside(path: Path) -> Path:

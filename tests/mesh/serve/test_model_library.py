@@ -54,9 +54,12 @@ def test_models_are_found_once_and_by_the_names_that_they_have_elsewhere(folder:
     assert list(entries) == ["large", "tiny"]
     large, tiny = entries["large"], entries["tiny"]
     assert large.path.name.startswith("large-00001-of-")
-    assert large.size_bytes == sum(path.stat().st_size for path in large.path.parent.iterdir())
-    assert (tiny.path, tiny.size_bytes) == (folder / "tiny.gguf", (folder / "tiny.gguf").stat().st_size)
-    assert (tiny.n_ctx_train, tiny.n_vocab) == (1024, 320)
+    assert large.summary.file_bytes == sum(path.stat().st_size for path in large.path.parent.iterdir())
+    assert (tiny.path, tiny.summary.file_bytes) == (
+        folder / "tiny.gguf",
+        (folder / "tiny.gguf").stat().st_size,
+    )
+    assert (tiny.summary.n_ctx_train, tiny.summary.n_vocab) == (1024, 320)
     assert smallest_model([folder]) == tiny.path
     assert smallest_model([folder / ".cache" / "nothing"]) is None
 

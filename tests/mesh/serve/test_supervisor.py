@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mesh.cluster.members import Member
 from mesh.engine import GenerationRequest
 from mesh.placement.memory_estimate import StageSizes
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit, StageFailed
@@ -230,6 +231,25 @@ async def test_a_host_that_leaves_by_itself_is_told_and_goes_once_its_layers_fit
         await mesh.until(lambda: mesh.messages.said.let_go == ["c"])
         assert mesh.hosts() == ["a", "b", "d"]
         assert await answer(mesh) == wanted
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+async def test_a_host_that_keeps_no_layers_for_another_reason_stays(
+    smollm2_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_room: bool
+) -> None:
+    hosts = dict.fromkeys("abc", 1.1) | {"d": 9.0}
+    async with serving(smollm2_path, hosts, has_replicas=False) as mesh:
+        wanted = await answer(mesh)
+        full = FullHosts(mesh, lambda _node, _tried: not has_room)
+        monkeypatch.setattr(Member, "keeps_layers", property(lambda member: member.name != "c"))
+        mesh.members.update("c", is_ready=True)
+        if has_room:
+            await mesh.until(lambda: mesh.hosts() == ["a", "b", "d"] and mesh.coordinator.is_ready)
+        else:
+            await mesh.until(lambda: len(full.tried) == 3)
+            assert mesh.hosts() == ["a", "b", "c"]
+        assert await answer(mesh) == wanted
+        assert mesh.messages.said.let_go == mesh.messages.said.announced == []
 
 
 async def test_if_need_be_all_is_placed_anew(smollm2_path: Path) -> None:

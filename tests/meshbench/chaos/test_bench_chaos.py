@@ -5,7 +5,7 @@ import os
 import socket
 from collections import Counter
 from dataclasses import asdict, replace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +15,8 @@ from mesh.placement.host_capacity import HostCapacity
 from mesh.placement.memory_estimate import Workload
 from mesh.placement.planner import plan
 from meshbench.chaos.cli import chaos
-from meshbench.chaos.faults import KINDS, MEANING, FaultKind, draw_faults, listener, victim
+from meshbench.chaos.fault_kinds import ALL_KINDS, FaultKind
+from meshbench.chaos.faults import draw_faults, listener, victim
 from meshbench.chaos.harness import what_is_missing
 from meshbench.chaos.options import SCENARIOS, least_memory_bytes
 from meshbench.chaos.questions import questions
@@ -77,7 +78,7 @@ def expected() -> dict[str, Expected]:
     return {"q": Expected(Turn("Say so.", 3), stream(1.0, 2.0, 3.0))}
 
 
-def repair(kind: str = "first", **fields: Any) -> Repair:
+def repair(kind: FaultKind = FaultKind.FIRST, **fields: Any) -> Repair:
     plain = Repair(
         number=0,
         kind=kind,
@@ -99,7 +100,7 @@ def repair(kind: str = "first", **fields: Any) -> Repair:
 
 @given(
     count=st.integers(0, 60),
-    kinds=st.lists(st.sampled_from(KINDS), min_size=1, unique=True),
+    kinds=st.lists(st.sampled_from(FaultKind), min_size=1, unique=True),
     seed=st.integers(0, 2**32),
     is_short=st.booleans(),
 )
@@ -116,15 +117,15 @@ def test_every_kind_of_harm_comes_about_as_often(
     assert all(fault.wait_s > 0 and 2.0 < fault.hold_s <= (3.5 if is_short else 8.0) for fault in faults)
 
 
-@given(pick=st.floats(0, 1, exclude_max=True), kind=st.sampled_from(KINDS), num_stages=st.integers(1, 5))
+@given(pick=st.floats(0, 1, exclude_max=True), kind=st.sampled_from(FaultKind), num_stages=st.integers(1, 5))
 def test_a_harm_hits_a_stage_that_there_is(pick: float, kind: FaultKind, num_stages: int) -> None:
     hit = victim(kind, pick, num_stages)
     assert 0 <= hit < num_stages
-    if kind == "first":
+    if kind is FaultKind.FIRST:
         assert hit == 0
-    if kind == "tail":
+    if kind is FaultKind.TAIL:
         assert hit == num_stages - 1
-    if kind == "middle" and num_stages > 2:
+    if kind is FaultKind.MIDDLE and num_stages > 2:
         assert 0 < hit < num_stages - 1
 
 
@@ -303,7 +304,7 @@ def test_kinds_are_summed_up_apart() -> None:
     first, second = by_kind(
         [
             repair(),
-            repair("stop", whole_s=None, newcomer=None, pauses_s=()),
+            repair(FaultKind.STOP, whole_s=None, newcomer=None, pauses_s=()),
             repair(pauses_s=(4.0,), is_warm=False),
         ]
     )
@@ -316,7 +317,10 @@ def test_kinds_are_summed_up_apart() -> None:
 def scenario(*, failed: int = 0, pauses_s: tuple[float, ...] = (1.0, 2.0)) -> Scenario:
     streams = [stream(1.0, failure=Failure("stream_error", "gone"))] * failed + [stream(1.0, 2.0, 3.0)]
     found = tally(streams, expected(), is_exact=True)
-    repairs = (repair(pauses_s=pauses_s), repair("cut-off", whole_s=None, hold_s=3.0, problem="| no host"))
+    repairs = (
+        repair(pauses_s=pauses_s),
+        repair(FaultKind.CUT_OFF, whole_s=None, hold_s=3.0, problem="| no host"),
+    )
     lines = (*stream_lines(found, "faults", is_exact=True), *repair_lines(repairs))
     return Scenario("faults", lines, repairs, found.problems)
 
@@ -339,7 +343,7 @@ def test_a_report_is_good_unless_something_was_lost() -> None:
 def test_the_report_says_it_in_words_and_in_json() -> None:
     bad = report(scenario(failed=1, pauses_s=(60.0,)))
     page, text, fields = bad.markdown(), bad.text(), json.loads(bad.json())
-    assert MEANING["cut-off"] in page
+    assert FaultKind.CUT_OFF.meaning in page
     assert "never: / no host" in page
     assert "q: failure: stream_error: gone" in page
     assert "| faults: failed streams | ≤ 0 | 1.00 | missed | of 2 |" in page
@@ -373,6 +377,5 @@ def test_the_listener_of_a_port_is_found() -> None:
 
 def test_the_command_knows_what_there_is() -> None:
     options = {param.name: param for param in chaos.params}
-    assert options["kinds"].type.convert(",".join(get_args(FaultKind)), None, None) == KINDS
+    assert options["kinds"].type.convert(",".join(reversed(FaultKind)), None, None) == ALL_KINDS
     assert options["scenarios"].type.convert(",".join(SCENARIOS), None, None) == SCENARIOS
-    assert set(MEANING) == set(KINDS)

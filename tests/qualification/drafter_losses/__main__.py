@@ -29,6 +29,7 @@ from mesh.cli.option_types import float_option, int_option
 from mesh.draft.drafter import read_drafter
 from mesh.serve.options import demo_model
 from meshbench import shared_options
+from meshbench.chaos.fault_kinds import FaultKind
 from meshbench.chaos.faults import Fault, FaultInjector
 from meshbench.chaos.harness import FaultTestBed
 from meshbench.chaos.options import ChaosOptions
@@ -165,7 +166,7 @@ class LossRun:
         return WatchedAnswer(load.wait().answers[0], tuple(samples), killed_s)
 
     def _kill(self, request: int, snapshot: MeshSnapshot) -> InjectedFault:
-        fault = Fault(request, "middle", wait_s=0.0, hold_s=0.0, pick=0.0)
+        fault = Fault(request, FaultKind.MIDDLE, wait_s=0.0, hold_s=0.0, pick=0.0)
         return self._bed.injector.inject(fault, snapshot)
 
     def _sample(self, samples: list[Sample]) -> MeshSnapshot:
@@ -367,7 +368,7 @@ def main(
         scenarios=(),
         num_streams=1,
         num_faults=num_losses,
-        kinds=("middle",),
+        kinds=(FaultKind.MIDDLE,),
         awaits_replicas=True,
         num_questions=min(num_losses, len(_TOPICS)),
         answer_tokens=(num_tokens,),

@@ -21,6 +21,7 @@ from tests.support.fake_recurrent import FakeRecurrentRuntime
 from tests.support.fake_stage import FakeRuntime, plain_answer
 from tests.support.proposers import Oracle, Parrot, SlowOracle
 from tests.support.repairable_ring import NUM_STAGES, Deaths, RepairableRing, serving
+from tests.support.ring_harness import plugs_for
 from tests.support.searches import search
 
 N_VOCAB = 64
@@ -139,10 +140,10 @@ def test_one_text_whenever_stages_die(
         chosen = options(
             controller=ControllerOptions(fixed_width=width, fixed_depth=depth),
             can_trim=not num_checkpoints,
-            num_checkpoints=num_checkpoints,
         )
+        plugs = plugs_for(num_checkpoints=num_checkpoints)
         make_proposers = None if make is None else lambda _request: [make()]
-        async with asyncio.timeout(60), serving(ring, chosen, make_proposers=make_proposers):
+        async with asyncio.timeout(60), serving(ring, chosen, plugs=plugs, make_proposers=make_proposers):
             answers = await asyncio.gather(*(read(ring, request) for request in requests))
             await asyncio.gather(*dies.dying)
         return answers
