@@ -32,7 +32,8 @@ from mesh.serve.on_demand.room import RoomCheck
 from mesh.serve.options import fitted_to
 from mesh.serve.proposers import open_proposers
 from mesh.serve.served_model import backend_of, new_model
-from mesh.serve.status import HeadParts, MeshState, measured_links, print_join_line, print_served
+from mesh.serve.startup_message import print_join_line, print_served
+from mesh.serve.status import HeadParts, MeshState, measured_links
 from mesh.text.text_service import worker_bytes
 from mesh.util.tasks import first_of
 from spanmesh_proto.errors import ClusterError

@@ -1,16 +1,13 @@
-"""Status of a mesh: /mesh/status, counters of stages, measured links and announcements."""
+"""State of a served model and of its head: `/mesh/status`, counters of stages, measured links."""
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 import time
 from dataclasses import KW_ONLY, asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from mesh.cluster.join_token import decode
 from mesh.placement.gpu_layers import format_gpu_layers
 from mesh.placement.links import LinkProbeOptions
 from mesh.placement.memory_estimate import StageSizes, Workload
@@ -21,11 +18,8 @@ from mesh.serve.failures import Incidents
 from mesh.serve.options import speculation_refusal
 from mesh.serve.planning import plan_in_thread
 from mesh.serve.stage_factory import Transfers
-from mesh.util.printable import say
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
-from spanmesh_proto.addresses import join_address, split_address
 from spanmesh_proto.errors import ClusterError
-from stages.gguf.reader import model_name
 from stages.runtime.kernels import attention_name
 
 if TYPE_CHECKING:
@@ -36,27 +30,19 @@ if TYPE_CHECKING:
     from mesh.cluster.members import Member, Members
     from mesh.coordinator.coordinator import PendingEngine
     from mesh.engine import SpeculationMode
-    from mesh.options.host import HeadOptions
     from mesh.placement.context_choice import ContextChoice
     from mesh.placement.links import Links
     from mesh.placement.planner import StagePlacement
     from mesh.placement.wire_types import WireChoice
     from mesh.serve.allocations import HostAllocations
-    from mesh.serve.head import Head
     from mesh.serve.head_state import HeadStateWriter
     from mesh.serve.host_draining import HostDraining
     from mesh.serve.host_inspection import Inspection
     from mesh.serve.pipeline import Pipeline
     from mesh.serve.stage_handle import StageHandle
     from spanmesh_proto import windows_pb2 as wire
-    from spanmesh_proto.addresses import PortRange
     from stages.slicing.model_facts import ModelFacts
     from stages.weights.assembly import Transfer
-
-_QUESTION: Final = (
-    '{"model": "default", "messages": [{"role": "user", "content": "Who are you?"}],'
-    ' "temperature": 0, "max_tokens": 64}'
-)
 
 log = structlog.get_logger()
 
@@ -119,6 +105,11 @@ class MeshState:
         """Whether the ring was connected; stays true while a lost stage is replaced."""
         return self.engine.coordinator is not None
 
+    @property
+    def plan_reason(self) -> str | None:
+        """Reason of the placement; None before there is one."""
+        return None if self.plan is None else self.plan.reason
+
     def note_plan(self, stages: Sequence[StagePlacement], reason: str) -> None:
         """Record the placement of stages."""
         self.plan = Plan(tuple(stages), reason)
@@ -139,7 +130,7 @@ class MeshState:
             },
             "phase": self.phase,
             "ready": self.engine.is_ready,
-            "plan": self.plan.reason if self.plan is not None else None,
+            "plan": self.plan_reason,
             # Stages on their way to hosts: at the start, in a repair, in a move.
             "loading": [_loading_as_dict(handle) for handle in self.pipeline.loading],
             "hosts": [
@@ -296,80 +287,3 @@ def _wires(state: MeshState, members: Members, links: Links) -> tuple[WireChoice
     speeds = {member.name: member.facts.speed_gb_per_s for member in members}
     choices = planned_wires(state.plan, sizes, speeds, links)
     return tuple(choice for choice in choices if choice is not None)
-
-
-def print_join_line(head: Head) -> None:
-    """Print the command by which a host joins, and the ports that it needs."""
-    _say(join_line(head.token, head.own.port_range))
-
-
-def join_line(token: str, port_range: PortRange | None) -> str:
-    """The command by which a host joins, and the ports that it needs.
-
-    Args:
-        token: Join token.
-        port_range: Ports of the head; None for any free ones.
-    """
-    addresses = decode(token).addresses
-    first = f"The first connection is TCP to {' or '.join(addresses)}."
-    if len(addresses) > 1:
-        first += " A host takes the address that it reaches first;\n--advertise lets all take one."
-    if port_range is None:
-        command = f"mesh join {token}"
-        ports = (
-            f"{first} Ray and the stages use free ports of every host:\n"
-            "allow all TCP between the hosts, and none from elsewhere."
-        )
-    else:
-        command = f"mesh join {token} --port-range {port_range}"
-        ports = (
-            f"{first} For the mesh this host listens on {port_range} only:\n"
-            "allow TCP to the range of each host from the others, and none from elsewhere."
-        )
-    return f"\nOn every other host:\n\n  {command}\n\n{ports}\n"
-
-
-def print_served(options: HeadOptions, state: MeshState, url: str, head: Head) -> None:
-    """Print the URL of the API and a request to try, for any host that reaches it."""
-    log.info("serving", url=url, model=model_name(options.model), stages=_num_stages(state))
-    url = reachable(url, head.own.address)
-    num_stages = _num_stages(state)
-    reason = state.plan.reason if state.plan is not None else ""
-    auth = ' -H "Authorization: Bearer $MESH_API_KEY"' if options.api_key_path is not None else ""
-    if state.context is not None:
-        _say(f"\n{state.context}.")
-    _say(f"\n{model_name(options.model)} is served at {url}/v1 in {_stages(num_stages)} ({reason}). Try:\n")
-    _say(
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{auth} \\\n"
-        f"    -d '{_QUESTION}'\n"
-    )
-    if options.num_hosts == 0:
-        print_join_line(head)
-    _say("Ctrl-C stops it.")
-
-
-def reachable(url: str, address: str) -> str:
-    """A URL for clients: a server that listens at 0.0.0.0 has its host's address.
-
-    Args:
-        url: URL with the address on which it listens.
-        address: Address of its host for other hosts.
-    """
-    listens_at, port = split_address(url.removeprefix("http://"))
-    if not ipaddress.ip_address(listens_at).is_unspecified:
-        return url
-    return f"http://{join_address(address, port)}"
-
-
-def _num_stages(state: MeshState) -> int:
-    return 0 if state.plan is None else len(state.plan.stages)
-
-
-def _say(text: str) -> None:
-    # Serving continues without a reader of the output, as in `mesh serve | head`.
-    with contextlib.suppress(OSError):
-        say(text)
-
-
-def _stages(count: int) -> str:
-    return "one stage" if count == 1 else f"{count} stages"
