@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -18,6 +18,16 @@ from mesh.serve.failures import Incidents
 from mesh.serve.options import speculation_refusal
 from mesh.serve.planning import plan_in_thread
 from mesh.serve.stage_factory import Transfers
+from mesh.status import (
+    GpuStatus,
+    HostStatus,
+    LoadingStatus,
+    MeshStatus,
+    ModelDescription,
+    StageCounts,
+    WeightsStatus,
+    copied,
+)
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError
 from stages.runtime.kernels import attention_name
@@ -42,7 +52,6 @@ if TYPE_CHECKING:
     from mesh.serve.stage_handle import StageHandle
     from spanmesh_proto import windows_pb2 as wire
     from stages.slicing.model_facts import ModelFacts
-    from stages.weights.assembly import Transfer
 
 log = structlog.get_logger()
 
@@ -114,132 +123,97 @@ class MeshState:
         """Record the placement of stages."""
         self.plan = Plan(tuple(stages), reason)
 
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-serialisable."""
-        coordinator = self.engine.coordinator
-        status: dict[str, Any] = {
-            "version": SOFTWARE_VERSION,
-            "protocol_version": PROTOCOL_VERSION,
-            "model": {
-                "name": self.model.name,
-                "architecture": self.model.architecture,
-                "layers": self.model.n_layers,
-                "file_bytes": self.model.file_bytes,
-                "context": self.engine.context_length,
-                "numeric_mode": self.numeric_mode,
-            },
-            "phase": self.phase,
-            "ready": self.engine.is_ready,
-            "plan": self.plan_reason,
-            # Stages on their way to hosts: at the start, in a repair, in a move.
-            "loading": [_loading_as_dict(handle) for handle in self.pipeline.loading],
-            "hosts": [
-                _host_as_dict(
-                    member,
-                    self._replicas_on(member),
-                    self.transfers.of(member.name),
-                    self._held_bytes(member),
+    def status(self) -> MeshStatus:
+        """What `/mesh/status` says of the model and, for the first one, of the hosts."""
+        coordinator, model, head = self.engine.coordinator, self.model, self.head
+        status = MeshStatus() if coordinator is None else coordinator.status()
+        if (speculation := status.speculation) is not None:
+            speculation.mode = self.speculation_mode
+            if speculation.policy is None:
+                speculation.reason = speculation_refusal(
+                    model, self.num_checkpoints, is_exact=self.numeric_mode == "exact"
                 )
-                for member in (() if self.head is None else self.head.members)
-            ],
-            # Reason why the head state on disk is out of date; null if it is not.
-            "state_not_written": None if self.head is None else self.head.state_writer.failure,
-            **self.incidents.as_dict(),
-        }
-        if coordinator is None:
-            return status | {"stages": []}
-        status |= coordinator.status()
-        status["speculation"] = {
-            "mode": self.speculation_mode,
-            "reason": speculation_refusal(
-                self.model, self.num_checkpoints, is_exact=self.numeric_mode == "exact"
+        return replace(
+            status,
+            version=SOFTWARE_VERSION,
+            protocol_version=PROTOCOL_VERSION,
+            model=ModelDescription(
+                name=model.name,
+                architecture=model.architecture,
+                layers=model.n_layers,
+                file_bytes=model.file_bytes,
+                context=self.engine.context_length,
+                numeric_mode=self.numeric_mode,
             ),
-            **status["speculation"],
-        }
-        return status
+            phase=self.phase,
+            ready=self.engine.is_ready,
+            plan=self.plan_reason,
+            loading=tuple(map(_loading_status, self.pipeline.loading)),
+            hosts=() if head is None else tuple(self._host_status(head, member) for member in head.members),
+            state_not_written=None if head is None else head.state_writer.failure,
+            failures=self.incidents.failures,
+            repairs=self.incidents.repairs,
+        )
 
-    def _held_bytes(self, member: Member) -> int:
-        return 0 if self.head is None else self.head.allocations.held_bytes(member)
-
-    def _replicas_on(self, member: Member) -> list[str]:
-        return [] if self.head is None else self.head.allocations.replicas_on(member.name)
-
-
-def _host_as_dict(member: Member, copies: list[str], transfer: Transfer, held_bytes: int) -> dict[str, Any]:
-    facts = member.facts
-    return {
-        "name": member.name,
-        "address": member.address,
-        "ready": member.is_ready,
-        "leaving": member.is_leaving,
-        "layers": member.layers,
-        # Layers of replicas.
-        "copies": copies,
-        # Weights brought there since this head was started: read on the host itself, and sent.
-        "weights": asdict(transfer),
-        "memory_bytes": facts.memory_bytes,
-        # Of that, held by all models: stages, replicas, draft models.
-        "held_bytes": held_bytes,
-        "threads": facts.num_threads,
-        "speed_gb_per_s": round(facts.speed_gb_per_s, 1),
-        "gpus": [
-            {
-                "name": gpu.name,
-                "description": gpu.description,
-                "free_bytes": gpu.free_bytes,
-                "total_bytes": gpu.total_bytes,
-                "speed_gb_per_s": round(gpu.speed_gb_per_s, 1),
-                "shares_host_memory": gpu.shares_host_memory,
-            }
-            for gpu in facts.gpus
-        ],
-        "gpu_layers": format_gpu_layers(facts.gpu_layers),
-        # Of a model's first layers, the experts stay with the processor.
-        "cpu_moe_layers": format_gpu_layers(facts.cpu_moe_layers),
-        "llama_cpp": facts.versions.llama_cpp,
-        # What computes attention on its processor.
-        "attention": attention_name(facts.attention_version),
-        "attention_version": facts.attention_version,
-        "platform": facts.versions.platform,
-        "port_range": None if member.port_range is None else str(member.port_range),
-    }
+    def _host_status(self, head: HeadParts, member: Member) -> HostStatus:
+        facts = member.facts
+        return copied(
+            HostStatus,
+            member,
+            facts,
+            facts.versions,
+            ready=member.is_ready,
+            leaving=member.is_leaving,
+            copies=tuple(head.allocations.replicas_on(member.name)),
+            weights=copied(WeightsStatus, self.transfers.of(member.name)),
+            held_bytes=head.allocations.held_bytes(member),
+            threads=facts.num_threads,
+            speed_gb_per_s=round(facts.speed_gb_per_s, 1),
+            gpus=tuple(
+                copied(GpuStatus, gpu, speed_gb_per_s=round(gpu.speed_gb_per_s, 1)) for gpu in facts.gpus
+            ),
+            gpu_layers=format_gpu_layers(facts.gpu_layers),
+            cpu_moe_layers=format_gpu_layers(facts.cpu_moe_layers),
+            attention=attention_name(facts.attention_version),
+            port_range=None if member.port_range is None else str(member.port_range),
+        )
 
 
-def _loading_as_dict(handle: StageHandle) -> dict[str, Any]:
-    progress = handle.progress
-    return {
-        "host": handle.member.name,
-        "layers": [handle.config.layers.start, handle.config.layers.stop],
-        "bytes": handle.config.memory.total_bytes,
-        "step": "starting" if progress is None else progress.phase,
-        "share": 0.0 if progress is None else round(progress.share, 3),
-        "fetched_bytes": 0 if progress is None else progress.done_bytes,
-        "fetch_bytes": 0 if progress is None else progress.total_bytes,
-    }
+def _loading_status(handle: StageHandle) -> LoadingStatus:
+    progress, layers = handle.progress, handle.config.layers
+    return LoadingStatus(
+        host=handle.member.name,
+        layers=(layers.start, layers.stop),
+        bytes=handle.config.memory.total_bytes,
+        step="starting" if progress is None else progress.phase,
+        share=0.0 if progress is None else round(progress.share, 3),
+        fetched_bytes=0 if progress is None else progress.done_bytes,
+        fetch_bytes=0 if progress is None else progress.total_bytes,
+    )
 
 
-async def stage_counts(engine: PendingEngine) -> list[dict[str, Any]]:
-    """Counters of every stage, in order, JSON-serialisable; empty unless every stage answers."""
+async def stage_counts(engine: PendingEngine) -> list[StageCounts]:
+    """Counters of every stage, in order; empty unless every stage answers."""
     coordinator = engine.coordinator
     if coordinator is None or not coordinator.is_ready:
         return []
     try:
-        return [_as_dict(stats) for stats in await coordinator.stage_stats()]
+        return [_counts(stats) for stats in await coordinator.stage_stats()]
     except TimeoutError:
         return []
 
 
-def _as_dict(stats: wire.StageStats) -> dict[str, Any]:
-    return {
-        "open_sessions": stats.num_open_sessions,
-        "queued_windows": stats.num_queued_windows,
-        "dropped_windows": stats.num_dropped_windows,
-        "decodes": stats.num_decodes,
-        "rows": stats.num_rows,
-        "decode_cpu_ms": stats.decode_cpu_us / 1000,
-        "sent_bytes": stats.num_sent_bytes,
-        "resident_bytes": stats.resident_bytes,
-    }
+def _counts(stats: wire.StageStats) -> StageCounts:
+    return StageCounts(
+        open_sessions=stats.num_open_sessions,
+        queued_windows=stats.num_queued_windows,
+        dropped_windows=stats.num_dropped_windows,
+        decodes=stats.num_decodes,
+        rows=stats.num_rows,
+        decode_cpu_ms=stats.decode_cpu_us / 1000,
+        sent_bytes=stats.num_sent_bytes,
+        resident_bytes=stats.resident_bytes,
+    )
 
 
 async def measured_links(

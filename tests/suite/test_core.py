@@ -53,7 +53,7 @@ async def answered() -> list[int]:
         ) as coordinator,
     ):
         tokens, _ = await collect(coordinator, GenerationRequest(PROMPT, NUM_TOKENS))
-        assert coordinator.status()["ready"]
+        assert coordinator.status().ready
         return tokens
 
 
