@@ -25,6 +25,7 @@ from mesh.cluster.addresses import (
 )
 from mesh.cluster.host_facts import try_llama_cpp
 from mesh.cluster.port_plan import plan_ports
+from mesh.status import ChatModelStatus
 from mesh.util.child_environment import inherited_environment, module_command, relative_entries
 from spanmesh_proto.addresses import PortRange
 from spanmesh_proto.errors import MeshError
@@ -34,6 +35,8 @@ from stages.weights.disk_cache import default_root
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from mesh.status import EmbeddingModelStatus, MeshStatus
 
 _GIB: Final = 2**30
 # Less leaves no room for a useful stage.
@@ -265,30 +268,30 @@ def _files(where: str, files: Mapping[str, bool | None]) -> Iterator[Check]:
 
 
 def mesh_checks(
-    status: Mapping[str, Any], links: Mapping[str, Any], hosts: Sequence[Mapping[str, Any]]
+    status: MeshStatus, links: Mapping[str, Any], hosts: Sequence[Mapping[str, Any]]
 ) -> Iterator[Check]:
     """Checks of a running mesh.
 
     Args:
-        status: Answer of `/mesh/status`.
+        status: Its status.
         links: Answer of `/mesh/links`.
         hosts: Hosts of `/mesh/examine`'s answer.
     """
-    yield _state(status)
-    for model in (status.get("models") or ())[1:]:
-        yield _state_of(model["name"], model)
-    if reason := status.get("state_not_written"):
+    yield _state(status.model.name, status)
+    for model in status.models[1:]:
+        yield _state(model.name, model)
+    if reason := status.state_not_written:
         yield fail(
             "mesh",
             "takeover",
             f"the state for a restart of the head is not written: {reason}",
             "free space on the head's disk, at `mesh serve --state`",
         )
-    for failure in (status.get("failures") or ())[-3:]:
+    for failure in status.failures[-3:]:
         yield warn(
-            failure["host"],
+            failure.host,
             "failure",
-            f"layers {failure['layers']}: {failure['reason']}",
+            f"layers {failure.layers}: {failure.reason}",
             "read that host's log of that time",
         )
     head = links["head"]
@@ -304,18 +307,12 @@ def mesh_checks(
     yield from _order(links)
 
 
-def _state(status: Mapping[str, Any]) -> Check:
-    return _state_of(status["model"]["name"], status)
-
-
-def _state_of(model: str, status: Mapping[str, Any]) -> Check:
-    if status["ready"]:
-        return ok("mesh", "serving", f"{model} in {len(status['stages'])} stages")
-    if status.get("lost"):
-        return fail(
-            "mesh", "serving", f"{model} is not served: {status['lost']}", "join a host that can hold it"
-        )
-    return warn("mesh", "serving", f"{model}: {status['phase']}", "wait, or join the missing hosts")
+def _state(name: str, model: ChatModelStatus | EmbeddingModelStatus) -> Check:
+    if model.ready:
+        return ok("mesh", "serving", f"{name} in {len(model.stages)} stages")
+    if isinstance(model, ChatModelStatus) and model.lost:
+        return fail("mesh", "serving", f"{name} is not served: {model.lost}", "join a host that can hold it")
+    return warn("mesh", "serving", f"{name}: {model.phase}", "wait, or join the missing hosts")
 
 
 def _host(found: Mapping[str, Any], reference: Mapping[str, str] | None) -> Iterator[Check]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from mesh.status import FeatureStatus, ProposerStatus, SpeculationStatus, WindowTimes, as_json
 from speculative.acceptance import DepthStatistics, SpeculationStatistics
 from stages.sampling.sampler import SamplingParams
 
@@ -217,14 +218,14 @@ class FeatureCounts:
             self.num_bytes + other.num_bytes,
         )
 
-    def as_dict(self) -> dict[str, int]:
-        """JSON-serialisable."""
-        return {
-            "wanted": self.num_wanted,
-            "received": self.num_received,
-            "missing": self.num_wanted - self.num_received,
-            "bytes": self.num_bytes,
-        }
+    def status(self) -> FeatureStatus:
+        """For the status."""
+        return FeatureStatus(
+            wanted=self.num_wanted,
+            received=self.num_received,
+            missing=self.num_wanted - self.num_received,
+            bytes=self.num_bytes,
+        )
 
 
 @dataclass(frozen=True)
@@ -299,73 +300,80 @@ class SpeculationReport:
             controller=other.controller or self.controller,
         )
 
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-serialisable: `timings.speculation` of an answer, `speculation` of `/mesh/status`."""
+    def status(self) -> SpeculationStatus:
+        """For the status."""
         total = self.total
-        return {
+        return SpeculationStatus(
             **self.controller,
-            "windows": total.num_windows,
-            "proposed": total.num_proposed,
-            "accepted": total.num_accepted,
-            "tokens_per_window": round(total.mean_committed, 3),
-            "acceptance_per_position": _rounded(total.acceptance_per_position()),
-            "conditional_acceptance_per_position": _rounded(total.conditional_acceptance_per_position()),
-            "proposers": {
-                name: _proposer_as_dict(statistics) | _depths_as_dict(self.by_depth.get(name))
+            windows=total.num_windows,
+            proposed=total.num_proposed,
+            accepted=total.num_accepted,
+            tokens_per_window=round(total.mean_committed, 3),
+            acceptance_per_position=_rounded(total.acceptance_per_position()),
+            conditional_acceptance_per_position=_rounded(total.conditional_acceptance_per_position()),
+            proposers={
+                name: _proposer_status(statistics, self.by_depth.get(name))
                 for name, statistics in self.by_proposer.items()
                 if name
             },
-            "features": None if self.features is None else self.features.as_dict(),
-            "stale_windows": self.num_voided_windows,
-            "stale_rows": self.num_voided_rows,
-            "stale_rows_computed": self.num_wasted_rows,
-            "recomputed_rows": self.num_recomputed_rows,
-            "cancels": self.num_cancels,
-            "mean_window_ms": self._mean_window_ms(total.num_windows),
-            "draft_ms_per_token": _rounded_or_none(self.draft_ms_per_token),
-        }
+            features=None if self.features is None else self.features.status(),
+            stale_windows=self.num_voided_windows,
+            stale_rows=self.num_voided_rows,
+            stale_rows_computed=self.num_wasted_rows,
+            recomputed_rows=self.num_recomputed_rows,
+            cancels=self.num_cancels,
+            mean_window_ms=self._mean_window_ms(max(total.num_windows, 1)),
+            draft_ms_per_token=_rounded_or_none(self.draft_ms_per_token),
+        )
 
-    def _mean_window_ms(self, num_windows: int) -> dict[str, float]:
-        times = {
-            "round_trip": self.round_trip_ms,
-            "verify": self.compute_ms,
-            "queue": self.queue_ms,
-            "network": self.network_ms,
-        }
-        return {name: round(total / max(num_windows, 1), 3) for name, total in times.items()}
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-serialisable: `timings.speculation` of an answer."""
+        found: dict[str, Any] = as_json(self.status())
+        if found["features"] is not None:
+            # Of the mesh, not of an answer.
+            del found["features"]["off"]
+        return found
+
+    def _mean_window_ms(self, num_windows: int) -> WindowTimes:
+        return WindowTimes(
+            round_trip=round(self.round_trip_ms / num_windows, 3),
+            verify=round(self.compute_ms / num_windows, 3),
+            queue=round(self.queue_ms / num_windows, 3),
+            network=round(self.network_ms / num_windows, 3),
+        )
 
 
-def _proposer_as_dict(statistics: SpeculationStatistics) -> dict[str, Any]:
-    return {
-        "drafts": statistics.num_drafts,
-        "drafted": statistics.num_proposed,
-        "accepted": statistics.num_accepted,
-        "mean_accepted": round(statistics.mean_accepted, 3),
-        "drafted_per_position": list(statistics.proposed_per_position),
-        "accepted_per_position": list(statistics.accepted_per_position),
-        "reached_per_position": list(statistics.reached_per_position),
-        "spans": {
+def _proposer_status(statistics: SpeculationStatistics, depths: DepthStatistics | None) -> ProposerStatus:
+    """Counts of a proposer.
+
+    Args:
+        statistics: Of its windows.
+        depths: Tokens by depth; None for proposers that read no features.
+    """
+    found = ProposerStatus(
+        drafts=statistics.num_drafts,
+        drafted=statistics.num_proposed,
+        accepted=statistics.num_accepted,
+        mean_accepted=round(statistics.mean_accepted, 3),
+        drafted_per_position=statistics.proposed_per_position,
+        accepted_per_position=statistics.accepted_per_position,
+        reached_per_position=statistics.reached_per_position,
+        spans={
             kind.span + ("_with_stop" if kind.has_stop else ""): count
             for kind, count in statistics.spans.items()
         },
-    }
+    )
+    if depths is not None:
+        found.drafted_per_depth = depths.proposed
+        found.reached_per_depth = depths.reached
+        found.accepted_per_depth = depths.accepted
+        found.acceptance_per_depth = _rounded(depths.acceptance())
+        found.conditional_acceptance_per_depth = _rounded(depths.conditional_acceptance())
+    return found
 
 
-def _depths_as_dict(depths: DepthStatistics | None) -> dict[str, Any]:
-    """Counts and shares by depth; empty for proposers that read no features."""
-    if depths is None:
-        return {}
-    return {
-        "drafted_per_depth": list(depths.proposed),
-        "reached_per_depth": list(depths.reached),
-        "accepted_per_depth": list(depths.accepted),
-        "acceptance_per_depth": _rounded(depths.acceptance()),
-        "conditional_acceptance_per_depth": _rounded(depths.conditional_acceptance()),
-    }
-
-
-def _rounded(shares: tuple[float, ...]) -> list[float]:
-    return [round(share, 3) for share in shares]
+def _rounded(shares: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(round(share, 3) for share in shares)
 
 
 def _rounded_or_none(value: float | None) -> float | None:

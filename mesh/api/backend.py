@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mesh.api.request_parsing import Body
     from mesh.engine import Engine
     from mesh.options.model import LoadRequest
+    from mesh.status import MeshStatus, StageCounts
     from mesh.text.message_parts import CallFormat
     from mesh.text.tokenizer import Tokenizer
     from spanmesh_proto.errors import MeshError
@@ -251,8 +252,8 @@ class Backend:
     """Model name in requests and answers; `default` names the first model as well."""
     created: int
     """When the model was loaded, Unix seconds."""
-    status: Callable[[], Mapping[str, Any]]
-    """Body of `/mesh/status`, JSON-serialisable."""
+    status: Callable[[], MeshStatus]
+    """What `/mesh/status` says of the model and, for the first one, of the mesh."""
     ready: Callable[[], bool]
     """Whether requests can be answered; until then they get 503."""
     is_whole: Callable[[], bool] = lambda: True
@@ -263,7 +264,7 @@ class Backend:
     num_slots: int | None = None
     """Number of concurrent answers. None if it is not known: API keys without a concurrency limit of their
     own then have no limit."""
-    stage_counts: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] | None = None
+    stage_counts: Callable[[], Awaitable[Sequence[StageCounts]]] | None = None
     """Counters of the stages, in ring order; None without stages."""
     statistics: RequestStatistics = field(default_factory=RequestStatistics)
     """Request statistics for `/metrics`."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
@@ -24,23 +25,17 @@ from mesh.api.openapi import (
     answers_with,
 )
 from mesh.metrics.prometheus import EmbeddingFigures, ModelFigures, exposition, targets
+from mesh.status import ChatModelStatus, LibraryStatus, MeshStatus, RightsStatus, TokenCounts, as_json, copied
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError, MeshError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from mesh.api.backend import Backend, LibraryModel, OnDemandModels
     from mesh.embedding.registry import EmbeddingBackend
     from mesh.text.tokenizer import Tokenizer
     from stages.slicing.model_facts import ModelSummary
 
 router = APIRouter()
-# Fields of a model's status; the others concern the mesh, or are in `/metrics`.
-_OF_MODEL: Final = (
-    *("model", "phase", "ready", "lost", "plan", "loading", "stages", "sessions", "tokens", "repairs"),
-    "failures",
-)
 
 
 @router.get("/v1/models", response_model=None, responses=answers(ModelList))
@@ -171,45 +166,40 @@ async def mesh_status(request: Request) -> Response:
     backends = backends_of(request)
     # Models may be unloaded during the loop.
     found = [(backend.model_id, await whole_status(backend)) for backend in backends]
-    rights = {"load": may_load(request) or is_own_machine(request), "unload": is_own_machine(request)}
-    models = [_of_model(name, status) for name, status in found]
-    models += [
-        {"name": backend.model_id, "kind": "embeddings", **backend.status()}
-        for backend in backends.embeddings
-    ]
+    # Of the others the mesh tells less; more is in `/metrics`.
+    models = [copied(ChatModelStatus, status, name=name, kind="chat") for name, status in found]
+    embeddings = [backend.status() for backend in backends.embeddings]
     on_demand = backends.first.api.on_demand()
-    library = {} if on_demand is None else {"library": await _library(on_demand)}
-    return json_response({**found[0][1], "models": models, **library, "rights": rights})
+    status = replace(
+        found[0][1],
+        models=(*models, *embeddings),
+        library=None if on_demand is None else await _library(on_demand),
+        rights=RightsStatus(
+            load=may_load(request) or is_own_machine(request), unload=is_own_machine(request)
+        ),
+    )
+    return json_response(as_json(status))
 
 
-async def _library(on_demand: OnDemandModels) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": model.name,
-            "phase": model.phase,
-            "context": model.context_length,
-            "size_bytes": model.size_bytes,
-        }
+async def _library(on_demand: OnDemandModels) -> tuple[LibraryStatus, ...]:
+    return tuple(
+        copied(LibraryStatus, model, context=model.context_length)
         for model in await on_demand.models(is_glance=True)
-    ]
+    )
 
 
-async def whole_status(backend: Backend) -> dict[str, Any]:
+async def whole_status(backend: Backend) -> MeshStatus:
     """The status with the stages' counters, where they answer, and token counts since the start."""
     counts = [] if backend.stage_counts is None else await backend.stage_counts()
-    status = dict(backend.status())
+    status = backend.status()
     # A recovery may have come between the two queries.
-    if counts and len(counts) == len(status.get("stages", ())):
-        status["stages"] = [{**stage, **own} for stage, own in zip(status["stages"], counts, strict=True)]
-    status["tokens"] = {
-        "prompt": backend.statistics.num_prompt_tokens,
-        "generated": backend.statistics.num_generated_tokens,
-    }
-    return status
-
-
-def _of_model(name: str, status: Mapping[str, Any]) -> dict[str, Any]:
-    return {"name": name, "kind": "chat", **{field: status[field] for field in _OF_MODEL if field in status}}
+    if counts and len(counts) == len(status.stages):
+        stages = zip(status.stages, counts, strict=True)
+        status = replace(status, stages=tuple(replace(stage, **asdict(own)) for stage, own in stages))
+    tokens = TokenCounts(
+        prompt=backend.statistics.num_prompt_tokens, generated=backend.statistics.num_generated_tokens
+    )
+    return replace(status, tokens=tokens)
 
 
 @router.get("/metrics", response_model=None, responses=answers_text("Metrics in the Prometheus text format."))

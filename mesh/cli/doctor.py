@@ -80,9 +80,10 @@ def doctor(
 
 def _of_mesh(url: str, key: str | None) -> Iterable[Check]:
     from mesh.doctor import fail, mesh_checks  # noqa: PLC0415 - keeps --help quick
+    from mesh.status import read_status  # noqa: PLC0415
 
     try:
-        status = ask_head(f"{url}/mesh/status", key)
+        status = read_status(ask_head(f"{url}/mesh/status", key))
         wish = f"{url}/mesh/links?probes={_NUM_PROBES}&bulk_bytes={_BULK_BYTES}&ports=1"
         links = ask_head(wish, key, method="POST", timeout_s=_PATIENCE_S)
         found = ask_head(f"{url}/mesh/examine", key, method="POST", timeout_s=_PATIENCE_S)

@@ -13,6 +13,7 @@ from mesh.cli.head_client import ask_head
 from mesh.cli.options import OptionsCommand, made
 from mesh.cli.shared_options import head_options, key_of, local_model
 from mesh.options.model import API, PLACEMENT, SESSIONS, SPECULATION, LoadRequest
+from mesh.status import read_status
 from mesh.util.printable import say
 from spanmesh_proto.errors import MeshError
 from stages.units import format_size
@@ -91,12 +92,12 @@ def _watched(head: str, key: str | None, order: Mapping[str, Any]) -> dict[str, 
 
 def _phase(head: str, key: str | None, name: str) -> str:
     try:
-        models = ask_head(f"{head}/mesh/status", key).get("models", ())
+        models = read_status(ask_head(f"{head}/mesh/status", key)).models
     except MeshError:
         # Too many requests for the key, perhaps: the load continues.
         time.sleep(_POLL_S)
         return ""
-    return next((str(model.get("phase", "")) for model in models if model["name"] == name), "")
+    return next((model.phase for model in models if model.name == name), "")
 
 
 def _served_name(model: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import click
 from rich.console import Group, RenderableType
@@ -14,13 +14,16 @@ from rich.text import Text
 
 from mesh.cli.head_client import ask_head
 from mesh.cli.shared_options import head_options, key_of
-from mesh.cli.status import features_text, prompt_lines
+from mesh.cli.status import features_text, holds_text, prompt_lines, state_text
+from mesh.status import EmbeddingModelStatus, SpeculationStatus, read_status
 from spanmesh_proto.errors import ClusterError
 from stages.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from mesh.status import ChatModelStatus, MeshStatus, StageStatus
 
 # Links change slowly, and measuring them is not free.
 _LINKS_EVERY_S: Final = 30.0
@@ -42,7 +45,7 @@ class _Watch:
         self._url = url
         self._key = key
         self._has_links = has_links
-        self._before: Mapping[str, Any] | None = None
+        self._before: MeshStatus | None = None
         self._before_s = 0.0
         self._hops_ms: dict[tuple[str, str], float] = {}
         self._head = ""
@@ -55,7 +58,7 @@ class _Watch:
             MeshError: If the head does not answer the first time; later the picture says so.
         """
         try:
-            status = ask_head(f"{self._url}/mesh/status", self._key)
+            status = read_status(ask_head(f"{self._url}/mesh/status", self._key))
         except ClusterError as error:
             if self._before is None:
                 raise
@@ -163,61 +166,57 @@ def top(url: str, api_key_file: Path | None, interval_s: float, *, no_links: boo
 
 
 def view(
-    status: Mapping[str, Any], pace: MeshPace, hops_ms: Mapping[tuple[str, str], float], head: str
+    status: MeshStatus, pace: MeshPace, hops_ms: Mapping[tuple[str, str], float], head: str
 ) -> RenderableType:
     """The whole picture.
 
     Args:
-        status: Answer of `/mesh/status`.
+        status: The latest.
         pace: What it did lately.
         hops_ms: One way, by the hosts at both ends; those that were measured.
         head: The coordinator's host.
     """
     parts: list[RenderableType] = [Text(_title(status))]
-    if status["stages"]:
+    if status.stages:
         parts += [_stages(status, pace, hops_ms, head), Text(_speed(status, pace))]
         parts += [Text(line) for line in prompt_lines(status)]
         parts += [Text(line) for line in _speculation(status, pace)]
-    if len(models := status.get("models", ())) > 1:
-        parts.append(_models(models))
+    if len(status.models) > 1:
+        parts.append(_models(status.models))
     parts.append(_hosts(status))
-    if (lost := status.get("lost")) is not None:
-        parts.append(Text(f"broken: {lost}"))
+    if status.lost is not None:
+        parts.append(Text(f"broken: {status.lost}"))
     return Group(*parts)
 
 
-def _title(status: Mapping[str, Any]) -> str:
-    model = status["model"]
-    state = "ready" if status["ready"] else status["phase"]
-    sessions = status.get("sessions")
+def _title(status: MeshStatus) -> str:
+    model, sessions, repairs = status.model, status.sessions, status.repairs
+    state = "ready" if status.ready else status.phase
     shown = (
-        f"; sessions: {sessions['running']} of {sessions['slots']}, {sessions['waiting']} waiting"
-        if sessions
-        else ""
+        ""
+        if sessions is None
+        else f"; sessions: {sessions.running} of {sessions.slots}, {sessions.waiting} waiting"
     )
-    repairs = status.get("repairs") or {}
-    healed = f"; repairs: {repairs['count']}" if repairs.get("count") else ""
-    return f"{model['name']}, {model['numeric_mode']}: {state}{shown}{healed}"
+    healed = f"; repairs: {repairs.count}" if repairs.count else ""
+    return f"{model.name}, {model.numeric_mode}: {state}{shown}{healed}"
 
 
-def _stages(
-    status: Mapping[str, Any], pace: MeshPace, hops_ms: Mapping[tuple[str, str], float], head: str
-) -> Table:
+def _stages(status: MeshStatus, pace: MeshPace, hops_ms: Mapping[tuple[str, str], float], head: str) -> Table:
     table = Table(
         "stage", "host", "layers", "compute ms", "queue ms", "queued", "busy", "wire ms to", box=None
     )
-    stages = status["stages"]
-    ways = [*pairwise(stage["host"] for stage in stages), (stages[-1]["host"], head)]
+    stages = status.stages
+    ways = [*pairwise(stage.host for stage in stages), (stages[-1].host, head)]
     for stage, its_pace, way in zip(stages, pace.stages, ways, strict=True):
-        start, stop = stage["layers"]
+        start, stop = stage.layers
         hop_ms = 0.0 if way[0] == way[1] else hops_ms.get(way)
         table.add_row(
-            str(stage["index"]),
-            stage["host"],
+            str(stage.index),
+            stage.host,
             f"[{start}, {stop})",
             f"{its_pace.compute_ms:.2f}",
             f"{its_pace.queue_ms:.2f}",
-            str(stage.get("queued_windows", "-")),
+            "-" if stage.queued_windows is None else str(stage.queued_windows),
             _bar(its_pace.busy),
             f"{'-' if hop_ms is None else format(hop_ms, '.2f')} {way[1]}",
         )
@@ -231,64 +230,54 @@ def _bar(share: float | None) -> str:
     return f"{'#' * filled}{'.' * (_BAR_CHARS - filled)} {share:4.0%}"
 
 
-def _speed(status: Mapping[str, Any], pace: MeshPace) -> str:
+def _speed(status: MeshStatus, pace: MeshPace) -> str:
     rate = "" if pace.tokens_per_s is None else f"{pace.tokens_per_s:.1f} tokens/s; "
-    times = (status.get("speculation") or {}).get("mean_window_ms")
-    if not times:
+    if status.speculation is None:
         return f"{rate}no requests yet"
     when = "lately" if pace.is_recent else "so far"
     return f"{rate}a window, {when}: {pace.wire_ms:.1f} ms on the network"
 
 
-def _speculation(status: Mapping[str, Any], pace: MeshPace) -> list[str]:
-    speculation = status.get("speculation")
-    if not speculation or speculation["mode"] == "off":
+def _speculation(status: MeshStatus, pace: MeshPace) -> list[str]:
+    speculation = status.speculation
+    if speculation is None or speculation.mode == "off":
         return ["speculation: off"]
     share = "nothing proposed" if pace.acceptance is None else f"{pace.acceptance:.0%} accepted"
-    lines = [
-        f"speculation: {speculation['mode']}, {share}, {speculation['tokens_per_window']:.2f} tokens a window"
-    ]
-    places = speculation.get("acceptance_per_position") or []
+    lines = [f"speculation: {speculation.mode}, {share}, {speculation.tokens_per_window:.2f} tokens a window"]
+    places = speculation.acceptance_per_position
     if places:
         lines.append("  by position: " + " ".join(f"{each:.2f}" for each in places[:_BAR_CHARS]))
-    for name, proposer in speculation.get("proposers", {}).items():
-        if depths := proposer.get("conditional_acceptance_per_depth"):
+    for name, proposer in speculation.proposers.items():
+        if depths := proposer.conditional_acceptance_per_depth:
             shown = " ".join(f"{each:.2f}" for each in depths[:_BAR_CHARS])
             lines.append(f"  {name} by depth, all before accepted: {shown}")
-    if features := speculation.get("features"):
-        lines.append(f"  features: {features_text(features)}")
+    if speculation.features is not None:
+        lines.append(f"  features: {features_text(speculation.features)}")
     return lines
 
 
-def _models(models: Sequence[Mapping[str, Any]]) -> Table:
+def _models(models: Sequence[ChatModelStatus | EmbeddingModelStatus]) -> Table:
     table = Table("model", "state", "sessions", "tokens", box=None)
     for model in models:
-        sessions, tokens = model.get("sessions"), model.get("tokens") or {}
-        embeddings = model.get("embeddings") or {}
-        state = "ready" if model.get("ready") else model.get("lost") or model.get("phase", "")
-        running = f"{sessions['running']} of {sessions['slots']}" if sessions else "-"
-        if embeddings:
-            running = f"{embeddings['waiting']} waiting"
-        num_tokens = embeddings.get("tokens", tokens.get("generated", 0))
-        table.add_row(model["name"], state, running, str(num_tokens))
+        if isinstance(model, EmbeddingModelStatus):
+            running, num_tokens = f"{model.embeddings.waiting} waiting", model.embeddings.tokens
+        else:
+            sessions = model.sessions
+            running = "-" if sessions is None else f"{sessions.running} of {sessions.slots}"
+            num_tokens = 0 if model.tokens is None else model.tokens.generated
+        table.add_row(model.name, state_text(model), running, str(num_tokens))
     return table
 
 
-def _hosts(status: Mapping[str, Any]) -> Table:
+def _hosts(status: MeshStatus) -> Table:
     table = Table("host", "address", "holds", "memory", box=None)
-    for host in status["hosts"]:
-        copies = f"replicas of {', '.join(host['copies'])}" if host["copies"] else ""
-        holds = "; ".join(filter(None, (host["layers"], copies))) or (
-            "spare" if host["ready"] else "starting"
-        )
-        if host["leaving"]:
-            holds += "; leaving"
-        table.add_row(host["name"], host["address"], holds, format_size(host["memory_bytes"]))
+    for host in status.hosts:
+        table.add_row(host.name, host.address, holds_text(host), format_size(host.memory_bytes))
     return table
 
 
-def pace_between(before: Mapping[str, Any] | None, now: Mapping[str, Any], seconds: float) -> MeshPace:
-    """Compare two answers of `/mesh/status`.
+def pace_between(before: MeshStatus | None, now: MeshStatus, seconds: float) -> MeshPace:
+    """Compare two statuses.
 
     A ring that was made anew in between, which counts from zero, is looked at as if for the first time.
 
@@ -298,48 +287,46 @@ def pace_between(before: Mapping[str, Any] | None, now: Mapping[str, Any], secon
         seconds: Between the two.
     """
     then = before if before is not None and is_same_ring(before, now) else None
-    former: Sequence[Mapping[str, Any] | None] = (
-        then["stages"] if then is not None else [None] * len(now["stages"])
-    )
-    stages = tuple(_stage_pace(old, new, seconds) for old, new in zip(former, now["stages"], strict=True))
-    speculation = now.get("speculation") or {}
-    old_speculation = (then or {}).get("speculation") or {}
-    windows = _grown(old_speculation, speculation, "windows")
-    is_recent = then is not None and windows > 0
+    former: Sequence[StageStatus | None] = [None] * len(now.stages) if then is None else then.stages
+    stages = tuple(_stage_pace(old, new, seconds) for old, new in zip(former, now.stages, strict=True))
+    nothing = SpeculationStatus()
+    new, old = now.speculation or nothing, (None if then is None else then.speculation) or nothing
+    is_recent = then is not None and new.windows > old.windows
     if not is_recent:
-        old_speculation = {}
-    proposed = _grown(old_speculation, speculation, "proposed")
-    accepted = _grown(old_speculation, speculation, "accepted")
-    tokens = _tokens(speculation) - _tokens(old_speculation)
+        old = nothing
+    # Sessions that end may be forgotten: nothing grows backwards.
+    windows = max(0, new.windows - old.windows)
+    proposed = max(0, new.proposed - old.proposed)
+    accepted = max(0, new.accepted - old.accepted)
+    tokens = _tokens(new) - _tokens(old)
+    wire_ms = _wire_total_ms(new) - _wire_total_ms(old)
     return MeshPace(
         stages=stages,
         tokens_per_s=None if then is None else (tokens / seconds if is_recent and seconds > 0 else 0.0),
         acceptance=accepted / proposed if proposed else None,
-        wire_ms=_mean(
-            _wire_total_ms(old_speculation), _wire_total_ms(speculation), old_speculation, speculation
-        ),
+        wire_ms=max(0.0, wire_ms / windows) if windows else 0.0,
         is_recent=is_recent,
     )
 
 
-def is_same_ring(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether the counters of two answers of `/mesh/status` are of one ring, not of one made anew between."""
+def is_same_ring(before: MeshStatus, now: MeshStatus) -> bool:
+    """Whether the counters of two statuses are of one ring, not of one made anew between."""
 
-    def ring(status: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-        return [(stage["address"], stage["layers"]) for stage in status["stages"]]
+    def ring(status: MeshStatus) -> list[tuple[str, tuple[int, int]]]:
+        return [(stage.address, stage.layers) for stage in status.stages]
 
     return ring(before) == ring(now) and all(
-        old["windows"] <= new["windows"] for old, new in zip(before["stages"], now["stages"], strict=True)
+        old.windows <= new.windows for old, new in zip(before.stages, now.stages, strict=True)
     )
 
 
-def _stage_pace(old: Mapping[str, Any] | None, new: Mapping[str, Any], seconds: float) -> StagePace:
-    windows = new["windows"] - (0 if old is None else old["windows"])
+def _stage_pace(old: StageStatus | None, new: StageStatus, seconds: float) -> StagePace:
+    windows = new.windows - (0 if old is None else old.windows)
     if old is None or windows == 0:
         idle = None if old is None else 0.0
-        return StagePace(new["mean_compute_ms"], new["mean_queue_ms"], idle, idle)
-    compute_ms = _total_ms(new, "mean_compute_ms") - _total_ms(old, "mean_compute_ms")
-    queue_ms = _total_ms(new, "mean_queue_ms") - _total_ms(old, "mean_queue_ms")
+        return StagePace(new.mean_compute_ms, new.mean_queue_ms, idle, idle)
+    compute_ms = new.windows * new.mean_compute_ms - old.windows * old.mean_compute_ms
+    queue_ms = new.windows * new.mean_queue_ms - old.windows * old.mean_queue_ms
     return StagePace(
         compute_ms=max(0.0, compute_ms / windows),
         queue_ms=max(0.0, queue_ms / windows),
@@ -348,25 +335,9 @@ def _stage_pace(old: Mapping[str, Any] | None, new: Mapping[str, Any], seconds: 
     )
 
 
-def _total_ms(stage: Mapping[str, Any], mean: str) -> float:
-    return float(stage["windows"] * stage[mean])
+def _tokens(speculation: SpeculationStatus) -> float:
+    return speculation.windows * speculation.tokens_per_window
 
 
-def _grown(old: Mapping[str, Any], new: Mapping[str, Any], name: str) -> int:
-    """Sessions that end may be forgotten: nothing grows backwards."""
-    return max(0, int(new.get(name, 0)) - int(old.get(name, 0)))
-
-
-def _tokens(speculation: Mapping[str, Any]) -> float:
-    return float(speculation.get("windows", 0) * speculation.get("tokens_per_window", 0.0))
-
-
-def _wire_total_ms(speculation: Mapping[str, Any]) -> float:
-    return float(
-        speculation.get("windows", 0) * (speculation.get("mean_window_ms") or {}).get("network", 0.0)
-    )
-
-
-def _mean(old_ms: float, new_ms: float, old: Mapping[str, Any], new: Mapping[str, Any]) -> float:
-    windows = _grown(old, new, "windows")
-    return max(0.0, (new_ms - old_ms) / windows) if windows else 0.0
+def _wire_total_ms(speculation: SpeculationStatus) -> float:
+    return speculation.windows * speculation.mean_window_ms.network

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import itertools
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
@@ -17,10 +16,11 @@ from mesh.coordinator.prefix_cache import PrefixMatch
 from mesh.coordinator.request_queue import RequestGate, SlotPool
 from mesh.coordinator.ring import Ring, RingTerms, StageAddress
 from mesh.coordinator.ring_stats import ActiveRing
-from mesh.coordinator.session import Session
+from mesh.coordinator.session import Session, session_spec
 from mesh.coordinator.session_replay import SessionReplayer, attribute_crash
 from mesh.coordinator.speculation import Speculators
 from mesh.engine import GenerationStats, SpeculationReport
+from mesh.status import MeshStatus, PrefillStatus, SessionsStatus
 from spanmesh_proto.errors import (
     ClusterError,
     ContextLengthExceeded,
@@ -31,7 +31,6 @@ from spanmesh_proto.errors import (
     from_code,
 )
 from stages.host.cpu_latency import CpuLatencyRequest
-from stages.sampling.session_spec import SessionSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
@@ -244,29 +243,32 @@ class Coordinator:
                 session.close(self._to_keep(session))
                 self._past = self._past.merge(session.telemetry.report())
 
-    def status(self) -> dict[str, Any]:
-        """Status for `mesh status`: stages with their mean times, sessions, speculation."""
+    def status(self) -> MeshStatus:
+        """What it knows of the mesh: stages with their times, sessions, speculation."""
         loss = self._ring.loss
         refusal = self._request_gate.refusal
-        status: dict[str, Any] = {
-            "ready": self.is_ready,
-            "lost": loss.reason if loss else refusal.message if refusal else None,
-            "reconnects": self._num_reconnects,
-            "prefix_mismatches": self._num_prefix_mismatches,
-            "sessions": {
-                "running": self._slots.num_busy,
-                "waiting": self._slots.num_waiting,
-                "paused": len(self._sessions) - self._num_moving(),
-                "slots": self._options.num_slots,
-                "positions": sum(session.num_to_compute for session in self._sessions.values()),
-                "prefill": self._prefill(),
-                "context": self._options.context_length,
-                **self._active_ring.groups.status(),
-            },
-            "speculation": self._report().as_dict(),
-            "stages": self._active_ring.status(),
-            "round_trips": self._active_ring.round_trips(),
-        }
+        groups = self._active_ring.groups
+        status = MeshStatus(
+            ready=self.is_ready,
+            lost=loss.reason if loss else refusal.message if refusal else None,
+            reconnects=self._num_reconnects,
+            prefix_mismatches=self._num_prefix_mismatches,
+            sessions=SessionsStatus(
+                running=self._slots.num_busy,
+                waiting=self._slots.num_waiting,
+                paused=len(self._sessions) - self._num_moving(),
+                slots=self._options.num_slots,
+                positions=sum(session.num_to_compute for session in self._sessions.values()),
+                prefill=self._prefill(),
+                context=self._options.context_length,
+                groups=len(groups.sizes),
+                largest_group=max(groups.sizes, default=0),
+                groups_found=groups.found,
+            ),
+            speculation=self._report().status(),
+            stages=self._active_ring.status(),
+            round_trips=self._active_ring.round_trips(),
+        )
         for plug in self._plugs:
             plug.describe(status)
         return status
@@ -454,7 +456,7 @@ class Coordinator:
 
     def _session(self, request: GenerationRequest, prefix_match: PrefixMatch) -> Session:
         options = self._options
-        spec = _session_spec(next(self._session_ids), prefix_match, request)
+        spec = session_spec(next(self._session_ids), prefix_match, request)
         rollbacks = (plug.rollback(prefix_match) for plug in self._plugs)
         generation = Generation(
             request,
@@ -483,10 +485,14 @@ class Coordinator:
         if len(self._sessions) == 1:
             self._speculators.shared.add_plain(outcome)
 
-    def _prefill(self) -> list[dict[str, int]]:
-        """Prompts that are being read, JSON-serialisable: tokens read so far, and of the prompt."""
+    def _prefill(self) -> tuple[PrefillStatus, ...]:
+        """Prompts that are being read."""
         reading = [session.prefill_progress for session in self._sessions.values() if not session.is_over]
-        return [{"read": each.num_read, "prompt": each.num_tokens} for each in reading if not each.is_whole]
+        return tuple(
+            PrefillStatus(read=each.num_read, prompt=each.num_tokens)
+            for each in reading
+            if not each.is_whole
+        )
 
     def _num_moving(self) -> int:
         """Sessions that send windows: one that waits for its reader uses no stage."""
@@ -619,18 +625,3 @@ def session_ids(term: int) -> Iterator[int]:
     coordinator opens its first session.
     """
     return itertools.count(term * _IDS_PER_TERM + 1)
-
-
-def _session_spec(session: int, prefix_match: PrefixMatch, request: GenerationRequest) -> SessionSpec:
-    return SessionSpec(
-        session,
-        prefix_match.slot,
-        request.sampling,
-        len(request.prompt),
-        request.num_top_logprobs,
-        request.prompt[: prefix_match.num_cached],
-        prefix_match.source_slot,
-        grammar=request.grammar,
-        fetch=prefix_match.fetch,
-        client=b"" if request.client is None else hashlib.sha256(request.client.encode()).digest(),
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mesh.coordinator.block_names import BLOCK_POSITIONS
 from mesh.coordinator.disk_prefixes import DiskHistory, DiskPrefixes
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from mesh.coordinator.plugs import NewRing
     from mesh.engine import GenerationRequest
+    from mesh.status import MeshStatus
     from spanmesh_proto import windows_pb2 as wire
 
 
@@ -87,6 +88,6 @@ class DiskPlug(Plug):
             num_prompt=len(request.prompt),
         )
 
-    def describe(self, status: dict[str, Any]) -> None:
+    def describe(self, status: MeshStatus) -> None:
         """Add counts of fetches and blocks; none if no stage keeps blocks."""
-        status["kv_disk"] = None if self.prefixes is None else self.prefixes.status(self._stats())
+        status.kv_disk = None if self.prefixes is None else self.prefixes.status(self._stats())

@@ -6,13 +6,14 @@ import asyncio
 import hashlib
 import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import structlog
 
 from mesh.coordinator.block_names import BLOCK_POSITIONS, BlockNames, names_root
 from mesh.coordinator.plugs import RingPlug
+from mesh.status import BlocksStatus, KvDiskStatus
 from spanmesh_proto import windows_pb2 as wire
 from speculative.cost_model import moved
 
@@ -354,24 +355,24 @@ class DiskPrefixes(RingPlug):
             if not pending.least.done():
                 pending.least.set_result(0)
 
-    def status(self, stats: Sequence[wire.StageStats | None]) -> dict[str, Any] | None:
-        """Counts of the coordinator and of each stage, JSON-serialisable; None if no stage keeps blocks.
+    def status(self, stats: Sequence[wire.StageStats | None]) -> KvDiskStatus | None:
+        """Counts of the coordinator and of each stage; None if no stage keeps blocks.
 
         Args:
             stats: Latest counters of each stage.
         """
         if not any(stage.identity for stage in self._stages):
             return None
-        return {
-            "on": self.is_on,
-            "fetched": self._history.num_fetched,
-            "fetched_tokens": self._history.num_fetched_positions,
-            "failed": self._history.num_failed,
-            "stages": [
-                None if each is None or not each.HasField("blocks") else _as_dict(each.blocks)
+        return KvDiskStatus(
+            on=self.is_on,
+            fetched=self._history.num_fetched,
+            fetched_tokens=self._history.num_fetched_positions,
+            failed=self._history.num_failed,
+            stages=tuple(
+                None if each is None or not each.HasField("blocks") else _blocks_status(each.blocks)
                 for each in stats
-            ],
-        }
+            ),
+        )
 
     def _is_held(self, name: bytes) -> bool:
         return all(name in stage.names for stage in self._stages)
@@ -383,14 +384,14 @@ class DiskPrefixes(RingPlug):
         return names_root(client, [stage.identity for stage in self._stages], self._wires)
 
 
-def _as_dict(blocks: wire.BlockStats) -> dict[str, int]:
-    return {
-        "files": blocks.num_files,
-        "bytes": blocks.num_bytes,
-        "most_bytes": blocks.most_bytes,
-        "written": blocks.num_written,
-        "left_out": blocks.num_left_out,
-        "damaged": blocks.num_damaged,
-        "restored": blocks.num_restored,
-        "restored_tokens": blocks.num_restored_positions,
-    }
+def _blocks_status(blocks: wire.BlockStats) -> BlocksStatus:
+    return BlocksStatus(
+        files=blocks.num_files,
+        bytes=blocks.num_bytes,
+        most_bytes=blocks.most_bytes,
+        written=blocks.num_written,
+        left_out=blocks.num_left_out,
+        damaged=blocks.num_damaged,
+        restored=blocks.num_restored,
+        restored_tokens=blocks.num_restored_positions,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from mesh.coordinator.feature_store import FeatureStore
 from mesh.coordinator.feature_streams import FeatureStreams
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mesh.coordinator.speculation import Speculator
     from mesh.coordinator.window_outcomes import InFlightWindow
     from mesh.engine import SpeculationReport
+    from mesh.status import MeshStatus
     from spanmesh_proto import windows_pb2 as wire
 
 # Latest positions of a replay that stages compute though they hold them, if their features are missing.
@@ -62,11 +63,11 @@ class FeaturePlug(Plug):
         """Features of a new session; None if it proposes nothing."""
         return None if speculator is None else SessionFeatures(self, generation, speculator)
 
-    def describe(self, status: dict[str, Any]) -> None:
+    def describe(self, status: MeshStatus) -> None:
         """Add why features do not come, if they do not."""
-        counts = status["speculation"]["features"]
+        counts = None if status.speculation is None else status.speculation.features
         if counts is not None and self.streams is not None:
-            counts["off"] = self.streams.why_off
+            counts.off = self.streams.why_off
 
     def take(self, features: ReceivedFeatures) -> None:
         """Pass features on to their session.

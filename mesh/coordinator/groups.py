@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
@@ -146,14 +146,15 @@ class WindowGroups:
         if self._held:
             self._check_soon()
 
-    def status(self) -> dict[str, Any]:
-        """Number and sizes of groups, and the numbers found so far, for `mesh status`."""
-        sizes = [len(group) for group in self._departures.groups if group]
-        return {
-            "groups": len(sizes),
-            "largest_group": max(sizes, default=0),
-            "groups_found": self._search.found if self._search is not None else {},
-        }
+    @property
+    def sizes(self) -> list[int]:
+        """Sessions of each group."""
+        return [len(group) for group in self._departures.groups if group]
+
+    @property
+    def found(self) -> dict[int, int]:
+        """Best number of groups for each number of sessions, as far as it was found."""
+        return {} if self._search is None else self._search.found
 
     @property
     def _patience_ms(self) -> float:

@@ -8,7 +8,7 @@ nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mesh.coordinator.speculation import Speculator
     from mesh.coordinator.window_outcomes import InFlightWindow
     from mesh.engine import GenerationRequest, SpeculationReport
+    from mesh.status import MeshStatus
     from spanmesh_proto import windows_pb2 as wire
     from stages.transport.channels import Identity
 
@@ -138,5 +139,5 @@ class Plug:
             return_points: See `Generation.return_points`.
         """
 
-    def describe(self, status: dict[str, Any]) -> None:
-        """Add what it says of itself to the coordinator's status."""
+    def describe(self, status: MeshStatus) -> None:
+        """Add what it says of itself to the coordinator's part of the status."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from mesh.coordinator.groups import WindowGroups
 from mesh.coordinator.prefill_pace import PrefillPace
 from mesh.engine import StageTotals
+from mesh.status import RoundTripStatus, StageStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -69,14 +71,14 @@ class RoundTrips:
             self._queue_us[index] += time.queue_us
             self._compute_us[index] += time.compute_us
 
-    def as_dict(self) -> dict[str, Any]:
-        """Sums, JSON-serialisable; the difference of two readings covers the time between them."""
-        return {
-            "windows": self._num_windows,
-            "wire_ms": _as_ms(self._wire_us),
-            "queue_ms": _as_ms(self._queue_us),
-            "compute_ms": _as_ms(self._compute_us),
-        }
+    def status(self) -> RoundTripStatus:
+        """Sums over all windows so far, without bytes."""
+        return RoundTripStatus(
+            windows=self._num_windows,
+            wire_ms=_as_ms(self._wire_us),
+            queue_ms=_as_ms(self._queue_us),
+            compute_ms=_as_ms(self._compute_us),
+        )
 
 
 class ActiveRing:
@@ -165,40 +167,37 @@ class ActiveRing:
         offsets_us = [clock.offset_us for clock in self.ring.clocks]
         self._round_trips.add(times, offsets_us, int(sent_ms * 1000), int(arrived_ms * 1000))
 
-    def round_trips(self) -> dict[str, Any]:
+    def round_trips(self) -> RoundTripStatus:
         """Sums of round trips, and bytes that the coordinator sent and received for all windows."""
         ring = self.ring
-        return {
-            **self._round_trips.as_dict(),
-            "sent_bytes": ring.num_sent_bytes,
-            "received_bytes": ring.num_received_bytes,
-        }
+        return replace(
+            self._round_trips.status(), sent_bytes=ring.num_sent_bytes, received_bytes=ring.num_received_bytes
+        )
 
-    def status(self) -> list[dict[str, Any]]:
-        """Stages with their mean times, for `mesh status`."""
+    def status(self) -> tuple[StageStatus, ...]:
+        """Stages with their mean times."""
         last = len(self._stages) - 1
         rtts_us = [clock.rtt_us for clock in self.ring.clocks]
-        return [
-            {
-                "index": index,
-                "host": stage.host,
-                "address": stage.address,
-                "layers": [stage.layers.start, stage.layers.stop],
-                "wire": str(stage.wire) if index < last else None,
-                "windows": totals.num_windows,
-                "compute_ms": totals.compute_ms,
-                "queue_ms": totals.queue_ms,
-                "mean_compute_ms": _mean_ms(totals.compute_us, totals.num_windows),
-                "mean_queue_ms": _mean_ms(totals.queue_us, totals.num_windows),
-                # Round trip from the coordinator.
-                "rtt_ms": None if (rtt_us := rtts_us[index]) is None else rtt_us / 1000,
-            }
+        return tuple(
+            StageStatus(
+                index=index,
+                host=stage.host,
+                address=stage.address,
+                layers=(stage.layers.start, stage.layers.stop),
+                wire=str(stage.wire) if index < last else None,
+                windows=totals.num_windows,
+                compute_ms=totals.compute_ms,
+                queue_ms=totals.queue_ms,
+                mean_compute_ms=_mean_ms(totals.compute_us, totals.num_windows),
+                mean_queue_ms=_mean_ms(totals.queue_us, totals.num_windows),
+                rtt_ms=None if (rtt_us := rtts_us[index]) is None else rtt_us / 1000,
+            )
             for index, (stage, totals) in enumerate(zip(self._stages, self._totals, strict=True))
-        ]
+        )
 
 
-def _as_ms(times_us: Sequence[int]) -> list[float]:
-    return [time_us / 1000 for time_us in times_us]
+def _as_ms(times_us: Sequence[int]) -> tuple[float, ...]:
+    return tuple(time_us / 1000 for time_us in times_us)
 
 
 def _mean_ms(total_us: int, count: int) -> float:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hashlib
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -32,7 +33,7 @@ from spanmesh_proto.errors import MeshError, PrefixMismatch, ProtocolError, Stag
 from speculative.acceptance import judge_unread
 from speculative.proposer import EMPTY
 from stages.sampling.logprobs import from_wire
-from stages.sampling.session_spec import NOTHING_RESUMED, Resumed
+from stages.sampling.session_spec import NOTHING_RESUMED, Resumed, SessionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from mesh.engine import GenerationRequest, GenerationStats, PrefillProgress
     from speculative.outcome import WindowOutcome
     from stages.sampling.logprobs import TokenLogprobs
-    from stages.sampling.session_spec import SessionSpec
 
 
 log = structlog.get_logger()
@@ -628,6 +628,28 @@ class Session:
         """Windows that waited for their group leave: until now they were on no wire."""
         self._is_waiting = False
         self._in_flight_windows = deque(each._replace(sent_ms=now_ms) for each in self._in_flight_windows)
+
+
+def session_spec(session: int, prefix_match: PrefixMatch, request: GenerationRequest) -> SessionSpec:
+    """Message that opens a session at every stage.
+
+    Args:
+        session: Its id.
+        prefix_match: Its slot, and the cached prefix of its prompt.
+        request: Its request.
+    """
+    return SessionSpec(
+        session,
+        prefix_match.slot,
+        request.sampling,
+        len(request.prompt),
+        request.num_top_logprobs,
+        request.prompt[: prefix_match.num_cached],
+        prefix_match.source_slot,
+        grammar=request.grammar,
+        fetch=prefix_match.fetch,
+        client=b"" if request.client is None else hashlib.sha256(request.client.encode()).digest(),
+    )
 
 
 def _nothing() -> None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from mesh.text.text_jobs import TextModel
 from mesh.text.text_service import TextService
 from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
     from mesh.metrics.embedding_metrics import EmbeddingStatistics
+    from mesh.status import EmbeddingModelStatus
     from mesh.text.tokenizer import Tokenizer
     from spanmesh_proto.errors import MeshError
 
@@ -56,8 +57,8 @@ class EmbeddingBackend:
     """Numbers of a vector."""
     longest: int
     """Most tokens of a text."""
-    status: Callable[[], Mapping[str, Any]]
-    """Its entry in `/mesh/status`, JSON-serialisable."""
+    status: Callable[[], EmbeddingModelStatus]
+    """Its entry in `/mesh/status`."""
 
     @cached_property
     def texts(self) -> TextService:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import tomllib
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from mesh.cluster.host_facts import parse_size
@@ -14,6 +14,7 @@ from mesh.forecast.dry_run import HostProfile, KnownHost, PlanningContext
 from mesh.placement.gpu_layers import parse_gpu_layers
 from mesh.placement.host_capacity import Gpu, HostCapacity
 from mesh.placement.links import Link, Links
+from mesh.status import read_status
 from mesh.util.child_environment import inherited_environment, module_command
 from spanmesh_proto.errors import ClusterError, MeshError
 from stages.host.profile_request import StageTiming
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.cluster.host_facts import HostFacts
+    from mesh.status import HostStatus
     from stages.host.profile_request import ProfileRequest
 
     # From path, body and timeout in seconds to the answer; a path without a body is requested with GET.
@@ -203,7 +205,7 @@ def running_mesh(ask: Ask) -> PlanningContext:
     Raises:
         MeshError: If the head does not answer.
     """
-    status = ask("/mesh/status", None, "GET", _PATIENCE_S)
+    status = read_status(ask("/mesh/status", None, "GET", _PATIENCE_S))
     found = ask(f"/mesh/links?probes={_NUM_PROBES}&bulk_bytes=0", None, "POST", _PATIENCE_S)
 
     def timer(wanted: Mapping[str, Sequence[ProfileRequest]]) -> Mapping[str, HostProfile]:
@@ -222,7 +224,7 @@ def running_mesh(ask: Ask) -> PlanningContext:
         }
 
     return PlanningContext(
-        hosts=tuple(map(_running_host, status["hosts"])),
+        hosts=tuple(map(_running_host, status.hosts)),
         head=found["head"],
         links=Links(tuple(map(_link, found["links"]))),
         timer=timer,
@@ -230,18 +232,18 @@ def running_mesh(ask: Ask) -> PlanningContext:
     )
 
 
-def _running_host(fields: Mapping[str, Any]) -> KnownHost:
-    absent = "it is leaving" if fields["leaving"] else "" if fields["ready"] else "it is still starting"
+def _running_host(host: HostStatus) -> KnownHost:
+    absent = "it is leaving" if host.leaving else "" if host.ready else "it is still starting"
     capacity = HostCapacity(
-        fields["name"],
-        fields["memory_bytes"],
-        fields["speed_gb_per_s"],
-        gpus=tuple(Gpu(**gpu) for gpu in fields["gpus"]),
-        gpu_layers=parse_gpu_layers(fields["gpu_layers"]),
-        cpu_moe_layers=parse_gpu_layers(fields["cpu_moe_layers"]),
-        attention_version=fields["attention_version"],
+        host.name,
+        host.memory_bytes,
+        host.speed_gb_per_s,
+        gpus=tuple(Gpu(**asdict(gpu)) for gpu in host.gpus),
+        gpu_layers=parse_gpu_layers(host.gpu_layers),
+        cpu_moe_layers=parse_gpu_layers(host.cpu_moe_layers),
+        attention_version=host.attention_version,
     )
-    return KnownHost(capacity, fields["threads"], absent)
+    return KnownHost(capacity, host.threads, absent)
 
 
 def _link(fields: Mapping[str, Any]) -> Link:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from mesh.metrics.request_metrics import Histogram
+from mesh.status import EmbeddingCounts
 
 EMBEDDING_OUTCOMES: Final[tuple[EmbeddingOutcome, ...]] = ("stop", "abort", "error")
 _REQUEST_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
@@ -46,12 +47,17 @@ class EmbeddingStatistics:
         if outcome == "stop":
             self.whole_s.observe(took_s)
 
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-serialisable."""
-        return {
-            "requests": self.finished.total(),
-            "texts": self.num_texts,
-            "tokens": self.num_tokens,
-            "batches": self.num_batches,
-            "compute_ms": round(self.compute_s * 1e3, 3),
-        }
+    def counts(self, num_waiting: int) -> EmbeddingCounts:
+        """For the status.
+
+        Args:
+            num_waiting: Requests with texts that wait now.
+        """
+        return EmbeddingCounts(
+            waiting=num_waiting,
+            requests=self.finished.total(),
+            texts=self.num_texts,
+            tokens=self.num_tokens,
+            batches=self.num_batches,
+            compute_ms=round(self.compute_s * 1e3, 3),
+        )

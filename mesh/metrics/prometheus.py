@@ -15,19 +15,28 @@ from mesh.metrics.embedding_metrics import EMBEDDING_OUTCOMES
 from mesh.metrics.request_metrics import FINISH_REASONS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from prometheus_client.metrics_core import Metric
 
     from mesh.metrics.embedding_metrics import EmbeddingStatistics
     from mesh.metrics.request_metrics import Histogram, RequestStatistics
+    from mesh.status import (
+        BlocksStatus,
+        EmbeddingModelStatus,
+        FeatureStatus,
+        HostStatus,
+        KvDiskStatus,
+        MeshStatus,
+        ModelStatus,
+        ProposerStatus,
+        RoundTripStatus,
+        SessionsStatus,
+        SpeculationStatus,
+        StageStatus,
+    )
 
 _STEM = "mesh_spec_decode_num"
-_DEPTH_COUNTS: Final = {
-    "drafted": "Tokens proposed, those of void windows too, by distance from the drafter's last feature.",
-    "reached": "Those of them before which all tokens were accepted.",
-    "accepted": "Those of them that the model chose too.",
-}
 PREFIX: Final = "mesh_"
 
 
@@ -84,8 +93,8 @@ class ModelFigures:
     """Model name for clients."""
     statistics: RequestStatistics
     """Request statistics."""
-    status: Mapping[str, Any]
-    """Its `/mesh/status`, with the stages' counters. Missing parts are left out."""
+    status: MeshStatus
+    """What `/mesh/status` says of it, with the stages' counters. Missing parts are left out."""
 
 
 @dataclass(frozen=True)
@@ -96,76 +105,61 @@ class EmbeddingFigures:
     """Model name for clients."""
     statistics: EmbeddingStatistics
     """Counts since it was loaded."""
-    status: Mapping[str, Any]
-    """Its entry in `/mesh/status`. Missing parts are left out."""
+    status: EmbeddingModelStatus
+    """What `/mesh/status` says of it. Missing parts are left out."""
 
 
 def _bound(bound: float) -> str:
     return "+Inf" if bound == float("inf") else repr(float(bound))
 
 
-def add_model(sheet: Sheet, status: Mapping[str, Any]) -> None:
-    """Add samples of one model's ring.
+def add_model(sheet: Sheet, status: ModelStatus) -> None:
+    """Add samples of one model.
 
     Args:
         sheet: Samples of the scrape.
-        status: The model's `/mesh/status`.
+        status: The model's.
     """
-    if "ready" in status:
-        sheet.gauge("mesh_ready", "1 while requests are answered at once, else 0.", int(status["ready"]))
-    if "prefix_mismatches" in status:
-        sheet.counter(
-            "mesh_prefix_mismatches",
-            "Sessions that restarted because a slot did not hold the expected tokens.",
-            status["prefix_mismatches"],
-        )
-    if (repairs := status.get("repairs")) is not None:
-        sheet.counter("mesh_stage_losses", "Stages lost.", repairs["losses"])
-        sheet.counter("mesh_repairs", "Repairs of the ring.", repairs["count"])
-        sheet.counter("mesh_moves", "Moves of layers without a failure.", repairs["moves"])
-        if repairs["last_s"] is not None:
-            sheet.gauge("mesh_last_repair_seconds", "Duration of the latest repair.", repairs["last_s"])
+    if status.ready is not None:
+        sheet.gauge("mesh_ready", "1 while requests are answered at once, else 0.", int(status.ready))
+    repairs = status.repairs
+    sheet.counter("mesh_stage_losses", "Stages lost.", repairs.losses)
+    sheet.counter("mesh_repairs", "Repairs of the ring.", repairs.count)
+    sheet.counter("mesh_moves", "Moves of layers without a failure.", repairs.moves)
+    if repairs.last_s is not None:
+        sheet.gauge("mesh_last_repair_seconds", "Duration of the latest repair.", repairs.last_s)
 
 
-def add_mesh(sheet: Sheet, status: Mapping[str, Any]) -> None:
+def add_mesh(sheet: Sheet, status: MeshStatus) -> None:
     """Add samples of the mesh as a whole.
 
     Args:
         sheet: Samples of the scrape.
-        status: Body of `/mesh/status`.
+        status: The first model's.
     """
-    if "version" in status:
-        labels = {name: str(status[name]) for name in ("version", "protocol_version")}
+    if status.version:
+        labels = {"version": status.version, "protocol_version": str(status.protocol_version)}
         sheet.gauge("mesh_info", "Versions of the software.", 1, **labels)
-    hosts = status.get("hosts", ())
-    if isinstance(hosts, list):
-        _add_hosts(sheet, hosts)
-
-
-def _add_hosts(sheet: Sheet, hosts: list[Mapping[str, Any]]) -> None:
-    states = [_state(host) for host in hosts]
+    states = [_state(host) for host in status.hosts]
     for state in ("serving", "spare", "joining", "leaving"):
         sheet.gauge("mesh_hosts", "Hosts by state.", states.count(state), state=state)
-    num_copies = sum(len(host["copies"]) for host in hosts)
+    num_copies = sum(len(host.copies) for host in status.hosts)
     sheet.gauge("mesh_spare_copies", "Replicas of stages that can take over at once.", num_copies)
-    for host in hosts:
+    for host in status.hosts:
         sheet.gauge(
-            "mesh_host_memory_bytes",
-            "Memory of the host for the mesh.",
-            host["memory_bytes"],
-            host=host["name"],
+            "mesh_host_memory_bytes", "Memory of the host for the mesh.", host.memory_bytes, host=host.name
         )
 
 
-def _state(host: Mapping[str, Any]) -> str:
-    if host["leaving"]:
+def _state(host: HostStatus) -> str:
+    if host.leaving:
         return "leaving"
-    if not host["ready"]:
+    if not host.ready:
         return "joining"
-    return "serving" if host["layers"] else "spare"
+    return "serving" if host.layers else "spare"
 
 
-def add_requests(sheet: Sheet, statistics: RequestStatistics, sessions: Mapping[str, Any] | None) -> None:
+def add_requests(sheet: Sheet, statistics: RequestStatistics, sessions: SessionsStatus | None) -> None:
     """Add samples of requests.
 
     Args:
@@ -205,25 +199,23 @@ def add_requests(sheet: Sheet, statistics: RequestStatistics, sessions: Mapping[
             finished_reason=reason,
         )
     if sessions is not None:
-        sheet.gauge("mesh_num_requests_running", "Requests with a slot.", sessions["running"])
-        sheet.gauge("mesh_num_requests_waiting", "Requests that wait for a slot.", sessions["waiting"])
-        sheet.gauge("mesh_num_requests_paused", "Requests whose client does not read.", sessions["paused"])
-        room = sessions["slots"] * sessions["context"]
+        sheet.gauge("mesh_num_requests_running", "Requests with a slot.", sessions.running)
+        sheet.gauge("mesh_num_requests_waiting", "Requests that wait for a slot.", sessions.waiting)
+        sheet.gauge("mesh_num_requests_paused", "Requests whose client does not read.", sessions.paused)
         sheet.gauge(
-            "mesh_kv_cache_usage_perc", "Share of the KV caches' positions in use, 0 to 1.",
-            sessions["positions"] / room,
-        )  # fmt: skip
+            "mesh_kv_cache_usage_perc",
+            "Share of the KV caches' positions in use, 0 to 1.",
+            sessions.positions / (sessions.slots * sessions.context),
+        )
 
 
-def add_ring(
-    sheet: Sheet, stages: Sequence[Mapping[str, Any]], round_trips: Mapping[str, Any] | None
-) -> None:
+def add_ring(sheet: Sheet, stages: Sequence[StageStatus], round_trips: RoundTripStatus | None) -> None:
     """Add samples of the ring. A new ring counts from 0, as Prometheus expects after a restart.
 
     Args:
         sheet: Samples of the scrape.
-        stages: `stages` of the status.
-        round_trips: `round_trips` of the status; None before the first ring.
+        stages: In pipeline order.
+        round_trips: None before the first ring.
     """
     for stage in stages:
         _add_stage(sheet, stage)
@@ -231,41 +223,38 @@ def add_ring(
         _add_links(sheet, stages, round_trips)
 
 
-def _add_stage(sheet: Sheet, stage: Mapping[str, Any]) -> None:
-    start, stop = stage["layers"]
-    labels = {"stage": str(stage["index"]), "host": stage["host"], "layers": f"[{start}, {stop})"}
+def _add_stage(sheet: Sheet, stage: StageStatus) -> None:
+    start, stop = stage.layers
+    labels = {"stage": str(stage.index), "host": stage.host, "layers": f"[{start}, {stop})"}
+    sheet.counter("mesh_stage_windows", "Windows computed, chunks of prompts too.", stage.windows, **labels)
+    sheet.counter("mesh_stage_compute_seconds", "Computing windows.", stage.compute_ms / 1000, **labels)
     sheet.counter(
-        "mesh_stage_windows", "Windows computed, chunks of prompts too.", stage["windows"], **labels
+        "mesh_stage_queue_seconds", "Windows waiting at the stage.", stage.queue_ms / 1000, **labels
     )
-    for kind, help_ in (("compute", "Computing windows."), ("queue", "Windows waiting at the stage.")):
-        sheet.counter(f"mesh_stage_{kind}_seconds", help_, stage[f"{kind}_ms"] / 1000, **labels)
-    if stage["rtt_ms"] is not None:
+    if stage.rtt_ms is not None:
         sheet.gauge(
             "mesh_stage_rtt_seconds",
             "From the coordinator to the stage and back, the shortest of late.",
-            stage["rtt_ms"] / 1000,
+            stage.rtt_ms / 1000,
             **labels,
         )
-    if "rows" not in stage:
-        return  # the stage did not answer in time
-    sheet.counter("mesh_stage_rows", "Rows computed.", stage["rows"], **labels)
-    sheet.counter("mesh_stage_dropped_windows", "Void windows dropped.", stage["dropped_windows"], **labels)
-    sheet.gauge("mesh_stage_queued_windows", "Windows that wait now.", stage["queued_windows"], **labels)
-    sheet.gauge("mesh_stage_open_sessions", "Sessions that it knows.", stage["open_sessions"], **labels)
-    sheet.gauge(
-        "mesh_stage_resident_memory_bytes",
-        "In memory, mapped files included.",
-        stage["resident_bytes"],
-        **labels,
-    )
+    for add, name, help_, count in (
+        (sheet.counter, "rows", "Rows computed.", stage.rows),
+        (sheet.counter, "dropped_windows", "Void windows dropped.", stage.dropped_windows),
+        (sheet.gauge, "queued_windows", "Windows that wait now.", stage.queued_windows),
+        (sheet.gauge, "open_sessions", "Sessions that it knows.", stage.open_sessions),
+        (sheet.gauge, "resident_memory_bytes", "In memory, mapped files included.", stage.resident_bytes),
+    ):
+        if count is not None:
+            add(f"mesh_stage_{name}", help_, count, **labels)
 
 
-def _add_links(sheet: Sheet, stages: Sequence[Mapping[str, Any]], round_trips: Mapping[str, Any]) -> None:
-    names = ["coordinator", *(f"stage {stage['index']}" for stage in stages), "coordinator"]
-    sent_bytes = [round_trips["sent_bytes"], *(stage.get("sent_bytes") for stage in stages)]
-    sent_bytes[-1] = round_trips["received_bytes"]
+def _add_links(sheet: Sheet, stages: Sequence[StageStatus], round_trips: RoundTripStatus) -> None:
+    names = ["coordinator", *(f"stage {stage.index}" for stage in stages), "coordinator"]
+    sent_bytes = [round_trips.sent_bytes, *(stage.sent_bytes for stage in stages)]
+    sent_bytes[-1] = round_trips.received_bytes
     for (source, target), wire_ms, num_bytes in zip(
-        pairwise(names), round_trips["wire_ms"], sent_bytes, strict=True
+        pairwise(names), round_trips.wire_ms, sent_bytes, strict=True
     ):
         labels = {"source": source, "target": target}
         sheet.counter(
@@ -274,73 +263,72 @@ def _add_links(sheet: Sheet, stages: Sequence[Mapping[str, Any]], round_trips: M
             wire_ms / 1000,
             **labels,
         )
-        sheet.counter("mesh_link_windows", "Those windows.", round_trips["windows"], **labels)
+        sheet.counter("mesh_link_windows", "Those windows.", round_trips.windows, **labels)
         if num_bytes is not None:
             sheet.counter("mesh_link_sent_bytes", "Sent over the link.", num_bytes, **labels)
 
 
-def add_kv_disk(sheet: Sheet, kv_disk: Mapping[str, Any] | None) -> None:
+def add_kv_disk(sheet: Sheet, kv_disk: KvDiskStatus | None) -> None:
     """Add samples of the blocks on the stages' disks. A new ring counts its stages from 0.
 
     Args:
         sheet: Samples of the scrape.
-        kv_disk: `kv_disk` of the status; None where none are kept.
+        kv_disk: None where none are kept.
     """
     if kv_disk is None:
         return
-    sheet.counter("mesh_kv_disk_hits", "Requests that began with tokens from disk.", kv_disk["fetched"])
-    sheet.counter("mesh_kv_disk_restored_tokens", "Those tokens.", kv_disk["fetched_tokens"])
+    sheet.counter("mesh_kv_disk_hits", "Requests that began with tokens from disk.", kv_disk.fetched)
+    sheet.counter("mesh_kv_disk_restored_tokens", "Those tokens.", kv_disk.fetched_tokens)
     sheet.counter(
         "mesh_kv_disk_failed_fetches",
         "Fetches that brought nothing, after which prompts were computed.",
-        kv_disk["failed"],
+        kv_disk.failed,
     )
-    for index, stage in enumerate(kv_disk["stages"]):
+    for index, stage in enumerate(kv_disk.stages):
         if stage is not None:
             _add_blocks(sheet, stage, {"stage": str(index)})
 
 
-def _add_blocks(sheet: Sheet, stage: Mapping[str, Any], labels: dict[str, str]) -> None:
-    sheet.gauge("mesh_kv_disk_files", "Block files of the stage.", stage["files"], **labels)
-    sheet.gauge("mesh_kv_disk_bytes", "Their size.", stage["bytes"], **labels)
-    for name, help_ in (
-        ("written", "Blocks written."),
-        ("left_out", "Blocks left out: the disk was behind, full or failing."),
-        ("damaged", "Damaged or foreign files, which were removed."),
+def _add_blocks(sheet: Sheet, stage: BlocksStatus, labels: dict[str, str]) -> None:
+    sheet.gauge("mesh_kv_disk_files", "Block files of the stage.", stage.files, **labels)
+    sheet.gauge("mesh_kv_disk_bytes", "Their size.", stage.bytes, **labels)
+    for name, help_, count in (
+        ("written", "Blocks written.", stage.written),
+        ("left_out", "Blocks left out: the disk was behind, full or failing.", stage.left_out),
+        ("damaged", "Damaged or foreign files, which were removed.", stage.damaged),
     ):
-        sheet.counter(f"mesh_kv_disk_{name}", help_, stage[name], **labels)
+        sheet.counter(f"mesh_kv_disk_{name}", help_, count, **labels)
 
 
-def add_speculation(sheet: Sheet, speculation: Mapping[str, Any] | None) -> None:
+def add_speculation(sheet: Sheet, speculation: SpeculationStatus | None) -> None:
     """Add samples of speculation.
 
     Args:
         sheet: Samples of the scrape.
-        speculation: `speculation` of the status; None before the first ring.
+        speculation: None before the first ring.
     """
     if speculation is None:
         return
-    sheet.counter("mesh_windows", "Windows judged, chunks of prompts left out.", speculation["windows"])
-    sheet.counter("mesh_stale_rows", "Rows that a rejection voided on their way.", speculation["stale_rows"])
+    sheet.counter("mesh_windows", "Windows judged, chunks of prompts left out.", speculation.windows)
+    sheet.counter("mesh_stale_rows", "Rows that a rejection voided on their way.", speculation.stale_rows)
     sheet.counter(
         "mesh_stale_rows_computed",
         "Those of them that all stages computed all the same.",
-        speculation["stale_rows_computed"],
+        speculation.stale_rows_computed,
     )
     sheet.counter(
         "mesh_recomputed_rows",
         "Rows of accepted tokens that were computed again, in models with recurrent layers.",
-        speculation["recomputed_rows"],
+        speculation.recomputed_rows,
     )
-    for name, proposer in speculation["proposers"].items():
-        sheet.counter(f"{_STEM}_drafts", "Windows that proposed tokens.", proposer["drafts"], proposer=name)
-        sheet.counter(
-            f"{_STEM}_draft_tokens", "Tokens proposed and verified.", proposer["drafted"], proposer=name
-        )
-        sheet.counter(
-            f"{_STEM}_accepted_tokens", "Those that the model chose too.", proposer["accepted"], proposer=name
-        )
-        for position, count in enumerate(proposer["accepted_per_position"]):
+    for name, proposer in speculation.proposers.items():
+        for what, help_, count in (
+            ("drafts", "Windows that proposed tokens.", proposer.drafts),
+            ("draft_tokens", "Tokens proposed and verified.", proposer.drafted),
+            ("accepted_tokens", "Those that the model chose too.", proposer.accepted),
+        ):
+            sheet.counter(f"{_STEM}_{what}", help_, count, proposer=name)
+        for position, count in enumerate(proposer.accepted_per_position):
             sheet.counter(
                 f"{_STEM}_accepted_tokens_per_pos",
                 "By their place in the window.",
@@ -349,9 +337,10 @@ def add_speculation(sheet: Sheet, speculation: Mapping[str, Any] | None) -> None
                 position=str(position),
             )
         _add_depths(sheet, name, proposer)
-    _add_features(sheet, speculation.get("features"))
-    for kind in ("measured", "plain"):
-        if (rate := speculation.get(f"{kind}_tokens_per_s")) is not None:
+    _add_features(sheet, speculation.features)
+    rates = (("measured", speculation.measured_tokens_per_s), ("plain", speculation.plain_tokens_per_s))
+    for kind, rate in rates:
+        if rate is not None:
             sheet.gauge(
                 "mesh_spec_decode_tokens_per_second",
                 "Of the latest session: while it speculated, and what plain windows would bring.",
@@ -360,25 +349,33 @@ def add_speculation(sheet: Sheet, speculation: Mapping[str, Any] | None) -> None
             )
 
 
-def _add_depths(sheet: Sheet, name: str, proposer: Mapping[str, Any]) -> None:
-    for what, meaning in _DEPTH_COUNTS.items():
-        for index, count in enumerate(proposer.get(f"{what}_per_depth", ())):
-            sheet.counter(
-                f"{_STEM}_{what}_tokens_per_depth", meaning, count, proposer=name, depth=str(index + 1)
-            )
+def _add_depths(sheet: Sheet, name: str, proposer: ProposerStatus) -> None:
+    for what, meaning, counts in (
+        (
+            "drafted",
+            "Tokens proposed, those of void windows too, by distance from the drafter's last feature.",
+            proposer.drafted_per_depth,
+        ),
+        (
+            "reached",
+            "Those of them before which all tokens were accepted.",
+            proposer.reached_per_depth,
+        ),
+        ("accepted", "Those of them that the model chose too.", proposer.accepted_per_depth),
+    ):
+        for depth, count in enumerate(counts or (), start=1):
+            sheet.counter(f"{_STEM}_{what}_tokens_per_depth", meaning, count, proposer=name, depth=str(depth))
 
 
-def _add_features(sheet: Sheet, features: Mapping[str, Any] | None) -> None:
+def _add_features(sheet: Sheet, features: FeatureStatus | None) -> None:
     if features is None:
         return
-    for what, meaning in (
-        ("wanted", "Positions whose hidden states the drafter asked for."),
-        ("received", "Those of them whose hidden states arrived."),
+    for what, meaning, count in (
+        ("wanted", "Positions whose hidden states the drafter asked for.", features.wanted),
+        ("received", "Those of them whose hidden states arrived.", features.received),
+        ("bytes", "Size of the hidden states that arrived.", features.bytes),
     ):
-        sheet.counter(f"mesh_spec_decode_features_{what}", meaning, features[what])
-    sheet.counter(
-        "mesh_spec_decode_features_bytes", "Size of the hidden states that arrived.", features["bytes"]
-    )
+        sheet.counter(f"mesh_spec_decode_features_{what}", meaning, count)
 
 
 def add_embeddings(sheet: Sheet, statistics: EmbeddingStatistics, num_waiting: int) -> None:
@@ -428,15 +425,20 @@ def exposition(
     for model in models:
         status = model.status
         sheet.of(model.name)
-        add_requests(sheet, model.statistics, status.get("sessions"))
-        add_speculation(sheet, status.get("speculation"))
-        add_ring(sheet, status.get("stages", ()), status.get("round_trips"))
-        add_kv_disk(sheet, status.get("kv_disk"))
+        add_requests(sheet, model.statistics, status.sessions)
+        add_speculation(sheet, status.speculation)
+        add_ring(sheet, status.stages, status.round_trips)
+        add_kv_disk(sheet, status.kv_disk)
+        if status.prefix_mismatches is not None:
+            sheet.counter(
+                "mesh_prefix_mismatches",
+                "Sessions that restarted because a slot did not hold the expected tokens.",
+                status.prefix_mismatches,
+            )
         add_model(sheet, status)
     for embedding in embedding_models:
         sheet.of(embedding.name)
-        counts = embedding.status.get("embeddings", {})
-        add_embeddings(sheet, embedding.statistics, counts.get("waiting", 0))
+        add_embeddings(sheet, embedding.statistics, embedding.status.embeddings.waiting)
         add_model(sheet, embedding.status)
     sheet.of(models[0].name)
     add_mesh(sheet, models[0].status)

@@ -22,7 +22,7 @@ from mesh.serve.replicas import ReplicaManager
 from mesh.serve.stage_factory import StageMaker
 from mesh.serve.stage_group import log_stage_error, wire_up
 from mesh.serve.stage_handle import new_ring_credentials
-from mesh.serve.status import print_join_line
+from mesh.serve.startup_message import print_join_line
 from mesh.serve.supervisor import Supervisor
 from mesh.util.tasks import first_of, run_to_end
 from spanmesh_proto.errors import MeshError, ModelDoesNotFit, ModelError, NotEnoughHosts, StageFailed

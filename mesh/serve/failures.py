@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final, Self
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, Self, TypeAlias
 
 import structlog
 
 from mesh.cluster.ray_driver import result_of
+from mesh.status import FailureStatus, RepairStatus
 from spanmesh_proto.errors import MeshError
 from stages.host.crash_log import CrashLogReader
 
@@ -27,19 +28,8 @@ _PATIENCE_S: Final = 20.0
 
 log = structlog.get_logger()
 
-
-@dataclass(frozen=True)
-class Failure:
-    """A lost stage."""
-
-    at_s: float
-    """Time of the loss, Unix seconds."""
-    host: str
-    """Host of the stage."""
-    layers: str
-    """Layers of the stage, `[start, stop)`."""
-    reason: str
-    """Reason as far as it is known; one line."""
+# Called with each lost stage, and the host of its process.
+OnFailure: TypeAlias = "Callable[[FailureStatus, StageLoss, Member], None]"
 
 
 class Incidents:
@@ -51,22 +41,22 @@ class Incidents:
 
     def __init__(self, clock_s: Callable[[], float]) -> None:
         self._clock_s = clock_s
-        self._failures: deque[Failure] = deque(maxlen=_MOST_FAILURES)
+        self._failures: deque[FailureStatus] = deque(maxlen=_MOST_FAILURES)
         self._num_losses = 0
         self._num_repairs = 0
         self._num_moves = 0
         self._last_repair_s: float | None = None
 
-    def failed(self, host: str, layers: str, reason: str) -> Failure:
+    def failed(self, host: str, layers: str, reason: str) -> FailureStatus:
         """Record a lost stage."""
-        failure = Failure(self._clock_s(), host, layers, reason)
+        failure = FailureStatus(at_s=self._clock_s(), host=host, layers=layers, reason=reason)
         self._failures.append(failure)
         self._num_losses += 1
         return failure
 
-    def explain(self, failure: Failure, more: str) -> None:
+    def explain(self, failure: FailureStatus, more: str) -> None:
         """Add to the reason of a failure, unless it was dropped for later ones."""
-        explained = Failure(failure.at_s, failure.host, failure.layers, f"{failure.reason}: {more}")
+        explained = replace(failure, reason=f"{failure.reason}: {more}")
         self._failures = deque(
             (explained if each is failure else each for each in self._failures), maxlen=_MOST_FAILURES
         )
@@ -80,17 +70,20 @@ class Incidents:
         """Record a planned move of layers between hosts."""
         self._num_moves += 1
 
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-serialisable; the latest failure last."""
-        return {
-            "failures": [asdict(failure) for failure in self._failures],
-            "repairs": {
-                "losses": self._num_losses,
-                "count": self._num_repairs,
-                "last_s": None if self._last_repair_s is None else round(self._last_repair_s, 3),
-                "moves": self._num_moves,
-            },
-        }
+    @property
+    def failures(self) -> tuple[FailureStatus, ...]:
+        """The latest failures, the last one last."""
+        return tuple(self._failures)
+
+    @property
+    def repairs(self) -> RepairStatus:
+        """Counts of losses and recoveries."""
+        return RepairStatus(
+            losses=self._num_losses,
+            count=self._num_repairs,
+            last_s=None if self._last_repair_s is None else round(self._last_repair_s, 3),
+            moves=self._num_moves,
+        )
 
 
 class CrashLogs:
@@ -112,7 +105,7 @@ class CrashLogs:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def collect(self, incidents: Incidents, failure: Failure, loss: StageLoss, member: Member) -> None:
+    def collect(self, incidents: Incidents, failure: FailureStatus, loss: StageLoss, member: Member) -> None:
         """Add the error output to a failure, if its process is gone and its host is not.
 
         Args:
@@ -126,7 +119,7 @@ class CrashLogs:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _collect(self, incidents: Incidents, failure: Failure, pid: int, member: Member) -> None:
+    async def _collect(self, incidents: Incidents, failure: FailureStatus, pid: int, member: Member) -> None:
         await asyncio.sleep(_DELAY_S)
         message, reader = None, None
         try:

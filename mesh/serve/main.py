@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import threading
 import time
-from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import structlog
 
@@ -15,9 +13,9 @@ from mesh.api.app import create_app
 from mesh.api.backend import ApiContext, Backends, LinkRuns
 from mesh.api.bodies.reading import shared_body_pool
 from mesh.api.http_server import serve_api
-from mesh.cluster.addresses import AddressWatch, is_loopback, own_addresses
 from mesh.cluster.discovery import announced, heads_found
 from mesh.metrics.tracing import closing, open_tracer
+from mesh.serve.address_watch import address_watched
 from mesh.serve.allocations import HostAllocations
 from mesh.serve.deployment import ModelDeployment
 from mesh.serve.head import Head, open_head
@@ -34,9 +32,9 @@ from mesh.serve.on_demand.room import RoomCheck
 from mesh.serve.options import fitted_to
 from mesh.serve.proposers import open_proposers
 from mesh.serve.served_model import backend_of, new_model
-from mesh.serve.status import HeadParts, MeshState, measured_links, print_join_line, print_served
+from mesh.serve.startup_message import print_join_line, print_served
+from mesh.serve.status import HeadParts, MeshState, measured_links
 from mesh.text.text_service import worker_bytes
-from mesh.util.fresh_start import start_command_anew
 from mesh.util.tasks import first_of
 from spanmesh_proto.errors import ClusterError
 from stages.gguf.reader import model_name
@@ -53,10 +51,6 @@ if TYPE_CHECKING:
     from mesh.serve.proposers import Proposers
     from mesh.serve.served_model import ServedModel
     from mesh.util.tasks import Interruption
-
-# Time for which the address may be away, as while a wireless network is lost.
-_ADDRESS_PATIENCE_S: Final = 4.0
-_WATCH_S: Final = 1.0
 
 log = structlog.get_logger()
 
@@ -230,7 +224,7 @@ async def serve_mesh(options: HeadOptions, known: Preflight, interruption: Inter
                 mesh.models.first_serves()
                 print_served(options, first.state, url, head)
 
-            with _address_watched(head, options):
+            with address_watched(head, options):
                 await mesh.run(on_served)
 
 
@@ -276,40 +270,3 @@ def _api_context(state: MeshState) -> ApiContext:
 async def _watch_ray(head: Head) -> NoReturn:
     await head.node.ended()
     raise ClusterError("the head's Ray node ended; see what else runs on this host and start again")
-
-
-@contextmanager
-def _address_watched(head: Head, options: HeadOptions) -> Iterator[None]:
-    """Context in which the command begins anew when this host has another address.
-
-    In a thread: Ray's calls wait for its processes, which connect by the former address, and the event loop
-    with them.
-    """
-    ended = threading.Event()
-    watch = threading.Thread(target=_watch_address, args=(head, options, ended), daemon=True)
-    watch.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        watch.join()
-
-
-def _watch_address(head: Head, options: HeadOptions, ended: threading.Event) -> None:
-    address = head.own.address
-    watch = AddressWatch(address, _ADDRESS_PATIENCE_S)
-    is_known = False
-    while not ended.wait(_WATCH_S):
-        if is_known is not watch.has_lost:
-            is_known = not is_known
-            log.error("own_address_gone", address=address) if is_known else log.info(
-                "own_address_back", address=address
-            )
-        if not is_known or options.is_address_given:
-            continue
-        now, *_ = own_addresses(must_be_clear=False)
-        # Hosts that were waited for do not come by loopback: a network has to be there first.
-        if not (options.num_hosts and is_loopback(now)):
-            log.warning("begins_anew", reason=f"this host was {address} and is {now} now")
-            head.node.stop()
-            start_command_anew()

@@ -442,7 +442,7 @@ def _description(model: ServedModel | EmbeddingModel) -> dict[str, Any]:
     """Stages of a model that answers, JSON-serialisable."""
     return {
         "model": model.name,
-        "plan": None if model.state.plan is None else model.state.plan.reason,
+        "plan": model.state.plan_reason,
         "context": _context_text(model),
         "stages": [
             {

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from mesh.placement.replanner import NewStage, Replan
     from mesh.placement.topology import Topology
     from mesh.serve.allocations import EvictableReplica, ModelAllocation
-    from mesh.serve.failures import Failure, Incidents
+    from mesh.serve.failures import Incidents, OnFailure
     from mesh.serve.head import Head
     from mesh.serve.pipeline import Pipeline
     from mesh.serve.preflight import Preflight
     from mesh.serve.stage_group import OnStageError
-    from mesh.serve.stage_handle import StageHandle, StageLoss
+    from mesh.serve.stage_handle import StageHandle
     from spanmesh_proto.errors import MeshError
     from stages.layers import LayerRange
     from stages.runtime.process_memory import StageMemory
@@ -330,7 +330,7 @@ class RecoveryContext:
     """Coordinator of the ring."""
     incidents: Incidents
     """Record of failures."""
-    on_failure: Callable[[Failure, StageLoss, Member], None]
+    on_failure: OnFailure
     """Called with each lost stage, so that its error output can be read."""
     announce: Callable[[str], None]
     """Publishes the current phase."""
@@ -412,7 +412,7 @@ def make_recovery_context(
     term: int,
     capacity_of: Callable[[Member], HostCapacity],
     incidents: Incidents,
-    on_failure: Callable[[Failure, StageLoss, Member], None],
+    on_failure: OnFailure,
     on_plan: Callable[[Sequence[StagePlacement], str], None],
     announce: Callable[[str], None],
     topology: Topology | None = None,

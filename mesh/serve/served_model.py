@@ -117,7 +117,7 @@ def backend_of(model: ServedModel, api: ApiContext) -> Backend:
         tokenizer=model.known.tokenizer,
         model_id=model.name,
         created=int(api.now_s()),
-        status=model.state.as_dict,
+        status=model.state.status,
         ready=lambda: model.state.is_serving,
         is_whole=lambda: engine.is_ready,
         refusal=lambda: engine.refusal,

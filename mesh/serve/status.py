@@ -1,16 +1,13 @@
-"""Status of a mesh: /mesh/status, counters of stages, measured links and announcements."""
+"""State of a served model and of its head: `/mesh/status`, counters of stages, measured links."""
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 import time
-from dataclasses import KW_ONLY, asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from mesh.cluster.join_token import decode
 from mesh.placement.gpu_layers import format_gpu_layers
 from mesh.placement.links import LinkProbeOptions
 from mesh.placement.memory_estimate import StageSizes, Workload
@@ -21,11 +18,18 @@ from mesh.serve.failures import Incidents
 from mesh.serve.options import speculation_refusal
 from mesh.serve.planning import plan_in_thread
 from mesh.serve.stage_factory import Transfers
-from mesh.util.printable import say
+from mesh.status import (
+    GpuStatus,
+    HostStatus,
+    LoadingStatus,
+    MeshStatus,
+    ModelDescription,
+    StageCounts,
+    WeightsStatus,
+    copied,
+)
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
-from spanmesh_proto.addresses import join_address, split_address
 from spanmesh_proto.errors import ClusterError
-from stages.gguf.reader import model_name
 from stages.runtime.kernels import attention_name
 
 if TYPE_CHECKING:
@@ -36,27 +40,18 @@ if TYPE_CHECKING:
     from mesh.cluster.members import Member, Members
     from mesh.coordinator.coordinator import PendingEngine
     from mesh.engine import SpeculationMode
-    from mesh.options.host import HeadOptions
     from mesh.placement.context_choice import ContextChoice
     from mesh.placement.links import Links
     from mesh.placement.planner import StagePlacement
     from mesh.placement.wire_types import WireChoice
     from mesh.serve.allocations import HostAllocations
-    from mesh.serve.head import Head
     from mesh.serve.head_state import HeadStateWriter
     from mesh.serve.host_draining import HostDraining
     from mesh.serve.host_inspection import Inspection
     from mesh.serve.pipeline import Pipeline
     from mesh.serve.stage_handle import StageHandle
     from spanmesh_proto import windows_pb2 as wire
-    from spanmesh_proto.addresses import PortRange
     from stages.slicing.model_facts import ModelFacts
-    from stages.weights.assembly import Transfer
-
-_QUESTION: Final = (
-    '{"model": "default", "messages": [{"role": "user", "content": "Who are you?"}],'
-    ' "temperature": 0, "max_tokens": 64}'
-)
 
 log = structlog.get_logger()
 
@@ -119,136 +114,106 @@ class MeshState:
         """Whether the ring was connected; stays true while a lost stage is replaced."""
         return self.engine.coordinator is not None
 
+    @property
+    def plan_reason(self) -> str | None:
+        """Reason of the placement; None before there is one."""
+        return None if self.plan is None else self.plan.reason
+
     def note_plan(self, stages: Sequence[StagePlacement], reason: str) -> None:
         """Record the placement of stages."""
         self.plan = Plan(tuple(stages), reason)
 
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-serialisable."""
-        coordinator = self.engine.coordinator
-        status: dict[str, Any] = {
-            "version": SOFTWARE_VERSION,
-            "protocol_version": PROTOCOL_VERSION,
-            "model": {
-                "name": self.model.name,
-                "architecture": self.model.architecture,
-                "layers": self.model.n_layers,
-                "file_bytes": self.model.file_bytes,
-                "context": self.engine.context_length,
-                "numeric_mode": self.numeric_mode,
-            },
-            "phase": self.phase,
-            "ready": self.engine.is_ready,
-            "plan": self.plan.reason if self.plan is not None else None,
-            # Stages on their way to hosts: at the start, in a repair, in a move.
-            "loading": [_loading_as_dict(handle) for handle in self.pipeline.loading],
-            "hosts": [
-                _host_as_dict(
-                    member,
-                    self._replicas_on(member),
-                    self.transfers.of(member.name),
-                    self._held_bytes(member),
+    def status(self) -> MeshStatus:
+        """What `/mesh/status` says of the model and, for the first one, of the hosts."""
+        coordinator, model, head = self.engine.coordinator, self.model, self.head
+        status = MeshStatus() if coordinator is None else coordinator.status()
+        if (speculation := status.speculation) is not None:
+            speculation.mode = self.speculation_mode
+            if speculation.policy is None:
+                speculation.reason = speculation_refusal(
+                    model, self.num_checkpoints, is_exact=self.numeric_mode == "exact"
                 )
-                for member in (() if self.head is None else self.head.members)
-            ],
-            # Reason why the head state on disk is out of date; null if it is not.
-            "state_not_written": None if self.head is None else self.head.state_writer.failure,
-            **self.incidents.as_dict(),
-        }
-        if coordinator is None:
-            return status | {"stages": []}
-        status |= coordinator.status()
-        status["speculation"] = {
-            "mode": self.speculation_mode,
-            "reason": speculation_refusal(
-                self.model, self.num_checkpoints, is_exact=self.numeric_mode == "exact"
+        return replace(
+            status,
+            version=SOFTWARE_VERSION,
+            protocol_version=PROTOCOL_VERSION,
+            model=ModelDescription(
+                name=model.name,
+                architecture=model.architecture,
+                layers=model.n_layers,
+                file_bytes=model.file_bytes,
+                context=self.engine.context_length,
+                numeric_mode=self.numeric_mode,
             ),
-            **status["speculation"],
-        }
-        return status
+            phase=self.phase,
+            ready=self.engine.is_ready,
+            plan=self.plan_reason,
+            loading=tuple(map(_loading_status, self.pipeline.loading)),
+            hosts=() if head is None else tuple(self._host_status(head, member) for member in head.members),
+            state_not_written=None if head is None else head.state_writer.failure,
+            failures=self.incidents.failures,
+            repairs=self.incidents.repairs,
+        )
 
-    def _held_bytes(self, member: Member) -> int:
-        return 0 if self.head is None else self.head.allocations.held_bytes(member)
-
-    def _replicas_on(self, member: Member) -> list[str]:
-        return [] if self.head is None else self.head.allocations.replicas_on(member.name)
-
-
-def _host_as_dict(member: Member, copies: list[str], transfer: Transfer, held_bytes: int) -> dict[str, Any]:
-    facts = member.facts
-    return {
-        "name": member.name,
-        "address": member.address,
-        "ready": member.is_ready,
-        "leaving": member.is_leaving,
-        "layers": member.layers,
-        # Layers of replicas.
-        "copies": copies,
-        # Weights brought there since this head was started: read on the host itself, and sent.
-        "weights": asdict(transfer),
-        "memory_bytes": facts.memory_bytes,
-        # Of that, held by all models: stages, replicas, draft models.
-        "held_bytes": held_bytes,
-        "threads": facts.num_threads,
-        "speed_gb_per_s": round(facts.speed_gb_per_s, 1),
-        "gpus": [
-            {
-                "name": gpu.name,
-                "description": gpu.description,
-                "free_bytes": gpu.free_bytes,
-                "total_bytes": gpu.total_bytes,
-                "speed_gb_per_s": round(gpu.speed_gb_per_s, 1),
-                "shares_host_memory": gpu.shares_host_memory,
-            }
-            for gpu in facts.gpus
-        ],
-        "gpu_layers": format_gpu_layers(facts.gpu_layers),
-        # Of a model's first layers, the experts stay with the processor.
-        "cpu_moe_layers": format_gpu_layers(facts.cpu_moe_layers),
-        "llama_cpp": facts.versions.llama_cpp,
-        # What computes attention on its processor.
-        "attention": attention_name(facts.attention_version),
-        "attention_version": facts.attention_version,
-        "platform": facts.versions.platform,
-        "port_range": None if member.port_range is None else str(member.port_range),
-    }
+    def _host_status(self, head: HeadParts, member: Member) -> HostStatus:
+        facts = member.facts
+        return copied(
+            HostStatus,
+            member,
+            facts,
+            facts.versions,
+            ready=member.is_ready,
+            leaving=member.is_leaving,
+            copies=tuple(head.allocations.replicas_on(member.name)),
+            weights=copied(WeightsStatus, self.transfers.of(member.name)),
+            held_bytes=head.allocations.held_bytes(member),
+            threads=facts.num_threads,
+            speed_gb_per_s=round(facts.speed_gb_per_s, 1),
+            gpus=tuple(
+                copied(GpuStatus, gpu, speed_gb_per_s=round(gpu.speed_gb_per_s, 1)) for gpu in facts.gpus
+            ),
+            gpu_layers=format_gpu_layers(facts.gpu_layers),
+            cpu_moe_layers=format_gpu_layers(facts.cpu_moe_layers),
+            attention=attention_name(facts.attention_version),
+            port_range=None if member.port_range is None else str(member.port_range),
+        )
 
 
-def _loading_as_dict(handle: StageHandle) -> dict[str, Any]:
-    progress = handle.progress
-    return {
-        "host": handle.member.name,
-        "layers": [handle.config.layers.start, handle.config.layers.stop],
-        "bytes": handle.config.memory.total_bytes,
-        "step": "starting" if progress is None else progress.phase,
-        "share": 0.0 if progress is None else round(progress.share, 3),
-        "fetched_bytes": 0 if progress is None else progress.done_bytes,
-        "fetch_bytes": 0 if progress is None else progress.total_bytes,
-    }
+def _loading_status(handle: StageHandle) -> LoadingStatus:
+    progress, layers = handle.progress, handle.config.layers
+    return LoadingStatus(
+        host=handle.member.name,
+        layers=(layers.start, layers.stop),
+        bytes=handle.config.memory.total_bytes,
+        step="starting" if progress is None else progress.phase,
+        share=0.0 if progress is None else round(progress.share, 3),
+        fetched_bytes=0 if progress is None else progress.done_bytes,
+        fetch_bytes=0 if progress is None else progress.total_bytes,
+    )
 
 
-async def stage_counts(engine: PendingEngine) -> list[dict[str, Any]]:
-    """Counters of every stage, in order, JSON-serialisable; empty unless every stage answers."""
+async def stage_counts(engine: PendingEngine) -> list[StageCounts]:
+    """Counters of every stage, in order; empty unless every stage answers."""
     coordinator = engine.coordinator
     if coordinator is None or not coordinator.is_ready:
         return []
     try:
-        return [_as_dict(stats) for stats in await coordinator.stage_stats()]
+        return [_counts(stats) for stats in await coordinator.stage_stats()]
     except TimeoutError:
         return []
 
 
-def _as_dict(stats: wire.StageStats) -> dict[str, Any]:
-    return {
-        "open_sessions": stats.num_open_sessions,
-        "queued_windows": stats.num_queued_windows,
-        "dropped_windows": stats.num_dropped_windows,
-        "decodes": stats.num_decodes,
-        "rows": stats.num_rows,
-        "decode_cpu_ms": stats.decode_cpu_us / 1000,
-        "sent_bytes": stats.num_sent_bytes,
-        "resident_bytes": stats.resident_bytes,
-    }
+def _counts(stats: wire.StageStats) -> StageCounts:
+    return StageCounts(
+        open_sessions=stats.num_open_sessions,
+        queued_windows=stats.num_queued_windows,
+        dropped_windows=stats.num_dropped_windows,
+        decodes=stats.num_decodes,
+        rows=stats.num_rows,
+        decode_cpu_ms=stats.decode_cpu_us / 1000,
+        sent_bytes=stats.num_sent_bytes,
+        resident_bytes=stats.resident_bytes,
+    )
 
 
 async def measured_links(
@@ -296,80 +261,3 @@ def _wires(state: MeshState, members: Members, links: Links) -> tuple[WireChoice
     speeds = {member.name: member.facts.speed_gb_per_s for member in members}
     choices = planned_wires(state.plan, sizes, speeds, links)
     return tuple(choice for choice in choices if choice is not None)
-
-
-def print_join_line(head: Head) -> None:
-    """Print the command by which a host joins, and the ports that it needs."""
-    _say(join_line(head.token, head.own.port_range))
-
-
-def join_line(token: str, port_range: PortRange | None) -> str:
-    """The command by which a host joins, and the ports that it needs.
-
-    Args:
-        token: Join token.
-        port_range: Ports of the head; None for any free ones.
-    """
-    addresses = decode(token).addresses
-    first = f"The first connection is TCP to {' or '.join(addresses)}."
-    if len(addresses) > 1:
-        first += " A host takes the address that it reaches first;\n--advertise lets all take one."
-    if port_range is None:
-        command = f"mesh join {token}"
-        ports = (
-            f"{first} Ray and the stages use free ports of every host:\n"
-            "allow all TCP between the hosts, and none from elsewhere."
-        )
-    else:
-        command = f"mesh join {token} --port-range {port_range}"
-        ports = (
-            f"{first} For the mesh this host listens on {port_range} only:\n"
-            "allow TCP to the range of each host from the others, and none from elsewhere."
-        )
-    return f"\nOn every other host:\n\n  {command}\n\n{ports}\n"
-
-
-def print_served(options: HeadOptions, state: MeshState, url: str, head: Head) -> None:
-    """Print the URL of the API and a request to try, for any host that reaches it."""
-    log.info("serving", url=url, model=model_name(options.model), stages=_num_stages(state))
-    url = reachable(url, head.own.address)
-    num_stages = _num_stages(state)
-    reason = state.plan.reason if state.plan is not None else ""
-    auth = ' -H "Authorization: Bearer $MESH_API_KEY"' if options.api_key_path is not None else ""
-    if state.context is not None:
-        _say(f"\n{state.context}.")
-    _say(f"\n{model_name(options.model)} is served at {url}/v1 in {_stages(num_stages)} ({reason}). Try:\n")
-    _say(
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{auth} \\\n"
-        f"    -d '{_QUESTION}'\n"
-    )
-    if options.num_hosts == 0:
-        print_join_line(head)
-    _say("Ctrl-C stops it.")
-
-
-def reachable(url: str, address: str) -> str:
-    """A URL for clients: a server that listens at 0.0.0.0 has its host's address.
-
-    Args:
-        url: URL with the address on which it listens.
-        address: Address of its host for other hosts.
-    """
-    listens_at, port = split_address(url.removeprefix("http://"))
-    if not ipaddress.ip_address(listens_at).is_unspecified:
-        return url
-    return f"http://{join_address(address, port)}"
-
-
-def _num_stages(state: MeshState) -> int:
-    return 0 if state.plan is None else len(state.plan.stages)
-
-
-def _say(text: str) -> None:
-    # Serving continues without a reader of the output, as in `mesh serve | head`.
-    with contextlib.suppress(OSError):
-        say(text)
-
-
-def _stages(count: int) -> str:
-    return "one stage" if count == 1 else f"{count} stages"

@@ -88,7 +88,7 @@ class FaultInjector:
             MeshError: If there is no target.
         """
         if not snapshot.stage_hosts:
-            raise MeshError(f"no target for a fault: {snapshot.status and snapshot.status['phase']}")
+            raise MeshError(f"no target for a fault: {snapshot.status and snapshot.status.phase}")
         index = victim(fault.kind, fault.pick, len(snapshot.stage_hosts))
         host = self._number(snapshot.stage_hosts[index])
         match fault.kind:
@@ -144,12 +144,14 @@ class FaultInjector:
         Raises:
             MeshError: If no process listens at the stage's address.
         """
-        stage = (snapshot.status or {})["stages"][index]
-        port = int(stage["address"].rpartition(":")[2])
-        pids = [pid for pid in self._lab.pids(self._number(stage["host"])) if self._role(pid) == "stage"]
+        if snapshot.status is None:
+            raise MeshError("the head does not answer")
+        stage = snapshot.status.stages[index]
+        port = int(stage.address.rpartition(":")[2])
+        pids = [pid for pid in self._lab.pids(self._number(stage.host)) if self._role(pid) == "stage"]
         pid = listener(pids, port)
         if pid is None:
-            raise MeshError(f"none of {len(pids)} stage processes on {stage['host']} listens on port {port}")
+            raise MeshError(f"none of {len(pids)} stage processes on {stage.host} listens on port {port}")
         return pid
 
     def leftover_pids(self) -> list[str]:

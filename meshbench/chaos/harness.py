@@ -400,8 +400,8 @@ def what_is_missing(
     status = snapshot.status
     if status is None:
         return "the head does not answer"
-    if not status["ready"]:
-        return f"not ready: {status['phase']}"
+    if not status.ready:
+        return f"not ready: {status.phase}"
     if len(snapshot.ready_hosts) < num_hosts:
         return f"{len(snapshot.ready_hosts)} of {num_hosts} hosts are ready"
     if with_replicas and (cold := snapshot.layers_without_replica):

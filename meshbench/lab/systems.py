@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any, Final
 import psutil
 
 from mesh.api.api_keys import KeyRecord, add_key, digest_of
+from mesh.status import read_status
 from spanmesh_proto.errors import ClusterError, MeshError
 from stages.openmp_tuning import SPIN_COUNT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from mesh.status import MeshStatus
     from meshbench.lab.llama_cpp_build import LlamaRpc
     from meshbench.lab.network import Lab
 
@@ -168,13 +170,13 @@ class StageTotals:
     """Of all stages and windows."""
 
     @classmethod
-    def from_status(cls, status: Mapping[str, Any]) -> StageTotals:
-        """From `/mesh/status`."""
-        stages = status["stages"]
+    def from_status(cls, status: MeshStatus) -> StageTotals:
+        """Times of the stages so far."""
+        stages = status.stages
         return cls(
-            num_windows=stages[0]["windows"],
-            compute_ms=sum(stage["windows"] * stage["mean_compute_ms"] for stage in stages),
-            queue_ms=sum(stage["windows"] * stage["mean_queue_ms"] for stage in stages),
+            num_windows=stages[0].windows,
+            compute_ms=sum(stage.windows * stage.mean_compute_ms for stage in stages),
+            queue_ms=sum(stage.windows * stage.mean_queue_ms for stage in stages),
         )
 
     def __sub__(self, other: StageTotals) -> StageTotals:
@@ -362,8 +364,8 @@ class MeshSystem:
                 process.resume()
 
     def stage_totals(self) -> StageTotals:
-        """Times of the stages so far, from `/mesh/status`."""
-        return StageTotals.from_status(get_json(self._lab, 0, self.port, "/mesh/status"))
+        """Times of the stages so far."""
+        return StageTotals.from_status(get_status(self._lab, self.port))
 
     def cpu_s(self) -> float:
         """Processor time of all its processes so far, Ray's included."""
@@ -443,17 +445,17 @@ def wait_listening(
     wait_until(lambda: _is_listening(lab, host, port), f"host{host}'s server", process, log, timeout_s)
 
 
-def get_json(lab: Lab, host: int, port: int, path: str, *, api_key: str | None = None) -> Any:
-    """Answer of a server on the host's loopback to a GET, as JSON.
+def get_status(lab: Lab, port: int, *, api_key: str | None = None) -> MeshStatus:
+    """Status of a mesh whose head is host 0.
 
     Raises:
-        MeshError: If it does not answer with JSON.
+        MeshError: If it does not answer with one.
     """
-    text = get_text(lab, host, port, path, api_key=api_key)
+    text = get_text(lab, 0, port, "/mesh/status", api_key=api_key)
     try:
-        return json.loads(text)
+        return read_status(json.loads(text))
     except json.JSONDecodeError:
-        raise MeshError(f"host{host} does not answer {path} with JSON: {text[:_MAX_SHOWN_CHARS]}") from None
+        raise MeshError(f"host0 does not answer /mesh/status with JSON: {text[:_MAX_SHOWN_CHARS]}") from None
 
 
 def get_text(lab: Lab, host: int, port: int, path: str, *, api_key: str | None = None) -> str:

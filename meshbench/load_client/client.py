@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from mesh.status import MeshStatus  # noqa: TC001 - restored from JSON by its type
 from meshbench.lab.line_process import LineProcess
 from meshbench.load_client.answers import AnswerRecord, Outcome
 from meshbench.load_client.json_values import restored
@@ -46,27 +47,28 @@ class MeshSnapshot:
 
     at_s: float
     """When, of `time.perf_counter`."""
-    status: dict[str, Any] | None
-    """Body of `/mesh/status`; None if the head does not answer."""
+    status: MeshStatus | None
+    """None if the head does not answer."""
     running: tuple[RunningRequest, ...]
     """Requests of all loads under way."""
 
     @property
     def stage_hosts(self) -> tuple[str, ...]:
         """The host of each stage, in order; none while the ring is not known."""
-        return tuple(stage["host"] for stage in (self.status or {}).get("stages", ()))
+        return () if self.status is None else tuple(stage.host for stage in self.status.stages)
 
     @property
     def ready_hosts(self) -> tuple[str, ...]:
         """Hosts that take part or could."""
-        return tuple(host["name"] for host in (self.status or {}).get("hosts", ()) if host["ready"])
+        return () if self.status is None else tuple(host.name for host in self.status.hosts if host.ready)
 
     @property
     def layers_without_replica(self) -> tuple[str, ...]:
         """Layers of stages that no host has loaded ahead, such as `[0, 10)`."""
-        status = self.status or {}
-        copies = {layers for host in status.get("hosts", ()) for layers in host.get("copies", ())}
-        layers = ("[{}, {})".format(*stage["layers"]) for stage in status.get("stages", ()))
+        if self.status is None:
+            return ()
+        copies = {layers for host in self.status.hosts for layers in host.copies}
+        layers = ("[{}, {})".format(*stage.layers) for stage in self.status.stages)
         return tuple(each for each in layers if each not in copies)
 
 

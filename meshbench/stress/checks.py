@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from mesh.status import SessionsStatus
 from meshbench.report_tools import (
     Check,
 )
@@ -16,6 +17,7 @@ from meshbench.stress.memory import growth_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from mesh.status import MeshStatus
     from meshbench.lab.memory_watch import MemorySample
     from meshbench.load_client.answers import AnswerRecord, Outcome
     from meshbench.load_client.schedule import Request
@@ -198,18 +200,18 @@ def answer_checks(steps: Sequence[Step], *, is_exact: bool) -> list[Check]:
     return found
 
 
-def leak_check(status: dict[str, Any], num_before: int = 0) -> Check:
+def leak_check(status: MeshStatus, num_before: int = 0) -> Check:
     """Check that no session is left without requests.
 
     Args:
-        status: Body of `/mesh/status` when no request of ours is running.
+        status: Status of the mesh when no request of ours is running.
         num_before: Sessions that were open before the load: with those of other clients among them one cannot
             say whose is left.
     """
-    sessions = status["sessions"]
-    at_stages = [stage.get("open_sessions") for stage in status["stages"]]
+    sessions = status.sessions or SessionsStatus()
+    at_stages = [stage.open_sessions for stage in status.stages]
     counts = ", ".join("not told" if count is None else str(count) for count in at_stages)
-    detail = f"{sessions['running']} running, {sessions['waiting']} waiting, open at the stages: {counts}"
+    detail = f"{sessions.running} running, {sessions.waiting} waiting, open at the stages: {counts}"
     if num_before:
         detail += f"; {num_before} of other clients were open before the load"
     is_clean = open_sessions(status) == 0

@@ -16,6 +16,7 @@ from meshbench.load_client.schedule import Schedule
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from mesh.status import MeshStatus
     from meshbench.lab.systems import MeshSystem, RpcSystem
     from meshbench.load_client.answers import Outcome
     from meshbench.load_client.client import LoadClient
@@ -67,8 +68,8 @@ class LoadTestBed:
             outcome = self.load_client.run(self._schedule(peer.url, scripts, peer.fields, schedule))
         return outcome.complete(peer.name)
 
-    def settled_status(self) -> dict[str, Any]:
-        """Body of `/mesh/status` when no request is running, or after five seconds."""
+    def settled_status(self) -> MeshStatus:
+        """Status of the mesh when no request is running, or after five seconds."""
         deadline_s = time.monotonic() + _SETTLE_S
         while True:
             status = self.mesh.status()
@@ -92,8 +93,8 @@ class LoadTestBed:
         return replace(plain, **given)
 
 
-def open_sessions(status: dict[str, Any]) -> int:
+def open_sessions(status: MeshStatus) -> int:
     """Number of open sessions: running, waiting, or open at any stage."""
-    sessions = status["sessions"]
-    at_stages = sum(int(stage.get("open_sessions") or 0) for stage in status["stages"])
-    return int(sessions["running"]) + int(sessions["waiting"]) + at_stages
+    sessions = status.sessions
+    at_stages = sum(stage.open_sessions or 0 for stage in status.stages)
+    return at_stages if sessions is None else sessions.running + sessions.waiting + at_stages

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshbench.lab.memory_watch import ROLES
 from meshbench.stress.checks import flatness_check, growth_by_process
@@ -11,9 +11,10 @@ from meshbench.stress.memory import footprints
 from meshbench.stress.report import RoleMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from mesh.placement.memory_estimate import StageSizes
+    from mesh.status import MeshStatus
     from meshbench.lab.memory_watch import MemorySample, MemoryWatch, Role
     from meshbench.report_tools import Check
     from meshbench.stress.memory import Footprint
@@ -52,11 +53,10 @@ class LabMemory:
         self._steady.append(samples)
         return [flatness_check(samples, role, stop_s - start_s) for role in ("stage", "coordinator", "join")]
 
-    def footprints(self, status: Mapping[str, Any]) -> list[Footprint]:
-        """Memory of every stage of `/mesh/status`."""
-        stages = status["stages"]
-        hosts = [int(stage["host"].removeprefix("host")) for stage in stages]
-        return footprints(stages, hosts, self._sizes, self.samples)
+    def footprints(self, status: MeshStatus) -> list[Footprint]:
+        """Memory of every stage of the ring."""
+        hosts = [int(stage.host.removeprefix("host")) for stage in status.stages]
+        return footprints(status.stages, hosts, self._sizes, self.samples)
 
     def by_role(self) -> tuple[RoleMemory, ...]:
         """Memory by host and role, over all samples."""

@@ -32,13 +32,14 @@ from meshbench.stress.scripts import (
     mixed_scripts,
     scripts_with_shared_prefixes,
 )
-from meshbench.under_test.status_figures import ring_links_between, stages_between
+from meshbench.under_test.status_figures import RingFigures
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
+    from mesh.status import MeshStatus
     from mesh.text.tokenizer import Tokenizer
     from meshbench.load_client.answers import AnswerRecord
     from meshbench.report_tools import Check, Line, Report
@@ -46,11 +47,9 @@ if TYPE_CHECKING:
     from meshbench.stress.harness import LoadTestBed
     from meshbench.stress.lab_memory import LabMemory
     from meshbench.stress.measurements import LimitOptions
-    from meshbench.stress.memory import Footprint
     from meshbench.stress.options import LineName, LoadPlan
     from meshbench.stress.scripts import Script
     from meshbench.under_test.links import KnownLinks
-    from meshbench.under_test.status_figures import RingLink
 
 # Positions that chats use at most: also the context of a peer.
 CHAT_CTX_SIZE: Final = 2560
@@ -132,7 +131,7 @@ class LoadRun:
         self._client_answers: list[AnswerRecord] = []
         self._num_mixed = 0
         self._soaked: Step | None = None
-        self._before: dict[str, Any] | None = None
+        self._before: MeshStatus | None = None
         self._mismatches_before = 0
         self._started_s = time.monotonic()
 
@@ -169,10 +168,8 @@ class LoadRun:
         if inside is not None:
             # One more sample of all processes, without load.
             time.sleep(SAMPLE_S)
-        stages: tuple[dict[str, Any], ...] = ()
-        ring_links: tuple[RingLink, ...] = ()
-        groups_found: dict[str, int] = {}
-        found: list[Footprint] = []
+        figures = RingFigures()
+        found = []
         clients = None
         try:
             status = self._bed.settled_status()
@@ -182,8 +179,7 @@ class LoadRun:
             self._failures.append(error.message)
         else:
             before = self._before or status
-            stages, ring_links = stages_between(before, status), ring_links_between(before, status)
-            groups_found = status["sessions"].get("groups_found") or {}
+            figures = RingFigures.between(before, status)
             if inside is not None:
                 found = inside.memory.footprints(status)
             self._checks += [leak_check(status, open_sessions(before)), *footprint_checks(found)]
@@ -199,14 +195,14 @@ class LoadRun:
             lines=tuple(self._lines),
             checks=(*answer_checks(self._steps, is_exact=self._subject.is_exact), *self._checks),
             footprints=tuple(found),
-            stages=stages,
+            stages=figures.stages,
             memory=() if inside is None else inside.memory.by_role(),
             samples=() if inside is None else inside.memory.samples,
             failures=tuple(self._failures),
             clients=clients,
             links=links,
-            ring_links=ring_links,
-            groups_found=groups_found,
+            ring_links=figures.links,
+            groups_found=figures.groups_found,
             omitted=(*omitted, *(() if links is None else links.missing)),
         )
         return stress_report(findings)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import structlog
 
+from mesh.status import as_json
 from meshbench.datasets import made_up_prompts
 from meshbench.paired_systems import OWN, PEERS, Kernels
 from meshbench.report_tools import Line, PairedRatio
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from mesh.status import MeshStatus, StageStatus
     from meshbench.lab.systems import MeshSystem, RpcSystem
     from meshbench.load_client.answers import Outcome
     from meshbench.request_record import Record
@@ -468,7 +470,7 @@ def memory_line(footprints: Sequence[Footprint], num_requests: int) -> Line:
     )
 
 
-def soak_line(step: Step, status: dict[str, Any]) -> Line:
+def soak_line(step: Step, status: MeshStatus) -> Line:
     """Failed, faulty or left-over requests, of which a long load must have none."""
     minutes = step.figures.duration_s / 60
     kinds = ", ".join(f"{count} {kind}" for kind, count in step.answer_check.by_kind.items())
@@ -544,13 +546,12 @@ def short_prompts(count: int, seed: int, answer_tokens: int = SHORT_ANSWER_TOKEN
     ]
 
 
-def _counts(bed: LoadTestBed) -> list[dict[str, Any]] | None:
+def _counts(bed: LoadTestBed) -> tuple[StageStatus, ...] | None:
     """What each stage counts; None if one tells nothing, as while a mesh repairs itself after a pause."""
     status = bed.mesh.status()
-    stages: list[dict[str, Any]] = status["stages"]
-    if all("rows" in stage for stage in stages):
-        return stages
-    log.warning("no_counts", **{name: status.get(name) for name in ("ready", "lost", "repairs")})
+    if all(stage.rows is not None for stage in status.stages):
+        return status.stages
+    log.warning("no_counts", ready=status.ready, lost=status.lost, repairs=as_json(status.repairs))
     return None
 
 
@@ -563,10 +564,10 @@ def _totals(bed: LoadTestBed) -> _Totals:
     if stages is None:
         raise MeshError("the stages do not tell their counts: one of them did not answer the head in time")
     return _Totals(
-        num_rows=sum(stage["rows"] for stage in stages),
-        num_decodes=sum(stage["decodes"] for stage in stages),
+        num_rows=sum(stage.rows or 0 for stage in stages),
+        num_decodes=sum(stage.decodes or 0 for stage in stages),
         cpu_ms=0.0 if bed.processes is None else 1000 * bed.processes.cpu_s(),
-        decode_cpu_ms=sum(stage["decode_cpu_ms"] for stage in stages),
+        decode_cpu_ms=sum(stage.decode_cpu_ms or 0.0 for stage in stages),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mesh.placement.memory_estimate import StageSizes
+    from mesh.status import StageStatus
     from meshbench.lab.memory_watch import MemorySample
 
 # Of a stage's process, for everything that is neither weights nor KV cache.
@@ -95,27 +96,27 @@ class Growth:
 
 
 def footprints(
-    stages: Sequence[dict[str, Any]], hosts: Sequence[int], sizes: StageSizes, samples: Sequence[MemorySample]
+    stages: Sequence[StageStatus], hosts: Sequence[int], sizes: StageSizes, samples: Sequence[MemorySample]
 ) -> list[Footprint]:
     """Memory of every stage.
 
     Args:
-        stages: Stages of `/mesh/status`.
+        stages: Stages of the ring.
         hosts: Numbers of their lab hosts, in the same order; each holds one stage.
         sizes: Of any layers.
         samples: Of the whole run.
     """
     found = []
     for stage, host in zip(stages, hosts, strict=True):
-        layers = LayerRange(*stage["layers"])
+        layers = LayerRange(*stage.layers)
         own = [sample for sample in samples if sample.host == host and sample.role != "other"]
         looks: dict[int, int] = defaultdict(int)
         for sample in own:
             looks[sample.look] += sample.own_bytes
         found.append(
             Footprint(
-                index=stage["index"],
-                host=stage["host"],
+                index=stage.index,
+                host=stage.host,
                 weight_bytes=sizes.weight_bytes(layers),
                 cache_bytes=sizes.cache_bytes(layers),
                 process_bytes=max((s.own_bytes for s in own if s.role == "stage"), default=0),

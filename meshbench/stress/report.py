@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from mesh.status import as_json
 from meshbench.report_tools import (
     PICTURES,
     Report,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from mesh.status import StageStatus
     from meshbench.lab.memory_watch import MemorySample
     from meshbench.report_tools import Check, Line
     from meshbench.serving_metrics import Spread
@@ -92,8 +94,8 @@ class Findings:
     """Checks of the run."""
     footprints: tuple[Footprint, ...]
     """Of every stage."""
-    stages: tuple[dict[str, Any], ...]
-    """Stages of `/mesh/status` at the end, with times and counts of this run."""
+    stages: tuple[StageStatus, ...]
+    """Stages at the end, with times and counts of this run."""
     memory: tuple[RoleMemory, ...]
     """By host and role."""
     samples: tuple[MemorySample, ...]
@@ -106,7 +108,7 @@ class Findings:
     """Links between the hosts as the head measured them; None if it was not asked."""
     ring_links: tuple[RingLink, ...] = ()
     """Links of the ring as decoding windows met them."""
-    groups_found: Mapping[str, int] = field(default_factory=dict)
+    groups_found: Mapping[int, int] = field(default_factory=dict)
     """Best number of groups that the mesh has found, by the number of sessions."""
     omitted: tuple[str, ...] = ()
     """What cannot be measured of such a mesh, which is no failure."""
@@ -194,26 +196,26 @@ def _saturation(found: Findings) -> str:
     return f"Saturated at {found.saturation} at once: no more of them bring {LEAST_GAIN:.0%} more tokens/s."
 
 
-def _stages(stages: Sequence[Mapping[str, Any]]) -> str:
+def _stages(stages: Sequence[StageStatus]) -> str:
     heads = ("stage", "host", "layers", "windows", "rows in a batch", "mean compute", "mean queue")
     return markdown_table(
         heads,
         (
             (
-                str(stage["index"]),
-                stage["host"],
-                "[{}, {})".format(*stage["layers"]),
-                str(stage["windows"]),
-                f"{stage['rows'] / stage['decodes']:.1f}" if stage.get("decodes") else "",
-                f"{stage['mean_compute_ms']:.2f}",
-                f"{stage['mean_queue_ms']:.2f}",
+                str(stage.index),
+                stage.host,
+                "[{}, {})".format(*stage.layers),
+                str(stage.windows),
+                f"{(stage.rows or 0) / stage.decodes:.1f}" if stage.decodes else "",
+                f"{stage.mean_compute_ms:.2f}",
+                f"{stage.mean_queue_ms:.2f}",
             )
             for stage in stages
         ),
     )
 
 
-def _groups(groups_found: Mapping[str, int]) -> str:
+def _groups(groups_found: Mapping[int, int]) -> str:
     if not groups_found:
         return ""
     found = ", ".join(f"{groups} for {sessions}" for sessions, groups in groups_found.items())
@@ -303,12 +305,12 @@ def _fields(found: Findings) -> dict[str, Any]:
             {**asdict(each), "overhead_bytes": each.overhead_bytes, "is_within": each.is_within}
             for each in found.footprints
         ],
-        "stages": found.stages,
+        "stages": as_json(found.stages),
         "memory": found.memory,
         "failures": found.failures,
         "clients": found.clients,
         "links": None if found.links is None else found.links.found,
         "ring_links": found.ring_links,
-        "groups_found": found.groups_found,
+        "groups_found": as_json(found.groups_found),
         "not_measured_from_outside": found.omitted,
     }

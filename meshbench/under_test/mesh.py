@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from mesh.cli.head_client import ask_head, head_text
+from mesh.status import MeshStatus, SessionsStatus, copied, read_status
 from mesh.text.tokenizer import Tokenizer
-from meshbench.lab.systems import get_json, get_text
+from meshbench.lab.systems import get_status, get_text
 from spanmesh_proto.errors import ClusterError, InvalidModel, ModelNotFound
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
 # A head under load answers late.
 _TIMEOUT_S: Final = 30.0
-# The mesh's own fields of `/mesh/status`, whichever model is measured.
-_OF_MESH: Final = ("version", "protocol_version", "hosts")
 _OTHERS: Final = "servers that are no mesh are measured by `mesh bench serve`"
 
 
@@ -39,8 +38,8 @@ class MeshUnderTest(Protocol):
     def fields(self) -> Mapping[str, Any]:
         """Further fields of every request."""
 
-    def status(self) -> dict[str, Any]:
-        """Body of `/mesh/status`.
+    def status(self) -> MeshStatus:
+        """Its status.
 
         Raises:
             MeshError: If the mesh does not answer.
@@ -72,11 +71,9 @@ class LabMesh:
         """URL of its API on the head."""
         return self.system.url
 
-    def status(self) -> dict[str, Any]:
-        """Body of `/mesh/status`."""
-        key = self.api_keys[0]
-        found: dict[str, Any] = get_json(self.lab, 0, self.system.port, "/mesh/status", api_key=key)
-        return found
+    def status(self) -> MeshStatus:
+        """Its status."""
+        return get_status(self.lab, self.system.port, api_key=self.api_keys[0])
 
     def metrics(self) -> str:
         """Body of `/metrics`."""
@@ -101,12 +98,12 @@ class RemoteMesh:
         """The one key."""
         return (self.api_key,)
 
-    def status(self) -> dict[str, Any]:
-        """Body of `/mesh/status`, of the measured model."""
-        found = ask_head(f"{self.url}/mesh/status", self.api_key, timeout_s=_TIMEOUT_S)
+    def status(self) -> MeshStatus:
+        """Its status, of the measured model."""
+        found = read_status(ask_head(f"{self.url}/mesh/status", self.api_key, timeout_s=_TIMEOUT_S))
         status = status_of_model(found, self.model)
-        if "sessions" not in status:
-            phase = status.get("phase", "unknown")
+        if status.sessions is None:
+            phase = status.phase or "unknown"
             raise ClusterError(f"the mesh at {self.url} was started anew during the run, and is {phase}")
         return status
 
@@ -137,18 +134,18 @@ class ServedModel:
     """Version of spanmesh at the head."""
 
     @classmethod
-    def from_status(cls, status: Mapping[str, Any]) -> ServedModel:
-        """From the model's part of `/mesh/status`, once it is ready."""
-        model, sessions = status["model"], status["sessions"]
+    def from_status(cls, status: MeshStatus) -> ServedModel:
+        """From the model's part of the status, once it is ready."""
+        model, speculation, sessions = status.model, status.speculation, status.sessions or SessionsStatus()
         return cls(
-            name=str(model["name"]),
-            architecture=str(model["architecture"]),
-            numeric_mode=str(model["numeric_mode"]),
-            ctx_size=int(sessions["context"]),
-            num_slots=int(sessions["slots"]),
-            stages=tuple("{} [{}, {})".format(stage["host"], *stage["layers"]) for stage in status["stages"]),
-            speculation=(status.get("speculation") or {}).get("mode"),
-            software=str(status.get("version", "unknown")),
+            name=model.name,
+            architecture=model.architecture,
+            numeric_mode=model.numeric_mode,
+            ctx_size=sessions.context,
+            num_slots=sessions.slots,
+            stages=tuple("{} [{}, {})".format(stage.host, *stage.layers) for stage in status.stages),
+            speculation=None if speculation is None else speculation.mode,
+            software=status.version or "unknown",
         )
 
     @property
@@ -174,23 +171,29 @@ class ServedModel:
         }
 
 
-def status_of_model(status: Mapping[str, Any], model: str) -> dict[str, Any]:
-    """One model's part of `/mesh/status`: all of it for the first, less for the others.
+def status_of_model(status: MeshStatus, model: str) -> MeshStatus:
+    """One model's part of a status: all of it for the first, less for the others.
 
     Args:
-        status: Body of `/mesh/status`.
+        status: Of the mesh.
         model: Id of the model.
 
     Raises:
         ModelNotFound: If it is not served.
     """
-    models = status.get("models") or ()
-    if models and models[0]["name"] == model:
-        return dict(status)
-    own = next((each for each in models if each["name"] == model), None)
+    models = status.models
+    if models and models[0].name == model:
+        return status
+    own = next((each for each in models if each.name == model), None)
     if own is None:
         raise ModelNotFound(f"the mesh serves no model {model!r} any more: load it again")
-    return {**{name: status[name] for name in _OF_MESH if name in status}, **own}
+    return copied(
+        MeshStatus,
+        own,
+        version=status.version,
+        protocol_version=status.protocol_version,
+        hosts=status.hosts,
+    )
 
 
 def reach_mesh(target: RemoteTarget, fields: Mapping[str, Any] = {}) -> tuple[RemoteMesh, ServedModel]:
@@ -207,21 +210,18 @@ def reach_mesh(target: RemoteTarget, fields: Mapping[str, Any] = {}) -> tuple[Re
     """
     url, key = target.server.base_url, target.api_key
     try:
-        found = ask_head(f"{url}/mesh/status", key, timeout_s=_TIMEOUT_S)
+        found = read_status(ask_head(f"{url}/mesh/status", key, timeout_s=_TIMEOUT_S))
     except ClusterError as error:
         raise ClusterError(f"{error.message}; {_OTHERS}") from None
-    listed = found.get("models")
-    models = listed if isinstance(listed, list) else []
-    is_named = all(isinstance(each, dict) and "name" in each for each in models)
-    names = [str(each["name"]) for each in models] if is_named else []
-    if not names or "ready" not in found:
+    names = [each.name for each in found.models]
+    if not names or not all(names) or found.ready is None:
         raise ClusterError(f"{url} does not tell its state as a mesh does; {_OTHERS}")
     model = target.model or names[0]
     if model not in names:
         raise ModelNotFound(f"the mesh at {url} serves no model {model!r}; there are {', '.join(names)}")
     status = status_of_model(found, model)
-    if not status.get("ready") or not status.get("sessions"):
-        phase = status.get("lost") or status.get("phase") or "starting"
+    if not status.ready or status.sessions is None:
+        phase = status.lost or status.phase or "starting"
         raise ClusterError(
             f"the mesh at {url} cannot answer yet ({phase}): wait until `mesh status` shows it ready"
         )

@@ -1,22 +1,21 @@
-"""Figures of `/mesh/status` over a run: differences of the counters at its beginning and its end."""
+"""Figures of a mesh over a run: differences of its status at the beginning and the end."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from mesh.cli.top import is_same_ring
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Of a stage; all of them only grow.
-_COUNTS: Final = (
-    *("windows", "compute_ms", "queue_ms"),
-    *("dropped_windows", "decodes", "rows", "decode_cpu_ms", "sent_bytes"),
-)
+    from mesh.status import MeshStatus, StageStatus
+
 HEAD: Final = "head"
+
+Count = TypeVar("Count", int, float)
 
 
 @dataclass(frozen=True)
@@ -33,52 +32,78 @@ class RingLink:
     """Windows that this is the mean of."""
 
 
-def stages_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    """Stages as in `/mesh/status`, with their counts and times between two answers.
+@dataclass(frozen=True)
+class RingFigures:
+    """Figures of a ring over a run."""
+
+    stages: tuple[StageStatus, ...] = ()
+    """With the counts and times of the run."""
+    links: tuple[RingLink, ...] = ()
+    """None without a decoding window."""
+    groups_found: Mapping[int, int] = field(default_factory=dict)
+    """Best number of groups at the end, by the number of sessions."""
+
+    @classmethod
+    def between(cls, before: MeshStatus, now: MeshStatus) -> RingFigures:
+        """Figures between two statuses, the earlier one first."""
+        groups_found = {} if now.sessions is None else now.sessions.groups_found
+        return cls(stages_between(before, now), ring_links_between(before, now), groups_found)
+
+
+def stages_between(before: MeshStatus, now: MeshStatus) -> tuple[StageStatus, ...]:
+    """Stages with their counts and times between two statuses.
 
     A ring that was made anew in between counts from zero: then all its counts are of the time between.
 
     Args:
-        before: The earlier answer.
+        before: The earlier one.
         now: The later one.
     """
-    stages: list[dict[str, Any]] = [dict(stage) for stage in now["stages"]]
     if not is_same_ring(before, now):
-        return tuple(stages)
-    return tuple(_stage_between(old, new) for old, new in zip(before["stages"], stages, strict=True))
+        return now.stages
+    return tuple(_stage_between(old, new) for old, new in zip(before.stages, now.stages, strict=True))
 
 
-def _stage_between(old: Mapping[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    found = dict(new)
-    for name in _COUNTS:
-        # A stage that did not answer in time has no counters in that answer.
-        if name in old and name in new:
-            found[name] = new[name] - old[name]
-        else:
-            found.pop(name, None)
-    num_windows = found["windows"]
-    for name in ("compute", "queue"):
-        found[f"mean_{name}_ms"] = round(found[f"{name}_ms"] / num_windows, 3) if num_windows else 0.0
-    return found
+def _stage_between(old: StageStatus, new: StageStatus) -> StageStatus:
+    num_windows = new.windows - old.windows
+    compute_ms, queue_ms = new.compute_ms - old.compute_ms, new.queue_ms - old.queue_ms
+    return replace(
+        new,
+        windows=num_windows,
+        compute_ms=compute_ms,
+        queue_ms=queue_ms,
+        mean_compute_ms=round(compute_ms / num_windows, 3) if num_windows else 0.0,
+        mean_queue_ms=round(queue_ms / num_windows, 3) if num_windows else 0.0,
+        dropped_windows=_grown(old.dropped_windows, new.dropped_windows),
+        decodes=_grown(old.decodes, new.decodes),
+        rows=_grown(old.rows, new.rows),
+        decode_cpu_ms=_grown(old.decode_cpu_ms, new.decode_cpu_ms),
+        sent_bytes=_grown(old.sent_bytes, new.sent_bytes),
+    )
 
 
-def ring_links_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[RingLink, ...]:
-    """Links of the ring between two answers of `/mesh/status`; none without a decoding window.
+def _grown(old: Count | None, new: Count | None) -> Count | None:
+    """Difference of a counter; None if the stage did not answer in time for either."""
+    return None if old is None or new is None else new - old
+
+
+def ring_links_between(before: MeshStatus, now: MeshStatus) -> tuple[RingLink, ...]:
+    """Links of the ring between two statuses; none without a decoding window.
 
     Args:
-        before: The earlier answer.
+        before: The earlier one.
         now: The later one.
     """
-    later = now.get("round_trips")
-    if later is None or not now["stages"]:
+    later = now.round_trips
+    if later is None or not now.stages:
         return ()
-    earlier = (before.get("round_trips") if is_same_ring(before, now) else None) or {}
-    num_windows = later["windows"] - earlier.get("windows", 0)
+    earlier = before.round_trips if is_same_ring(before, now) else None
+    num_windows = later.windows - (0 if earlier is None else earlier.windows)
     if num_windows < 1:
         return ()
-    old_ms = earlier.get("wire_ms") or [0.0] * len(later["wire_ms"])
-    names = [HEAD, *(stage["host"] for stage in now["stages"]), HEAD]
+    old_ms = (None if earlier is None else earlier.wire_ms) or [0.0] * len(later.wire_ms)
+    names = [HEAD, *(stage.host for stage in now.stages), HEAD]
     return tuple(
         RingLink(source, target, (new - old) / num_windows, num_windows)
-        for (source, target), old, new in zip(pairwise(names), old_ms, later["wire_ms"], strict=True)
+        for (source, target), old, new in zip(pairwise(names), old_ms, later.wire_ms, strict=True)
     )

@@ -14,7 +14,7 @@ _MASKED = {
     *("expires_at", "root", "modified", "version"),
 }
 # Objects of /mesh/status whose keys depend on what happened.
-_KEYED = {"spans", "groups_found"}
+KEYED = {"spans", "groups_found"}
 _TEXTS = ("content", "reasoning_content", "text", "arguments", "partial_json", "thinking", "delta")
 _ID = re.compile(r"\b(chatcmpl|cmpl|resp|msg|call|fc|rs|embd|req|toolu)([-_])[0-9a-zA-Z]{8,}")
 _HEADERS = ("content-type", "allow", "retry-after", "www-authenticate", "access-control-allow-origin")
@@ -36,7 +36,7 @@ def shape_of(value: Any) -> Any:
     """Keys and types of values; of a list, and of an object whose keys are data, those of one value."""
     if isinstance(value, dict):
         return {
-            key: [shape_of(inner) for inner in list(each.values())[:1]] if key in _KEYED else shape_of(each)
+            key: [shape_of(inner) for inner in list(each.values())[:1]] if key in KEYED else shape_of(each)
             for key, each in value.items()
         }
     if isinstance(value, list):

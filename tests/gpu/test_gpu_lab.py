@@ -119,12 +119,12 @@ def test_a_mesh_of_gpus_and_processors_says_what_processors_say_and_survives_the
         assert len(tokens) == NUM_TOKENS
         with running(lab, model, tmp_path / "mixed", PLACES) as mesh:
             assert gpu_layers(mesh) == {"host1": {gpu.name: 3}, "host2": {gpu.name: 1}, "host3": {}}
-            hosts = {host["name"]: host for host in mesh.status()["hosts"]}
-            assert [each["name"] for each in hosts["host1"]["gpus"]] == [gpu.name]
+            hosts = {host.name: host for host in mesh.status().hosts}
+            assert [each.name for each in hosts["host1"].gpus] == [gpu.name]
             require_same(expected, said(mesh, tokens))
             # The host on the GPU dies: its layers go to those that are left.
             lab.kill(1)
             status = mesh.until_repaired(1)
-            assert "host1" not in [stage["host"] for stage in status["stages"]]
-            assert sum(stage["layers"][1] - stage["layers"][0] for stage in status["stages"]) == NUM_LAYERS
+            assert "host1" not in [stage.host for stage in status.stages]
+            assert sum(stage.layers[1] - stage.layers[0] for stage in status.stages) == NUM_LAYERS
             require_same(expected, said(mesh, tokens))

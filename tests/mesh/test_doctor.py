@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import socket
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,6 +23,7 @@ from mesh.doctor import (
     this_host_checks,
     token_checks,
 )
+from mesh.status import MeshStatus, ModelDescription, StageStatus
 from spanmesh_proto.addresses import PortRange
 from stages.host.host_report import report_host
 from stages.layers import LayerRange
@@ -66,7 +68,9 @@ LOOK: dict[str, Any] = {
     "files": {"ab" * 32: True},
     "unix_s": 1.8e9,
 }
-STATUS: dict[str, Any] = {"model": {"name": "m"}, "ready": True, "phase": "serving", "stages": [{}, {}]}
+STATUS = MeshStatus(
+    model=ModelDescription(name="m"), ready=True, phase="serving", stages=(StageStatus(), StageStatus())
+)
 LINK: dict[str, Any] = {
     "from": "a",
     "to": "b",
@@ -198,7 +202,7 @@ def test_clocks_apart(ahead_ms: float, outcome: Outcome | None) -> None:
 def test_a_broken_link_a_silent_host_and_a_lost_stage_fail() -> None:
     broken = LINKS | {"links": [LINK | {"failure": "10.0.0.2:5000 does not answer in time"}]}
     silent = {"host": "b", "look": None, "failure": "b did not finish within 600 s"}
-    lost = STATUS | {"ready": False, "lost": "stage 1 is gone"}
+    lost = replace(STATUS, ready=False, lost="stage 1 is gone")
     checks = list(mesh_checks(lost, broken, [found("a"), silent]))
     assert bad(checks) == {
         ("mesh", "serving"): Outcome.FAIL,
@@ -243,11 +247,13 @@ def test_a_range_is_checked_where_it_is_to_be_used(tmp_path: Path, monkeypatch: 
 
 
 def test_what_is_not_written_for_a_next_head_fails() -> None:
-    checks = list(mesh_checks(STATUS | {"state_not_written": "No space left on device"}, LINKS, [found("a")]))
+    checks = list(
+        mesh_checks(replace(STATUS, state_not_written="No space left on device"), LINKS, [found("a")])
+    )
     assert bad(checks) == {("mesh", "takeover"): Outcome.FAIL}
     (check,) = [check for check in checks if check.what == "takeover"]
     assert "No space left on device" in check.detail
-    assert bad(mesh_checks(STATUS | {"state_not_written": None}, LINKS, [found("a")])) == {}
+    assert bad(mesh_checks(STATUS, LINKS, [found("a")])) == {}
 
 
 def test_slow_ways_are_to_think_about() -> None:

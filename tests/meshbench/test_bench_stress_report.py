@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mesh.placement.memory_estimate import StageSizes, Workload
+from mesh.status import MeshStatus, SessionsStatus, StageStatus
 from meshbench.lab.memory_watch import MemorySample
 from meshbench.load_client.answers import AnswerRecord, Outcome
 from meshbench.report_tools import Check, Line, PairedRatio
@@ -37,22 +38,8 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 STAGES = (
-    {
-        "index": 0,
-        "host": "host1",
-        "layers": [0, 15],
-        "windows": 9,
-        "mean_compute_ms": 2.0,
-        "mean_queue_ms": 0.5,
-    },
-    {
-        "index": 1,
-        "host": "host2",
-        "layers": [15, 30],
-        "windows": 9,
-        "mean_compute_ms": 2.5,
-        "mean_queue_ms": 0.1,
-    },
+    StageStatus(host="host1", layers=(0, 15), windows=9, mean_compute_ms=2.0, mean_queue_ms=0.5),
+    StageStatus(index=1, host="host2", layers=(15, 30), windows=9, mean_compute_ms=2.5, mean_queue_ms=0.1),
 )
 
 
@@ -169,7 +156,7 @@ def test_a_report_of_a_running_mesh_names_its_links_and_what_is_hidden_from_clie
             samples=(),
             links=links,
             ring_links=(RingLink("head", "host1", 5.25, 9),),
-            groups_found={"8": 2},
+            groups_found={8: 2},
             omitted=("memory of processes",),
         )
     )
@@ -238,10 +225,10 @@ def test_every_step_is_checked_by_itself() -> None:
 
 @pytest.mark.parametrize(("running", "open_at_stages"), [(0, 0), (1, 0), (0, 2)])
 def test_a_session_that_somebody_still_holds_is_found(running: int, open_at_stages: int) -> None:
-    status = {
-        "sessions": {"running": running, "waiting": 0},
-        "stages": [{"open_sessions": 0}, {"open_sessions": open_at_stages}],
-    }
+    status = MeshStatus(
+        sessions=SessionsStatus(running=running),
+        stages=(StageStatus(open_sessions=0), StageStatus(open_sessions=open_at_stages)),
+    )
     assert leak_check(status).holds is (running + open_at_stages == 0)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,16 @@ from mesh.api import auth
 from mesh.api.backend import LinkRuns
 from mesh.engine import SpeculationMode
 from mesh.placement.links import Link
+from mesh.status import (
+    ChatModelStatus,
+    MeshStatus,
+    ModelDescription,
+    RoundTripStatus,
+    SessionsStatus,
+    SpeculationStatus,
+    StageStatus,
+    as_json,
+)
 from mesh.text.tokenizer import Tokenizer
 from meshbench.http_client import parse_url
 from meshbench.speculation_plan import remote_plan
@@ -28,74 +39,73 @@ from tests.support.api_harness import KEY, MODEL, ScriptedEngine, running_api, t
 __all__ = ["tokenizer"]
 
 
-def stage(index: int, num_windows: int, **counts: Any) -> dict[str, Any]:
-    return {
-        "index": index,
-        "host": f"host{index + 1}",
-        "address": f"10.0.0.{index}:9",
-        "layers": [15 * index, 15 * index + 15],
-        "windows": num_windows,
-        "compute_ms": 4.0 * num_windows,
-        "queue_ms": 1.0 * num_windows,
-        "mean_compute_ms": 4.0,
-        "mean_queue_ms": 1.0,
-        "open_sessions": 0,
-        **counts,
-    }
+def stage(index: int, num_windows: int) -> StageStatus:
+    return StageStatus(
+        index=index,
+        host=f"host{index + 1}",
+        address=f"10.0.0.{index}:9",
+        layers=(15 * index, 15 * index + 15),
+        windows=num_windows,
+        compute_ms=4.0 * num_windows,
+        queue_ms=1.0 * num_windows,
+        mean_compute_ms=4.0,
+        mean_queue_ms=1.0,
+        open_sessions=0,
+        rows=3 * num_windows,
+        decodes=2 * num_windows,
+    )
 
 
-def status(num_windows: int, wire_ms: list[float], **fields: Any) -> dict[str, Any]:
-    counts = {"rows": 3 * num_windows, "decodes": 2 * num_windows}
-    return {
-        "version": "0.2",
-        "hosts": [],
-        "ready": True,
-        "model": {"name": "Small", "architecture": "llama", "numeric_mode": "exact"},
-        "sessions": {"running": 0, "waiting": 0, "slots": 4, "context": 2048},
-        "speculation": {"mode": "ngram"},
-        "stages": [stage(index, num_windows, **counts) for index in range(2)],
-        "round_trips": {"windows": num_windows, "wire_ms": wire_ms},
-        **fields,
-    }
+def status(num_windows: int, wire_ms: tuple[float, ...] = ()) -> MeshStatus:
+    return MeshStatus(
+        version="0.2",
+        ready=True,
+        model=ModelDescription(name="Small", architecture="llama", numeric_mode="exact"),
+        sessions=SessionsStatus(slots=4, context=2048),
+        speculation=SpeculationStatus(mode="ngram"),
+        stages=(stage(0, num_windows), stage(1, num_windows)),
+        round_trips=RoundTripStatus(windows=num_windows, wire_ms=wire_ms),
+    )
 
 
 def test_counts_of_a_run_are_what_two_answers_differ_by() -> None:
-    before, now = status(10, [1.0, 2.0, 3.0]), status(30, [21.0, 42.0, 63.0])
+    before, now = status(10, (1.0, 2.0, 3.0)), status(30, (21.0, 42.0, 63.0))
     # The first ten windows took longer.
-    before["stages"][0]["compute_ms"] = 60.0
+    before.stages[0].compute_ms = 60.0
     first, second = stages_between(before, now)
-    assert (first["windows"], first["rows"], first["decodes"]) == (20, 60, 40)
-    assert (first["mean_compute_ms"], second["mean_compute_ms"]) == (3.0, 4.0)
-    assert first["open_sessions"] == 0
+    assert (first.windows, first.rows, first.decodes) == (20, 60, 40)
+    assert (first.mean_compute_ms, second.mean_compute_ms) == (3.0, 4.0)
+    assert first.open_sessions == 0
     assert ring_links_between(before, now) == (
         RingLink("head", "host1", 1.0, 20),
         RingLink("host1", "host2", 2.0, 20),
         RingLink("host2", "head", 3.0, 20),
     )
-    assert stages_between(now, now)[0]["mean_compute_ms"] == 0.0
+    assert stages_between(now, now)[0].mean_compute_ms == 0.0
     assert ring_links_between(now, now) == ()
 
 
 def test_counts_of_a_ring_that_was_made_anew_are_all_of_the_run() -> None:
-    before, now = status(30, [30.0, 30.0, 30.0]), status(10, [5.0, 10.0, 15.0])
-    assert [each["windows"] for each in stages_between(before, now)] == [10, 10]
+    before, now = status(30, (30.0, 30.0, 30.0)), status(10, (5.0, 10.0, 15.0))
+    assert [each.windows for each in stages_between(before, now)] == [10, 10]
     assert [link.wire_ms for link in ring_links_between(before, now)] == [0.5, 1.0, 1.5]
 
 
 def test_counts_that_one_answer_lacks_are_not_told() -> None:
     """A stage that answers late has none; those since its start are not those of the run."""
-    before, now = status(10, [0.0] * 3), status(30, [0.0] * 3)
-    del before["stages"][1]["rows"]
+    before, now = status(10, (0.0,) * 3), status(30, (0.0,) * 3)
+    before.stages[1].rows = None
     first, second = stages_between(before, now)
-    assert (first["rows"], "rows" in second, second["windows"]) == (60, False, 20)
+    assert (first.rows, second.rows, second.windows) == (60, None, 20)
+    assert "rows" not in as_json(second)
     # Of a model beside the first the mesh tells no round trips.
-    del now["round_trips"]
+    now.round_trips = None
     assert ring_links_between(before, now) == ()
 
 
 def test_sessions_of_others_are_no_leak_of_ours() -> None:
-    idle = status(1, [])
-    running = {**idle, "sessions": {"running": 1, "waiting": 0}}
+    idle = status(1)
+    running = replace(idle, sessions=SessionsStatus(running=1))
     assert leak_check(running).holds is False
     assert leak_check(running, num_before=1).holds is None
     assert "1 of other clients" in leak_check(running, num_before=1).detail
@@ -103,16 +113,17 @@ def test_sessions_of_others_are_no_leak_of_ours() -> None:
 
 
 def test_a_model_beside_the_first_has_a_status_of_its_own() -> None:
-    other = {"name": "b", "ready": True, "model": {"name": "Other"}, "stages": []}
-    found = status(3, [], models=[{"name": "a"}, other])
+    other = ChatModelStatus(name="b", ready=True, model=ModelDescription(name="Other"))
+    found = replace(status(3), models=(ChatModelStatus(name="a"), other))
     assert status_of_model(found, "a") == found
-    assert status_of_model(found, "b") == {"version": "0.2", "hosts": [], **other}
+    own = status_of_model(found, "b")
+    assert own == MeshStatus(version="0.2", name="b", ready=True, model=other.model)
     with pytest.raises(ModelNotFound, match="'c'"):
         status_of_model(found, "c")
 
 
 def test_a_key_has_all_slots_but_one_unless_it_is_allowed_more() -> None:
-    served = ServedModel.from_status(status(3, []))
+    served = ServedModel.from_status(status(3))
     assert served.is_exact
     assert (served.num_places(has_key=False), served.num_places(has_key=True)) == (4, 3)
     assert served.stages == ("host1 [0, 15)", "host2 [15, 30)")
@@ -183,7 +194,7 @@ def test_links_may_come_from_a_file_of_bench_net(tmp_path: Path) -> None:
 
 
 async def test_what_is_no_mesh_or_not_ready_is_refused(tokenizer: Tokenizer, smollm2_path: Path) -> None:
-    shown: dict[str, Any] = {}
+    shown = MeshStatus()
     async with running_api(ScriptedEngine([]), tokenizer, status=lambda: shown) as api:
         server = parse_url(api.url)
 
@@ -192,16 +203,16 @@ async def test_what_is_no_mesh_or_not_ready_is_refused(tokenizer: Tokenizer, smo
 
         with pytest.raises(ClusterError, match="are measured by `mesh bench serve`"):
             await reach()
-        shown |= {"ready": False, "phase": "loading", "stages": []}
+        shown = MeshStatus(ready=False, phase="loading")
         with pytest.raises(ClusterError, match=r"cannot answer yet \(loading\): wait until"):
             await reach()
-        shown |= status(3, [])
+        shown = status(3)
         with pytest.raises(ModelNotFound, match=f"no model 'other'; there are {MODEL}"):
             await reach("other")
         mesh, served = await reach()
         assert (mesh.model, mesh.fields, mesh.api_keys) == (MODEL, {"seed": 1, "model": MODEL}, (KEY,))
         assert (served.ctx_size, served.num_slots) == (2048, 4)
-        assert (await asyncio.to_thread(mesh.status))["sessions"]["slots"] == 4
+        assert (await asyncio.to_thread(mesh.status)).sessions == status(3).sessions
         target = RemoteTarget(server, KEY, model_file=smollm2_path)
         same = await asyncio.to_thread(tokenizer_of, target, mesh)
         assert same is not None
@@ -211,7 +222,7 @@ async def test_what_is_no_mesh_or_not_ready_is_refused(tokenizer: Tokenizer, smo
 
 
 async def test_a_file_of_another_vocabulary_is_refused(tokenizer: Tokenizer, gemma3_path: Path) -> None:
-    async with running_api(ScriptedEngine([]), tokenizer, status=lambda: status(3, [])) as api:
+    async with running_api(ScriptedEngine([]), tokenizer, status=lambda: status(3)) as api:
         target = RemoteTarget(parse_url(api.url), None, model_file=gemma3_path)
         mesh, _served = await asyncio.to_thread(reach_mesh, target)
         with pytest.raises(InvalidModel, match="name the file of the served model, or leave it out"):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mesh.status import MeshStatus, StageStatus
 from mesh.util.completion_stream import COMPLETION_PATH
 from meshbench.datasets import BUILT_IN, load_prompts
 from meshbench.lab.llama_cpp_build import build_llama_rpc, build_name
@@ -53,9 +54,11 @@ def test_overhead_is_what_computing_and_the_wire_leave() -> None:
 
 def test_the_times_of_decode_steps_are_what_two_looks_at_the_totals_leave() -> None:
     def look(num_windows: int, first_ms: float, second_ms: float) -> StageTotals:
-        stage = {"windows": num_windows, "mean_queue_ms": 0.5}
-        stages = [{**stage, "mean_compute_ms": first_ms}, {**stage, "mean_compute_ms": second_ms}]
-        return StageTotals.from_status({"stages": stages})
+        stages = (
+            StageStatus(windows=num_windows, mean_queue_ms=0.5, mean_compute_ms=compute_ms)
+            for compute_ms in (first_ms, second_ms)
+        )
+        return StageTotals.from_status(MeshStatus(stages=tuple(stages)))
 
     times = (look(30, 4.0, 2.0) - look(10, 6.0, 3.0)).per_window()
     assert times.compute_ms == pytest.approx((30 * 6 - 10 * 9) / 20)

@@ -20,6 +20,7 @@ import structlog
 from mesh.cli.option_types import Numbers, int_option
 from mesh.coordinator.group_count import group_counts
 from mesh.serve.options import demo_model
+from mesh.status import SessionsStatus
 from mesh.util.processors import processor_name
 from meshbench.experiment import lab_experiment
 from meshbench.lab.network import Lab
@@ -136,7 +137,8 @@ def _rates(
         bed = LoadTestBed(client, LabMesh(lab, mesh), _CTX_SIZE, processes=mesh)
         for number in range(_MOST_WARM_UP_ROUNDS):
             _answer(bed, load, 1000 + number)
-            if is_fixed or str(load.at_once) in bed.mesh.status()["sessions"]["groups_found"]:
+            sessions = bed.mesh.status().sessions or SessionsStatus()
+            if is_fixed or load.at_once in sessions.groups_found:
                 break
         rates = [_answer(bed, load, 100 * seed + number) for number in range(load.num_rounds)]
         mesh.stop()

@@ -29,6 +29,7 @@ from mesh.cli.head_client import ask_head
 from mesh.cli.option_types import int_option
 from mesh.coordinator.block_names import BLOCK_POSITIONS
 from mesh.serve.options import demo_model
+from mesh.status import KvDiskStatus, read_status
 from mesh.util.completion_stream import COMPLETION_PATH, stream_completion
 from mesh.util.processors import processor_name
 from meshbench.experiment import experiment
@@ -148,15 +149,15 @@ class _Chat:
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return Answer(tuple(ids), ttft_s * 1000, cached)
 
-    def disk(self) -> dict[str, Any]:
-        """`kv_disk` of the status."""
-        return ask_head(self._url + "/mesh/status", self._key).get("kv_disk") or {}
+    def disk(self) -> KvDiskStatus:
+        found = read_status(ask_head(self._url + "/mesh/status", self._key)).kv_disk
+        return KvDiskStatus() if found is None else found
 
     def is_on(self) -> bool:
-        return bool(self.disk().get("on"))
+        return self.disk().on
 
     def num_damaged(self) -> int:
-        return sum(stage["damaged"] for stage in self.disk()["stages"] if stage is not None)
+        return sum(stage.damaged for stage in self.disk().stages if stage is not None)
 
 
 def _wait_until(is_so: Callable[[], object], what: str) -> None:

@@ -27,13 +27,14 @@ import structlog
 
 from mesh.cli.option_types import int_option
 from mesh.placement.memory_estimate import StageSizes, Workload
+from mesh.status import read_status
 from mesh.util.completion_stream import COMPLETION_PATH
 from mesh.util.processors import processor_name
 from meshbench.experiment import lab_experiment
 from meshbench.lab.line_process import LineProcess, write_line
 from meshbench.lab.memory_watch import MemoryWatch
 from meshbench.lab.network import Lab
-from meshbench.lab.systems import MeshSystem, get_json
+from meshbench.lab.systems import MeshSystem, get_status
 from meshbench.load_client.client import LoadClient
 from meshbench.load_client.schedule import Request
 from meshbench.paired_systems import even_split
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from mesh.status import StageStatus
     from meshbench.lab.memory_watch import MemorySample
     from meshbench.load_client.answers import AnswerRecord
     from stages.slicing.model_facts import ModelFacts
@@ -184,7 +186,7 @@ def measure(settings: Settings, folder: Path) -> Findings:
         mesh = _mesh(lab, settings, facts, folder)
         try:
             mesh.start()
-            stages = get_json(lab, 0, mesh.port, "/mesh/status")["stages"]
+            stages = get_status(lab, mesh.port).stages
             request = Request.streamed(
                 _fields(short, settings.answer_tokens, return_token_ids=True), COMPLETION_PATH
             )
@@ -232,9 +234,9 @@ def _fields(prompt: Sequence[int], max_tokens: int, **more: object) -> dict[str,
 
 
 def _stage_memories(
-    stages: Sequence[dict[str, Any]], sizes: StageSizes, samples: Sequence[MemorySample]
+    stages: Sequence[StageStatus], sizes: StageSizes, samples: Sequence[MemorySample]
 ) -> tuple[StageMemory, ...]:
-    hosts = [int(stage["host"].removeprefix("host")) for stage in stages]
+    hosts = [int(stage.host.removeprefix("host")) for stage in stages]
     found = footprints(stages, hosts, sizes, samples)
     return tuple(
         StageMemory(
@@ -243,7 +245,7 @@ def _stage_memories(
             sizes.memory(layers).total_bytes,
             each.process_bytes,
         )
-        for each, layers in zip(found, (LayerRange(*stage["layers"]) for stage in stages), strict=True)
+        for each, layers in zip(found, (LayerRange(*stage.layers) for stage in stages), strict=True)
     )
 
 
@@ -319,12 +321,13 @@ def _decodes(port: int) -> list[int]:
         connection = HTTPConnection("127.0.0.1", port, timeout=_SILENCE_S)
         try:
             connection.request("GET", "/mesh/status")
-            stages = json.loads(connection.getresponse().read())["stages"]
+            stages = read_status(json.loads(connection.getresponse().read())).stages
         finally:
             connection.close()
         # Without them if a stage was too busy to answer.
-        if all("decodes" in stage for stage in stages):
-            return [stage["decodes"] for stage in stages]
+        decodes = [stage.decodes for stage in stages if stage.decodes is not None]
+        if len(decodes) == len(stages):
+            return decodes
     raise ConnectionError("a stage does not tell its counters")
 
 

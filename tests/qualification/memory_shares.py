@@ -17,7 +17,7 @@ from mesh.util.completion_stream import COMPLETION_PATH
 from meshbench.experiment import experiment
 from meshbench.lab.memory_watch import MemoryWatch
 from meshbench.lab.network import Lab, require_lab
-from meshbench.lab.systems import MeshSystem, get_json
+from meshbench.lab.systems import MeshSystem, get_status
 from meshbench.load_client.client import LoadClient
 from meshbench.load_client.schedule import Request
 from meshbench.report_tools import Report, Section, markdown_table
@@ -117,13 +117,13 @@ def measure_big_shares(options: BigSharesOptions) -> BigShares:
         )
         answers = client.answer(mesh.url, requests, num_at_once=options.num_answers).answers
         time.sleep(3 * _LOOK_S)
-        stages = get_json(lab, 0, mesh.port, "/mesh/status")["stages"]
-        hosts = [int(stage["host"].removeprefix("host")) for stage in stages]
+        stages = get_status(lab, mesh.port).stages
+        hosts = [int(stage.host.removeprefix("host")) for stage in stages]
         found = footprints(stages, hosts, StageSizes(facts, workload), tuple(watch.samples))
         mesh.stop()
         return BigShares(
             model_bytes=facts.file_bytes,
-            layers=tuple("[{}, {})".format(*stage["layers"]) for stage in stages),
+            layers=tuple("[{}, {})".format(*stage.layers) for stage in stages),
             footprints=tuple(found),
             num_tokens=sum(answer.num_tokens for answer in answers),
         )

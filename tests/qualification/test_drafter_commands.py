@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from mesh.status import MeshStatus, ProposerStatus, SessionsStatus, SpeculationStatus, StageStatus
 from meshbench.chaos.results import Tally
 from meshbench.load_client.answers import AnswerRecord
 from meshbench.load_client.client import MeshSnapshot
@@ -206,19 +207,19 @@ def test_verdicts_about_losses(answer: WatchedAnswer, num_unlike: int, missed: l
 
 
 def test_a_sample_is_read_from_the_status() -> None:
-    status = {
-        "ready": True,
-        "stages": [{"address": "a:1"}, {"address": "b:1"}],
-        "sessions": {"positions": 77},
-        "speculation": {"proposers": {"eagle3": {"drafted": 9, "accepted": 4}}},
-    }
+    status = MeshStatus(
+        ready=True,
+        stages=(StageStatus(address="a:1"), StageStatus(address="b:1")),
+        sessions=SessionsStatus(positions=77),
+        speculation=SpeculationStatus(proposers={"eagle3": ProposerStatus(drafted=9, accepted=4)}),
+    )
     assert Sample.of(MeshSnapshot(1.0, status, ()), "eagle3") == Sample(1.0, 77, Counts(9, 4), ("a:1", "b:1"))
     assert Sample.of(MeshSnapshot(1.0, status, ()), "mtp") == Sample(1.0, 77, Counts(), ("a:1", "b:1"))
-    broken = Sample.of(MeshSnapshot(1.0, {**status, "ready": False}, ()), "eagle3")
+    broken = Sample.of(MeshSnapshot(1.0, replace(status, ready=False), ()), "eagle3")
     assert broken is not None
     assert broken.ring == ()
     assert Sample.of(MeshSnapshot(1.0, None, ()), "eagle3") is None
-    assert Sample.of(MeshSnapshot(1.0, {"stages": []}, ()), "eagle3") is None
+    assert Sample.of(MeshSnapshot(1.0, MeshStatus(), ()), "eagle3") is None
 
 
 def test_losses_come_at_different_tokens_of_the_first_half() -> None:

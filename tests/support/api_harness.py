@@ -19,6 +19,7 @@ from mesh.api.backend import ApiContext, Backend, Backends
 from mesh.api.http_server import serve_api
 from mesh.engine import Committed, Engine, GenerationRequest, GenerationStats
 from mesh.metrics.tracing import RequestTracer
+from mesh.status import MeshStatus
 from mesh.text.tokenizer import Tokenizer
 from stages.sampling.logprobs import TokenLogprobs
 
@@ -55,7 +56,7 @@ def app_of(
 
 def backend_of(engine: Engine, tokenizer: Tokenizer, *, api: ApiContext, **given: Any) -> Backend:
     """A backend that is ready, unless `given`, fields of `Backend`, say otherwise."""
-    defaults = {"model_id": MODEL, "created": 1_700_000_000, "status": dict, "ready": lambda: True}
+    defaults = {"model_id": MODEL, "created": 1_700_000_000, "status": MeshStatus, "ready": lambda: True}
     return Backend(api=api, engine=engine, tokenizer=tokenizer, **{**defaults, **given})
 
 
@@ -76,7 +77,7 @@ async def running_api(
         engine,
         tokenizer,
         keys=keys,
-        **{"status": lambda: {"hosts": 3}, "ready": ready, "ping_interval_s": ping_interval_s, **hosts},
+        **{"ready": ready, "ping_interval_s": ping_interval_s, **hosts},
     )
     async with (
         serve_api(app, "127.0.0.1", 0, max_connections=max_connections, patience_s=patience_s) as url,

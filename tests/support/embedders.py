@@ -14,6 +14,7 @@ from mesh.coordinator.heartbeat import longest_batch_s
 from mesh.embedding.engine import EmbeddingEngine
 from mesh.embedding.link import ComputedBatch
 from mesh.embedding.registry import EmbeddingBackend
+from mesh.status import EmbeddingModelStatus, EmbeddingStageStatus, ModelDescription
 from stages.embedding.model_file import BatchLimits
 from stages.embedding.vectors import normalised
 
@@ -104,11 +105,12 @@ def embedding_backend(
         embedder=engine,
         width=WIDTH,
         longest=LONGEST,
-        status=lambda: {
-            "phase": "serving",
-            "ready": engine.is_ready,
-            "stages": [{"index": 0, "host": "attic", "address": "10.0.0.2:1", "layers": [0, 2]}],
-            "model": {"name": name, "context": LONGEST, "numeric_mode": "fast"},
-            "embeddings": {"waiting": engine.num_waiting, **engine.statistics.as_dict()},
-        },
+        status=lambda: EmbeddingModelStatus(
+            name=name,
+            phase="serving",
+            ready=engine.is_ready,
+            stages=(EmbeddingStageStatus(host="attic", address="10.0.0.2:1", layers=(0, 2)),),
+            model=ModelDescription(name=name, context=LONGEST, numeric_mode="fast"),
+            embeddings=engine.statistics.counts(engine.num_waiting),
+        ),
     )

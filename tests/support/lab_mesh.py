@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from mesh.status import as_json
 from meshbench.lab.memory_watch import role_of
-from meshbench.lab.systems import COMMAND, MeshSystem, get_json, last_lines
+from meshbench.lab.systems import COMMAND, MeshSystem, get_status, last_lines
 from tests.support.chat_prompts import CHAT_PROMPTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from mesh.status import MeshStatus
     from meshbench.lab.network import Lab
 
 PATIENCE_S = 200.0
@@ -38,26 +40,25 @@ class Running:
     state: Path
     """The head's state file."""
 
-    def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = get_json(self.lab, 0, self.system.port, "/mesh/status")
-        return found
+    def status(self) -> MeshStatus:
+        return get_status(self.lab, self.system.port)
 
-    def until(self, is_so: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
+    def until(self, is_so: Callable[[MeshStatus], bool], what: str) -> MeshStatus:
         deadline_s = time.monotonic() + PATIENCE_S
         while not is_so(status := self.status()):
-            assert time.monotonic() < deadline_s, f"{what}: {json.dumps(status, indent=1)}"
+            assert time.monotonic() < deadline_s, f"{what}: {json.dumps(as_json(status), indent=1)}"
             time.sleep(0.5)
         return status
 
     def stage_hosts(self) -> list[int]:
-        return [int(stage["host"].removeprefix("host")) for stage in self.status()["stages"]]
+        return [int(stage.host.removeprefix("host")) for stage in self.status().stages]
 
     def until_replicas_are_loaded(self) -> None:
-        def is_warm(status: dict[str, Any]) -> bool:
-            ready = [host for host in status["hosts"] if host["ready"]]
-            copies = {layers for host in ready for layers in host["copies"]}
-            is_whole = status["ready"] and len(ready) == self.num_hosts - 1
-            return is_whole and len(copies) == len(status["stages"])
+        def is_warm(status: MeshStatus) -> bool:
+            ready = [host for host in status.hosts if host.ready]
+            copies = {layers for host in ready for layers in host.copies}
+            is_whole = bool(status.ready) and len(ready) == self.num_hosts - 1
+            return is_whole and len(copies) == len(status.stages)
 
         self.until(is_warm, "no warm spare")
 
@@ -75,9 +76,9 @@ class Running:
         for pid in self.stage_processes_of(host):
             psutil.Process(pid).kill()
 
-    def until_repaired(self, num_repairs: int) -> dict[str, Any]:
+    def until_repaired(self, num_repairs: int) -> MeshStatus:
         return self.until(
-            lambda status: status["ready"] and status["repairs"]["count"] == num_repairs, "not repaired"
+            lambda status: bool(status.ready) and status.repairs.count == num_repairs, "not repaired"
         )
 
     def order(self, *arguments: str) -> None:
@@ -88,7 +89,10 @@ class Running:
     def streams(self, wanted: list[dict[str, Any]], *, max_tokens: int = 160) -> Iterator[None]:
         """While in the block four questions are answered; afterwards the answers must be those wanted."""
         client = self.ask(max_tokens=max_tokens)
-        self.until(lambda status: status["sessions"]["running"] == 4, "the client does not ask")
+        self.until(
+            lambda status: status.sessions is not None and status.sessions.running == 4,
+            "the client does not ask",
+        )
         # Some of the way, so that there is something to replay.
         time.sleep(0.5)
         yield

@@ -94,7 +94,7 @@ async def mesh_in_process(
             engine,
             tokenizer,
             keys=keys,
-            status=state.as_dict,
+            status=state.status,
             ready=lambda: engine.coordinator is not None,
             is_whole=lambda: engine.is_ready,
             refusal=lambda: engine.refusal,

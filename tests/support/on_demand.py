@@ -13,6 +13,7 @@ from mesh.serve.model_registry import RegisteredModel
 from mesh.serve.on_demand.library import Library, LibraryEntry
 from mesh.serve.on_demand.loader import OnDemandLoader
 from mesh.serve.on_demand.policy import DemandRules
+from mesh.status import LoadingStatus, MeshStatus, ModelDescription, StageStatus
 from spanmesh_proto.errors import ClusterError, InvalidRequest, ModelDoesNotFit, ModelNotFound
 from stages.slicing.model_facts import ModelSummary
 from tests.support.api_harness import MODEL, ScriptedEngine, backend_of, running_api
@@ -150,19 +151,26 @@ class LoadedModels:
     def _backend(self, name: str) -> Any:
         engine = self.engines.setdefault(name, ScriptedEngine([(400,)]))
 
-        def status() -> dict[str, Any]:
+        def status() -> MeshStatus:
             is_loaded = name in self.loaded
-            coming = {"host": "attic", "layers": [0, 6], "bytes": 2**30, "step": "fetching", "share": 0.25}
-            coming |= {"fetched_bytes": 2**28, "fetch_bytes": 2**30}
-            stage = {"index": 0, "host": "attic", "layers": [0, 6], "address": "127.0.0.1:1", "wire": None}
-            return {
-                "phase": "serving" if is_loaded else "loading",
-                "ready": is_loaded,
-                "plan": "attic can hold the whole model",
-                "model": {"name": name, "context": engine.context_length, "layers": 6},
-                "loading": [] if is_loaded else [coming],
-                "stages": [stage] if is_loaded else [],
-            }
+            coming = LoadingStatus(
+                host="attic",
+                layers=(0, 6),
+                bytes=2**30,
+                step="fetching",
+                share=0.25,
+                fetched_bytes=2**28,
+                fetch_bytes=2**30,
+            )
+            stage = StageStatus(host="attic", layers=(0, 6), address="127.0.0.1:1")
+            return MeshStatus(
+                phase="serving" if is_loaded else "loading",
+                ready=is_loaded,
+                plan="attic can hold the whole model",
+                model=ModelDescription(name=name, context=engine.context_length, layers=6),
+                loading=() if is_loaded else (coming,),
+                stages=(stage,) if is_loaded else (),
+            )
 
         return backend_of(
             engine,
@@ -260,7 +268,7 @@ async def on_demand_api(
     rules: DemandRules | None = None,
     load_wait_s: float = 30.0,
     max_waiting: int = 64,
-    status: Callable[[], dict[str, Any]] = lambda: {"ready": True, "phase": "serving", "hosts": []},
+    status: Callable[[], MeshStatus] = lambda: MeshStatus(ready=True, phase="serving"),
     **hosts: Any,
 ) -> AsyncIterator[OnDemandApi]:
     """Serve the first model, and the library of `SIZES` on demand; `hosts` are arguments of `running_api`."""

@@ -14,6 +14,7 @@ from speculative.proposer import Proposer
 from tests.support.api_harness import Api, running_api
 from tests.support.fake_stage import FakeRuntime
 from tests.support.ring_harness import RunningStage, running_coordinator, running_services
+from tests.support.status_parts import sessions_of
 
 CHAT = "/v1/chat/completions"
 CONTEXT_LENGTH = 512
@@ -33,9 +34,9 @@ class RingApi:
                 await asyncio.sleep(0.005)
 
     def num_anywhere(self) -> int:
-        sessions = self.coordinator.status()["sessions"]
+        sessions = sessions_of(self.coordinator)
         open_at_stages = sum(stage.service.stats().num_open_sessions for stage in self.stages)
-        return int(sessions["running"] + sessions["waiting"] + open_at_stages)
+        return sessions.running + sessions.waiting + open_at_stages
 
 
 @asynccontextmanager

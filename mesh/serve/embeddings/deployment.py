@@ -393,7 +393,7 @@ class EmbeddingDeployment:
         task.add_done_callback(self._ending.discard)
 
     def _note(self, plan: Plan) -> None:
-        self._state.plan = plan
+        self._state.plan_reason = plan.reason
         self._allocation.noted = plan.stages
         announce_layers(self._head, self._allocations)
         hosts = [stage.host for stage in plan.stages]

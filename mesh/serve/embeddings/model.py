@@ -6,7 +6,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
@@ -16,6 +16,7 @@ from mesh.placement.embedding_host import EmbeddingSizes
 from mesh.serve.failures import Incidents
 from mesh.serve.head_state import fingerprint
 from mesh.serve.pipeline import Pipeline
+from mesh.status import EmbeddingModelStatus, EmbeddingStageStatus, ModelDescription
 from mesh.text.text_service import text_bytes_of
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
@@ -26,7 +27,6 @@ from stages.weights.hashing import stamps_of
 
 if TYPE_CHECKING:
     from mesh.options.model import LoadRequest
-    from mesh.placement.planner import Plan
     from mesh.serve.stage_factory import Transfers
     from stages.weights.hashing import FileStamp
 
@@ -57,8 +57,8 @@ class EmbeddingState:
 
     phase: str = "starting"
     """Current step, in a few words."""
-    plan: Plan | None = None
-    """Placement, once it is known."""
+    plan_reason: str | None = None
+    """Reason of the placement, once it is known."""
     incidents: Incidents = field(default_factory=lambda: Incidents(time.time))
     """Recent failures."""
 
@@ -105,39 +105,40 @@ class EmbeddingModel:
             embedder=self.engine,
             width=self.sizes.model.width,
             longest=self.sizes.limits.longest,
-            status=self.as_dict,
+            status=self.status,
         )
 
-    def as_dict(self) -> dict[str, Any]:
-        """Its entry in `/mesh/status`; JSON-serialisable."""
+    def status(self) -> EmbeddingModelStatus:
+        """What `/mesh/status` says of it."""
         facts, limits = self.sizes.model, self.sizes.limits
-        return {
-            "model": {
-                "name": facts.name,
-                "architecture": facts.architecture,
-                "layers": facts.n_layers,
-                "file_bytes": facts.file_bytes,
-                "context": limits.longest,
-                "numeric_mode": "fast",
-                "dimensions": facts.width,
-                "pooling": facts.pooling,
-            },
-            "phase": self.state.phase,
-            "ready": self.engine.is_ready,
-            "plan": None if self.state.plan is None else self.state.plan.reason,
-            "stages": [
-                {
-                    "index": 0,
-                    "host": handle.member.name,
-                    "address": handle.serves_at,
-                    "layers": [handle.config.layers.start, handle.config.layers.stop],
-                    "threads": handle.config.options.num_threads,
-                }
+        return EmbeddingModelStatus(
+            name=self.name,
+            model=ModelDescription(
+                name=facts.name,
+                architecture=facts.architecture,
+                layers=facts.n_layers,
+                file_bytes=facts.file_bytes,
+                context=limits.longest,
+                numeric_mode="fast",
+                dimensions=facts.width,
+                pooling=facts.pooling,
+            ),
+            phase=self.state.phase,
+            ready=self.engine.is_ready,
+            plan=self.state.plan_reason,
+            stages=tuple(
+                EmbeddingStageStatus(
+                    host=handle.member.name,
+                    address=handle.serves_at,
+                    layers=(handle.config.layers.start, handle.config.layers.stop),
+                    threads=handle.config.options.num_threads,
+                )
                 for handle in self.pipeline.handles
-            ],
-            "embeddings": {"waiting": self.engine.num_waiting, **self.engine.statistics.as_dict()},
-            **self.state.incidents.as_dict(),
-        }
+            ),
+            embeddings=self.engine.statistics.counts(self.engine.num_waiting),
+            failures=self.state.incidents.failures,
+            repairs=self.state.incidents.repairs,
+        )
 
     async def drained(self, wait_s: float) -> int:
         """Wait for requests to end, then refuse all others.

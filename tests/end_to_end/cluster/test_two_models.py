@@ -39,8 +39,8 @@ async def test_both_heal_when_a_host_of_both_is_lost(smollm2_path: Path) -> None
         for mesh in (one, two):
             assert "b" not in mesh.hosts()
             # Whichever is noticed first: that the stage is lost, or that its host has left.
-            done = mesh.incidents.as_dict()["repairs"]
-            assert done["count"] + done["moves"] == 1
+            done = mesh.incidents.repairs
+            assert done.count + done.moves == 1
         # Nobody counted on the same room twice.
         for member in one.members:
             assert one.allocations.held_bytes(member) <= member.facts.memory_bytes
@@ -84,5 +84,5 @@ async def test_a_host_is_let_go_when_neither_needs_it(smollm2_path: Path) -> Non
         assert [await answer(mesh) for mesh in (one, two)] == [wanted, wanted]
         for mesh in (one, two):
             assert set(mesh.hosts()) == {"a"}
-            reasons = {failure["reason"] for failure in mesh.incidents.as_dict()["failures"]}
+            reasons = {failure.reason for failure in mesh.incidents.failures}
             assert reasons == {"its host was evicted"}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshbench.lab.network import Lab
-from meshbench.lab.systems import COMMAND, MeshSystem, get_json, last_lines
+from meshbench.lab.systems import COMMAND, MeshSystem, get_status, last_lines
 from meshbench.load_client.client import LoadClient
 from meshbench.load_client.schedule import Request
 from tests.support.lab_fixtures import require_lab
@@ -47,7 +47,7 @@ def test_stages_far_from_one_another_are_no_neighbours(
         mesh = ByDefault(lab, smollm2_path, tmp_path, options=options)
         try:
             mesh.start()
-            stages = get_json(lab, 0, mesh.port, "/mesh/status")["stages"]
+            stages = get_status(lab, mesh.port).stages
             with LoadClient(lab) as client:
                 (answer,) = client.answer(mesh.url, (Request.streamed(QUESTION),)).answers
             done = lab.exec(0, [COMMAND, "bench", "net", "--json", "--probes", "5", "--megabytes", "1"])
@@ -66,17 +66,17 @@ def test_stages_far_from_one_another_are_no_neighbours(
                     print(f"--- host{host}\n{last_lines(mesh.log(host), 60)}")
             raise
     assert answer.num_tokens == QUESTION["max_tokens"]
-    assert {stage["address"].rpartition(":")[0] for stage in stages} == {
+    assert {stage.address.rpartition(":")[0] for stage in stages} == {
         f"[{lab.address(host)}]" if is_ipv6 else lab.address(host) for host in range(1, NUM_HOSTS)
     }
     checks = json.loads(examined.stdout)
     assert [check for check in checks if check["outcome"] == "fail"] == []
     assert any("host1" in check["where"] + check["what"] for check in checks)
     # Between the two that are far from one another there is the third.
-    assert stages[1]["host"] == "host3"
+    assert stages[1].host == "host3"
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["round"]["order"] == [stage["host"] for stage in stages]
+    assert found["round"]["order"] == [stage.host for stage in stages]
     assert found["round"]["best"][1] == "host3"
     assert found["round"]["order_ms"] < 2 * FAR_MS
     names = [f"host{host}" for host in range(NUM_HOSTS)]
@@ -89,7 +89,7 @@ def test_stages_far_from_one_another_are_no_neighbours(
         assert link["rtt_ms"]["min"] >= 2 * (FAR_MS if is_far else NEAR_MS)
         assert link["bytes_per_s"] > 1e5
     # Each link that hidden states cross was looked at, when the stages were placed and now.
-    assert [stage["wire"] in ("f32", "f16", "q8") for stage in stages] == [True, True, False]
-    pairs = [(stage["host"], after["host"]) for stage, after in pairwise(stages)]
+    assert [stage.wire in ("f32", "f16", "q8") for stage in stages] == [True, True, False]
+    pairs = [(stage.host, after.host) for stage, after in pairwise(stages)]
     assert [(wire["from"], wire["to"]) for wire in found["wires"]] == pairs
     assert "wires_chosen" in log

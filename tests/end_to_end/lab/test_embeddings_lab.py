@@ -7,12 +7,13 @@ import json
 import signal
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
 import pytest
 
+from mesh.status import EmbeddingModelStatus, MeshStatus, RepairStatus
 from meshbench.lab.network import Lab
 from tests.support.lab_fixtures import require_lab
 from tests.support.lab_mesh import PATIENCE_S, Running, running_mesh
@@ -52,13 +53,12 @@ class Embeddings:
         )
         return rows
 
-    def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = in_status(self.mesh.status())
-        return found
+    def status(self) -> EmbeddingModelStatus:
+        return in_status(self.mesh.status())
 
     def host(self) -> int:
-        (stage,) = self.status()["stages"]
-        return int(stage["host"].removeprefix("host"))
+        (stage,) = self.status().stages
+        return int(stage.host.removeprefix("host"))
 
     def processes(self) -> list[int]:
         """On all hosts."""
@@ -70,17 +70,17 @@ class Embeddings:
         return found
 
     def until_repaired(self, num_repairs: int) -> None:
-        def is_repaired(status: dict[str, Any]) -> bool:
+        def is_repaired(status: MeshStatus) -> bool:
             model = in_status(status)
-            return bool(model["ready"] and model["repairs"]["count"] == num_repairs)
+            return bool(model.ready) and model.repairs.count == num_repairs
 
         self.mesh.until(is_repaired, "the embedding model is not repaired")
 
 
-def in_status(status: dict[str, Any]) -> dict[str, Any]:
+def in_status(status: MeshStatus) -> EmbeddingModelStatus:
     """Entry of the embedding model; a head that takes over may not have one yet."""
-    nothing = {"ready": False, "repairs": {"count": -1}, "stages": []}
-    return next((model for model in status["models"] if model["kind"] == "embeddings"), nothing)
+    nothing = EmbeddingModelStatus(ready=False, repairs=RepairStatus(count=-1))
+    return next((model for model in status.models if isinstance(model, EmbeddingModelStatus)), nothing)
 
 
 def test_vectors_stay_the_same_whatever_happens_to_its_host(smollm2_path: Path, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def go_through(model: Embeddings) -> None:
     mesh.system.process(0).wait()
     mesh.system.start_head()
     mesh.system.wait_healthy(timeout_s=PATIENCE_S)
-    mesh.until(lambda status: bool(in_status(status)["ready"]), "the embedding model is not taken over")
+    mesh.until(lambda status: bool(in_status(status).ready), "the embedding model is not taken over")
     assert model.embed() == pytest.approx(before, abs=1e-5)
     assert model.processes() == processes
 
@@ -135,4 +135,4 @@ def go_through(model: Embeddings) -> None:
 
     mesh.order("unload", "tiny")
     assert model.processes() == []
-    assert model.status()["stages"] == []
+    assert model.status().stages == ()

@@ -166,7 +166,7 @@ def test_a_head_that_was_killed_takes_its_stages_over(
     log = mesh.system.log(0)
     before = log.read_text()
     mesh.until(
-        lambda status: len(json.loads(mesh.state.read_text())["copies"]) == len(status["stages"]),
+        lambda status: len(json.loads(mesh.state.read_text())["copies"]) == len(status.stages),
         "copies are not written down",
     )
 
@@ -187,32 +187,33 @@ def test_a_killed_stage_is_noticed_at_once_and_its_copy_takes_over(
     mesh: Running, undisturbed: list[dict[str, Any]]
 ) -> None:
     mesh.until_replicas_are_loaded()
-    num_repairs = mesh.status()["repairs"]["count"]
+    num_repairs = mesh.status().repairs.count
     victim = mesh.stage_hosts()[0]
     with mesh.streams(undisturbed):
         killed_s = time.time()
         mesh.kill_stage(victim)
     status = mesh.until_repaired(num_repairs + 1)
-    failure = status["failures"][-1]
-    assert failure["host"] == f"host{victim}"
-    assert 0.0 < failure["at_s"] - killed_s <= NOTICED_S
-    assert status["repairs"]["last_s"] <= WARM_PAUSE_S
+    failure = status.failures[-1]
+    assert failure.host == f"host{victim}"
+    assert 0.0 < failure.at_s - killed_s <= NOTICED_S
+    assert status.repairs.last_s is not None
+    assert status.repairs.last_s <= WARM_PAUSE_S
 
 
 def test_a_silent_stage_is_noticed_within_two_seconds(
     mesh: Running, undisturbed: list[dict[str, Any]]
 ) -> None:
     mesh.until_replicas_are_loaded()
-    num_repairs = mesh.status()["repairs"]["count"]
+    num_repairs = mesh.status().repairs.count
     victim = mesh.stage_hosts()[-1]
     with mesh.streams(undisturbed):
         silent_s = time.time()
         mesh.lab.lose_packets(victim)
         status = mesh.until_repaired(num_repairs + 1)
         mesh.lab.deliver_packets(victim)
-    failure = status["failures"][-1]
-    assert failure["host"] == f"host{victim}"
-    assert 0.0 < failure["at_s"] - silent_s <= NOTICED_S
+    failure = status.failures[-1]
+    assert failure.host == f"host{victim}"
+    assert 0.0 < failure.at_s - silent_s <= NOTICED_S
 
 
 def test_nothing_is_left_after_ctrl_c_in_every_terminal(mesh: Running) -> None:
@@ -238,7 +239,7 @@ def test_streams_go_on_whatever_happens_to_hosts(smollm2_path: Path, tmp_path: P
 def lose_hosts_one_by_one(mesh: Running, undisturbed: list[dict[str, Any]]) -> None:
     mesh.until_replicas_are_loaded()
     before = mesh.status()
-    num_failures, num_repairs = len(before["failures"]), before["repairs"]["count"]
+    num_failures, num_repairs = len(before.failures), before.repairs.count
 
     with mesh.streams(undisturbed):
         mesh.kill_stage(mesh.stage_hosts()[0])
@@ -256,9 +257,9 @@ def lose_hosts_one_by_one(mesh: Running, undisturbed: list[dict[str, Any]]) -> N
     with mesh.streams(undisturbed):
         mesh.order("drain", f"host{drained}")
     status = mesh.status()
-    assert f"host{drained}" not in {host["name"] for host in status["hosts"]}
-    assert (status["repairs"]["count"], status["repairs"]["moves"]) == (num_repairs + 2, 1)
-    assert len(status["failures"]) == num_failures + 2
+    assert f"host{drained}" not in {host.name for host in status.hosts}
+    assert (status.repairs.count, status.repairs.moves) == (num_repairs + 2, 1)
+    assert len(status.failures) == num_failures + 2
 
     evicted = mesh.stage_hosts()[-1]
     with mesh.streams(undisturbed):

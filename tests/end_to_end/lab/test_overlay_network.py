@@ -52,10 +52,10 @@ def test_hosts_behind_two_routers_serve_and_repair(smollm2_path: Path, tmp_path:
             ) as mesh,
         ):
             assert sorted(mesh.stage_hosts()) == [1, 2]
-            stages = mesh.status()["stages"]
-            assert {stage["address"].rpartition(":")[0] for stage in stages} == {*ADDRESSES[1:]}
+            stages = mesh.status().stages
+            assert {stage.address.rpartition(":")[0] for stage in stages} == {*ADDRESSES[1:]}
             undisturbed = mesh.answers(mesh.ask(max_tokens=96))
-            num_repairs = mesh.status()["repairs"]["count"]
+            num_repairs = mesh.status().repairs.count
             with mesh.streams(undisturbed, max_tokens=96):
                 mesh.kill_stage(mesh.stage_hosts()[0])
             mesh.until_repaired(num_repairs + 1)

@@ -134,7 +134,7 @@ class TestMesh:
             assert {port for port in ports if not FIRST <= port <= LAST} == set()
             # Node manager, object manager, a worker, link probes.
             assert len(ports) >= 4
-        assert [host["port_range"] for host in mesh.status()["hosts"]] == [RANGE] * (NUM_HOSTS - 1)
+        assert [host.port_range for host in mesh.status().hosts] == [RANGE] * (NUM_HOSTS - 1)
 
     def test_the_doctor_tries_the_ranges(self, mesh: Running) -> None:
         argv = [COMMAND, "doctor", "--url", f"http://127.0.0.1:{mesh.system.port}", "--json"]
@@ -162,7 +162,7 @@ class TestMesh:
         assert mesh.lab.pids(STRANGER) == []
 
     def test_a_lost_stage_is_repaired(self, mesh: Running, undisturbed: list[dict[str, Any]]) -> None:
-        num_repairs = mesh.status()["repairs"]["count"]
+        num_repairs = mesh.status().repairs.count
         with mesh.streams(undisturbed, max_tokens=96):
             mesh.kill_stage(mesh.stage_hosts()[0])
         mesh.until_repaired(num_repairs + 1)
@@ -174,11 +174,11 @@ class TestMesh:
         with mesh.streams(undisturbed, max_tokens=96):
             mesh.order("drain", f"host{drained}")
         status = mesh.status()
-        assert f"host{drained}" not in {host["name"] for host in status["hosts"]}
-        assert {stage["host"] for stage in status["stages"]} == {f"host{3 - drained}"}
+        assert f"host{drained}" not in {host.name for host in status.hosts}
+        assert {stage.host for stage in status.stages} == {f"host{3 - drained}"}
         # The ports that it had are free for it again.
         mesh.system.start_join(drained)
         mesh.until(
-            lambda status: len([host for host in status["hosts"] if host["ready"]]) == NUM_HOSTS - 1,
+            lambda status: len([host for host in status.hosts if host.ready]) == NUM_HOSTS - 1,
             "it does not come back",
         )

@@ -187,4 +187,4 @@ async def test_a_model_with_sliding_windows_goes_on_behind_an_answer(name: str, 
     async with serving() as coordinator:
         assert await ask(coordinator, goes_on) == (texts[goes_on], num_kept)
         assert await ask(coordinator, branches) == (texts[branches], 0)
-        assert coordinator.status()["prefix_mismatches"] == 0
+        assert coordinator.status().prefix_mismatches == 0

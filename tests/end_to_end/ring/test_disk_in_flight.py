@@ -38,6 +38,7 @@ from tests.support.ring_harness import (
     running_services,
 )
 from tests.support.searches import search
+from tests.support.status_parts import kv_disk_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -136,8 +137,8 @@ async def test_a_chat_goes_on_after_all_processes_have_ended(tmp_path: Path) -> 
         assert await ask(coordinator, first) == KEPT
         assert rows == [len(turn.prompt) - KEPT] * NUM_STAGES
         assert await ask(coordinator, turn) > KEPT, "from the slot"
-        status = coordinator.status()["kv_disk"]
-        assert (status["fetched"], status["fetched_tokens"], status["failed"]) == (1, KEPT, 0)
+        disk = kv_disk_of(coordinator)
+        assert (disk.fetched, disk.fetched_tokens, disk.failed) == (1, KEPT, 0)
 
 
 async def test_what_a_slot_lost_comes_back_from_disk(tmp_path: Path) -> None:
@@ -289,7 +290,7 @@ async def test_what_one_stage_lacks_none_uses(tmp_path: Path) -> None:
             path.unlink()
     async with mesh(tmp_path) as (coordinator, _stages):
         assert await ask(coordinator, next_turn(ANN)) == 0
-        assert coordinator.status()["kv_disk"]["failed"] == 0, "it is known without asking"
+        assert kv_disk_of(coordinator).failed == 0, "it is known without asking"
 
 
 @pytest.mark.parametrize("stage", range(NUM_STAGES))
@@ -301,7 +302,7 @@ async def test_rows_that_are_gone_when_the_session_begins_cost_time_only(stage: 
         tokens, last = await collect(coordinator, next_turn(ANN))
         assert tokens == alone(next_turn(ANN))
         assert last.stats.num_replays == 1
-        assert coordinator.status()["prefix_mismatches"] == 1
+        assert coordinator.status().prefix_mismatches == 1
 
 
 async def test_a_client_that_hangs_up_while_disks_read_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -355,16 +356,16 @@ async def test_without_disks_nothing_is_said_of_them() -> None:
         assert "close" in kinds
         assert not kinds & {"fetch"}
         assert not any(message.close.HasField("keep") for message in sent)
-        assert coordinator.status()["kv_disk"] is None
+        assert coordinator.status().kv_disk is None
         assert not any(stage.service.stats().HasField("blocks") for stage in stages)
 
 
 async def test_one_stage_without_a_disk_switches_all_off(tmp_path: Path) -> None:
     async with mesh(None) as (coordinator, stages):
         await give_disk(stages[0].service, tmp_path, 0)
-        await until(lambda: coordinator.status()["kv_disk"] is not None)
+        await until(lambda: coordinator.status().kv_disk is not None)
         assert await ask(coordinator, ANN) == 0
-        assert not coordinator.status()["kv_disk"]["on"]
+        assert not kv_disk_of(coordinator).on
         for index in (1, 2):
             await give_disk(stages[index].service, tmp_path, index)
         await until(lambda: disk_prefixes(coordinator).is_on)
@@ -379,14 +380,14 @@ async def test_the_figures_reach_status_and_metrics(tmp_path: Path) -> None:
         await ask(coordinator, next_turn(ANN))
         # Asked again, since the status has what came last.
         await coordinator.stage_stats()
-        status = coordinator.status()["kv_disk"]
-        assert status["on"]
-        assert sum(stage["damaged"] for stage in status["stages"]) == 1
-        text = kv_disk_text(status)
+        disk = kv_disk_of(coordinator)
+        assert disk.on
+        assert sum(stage.damaged for stage in disk.stages if stage is not None) == 1
+        text = kv_disk_text(disk)
         assert "1 files damaged" in text
         assert re.match(r"\d+ files, [0-9.]+ .*B; \d+ tokens of \d requests restored", text)
         sheet = Sheet("m")
-        add_kv_disk(sheet, status)
+        add_kv_disk(sheet, disk)
         found = {sample.name for family in sheet.collect() for sample in family.samples}
     documents = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
     documented = set(re.findall(r"\bmesh_kv_disk_[a-z_]+\b", documents))

@@ -40,6 +40,7 @@ from tests.support.ring_harness import (
     running_coordinator,
     running_stages,
 )
+from tests.support.status_parts import speculation_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
@@ -122,11 +123,11 @@ async def test_the_text_is_the_same_with_the_head(architecture: str, tmp_path: P
                 plain = await asyncio.gather(*(collect(coordinator, each) for each in REQUESTS))
             async with coordinator_of(setting, stages, depth=3) as coordinator:
                 drafted = await asyncio.gather(*(collect(coordinator, each) for each in REQUESTS))
-                status = coordinator.status()["speculation"]
+                speculation = speculation_of(coordinator)
     finally:
         setting.model.close()
     assert [tokens for tokens, _ in drafted] == [tokens for tokens, _ in plain]
-    assert status["accepted"] > NUM_TOKENS // 4
+    assert speculation.accepted > NUM_TOKENS // 4
     # Those of positions that were computed again came once.
     for request, (tokens, last) in zip(REQUESTS, drafted, strict=True):
         assert last.stats.report is not None

@@ -26,6 +26,7 @@ from stages.transport import stage_link
 from tests.support.fake_stage import FakeRuntime, plain_answer
 from tests.support.repairable_ring import RepairableRing, serving
 from tests.support.ring_harness import collect, feature_streams, plugs_for
+from tests.support.status_parts import sessions_of
 
 # Pings are only missed by a process that stands still: here all is one process.
 OPTIONS = CoordinatorOptions(
@@ -213,7 +214,7 @@ async def test_an_error_of_a_session_ends_it_and_no_other(name: str, monkeypatch
         assert isinstance(errors[0], StageFailed)
         assert "wrong" in errors[0].message
         assert [each for each in answers if each not in errors] == [TEXT]
-        assert coordinator.status()["sessions"]["running"] == 0
+        assert sessions_of(coordinator).running == 0
 
 
 async def test_an_error_in_the_report_of_the_last_tokens_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

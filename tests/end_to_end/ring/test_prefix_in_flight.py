@@ -358,12 +358,12 @@ async def test_what_a_slot_does_not_hold_is_computed_anew(stale: int, num_more: 
             f"stage {stale}: a session begins in slot {int(num_more == 70)} with 30 cached tokens of slot 0, "
             "which has only the first 20 of them: compute them again"
         )
-        assert coordinator.status()["prefix_mismatches"] == 1
+        assert coordinator.status().prefix_mismatches == 1
         await idle(stages)
         tokens, last = await collect(coordinator, request)
         assert tokens == alone(request)
         assert last.stats.num_cached >= len(PROMPT), "known again"
-        assert coordinator.status()["prefix_mismatches"] == 1
+        assert coordinator.status().prefix_mismatches == 1
 
 
 async def test_a_void_window_that_fails_costs_time_only() -> None:

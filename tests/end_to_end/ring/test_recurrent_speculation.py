@@ -21,6 +21,7 @@ from tests.qualification.random_hybrid import HybridShape, write_random_hybrid
 from tests.support.proposers import Oracle
 from tests.support.repairable_ring import RepairableRing, serving
 from tests.support.ring_harness import plugs_for, running_coordinator, running_stages
+from tests.support.status_parts import speculation_of
 from tests.support.tiny_families import TINY_FAMILIES
 from tests.support.whole_model_engine import WholeModelEngine
 
@@ -107,16 +108,16 @@ async def test_the_text_does_not_depend_on_what_is_proposed(
         ) as coordinator,
     ):
         found = await asyncio.gather(*(text(coordinator, request) for request in REQUESTS))
-        status = coordinator.status()["speculation"]
+        speculation = speculation_of(coordinator)
         for stage in stages:
             runtime = stage.service._engine.slots.runtime
             assert all(
                 len(runtime.memory.return_points(slot)) <= NUM_CHECKPOINTS + 2 for slot in range(NUM_SLOTS)
             )
     assert dict(zip(REQUESTS, found, strict=True)) == answers
-    assert status["accepted"] > 0 or all(errs)
+    assert speculation.accepted > 0 or all(errs)
     # Only a rejection behind an accepted token makes rows be computed again.
-    assert (status["recomputed_rows"] > 0) == (True in errs)
+    assert (speculation.recomputed_rows > 0) == (True in errs)
 
 
 async def test_a_turn_goes_on_from_a_checkpoint(model: Path, whole: WholeModelEngine, tmp_path: Path) -> None:
@@ -145,7 +146,7 @@ async def test_a_turn_goes_on_from_a_checkpoint(model: Path, whole: WholeModelEn
             found = await parts(coordinator, turn)
             assert found[-1].stats.num_cached >= least
             assert [token for part in found for token in part.tokens] == await text(whole, turn)
-        assert coordinator.status()["prefix_mismatches"] == 0
+        assert coordinator.status().prefix_mismatches == 0
 
 
 @pytest.mark.parametrize("news_s", [None, 0.01])

@@ -551,7 +551,7 @@ def test_a_replay_whose_sent_rows_make_room_for_others_begins_anew(still_loop: S
     assert sent.num_rows(0, 4) == 0
     machine.let_all(0)
     machine.texts_are_right()
-    assert machine.coordinator.status()["prefix_mismatches"] == 1
+    assert machine.coordinator.status().prefix_mismatches == 1
     machine.teardown()
 
 
@@ -583,7 +583,7 @@ def test_a_copy_with_the_rows_of_the_session_before_begins_anew(still_loop: Stil
     machine.do(machine._begin_move())
     machine.let_all(0)
     machine.texts_are_right()
-    assert machine.coordinator.status()["prefix_mismatches"] == 1
+    assert machine.coordinator.status().prefix_mismatches == 1
     machine.teardown()
 
 
@@ -605,5 +605,5 @@ def test_the_end_of_the_session_before_is_no_checkpoint(still_loop: StillLoop, n
     machine.ask(GenerationRequest((*_COMMON[:8], 0), 1))
     machine.let_all(0)
     machine.texts_are_right()
-    assert machine.coordinator.status()["prefix_mismatches"] == 0
+    assert machine.coordinator.status().prefix_mismatches == 0
     machine.teardown()

@@ -20,6 +20,7 @@ from tests.support import api_harness
 from tests.support.api_harness import KEY, MODEL, Api, ScriptedEngine, backend_of, running_api
 from tests.support.raw_client import RawClient, request_bytes
 from tests.support.ring_api import CHAT, running_ring_api
+from tests.support.status_parts import sessions_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Mapping
@@ -281,8 +282,8 @@ async def test_a_full_queue_tells_when_it_will_be_empty(tokenizer: Tokenizer) ->
         return int(refused.value.response.headers["retry-after"])
 
     def sessions() -> tuple[int, int]:
-        counts = ring_api.coordinator.status()["sessions"]
-        return counts["running"], counts["waiting"]
+        counts = sessions_of(ring_api.coordinator)
+        return counts.running, counts.waiting
 
     async def until(running: int, waiting: int) -> None:
         async with asyncio.timeout(20):

@@ -13,6 +13,7 @@ from mesh.api.backend import LinkMeasurement, LinkRuns
 from mesh.cli.main import run
 from mesh.placement.links import Link
 from mesh.placement.wire_types import WireChoice
+from mesh.status import MeshStatus, StageCounts, StageStatus, as_json
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import ClusterError, JoinError
 from stages.transport.hidden_codec import HiddenType
@@ -46,13 +47,13 @@ def measuring(*links: Link) -> LinkMeasurement:
 
 
 async def test_the_status_has_what_the_stages_count_themselves(tokenizer: Tokenizer) -> None:
-    async def counts() -> list[dict[str, Any]]:
-        return [{"open_sessions": 2}]
+    async def counts() -> list[StageCounts]:
+        return [StageCounts(open_sessions=2)]
 
-    hosts: dict[str, Any] = {"status": lambda: {"stages": [{"index": 0}]}, "stage_counts": counts}
-    async with running_api(ScriptedEngine([]), tokenizer, **hosts) as api:
+    status = MeshStatus(stages=(StageStatus(host="attic"),))
+    async with running_api(ScriptedEngine([]), tokenizer, status=lambda: status, stage_counts=counts) as api:
         found = (await api.http.get("/mesh/status")).json()
-    assert found["stages"] == [{"index": 0, "open_sessions": 2}]
+    assert found["stages"] == [as_json(StageStatus(host="attic", open_sessions=2))]
 
 
 async def test_links_are_measured_as_asked_for(tokenizer: Tokenizer) -> None:

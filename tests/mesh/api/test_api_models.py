@@ -13,6 +13,7 @@ import pytest
 from mesh.api.api_keys import ApiKeys, KeyRecord, digest_of
 from mesh.api.http_server import serve_api
 from mesh.cli.main import run
+from mesh.status import MeshStatus, RepairStatus
 from spanmesh_proto.errors import ModelDoesNotFit, ModelNotFound
 from tests.mesh.metrics.test_metrics import samples_of
 from tests.support.api_harness import (
@@ -51,7 +52,7 @@ async def two_models(
         ScriptedEngine([(300,)]),
         tokenizer,
         keys=keys,
-        status=lambda: {"ready": True, "phase": "serving", "stages": [], "hosts": []},
+        status=lambda: MeshStatus(ready=True, phase="serving"),
         **hosts,
     )
     backends: Backends = app.state.backends
@@ -61,7 +62,7 @@ async def two_models(
             tokenizer,
             api=backends.first.api,
             model_id=OTHER,
-            status=lambda: {"ready": ready, "phase": "loading", "stages": [], "repairs": REPAIRS},
+            status=lambda: MeshStatus(ready=ready, phase="loading", repairs=REPAIRS),
             ready=lambda: ready,
         )
     )
@@ -73,7 +74,7 @@ async def two_models(
         yield Api(url, http, client), backends
 
 
-REPAIRS = {"losses": 2, "count": 1, "moves": 0, "last_s": 1.5}
+REPAIRS = RepairStatus(losses=2, count=1, last_s=1.5)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ async def test_status_and_metrics_tell_of_each(tokenizer: Tokenizer) -> None:
     ):
         found = {dict(labels)["model_name"]: value for labels, value in samples[name].items()}
         assert found == {MODEL: first, OTHER: other}
-    assert samples["mesh_repairs_total"] == {(("model_name", OTHER),): 1}
+    assert samples["mesh_repairs_total"] == {(("model_name", MODEL),): 0, (("model_name", OTHER),): 1}
     # What is of the hosts is there once.
     assert all(dict(labels)["model_name"] == MODEL for labels in samples["mesh_hosts"])
 

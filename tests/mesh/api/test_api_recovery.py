@@ -108,7 +108,7 @@ async def test_without_a_key_health_tells_no_reason(tokenizer: Tokenizer) -> Non
 async def test_when_no_host_can_take_the_layers_everybody_is_told_so(mesh: Repairable) -> None:
     stream = asyncio.create_task(mesh.api.http.post(CHAT, json={**BODY, "max_tokens": 200, "stream": True}))
     async with asyncio.timeout(10):
-        while mesh.coordinator.status()["stages"][1]["windows"] < 4:  # noqa: ASYNC110
+        while mesh.coordinator.status().stages[1].windows < 4:  # noqa: ASYNC110
             await asyncio.sleep(0)
     mesh.coordinator.give_up(ModelDoesNotFit("layers [1, 2) need 3 GB, 2 GB are free: join a host"))
     last = (await stream).text.strip().split("\n")[-1]

@@ -14,6 +14,7 @@ from tests.support import api_harness
 from tests.support.fake_stage import FakeRuntime
 from tests.support.raw_client import RawClient, request_bytes
 from tests.support.ring_api import CHAT, RingApi, running_ring_api
+from tests.support.status_parts import sessions_of
 
 pytestmark = pytest.mark.model
 
@@ -67,7 +68,7 @@ async def test_a_session_is_gone_while_a_stage_still_computes(
     client = await RawClient.connect(ring_api.api)
     await client.send(request_bytes({**LONG, "stream": stream}))
     await gate.is_reached()
-    assert ring_api.coordinator.status()["sessions"]["running"] == 1
+    assert sessions_of(ring_api.coordinator).running == 1
     client.hang_up()
     try:
         await ring_api.is_idle()
@@ -122,16 +123,16 @@ async def test_a_place_in_the_line_is_given_up(ring_api: RingApi, *, stream: boo
     await gate.is_reached()
     waiting = await RawClient.connect(ring_api.api)
     await waiting.send(request_bytes({**LONG, "stream": stream}))
-    sessions = ring_api.coordinator.status
+    coordinator = ring_api.coordinator
     async with asyncio.timeout(20):
-        while sessions()["sessions"]["waiting"] != 1:  # noqa: ASYNC110
+        while sessions_of(coordinator).waiting != 1:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     waiting.hang_up()
     try:
         async with asyncio.timeout(20):
-            while sessions()["sessions"]["waiting"]:  # noqa: ASYNC110
+            while sessions_of(coordinator).waiting:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
-        assert sessions()["sessions"]["running"] == 1
+        assert sessions_of(coordinator).running == 1
         running.hang_up()
         await ring_api.is_idle()
     finally:
@@ -145,7 +146,7 @@ async def test_prompts_of_one_request_leave_the_line_together(ring_api: RingApi)
     client = await RawClient.connect(ring_api.api)
     await client.send(request_bytes({"prompt": ["Hello"] * 20, "max_tokens": 400}, path="/v1/completions"))
     await gate.is_reached()
-    assert ring_api.coordinator.status()["sessions"]["waiting"] == 7
+    assert sessions_of(ring_api.coordinator).waiting == 7
     client.hang_up()
     try:
         await ring_api.is_idle()

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import pytest
 import pytest_asyncio
 
 from mesh.api.api_keys import ApiKeys, KeyRecord, digest_of
+from mesh.status import MeshStatus, ModelDescription
 from mesh.text.tokenizer import Tokenizer
 from tests.support.api_harness import KEY, ScriptedEngine, backend_of, running_api
 from tests.support.browser import CHROMIUM, Page, browser_page
 from tests.support.mesh_in_process import MeshInProcess, mesh_in_process
+from tests.support.status_parts import sessions_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -31,6 +34,7 @@ pytestmark = [
 
 LAST = "[...document.querySelectorAll('.turn.answer')].at(-1)"
 LONG = "Tell me a very long story about the sea, with many details."
+SERVING = MeshStatus(phase="serving", ready=True, model=ModelDescription(name="smollm2", context=64))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -98,10 +102,10 @@ async def test_an_answer_streams_and_what_it_took_is_told(page: Page) -> None:
 async def test_stop_stops_the_answer_at_every_stage(page: Page, served: MeshInProcess) -> None:
     await say(page, LONG)
     await page.until(f"{LAST}.querySelector('.text').textContent.length > 10")
-    assert served.mesh.coordinator.status()["sessions"]["running"] == 1
+    assert sessions_of(served.mesh.coordinator).running == 1
     await page.click("#stop")
     await page.until(f"{LAST}.querySelector('.foot').textContent === 'Stopped.'")
-    await served.mesh.until(lambda: served.mesh.coordinator.status()["sessions"]["running"] == 0)
+    await served.mesh.until(lambda: sessions_of(served.mesh.coordinator).running == 0)
     assert await page.js("document.activeElement.id") == "prompt"
     # Escape does it, too.
     await say(page, LONG)
@@ -295,7 +299,7 @@ async def test_a_killed_stage_is_shown_and_its_healing_too(page: Page, served: M
 
 async def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Page, smollm2_path: Path) -> None:
     keys = ApiKeys.from_plain({"alice": KEY})
-    status: dict[str, Any] = {"phase": "loading", "ready": False, "hosts": [], "model": {"name": "smollm2"}}
+    status = MeshStatus(phase="loading", ready=False, model=ModelDescription(name="smollm2"))
     async with running_api(
         ScriptedEngine([(300,)]), Tokenizer(smollm2_path), keys=keys, status=lambda: status
     ) as api:
@@ -321,7 +325,7 @@ async def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Page, smollm2_pat
         assert KEY not in await browser.js("location.href + document.cookie")
         await browser.reload()
         await browser.until(state_is("Loading"))
-        status["ready"] = True
+        status.ready = True
         await browser.until(state_is("Ready"))
         assert not await browser.js("document.querySelector('#send').disabled")
     await browser.until(state_is("Not reachable"))
@@ -331,10 +335,10 @@ async def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Page, smollm2_pat
 async def test_a_key_with_few_requests_is_not_used_up_by_looking(browser: Page, smollm2_path: Path) -> None:
     num_looks = 0
 
-    def status() -> dict[str, Any]:
+    def status() -> MeshStatus:
         nonlocal num_looks
         num_looks += 1
-        return {"phase": "serving", "ready": True, "hosts": [], "model": {"name": "smollm2", "context": 64}}
+        return SERVING
 
     async def open_with(api: Api) -> None:
         await browser.open(f"{api.url}/")
@@ -366,10 +370,9 @@ async def test_a_key_with_few_requests_is_not_used_up_by_looking(browser: Page, 
 
 async def test_another_model_can_be_chosen_where_there_is_one(browser: Page, smollm2_path: Path) -> None:
     tokenizer, choice = Tokenizer(smollm2_path), "document.querySelector('#model-choice')"
-    status = {"phase": "serving", "ready": True, "hosts": [], "model": {"name": "smollm2", "context": 64}}
     await browser.leave()
     await browser.show_as(1280, 820)
-    async with running_api(ScriptedEngine([(300,)]), tokenizer, status=lambda: status) as api:
+    async with running_api(ScriptedEngine([(300,)]), tokenizer, status=lambda: SERVING) as api:
         assert api.backends is not None
         await browser.open(f"{api.url}/")
         await browser.until(state_is("Ready"))
@@ -380,7 +383,7 @@ async def test_another_model_can_be_chosen_where_there_is_one(browser: Page, smo
                 tokenizer,
                 api=api.backends.first.api,
                 model_id="tiny",
-                status=lambda: status | {"model": {"context": 32}},
+                status=lambda: replace(SERVING, model=ModelDescription(context=32)),
             )
         )
         await browser.until("!document.querySelector('#models').hidden")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
 
 from mesh.api.api_keys import ApiKeys, KeyRecord, digest_of
+from mesh.status import MeshStatus, ModelDescription
 from mesh.text.tokenizer import Tokenizer
 from tests.support.api_harness import KEY, MODEL, ScriptedEngine
 from tests.support.browser import CHROMIUM, Page, browser_page
@@ -31,12 +32,9 @@ IS_OVER = f"{LAST}?.getAttribute('aria-busy') === 'false'"
 READY = "document.querySelector('#state-text').textContent === 'Ready'"
 CHOICE = "document.querySelector('#chat-choice')"
 SAID = "document.querySelector('#models-said').textContent"
-STATUS: dict[str, Any] = {
-    "phase": "serving",
-    "ready": True,
-    "hosts": [],
-    "model": {"name": MODEL, "context": 256, "file_bytes": 10**8},
-}
+STATUS = MeshStatus(
+    phase="serving", ready=True, model=ModelDescription(name=MODEL, context=256, file_bytes=10**8)
+)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -257,8 +255,7 @@ async def test_a_chat_keeps_its_model_while_the_library_is_not_listed(
     browser: Page, tokenizer: Tokenizer
 ) -> None:
     # As of a head that was started again.
-    status = {**STATUS}
-    async with on_demand_api(tokenizer, status=lambda: status) as mesh:
+    async with on_demand_api(tokenizer, status=lambda: STATUS) as mesh:
         await open_page(browser, mesh)
         await browser.until("document.querySelector('#model-choice').options.length > 1")
         await browser.js("document.querySelector('#model-choice').value = 'small'")

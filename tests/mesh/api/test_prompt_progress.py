@@ -16,6 +16,7 @@ from stages.runtime.span import Span
 from tests.mesh.api.test_client_disconnects import Gate
 from tests.support import api_harness
 from tests.support.ring_api import CHAT, RingApi, running_ring_api
+from tests.support.status_parts import sessions_of
 
 pytestmark = pytest.mark.model
 
@@ -74,12 +75,12 @@ async def streamed(ring_api: RingApi, path: str, fields: dict[str, Any], held: r
                 # The same line may have been sent several times by now.
                 if is_held and held.search(line):
                     is_held = False
-                    (reading,) = ring_api.coordinator.status()["sessions"]["prefill"]
-                    assert reading["read"] == HELD < reading["prompt"]
+                    (reading,) = sessions_of(ring_api.coordinator).prefill
+                    assert reading.read == HELD < reading.prompt
                     gate.open()
     finally:
         gate.open()
-    assert ring_api.coordinator.status()["sessions"]["prefill"] == []
+    assert sessions_of(ring_api.coordinator).prefill == ()
     return lines
 
 

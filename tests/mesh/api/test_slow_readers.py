@@ -28,6 +28,7 @@ from tests.support.ring_api import CHAT, RingApi, running_ring_api
 from tests.support.ring_harness import collect, running_coordinator
 from tests.support.searches import search
 from tests.support.shared_ring import SharedRing, shared_ring
+from tests.support.status_parts import sessions_of
 
 ring, tokenizer = shared_ring, api_harness.tokenizer
 
@@ -179,8 +180,8 @@ async def test_a_client_that_reads_on_gets_the_same_answer(ring_api: RingApi) ->
     whole = (await ring_api.api.http.post(CHAT, json={**LONG, "stream": False})).json()
     client, session = await stalled(ring_api)
     assert session._generation.position < CONTEXT_SHARE
-    counts = ring_api.coordinator.status()["sessions"]
-    assert (counts["running"], counts["paused"]) == (1, 1)
+    counts = sessions_of(ring_api.coordinator)
+    assert (counts.running, counts.paused) == (1, 1)
     # Nobody else notices.
     other = await ring_api.api.http.post(CHAT, json=SHORT)
     assert other.json()["choices"][0]["token_ids"] == whole["choices"][0]["token_ids"][:20]

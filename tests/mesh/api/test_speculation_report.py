@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 
@@ -11,6 +10,7 @@ from mesh.api.answering import timings, usage_of
 from mesh.api.generation_job import GenerationJob
 from mesh.cli.status import print_status
 from mesh.engine import Committed, GenerationRequest, SpeculationLimits
+from mesh.status import MeshStatus, as_json
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import PredictionProposer
 from speculative.proposer import Proposer
@@ -32,7 +32,7 @@ async def answered(
     *,
     depth: int,
     make_proposers: Callable[[GenerationRequest], Sequence[Proposer]] | None = None,
-) -> tuple[Committed, dict[str, Any]]:
+) -> tuple[Committed, MeshStatus]:
     """The last message of an answer, and what the coordinator says afterwards."""
     async with (
         running_services(fake_ring()) as stages,
@@ -76,7 +76,8 @@ async def test_counts_of_windows_in_flight() -> None:
     )
     usage = usage_of([GenerationJob(request, ())], [part])
     assert (usage.num_accepted, usage.num_rejected) == (0, 0)
-    assert status["speculation"]["proposers"] == speculation["proposers"]
+    assert status.speculation is not None
+    assert as_json(status.speculation.proposers) == speculation["proposers"]
 
 
 @pytest.mark.parametrize("is_known", [False, True])
@@ -120,7 +121,8 @@ async def test_a_request_can_do_without(limits: SpeculationLimits) -> None:
     last, status = await answered(lambda: Oracle(FUTURE), request, depth=3)
     assert last.stats.report is None
     assert (last.stats.num_windows, last.stats.num_proposed) == (NUM_TOKENS - 1, 0)
-    assert status["speculation"]["proposers"] == {}
+    assert status.speculation is not None
+    assert status.speculation.proposers == {}
 
 
 async def test_a_request_can_keep_windows_in_step() -> None:
@@ -135,17 +137,9 @@ async def test_a_request_can_keep_windows_in_step() -> None:
 async def test_the_status_table_has_it(capsys: pytest.CaptureFixture[str]) -> None:
     request = GenerationRequest(PROMPT, NUM_TOKENS)
     last, status = await answered(lambda: Oracle(FUTURE, ERRS), request, depth=3)
-    status["speculation"]["mode"] = "auto"
-    model = {"name": "fake", "architecture": "fake", "layers": 3, "file_bytes": 1, "context": 128}
-    print_status(
-        {
-            "version": "0",
-            "model": {**model, "numeric_mode": "fast"},
-            "phase": "serving",
-            "hosts": [],
-            **status,
-        }
-    )
+    assert status.speculation is not None
+    status.speculation.mode = "auto"
+    print_status(status)
     printed = capsys.readouterr().out
     assert f"speculation: auto, {last.stats.num_accepted} of {last.stats.num_proposed} proposed" in printed
     assert "oracle:" in printed

@@ -3,6 +3,7 @@
 import pytest
 
 from mesh.cli.status import print_status
+from mesh.status import read_status
 
 HOST = {
     "name": "attic",
@@ -27,7 +28,7 @@ FAILURE = {
 
 def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, **status: object) -> str:
     monkeypatch.setenv("COLUMNS", "200")
-    print_status(status)
+    print_status(read_status(status))
     return capsys.readouterr().out
 
 

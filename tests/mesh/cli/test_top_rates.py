@@ -2,54 +2,60 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from mesh.cli.top import pace_between, view
+from mesh.status import (
+    ChatModelStatus,
+    HostStatus,
+    MeshStatus,
+    ModelDescription,
+    PrefillStatus,
+    SessionsStatus,
+    SpeculationStatus,
+    StageStatus,
+    WindowTimes,
+)
 
-HOST: dict[str, Any] = {
-    "name": "a",
-    "address": "10.0.0.1",
-    "ready": True,
-    "leaving": False,
-    "layers": "[0, 10)",
-    "copies": [],
-    "memory_bytes": 2**30,
-}
+HOST = HostStatus(name="a", address="10.0.0.1", ready=True, layers="[0, 10)", memory_bytes=2**30)
 
 
-def status(
-    windows: int, compute_ms: float, *, accepted: int = 0, address: str = "10.0.0.1:5"
-) -> dict[str, Any]:
-    stage = {
-        "index": 0,
-        "host": "a",
-        "address": address,
-        "layers": [0, 10],
-        "windows": windows,
-        "mean_compute_ms": compute_ms,
-        "mean_queue_ms": 0.5,
-    }
-    speculation = {
-        "mode": "auto",
-        "windows": windows,
-        "proposed": 2 * windows,
-        "accepted": accepted,
-        "tokens_per_window": 1.5,
-        "acceptance_per_position": [0.75, 0.5],
-        "mean_window_ms": {"network": 4.0},
-    }
-    return {
-        "model": {"name": "m", "numeric_mode": "fast"},
-        "ready": True,
-        "phase": "serving",
-        "hosts": [HOST],
-        "stages": [stage],
-        "sessions": {"running": 1, "waiting": 2, "slots": 4},
-        "speculation": speculation,
-    }
+def status(windows: int, compute_ms: float, *, accepted: int = 0, address: str = "10.0.0.1:5") -> MeshStatus:
+    stage = StageStatus(
+        host="a",
+        address=address,
+        layers=(0, 10),
+        windows=windows,
+        mean_compute_ms=compute_ms,
+        mean_queue_ms=0.5,
+    )
+    speculation = SpeculationStatus(
+        mode="auto",
+        windows=windows,
+        proposed=2 * windows,
+        accepted=accepted,
+        tokens_per_window=1.5,
+        acceptance_per_position=(0.75, 0.5),
+        mean_window_ms=WindowTimes(network=4.0),
+    )
+    return MeshStatus(
+        model=ModelDescription(name="m", numeric_mode="fast"),
+        ready=True,
+        phase="serving",
+        hosts=(HOST,),
+        stages=(stage,),
+        sessions=sessions(),
+        speculation=speculation,
+    )
+
+
+def sessions(*prefill: tuple[int, int]) -> SessionsStatus:
+    """With prompts that are being read: tokens read so far, and of the prompt."""
+    reading = tuple(PrefillStatus(read=read, prompt=prompt) for read, prompt in prefill)
+    return SessionsStatus(running=1, waiting=2, slots=4, prefill=reading)
 
 
 def test_the_first_look_tells_means_of_all_time() -> None:
@@ -81,7 +87,7 @@ def test_a_pause_is_no_work() -> None:
 
 
 @pytest.mark.parametrize("before", [status(500, 2.0), status(10, 2.0, address="10.0.0.2:5")])
-def test_a_ring_made_anew_is_looked_at_for_the_first_time(before: dict[str, Any]) -> None:
+def test_a_ring_made_anew_is_looked_at_for_the_first_time(before: MeshStatus) -> None:
     assert pace_between(before, status(100, 2.0), 1.0).tokens_per_s is None
 
 
@@ -109,12 +115,12 @@ def test_prompts_that_are_being_read_are_shown(capsys: pytest.CaptureFixture[str
     for prefill, line in (
         ([], ""),
         (
-            [{"read": 16, "prompt": 64}, {"read": 8192, "prompt": 32768}],
+            [(16, 64), (8192, 32768)],
             "reading prompts: 8,192 of 32,768 tokens (25%), 16 of 64 tokens (25%)\n",
         ),
-        ([{"read": 0, "prompt": 9}] * 6, "0 of 9 tokens (0%) and 2 more\n"),
+        ([(0, 9)] * 6, "0 of 9 tokens (0%) and 2 more\n"),
     ):
-        now["sessions"]["prefill"] = prefill
+        now.sessions = sessions(*prefill)
         Console(width=160).print(view(now, pace, {}, "head"))
         shown = capsys.readouterr().out
         assert line in "".join(f"{each.rstrip()}\n" for each in shown.splitlines())
@@ -123,12 +129,11 @@ def test_prompts_that_are_being_read_are_shown(capsys: pytest.CaptureFixture[str
 
 def test_prompts_of_every_model_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     now = status(150, 3.0)
-    sessions = {"running": 1, "waiting": 0, "slots": 4}
-    now["models"] = [
-        {"name": "big", "sessions": {**sessions, "prefill": [{"read": 8, "prompt": 64}]}},
-        {"name": "small", "sessions": {**sessions, "prefill": [{"read": 50, "prompt": 100}]}},
-        {"name": "new", "sessions": None},
-    ]
+    now.models = (
+        ChatModelStatus(name="big", sessions=sessions((8, 64))),
+        ChatModelStatus(name="small", sessions=sessions((50, 100))),
+        ChatModelStatus(name="new"),
+    )
     Console(width=160).print(view(now, pace_between(None, now, 1.0), {}, "head"))
     shown = capsys.readouterr().out
     assert "reading prompts: small 50 of 100 tokens (50%), big 8 of 64 tokens (12%)\n" in "".join(
@@ -137,12 +142,12 @@ def test_prompts_of_every_model_are_shown(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_mesh_that_still_starts_can_be_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
-    starting = {
-        "model": {"name": "m", "numeric_mode": "fast"},
-        "ready": False,
-        "phase": "waiting for 2 of 2 hosts",
-    }
-    starting |= {"hosts": [HOST | {"layers": "", "ready": False}], "stages": []}
+    starting = MeshStatus(
+        model=ModelDescription(name="m", numeric_mode="fast"),
+        ready=False,
+        phase="waiting for 2 of 2 hosts",
+        hosts=(replace(HOST, layers="", ready=False),),
+    )
     Console(width=120).print(view(starting, pace_between(None, starting, 0.0), {}, ""))
     shown = capsys.readouterr().out
     assert "waiting for 2 of 2 hosts" in shown

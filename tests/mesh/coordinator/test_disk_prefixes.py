@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.coordinator.disk_prefixes import DiskHistory, DiskMatch, DiskPrefixes, FetchPace
+from mesh.status import BlocksStatus
 from spanmesh_proto import windows_pb2 as wire
 
 SIZE: Final = 4
@@ -388,13 +389,12 @@ def test_the_status_tells_what_is_on_each_disk() -> None:
     )
     status = stages.disk.status([wire.StageStats(blocks=blocks), None])
     assert status is not None
-    assert not status["on"]
-    first, second = status["stages"]
-    assert (first["files"], first["bytes"], first["most_bytes"], first["damaged"]) == (3, 40, 100, 1)
-    assert first["restored_tokens"] == 9
+    assert not status.on
+    first, second = status.stages
+    assert first == BlocksStatus(files=3, bytes=40, most_bytes=100, damaged=1, restored_tokens=9)
     assert second is None
     stages.disk.used(8)
     status = stages.disk.status([None, wire.StageStats()])
     assert status is not None
-    assert (status["fetched"], status["fetched_tokens"]) == (1, 8)
-    assert status["stages"] == [None, None]
+    assert (status.fetched, status.fetched_tokens) == (1, 8)
+    assert status.stages == (None, None)

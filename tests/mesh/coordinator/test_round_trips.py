@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from mesh.coordinator.ring_stats import RoundTrips
 from mesh.coordinator.stage_streams import ClockOffset
 from mesh.engine import GenerationRequest
+from mesh.status import RoundTripStatus
 from spanmesh_proto import windows_pb2 as wire
 from tests.support.fake_stage import fake_ring
 from tests.support.ring_harness import running_coordinator, running_services
@@ -51,10 +52,10 @@ def test_hops_queues_and_stages_are_found_whatever_the_clocks_show(
         now_us += queue_us + compute_us
     trips = RoundTrips(num_stages)
     trips.add(times, offsets, sent_us, now_us + hops[-1])
-    found = trips.as_dict()
-    assert found["windows"] == 1
-    assert found["wire_ms"] == [hop / 1000 for hop in hops]
-    assert list(zip(found["queue_ms"], found["compute_ms"], strict=True)) == took
+    found = trips.status()
+    assert found.windows == 1
+    assert found.wire_ms == tuple(hop / 1000 for hop in hops)
+    assert list(zip(found.queue_ms, found.compute_ms, strict=True)) == took
 
 
 @given(
@@ -64,14 +65,14 @@ def test_hops_queues_and_stages_are_found_whatever_the_clocks_show(
 def test_whatever_a_stage_says_sums_only_grow(arrivals: list[int], offset: int) -> None:
     trips = RoundTrips(3)
     for _ in range(2):
-        before = trips.as_dict()
+        before = trips.status()
         times = [
             wire.StageTime(queue_us=5, compute_us=70, num_rows=1, arrived_us=arrived) for arrived in arrivals
         ]
         trips.add(times, [offset, 0, -offset], 1_000, 2_000)
-        after = trips.as_dict()
-        assert all(new >= old for new, old in zip(after["wire_ms"], before["wire_ms"], strict=True))
-        assert sum(after["wire_ms"]) - sum(before["wire_ms"]) <= 1.0
+        after = trips.status()
+        assert all(new >= old for new, old in zip(after.wire_ms, before.wire_ms, strict=True))
+        assert sum(after.wire_ms) - sum(before.wire_ms) <= 1.0
 
 
 @given(
@@ -89,8 +90,8 @@ def test_a_clock_that_is_off_moves_time_between_hops_only(
         now_us += queue_us + compute_us
     trips = RoundTrips(len(stages))
     trips.add(times, errors[: len(stages)], 10_000, now_us + hop)
-    found = trips.as_dict()
-    total_ms = sum(sum(found[name]) for name in ("wire_ms", "queue_ms", "compute_ms"))
+    found = trips.status()
+    total_ms = sum((*found.wire_ms, *found.queue_ms, *found.compute_ms))
     assert total_ms == pytest.approx((now_us + hop - 10_000) / 1000)
 
 
@@ -107,7 +108,7 @@ def test_what_nobody_knows_is_left_out(time: wire.StageTime, offset: int | None)
     trips = RoundTrips(1)
     trips.add([time], [offset], 0, 10)
     trips.add([], [], 0, 10)
-    assert trips.as_dict() == {"windows": 0, "wire_ms": [0, 0], "queue_ms": [0], "compute_ms": [0]}
+    assert trips.status() == RoundTripStatus(wire_ms=(0, 0), queue_ms=(0,), compute_ms=(0,))
 
 
 async def test_a_ring_tells_where_the_time_of_its_windows_went() -> None:
@@ -116,20 +117,21 @@ async def test_a_ring_tells_where_the_time_of_its_windows_went() -> None:
         running_coordinator(stages, context_length=64, num_slots=2) as coordinator,
     ):
         async with asyncio.timeout(20):
-            while any(stage["rtt_ms"] is None for stage in coordinator.status()["stages"]):  # noqa: ASYNC110
+            while any(stage.rtt_ms is None for stage in coordinator.status().stages):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         started_s = asyncio.get_running_loop().time()
         async for _ in coordinator.generate(GenerationRequest((1, 2, 3), 24)):
             pass
         elapsed_ms = (asyncio.get_running_loop().time() - started_s) * 1000
         status = coordinator.status()
-        trips = status["round_trips"]
-        assert trips["windows"] == 23
-        assert len(trips["wire_ms"]) == len(status["stages"]) + 1
-        total_ms = sum(sum(trips[name]) for name in ("wire_ms", "queue_ms", "compute_ms"))
+        trips = status.round_trips
+        assert trips is not None
+        assert trips.windows == 23
+        assert len(trips.wire_ms) == len(status.stages) + 1
+        total_ms = sum((*trips.wire_ms, *trips.queue_ms, *trips.compute_ms))
         assert 0 < total_ms <= elapsed_ms
-        assert trips["sent_bytes"] > 23 * 4
-        assert trips["received_bytes"] > 23 * 4
+        assert trips.sent_bytes > 23 * 4
+        assert trips.received_bytes > 23 * 4
         stats = await coordinator.stage_stats()
         assert all(each.resident_bytes > 2**20 for each in stats)
         assert [each.num_sent_bytes > 0 for each in stats] == [True] * (len(stats) - 1) + [False]

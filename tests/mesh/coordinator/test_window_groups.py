@@ -206,6 +206,6 @@ async def test_further_windows_of_a_session_that_leaves_do_not_leave_either() ->
 
 async def test_only_groups_with_sessions_are_told() -> None:
     line = Line(3)
-    assert line.groups.status() == {"groups": 0, "largest_group": 0, "groups_found": {}}
+    assert (line.groups.sizes, line.groups.found) == ([], {})
     line.groups.join(1, 0)
-    assert line.groups.status() == {"groups": 1, "largest_group": 1, "groups_found": {}}
+    assert (line.groups.sizes, line.groups.found) == ([1], {})

@@ -58,13 +58,9 @@ async def test_each_text_gets_its_own_vector_and_waiting_requests_share_a_batch(
             assert np.array_equal(await task, np.stack([vector_of(text) for text in texts]))
         assert link.batches == [[ONE], [TWO], [THREE, ONE, TWO]]
         assert engine.num_requests == engine.num_waiting == 0
-        counts = engine.statistics.as_dict()
-        assert {name: counts[name] for name in ("requests", "texts", "tokens", "batches")} == {
-            "requests": 4,
-            "texts": 5,
-            "tokens": 3 + 2 + 1 + 3 + 2,
-            "batches": 3,
-        }
+        counts = engine.statistics.counts(engine.num_waiting)
+        assert (counts.waiting, counts.requests, counts.batches) == (0, 4, 3)
+        assert (counts.texts, counts.tokens) == (5, 3 + 2 + 1 + 3 + 2)
         assert engine.statistics.finished == {"stop": 4}
 
 

@@ -30,6 +30,7 @@ from tests.support.eagle3 import DRAFTER
 from tests.support.embedders import ScriptedLink, embedding_backend, running_engine
 from tests.support.mesh_in_process import mesh_in_process
 from tests.support.serve_harness import WORKLOAD, host
+from tests.support.status_parts import sessions_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -244,15 +245,15 @@ async def test_every_metric_named_in_the_documents_and_the_dashboard_exists_and_
         await mesh.until(lambda: len(mesh.pipeline.replicas) == 3)
         # Three want one of two slots.
         asked = [asyncio.create_task(ask(http, max_tokens=100)) for _ in range(3)]
-        await mesh.until(lambda: mesh.coordinator.status()["sessions"]["waiting"] == 1)
-        await mesh.until(lambda: mesh.coordinator.status()["sessions"]["positions"] > 100)
+        await mesh.until(lambda: sessions_of(mesh.coordinator).waiting == 1)
+        await mesh.until(lambda: sessions_of(mesh.coordinator).positions > 100)
         seen.append(await scrape(http))
         mesh.kill(1)
         await mesh.until(lambda: not mesh.coordinator.is_ready)
         seen.append(await scrape(http))
         await asyncio.gather(*asked)
         mesh.members.admit(host("garage", 1))
-        await mesh.until(lambda: mesh.incidents.as_dict()["repairs"]["count"] == 1)
+        await mesh.until(lambda: mesh.incidents.repairs.count == 1)
         seen.append(await scrape(http))
     assert not {name for name in documents | dashboard if not is_there(bare(name), seen[-1])}
     still = {name for name in documents if not moves(bare(name), seen)}

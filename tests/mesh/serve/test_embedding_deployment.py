@@ -28,6 +28,7 @@ from mesh.serve.model_registry import ApiModelRegistry, ModelRegistry
 from mesh.serve.pipeline import Pipeline
 from mesh.serve.stage_factory import Transfers
 from mesh.serve.stage_handle import StageHandle
+from mesh.status import RepairStatus
 from spanmesh_proto.errors import ClusterError, InvalidModel, InvalidRequest, ModelDoesNotFit, StageFailed
 from stages.embedding.runtime import EmbeddingRuntime
 from stages.gguf.reader import part_paths
@@ -262,8 +263,8 @@ async def test_models_are_loaded_where_they_fit_and_unloaded(
         await mesh.registry.load(order(path, name="third"))
         assert mesh.where("third") == ["attic"]
         status = mesh.backend("third").status()
-        assert (status["phase"], status["ready"], status["stages"][0]["host"]) == ("serving", True, "attic")
-        assert (status["model"]["dimensions"], status["model"]["pooling"]) == (64, "mean")
+        assert (status.phase, status.ready, status.stages[0].host) == ("serving", True, "attic")
+        assert (status.model.dimensions, status.model.pooling) == (64, "mean")
     # With the head all of them end.
     assert mesh.held_bytes() == {"attic": 0, "desk": 0}
     assert list(mesh.backends.embeddings) == []
@@ -339,13 +340,13 @@ async def test_a_lost_process_is_replaced_while_requests_wait(
         before = await mesh.embed()
         await mesh.end_process()
         assert np.array_equal(await mesh.embed(), before)
-        await until(lambda: mesh.backend().status()["repairs"]["count"] == 1)
+        await until(lambda: mesh.backend().status().repairs.count == 1)
         status = mesh.backend().status()
-        assert (status["phase"], status["failures"][-1]["host"]) == ("serving", "attic")
+        assert (status.phase, status.failures[-1].host) == ("serving", "attic")
         assert hosts.driver.num_created == 2
         # Also when nobody asks.
         await mesh.end_process()
-        await until(lambda: mesh.backend().status()["repairs"]["count"] == 2)
+        await until(lambda: mesh.backend().status().repairs.count == 2)
         assert np.array_equal(await mesh.embed(), before)
 
 
@@ -371,7 +372,7 @@ async def test_a_process_that_stands_still_is_replaced(
         finally:
             goes_on.set()
         status = mesh.backend().status()
-        assert "does not end a batch" in status["failures"][-1]["reason"]
+        assert "does not end a batch" in status.failures[-1].reason
         assert hosts.driver.num_created == 2
 
 
@@ -391,7 +392,7 @@ async def test_requests_are_refused_while_no_host_is_there(
         hosts.join("desk", needed - 1)
         await until(lambda: "does not fit on one host" in mesh.model().state.phase)
         hosts.join("shed", needed)
-        await until(lambda: mesh.backend().status()["ready"])
+        await until(lambda: mesh.backend().status().ready)
         assert np.array_equal(await mesh.embed(), before)
         assert mesh.where() == ["shed"]
 
@@ -409,7 +410,7 @@ async def test_it_moves_when_its_host_is_to_leave(hosts: Hosts, tokenizer: Token
             await asyncio.sleep(0)
         assert mesh.where() == ["desk"]
         assert np.array_equal(await mesh.embed(), before)
-        await until(lambda: mesh.backend().status()["repairs"]["moves"] == 1)
+        await until(lambda: mesh.backend().status().repairs.moves == 1)
         attic = hosts.members.find("attic")
         assert attic is not None
         mesh.host_draining.release_if_free(attic)
@@ -420,7 +421,7 @@ async def test_it_moves_when_its_host_is_to_leave(hosts: Hosts, tokenizer: Token
         with pytest.raises(ClusterError, match="desk cannot be drained: no host can hold Tiny bert"):
             await mesh.host_draining.drain("desk")
         assert np.array_equal(await mesh.embed(), before)
-        assert mesh.backend().status()["repairs"] == {"losses": 0, "count": 0, "last_s": None, "moves": 1}
+        assert mesh.backend().status().repairs == RepairStatus(moves=1)
 
 
 async def test_it_moves_from_a_host_that_keeps_no_layers_for_another_reason(
@@ -492,9 +493,9 @@ async def test_requests_are_refused_while_a_lost_model_is_replaced(
         assert refused.value.retry_after_s
         await until(lambda: mesh.model().state.phase.startswith("waiting for the model: "))
         aside.rename(path)
-        await until(lambda: mesh.backend().status()["ready"])
+        await until(lambda: mesh.backend().status().ready)
         assert np.array_equal(await mesh.embed(), before)
-        assert mesh.backend().status()["phase"] == "serving"
+        assert mesh.backend().status().phase == "serving"
 
 
 async def test_a_file_that_is_gone_is_waited_for(hosts: Hosts, tokenizer: Tokenizer, path: Path) -> None:
@@ -506,7 +507,7 @@ async def test_a_file_that_is_gone_is_waited_for(hosts: Hosts, tokenizer: Tokeni
         await mesh.end_process()
         await until(lambda: mesh.model().state.phase.startswith("waiting for the model: "))
         aside.rename(path)
-        await until(lambda: mesh.backend().status()["ready"])
+        await until(lambda: mesh.backend().status().ready)
         assert np.array_equal(await mesh.embed(), before)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from mesh.cluster.join_token import JoinToken, encode
-from mesh.serve.status import join_line, reachable
+from mesh.serve.startup_message import join_line, reachable
 from spanmesh_proto.addresses import PortRange
 
 TOKEN = encode(JoinToken(("10.0.0.7:20056",), "secret", bytes(32), 2**39))

@@ -60,9 +60,9 @@ async def test_a_warm_spare_takes_over_and_another_is_prepared(smollm2_path: Pat
         mesh.kill(1)
         assert await under_way == wanted
         assert mesh.hosts() == ["a", "spare", "c"]
-        (failure,) = mesh.incidents.as_dict()["failures"]
-        assert (failure["host"], failure["layers"]) == ("b", "[10, 20)")
-        assert mesh.incidents.as_dict()["repairs"]["count"] == 1
+        (failure,) = mesh.incidents.failures
+        assert (failure.host, failure.layers) == ("b", "[10, 20)")
+        assert mesh.incidents.repairs.count == 1
         # Not a single stage was loaded for it. Now b is the spare.
         await mesh.until(lambda: "b" in {copy.member.name for copy in mesh.pipeline.replicas})
         assert mesh.driver.num_created > num_created
@@ -100,8 +100,8 @@ async def test_a_host_that_leaves_keeps_its_layers_until_another_has_them(smollm
         assert await under_way == wanted
         assert mesh.messages.said.let_go == ["c"]
         assert "c" not in mesh.hosts()
-        status = mesh.incidents.as_dict()
-        assert (status["repairs"]["count"], status["repairs"]["moves"], status["failures"]) == (0, 1, [])
+        repairs = mesh.incidents.repairs
+        assert (repairs.count, repairs.moves, mesh.incidents.failures) == (0, 1, ())
 
 
 async def test_what_fits_nowhere_is_not_drained_and_nothing_changes(smollm2_path: Path) -> None:
@@ -348,8 +348,8 @@ async def test_what_fails_during_a_repair_is_another_round(smollm2_path: Path) -
         mesh.kill(2)
         assert await under_way == wanted
         assert "b" not in mesh.hosts()
-        assert mesh.incidents.as_dict()["repairs"]["count"] == 1
-        assert len(mesh.incidents.as_dict()["failures"]) == 2
+        assert mesh.incidents.repairs.count == 1
+        assert len(mesh.incidents.failures) == 2
 
 
 async def test_an_evicted_host_is_out_at_once(smollm2_path: Path) -> None:
@@ -359,5 +359,5 @@ async def test_an_evicted_host_is_out_at_once(smollm2_path: Path) -> None:
         await mesh.host_draining.evict("a")
         assert await under_way == wanted
         assert "a" not in mesh.hosts()
-        (failure,) = mesh.incidents.as_dict()["failures"]
-        assert failure["reason"] == "its host was evicted"
+        (failure,) = mesh.incidents.failures
+        assert failure.reason == "its host was evicted"

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mesh.placement.host_capacity import HostCapacity
 from mesh.placement.memory_estimate import Workload
 from mesh.placement.planner import plan
+from mesh.status import HostStatus, MeshStatus, StageStatus
 from meshbench.chaos.cli import chaos
 from meshbench.chaos.fault_kinds import ALL_KINDS, FaultKind
 from meshbench.chaos.faults import draw_faults, listener, victim
@@ -217,31 +218,27 @@ def test_a_probe_gets_an_answer_or_a_503_that_says_when_to_come_again() -> None:
     assert probe_outcome(broken).outcome == "stream_error: gone"
 
 
-def whole() -> dict[str, Any]:
-    return {
-        "ready": True,
-        "phase": "serving",
-        "hosts": [
-            {"name": "host1", "ready": True, "copies": []},
-            {"name": "host2", "ready": True, "copies": ["[0, 30)"]},
-        ],
-        "stages": [{"host": "host1", "layers": [0, 30], "address": "10.0.0.1:5"}],
-    }
+WHOLE = MeshStatus(
+    ready=True,
+    phase="serving",
+    hosts=(HostStatus(name="host1", ready=True), HostStatus(name="host2", ready=True, copies=("[0, 30)",))),
+    stages=(StageStatus(host="host1", layers=(0, 30), address="10.0.0.1:5"),),
+)
 
 
 def test_a_mesh_is_whole_when_all_are_back_and_all_streams_go_on() -> None:
-    def missing(status: dict[str, Any] | None, *running: RunningRequest) -> str | None:
+    def missing(status: MeshStatus | None, *running: RunningRequest) -> str | None:
         snapshot = MeshSnapshot(20.0, status, running)
         return what_is_missing(snapshot, since_s=10.0, num_hosts=2, with_replicas=True)
 
-    assert missing(whole(), RunningRequest(1.0, 11.0), RunningRequest(12.0, None)) is None
+    assert missing(WHOLE, RunningRequest(1.0, 11.0), RunningRequest(12.0, None)) is None
     assert missing(None) == "the head does not answer"
-    assert "repairing" in str(missing({**whole(), "ready": False, "phase": "repairing"}))
-    assert missing({**whole(), "hosts": whole()["hosts"][1:]}) == "1 of 2 hosts are ready"
-    cold = [{"name": name, "ready": True} for name in ("host1", "host2")]
-    assert missing({**whole(), "hosts": cold}) == "layers [0, 30) have no replica"
+    assert "repairing" in str(missing(replace(WHOLE, ready=False, phase="repairing")))
+    assert missing(replace(WHOLE, hosts=WHOLE.hosts[1:])) == "1 of 2 hosts are ready"
+    cold = tuple(HostStatus(name=name, ready=True) for name in ("host1", "host2"))
+    assert missing(replace(WHOLE, hosts=cold)) == "layers [0, 30) have no replica"
     assert (
-        missing(whole(), RunningRequest(1.0, 9.0), RunningRequest(1.0, None))
+        missing(WHOLE, RunningRequest(1.0, 9.0), RunningRequest(1.0, None))
         == "2 of 2 streams have not gone on"
     )
 

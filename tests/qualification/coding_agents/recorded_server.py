@@ -23,6 +23,7 @@ from mesh.api.http_server import serve_api
 from mesh.cli import main as command_line
 from mesh.serve import main as serving
 from mesh.serve.options import demo_model
+from mesh.status import MeshStatus
 from mesh.text.tokenizer import Tokenizer
 from mesh.util.tasks import run_interruptible
 from stages.gguf.reader import model_name
@@ -78,7 +79,7 @@ async def serve_scripted(recording: Path, port: int, keys: Path) -> None:
         tokenizer=tokenizer,
         model_id=model_name(model),
         created=int(time.time()),
-        status=dict,
+        status=MeshStatus,
         ready=lambda: True,
     )
     app = recorded(create_app(Backends(backend), api_keys=ApiKeys.from_file(keys)), recording)

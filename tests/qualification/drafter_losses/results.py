@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
+from mesh.status import ProposerStatus
 from meshbench.chaos.results import Tally, stream_lines
 from meshbench.report_tools import Line
 
@@ -65,15 +66,15 @@ class Sample:
             drafter: Name of the proposer.
         """
         status = snapshot.status
-        if status is None or "speculation" not in status:
+        if status is None or status.speculation is None or status.sessions is None:
             return None
-        found: Mapping[str, int] = status["speculation"]["proposers"].get(drafter, {})
-        stages = status["stages"] if status["ready"] else ()
+        found = status.speculation.proposers.get(drafter, ProposerStatus())
+        stages = status.stages if status.ready else ()
         return cls(
             snapshot.at_s,
-            status["sessions"]["positions"],
-            Counts(found.get("drafted", 0), found.get("accepted", 0)),
-            tuple(stage["address"] for stage in stages),
+            status.sessions.positions,
+            Counts(found.drafted, found.accepted),
+            tuple(stage.address for stage in stages),
         )
 
 

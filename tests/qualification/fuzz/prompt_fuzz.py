@@ -17,6 +17,7 @@ from mesh.api.app import create_app
 from mesh.api.backend import ApiContext, Backend, Backends
 from mesh.api.http_server import serve_api
 from mesh.engine import Committed, GenerationStats
+from mesh.status import MeshStatus
 from mesh.text.tokenizer import Tokenizer
 from meshbench.http_client import Client, WholeBody, parse_url
 from meshbench.lab.llama_cpp_build import unpacked_source
@@ -164,7 +165,7 @@ async def _running(tokenizer: Tokenizer) -> AsyncGenerator[_Prompts]:
         tokenizer=tokenizer,
         model_id="prompts",
         created=int(time.time()),
-        status=dict,
+        status=MeshStatus,
         ready=lambda: True,
     )
     control = frozenset(token for token in range(tokenizer.n_vocab) if not tokenizer.piece(token))

@@ -36,6 +36,7 @@ from tests.support.ring_harness import (
     running_coordinator,
     running_stages,
 )
+from tests.support.status_parts import sessions_of
 
 pytestmark = pytest.mark.model
 OPTIONS = RuntimeOptions(num_slots=2, ctx_size=256, exact=True)
@@ -264,7 +265,7 @@ async def test_closing_an_answer_frees_its_slot_at_every_stage(stages: list[Runn
                 break
             await asyncio.sleep(0.02)
         assert [stage.service.stats().num_open_sessions for stage in stages] == [0, 0]
-        assert coordinator.status()["sessions"]["running"] == 0
+        assert sessions_of(coordinator).running == 0
 
 
 async def test_more_requests_than_slots_wait_and_too_many_are_turned_away(stages: list[RunningStage]) -> None:
