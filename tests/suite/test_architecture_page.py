@@ -1,11 +1,11 @@
-"""docs/architecture.md names modules and classes that exist."""
+"""docs/architecture.md and docs/paths.md name modules and classes that exist."""
 
 import ast
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "architecture.md").read_text()
+PAGE = "".join((ROOT / "docs" / name).read_text() for name in ("architecture.md", "paths.md"))
 ROOMS = ("docs", "examples", "mesh", "meshbench", "proto", "speculative", "stages", "tests")
 
 
