@@ -489,9 +489,7 @@ class Coordinator:
         """Prompts that are being read."""
         reading = [session.prefill_progress for session in self._sessions.values() if not session.is_over]
         return tuple(
-            PrefillStatus(read=each.num_read, prompt=each.num_tokens)
-            for each in reading
-            if not each.is_whole
+            PrefillStatus(read=each.num_read, prompt=each.num_tokens) for each in reading if not each.is_whole
         )
 
     def _num_moving(self) -> int:
