@@ -21,8 +21,8 @@ from stages.runtime.devices import layer_devices
 from stages.runtime.kv_types import KV_TYPES
 from stages.runtime.process_memory import free_memory_bytes
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
-from stages.serving.disk_opening import RowsOrigin, open_disk
-from stages.serving.kv_disk import KvDisk
+from stages.serving.composition import PlugOptions
+from stages.serving.disk_opening import RowsOrigin, store_opener
 from stages.serving.kv_replication import Replication
 from stages.serving.rows_identity import RowsSetting
 from stages.serving.sent_rows import max_sent_bytes
@@ -241,12 +241,6 @@ class ModelActor:
         """Service of what `_load_file` returned, which it owns from now on."""
         raise NotImplementedError
 
-    def _on_started(self) -> None:
-        """Begin what is done beside serving; ended by `_stop_starting`."""
-
-    async def _stop_starting(self) -> None:
-        """End what `_on_started` began."""
-
     async def _bring(self, cache: StageStore) -> FetchedStage:
         config = self._config
         if config.whole is not None:
@@ -313,7 +307,6 @@ class ModelActor:
         await self._server.start()
         self._last_call_s = time.monotonic()
         self._orphan_watch = asyncio.create_task(self._end_if_orphaned(self._service))
-        self._on_started()
         return port
 
     async def stop(self) -> None:
@@ -323,7 +316,6 @@ class ModelActor:
         if self._server is not None:
             await self._server.stop(grace=0)
             self._server = None
-        await self._stop_starting()
         if self._service is not None:
             await self._service.close()
             self._service = None
@@ -410,8 +402,6 @@ class ModelActor:
 class StageActor(ModelActor):
     """One stage on this host; see `ModelActor`."""
 
-    _opening_disk: asyncio.Task[None] | None = None
-    _rows_setting: RowsSetting | None = None
     _rows_origin: RowsOrigin | None = None
 
     async def rejoin(
@@ -478,9 +468,10 @@ class StageActor(ModelActor):
         return StageRuntime(path, self._config.options, progress=self._on_loaded)
 
     def _make_service(self, loaded: LoadedModel) -> StageService:
-        assert isinstance(loaded, StageRuntime)  # noqa: S101 - of `_load_file`
-        config = self._config
-        self._rows_setting = RowsSetting.of(loaded, config.options)
+        config, origin = self._config, self._rows_origin
+        assert isinstance(loaded, StageRuntime) and origin is not None  # noqa: S101, PT018 - of `_load_file`
+        setting = RowsSetting.of(loaded, config.options)
+        open_store = store_opener(config.cache_root, setting, origin, config.kv_disk_bytes)
         return StageService(
             loaded,
             stage_index=config.stage_index,
@@ -490,27 +481,9 @@ class StageActor(ModelActor):
             identity=self._shown,
             term=config.term,
             most_sent_bytes=max_sent_bytes(config.memory.cache_bytes),
+            plug_options=PlugOptions(open_store=open_store),
             on_ended=self._on_failed,
         )
-
-    def _on_started(self) -> None:
-        config, stage = self._config, self._stage
-        setting, origin = self._rows_setting, self._rows_origin
-        disk = None if stage is None else stage.plug_of(KvDisk)
-        own_bytes = read_storage_options().kv_disk_bytes
-        most_bytes = config.kv_disk_bytes if own_bytes is None else own_bytes
-        if most_bytes and disk is not None and setting is not None and origin is not None:
-            self._opening_disk = asyncio.create_task(
-                open_disk(
-                    disk, config.cache_root, setting, origin, most_bytes, stage_index=config.stage_index
-                )
-            )
-
-    async def _stop_starting(self) -> None:
-        if self._opening_disk is not None:
-            self._opening_disk.cancel()
-            await asyncio.wait([self._opening_disk])
-            self._opening_disk = None
 
     @property
     def _less(self) -> str:

@@ -10,9 +10,10 @@ from stages.serving.kv_disk import KvDisk
 from stages.serving.kv_replication import Replication, pause_s
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Awaitable, Callable, Iterator
 
     from stages.runtime.stage_runtime import StageRuntime
+    from stages.serving.block_store import BlockStore
     from stages.serving.plugs import StagePlug
     from stages.transport.channels import Identity
 
@@ -23,6 +24,8 @@ class PlugOptions:
 
     pause_s: Callable[[float], float] = pause_s
     """Returns the pause between updates of replicas, in seconds, from the duration of the last one."""
+    open_store: Callable[[], Awaitable[BlockStore]] | None = None
+    """Opens files for blocks of KV rows, beside serving; None to keep none."""
 
 
 def plugs_of(
@@ -37,4 +40,4 @@ def plugs_of(
     """
     yield FeatureOutlet(runtime)
     yield Replication(identity, options.pause_s)
-    yield KvDisk()
+    yield KvDisk(options.open_store)

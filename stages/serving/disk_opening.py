@@ -1,4 +1,4 @@
-"""Opening of a stage's disk, once it is known what its rows depend on."""
+"""Opening of a stage's block files, once it is known what its rows depend on."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import structlog
-
-from spanmesh_proto.errors import MeshError
+from spanmesh_proto.errors import InvalidModel
 from stages.cancellable_work import in_own_thread
 from stages.gguf.reader import part_paths
 from stages.serving.block_store import BlockStore
 from stages.serving.rows_identity import content_sha256, rows_identity
+from stages.weights.disk_cache import read_storage_options
 from stages.weights.hashing import stamps_of
 
 if TYPE_CHECKING:
-    from stages.serving.kv_disk import KvDisk
+    from collections.abc import Awaitable, Callable
+
     from stages.serving.rows_identity import RowsSetting
     from stages.weights.hashing import FileStamp
-
-log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -42,31 +40,38 @@ class RowsOrigin:
         return cls(sha256, whole, () if whole is None else stamps_of(part_paths(Path(whole))))
 
 
-async def open_disk(
-    disk: KvDisk, root: Path, setting: RowsSetting, origin: RowsOrigin, most_bytes: int, *, stage_index: int
-) -> None:
-    """Keep blocks on disk once it is known what rows depend on: the first time a model is read for that.
+def store_opener(
+    root: Path, setting: RowsSetting, origin: RowsOrigin, most_bytes: int
+) -> Callable[[], Awaitable[BlockStore]] | None:
+    """A function that finds the block files of a stage: the first time it reads the whole model for that.
 
     Args:
-        disk: The stage's disk.
         root: Folder of the host's cache.
-        setting: Settings on which its rows depend.
+        setting: Settings on which the stage's rows depend.
         origin: Its file.
-        most_bytes: Limit of the blocks.
-        stage_index: Its place in the pipeline, for messages.
+        most_bytes: Limit of all blocks, unless the host has one of its own.
+
+    Returns:
+        The function, which raises a `MeshError` or an OSError; None if the host keeps no blocks.
     """
-    try:
-        sha256, whole = origin.sha256, origin.whole
-        if whole is not None:
-            paths = part_paths(Path(whole))
-            index = root / "sources" / f"{hashlib.sha256(os.fsencode(whole)).hexdigest()}-files.json"
-            sha256 = await in_own_thread(content_sha256, paths, index)
-            if stamps_of(paths) != origin.stamps:
-                reason = f"{whole} was changed since it was loaded: load the model again"
-                log.warning("disk_not_opened", stage=stage_index, reason=reason)
-                return
+    own_bytes = read_storage_options().kv_disk_bytes
+    most_bytes = most_bytes if own_bytes is None else own_bytes
+
+    async def open_store() -> BlockStore:
+        sha256 = await _content_sha256(root, origin)
         identity = await in_own_thread(rows_identity, setting, sha256)
-        await disk.open(BlockStore(root / "kv", identity, most_bytes))
-    except (MeshError, OSError) as error:
-        # Without it prompts are computed.
-        log.warning("disk_not_opened", stage=stage_index, reason=str(error))
+        return BlockStore(root / "kv", identity, most_bytes)
+
+    return open_store if most_bytes else None
+
+
+async def _content_sha256(root: Path, origin: RowsOrigin) -> str:
+    """Hash of what a stage has loaded: of its recipe, or of the model as it is."""
+    if origin.whole is None:
+        return origin.sha256
+    paths = part_paths(Path(origin.whole))
+    index = root / "sources" / f"{hashlib.sha256(os.fsencode(origin.whole)).hexdigest()}-files.json"
+    sha256 = await in_own_thread(content_sha256, paths, index)
+    if stamps_of(paths) != origin.stamps:
+        raise InvalidModel(f"{origin.whole} was changed since it was loaded: load the model again")
+    return sha256

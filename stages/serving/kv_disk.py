@@ -26,7 +26,7 @@ from stages.serving.prefix_blocks import BlockPlace, PrefixReader
 from stages.serving.slot_copies import copy_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
     from concurrent.futures import Executor
 
     from stages.sampling.session_spec import SessionSpec
@@ -75,19 +75,23 @@ class KvDisk(StagePlug):
     """Blocks of one stage on disk, in the event loop that made it. Before `open` there are none.
 
     Args:
+        open_store: Opens the block files once the stage is there; None leaves that to `open`.
         clock_ns: Wall clock, nanoseconds since the epoch.
         free_memory_bytes: Returns the free memory of the host, bytes.
 
     Attributes:
         is_open: Whether there are files.
+        opening: The opening of the files; None if `open_store` is.
     """
 
     def __init__(
         self,
+        open_store: Callable[[], Awaitable[BlockStore]] | None = None,
         *,
         clock_ns: Callable[[], int] = time.time_ns,
         free_memory_bytes: Callable[[], int] = free_memory_bytes,
     ) -> None:
+        self._open_store = open_store
         self._clock_ns = clock_ns
         self._free_memory_bytes = free_memory_bytes
         self._loop = asyncio.get_running_loop()
@@ -96,6 +100,7 @@ class KvDisk(StagePlug):
         self._writer: Executor | None = None
         self._reader: Executor | None = None
         self.is_open = self._is_stopped = False
+        self.opening: asyncio.Task[None] | None = None
         self._blocks: dict[bytes, StoredBlock] = {}
         self._num_bytes = 0
         # Names that are about to be written.
@@ -114,6 +119,8 @@ class KvDisk(StagePlug):
     def attach(self, stage: StageAccess) -> None:
         """Copy rows of this stage."""
         self._stage = stage
+        if self._open_store is not None:
+            self.opening = self._loop.create_task(self._open_later(self._open_store))
 
     async def open(
         self, store: BlockStore, *, writer: Executor | None = None, reader: Executor | None = None
@@ -256,6 +263,9 @@ class KvDisk(StagePlug):
     async def stop(self) -> None:
         """Finish what is being written, within a moment, and end."""
         self._is_stopped = True
+        if self.opening is not None:
+            self.opening.cancel()
+            await asyncio.wait([self.opening])
         self.closed_all()
         if self._writes:
             await asyncio.wait(self._writes, timeout=_CLOSE_S)
@@ -263,6 +273,13 @@ class KvDisk(StagePlug):
             task.cancel()
         await asyncio.gather(*self._writes, *self._reads, return_exceptions=True)
         self._shut_down()
+
+    async def _open_later(self, open_store: Callable[[], Awaitable[BlockStore]]) -> None:
+        try:
+            await self.open(await open_store())
+        except (MeshError, OSError) as error:
+            # Without it prompts are computed.
+            log.warning("disk_not_opened", stage=self._stage.place.stage_index, reason=str(error))
 
     def _shut_down(self) -> None:
         for executor in (self._writer, self._reader):

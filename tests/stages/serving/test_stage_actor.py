@@ -142,12 +142,12 @@ async def test_a_host_s_own_disk_limit_wins(
             await actor.load()
             await certify(actor, "host-0")
             await actor.start("127.0.0.1")
-            service, opening = actor._service, actor._opening_disk
+            service = actor._service
             assert isinstance(service, StageService)
-            assert (opening is not None) == (most_bytes is not None)
-            if opening is not None:
-                await opening
             disk = disk_of(service)
+            assert (disk.opening is not None) == (most_bytes is not None)
+            if disk.opening is not None:
+                await disk.opening
             assert (disk.stats().most_bytes if disk.is_open else None) == most_bytes
         finally:
             await actor.stop()
@@ -181,8 +181,9 @@ async def test_a_model_that_was_replaced_while_it_was_loaded_keeps_no_blocks(
         await certify(actor, "host-0")
         with capture_logs() as logs:
             await actor.start("127.0.0.1")
-            service, opening = actor._service, actor._opening_disk
+            service = actor._service
             assert isinstance(service, StageService)
+            opening = disk_of(service).opening
             assert opening is not None
             await opening
         assert disk_of(service).is_open != is_replaced
