@@ -1,7 +1,7 @@
 """Status of a mesh: written by its head and coordinator, read by attribute everywhere else.
 
-Names of fields are keys of the JSON of `/mesh/status`. The classes are plain dataclasses: a host that only
-computes has no pydantic, which `read_status` alone needs.
+Names of fields are keys of the JSON of `/mesh/status`. The classes are plain dataclasses: pydantic is
+imported when a status is read, so that what writes one needs no more packages and starts as quickly.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
     from pydantic import TypeAdapter
 
-# Metadata of fields that are left out of the JSON while they have their default. Where another field is named,
-# that ends once that one is there.
+# Metadata of fields that are left out of the JSON while they have their default; where another field is named,
+# while that one is left out, too.
 _BESIDE: Final = "beside"
 _UNSET: Final = {_BESIDE: ""}
 _OF_RING: Final = {_BESIDE: "sessions"}
@@ -280,8 +280,6 @@ class SpeculationStatus:
 
     mode: str | None = field(default=None, metadata=_UNSET)
     """Proposers that the server allows."""
-    reason: str | None = field(default=None, metadata=_OF_SERVER)
-    """Reason of the controller's latest decision, or why nothing can be proposed."""
     policy: str | None = field(default=None, metadata=_UNSET)
     """`auto` or `fixed`; None before the first session with proposers, and so are the controller's other
     figures, which are those of the latest session."""
@@ -298,6 +296,8 @@ class SpeculationStatus:
     """Tokens beyond those that plain windows would have brought."""
     contention: float | None = field(default=None, metadata=_OF_CONTROLLER)
     """Factor of the stages' times while windows are in flight together; 1 for none."""
+    reason: str | None = field(default=None, metadata=_OF_SERVER)
+    """Reason of the controller's latest decision, or why nothing can be proposed."""
     windows: int = 0
     """Windows judged."""
     proposed: int = 0

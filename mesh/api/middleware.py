@@ -230,7 +230,12 @@ def _is_of_models(scope: Scope) -> bool:
     if scope["type"] != "http":
         return False
     path: str = scope["path"]
-    return path.startswith(_PREFIX) or (scope["method"] == "POST" and not path.startswith(_MESH_PREFIX))
+    if path.startswith(_PREFIX):
+        return True
+    if scope["method"] != "POST" or path.startswith(_MESH_PREFIX):
+        return False
+    # Names of spans are to be few: a path that is no route may be anything.
+    return any(getattr(route, "path", None) == path for route in scope["app"].routes)
 
 
 def is_own_origin(origin: str, host_header: str) -> bool:

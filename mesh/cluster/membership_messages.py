@@ -45,6 +45,8 @@ _SENT_AS: Final = {
     "ray": "ray_version",
     "python": "python_version",
 }
+# Fields of `Member` that a host says of itself when it joins; all others are the head's.
+_OWN: Final = ("name", "address", "ray_node_name", "head_address")
 # Fields of reports of admitted hosts, and those of `Member` that they change.
 _LATER: Final = {"ray_is_running": "is_ready", "echo_port": "echo_port", "is_leaving": "is_leaving"}
 _REPORTED_AS: Final = {own: name for name, own in _LATER.items()}
@@ -87,7 +89,7 @@ def report_of(
         gpus=[wire.Gpu(**_sent(gpu, wire.Gpu)) for gpu in facts.gpus],
         port_range=ports_message(member.port_range),
         check_ports=check_ports if member.port_range is not None else (),
-        **_sent(member, wire.HostReport),
+        **{name: getattr(member, name) for name in _OWN},
         **_sent(facts, wire.HostReport),
         **_sent(facts.versions, wire.HostReport),
     )
@@ -100,9 +102,8 @@ def member_of(report: wire.HostReport) -> Member:
         gpus=tuple(Gpu(**_received(Gpu, gpu)) for gpu in report.gpus),
         **_received(HostFacts, report),
     )
-    named = _received(Member, report)
-    first = {name: value for name, value in named.items() if name not in _LATER.values()}
-    return Member(facts=facts, port_range=port_range_of(report), **first)
+    own = {name: getattr(report, name) for name in _OWN}
+    return Member(facts=facts, port_range=port_range_of(report), **own)
 
 
 def later_report(name: str, **changes: Any) -> wire.HostReport:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
 
 from mesh.draft.completion import loadable_bytes
 from mesh.draft.drafter import own_head, read_drafter
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from speculative.draft.context import DraftOptions
     from speculative.proposer import DrafterKind
     from stages.slicing.model_facts import ModelFacts
+
+# Enough for the tokens that loading drafts.
+_TRIAL_POSITIONS: Final = 64
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,9 @@ def check_drafter(path: Path, target: Path, options: DraftOptions) -> CheckedDra
     """
     model = read_model_facts(target)
     drafter = _drafter(path, model)
-    with closing(load_drafter(drafter, Tokenizer(target), options)) as loaded:
+    # What the real sizes take is computed below: a trial needs no memory for them.
+    small = replace(options, ctx_size=_TRIAL_POSITIONS, num_sessions=1)
+    with closing(load_drafter(drafter, Tokenizer(target), small)) as loaded:
         num_tokens, draft_ms_per_token = loaded.num_tokens, loaded.draft_ms_per_token
     d2t = drafter.header.tensors.get("d2t")
     return CheckedDrafter(

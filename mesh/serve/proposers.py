@@ -116,9 +116,8 @@ def _loaded(options: HeadOptions, known: Preflight) -> tuple[LoadedDrafter | Non
     log.info(
         "draft_loaded",
         draft=drafter.path.name,
-        kind=drafter.kind.value,
-        layers=drafter.layers,
         ms_per_token=round(draft.draft_ms_per_token, 2),
+        **({"kind": drafter.kind.value, "layers": drafter.layers} if drafter.reads_features else {}),
     )
     if not drafter.reads_features:
         return draft, None

@@ -72,8 +72,15 @@ class LabMesh:
         return self.system.url
 
     def status(self) -> MeshStatus:
-        """Its status."""
-        return get_status(self.lab, self.system.port, api_key=self.api_keys[0])
+        """Its status.
+
+        Raises:
+            ClusterError: If it has no ring yet.
+        """
+        status = get_status(self.lab, self.system.port, api_key=self.api_keys[0])
+        if status.sessions is None:
+            raise ClusterError(f"the mesh in the lab has no ring: {status.phase or 'unknown'}")
+        return status
 
     def metrics(self) -> str:
         """Body of `/metrics`."""

@@ -268,13 +268,20 @@ class ResponsesAnswer(Answer):
         return data
 
     async def _finished(self, part: AnswerPart) -> dict[str, Any]:
+        counts = usage_fields(usage_of([self._job], [part]))
         is_cut = part.finish == "length"
         response = self._response(
             "incomplete" if is_cut else "completed",
             completed_at=int(self._backend.api.now_s()),
             incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
             output=self._output.items,
-            usage=_usage(usage_fields(usage_of([self._job], [part]))),
+            usage={
+                "input_tokens": counts["prompt_tokens"],
+                "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
+                "output_tokens": counts["completion_tokens"],
+                "output_tokens_details": counts["completion_tokens_details"],
+                "total_tokens": counts["total_tokens"],
+            },
             timings=timings(self._job, part),
         )
         if self._keeps:
@@ -305,15 +312,6 @@ class ResponsesAnswer(Answer):
             **_DEFAULTS,
             **self._turn.repeated,
         }
-
-
-def _usage(counts: Mapping[str, Any]) -> dict[str, Any]:
-    """`usage` of a chat by the names of this API."""
-    named = {
-        name.replace("prompt", "input").replace("completion", "output"): count
-        for name, count in counts.items()
-    }
-    return named | {"input_tokens_details": {**named["input_tokens_details"], "cache_write_tokens": 0}}
 
 
 def _part(part_type: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
