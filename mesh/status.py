@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
     from pydantic import TypeAdapter
 
-# Metadata of fields that are left out of the JSON while they have their default; where another field is named,
-# while that one is left out, too.
+# Metadata of fields that are left out of the JSON while they have their default, and while the field that is
+# named is left out, too.
 _BESIDE: Final = "beside"
 _UNSET: Final = {_BESIDE: ""}
 _OF_RING: Final = {_BESIDE: "sessions"}

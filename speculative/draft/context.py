@@ -138,7 +138,7 @@ class Context(Protocol):
     num_tokens: int
     """Number of token ids, from 0, that it gives logits of: those that drafter and target share."""
     ms_per_token: float
-    """Time of a token when it was loaded, in ms."""
+    """Time of a token when it was loaded, in ms, the way to another process included."""
     feature_width: int
     """Values of a row of features; 0 if it reads none."""
     thread_id: int | None
@@ -290,26 +290,10 @@ class DraftContext(ABC):
     def _check(self, path: Path) -> None:
         """Read facts of the loaded model; raise `DraftUnusable` if this kind cannot run it."""
 
+    @staticmethod
     @abstractmethod
-    def _timed_span(self, number: int) -> DraftSpan:
+    def timed_span(number: int, feature_width: int) -> DraftSpan:
         """A span of one row with an output, behind those of the numbers before, from 0."""
-
-    def time_tokens(self) -> None:
-        """Draft a few tokens, and set `ms_per_token` to the shortest time. The first only warms up.
-
-        Raises:
-            DraftUnusable: If llama.cpp fails.
-            ValueError: If the logits are not finite.
-        """
-        times_ms = []
-        for number in range(_NUM_TIMED_TOKENS):
-            started_s = self._setup.clock_s()
-            for output in self.decode([SlotRows(0, self._timed_span(number))], nullcontext()) or ():
-                if output is not None:
-                    probability(output.logits, int(np.argmax(output.logits)))
-            times_ms.append((self._setup.clock_s() - started_s) * 1000)
-        self.free(0)
-        self.ms_per_token = min(times_ms)
 
     def abort(self) -> None:
         """See `Context.abort`."""
@@ -418,6 +402,32 @@ def is_computed(status: int) -> bool:
         return status == 0
     reason = "its KV cache is full" if status == _NO_ROOM else f"llama.cpp returns {status}"
     raise DraftUnusable(f"the draft model cannot go on: {reason}")
+
+
+def timed_ms_per_token(
+    context: Context, span_of: Callable[[int, int], DraftSpan], clock_s: Callable[[], float]
+) -> float:
+    """Shortest time of a few drafted tokens, in ms. The first only warms up.
+
+    Args:
+        context: The drafter; no slot has rows yet.
+        span_of: `DraftContext.timed_span` of its kind.
+        clock_s: Monotonic clock, seconds.
+
+    Raises:
+        DraftUnusable: If llama.cpp fails.
+        ValueError: If the logits are not finite.
+    """
+    times_ms = []
+    for number in range(_NUM_TIMED_TOKENS):
+        started_s = clock_s()
+        rows = SlotRows(0, span_of(number, context.feature_width))
+        for output in context.decode([rows], nullcontext()) or ():
+            if output is not None:
+                probability(output.logits, int(np.argmax(output.logits)))
+        times_ms.append((clock_s() - started_s) * 1000)
+    context.free(0)
+    return min(times_ms)
 
 
 def probability(logits: NDArray[np.float32], token: int) -> float:

@@ -155,8 +155,10 @@ class FeatureContext(DraftContext):
             params.cb_eval_user_data = self._tap.user_data
         return params
 
-    def _timed_span(self, number: int) -> FeatureSpan:
-        features = np.zeros((1, self.feature_width), np.float32)
+    @staticmethod
+    def timed_span(number: int, feature_width: int) -> FeatureSpan:
+        """See `DraftContext.timed_span`."""
+        features = np.zeros((1, feature_width), np.float32)
         return FeatureSpan(1 + number, (0,), features, None, has_output=True, is_anew=number == 0)
 
 

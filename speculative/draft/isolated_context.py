@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from speculative.draft.context import DraftUnusable
-from speculative.draft.kinds import load_context
+from speculative.draft.context import DraftUnusable, timed_ms_per_token
+from speculative.draft.kinds import KINDS, load_context
 from speculative.draft.rows import DraftOutput
 
 if TYPE_CHECKING:
@@ -60,7 +60,6 @@ class _Loaded:
     end_tokens: frozenset[int]
     num_tokens: int
     feature_width: int
-    ms_per_token: float
 
 
 @dataclass(frozen=True)
@@ -120,14 +119,16 @@ class IsolatedContext:
         self.thread_id = self._process.pid
         try:
             loaded: _Loaded = self._reply()
+            self._end_tokens = loaded.end_tokens
+            self.num_tokens = loaded.num_tokens
+            self.feature_width = loaded.feature_width
+            # From here, since every token takes the way through the pipe.
+            span_of = KINDS[file.kind].context.timed_span
+            self.ms_per_token = timed_ms_per_token(self, span_of, self._clock_s)
         except BaseException:
             self.close()
             raise
         self._deadline_s = None
-        self._end_tokens = loaded.end_tokens
-        self.num_tokens = loaded.num_tokens
-        self.feature_width = loaded.feature_width
-        self.ms_per_token = loaded.ms_per_token
 
     @property
     def is_alive(self) -> bool:
@@ -205,6 +206,8 @@ class IsolatedContext:
             answer = self._pipe.recv()
         except (EOFError, OSError):
             raise self._ended() from None
+        if self._was_late:
+            raise self._ended()
         if isinstance(answer, DraftUnusable):
             raise answer
         return answer
@@ -224,9 +227,7 @@ def _serve(pipe: Connection, file: DraftFile, setup: ContextSetup, shared: _Shar
         except DraftUnusable as error:
             pipe.send(DraftUnusable(f"{error}; llama.cpp: {setup.complaint()}"))
             return
-        pipe.send(
-            _Loaded(context.end_tokens(), context.num_tokens, context.feature_width, context.ms_per_token)
-        )
+        pipe.send(_Loaded(context.end_tokens(), context.num_tokens, context.feature_width))
         logits = shared.rows()
         while True:
             name, arguments = pipe.recv()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from speculative.draft.context import DraftUnusable
+from speculative.draft.context import DraftUnusable, timed_ms_per_token
 from speculative.draft.feature_context import Eagle3Context, MtpContext
 from speculative.draft.feature_sequence import FeatureSequence
 from speculative.draft.model_context import ModelContext
@@ -48,9 +48,10 @@ def load_context(file: DraftFile, setup: ContextSetup, *, abort_flag: Any = None
             cache.
     """
     try:
-        context = KINDS[file.kind].context(file, setup, abort_flag=abort_flag)
+        kind = KINDS[file.kind].context
+        context = kind(file, setup, abort_flag=abort_flag)
         try:
-            context.time_tokens()
+            context.ms_per_token = timed_ms_per_token(context, kind.timed_span, setup.clock_s)
         except BaseException:
             context.close()
             raise

@@ -61,5 +61,7 @@ class ModelContext(DraftContext):
         if not llama_cpp.llama_model_has_decoder(self._model):
             raise DraftUnusable(f"{path.name} generates no text: choose a decoder as draft model")
 
-    def _timed_span(self, number: int) -> DraftSpan:
+    @staticmethod
+    def timed_span(number: int, feature_width: int) -> DraftSpan:  # noqa: ARG004 - it reads none
+        """See `DraftContext.timed_span`."""
         return DraftSpan(number, (0,), has_output=True)

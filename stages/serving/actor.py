@@ -429,6 +429,13 @@ class StageActor(ModelActor):
             self._config, stage_index=stage_index, mesh_id=mesh_id, mesh_key=mesh_key, term=term
         )
 
+    async def start(self, bind_address: str, ports: Sequence[int] = ()) -> int:
+        """Serve to peers of the same mesh only; see `ModelActor.start`."""
+        port = await super().start(bind_address, ports)
+        if self._stage is not None:
+            self._stage.serving()
+        return port
+
     async def connect(self, next_address: str, next_host: str) -> None:
         """Link this stage to the next one.
 

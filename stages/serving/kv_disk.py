@@ -75,13 +75,13 @@ class KvDisk(StagePlug):
     """Blocks of one stage on disk, in the event loop that made it. Before `open` there are none.
 
     Args:
-        open_store: Opens the block files once the stage is there; None leaves that to `open`.
+        open_store: Opens the block files once the stage serves; None leaves that to `open`.
         clock_ns: Wall clock, nanoseconds since the epoch.
         free_memory_bytes: Returns the free memory of the host, bytes.
 
     Attributes:
         is_open: Whether there are files.
-        opening: The opening of the files; None if `open_store` is.
+        opening: The opening of the files; None before it begins.
     """
 
     def __init__(
@@ -119,6 +119,9 @@ class KvDisk(StagePlug):
     def attach(self, stage: StageAccess) -> None:
         """Copy rows of this stage."""
         self._stage = stage
+
+    def serving(self) -> None:
+        """Begin to open the files."""
         if self._open_store is not None:
             self.opening = self._loop.create_task(self._open_later(self._open_store))
 
@@ -144,6 +147,7 @@ class KvDisk(StagePlug):
             self._shut_down()
             raise
         if self._is_stopped:
+            self._shut_down()
             return
         self._blocks, self.is_open = blocks, True
         self._num_bytes = sum(stored.num_bytes for stored in blocks.values())
@@ -229,6 +233,8 @@ class KvDisk(StagePlug):
         """
         if not message.names:
             self._drop(message.id)
+            if not self.is_open:
+                on_fetched(wire.Fetched(id=message.id))
             return
         left_bytes = self._most_prefix_bytes() - sum(fetch.num_bytes for fetch in self._fetches.values())
         blocks: list[tuple[bytes, StoredBlock]] = []

@@ -75,6 +75,9 @@ class StagePlug:
     def attach(self, stage: StageAccess) -> None:
         """Take part from now on; before the first window."""
 
+    def serving(self) -> None:
+        """The stage serves its peers now: what takes long may begin."""
+
     def streams(self) -> Mapping[str, Callable[[Any], AsyncGenerator[Any, None]]]:
         """RPCs that it serves, by their names in the .proto: those of one request with a `hello`.
 

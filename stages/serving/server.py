@@ -198,6 +198,10 @@ class StageService(rpc.StageServicer):
         """Seconds since the last coordinator disconnected; 0 while one is connected."""
         return 0.0 if self._idle_since_s is None else time.monotonic() - self._idle_since_s
 
+    def serving(self) -> None:
+        """Begin what takes long, now that its server listens."""
+        self._engine.serving()
+
     async def close(self) -> None:
         """Stop computing and free the memory."""
         self._is_closed = True

@@ -120,6 +120,11 @@ class StageEngine:
         self._cpu_latency = CpuLatencyRequest()
         self._worker.start()
 
+    def serving(self) -> None:
+        """Let plugs begin what takes long: the stage serves its peers now."""
+        for plug in self._plugs:
+            plug.serving()
+
     def open(self, message: wire.Open) -> None:
         """Open a session here and at the next stage."""
         try:
@@ -303,10 +308,10 @@ class StageEngine:
 
     async def stop(self) -> None:
         """Stop computing and free the memory."""
-        if self.next is not None:
-            await self.next.close()
         for plug in self._plugs:
             await plug.stop()
+        if self.next is not None:
+            await self.next.close()
         self._scheduler.close()
         self._cpu_latency.update(0)
         await in_own_thread(self._worker.join)

@@ -106,6 +106,7 @@ async def answers(
         async for part in parts:
             tokens += part.tokens
         assert ring.num_repairs == 1
+        assert coordinator.status().ready
     return undisturbed, tokens
 
 

@@ -131,8 +131,11 @@ def _attempt(begin: Callable[[str], None], path: Path, target: Path, folder: Pat
         context = load_context(file, SETUP)
     except DraftUnusable as error:
         raise InvalidModel(str(error)) from None
-    begin("vocabulary")
-    num_shared_tokens(Tokenizer(loaded).vocabulary(), tokenizer.vocabulary())
+    with contextlib.ExitStack() as on_refusal:
+        on_refusal.callback(context.close)
+        begin("vocabulary")
+        num_shared_tokens(Tokenizer(loaded).vocabulary(), tokenizer.vocabulary())
+        on_refusal.pop_all()
     begin("drafting")
     model = LoadedDrafter(file, context, clock_s=time.monotonic)
     proposer = model.open(lambda logits, _position, _tokens: int(np.argmax(logits)))
