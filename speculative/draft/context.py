@@ -362,8 +362,9 @@ class DraftContext(ABC):
         return context
 
     def _logits(self, row: int) -> NDArray[np.float32]:
+        """Logits of one row, float32 (1, num_tokens); see `DraftOutput`."""
         pointer = llama_cpp.llama_get_logits_ith(self._context, row)
-        return np.ctypeslib.as_array(pointer, shape=(self._n_vocab,))[: self.num_tokens]
+        return np.ctypeslib.as_array(pointer, shape=(1, self._n_vocab))[:, : self.num_tokens]
 
 
 def _require(name: str, value: object, holds: bool, need: str) -> None:  # noqa: FBT001 - reads as an assertion
@@ -420,12 +421,13 @@ def timed_ms_per_token(
     """
     times_ms = []
     for number in range(_NUM_TIMED_TOKENS):
-        started_s = clock_s()
+        started_s, num_drafted = clock_s(), 0
         rows = SlotRows(0, span_of(number, context.feature_width))
         for output in context.decode([rows], nullcontext()) or ():
-            if output is not None:
-                probability(output.logits, int(np.argmax(output.logits)))
-        times_ms.append((clock_s() - started_s) * 1000)
+            for logits in () if output is None else output.logits:
+                probability(logits, int(np.argmax(logits)))
+                num_drafted += 1
+        times_ms.append((clock_s() - started_s) * 1000 / max(1, num_drafted))
     context.free(0)
     return min(times_ms)
 

@@ -14,6 +14,7 @@ chain rows, the last of them is the new anchor, and tokens in flight behind it a
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -22,7 +23,7 @@ from speculative.draft.rows import DraftSpan
 from speculative.draft.session import DraftSequence
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -124,12 +125,15 @@ class FeatureSequence(DraftSequence):
         span = self._plan(max_rows=1 << 30)
         return 0 if span is None else len(span.tokens)
 
-    def computed(self, drafted: DraftedToken | None = None, state: NDArray[np.float32] | None = None) -> bool:
+    def computed(
+        self, drafted: Sequence[DraftedToken] = (), state: NDArray[np.float32] | None = None
+    ) -> bool:
         """See `DraftSequence.computed`."""
         if (span := self._running) is not None:
             self._store(span, state)
-            if drafted is not None and self._anchor is not None:
-                drafted = replace(drafted, depth=span.stop - self._anchor)
+            if self._anchor is not None:
+                depths = count(span.stop - self._anchor)
+                drafted = [replace(token, depth=depth) for token, depth in zip(drafted, depths, strict=False)]
         return super().computed(drafted)
 
     def dropped(self) -> None:

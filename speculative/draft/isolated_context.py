@@ -63,6 +63,16 @@ class _Loaded:
 
 
 @dataclass(frozen=True)
+class _Output:
+    """An output without its logits, which are in shared memory."""
+
+    num_drafted: int
+    """Rows of logits."""
+    state: NDArray[np.float32] | None
+    """Output state; see `DraftOutput`."""
+
+
+@dataclass(frozen=True)
 class _Shared:
     """Memory of both processes."""
 
@@ -71,7 +81,7 @@ class _Shared:
     num_tokens: int
 
     def rows(self) -> NDArray[np.float32]:
-        """Logits, float32 (sessions, num_tokens): a batch has one output a session."""
+        """Logits, float32 (rows, num_tokens): a batch has one output a session, of one row or a block."""
         return np.frombuffer(self.logits, np.float32).reshape(-1, self.num_tokens)
 
 
@@ -92,9 +102,10 @@ class IsolatedContext:
     def __init__(self, file: DraftFile, setup: ContextSetup, *, limit_s: float) -> None:
         self._clock_s = setup.clock_s
         spawning = multiprocessing.get_context("spawn")
+        num_rows = file.options.num_sessions * KINDS[file.kind].most_drafted
         shared = _Shared(
             spawning.RawArray(ctypes.c_char, 2),
-            spawning.RawArray(ctypes.c_float, file.options.num_sessions * file.num_tokens),
+            spawning.RawArray(ctypes.c_float, num_rows * file.num_tokens),
             file.num_tokens,
         )
         self._flag = shared.abort_flag
@@ -146,14 +157,19 @@ class IsolatedContext:
         with while_computing:
             if not self._send("decode", parts):
                 raise self._ended()
-            states = self._reply()
+            states: list[_Output | None] | None = self._reply()
         if states is None:
             return None
-        rows = iter(self._logits)
-        return [
-            None if state is None else DraftOutput(next(rows)[: self.num_tokens], state[0])
-            for state in states
-        ]
+        outputs: list[DraftOutput | None] = []
+        first = 0
+        for state in states:
+            if state is None:
+                outputs.append(None)
+                continue
+            stop = first + state.num_drafted
+            outputs.append(DraftOutput(self._logits[first:stop, : self.num_tokens], state.state))
+            first = stop
+        return outputs
 
     def abort(self) -> None:
         """See `Context.abort`."""
@@ -243,17 +259,19 @@ def _serve(pipe: Connection, file: DraftFile, setup: ContextSetup, shared: _Shar
 
 def _decode(
     context: DraftContext, parts: Sequence[SlotRows[Any]], logits: NDArray[np.float32]
-) -> list[tuple[NDArray[np.float32] | None] | None] | None:
-    """The state of each part's output; None for no output. Logits go to the rows of `logits`, in order."""
+) -> list[_Output | None] | None:
+    """Each part's output, or None. Logits go to the rows of `logits`, in order."""
     outputs = context.decode(parts, nullcontext())
     if outputs is None:
         return None
-    rows = iter(logits)
-    states: list[tuple[NDArray[np.float32] | None] | None] = []
+    states: list[_Output | None] = []
+    first = 0
     for output in outputs:
         if output is None:
             states.append(None)
-        else:
-            next(rows)[: len(output.logits)] = output.logits
-            states.append((output.state,))
+            continue
+        num_drafted, num_tokens = output.logits.shape
+        logits[first : first + num_drafted, :num_tokens] = output.logits
+        states.append(_Output(num_drafted, output.state))
+        first += num_drafted
     return states

@@ -33,6 +33,8 @@ class KindParts:
     sequence: Callable[[str, DraftOptions, Context], DraftSequence]
     """Makes the text of a session, given the name in its proposals. Of a kind that reads features it is a
     `speculative.proposer.FeatureReader`."""
+    most_drafted: int = 1
+    """Most tokens that are drafted from one output."""
 
 
 def load_context(file: DraftFile, setup: ContextSetup, *, abort_flag: Any = None) -> DraftContext:

@@ -39,9 +39,9 @@ class SlotRows(NamedTuple, Generic[Span]):
 
 
 class DraftOutput(NamedTuple):
-    """Output of a row: one token is drafted from it, that of the position after the row's."""
+    """Output of a span: the tokens behind its last row are drafted from it, one or a block of them."""
 
     logits: NDArray[np.float32]
-    """float32 (num_tokens,), a view that the next `decode` overwrites."""
+    """float32 (drafted, num_tokens), by position; a view that the next `decode` overwrites."""
     state: NDArray[np.float32] | None = None
     """Output state, float32 (values,), of drafters that read features; None for others."""

@@ -155,13 +155,13 @@ class DraftSequence:
 
     def computed(
         self,
-        drafted: DraftedToken | None = None,
+        drafted: Sequence[DraftedToken] = (),
         state: NDArray[np.float32] | None = None,  # noqa: ARG002 - of use for drafters that read features
     ) -> bool:
         """Record that the running span is in the cache.
 
         Args:
-            drafted: Next token by its last row, if that had an output.
+            drafted: Next tokens by its output, if it had one.
             state: Output state of that row, float32 (values,).
 
         Returns:
@@ -171,14 +171,17 @@ class DraftSequence:
             raise RuntimeError("computed() without a span from next_span()")
         stop, self._running = self._running.stop, None
         self.num_cached = self._num_unchanged
-        if drafted is None or self._num_unchanged < stop or len(self.tokens) > stop:
+        if self._num_unchanged < stop or len(self.tokens) > stop:
             return False
-        if drafted.probability < self._options.p_min:
-            self._is_unsure = True
-            return False
-        self.tokens.append(drafted.id)
-        self._drafted.append(drafted)
-        return self._is_worth_telling()
+        for token in drafted:
+            if token.probability < self._options.p_min:
+                self._is_unsure = True
+                break
+            self.tokens.append(token.id)
+            self._drafted.append(token)
+            if self._is_end(token.id):
+                break
+        return len(self.tokens) > stop and self._is_worth_telling(stop - self._follow_until)
 
     def dropped(self) -> None:
         """Record that the running span was aborted: the cache holds none of its rows."""
@@ -213,9 +216,11 @@ class DraftSequence:
             return self.num_cached, self.num_cached
         return self.num_cached, min(len(self.tokens), self._follow_until, self._options.ctx_size)
 
-    def _is_worth_telling(self) -> bool:
+    def _is_worth_telling(self, num_ready_before: int) -> bool:
         num_ready = len(self.tokens) - self._follow_until
-        return min(self._options.draft_min, self._num_asked) <= num_ready <= self._num_asked
+        return (
+            num_ready >= min(self._options.draft_min, self._num_asked) and num_ready_before < self._num_asked
+        )
 
     def _agree(self, tokens: Sequence[int]) -> None:
         """Replace the text after the committed tokens; drafted tokens remain as far as they agree."""

@@ -1,8 +1,6 @@
 """Draft worker: thread, slots, shared rows and priorities, the same for all kinds of drafters.
 
-It knows of a kind what `Context` and `DraftSequence` say. One token is drafted from each output: see
-`_choose` here, `DraftSequence.computed`, which appends it, and the memory for logits in
-`speculative.draft.isolated_context`, which holds one row a session.
+It knows of a kind what `Context` and `DraftSequence` say.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ _NEWEST_WEIGHT: Final = 0.1
 # Returns the token for an absolute position, given the logits and all tokens before it.
 Choose: TypeAlias = "Callable[[NDArray[np.float32], int, Sequence[int]], int]"
 # Next token, and the output state of the row that it was drafted from.
-_Drafted: TypeAlias = "tuple[DraftedToken | None, NDArray[np.float32] | None]"
+_Drafted: TypeAlias = "tuple[Sequence[DraftedToken], NDArray[np.float32] | None]"
 
 
 # A closed session leaves its rows behind. A later one of its client that begins with the same tokens, such as
@@ -345,9 +343,10 @@ class DraftThread:
                     session.error = session.error or error
             else:
                 told = [session for session in left if session.sequence.computed(*drafted[session])]
-                # Single rows draft one token a session.
+                # Single rows draft a token a session, or a block of them.
                 if all(len(part.span.tokens) == 1 for part in parts):
-                    self.ms_per_token = moved(self.ms_per_token, elapsed_ms, _NEWEST_WEIGHT)
+                    num_drafted = max([1, *(len(tokens) for tokens, _ in drafted.values())])
+                    self.ms_per_token = moved(self.ms_per_token, elapsed_ms / num_drafted, _NEWEST_WEIGHT)
         for session in told:
             # Outside the lock: the listener may request a proposal at once.
             _notify(session)
@@ -406,20 +405,24 @@ def _num_shared(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def _result(part: _Part, output: DraftOutput | None) -> _Drafted:
-    """Next token and state."""
-    return (None, None) if output is None else (_choose(part, output.logits), output.state)
+    """Next tokens and state."""
+    return ((), None) if output is None else (_choose(part, output.logits), output.state)
 
 
-def _choose(part: _Part, logits: NDArray[np.float32]) -> DraftedToken | None:
-    """The token for the position after the part's last row."""
+def _choose(part: _Part, logits: NDArray[np.float32]) -> Sequence[DraftedToken]:
+    """The tokens for the positions after the part's last row."""
+    drafted: list[DraftedToken] = []
     try:
-        # If the text changes meanwhile, the drafted token is dropped.
+        # If the text changes meanwhile, the drafted tokens are dropped.
         before = part.session.sequence.tokens[: part.span.stop]
-        token = part.session.choose(logits, part.span.stop, before)
-        return DraftedToken(token, probability(logits, token))
+        for position, row in enumerate(logits, part.span.stop):
+            token = part.session.choose(row, position, before)
+            drafted.append(DraftedToken(token, probability(row, token)))
+            before.append(token)
     except Exception as error:  # noqa: BLE001 - handed in from outside; it must not take the other sessions along
         part.session.error = error
-        return None
+        return ()
+    return drafted
 
 
 def _notify(session: DraftSession) -> None:

@@ -46,7 +46,7 @@ class Machine:
             assert span.start <= len(self.cache)
             self.cache[span.start :] = span.tokens
             self.num_computed += len(span.tokens)
-            told += self.sequence.computed(says(self.cache) if span.has_output else None)
+            told += self.sequence.computed([says(self.cache)] if span.has_output else [])
         return told
 
 
@@ -152,7 +152,7 @@ def test_a_rejection_in_the_middle_of_computing() -> None:
     assert not machine.sequence.is_running_in_vain
     machine.sequence.extend([8])
     assert machine.sequence.is_running_in_vain
-    assert machine.sequence.computed(DraftedToken(4, 1.0)) is False
+    assert machine.sequence.computed([DraftedToken(4, 1.0)]) is False
     assert machine.sequence.tokens == [1, 2, 3, 8]
     assert machine.sequence.num_cached == 3
 
@@ -165,7 +165,7 @@ def test_the_free_prediction_of_a_window_overtakes_the_draft() -> None:
     assert span is not None
     machine.sequence.extend([8])
     assert not machine.sequence.is_running_in_vain, "its rows are needed, only what they say is not"
-    machine.sequence.computed(DraftedToken(4, 1.0))
+    machine.sequence.computed([DraftedToken(4, 1.0)])
     assert machine.sequence.num_cached == 3
     assert machine.sequence.tokens == [1, 2, 3, 8]
 
@@ -202,11 +202,39 @@ def test_nothing_is_drafted_behind_an_end_token() -> None:
     sequence.extend([1])
     sequence.propose(4, ())
     assert sequence.next_span(8) is not None
-    assert sequence.computed(DraftedToken(END, 1.0))
+    assert sequence.computed([DraftedToken(END, 1.0)])
     assert sequence.next_span(8) is None
     assert sequence.propose(4, ()).tokens == (END,)
     sequence.propose(4, [END])
     assert sequence.next_span(8) is not None, "a client may ignore end tokens"
+
+
+@pytest.mark.parametrize(
+    ("block", "drafted", "is_told"),
+    [
+        ([4, 5, 6], (4, 5), True),
+        ([4, END, 6], (4, END), True),
+        ([4], (), False),
+        ([], (), False),
+    ],
+)
+def test_an_output_may_draft_a_block(block: list[int], drafted: tuple[int, ...], is_told: bool) -> None:  # noqa: FBT001
+    sequence = DraftSequence("draft", replace(OPTIONS, draft_min=2), lambda token: token == END)
+    sequence.extend([1])
+    sequence.propose(2, ())
+    assert sequence.next_span(8) is not None
+    assert sequence.computed([DraftedToken(token, 1.0) for token in block]) is is_told
+    assert sequence.propose(2, ()).tokens == drafted
+
+
+def test_a_block_ends_at_an_unsure_token() -> None:
+    sequence = DraftSequence("draft", replace(OPTIONS, p_min=0.5), lambda token: token == END)
+    sequence.extend([1])
+    sequence.propose(4, ())
+    assert sequence.next_span(8) is not None
+    assert sequence.computed([DraftedToken(4, 0.9), DraftedToken(5, 0.1), DraftedToken(6, 0.9)])
+    assert sequence.propose(4, ()).tokens == (4,)
+    assert sequence.next_span(8) is None
 
 
 def test_too_few_tokens_are_not_offered() -> None:
@@ -309,7 +337,7 @@ def test_whatever_happens_it_says_what_the_model_says(steps: list[tuple[str, int
                     committed.append(number)
                     flying = []
                     machine.cache[span.start :] = span.tokens
-                    sequence.computed(says(machine.cache) if span.has_output else None)
+                    sequence.computed([says(machine.cache)] if span.has_output else [])
         assert sequence.tokens[: len(committed)] == committed
         assert machine.cache[: sequence.num_cached] == sequence.tokens[: sequence.num_cached]
     sequence.propose(4, flying)

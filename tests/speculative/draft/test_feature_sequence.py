@@ -109,7 +109,7 @@ class Machine:
         state = self.state(span.stop - 1) if is_there else feature(0, 3.0)
         right = TEXT[span.stop] if span.stop < len(TEXT) else 0
         before = len(self.sequence.tokens)
-        self.sequence.computed(DraftedToken(right if is_right else right + 1, 0.5), state)
+        self.sequence.computed([DraftedToken(right if is_right else right + 1, 0.5)], state)
         self.num_drafted += len(self.sequence.tokens) - before
 
 
