@@ -148,7 +148,8 @@ class EmbeddingStageStatus:
 
     index: int = 0
     host: str = ""
-    address: str = ""
+    address: str | None = None
+    """None until it serves."""
     layers: tuple[int, int] = (0, 0)
     """Half-open range: all of them."""
     threads: int | None = field(default=None, metadata=_UNSET)
@@ -545,7 +546,7 @@ class MeshStatus(ChatModelStatus):
     """Of the client that asked."""
 
 
-def copied(kind: type[Part], *sources: object, **given: Any) -> Part:
+def copied(kind: type[Part], /, *sources: object, **given: Any) -> Part:
     """A part of a status, with the attributes of objects that have the names of its fields.
 
     Args:

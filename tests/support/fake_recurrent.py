@@ -148,7 +148,7 @@ class FakeRecurrentRuntime(FakeRuntime):
             index, num_stages, n_vocab=n_vocab, num_slots=num_slots, ctx_size=ctx_size, on_decode=on_decode
         )
         self.info = replace(self.info, can_trim=False)
-        self.memory = FakeRecurrentMemory(
+        self.memory: FakeRecurrentMemory = FakeRecurrentMemory(
             num_slots, ctx_size, is_poisoned=is_poisoned, num_checkpoints=num_checkpoints
         )
 

@@ -181,7 +181,8 @@ class GatedStage(rpc.StageServicer):
 
     async def Follow(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         with self._ring.serving(context) as stream:
-            async for news in self._gated(stream, self._service.Follow(request, context)):
+            follow: Any = self._service.Follow
+            async for news in self._gated(stream, follow(request, context)):
                 yield news
 
     async def _gated(self, stream: Stream, said: AsyncIterator[Any]) -> AsyncIterator[Any]:

@@ -23,6 +23,7 @@ from stages.serving.sent_rows import SentHiddenStates
 from stages.serving.slots import SlotTokens
 from stages.serving.stage_engine import StageEngine
 from stages.transport import stage_link
+from stages.transport.frames import frame_of
 from tests.support.fake_stage import FakeRuntime, plain_answer
 from tests.support.repairable_ring import RepairableRing, serving
 from tests.support.ring_harness import collect, feature_streams, plugs_for
@@ -161,7 +162,7 @@ async def test_a_stream_that_cannot_write_is_lost(writes: str, monkeypatch: pyte
             call = coordinator._ring._controls[1]._call
             call.write = once(call.write, MemoryError(), after=0)  # type: ignore[method-assign]
         else:
-            monkeypatch.setattr(stage_link, "frame_of", once(stage_link.frame_of, MemoryError(), after=8))
+            monkeypatch.setattr(stage_link, "frame_of", once(frame_of, MemoryError(), after=8))
         async with asyncio.timeout(PATIENCE_S):
             while not ring.num_repairs:
                 assert await answer(coordinator) == TEXT
