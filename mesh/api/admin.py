@@ -12,7 +12,7 @@ from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annota
 from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.auth import client_of, may_load, require_own_machine
-from mesh.api.backend import HostAdmin, HostInspection, ModelAdmin, backend_of, backends_of, body_of
+from mesh.api.backend import backend_of, backends_of, body_of
 from mesh.api.disconnects import while_connected
 from mesh.api.errors import json_response
 from mesh.api.on_demand.leases import lease_for
@@ -21,7 +21,7 @@ from mesh.options.model import LoadRequest
 from spanmesh_proto.errors import ClusterError, InvalidRequest, JoinError
 
 if TYPE_CHECKING:
-    from mesh.api.backend import OnDemandModels
+    from mesh.api.head_services import HostAdmin, HostInspection, ModelAdmin, OnDemandModels
 
 router = APIRouter()
 _HOST: Final[dict[str, Any]] = {

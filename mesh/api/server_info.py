@@ -30,7 +30,8 @@ from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError, MeshError
 
 if TYPE_CHECKING:
-    from mesh.api.backend import Backend, LibraryModel, OnDemandModels
+    from mesh.api.backend import Backend
+    from mesh.api.head_services import LibraryModel, OnDemandModels
     from mesh.embedding.registry import EmbeddingBackend
     from mesh.text.tokenizer import Tokenizer
     from stages.slicing.model_facts import ModelSummary

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gc
 import time
-from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import structlog
 
 from mesh.api.app import create_app
-from mesh.api.backend import ApiContext, Backends, LinkRuns
+from mesh.api.backend import ApiContext, Backends
 from mesh.api.bodies.reading import shared_body_pool
 from mesh.api.http_server import serve_api
 from mesh.cluster.discovery import announced, heads_found
@@ -33,7 +32,7 @@ from mesh.serve.options import fitted_to
 from mesh.serve.proposers import open_proposers
 from mesh.serve.served_model import backend_of, new_model
 from mesh.serve.startup_message import print_join_line, print_served
-from mesh.serve.status import HeadParts, MeshState, measured_links
+from mesh.serve.status import HeadParts, MeshState, link_runs_of
 from mesh.text.text_service import worker_bytes
 from mesh.util.tasks import first_of
 from spanmesh_proto.errors import ClusterError
@@ -259,7 +258,7 @@ def _api_context(state: MeshState) -> ApiContext:
         return state.head if state.is_serving else None
 
     return ApiContext(
-        link_runs=LinkRuns(partial(measured_links, state)),
+        link_runs=link_runs_of(state),
         host_admin=lambda: None if state.head is None else state.head.host_draining,
         inspection=lambda: None if state.head is None else state.head.inspection,
         model_admin=lambda: None if (head := served_head()) is None else head.models,

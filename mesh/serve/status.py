@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from mesh.api.head_services import LinkRuns
 from mesh.placement.gpu_layers import format_gpu_layers
 from mesh.placement.links import LinkProbeOptions
 from mesh.placement.memory_estimate import StageSizes, Workload
@@ -35,7 +37,7 @@ from stages.runtime.kernels import attention_name
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mesh.api.backend import ModelAdmin, OnDemandModels
+    from mesh.api.head_services import ModelAdmin, OnDemandModels
     from mesh.cluster.link_survey import LinkSurvey
     from mesh.cluster.members import Member, Members
     from mesh.coordinator.coordinator import PendingEngine
@@ -214,6 +216,11 @@ def _counts(stats: wire.StageStats) -> StageCounts:
         sent_bytes=stats.num_sent_bytes,
         resident_bytes=stats.resident_bytes,
     )
+
+
+def link_runs_of(state: MeshState) -> LinkRuns:
+    """Measurements of the links of a mesh, one at a time."""
+    return LinkRuns(partial(measured_links, state))
 
 
 async def measured_links(

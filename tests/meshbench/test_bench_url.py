@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mesh.api import auth
-from mesh.api.backend import LinkRuns
+from mesh.api.head_services import LinkRuns
 from mesh.engine import SpeculationMode
 from mesh.placement.links import Link
 from mesh.status import (

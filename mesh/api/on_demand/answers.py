@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from mesh.api.backend import Backend, Backends, ModelLease
+    from mesh.api.backend import Backend, Backends
     from mesh.api.event_stream import StreamForm
+    from mesh.api.head_services import ModelLease
 
 
 async def answered(

@@ -9,7 +9,7 @@ from mesh.api.auth import client_of
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from mesh.api.backend import ModelLease, OnDemandModels
+    from mesh.api.head_services import ModelLease, OnDemandModels
     from spanmesh_proto.errors import MeshError
 
 

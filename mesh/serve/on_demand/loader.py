@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, Protocol
 
 import structlog
 
-from mesh.api.backend import LibraryModel
+from mesh.api.head_services import LibraryModel
 from mesh.serve.on_demand.library import load_request_of
 from mesh.serve.on_demand.policy import (
     AskRoom,

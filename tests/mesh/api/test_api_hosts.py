@@ -9,7 +9,7 @@ import pytest
 
 from mesh.api import auth
 from mesh.api.api_keys import ApiKeys
-from mesh.api.backend import LinkMeasurement, LinkRuns
+from mesh.api.head_services import LinkMeasurement, LinkRuns
 from mesh.cli.main import run
 from mesh.placement.links import Link
 from mesh.placement.wire_types import WireChoice
