@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 
 from mesh.api.auth import ANY_ORIGIN, KEY_NAME
 from mesh.api.errors import error_response
@@ -235,7 +236,7 @@ def _is_of_models(scope: Scope) -> bool:
     if scope["method"] != "POST" or path.startswith(_MESH_PREFIX):
         return False
     # Names of spans are to be few: a path that is no route may be anything.
-    return any(getattr(route, "path", None) == path for route in scope["app"].routes)
+    return any(route.matches(scope)[0] is Match.FULL for route in scope["app"].routes)
 
 
 def is_own_origin(origin: str, host_header: str) -> bool:

@@ -152,6 +152,7 @@ async def test_its_requests_are_traced(tokenizer: Tokenizer) -> None:
     async with running_api(ScriptedEngine([TOKENS]), tokenizer, tracer=RequestTracer(provider)) as api:
         await api.http.post(PATH, json=ASKED)
         await api.http.post("/mesh/drain", json={"host": "attic"})
+        await api.http.post("/api/nothing", json={})
         await api.http.get("/health")
     (span,) = spans.get_finished_spans()
     assert span.name == f"POST {PATH}"
