@@ -8,18 +8,15 @@ import click
 
 from mesh.cli.option_types import Names, choice_option, float_option, int_option
 from meshbench import shared_options
-from meshbench.chaos.fault_kinds import ALL_KINDS, LISTED, LOSSES
+from meshbench.chaos.fault_kinds import ALL_KINDS, LISTED, LOSSES, SCENARIOS
 from meshbench.experiment import experiment
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from meshbench.chaos.fault_kinds import FaultKind
-    from meshbench.chaos.options import ScenarioName
+    from meshbench.chaos.fault_kinds import FaultKind, ScenarioName
     from meshbench.report_tools import Report
 
-# As in `meshbench.chaos.options`, which --help is not to import.
-_SCENARIOS: tuple[ScenarioName, ...] = ("faults", "leave", "head", "no-room")
 # Former names, still accepted and not shown.
 _FORMER = {"harms": "faults"}
 _ANSWER_TOKENS = (64, 96, 160)
@@ -33,7 +30,7 @@ _QUICK_QUESTIONS = 6
 @click.option(
     "--scenario",
     "scenarios",
-    type=Names("scenario", _SCENARIOS, former=_FORMER),
+    type=Names("scenario", SCENARIOS, former=_FORMER),
     default=("faults",),
     metavar="A,B,…",
     help="Scenarios: faults, leave (each host in turn), head (killed and restarted), no-room; "
@@ -106,7 +103,7 @@ def chaos(
     from meshbench.chaos.run import run_chaos  # noqa: PLC0415
 
     is_acceptance = preset == "acceptance"
-    wanted = _SCENARIOS if is_acceptance else scenarios
+    wanted = SCENARIOS if is_acceptance else scenarios
     return run_chaos(
         ChaosOptions(
             model=model or demo_model(),

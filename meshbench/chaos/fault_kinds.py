@@ -1,12 +1,16 @@
-"""Kinds of faults: their names, what each does, and which of them last."""
+"""Scenarios, and kinds of faults: their names, what each does, and which of them last."""
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 if TYPE_CHECKING:
     from typing import Self
+
+ScenarioName = Literal["faults", "leave", "head", "no-room"]
+
+SCENARIOS: Final[tuple[ScenarioName, ...]] = get_args(ScenarioName)
 
 
 class FaultKind(StrEnum):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from typing import TYPE_CHECKING, Final
 
 from mesh.placement.host_capacity import HostCapacity
 from mesh.placement.planner import plan
@@ -12,14 +12,10 @@ from spanmesh_proto.errors import ModelDoesNotFit
 
 if TYPE_CHECKING:
     from mesh.placement.memory_estimate import Workload
-    from meshbench.chaos.fault_kinds import FaultKind
+    from meshbench.chaos.fault_kinds import FaultKind, ScenarioName
     from stages.slicing.model_facts import ModelFacts
 
 _STEP_BYTES: Final = 2**20
-
-ScenarioName = Literal["faults", "leave", "head", "no-room"]
-
-SCENARIOS: Final[tuple[ScenarioName, ...]] = get_args(ScenarioName)
 
 
 @dataclass(frozen=True, kw_only=True)

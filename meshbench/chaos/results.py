@@ -144,7 +144,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Result of one of `options.SCENARIOS`."""
+    """Result of one of `fault_kinds.SCENARIOS`."""
 
     name: str
     """Which."""

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from meshbench.chaos.options import ChaosOptions, ScenarioName
+    from meshbench.chaos.fault_kinds import ScenarioName
+    from meshbench.chaos.options import ChaosOptions
     from meshbench.chaos.results import Scenario
     from meshbench.report_tools import Line, Report
 

@@ -16,10 +16,10 @@ from mesh.placement.memory_estimate import Workload
 from mesh.placement.planner import plan
 from mesh.status import HostStatus, MeshStatus, StageStatus
 from meshbench.chaos.cli import chaos
-from meshbench.chaos.fault_kinds import ALL_KINDS, FaultKind
+from meshbench.chaos.fault_kinds import ALL_KINDS, SCENARIOS, FaultKind
 from meshbench.chaos.faults import draw_faults, listener, victim
 from meshbench.chaos.harness import what_is_missing
-from meshbench.chaos.options import SCENARIOS, least_memory_bytes
+from meshbench.chaos.options import least_memory_bytes
 from meshbench.chaos.questions import questions
 from meshbench.chaos.report import chaos_report
 from meshbench.chaos.results import (
