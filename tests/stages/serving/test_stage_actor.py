@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import shutil
+import socket
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -153,6 +154,22 @@ async def test_a_host_s_own_disk_limit_wins(
             await actor.stop()
     folders = [path for path in (config.cache_root / "kv").glob("*") if path.is_dir()]
     assert len(folders) == (0 if most_bytes is None else 2)
+
+
+async def test_a_disk_is_not_opened_where_nothing_can_be_bound(configs: list[StageConfig]) -> None:
+    """Its files may be in use by the stage that has the port."""
+    actor = StageActor(replace(configs[0], kv_disk_bytes=5_000))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        try:
+            await actor.load()
+            await certify(actor, "host-0")
+            with pytest.raises(ClusterError, match="cannot listen"):
+                await actor.start("127.0.0.1", [taken.getsockname()[1]])
+            service = actor._service
+            assert isinstance(service, StageService)
+            assert disk_of(service).opening is None
+        finally:
+            await actor.stop()
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
