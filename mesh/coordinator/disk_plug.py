@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mesh.coordinator.block_names import BLOCK_POSITIONS
-from mesh.coordinator.disk_prefixes import DiskHistory, DiskPrefixes
+from mesh.coordinator.disk_prefixes import BLOCK_POSITIONS, DiskHistory, DiskPrefixes
 from mesh.coordinator.plugs import Plug
 from mesh.coordinator.prefix_cache import PrefixMatch
 

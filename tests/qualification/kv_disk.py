@@ -27,7 +27,7 @@ import structlog
 
 from mesh.cli.head_client import ask_head
 from mesh.cli.option_types import int_option
-from mesh.coordinator.block_names import BLOCK_POSITIONS
+from mesh.coordinator.disk_prefixes import BLOCK_POSITIONS
 from mesh.serve.options import demo_model
 from mesh.status import KvDiskStatus, read_status
 from mesh.util.completion_stream import COMPLETION_PATH, stream_completion

@@ -12,10 +12,10 @@ from weakref import WeakKeyDictionary
 
 import grpc
 
-from mesh.coordinator.block_names import BLOCK_POSITIONS
 from mesh.coordinator.checkpoint_plan import CheckpointPlug
 from mesh.coordinator.coordinator import Coordinator
 from mesh.coordinator.disk_plug import DiskPlug
+from mesh.coordinator.disk_prefixes import BLOCK_POSITIONS
 from mesh.coordinator.feature_plug import FeaturePlug
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.coordinator.ring import StageAddress

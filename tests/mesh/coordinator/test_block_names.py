@@ -7,7 +7,7 @@ from typing import Final
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.coordinator.block_names import BlockNames, names_root
+from mesh.coordinator.disk_prefixes import BlockNames, names_root
 
 SIZE: Final = 4
 IDENTITIES: Final = (bytes(32), bytes(range(32)))
