@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mesh.coordinator.checkpoint_plan import CheckpointPlug
-from mesh.coordinator.disk_plug import DiskPlug
+from mesh.coordinator.disk_prefixes import DiskPlug
 from mesh.coordinator.feature_plug import FeaturePlug
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import pytest
 
 from mesh.coordinator import composition as of_coordinator
 from mesh.coordinator.checkpoint_plan import CheckpointPlug
-from mesh.coordinator.disk_plug import DiskPlug
+from mesh.coordinator.disk_prefixes import DiskPlug
 from mesh.coordinator.feature_needs import FeatureNeeds
 from mesh.coordinator.feature_plug import FeaturePlug
 from mesh.coordinator.options import CoordinatorOptions

@@ -14,8 +14,7 @@ import grpc
 
 from mesh.coordinator.checkpoint_plan import CheckpointPlug
 from mesh.coordinator.coordinator import Coordinator
-from mesh.coordinator.disk_plug import DiskPlug
-from mesh.coordinator.disk_prefixes import BLOCK_POSITIONS
+from mesh.coordinator.disk_prefixes import BLOCK_POSITIONS, DiskPlug
 from mesh.coordinator.feature_plug import FeaturePlug
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.coordinator.ring import StageAddress
