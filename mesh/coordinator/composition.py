@@ -11,7 +11,7 @@ from mesh.coordinator.feature_plug import FeaturePlug
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from mesh.coordinator.feature_needs import FeatureNeeds
+    from mesh.coordinator.feature_store import FeatureNeeds
     from mesh.coordinator.plugs import Plug
     from mesh.options.model import ModelOptions
     from stages.slicing.model_facts import ModelFacts

@@ -15,8 +15,7 @@ from spanmesh_proto.errors import MeshError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mesh.coordinator.feature_needs import FeatureNeeds
-    from mesh.coordinator.feature_store import FeatureRows
+    from mesh.coordinator.feature_store import FeatureNeeds, FeatureRows
     from mesh.coordinator.feature_streams import ReceivedFeatures
     from mesh.coordinator.generation import Generation, WindowPlan
     from mesh.coordinator.plugs import NewRing

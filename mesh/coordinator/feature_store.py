@@ -5,6 +5,8 @@ the proposed tokens among them. A verdict says how many rows count.
 
 A committed position may be computed more than once, in models that go back to checkpoints, and in a replay.
 Whichever of its features are complete first are released; the others are the same, and are dropped.
+
+Hidden states of a target that a drafter reads.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+
+from stages.transport.hidden_codec import HiddenType
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -175,6 +179,27 @@ class FeatureStore:
         if len(self._behind_gap) > _MOST_WINDOWS:
             # What is missing will not come any more.
             self.num_known = self._behind_gap.pop(min(self._behind_gap))
+
+
+@dataclass(frozen=True)
+class FeatureNeeds:
+    """Features that a drafter reads."""
+
+    layers: tuple[int, ...]
+    """Layers whose outputs it reads, in its order; the number of the model's layers stands for the head
+    state."""
+    n_layers: int
+    """Layers of the model."""
+    n_embd: int
+    """Values of a row of one layer."""
+    hidden_type: HiddenType = HiddenType.F16
+    """Format on the wire."""
+    context: int = 512
+    """Number of the prompt's last positions whose features are wanted."""
+
+    def bytes_per_token(self) -> int:
+        """Size of the features of one position."""
+        return len(self.layers) * self.hidden_type.row_bytes(self.n_embd)
 
 
 def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from mesh.coordinator.feature_needs import FeatureNeeds
+    from mesh.coordinator.feature_store import FeatureNeeds
     from mesh.coordinator.ring import StageAddress
     from stages.transport.channels import Identity
 

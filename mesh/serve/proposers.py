@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from mesh.coordinator.feature_needs import FeatureNeeds
+from mesh.coordinator.feature_store import FeatureNeeds
 from mesh.draft.loading import load_drafter
 from mesh.serve.preflight import latest_answer
 from spanmesh_proto.errors import ModelError

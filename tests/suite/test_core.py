@@ -13,8 +13,8 @@ import pytest
 from mesh.coordinator import composition as of_coordinator
 from mesh.coordinator.checkpoint_plan import CheckpointPlug
 from mesh.coordinator.disk_prefixes import DiskPlug
-from mesh.coordinator.feature_needs import FeatureNeeds
 from mesh.coordinator.feature_plug import FeaturePlug
+from mesh.coordinator.feature_store import FeatureNeeds
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.engine import GenerationRequest
 from mesh.options.model import ModelOptions

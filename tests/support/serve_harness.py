@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.cluster.membership_server import MembershipService
-    from mesh.coordinator.feature_needs import FeatureNeeds
+    from mesh.coordinator.feature_store import FeatureNeeds
     from mesh.engine import GenerationRequest
     from mesh.placement.topology import Topology
     from mesh.serve.head import Head

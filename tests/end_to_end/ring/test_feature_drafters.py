@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from mesh.coordinator.feature_needs import FeatureNeeds
+from mesh.coordinator.feature_store import FeatureNeeds
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.draft.drafter import own_head, read_drafter
 from mesh.draft.loading import load_drafter

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mesh.coordinator import feature_streams
 from mesh.coordinator.coordinator import Coordinator
-from mesh.coordinator.feature_needs import FeatureNeeds
+from mesh.coordinator.feature_store import FeatureNeeds
 from mesh.coordinator.heartbeat import LivenessMonitor
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.coordinator.request_queue import RequestGate

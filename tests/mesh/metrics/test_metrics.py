@@ -14,7 +14,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from mesh.api.api_keys import ApiKeys
-from mesh.coordinator.feature_needs import FeatureNeeds
+from mesh.coordinator.feature_store import FeatureNeeds
 from mesh.draft.drafter import read_drafter
 from mesh.draft.loading import load_drafter
 from mesh.engine import Committed, GenerationRequest, GenerationStats

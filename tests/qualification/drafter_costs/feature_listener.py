@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from mesh.coordinator.feature_needs import FeatureNeeds
+    from mesh.coordinator.feature_store import FeatureNeeds
     from mesh.engine import GenerationRequest
     from mesh.options.host import HeadOptions
     from mesh.serve.preflight import Preflight

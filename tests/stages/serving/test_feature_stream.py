@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 import pytest
 
-from mesh.coordinator.feature_needs import FeatureNeeds
+from mesh.coordinator.feature_store import FeatureNeeds
 from mesh.coordinator.feature_streams import decoded
 from mesh.engine import GenerationRequest
 from spanmesh_proto import PROTOCOL_VERSION
