@@ -7,7 +7,7 @@ same noise (Daliri et al. 2024, drafter-invariant speculative decoding), so the 
 as well.
 
 Drafters that read hidden states run in the same way. Stages send features to the coordinator
-(`mesh.coordinator.feature_streams`); what is late or lost costs acceptance only.
+(`mesh.coordinator.feature_plug`); what is late or lost costs acceptance only.
 """
 
 from __future__ import annotations

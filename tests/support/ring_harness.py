@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.coordinator.disk_prefixes import DiskPrefixes
+    from mesh.coordinator.feature_plug import FeatureStreams
     from mesh.coordinator.feature_store import FeatureNeeds
-    from mesh.coordinator.feature_streams import FeatureStreams
     from mesh.coordinator.plugs import Plug
     from mesh.engine import Committed, GenerationRequest
     from speculative.proposer import Proposer

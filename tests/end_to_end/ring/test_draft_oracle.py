@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.coordinator.coordinator import Coordinator
-    from mesh.coordinator.feature_streams import ReceivedFeatures
+    from mesh.coordinator.feature_plug import ReceivedFeatures
     from mesh.coordinator.stage_streams import BatchTimes
     from mesh.draft.drafter import Drafter
     from mesh.engine import GenerationRequest

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.coordinator import feature_streams
+from mesh.coordinator import feature_plug
 from mesh.coordinator.coordinator import Coordinator
 from mesh.coordinator.feature_store import FeatureNeeds
 from mesh.coordinator.heartbeat import LivenessMonitor
@@ -219,7 +219,7 @@ class AwaitedFeatures:
 
 @pytest.fixture
 def awaited_features(monkeypatch: pytest.MonkeyPatch) -> AwaitedFeatures:
-    monkeypatch.setattr(feature_streams, "_CONNECT_PATIENCE_S", 30.0)
+    monkeypatch.setattr(feature_plug, "_CONNECT_PATIENCE_S", 30.0)
     return AwaitedFeatures(RepairableRing(), threading.Event())
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mesh.coordinator.coordinator import Coordinator
+from mesh.coordinator.feature_plug import FeatureStreams
 from mesh.coordinator.feature_store import FeatureNeeds
-from mesh.coordinator.feature_streams import FeatureStreams
 from mesh.coordinator.groups import WindowGroups
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.coordinator.session import Session

@@ -9,8 +9,8 @@ import grpc
 import numpy as np
 import pytest
 
+from mesh.coordinator.feature_plug import decoded
 from mesh.coordinator.feature_store import FeatureNeeds
-from mesh.coordinator.feature_streams import decoded
 from mesh.engine import GenerationRequest
 from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import windows_pb2 as wire
