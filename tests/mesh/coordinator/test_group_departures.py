@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.coordinator.group_departures import GroupDepartures
+from mesh.coordinator.groups import GroupDepartures
 
 ROUND_TRIP_MS = 60.0
 
