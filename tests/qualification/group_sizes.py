@@ -18,7 +18,7 @@ import click
 import structlog
 
 from mesh.cli.option_types import Numbers, int_option
-from mesh.coordinator.group_count import group_counts
+from mesh.coordinator.groups import group_counts
 from mesh.serve.options import demo_model
 from mesh.status import SessionsStatus
 from mesh.util.processors import processor_name

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.coordinator.group_count import GroupCountSearch, group_counts
+from mesh.coordinator.groups import GroupCountSearch, group_counts
 
 NUM_STAGES = 3
 NETWORK_MS = 20.0
