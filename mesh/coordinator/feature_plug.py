@@ -33,11 +33,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from mesh.coordinator.feature_store import FeatureNeeds, FeatureRows
-    from mesh.coordinator.generation import Generation, WindowPlan
+    from mesh.coordinator.generation import Generation, InFlightWindow, WindowPlan
     from mesh.coordinator.plugs import NewRing
     from mesh.coordinator.ring import StageAddress
     from mesh.coordinator.speculation import Speculator
-    from mesh.coordinator.window_outcomes import InFlightWindow
     from mesh.engine import SpeculationReport
     from mesh.status import MeshStatus
     from stages.transport.channels import Identity

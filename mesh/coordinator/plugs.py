@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mesh.coordinator.generation import Generation, Rollback, WindowPlan
+    from mesh.coordinator.generation import Generation, InFlightWindow, Rollback, WindowPlan
     from mesh.coordinator.options import CoordinatorOptions
     from mesh.coordinator.prefix_cache import PrefixMatch
     from mesh.coordinator.ring import Ring, RingTerms, StageAddress
     from mesh.coordinator.speculation import Speculator
-    from mesh.coordinator.window_outcomes import InFlightWindow
     from mesh.engine import GenerationRequest, SpeculationReport
     from mesh.status import MeshStatus
     from spanmesh_proto import windows_pb2 as wire

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 import structlog
 
 from mesh.coordinator.crash_suspects import CrashHistory
+from mesh.coordinator.generation import InFlightWindow, outcomes_of
 from mesh.coordinator.output_queue import OutputQueue
 from mesh.coordinator.telemetry import SessionTelemetry
-from mesh.coordinator.window_outcomes import InFlightWindow, outcomes_of
 from mesh.engine import Committed
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError, PrefixMismatch, ProtocolError, StageFailed
