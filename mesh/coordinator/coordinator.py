@@ -15,10 +15,10 @@ from mesh.coordinator.plugs import NewRing
 from mesh.coordinator.prefix_cache import PrefixMatch
 from mesh.coordinator.request_queue import RequestGate, SlotPool
 from mesh.coordinator.ring import Ring, RingTerms, StageAddress
-from mesh.coordinator.ring_stats import ActiveRing
 from mesh.coordinator.session import Session, session_spec
 from mesh.coordinator.session_replay import SessionReplayer, attribute_crash
 from mesh.coordinator.speculation import Speculators
+from mesh.coordinator.telemetry import ActiveRing
 from mesh.engine import GenerationStats, SpeculationReport
 from mesh.status import MeshStatus, PrefillStatus, SessionsStatus
 from spanmesh_proto.errors import (

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from mesh.coordinator.generation import Generation, Step, WindowPlan
     from mesh.coordinator.plugs import SessionPlug
     from mesh.coordinator.prefix_cache import PrefixMatch
-    from mesh.coordinator.ring_stats import ActiveRing
     from mesh.coordinator.speculation import Speculator
     from mesh.coordinator.stage_streams import BatchTimes
+    from mesh.coordinator.telemetry import ActiveRing
     from mesh.engine import GenerationRequest, GenerationStats, PrefillProgress
     from speculative.outcome import WindowOutcome
     from stages.sampling.logprobs import TokenLogprobs

@@ -17,7 +17,7 @@ from mesh.coordinator.feature_store import FeatureNeeds
 from mesh.coordinator.heartbeat import LivenessMonitor
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.coordinator.request_queue import RequestGate
-from mesh.coordinator.ring_stats import ActiveRing
+from mesh.coordinator.telemetry import ActiveRing
 from mesh.engine import GenerationRequest
 from spanmesh_proto.errors import ModelDoesNotFit, StageFailed
 from stages.sampling.sampler import Sampler, SamplingParams

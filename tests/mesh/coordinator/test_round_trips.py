@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.coordinator.ring_stats import RoundTrips
 from mesh.coordinator.stage_streams import ClockOffset
+from mesh.coordinator.telemetry import RoundTrips
 from mesh.engine import GenerationRequest
 from mesh.status import RoundTripStatus
 from spanmesh_proto import windows_pb2 as wire
