@@ -1,4 +1,7 @@
-"""Membership service of the head: joins, leaves, announcements and stage files."""
+"""Membership service of the head: joins, leaves, announcements and stage files.
+
+Stage files: sends recipes and pieces of stage files to hosts.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import asyncio
 import contextlib
 import itertools
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Final, Protocol
 
 import grpc
 import structlog
@@ -16,13 +21,12 @@ from mesh.cluster.admission import DAY_S, AdmissionControl, eviction
 from mesh.cluster.certificates import server_credentials
 from mesh.cluster.membership_messages import KEEPALIVE, SERVER_PINGS, changes_of, member_of, ports_message
 from mesh.cluster.reachability import check_reachable_back
-from mesh.cluster.stage_files import StageSender
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto import membership_pb2_grpc as rpc
 from spanmesh_proto.addresses import join_address, split_address
-from spanmesh_proto.errors import HostUnreachable, JoinError, MeshError, PortInUse
-from stages.cancellable_work import in_own_thread
+from spanmesh_proto.errors import HostUnreachable, InvalidModel, JoinError, MeshError, PortInUse
+from stages.cancellable_work import CancellableWork, in_own_thread
 from stages.transport.channels import SERVER_OPTIONS, abort, listen_within
 from stages.weights.fetch import MAX_REQUEST_BYTES, RateLimit
 
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
     from stages.transport.channels import Identity
     from stages.weights.virtual_stages import StageCache
 
+_CHUNK_BYTES: Final = 1024 * 1024
 _REPORT_TIMEOUT_S: Final = 2.0
 _DIAL_BACK_TIMEOUT_S: Final = 2.0
 # Of a host with a port range; this host itself names fewer.
@@ -49,8 +54,77 @@ _SIZES: Final = (("grpc.max_receive_message_length", MAX_REQUEST_BYTES),)
 _OPTIONS: Final = tuple(
     {**dict(SERVER_OPTIONS), **dict(KEEPALIVE), **dict(SERVER_PINGS), **dict(_SIZES)}.items()
 )
-
 log = structlog.get_logger()
+
+
+class Reader(Protocol):
+    """Open recipe or stage file; see `stages.weights.virtual_stages`."""
+
+    size_bytes: int
+
+    def read(self, at: int, count: int) -> bytes:
+        """Up to `count` bytes from `at` on; empty at the end."""
+
+    def close(self) -> None:
+        """Close the file."""
+
+
+class _Text:
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.size_bytes = len(data)
+
+    def read(self, at: int, count: int) -> bytes:
+        return self._data[at : at + count]
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+class StageSender:
+    """Opens and sends what hosts request.
+
+    Args:
+        cache: Stage files.
+        rate: Bandwidth of all transfers together.
+    """
+
+    def __init__(self, cache: StageCache, rate: RateLimit) -> None:
+        self._cache = cache
+        self._rate = rate
+
+    def open(self, request: wire.FetchRequest) -> Reader:
+        """Open what a request names.
+
+        Raises:
+            ModelError: If there is no such stage, or its model was changed or is not on this host.
+        """
+        if request.recipe:
+            recipe = self._cache.recipe(request.sha256)
+            if recipe is not None:
+                return _Text(recipe.to_bytes())
+        else:
+            stage = self._cache.open(request.sha256)
+            if stage is not None:
+                return stage
+        raise InvalidModel(f"the head has no stage {request.sha256[:12]}; start `mesh serve` again")
+
+    async def send(self, request: wire.FetchRequest, reader: Reader) -> AsyncIterator[bytes]:
+        """The requested bytes, within the bandwidth.
+
+        Raises:
+            InvalidModel: If the model cannot be read any more.
+        """
+        wanted = [(each.start, each.num_bytes) for each in request.ranges]
+        with ThreadPoolExecutor(1, "send") as thread:
+            reading = CancellableWork(thread)
+            for start, count in wanted or [(request.offset, reader.size_bytes)]:
+                at, stop = start, min(start + count, reader.size_bytes)
+                while at < stop:
+                    data = await reading.run(partial(reader.read, at, min(_CHUNK_BYTES, stop - at)))
+                    await self._rate.take(len(data))
+                    yield data
+                    at += len(data)
 
 
 @dataclass(frozen=True)
@@ -122,11 +196,6 @@ class MembershipServer:
     async def kill(self) -> None:
         """Stop without notice to the hosts."""
         await self._server.stop(grace=0)
-
-
-def _since_boot_s() -> float:
-    """Seconds since this machine started, its sleep included; elsewhere than on Linux since some moment."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 class MembershipService(rpc.MembershipServicer):
@@ -431,6 +500,11 @@ class MembershipService(rpc.MembershipServicer):
                     log.warning("certificate_refused", host=name, reason=error.message)
                 else:
                     self._outboxes[name].put_nowait(wire.HeadReport(certificate=certificate))
+
+
+def _since_boot_s() -> float:
+    """Seconds since this machine started, its sleep included; elsewhere than on Linux since some moment."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 async def _until_done(

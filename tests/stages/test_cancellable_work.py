@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.cluster.stage_files import StageSender
+from mesh.cluster.membership_server import StageSender
 from mesh.serve.head_state import HeadStateFile, HeadStateWriter
 from mesh.serve.planning import plan_in_thread
 from mesh.serve.stage_factory import ServedFiles
