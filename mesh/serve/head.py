@@ -14,8 +14,7 @@ import structlog
 from mesh.cluster.addresses import bind_address, is_loopback
 from mesh.cluster.certificates import Authority
 from mesh.cluster.join_token import encode
-from mesh.cluster.link_probe import EchoServer
-from mesh.cluster.link_survey import LinkSurvey
+from mesh.cluster.link_probe import EchoServer, LinkSurvey
 from mesh.cluster.members import Member, Members
 from mesh.cluster.membership_server import MembershipServer, MembershipService, RayAccess
 from mesh.cluster.port_plan import own_ports, plan_ports

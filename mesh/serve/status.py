@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mesh.api.head_services import ModelAdmin, OnDemandModels
-    from mesh.cluster.link_survey import LinkSurvey
+    from mesh.cluster.link_probe import LinkSurvey
     from mesh.cluster.members import Member, Members
     from mesh.coordinator.coordinator import PendingEngine
     from mesh.engine import SpeculationMode

@@ -18,13 +18,13 @@ from mesh.cluster.certificates import Authority, make_certificate
 from mesh.cluster.link_probe import (
     MAX_ANSWER_BYTES,
     EchoServer,
+    LinkSurvey,
     carry_out,
     echo_key,
     links_of,
     measure_link,
     order_of,
 )
-from mesh.cluster.link_survey import LinkSurvey
 from mesh.cluster.membership_client import Membership, find_head
 from mesh.cluster.port_plan import own_part
 from mesh.cluster.reachability import CheckListener

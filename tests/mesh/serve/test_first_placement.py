@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from mesh.cluster.host_facts import HostFacts, read_versions
 from mesh.cluster.join_token import encode
-from mesh.cluster.link_survey import LinkSurvey
+from mesh.cluster.link_probe import LinkSurvey
 from mesh.cluster.members import Member
 from mesh.engine import GenerationRequest
 from mesh.options.model import LoadRequest
