@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import grpc
 import structlog
 
-from mesh.cluster.membership_messages import ports_message
+from mesh.cluster.members import ports_message
 from mesh.cluster.port_plan import own_ports
 from mesh.cluster.reachability import RangeListener, unreachable_ports
 from mesh.placement.links import Link, LinkProbeOptions, Links

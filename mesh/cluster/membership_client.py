@@ -19,7 +19,7 @@ from mesh.cluster.certificates import (
     fetch_pinned_certificate,
 )
 from mesh.cluster.link_probe import EchoServer, carry_out
-from mesh.cluster.membership_messages import KEEPALIVE, later_report, port_range_of, report_of
+from mesh.cluster.members import KEEPALIVE, later_report, port_range_of, report_of
 from mesh.cluster.membership_server import RayAccess
 from mesh.cluster.reachability import CheckListener, check_ray_reachable
 from spanmesh_proto import PROTOCOL_VERSION

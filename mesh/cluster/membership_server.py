@@ -19,7 +19,7 @@ import structlog
 
 from mesh.cluster.admission import DAY_S, AdmissionControl, eviction
 from mesh.cluster.certificates import server_credentials
-from mesh.cluster.membership_messages import KEEPALIVE, SERVER_PINGS, changes_of, member_of, ports_message
+from mesh.cluster.members import KEEPALIVE, SERVER_PINGS, changes_of, member_of, ports_message
 from mesh.cluster.reachability import check_reachable_back
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto import membership_pb2 as wire

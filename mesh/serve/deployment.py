@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from mesh.serve.stage_handle import RingCredentials
     from stages.weights.virtual_stages import StageCache
 
-# A host that is gone is noticed within 4 s (see `mesh.cluster.membership_messages`). What it held may fail
+# A host that is gone is noticed within 4 s (see `mesh.cluster.members`). What it held may fail
 # earlier.
 _DEPARTURE_S: Final = 5.0
 # Before the next placement: time for processes that are ending, and for hosts that are lost together.

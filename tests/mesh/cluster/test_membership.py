@@ -327,7 +327,7 @@ async def test_a_host_renews_its_certificate_while_it_is_a_member(tmp_path: Path
 async def test_another_protocol_version_is_refused_with_both_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mesh.cluster.membership_messages.PROTOCOL_VERSION", 99)
+    monkeypatch.setattr("mesh.cluster.members.PROTOCOL_VERSION", 99)
     async with head(tmp_path) as side:
         with pytest.raises(
             ProtocolVersionMismatch, match=rf"version 99 .* the head speaks {PROTOCOL_VERSION}"

@@ -5,8 +5,7 @@ from dataclasses import fields
 import pytest
 
 from mesh.cluster.host_facts import HostFacts, Versions
-from mesh.cluster.members import Member, Members
-from mesh.cluster.membership_messages import changes_of, later_report, member_of, report_of
+from mesh.cluster.members import Member, Members, changes_of, later_report, member_of, report_of
 from mesh.placement.host_capacity import Gpu
 from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto.addresses import PortRange

@@ -17,8 +17,8 @@ from mesh.cluster.addresses import free_port
 from mesh.cluster.admission import AdmissionControl, Admissions, new_secret
 from mesh.cluster.certificates import make_certificate
 from mesh.cluster.join_token import JoinToken
+from mesh.cluster.members import report_of
 from mesh.cluster.membership_client import Membership, find_head
-from mesh.cluster.membership_messages import report_of
 from mesh.cluster.membership_server import MembershipServer
 from mesh.cluster.reachability import CheckListener
 from spanmesh_proto.errors import HostUnreachable, InvalidJoinToken, JoinError

@@ -12,8 +12,7 @@ import pytest
 
 from mesh.cli.main import run
 from mesh.cluster.host_facts import HostFacts, read_versions
-from mesh.cluster.members import Member
-from mesh.cluster.membership_messages import member_of, report_of
+from mesh.cluster.members import Member, member_of, report_of
 from mesh.placement.gpu_layers import ALL, check_gpu_layers, format_gpu_layers, parse_gpu_layers
 from mesh.placement.host_capacity import Gpu
 from spanmesh_proto.errors import ClusterError, InvalidModel, ModelDoesNotFit
