@@ -17,8 +17,7 @@ import grpc
 import structlog
 
 from mesh.cluster.members import ports_message
-from mesh.cluster.port_plan import own_ports
-from mesh.cluster.reachability import RangeListener, unreachable_ports
+from mesh.cluster.port_plan import RangeListener, own_ports, unreachable_ports
 from mesh.placement.links import Link, LinkProbeOptions, Links
 from spanmesh_proto import links_pb2 as wire
 from spanmesh_proto import links_pb2_grpc as rpc

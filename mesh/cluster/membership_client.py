@@ -21,7 +21,7 @@ from mesh.cluster.certificates import (
 from mesh.cluster.link_probe import EchoServer, carry_out
 from mesh.cluster.members import KEEPALIVE, later_report, port_range_of, report_of
 from mesh.cluster.membership_server import RayAccess
-from mesh.cluster.reachability import CheckListener, check_ray_reachable
+from mesh.cluster.port_plan import CheckListener, check_ray_reachable
 from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto import membership_pb2_grpc as rpc

@@ -20,7 +20,7 @@ import structlog
 from mesh.cluster.admission import DAY_S, AdmissionControl, eviction
 from mesh.cluster.certificates import server_credentials
 from mesh.cluster.members import KEEPALIVE, SERVER_PINGS, changes_of, member_of, ports_message
-from mesh.cluster.reachability import check_reachable_back
+from mesh.cluster.port_plan import check_reachable_back
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto import membership_pb2_grpc as rpc

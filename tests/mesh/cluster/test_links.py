@@ -26,8 +26,7 @@ from mesh.cluster.link_probe import (
     order_of,
 )
 from mesh.cluster.membership_client import Membership, find_head
-from mesh.cluster.port_plan import own_part
-from mesh.cluster.reachability import CheckListener
+from mesh.cluster.port_plan import CheckListener, own_part
 from mesh.placement.links import Link, LinkProbeOptions, Links
 from mesh.placement.stage_order import round_times
 from spanmesh_proto import links_pb2 as wire

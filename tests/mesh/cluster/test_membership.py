@@ -24,8 +24,7 @@ from mesh.cluster.link_probe import measure_link
 from mesh.cluster.members import Member, Members
 from mesh.cluster.membership_client import HeadEndpoint, Membership, find_head
 from mesh.cluster.membership_server import MembershipServer, MembershipService, RayAccess
-from mesh.cluster.port_plan import own_part
-from mesh.cluster.reachability import CheckListener
+from mesh.cluster.port_plan import CheckListener, own_part
 from mesh.placement.links import LinkProbeOptions
 from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import membership_pb2 as wire

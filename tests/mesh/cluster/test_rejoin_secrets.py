@@ -20,7 +20,7 @@ from mesh.cluster.join_token import JoinToken
 from mesh.cluster.members import report_of
 from mesh.cluster.membership_client import Membership, find_head
 from mesh.cluster.membership_server import MembershipServer
-from mesh.cluster.reachability import CheckListener
+from mesh.cluster.port_plan import CheckListener
 from spanmesh_proto.errors import HostUnreachable, InvalidJoinToken, JoinError
 from stages.weights.disk_cache import StageStore
 from stages.weights.fetch import fetch_stage
