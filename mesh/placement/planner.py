@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from mesh.placement.gpu_layers import memory_on
-from mesh.placement.host_assignment import find_assignment, never
-from mesh.placement.layer_balancing import StageTable
+from mesh.placement.host_assignment import StageTable, find_assignment, never
 from mesh.placement.memory_estimate import StageSizes, Workload
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts, UncuttableModel
 from stages.runtime.kv_types import KV_TYPES, fits_heads

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mesh.placement.gpu_layers import memory_on
-from mesh.placement.host_assignment import assign_all, find_assignment, never
-from mesh.placement.layer_balancing import StageTable
+from mesh.placement.host_assignment import StageTable, assign_all, find_assignment, never
 from mesh.placement.planner import StagePlacement, even_out_noise, plan
 from mesh.placement.replica_placement import Replica
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts

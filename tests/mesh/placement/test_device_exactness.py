@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from mesh.placement.gpu_layers import check_gpu_layers, memory_on
+from mesh.placement.host_assignment import StageTable
 from mesh.placement.host_capacity import Gpu, HostCapacity
-from mesh.placement.layer_balancing import StageTable
 from mesh.placement.memory_estimate import StageSizes
 from spanmesh_proto.errors import ClusterError
 from stages.layers import LayerRange

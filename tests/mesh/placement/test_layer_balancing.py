@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.placement.gpu_layers import memory_on, read_time
-from mesh.placement.host_assignment import assign_all, find_assignment
+from mesh.placement.host_assignment import StageTable, assign_all, find_assignment
 from mesh.placement.host_capacity import Gpu, HostCapacity
-from mesh.placement.layer_balancing import StageTable
 from mesh.placement.memory_estimate import StageSizes, Workload
 from stages.layers import LayerRange
 from tests.mesh.placement.test_planner import WORKLOAD, host, model, models
