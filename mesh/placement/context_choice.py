@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mesh.placement.gpu_layers import resized
 from mesh.placement.host_assignment import never
 from mesh.placement.planner import Plan
-from mesh.placement.replanner import can_replan
-from mesh.placement.replica_placement import replicated_layers
+from mesh.placement.replanner import can_replan, replicated_layers
 from stages.units import format_size
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from mesh.placement.host_capacity import HostCapacity
     from mesh.placement.memory_estimate import StageSizes
-    from mesh.placement.replica_placement import Replica
+    from mesh.placement.replanner import Replica
     from stages.slicing.model_facts import ModelFacts
 
 _LAYERS: Final = re.compile(r"(\d{1,6}):(\d{1,6})")

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from mesh.placement.replica_placement import Replica
+from mesh.placement.replanner import Replica
 from spanmesh_proto.errors import StageFailed
 
 if TYPE_CHECKING:

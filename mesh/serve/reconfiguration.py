@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 import structlog
 
 from mesh.placement.memory_estimate import StageSizes
-from mesh.placement.replanner import replan
-from mesh.placement.replica_placement import Replica
+from mesh.placement.replanner import Replica, replan
 from mesh.serve.pipeline import PipelineStage
 from mesh.serve.planning import is_room_as_before, settled_plan
 from mesh.serve.stage_group import load_all, wire_up

@@ -12,7 +12,7 @@ import structlog
 
 from mesh.placement.gpu_layers import memory_on
 from mesh.placement.planner import StagePlacement
-from mesh.placement.replica_placement import left_beside_replicas, next_replica
+from mesh.placement.replanner import left_beside_replicas, next_replica
 from mesh.serve.planning import plan_in_thread
 from mesh.serve.stage_group import load_all
 from spanmesh_proto.errors import MeshError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mesh.cluster.members import Member, Members
     from mesh.placement.host_capacity import HostCapacity
     from mesh.placement.memory_estimate import StageSizes
-    from mesh.placement.replica_placement import Replica
+    from mesh.placement.replanner import Replica
     from mesh.serve.pipeline import Pipeline
     from mesh.serve.stage_factory import StageMaker
     from mesh.serve.stage_handle import StageHandle

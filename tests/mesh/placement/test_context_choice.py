@@ -21,15 +21,14 @@ from mesh.placement.gpu_layers import GPU_PROCESS_BYTES
 from mesh.placement.host_capacity import Gpu, HostCapacity
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.placement.planner import Plan, plan
-from mesh.placement.replanner import can_replan
-from mesh.placement.replica_placement import next_replica
+from mesh.placement.replanner import can_replan, next_replica
 from spanmesh_proto.errors import MeshError
 from tests.mesh.placement.test_planner import MIB, OVERHEAD_BYTES, host, hosts_strategy, model, models
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mesh.placement.replica_placement import Replica
+    from mesh.placement.replanner import Replica
     from stages.layers import LayerRange
     from stages.slicing.model_facts import ModelFacts
 

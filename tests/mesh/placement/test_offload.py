@@ -13,8 +13,7 @@ from mesh.placement.gpu_layers import ALL, GPU_PROCESS_BYTES, memory_on, read_ti
 from mesh.placement.host_capacity import Gpu, HostCapacity
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.placement.planner import plan
-from mesh.placement.replanner import replan
-from mesh.placement.replica_placement import next_replica
+from mesh.placement.replanner import next_replica, replan
 from spanmesh_proto.errors import ModelDoesNotFit
 from stages.layers import LayerRange
 from tests.mesh.placement.test_planner import MIB, OVERHEAD_BYTES, WORKLOAD

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from mesh.placement.memory_estimate import StageSizes
 from mesh.placement.planner import StagePlacement, plan
-from mesh.placement.replanner import Replan, can_replan, replan
-from mesh.placement.replica_placement import Replica
+from mesh.placement.replanner import Replan, Replica, can_replan, replan
 from spanmesh_proto.errors import MeshError, ModelDoesNotFit, NotEnoughHosts
 from stages.layers import LayerRange
 from tests.mesh.placement.test_planner import OVERHEAD_BYTES, WORKLOAD, host, models

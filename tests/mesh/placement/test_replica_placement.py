@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mesh.placement.memory_estimate import StageSizes
 from mesh.placement.planner import StagePlacement
-from mesh.placement.replica_placement import Replica, next_replica, replicated_layers
+from mesh.placement.replanner import Replica, next_replica, replicated_layers
 from stages.layers import LayerRange
 from tests.mesh.placement.test_planner import WORKLOAD, host, model
 

@@ -10,8 +10,7 @@ import pytest
 
 from mesh.cluster.members import Members
 from mesh.placement.planner import StagePlacement
-from mesh.placement.replanner import NewStage, Replan
-from mesh.placement.replica_placement import Replica
+from mesh.placement.replanner import NewStage, Replan, Replica
 from mesh.serve.allocations import HostAllocations
 from mesh.serve.pipeline import Pipeline
 from mesh.serve.reconfiguration import PlacementExecutor
