@@ -18,9 +18,9 @@ from mesh.forecast.cost_model import (
 )
 from mesh.placement.context_choice import EXAMINED_S, choose_context
 from mesh.placement.host_capacity import in_one_kind
+from mesh.placement.link_choices import has_an_order, ordered_by_links
 from mesh.placement.memory_estimate import StageSizes
 from mesh.placement.planner import plan
-from mesh.placement.stage_order import has_an_order, ordered_by_links
 from stages.host.profile_request import ProfileRequest
 from stages.layers import LayerRange
 from stages.runtime.kernels import attention_name

@@ -11,10 +11,10 @@ import structlog
 
 from mesh.api.head_services import LinkRuns
 from mesh.placement.gpu_layers import format_gpu_layers
+from mesh.placement.link_choices import round_times
 from mesh.placement.links import LinkProbeOptions
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.placement.planner import Plan
-from mesh.placement.stage_order import round_times
 from mesh.placement.wire_types import HIDDEN_VALUE_BYTES, planned_wires
 from mesh.serve.failures import Incidents
 from mesh.serve.options import speculation_refusal

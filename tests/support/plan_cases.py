@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Final
 from mesh.forecast.cost_model import HANDLING_MS
 from mesh.placement.gpu_layers import read_time
 from mesh.placement.host_capacity import Gpu, HostCapacity
+from mesh.placement.link_choices import has_an_order, ordered_by_links
 from mesh.placement.links import Link, Links
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.placement.planner import Plan, even_out_noise, plan
-from mesh.placement.stage_order import has_an_order, ordered_by_links
 from spanmesh_proto.errors import MeshError
 from stages.slicing.model_facts import ModelFacts
 

@@ -27,8 +27,8 @@ from mesh.cluster.link_probe import (
 )
 from mesh.cluster.membership_client import Membership, find_head
 from mesh.cluster.port_plan import CheckListener, own_part
+from mesh.placement.link_choices import round_times
 from mesh.placement.links import Link, LinkProbeOptions, Links
-from mesh.placement.stage_order import round_times
 from spanmesh_proto import links_pb2 as wire
 from spanmesh_proto import links_pb2_grpc as rpc
 from spanmesh_proto import membership_pb2 as membership

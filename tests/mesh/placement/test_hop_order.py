@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mesh.placement.stage_order import LEAST_GAIN, best_order, round_ms
+from mesh.placement.link_choices import LEAST_GAIN, best_order, round_ms
 
 NAMES = tuple("abcdefghijkl")
 
