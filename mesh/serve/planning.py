@@ -16,10 +16,15 @@ import structlog
 
 from mesh.placement.context_choice import EXAMINED_S, choose_context
 from mesh.placement.host_capacity import in_one_kind
-from mesh.placement.link_choices import has_an_order, hosts_of, ordered_by_links
+from mesh.placement.link_choices import (
+    HIDDEN_VALUE_BYTES,
+    has_an_order,
+    hosts_of,
+    ordered_by_links,
+    planned_wires,
+)
 from mesh.placement.links import LinkProbeOptions
 from mesh.placement.memory_estimate import StageSizes
-from mesh.placement.wire_types import HIDDEN_VALUE_BYTES, planned_wires
 from mesh.serve.preflight import placed
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts
 from stages.cancellable_work import CancellableWork

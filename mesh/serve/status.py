@@ -11,11 +11,10 @@ import structlog
 
 from mesh.api.head_services import LinkRuns
 from mesh.placement.gpu_layers import format_gpu_layers
-from mesh.placement.link_choices import round_times
+from mesh.placement.link_choices import HIDDEN_VALUE_BYTES, planned_wires, round_times
 from mesh.placement.links import LinkProbeOptions
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.placement.planner import Plan
-from mesh.placement.wire_types import HIDDEN_VALUE_BYTES, planned_wires
 from mesh.serve.failures import Incidents
 from mesh.serve.options import speculation_refusal
 from mesh.serve.planning import plan_in_thread
@@ -43,9 +42,9 @@ if TYPE_CHECKING:
     from mesh.coordinator.coordinator import PendingEngine
     from mesh.engine import SpeculationMode
     from mesh.placement.context_choice import ContextChoice
+    from mesh.placement.link_choices import WireChoice
     from mesh.placement.links import Links
     from mesh.placement.planner import StagePlacement
-    from mesh.placement.wire_types import WireChoice
     from mesh.serve.allocations import HostAllocations
     from mesh.serve.head_state import HeadStateWriter
     from mesh.serve.host_draining import HostDraining

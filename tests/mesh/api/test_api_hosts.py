@@ -11,8 +11,8 @@ from mesh.api import auth
 from mesh.api.api_keys import ApiKeys
 from mesh.api.head_services import LinkMeasurement, LinkRuns
 from mesh.cli.main import run
+from mesh.placement.link_choices import WireChoice
 from mesh.placement.links import Link
-from mesh.placement.wire_types import WireChoice
 from mesh.status import MeshStatus, StageCounts, StageStatus, as_json
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import ClusterError, JoinError

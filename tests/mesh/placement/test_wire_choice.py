@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.options.model import WireType
+from mesh.placement.link_choices import WireChoice, planned_wires, transfer_ms, wire_choices
 from mesh.placement.links import Link, Links
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.placement.planner import Plan, StagePlacement
-from mesh.placement.wire_types import WireChoice, planned_wires, transfer_ms, wire_choices
 from stages.layers import LayerRange
 from stages.slicing.model_facts import read_model_facts
 from stages.transport.hidden_codec import HiddenType
