@@ -10,10 +10,13 @@ Imports and long jobs have a lower priority, in a thread of their own: short tex
 while those of another take all processors. The kernel bounds a job whatever it computes: an alarm without a
 handler ends the process when its time is over, and memory, files and core dumps have limits. What a job
 prints by other means goes nowhere.
+
+Memory that the C library keeps for later.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import resource
@@ -28,8 +31,6 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final, TypeAlias
-
-from mesh.util.heap import return_free_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,9 +56,18 @@ _START_NICENESS: Final = 10
 _MOST_NICENESS: Final = 19
 # Ample for values nested as deep as is read; only what is used takes memory.
 _STACK_BYTES: Final = 64 * 2**20
-
 # Answers a job, given its header and its payload.
 Handle: TypeAlias = "Callable[[bytes, bytes], bytes]"
+
+
+def return_free_memory() -> None:
+    """Return free memory to the system, where the C library can; takes some milliseconds.
+
+    What a large request has left in the heap would stay there until the next one.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def serve(load: Callable[[], Handle], memory_bytes: int) -> None:

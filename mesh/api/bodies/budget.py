@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from mesh.api.auth import client_of
 from mesh.util.fair_queue import FairQueue
-from mesh.util.heap import return_free_memory
+from mesh.util.worker_main import return_free_memory
 from spanmesh_proto.errors import Overloaded
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Self
 import grpc
 import psutil
 
-from mesh.util.heap import return_free_memory
+from mesh.util.worker_main import return_free_memory
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError
 from stages.certification.isolated import cut_stage
