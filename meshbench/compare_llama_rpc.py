@@ -15,7 +15,6 @@ import click
 
 from mesh.cli.option_types import Numbers
 from mesh.serve.options import demo_model
-from mesh.util.processors import processor_name
 from meshbench.datasets import load_prompts
 from meshbench.experiment import lab_experiment
 from meshbench.lab.network import Lab
@@ -23,6 +22,7 @@ from meshbench.load_client.client import LoadClient
 from meshbench.paired_systems import Contest, Settings, side_by_side
 from meshbench.report_tools import Report, Section
 from meshbench.shared_options import FILE, logs_option
+from stages.processors import processor_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

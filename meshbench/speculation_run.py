@@ -12,7 +12,6 @@ import structlog
 
 from mesh.requantize import requantise
 from mesh.text.tokenizer import Tokenizer
-from mesh.util.processors import processor_name
 from meshbench.datasets import made_up_prompts
 from meshbench.lab.llama_cpp_build import build_llama_rpc
 from meshbench.lab.network import Lab, require_lab
@@ -41,7 +40,7 @@ from meshbench.under_test.links import hop_ms, known_links
 from meshbench.under_test.mesh import reach_mesh, tokenizer_of
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import InvalidRequest, MeshError
-from stages.processors import num_usable
+from stages.processors import num_usable, processor_name
 from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:

@@ -1,15 +1,20 @@
-"""Processors that this process may use: by its affinity mask, and by quotas of its control groups."""
+"""Processors that this process may use: by its affinity mask, and by quotas of its control groups.
+
+Name of this machine's processor.
+"""
 
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from stages.control_groups import ROOT, groups_with
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from stages.control_groups import ControlGroup
 
 # Both in microseconds: time that a group may compute in each period, all processors together.
@@ -17,6 +22,9 @@ _QUOTA_V1: Final = "cpu.cfs_quota_us"
 _PERIOD_V1: Final = "cpu.cfs_period_us"
 _MAX_V2: Final = "cpu.max"
 _NO_QUOTA: Final = frozenset({"max", "-1"})
+_CPUINFO: Final = Path("/proc/cpuinfo")
+# The same elsewhere, as on macOS.
+_NAME_COMMAND: Final = ("sysctl", "-n", "machdep.cpu.brand_string")
 
 
 def num_usable(root: Path = ROOT) -> int:
@@ -61,3 +69,24 @@ def _quota_of(group: ControlGroup) -> float | None:
     if quota_us is None or period_us is None or quota_us in _NO_QUOTA:
         return None
     return int(quota_us) / int(period_us)
+
+
+def processor_name() -> str:
+    """Name of this machine's processor, or of its architecture."""
+    return _listed_name() or _asked_name() or platform.machine()
+
+
+def _listed_name() -> str:
+    try:
+        lines = _CPUINFO.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _asked_name() -> str:
+    with suppress(OSError):
+        done = subprocess.run(_NAME_COMMAND, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return done.stdout.strip()
+    return ""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final
 from mesh.api.api_keys import KeyRecord, add_key, digest_of
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.text.tokenizer import Tokenizer
-from mesh.util.processors import processor_name
 from meshbench.lab.link import LinkConditions
 from meshbench.lab.llama_cpp_build import build_llama_rpc
 from meshbench.lab.memory_watch import MemoryWatch
@@ -35,7 +34,7 @@ from meshbench.stress.measurements import LimitOptions
 from meshbench.under_test.mesh import LabMesh
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import MeshError
-from stages.processors import num_usable
+from stages.processors import num_usable, processor_name
 from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:

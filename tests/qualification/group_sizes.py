@@ -21,7 +21,6 @@ from mesh.cli.option_types import Numbers, int_option
 from mesh.coordinator.groups import group_counts
 from mesh.serve.options import demo_model
 from mesh.status import SessionsStatus
-from mesh.util.processors import processor_name
 from meshbench.experiment import lab_experiment
 from meshbench.lab.network import Lab
 from meshbench.lab.systems import MeshSystem
@@ -32,6 +31,7 @@ from meshbench.shared_options import FILE, json_option, logs_option
 from meshbench.stress.harness import LoadTestBed
 from meshbench.stress.measurements import short_prompts
 from meshbench.under_test.mesh import LabMesh
+from stages.processors import processor_name
 from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:

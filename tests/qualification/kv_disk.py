@@ -31,12 +31,12 @@ from mesh.coordinator.disk_prefixes import BLOCK_POSITIONS
 from mesh.serve.options import demo_model
 from mesh.status import KvDiskStatus, read_status
 from mesh.util.completion_stream import COMPLETION_PATH, stream_completion
-from mesh.util.processors import processor_name
 from meshbench.experiment import experiment
 from meshbench.lab.local_mesh import ServedMesh, served_mesh
 from meshbench.report_tools import Line
 from meshbench.shared_options import FILE, json_option
 from spanmesh_proto.errors import MeshError
+from stages.processors import processor_name
 from tests.qualification.bounded_report import bounded_report
 from tests.qualification.random_model import Shape, write_random_gguf
 

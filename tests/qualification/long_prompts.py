@@ -29,7 +29,6 @@ from mesh.cli.option_types import int_option
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.status import read_status
 from mesh.util.completion_stream import COMPLETION_PATH
-from mesh.util.processors import processor_name
 from meshbench.experiment import lab_experiment
 from meshbench.lab.line_process import LineProcess, write_line
 from meshbench.lab.memory_watch import MemoryWatch
@@ -43,7 +42,7 @@ from meshbench.shared_options import FILE, json_option, logs_option
 from meshbench.stress.memory import footprints
 from spanmesh_proto.errors import MeshError
 from stages.layers import LayerRange
-from stages.processors import num_usable
+from stages.processors import num_usable, processor_name
 from stages.slicing.model_facts import read_model_facts
 from tests.qualification.bounded_report import bounded_report
 from tests.qualification.programs import program_command

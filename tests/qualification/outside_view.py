@@ -21,7 +21,6 @@ import structlog
 from mesh.cli.option_types import Numbers, float_option, int_option
 from mesh.serve.options import demo_model
 from mesh.text.tokenizer import Tokenizer
-from mesh.util.processors import processor_name
 from meshbench.experiment import lab_experiment
 from meshbench.lab.network import Lab
 from meshbench.lab.systems import COMMAND, MeshSystem
@@ -34,6 +33,7 @@ from meshbench.stress.load_run import LoadRun, Subject
 from meshbench.stress.options import LoadPlan
 from meshbench.under_test.mesh import LabMesh
 from spanmesh_proto.errors import MeshError
+from stages.processors import processor_name
 from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:

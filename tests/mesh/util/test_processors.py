@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.util import processors
+from stages import processors
 
 
 def test_there_is_a_name_even_where_no_file_lists_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from mesh.util.processors import processor_name
 from spanmesh_proto import SOFTWARE_VERSION
+from stages.processors import processor_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
