@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from mesh.util.completion_stream import error_message
-from mesh.util.progress import ProgressTask, progress_bars
 from mesh.util.tasks import Interruption, run_interruptible
+from mesh.util.terminal import ProgressTask, progress_bars
 from meshbench.datasets import PATHS, Asking, draw, made_up_prompts, read_dataset
 from meshbench.http_client import Client, WholeBody, one_line
 from meshbench.load_generator import Job, Load, arrival_times_s

@@ -13,7 +13,7 @@ from mesh.cli.option_types import int_option
 from mesh.cli.shared_options import local_model
 from mesh.requantize import QUANT_TYPES, requantise
 from mesh.util.printable import say
-from mesh.util.progress import progress_bars
+from mesh.util.terminal import progress_bars
 from spanmesh_proto.errors import ModelError
 from stages.gguf.reader import read_header
 from stages.units import format_size

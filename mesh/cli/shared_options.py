@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from mesh.hub import PulledModel
     from mesh.options.host import HostOptions
-    from mesh.util.progress import ProgressBars
+    from mesh.util.terminal import ProgressBars
 
 _FILE: Final = click.Path(path_type=Path, dir_okay=False)
 head_options: Final = option_group(
@@ -60,7 +60,7 @@ def local_model(model: Path) -> PulledModel:
         ModelError: If it is at the hub, and cannot be had there.
     """
     from mesh.hub import HubLibrary, PulledModel, is_reference, parse_reference  # noqa: PLC0415
-    from mesh.util.progress import progress_bars  # noqa: PLC0415
+    from mesh.util.terminal import progress_bars  # noqa: PLC0415
     from stages.weights.disk_cache import default_root  # noqa: PLC0415
 
     if not is_reference(str(model)):

@@ -9,7 +9,7 @@ import click
 from mesh.cli.option_types import ParsedText
 from mesh.cli.shared_options import local_model
 from mesh.util.printable import say
-from mesh.util.progress import progress_bars
+from mesh.util.terminal import progress_bars
 from stages.layers import LayerRange
 
 

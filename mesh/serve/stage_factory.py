@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from mesh.serve.stage_handle import StageHandle, new_ring_credentials
-from mesh.util.progress import progress_bars
+from mesh.util.terminal import progress_bars
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
 from stages.cancellable_work import CancellableWork, in_own_thread
 from stages.gguf.reader import part_paths
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mesh.placement.planner import StagePlacement
     from mesh.serve.head import Head
     from mesh.serve.preflight import Preflight
-    from mesh.util.progress import ProgressTask
+    from mesh.util.terminal import ProgressTask
     from stages.layers import LayerRange
     from stages.runtime.process_memory import StageMemory
     from stages.transport.hidden_codec import HiddenType

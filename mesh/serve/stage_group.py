@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from mesh.util.progress import progress_bars
+from mesh.util.terminal import progress_bars
 from spanmesh_proto.errors import MeshError, StageFailed
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mesh.cluster.certificates import Authority
     from mesh.cluster.members import Member
     from mesh.cluster.ray_driver import RayDriver
-    from mesh.util.progress import ProgressTask
+    from mesh.util.terminal import ProgressTask
     from stages.layers import LayerRange
     from stages.serving.actor import ModelActor, StageConfig, StageContent, StageProgress
     from stages.transport.hidden_codec import HiddenType

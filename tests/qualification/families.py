@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mesh.util.logs import set_up_logs
-from mesh.util.progress import progress_bars
+from mesh.util.terminal import progress_bars
 from spanmesh_proto.errors import MeshError
 from stages.certification.certify import CertifyOptions, certify
 from stages.certification.isolated import certify_isolated

@@ -9,7 +9,7 @@ import structlog
 
 from mesh.serve.stage_factory import ServedFiles, described
 from mesh.serve.stage_handle import StageHandle, new_ring_credentials
-from mesh.util.progress import progress_bars
+from mesh.util.terminal import progress_bars
 from spanmesh_proto.errors import InvalidModel, StageFailed
 from stages.embedding.actor import EmbeddingActor
 from stages.runtime.stage_runtime import RuntimeOptions

@@ -2,7 +2,7 @@
 
 from structlog.testing import capture_logs
 
-from mesh.util.progress import EventTask
+from mesh.util.terminal import EventTask
 
 
 class Clock:
