@@ -12,9 +12,8 @@ from rich.table import Table
 
 from mesh.cli.option_types import ParsedText, int_option
 from mesh.cli.shared_options import local_model
-from mesh.util.console import PrintableConsole
 from mesh.util.printable import say
-from mesh.util.terminal import progress_bars
+from mesh.util.terminal import PrintableConsole, progress_bars
 from stages.certification.certify import CertifyOptions
 from stages.certification.isolated import certify_isolated
 from stages.transport.hidden_codec import HiddenType

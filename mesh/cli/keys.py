@@ -115,7 +115,7 @@ def list_(*, path: Path | None) -> None:
     """Show the names of all keys, their limits and rights."""
     from rich.table import Table  # noqa: PLC0415
 
-    from mesh.util.console import PrintableConsole  # noqa: PLC0415 - keeps --help quick
+    from mesh.util.terminal import PrintableConsole  # noqa: PLC0415 - keeps --help quick
 
     now_s = dt.datetime.now(dt.UTC).timestamp()
     records = read_key_file(path or default_key_file())

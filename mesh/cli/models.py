@@ -174,7 +174,7 @@ def _named(entries: Sequence[_Entry], name: str) -> _Entry:
 def _print(entries: Sequence[_Entry]) -> None:
     from rich.table import Table  # noqa: PLC0415 - keeps --help quick
 
-    from mesh.util.console import PrintableConsole  # noqa: PLC0415 - keeps --help quick
+    from mesh.util.terminal import PrintableConsole  # noqa: PLC0415 - keeps --help quick
     from stages.units import format_size  # noqa: PLC0415
 
     table = Table("name", "kind", "holds", "size", "last used")

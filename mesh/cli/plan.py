@@ -17,8 +17,8 @@ from mesh.cli.shared_options import key_of
 from mesh.options.host import HostOptions
 from mesh.options.model import ModelOptions
 from mesh.util.child_environment import API_KEY
-from mesh.util.console import PrintableConsole
 from mesh.util.printable import say
+from mesh.util.terminal import PrintableConsole
 from stages.units import format_size
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from rich.table import Table
 from mesh.cli.head_client import ask_head
 from mesh.cli.shared_options import head_options, key_of
 from mesh.status import ChatModelStatus, EmbeddingModelStatus, read_status
-from mesh.util.console import PrintableConsole
 from mesh.util.printable import say
+from mesh.util.terminal import PrintableConsole
 from stages.units import format_size
 
 if TYPE_CHECKING:

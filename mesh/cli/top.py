@@ -144,7 +144,7 @@ def top(url: str, api_key_file: Path | None, interval_s: float, *, no_links: boo
     """
     from rich.live import Live  # noqa: PLC0415
 
-    from mesh.util.console import PrintableConsole  # noqa: PLC0415 - keeps --help quick
+    from mesh.util.terminal import PrintableConsole  # noqa: PLC0415 - keeps --help quick
 
     watch = _Watch(url.rstrip("/"), key_of(api_key_file), has_links=not no_links)
     # Models and hosts may have any brackets in their names.

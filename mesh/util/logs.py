@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final, TextIO
 import structlog
 from rich.traceback import Traceback
 
-from mesh.util.console import PrintableConsole
 from mesh.util.printable import printable, printable_values
+from mesh.util.terminal import PrintableConsole
 
 if TYPE_CHECKING:
     from structlog.typing import EventDict, ExcInfo, WrappedLogger

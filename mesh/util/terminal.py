@@ -1,25 +1,44 @@
-"""Progress bars on a terminal, log events elsewhere."""
+"""Progress bars on a terminal, log events elsewhere.
+
+Console for tables and progress, which draws control characters of what it shows as escapes.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import structlog
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mesh.util.console import PrintableConsole
+from mesh.util.printable import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
+    from rich.console import ConsoleOptions, RenderableType
     from rich.progress import TaskID
+    from rich.segment import Segment
+    from rich.text import Text
 
 _SECONDS_BETWEEN_EVENTS: Final = 5.0
-
 log = structlog.get_logger()
+
+
+class PrintableConsole(Console):
+    """Rich's console; only what it draws itself controls the terminal. Arguments are those of `Console`."""
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        """Escape before the text is measured: its column has room for the escapes."""
+        return super().render_str(printable(text), **settings)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Escape what comes from other renderables, such as `Text` and tracebacks."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
 
 
 class ProgressTask(Protocol):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.table import Table
 
 from mesh.cli.head_client import ask_head
-from mesh.util.console import PrintableConsole
+from mesh.util.terminal import PrintableConsole
 from meshbench.report_tools import Section, markdown_table
 from spanmesh_proto.errors import InvalidRequest, MeshError
 

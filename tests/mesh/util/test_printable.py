@@ -18,9 +18,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from mesh.util.console import PrintableConsole
 from mesh.util.logs import set_up_logs
 from mesh.util.printable import one_line, printable, say
+from mesh.util.terminal import PrintableConsole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
