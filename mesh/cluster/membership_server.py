@@ -139,6 +139,11 @@ class RayAccess:
     """TLS identity of this host's Ray processes, new at each join; None for plain text."""
 
 
+def _since_boot_s() -> float:
+    """Seconds since this machine started, its sleep included; elsewhere than on Linux since some moment."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
 @dataclass(frozen=True)
 class _AdmittedHost:
     """A host that was admitted."""
@@ -500,11 +505,6 @@ class MembershipService(rpc.MembershipServicer):
                     log.warning("certificate_refused", host=name, reason=error.message)
                 else:
                     self._outboxes[name].put_nowait(wire.HeadReport(certificate=certificate))
-
-
-def _since_boot_s() -> float:
-    """Seconds since this machine started, its sleep included; elsewhere than on Linux since some moment."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 async def _until_done(

@@ -69,7 +69,7 @@ async def test_a_streamed_chat_enters_few_files(smollm2_path: Path, tmp_path: Pa
             is_counting = False
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]  # as its documentation says
+        threading.setprofile(None)
     assert lines[-1] == "[DONE]"
     assert "".join(json.loads(line)["choices"][0]["delta"].get("content", "") for line in lines[:-1])
     files = sorted(path.removeprefix(f"{ROOT}/") for path in entered if path.startswith(PRODUCT))
