@@ -22,7 +22,7 @@ from meshbench.load_client.client import LoadClient
 from meshbench.paired_systems import Contest, Settings, side_by_side
 from meshbench.report_tools import Report, Section
 from meshbench.shared_options import FILE, logs_option
-from stages.processors import processor_name
+from stages.process_limits import processor_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

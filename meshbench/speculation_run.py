@@ -40,7 +40,7 @@ from meshbench.under_test.links import hop_ms, known_links
 from meshbench.under_test.mesh import reach_mesh, tokenizer_of
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import InvalidRequest, MeshError
-from stages.processors import num_usable, processor_name
+from stages.process_limits import num_usable, processor_name
 from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:

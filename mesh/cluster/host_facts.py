@@ -20,7 +20,7 @@ from mesh.util.child_environment import inherited_environment, module_command
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError
 from stages.host.processor_fit import lacking, processor_flags
-from stages.processors import num_usable
+from stages.process_limits import num_usable
 from stages.runtime.llama_libraries import may_have_layer_devices
 from stages.runtime.process_memory import free_memory_bytes
 

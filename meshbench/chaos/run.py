@@ -25,7 +25,7 @@ from meshbench.stress.checks import flatness_check, leak_check
 from meshbench.stress.harness import open_sessions
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import MeshError
-from stages.processors import num_usable
+from stages.process_limits import num_usable
 from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:

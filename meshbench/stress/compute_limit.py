@@ -30,7 +30,7 @@ from mesh.util.logs import set_up_logs
 from meshbench.lab.host import Companion
 from meshbench.paired_systems import PEERS, environment_for
 from stages.layers import LayerRange
-from stages.processors import num_usable
+from stages.process_limits import num_usable
 from stages.runtime.span import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.model_facts import read_model_facts

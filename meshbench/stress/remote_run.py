@@ -13,7 +13,7 @@ from meshbench.stress.load_run import LoadRun, Subject
 from meshbench.under_test.links import known_links
 from meshbench.under_test.mesh import reach_mesh, tokenizer_of
 from spanmesh_proto import SOFTWARE_VERSION
-from stages.processors import num_usable
+from stages.process_limits import num_usable
 
 if TYPE_CHECKING:
     from meshbench.report_tools import Report

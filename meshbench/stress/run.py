@@ -34,7 +34,7 @@ from meshbench.stress.measurements import LimitOptions
 from meshbench.under_test.mesh import LabMesh
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import MeshError
-from stages.processors import num_usable, processor_name
+from stages.process_limits import num_usable, processor_name
 from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:

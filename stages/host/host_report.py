@@ -22,7 +22,7 @@ from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from stages.cancellable_work import in_own_thread
 from stages.host.cpu_latency import DEVICE
 from stages.host.gpu_backends import builds_beside, vendors_here
-from stages.processors import num_bound, processor_quota
+from stages.process_limits import num_bound, processor_quota
 from stages.runtime.devices import Device, list_devices
 from stages.runtime.kernels import attention_name, attention_version, loaded_kernels
 from stages.runtime.llama import init_backend

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from spanmesh_proto.errors import InvalidModel
 from stages.gguf.file_io import ModelFile, Region, next_data, unreadable, write_atomically
-from stages.processors import num_usable
+from stages.process_limits import num_usable
 from stages.weights.recipe import PIECE_BYTES
 
 if TYPE_CHECKING:

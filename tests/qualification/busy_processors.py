@@ -19,7 +19,7 @@ from mesh.util.child_environment import module_command
 from mesh.util.printable import say
 from meshbench.shared_options import model_argument
 from stages.openmp_tuning import SPIN_COUNT, spin_count
-from stages.processors import num_usable
+from stages.process_limits import num_usable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -31,7 +31,7 @@ from meshbench.shared_options import FILE, json_option, logs_option
 from meshbench.stress.harness import LoadTestBed
 from meshbench.stress.measurements import short_prompts
 from meshbench.under_test.mesh import LabMesh
-from stages.processors import processor_name
+from stages.process_limits import processor_name
 from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:

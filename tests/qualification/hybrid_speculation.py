@@ -44,7 +44,7 @@ from meshbench.speculation_runner import ReplayFile, Runner, RunnerOptions, Tria
 from meshbench.speculation_workloads import Workload, all_workloads, choose
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import MeshError
-from stages.processors import num_usable
+from stages.process_limits import num_usable
 from stages.slicing.model_facts import read_model_facts
 from tests.qualification.bounded_report import bounded_report
 from tests.qualification.random_hybrid import write_random_hybrid

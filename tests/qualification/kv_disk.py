@@ -36,7 +36,7 @@ from meshbench.lab.local_mesh import ServedMesh, served_mesh
 from meshbench.report_tools import Line
 from meshbench.shared_options import FILE, json_option
 from spanmesh_proto.errors import MeshError
-from stages.processors import processor_name
+from stages.process_limits import processor_name
 from tests.qualification.bounded_report import bounded_report
 from tests.qualification.random_model import Shape, write_random_gguf
 

@@ -42,7 +42,7 @@ from meshbench.shared_options import FILE, json_option, logs_option
 from meshbench.stress.memory import footprints
 from spanmesh_proto.errors import MeshError
 from stages.layers import LayerRange
-from stages.processors import num_usable, processor_name
+from stages.process_limits import num_usable, processor_name
 from stages.slicing.model_facts import read_model_facts
 from tests.qualification.bounded_report import bounded_report
 from tests.qualification.programs import program_command

@@ -33,7 +33,7 @@ from meshbench.stress.load_run import LoadRun, Subject
 from meshbench.stress.options import LoadPlan
 from meshbench.under_test.mesh import LabMesh
 from spanmesh_proto.errors import MeshError
-from stages.processors import processor_name
+from stages.process_limits import processor_name
 from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:

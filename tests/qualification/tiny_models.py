@@ -26,7 +26,7 @@ from meshbench.lab.llama_cpp_build import LLAMA_CPP, PACKAGE, default_cache, do,
 from spanmesh_proto.errors import MeshError
 from stages.gguf.file_io import ModelFile, Region, atomic_write
 from stages.gguf.reader import read_header
-from stages.processors import num_usable
+from stages.process_limits import num_usable
 from stages.slicing.layout import StageLayout, StageTensor
 from stages.slicing.stage_writer import StageWriter
 from stages.slicing.tensor_names import is_per_layer, layer_of

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.processors import num_bound, num_usable, processor_quota
+from stages.process_limits import num_bound, num_usable, processor_quota
 
 V1, V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
 
@@ -120,9 +120,7 @@ def half_a_processor() -> Iterator[Path]:
 
 
 def test_the_kernel_s_own_files_are_understood(half_a_processor: Path) -> None:
-    asked = (
-        "from stages.processors import num_usable, processor_quota; print(processor_quota(), num_usable())"
-    )
+    asked = "from stages.process_limits import num_usable, processor_quota; print(processor_quota(), num_usable())"
     enter = f'echo $$ > {half_a_processor}/cgroup.procs; exec "$@"'
     done = subprocess.run(
         ["sh", "-c", enter, "sh", sys.executable, "-c", asked], capture_output=True, text=True, check=True

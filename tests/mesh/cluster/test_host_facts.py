@@ -84,9 +84,9 @@ def test_threads_are_no_more_than_this_process_may_use() -> None:
 
 def test_threads_without_an_option_keep_to_a_quota_of_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.cpu_count", lambda logical: 16)
-    monkeypatch.setattr("stages.processors.num_bound", lambda: 16)
+    monkeypatch.setattr("stages.process_limits.num_bound", lambda: 16)
     for quota, num_threads in ((None, 16), (2.5, 2), (0.5, 1)):
-        monkeypatch.setattr("stages.processors.processor_quota", lambda _root, quota=quota: quota)
+        monkeypatch.setattr("stages.process_limits.processor_quota", lambda _root, quota=quota: quota)
         assert default_num_threads() == num_threads
 
 

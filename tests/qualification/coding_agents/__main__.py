@@ -21,7 +21,7 @@ from meshbench.lab.network import require_lab
 from meshbench.shared_options import FOLDER, json_option, output_option
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import MeshError
-from stages.processors import processor_name
+from stages.process_limits import processor_name
 from tests.qualification.coding_agents.agents import PROGRAMS
 from tests.qualification.coding_agents.npm_install import (
     install,

@@ -41,7 +41,7 @@ from meshbench.report_tools import Report, table_section
 from meshbench.shared_options import FILE, json_option, logs_option, model_argument
 from spanmesh_proto.errors import InvalidModel, MeshError
 from speculative.draft import defaults
-from stages.processors import num_usable
+from stages.process_limits import num_usable
 from stages.slicing.model_facts import read_model_facts
 from tests.qualification.bounded_report import bounded_report
 from tests.qualification.drafter_costs.feature_listener import LISTENING

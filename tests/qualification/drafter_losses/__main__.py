@@ -43,7 +43,7 @@ from meshbench.report_tools import Report, Section, list_section, number, table_
 from meshbench.stress.checks import Expected
 from meshbench.stress.scripts import Turn
 from spanmesh_proto.errors import InvalidModel, MeshError
-from stages.processors import num_usable
+from stages.process_limits import num_usable
 from stages.slicing.model_facts import read_model_facts
 from tests.qualification.bounded_report import bounded_report
 from tests.qualification.drafter_losses.results import Sample, WatchedAnswer, result_lines

@@ -20,7 +20,7 @@ import click
 
 from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import MeshError
-from stages.processors import num_usable
+from stages.process_limits import num_usable
 from tests.qualification.gpu_day.carry import carry
 from tests.qualification.gpu_day.phases import Bench
 from tests.qualification.gpu_day.report import markdown

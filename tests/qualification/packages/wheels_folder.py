@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from spanmesh_proto import SOFTWARE_VERSION
-from stages.processors import processor_name
+from stages.process_limits import processor_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
