@@ -1,6 +1,8 @@
 """Processors that this process may use: by its affinity mask, and by quotas of its control groups.
 
 Name of this machine's processor.
+
+Control groups of Linux that this process is in: their folders, from its own upwards.
 """
 
 from __future__ import annotations
@@ -9,14 +11,15 @@ import os
 import platform
 import subprocess
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from stages.control_groups import ROOT, groups_with
-
 if TYPE_CHECKING:
-    from stages.control_groups import ControlGroup
+    from collections.abc import Iterator
 
+ROOT: Final = Path("/")
+_MOUNT: Final = "sys/fs/cgroup"
 # Both in microseconds: time that a group may compute in each period, all processors together.
 _QUOTA_V1: Final = "cpu.cfs_quota_us"
 _PERIOD_V1: Final = "cpu.cfs_period_us"
@@ -25,6 +28,61 @@ _NO_QUOTA: Final = frozenset({"max", "-1"})
 _CPUINFO: Final = Path("/proc/cpuinfo")
 # The same elsewhere, as on macOS.
 _NAME_COMMAND: Final = ("sysctl", "-n", "machdep.cpu.brand_string")
+
+
+@dataclass(frozen=True)
+class ControlGroup:
+    """A group that limits this process."""
+
+    folder: Path
+    """Folder of its files; inside a container that of an outer group may be missing."""
+    version: int
+    """Version of Linux control groups, which decides the names of these files: 1 or 2."""
+
+    def read(self, name: str) -> str | None:
+        """Content of a file, stripped; None if it is missing or unreadable."""
+        try:
+            return (self.folder / name).read_text().strip()
+        except OSError:
+            return None
+
+
+def groups_with(controller: str, root: Path = ROOT) -> Iterator[ControlGroup]:
+    """Groups that may limit what a controller counts, such as `memory`: those of this process and all above.
+
+    Args:
+        controller: Name of the controller.
+        root: Of the file system that holds `proc` and `sys`.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        mount = _mount(root, controllers, controller)
+        yield from (ControlGroup(folder, 1 if controllers else 2) for folder in _upwards(mount, path))
+
+
+def _mount(root: Path, controllers: str, controller: str) -> Path:
+    """Mount points of hierarchies: those of the first version by the names of their controllers."""
+    top = root / _MOUNT
+    if not controllers:
+        # Beside hierarchies of the first version the second has a folder of its own.
+        beside = top / "unified"
+        return beside if beside.is_dir() else top
+    alone = top / controller
+    return alone if alone.is_dir() else top / controllers
+
+
+def _upwards(mount: Path, path: str) -> Iterator[Path]:
+    folder = mount / path.lstrip("/")
+    while folder != mount:
+        yield folder
+        folder = folder.parent
+    yield mount
 
 
 def num_usable(root: Path = ROOT) -> int:

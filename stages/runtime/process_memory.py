@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import psutil
 
-from stages.control_groups import ROOT, groups_with
+from stages.process_limits import ROOT, groups_with
 from stages.units import format_size
 
 if TYPE_CHECKING:
-    from stages.control_groups import ControlGroup
+    from stages.process_limits import ControlGroup
 
 # glibc gives threads memory pools of their own, and memory freed in one pool is not used by others: a stage
 # that was sent 100,000 malformed frames grew to 162 to 178 MiB and still grew, with one pool it stayed at
