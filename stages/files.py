@@ -1,4 +1,7 @@
-"""Files that are written whole or not at all, and locks of files."""
+"""Files that are written whole or not at all, and locks of files.
+
+Folders of this user for files of spanmesh: cache, configuration and state.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ import fcntl
 import os
 import secrets
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
+
+from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 
 @contextmanager
@@ -96,3 +101,30 @@ def locked(path: Path) -> int:
         os.close(lock)
         raise
     return lock
+
+
+def user_folder(variable: str, *below_home: str) -> Path:
+    """A folder of the XDG base directories, `spanmesh` in it left out.
+
+    Args:
+        variable: Variable that names it, such as `XDG_CACHE_HOME`.
+        below_home: Names of the folders that lead to it from the home directory, without the variable.
+
+    Raises:
+        ClusterError: If neither the variable nor a home directory is known, as for a user of a container that
+            its list of users lacks.
+    """
+    named = os.environ.get(variable)
+    if named:
+        return Path(named)
+    try:
+        home = Path.home()
+    except RuntimeError:
+        home = Path()
+    # A relative HOME would put the files wherever this was started.
+    if not home.is_absolute():
+        raise ClusterError(
+            f"user {os.geteuid()} has no home directory, and {variable} is not set: set HOME or {variable} "
+            "to a folder that this user may write to"
+        )
+    return home.joinpath(*below_home)

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Final, Self
 import structlog
 
 from spanmesh_proto.errors import MeshError
-from stages.files import write_private_file
-from stages.user_folders import user_folder
+from stages.files import user_folder, write_private_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

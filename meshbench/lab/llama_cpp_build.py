@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Final
 import stages
 from mesh.util.child_environment import module_command
 from spanmesh_proto.errors import MeshError
+from stages.files import user_folder
 from stages.process_limits import num_usable
-from stages.user_folders import user_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

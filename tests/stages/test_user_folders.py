@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from spanmesh_proto.errors import ClusterError
-from stages.user_folders import user_folder
+from stages.files import user_folder
 
 
 def test_the_variable_counts_and_else_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
