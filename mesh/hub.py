@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from spanmesh_proto.errors import ClusterError, HubUnavailable, ModelError
-from stages.files import try_lock
-from stages.gguf.file_io import write_atomically
+from stages.files import try_lock, write_atomically
 from stages.gguf.reader import model_name, part_paths
 from stages.weights.http_download import TransientError, download, endpoint, refusal
 from stages.weights.piece_sources import HubFile

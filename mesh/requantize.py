@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import llama_cpp
 
 from spanmesh_proto.errors import InvalidModel
-from stages.gguf.file_io import atomic_write
+from stages.files import atomic_write
 from stages.gguf.reader import read_header
 from stages.isolated import ProcessEnded, call
 from stages.runtime.kernels import load_best_kernels

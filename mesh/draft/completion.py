@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from spanmesh_proto.errors import InvalidModel
 from speculative.proposer import DrafterKind
-from stages.gguf.file_io import ModelFile, Region, atomic_write
+from stages.files import ModelFile, Region, atomic_write
 from stages.gguf.header import Value, ValueType
 from stages.gguf.reader import read_header
 from stages.slicing.layout import StageLayout, StageTensor

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import llama_cpp
 
 from spanmesh_proto import SOFTWARE_VERSION
-from stages.gguf.file_io import Region
+from stages.files import Region
 from stages.runtime.llama import init_backend
 from stages.runtime.llama_libraries import library_folder
 from stages.weights.hashing import ModelHashes

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from spanmesh_proto.errors import UncuttableModel
-from stages.gguf.file_io import Region
+from stages.files import Region
 from stages.gguf.header import Value, ValueType
 from stages.layers import LayerRange
 from stages.slicing.tensor_names import EMBEDDING, OUTPUT, OUTPUT_BIAS, is_per_layer, layer_of, renumbered

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, BinaryIO, Final
 
 from spanmesh_proto.errors import InvalidModel, ModelError
-from stages.gguf.file_io import (
+from stages.files import (
     BLOCK_BYTES,
     ModelFile,
     UnreadableError,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from stages.gguf.file_io import Region
+    from stages.files import Region
     from stages.layers import LayerRange
     from stages.slicing.layout import StageLayout, StageTensor
     from stages.slicing.source_model import SourceModel

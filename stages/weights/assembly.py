@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
 from spanmesh_proto.errors import InvalidModel
-from stages.gguf.file_io import write_all
+from stages.files import write_all
 from stages.weights.hashing import in_threads, piece_sha256, zeros_sha256
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from spanmesh_proto.errors import InvalidModel, ModelError
-from stages.files import sync, try_lock, user_folder
-from stages.gguf.file_io import atomic_write, write_atomically, write_error
+from stages.files import atomic_write, sync, try_lock, user_folder, write_atomically, write_error
 from stages.units import format_size
 from stages.weights.assembly import note_path, wrong_pieces
 from stages.weights.recipe import Recipe

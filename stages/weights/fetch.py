@@ -19,8 +19,7 @@ from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto import membership_pb2_grpc as rpc
 from spanmesh_proto.errors import HostUnreachable, InvalidModel, MeshError
 from stages.cancellable_work import CancellableWork, in_own_thread
-from stages.files import try_lock
-from stages.gguf.file_io import require_disk, write_error
+from stages.files import require_disk, try_lock, write_error
 from stages.transport.channels import CLIENT_OPTIONS
 from stages.transport.stage_link import explain
 from stages.weights.assembly import Assembly, SentPieces, Transfer

@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from spanmesh_proto.errors import InvalidModel
-from stages.gguf.file_io import ModelFile, Region, next_data, unreadable, write_atomically
+from stages.files import ModelFile, Region, next_data, unreadable, write_atomically
 from stages.process_limits import num_usable
 from stages.weights.recipe import PIECE_BYTES
 

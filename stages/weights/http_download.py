@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from spanmesh_proto.errors import ClusterError, HubUnavailable, ModelError
-from stages.files import user_folder
-from stages.gguf.file_io import require_disk, write_all, write_error
+from stages.files import require_disk, user_folder, write_all, write_error
 from stages.tls import system_authorities
 from stages.weights.assembly import note_path
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from spanmesh_proto.errors import InvalidModel, ModelError
-from stages.gguf.file_io import Region, UnreadableError, copy_region
+from stages.files import Region, UnreadableError, copy_region
 from stages.weights.assembly import SentPieces
 from stages.weights.hashing import FileStamp
 from stages.weights.http_download import read_range
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from stages.gguf.file_io import Place
+    from stages.files import Place
     from stages.weights.assembly import Assembly
     from stages.weights.disk_cache import StageStore
 

@@ -25,7 +25,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from spanmesh_proto.errors import InvalidModel
-from stages.gguf.file_io import Region
+from stages.files import Region
 from stages.layers import LayerRange
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from spanmesh_proto.errors import InvalidModel, ModelError
-from stages.gguf.file_io import ModelFile, require_disk, unreadable, write_atomically
+from stages.files import ModelFile, require_disk, unreadable, write_atomically
 from stages.gguf.reader import read_header
 from stages.layers import LayerRange, cuts_of
 from stages.slicing.layout import FORMAT_VERSION, lay_out, lay_out_whole
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from stages.gguf.file_io import Region
+    from stages.files import Region
     from stages.gguf.header import GgufHeader
     from stages.slicing.layout import StageLayout
     from stages.slicing.source_model import SourceModel

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from stages.gguf.file_io import ModelFile, Region
+from stages.files import ModelFile, Region
 from stages.gguf.header import Value, ValueType
 from stages.gguf.reader import read_header
 from stages.slicing.layout import StageLayout, StageTensor

@@ -28,7 +28,7 @@ from speculative.draft.context import DraftFile, DraftOptions, DraftUnusable
 from speculative.draft.kinds import load_context
 from speculative.draft.loaded_drafter import LoadedDrafter
 from speculative.proposer import FeatureReader
-from stages.gguf.file_io import ModelFile, Region, atomic_write
+from stages.files import ModelFile, Region, atomic_write
 from stages.gguf.header import Value, ValueType
 from stages.gguf.reader import read_header
 from stages.slicing.layout import StageLayout, StageTensor

@@ -15,7 +15,7 @@ from gguf.constants import GGMLQuantizationType
 
 from mesh.text.tokenizer import Tokenizer
 from stages.certification.isolated import cut_stage
-from stages.gguf.file_io import ModelFile, atomic_write
+from stages.files import ModelFile, atomic_write
 from stages.gguf.header import FORMATS, Value, ValueType
 from stages.gguf.reader import read_header
 from stages.layers import LayerRange

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from gguf.constants import GGMLQuantizationType
 
 from spanmesh_proto.errors import MeshError
-from stages.gguf.file_io import write_all
+from stages.files import write_all
 from stages.gguf.header import Value, ValueType
 from stages.slicing.layout import StageLayout, StageTensor
 from stages.slicing.model_facts import read_model_facts

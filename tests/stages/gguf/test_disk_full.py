@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from spanmesh_proto.errors import ModelError
-from stages.gguf.file_io import Region, require_disk, write_error
+from stages.files import Region, require_disk, write_error
 from stages.layers import LayerRange
 from stages.weights.disk_cache import StageStore
 from stages.weights.fetch import FetchSource, fetch_stage
@@ -24,7 +24,7 @@ ON_A_SMALL_DISK = """
 import sys
 from pathlib import Path
 from spanmesh_proto.errors import ModelError
-from stages.gguf.file_io import atomic_write
+from stages.files import atomic_write
 try:
     with atomic_write(Path(sys.argv[1]) / "stage.gguf") as file:
         for _ in range(64):

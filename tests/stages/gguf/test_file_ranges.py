@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stages.gguf import file_io
-from stages.gguf.file_io import copy_range, next_data
+from stages import files
+from stages.files import copy_range, next_data
 from stages.weights.hashing import piece_sha256, zeros_sha256
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def test_the_same_bytes_arrive_whatever_was_there(
     with monkeypatch.context() as patch:
         if not by_kernel:
             patch.delattr(os, "copy_file_range")
-        patch.setattr(file_io, "STEP_BYTES", 10_000)
+        patch.setattr(files, "STEP_BYTES", 10_000)
         copied = copy_range(source, start, target, at, count, on_bytes=seen.append)
     os.close(source)
     os.close(target)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from spanmesh_proto.errors import InvalidModel
 from stages.certification.isolated import cut_stage
-from stages.gguf.file_io import Region
+from stages.files import Region
 from stages.gguf.reader import read_header
 from stages.layers import LayerRange
 from stages.weights.assembly import Assembly, SentPieces
