@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from spanmesh_proto.errors import InvalidModel
 from speculative.proposer import DrafterKind
 from stages.files import ModelFile, Region, atomic_write
-from stages.gguf.header import Value, ValueType
-from stages.gguf.reader import read_header
+from stages.gguf.header import Value, ValueType, read_header
 from stages.slicing.layout import StageLayout, StageTensor
 from stages.slicing.stage_writer import StageWriter, encode_header, stage_bytes
 from stages.slicing.tensor_names import is_per_layer, layer_of

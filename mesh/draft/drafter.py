@@ -15,7 +15,7 @@ import numpy as np
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
 from speculative.proposer import DrafterKind
 from stages.files import ModelFile
-from stages.gguf.reader import read_header
+from stages.gguf.header import read_header
 from stages.slicing.tensor_names import EMBEDDING, OUTPUT, OUTPUT_NORM, layer_of
 from stages.slicing.trunk import count_prediction_layers
 

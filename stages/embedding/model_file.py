@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from spanmesh_proto.errors import ClusterError, InvalidModel
-from stages.gguf.reader import read_header
+from stages.gguf.header import read_header
 from stages.slicing.architectures.cutting_rules import family_of
 from stages.slicing.model_facts import (
     FileFacts,

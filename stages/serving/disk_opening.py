@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from spanmesh_proto.errors import InvalidModel
 from stages.cancellable_work import in_own_thread
-from stages.gguf.reader import part_paths
+from stages.gguf.header import part_paths
 from stages.serving.block_store import BlockStore
 from stages.serving.rows_identity import content_sha256, rows_identity
 from stages.weights.disk_cache import read_storage_options

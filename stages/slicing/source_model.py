@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
-from stages.gguf.reader import read_header
+from stages.gguf.header import read_header
 from stages.layers import LayerRange
 from stages.slicing.architectures.cutting_rules import FAMILIES, family_of
 from stages.slicing.architectures.rule_types import NO_BLANKS

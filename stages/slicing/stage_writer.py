@@ -16,8 +16,7 @@ from stages.files import (
     unreadable,
     write_all,
 )
-from stages.gguf.header import Value, ValueType
-from stages.gguf.reader import MAGIC
+from stages.gguf.header import MAGIC, Value, ValueType
 from stages.slicing.layout import lay_out
 from stages.slicing.tensor_names import layer_of
 

@@ -25,7 +25,7 @@ import click
 from meshbench.lab.llama_cpp_build import LLAMA_CPP, PACKAGE, default_cache, do, unpack_source
 from spanmesh_proto.errors import MeshError
 from stages.files import ModelFile, Region, atomic_write
-from stages.gguf.reader import read_header
+from stages.gguf.header import read_header
 from stages.process_limits import num_usable
 from stages.slicing.layout import StageLayout, StageTensor
 from stages.slicing.stage_writer import StageWriter

@@ -17,8 +17,7 @@ from mesh.text.text_memory import PROCESS_BYTES, vocabulary_bytes
 from mesh.text.text_service import TextRequest, TextService, num_text_workers, text_bytes_of
 from mesh.text.tokenizer import Tokenizer
 from mesh.util.worker_pool import WorkerPool
-from stages.gguf.header import Value, ValueType
-from stages.gguf.reader import read_one_header
+from stages.gguf.header import Value, ValueType, read_one_header
 from tests.support.tiny_models import TinyModel
 
 if TYPE_CHECKING:

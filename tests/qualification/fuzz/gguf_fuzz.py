@@ -16,8 +16,7 @@ from gguf.constants import GGMLQuantizationType
 from mesh.text.tokenizer import Tokenizer
 from stages.certification.isolated import cut_stage
 from stages.files import ModelFile, atomic_write
-from stages.gguf.header import FORMATS, Value, ValueType
-from stages.gguf.reader import read_header
+from stages.gguf.header import FORMATS, Value, ValueType, read_header
 from stages.layers import LayerRange
 from stages.runtime.span import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime

@@ -13,7 +13,7 @@ from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import InvalidModel
 from stages.certification.certify import CertifyOptions, certify
 from stages.certification.isolated import cut_stage
-from stages.gguf.reader import model_name, part_paths, read_header
+from stages.gguf.header import model_name, part_paths, read_header
 from stages.layers import LayerRange
 from stages.slicing.model_facts import read_model_facts
 from stages.weights.virtual_stages import StageCache

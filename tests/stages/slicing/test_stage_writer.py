@@ -15,7 +15,7 @@ from spanmesh_proto.errors import InvalidModel, ModelError, UncuttableModel
 from stages.certification import isolated
 from stages.certification.certify import certify
 from stages.certification.isolated import cut_stage
-from stages.gguf.reader import read_header
+from stages.gguf.header import read_header
 from stages.layers import LayerRange
 from stages.slicing.architectures import cutting_rules
 from stages.slicing.layout import FILLER_VOCAB

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from spanmesh_proto.errors import InvalidModel
-from stages.gguf.reader import read_header
+from stages.gguf.header import read_header
 from stages.layers import LayerRange
 from stages.weights.assembly import wrong_pieces
 from stages.weights.disk_cache import StageStore
