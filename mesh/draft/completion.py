@@ -16,8 +16,7 @@ from stages.files import ModelFile, Region, atomic_write
 from stages.gguf.header import Value, ValueType, read_header
 from stages.slicing.layout import StageLayout, StageTensor
 from stages.slicing.stage_writer import StageWriter, encode_header, stage_bytes
-from stages.slicing.tensor_names import is_per_layer, layer_of
-from stages.slicing.trunk import count_prediction_layers
+from stages.slicing.tensor_names import count_prediction_layers, is_per_layer, layer_of
 from stages.weights.disk_cache import default_root
 from stages.weights.hashing import stamps_of
 

@@ -16,8 +16,7 @@ from spanmesh_proto.errors import InvalidModel, UncuttableModel
 from speculative.proposer import DrafterKind
 from stages.files import ModelFile
 from stages.gguf.header import read_header
-from stages.slicing.tensor_names import EMBEDDING, OUTPUT, OUTPUT_NORM, layer_of
-from stages.slicing.trunk import count_prediction_layers
+from stages.slicing.tensor_names import EMBEDDING, OUTPUT, OUTPUT_NORM, count_prediction_layers, layer_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

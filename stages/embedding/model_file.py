@@ -22,8 +22,7 @@ from stages.slicing.model_facts import (
     state_widths,
 )
 from stages.slicing.source_model import SourceModel, count_layers, require_tensors, tensors_by_layer
-from stages.slicing.tensor_names import EMBEDDING
-from stages.slicing.trunk import trunk_of
+from stages.slicing.tensor_names import EMBEDDING, trunk_of
 
 if TYPE_CHECKING:
     from pathlib import Path

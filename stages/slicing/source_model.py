@@ -11,8 +11,7 @@ from stages.gguf.header import read_header
 from stages.layers import LayerRange
 from stages.slicing.architectures.cutting_rules import FAMILIES, family_of
 from stages.slicing.architectures.rule_types import NO_BLANKS
-from stages.slicing.tensor_names import EMBEDDING, OUTPUT_NORM, layer_of
-from stages.slicing.trunk import count_prediction_layers, trunk_of
+from stages.slicing.tensor_names import EMBEDDING, OUTPUT_NORM, count_prediction_layers, layer_of, trunk_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

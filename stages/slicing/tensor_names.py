@@ -1,14 +1,23 @@
-"""Names of tensors and metadata in a GGUF: which belong to a layer."""
+"""Names of tensors and metadata in a GGUF: which belong to a layer.
+
+Multi-token-prediction layers: the trunk of a model that ends in them.
+
+A file counts them among its layers (`block_count`) and says how many they are (`nextn_predict_layers`). They
+predict tokens further ahead from the trunk's output, and the trunk does not use them. Stages therefore hold
+layers of the trunk only, and are files without prediction layers to llama.cpp.
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from stages.gguf.header import ValueType
+from spanmesh_proto.errors import InvalidModel, UncuttableModel
+from stages.gguf.header import Value, ValueType
 
 if TYPE_CHECKING:
-    from stages.gguf.header import Value
+    from stages.gguf.header import GgufHeader
 
 EMBEDDING: Final = "token_embd.weight"
 OUTPUT_NORM: Final = "output_norm.weight"
@@ -24,6 +33,7 @@ _NOT_PER_LAYER: Final = (
     "ple.head_offsets",
     "ple.head_vocab_sizes",
 )
+_COUNT: Final = "nextn_predict_layers"
 
 
 def layer_of(name: str) -> int | None:
@@ -46,3 +56,50 @@ def is_per_layer(key: str, value: Value, architecture: str, n_layers: int) -> bo
         and not key.endswith(_NOT_PER_LAYER)
         and value.type is not ValueType.STRING
     )
+
+
+def count_prediction_layers(header: GgufHeader) -> int:
+    """Number of prediction layers at the end of a model, from the metadata.
+
+    Raises:
+        InvalidModel: If the number is not one of layers of the model with one left for the trunk.
+    """
+    architecture = header.architecture
+    count = header.integer(f"{architecture}.{_COUNT}", 0)
+    n_layers = header.integer(f"{architecture}.block_count")
+    if not 0 <= count < max(n_layers, 1):
+        raise InvalidModel(f"{header.path}: {architecture}.{_COUNT} is {count} of {n_layers} layers")
+    return count
+
+
+def trunk_of(header: GgufHeader) -> GgufHeader:
+    """The header without prediction layers: their tensors, their entries of lists, and their number.
+
+    Lists may have an entry for each layer of the trunk, or of the file.
+
+    Raises:
+        InvalidModel: If the number of prediction layers is impossible.
+        UncuttableModel: If the file has prediction layers only.
+    """
+    architecture = header.architecture
+    count = count_prediction_layers(header)
+    if not count:
+        return header
+    n_layers = header.integer(f"{architecture}.block_count")
+    n_trunk = n_layers - count
+    of_trunk = {
+        name: tensor
+        for name, tensor in header.tensors.items()
+        if (layer := layer_of(name)) is None or not n_trunk <= layer < n_layers
+    }
+    if not any(layer_of(name) is not None for name in of_trunk):
+        raise UncuttableModel(
+            f"{header.path.name} has layers for multi-token prediction only: name the whole model"
+        )
+    metadata = {
+        key: value.cut(0, n_trunk) if is_per_layer(key, value, architecture, n_layers) else value
+        for key, value in header.metadata.items()
+        if key != f"{architecture}.{_COUNT}"
+    }
+    metadata[f"{architecture}.block_count"] = Value.of(ValueType.UINT32, n_trunk)
+    return replace(header, metadata=metadata, tensors=of_trunk)
