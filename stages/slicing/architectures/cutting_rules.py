@@ -40,11 +40,12 @@ from stages.slicing.architectures.layer_patterns import (
     RECURRENT_LAYERS,
     SPARSE,
     STARTS_WITH_HEADS,
+    Bare,
     every_nth,
     shared_indexers,
+    windows,
 )
 from stages.slicing.architectures.rule_types import Entry, Family
-from stages.slicing.architectures.sliding_windows import Bare, windows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
