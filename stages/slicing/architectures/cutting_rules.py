@@ -14,13 +14,6 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from stages.slicing.architectures.embeddings import (
-    DEEPSTACK,
-    NGRAM_LAYER,
-    SHARED_KV,
-    embedding_again,
-    has_ngram_layers,
-)
 from stages.slicing.architectures.layer_counts import (
     DEEPSEEK2_LITE,
     FOUR_LAYERS,
@@ -31,17 +24,22 @@ from stages.slicing.architectures.layer_counts import (
 )
 from stages.slicing.architectures.layer_patterns import (
     COMPRESSED,
+    DEEPSTACK,
     HEADS_EVERYWHERE,
     HYBRID,
     HYBRID_BY_INTERVAL,
     HYBRID_WITH_FFN,
     LEADING_LAYERS,
+    NGRAM_LAYER,
     NO_WINDOW,
     RECURRENT_LAYERS,
+    SHARED_KV,
     SPARSE,
     STARTS_WITH_HEADS,
     Bare,
+    embedding_again,
     every_nth,
+    has_ngram_layers,
     shared_indexers,
     windows,
 )
