@@ -10,7 +10,7 @@ from speculative.controller import ControllerOptions
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stages.grammar.token_masks import TokenTexts
+    from stages.grammar.automaton import TokenTexts
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mesh.coordinator.stage_streams import BatchTimes, ClockOffset
-    from stages.grammar.token_masks import TokenTexts
+    from stages.grammar.automaton import TokenTexts
     from stages.layers import LayerRange
     from stages.transport.channels import Identity
 

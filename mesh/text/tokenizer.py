@@ -12,7 +12,7 @@ import llama_cpp
 
 from mesh.text.message_parts import MARKS
 from spanmesh_proto.errors import InvalidModel, InvalidRequest
-from stages.grammar.token_masks import TokenTexts
+from stages.grammar.automaton import TokenTexts
 from stages.runtime.llama import init_backend, last_complaint
 
 if TYPE_CHECKING:

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from spanmesh_proto.errors import InvalidWindow, ProtocolError
-from stages.grammar.automaton import DEAD, Automaton
+from stages.grammar.automaton import DEAD, Automaton, TokenMasks, TokenTexts, TokenTree
 from stages.grammar.gbnf_parser import MAX_ANSWER_WORK, MAX_DRAW_WORK, parse_gbnf, refusal
 from stages.grammar.graph import build_graph, refuse_left_recursion
-from stages.grammar.token_masks import TokenMasks, TokenTexts, TokenTree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from stages.grammar.automaton import TokenMasks
     from stages.grammar.session_grammar import Grammars
-    from stages.grammar.token_masks import TokenMasks
     from stages.sampling.session_spec import SessionSpec
 
 _FIRST_CAPACITY: Final = 256

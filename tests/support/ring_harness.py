@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from mesh.coordinator.plugs import Plug
     from mesh.engine import Committed, GenerationRequest
     from speculative.proposer import Proposer
-    from stages.grammar.token_masks import TokenTexts
+    from stages.grammar.automaton import TokenTexts
     from tests.support.fake_stage import FakeRuntime
 
 MESH_ID = "test-mesh"

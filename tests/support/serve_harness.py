@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from mesh.serve.head import Head
     from mesh.serve.preflight import Preflight
     from speculative.proposer import Proposer
-    from stages.grammar.token_masks import TokenTexts
+    from stages.grammar.automaton import TokenTexts
     from stages.serving.actor import StageActor
 
 WORKLOAD = Workload(ctx_size=256, num_slots=2, is_exact=True)

@@ -17,9 +17,8 @@ from spanmesh_proto.errors import InvalidRequest, RequestError
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposer
-from stages.grammar.automaton import DEAD
+from stages.grammar.automaton import DEAD, TokenTexts
 from stages.grammar.session_grammar import GrammarRecord, make_automaton
-from stages.grammar.token_masks import TokenTexts
 from stages.sampling.sampler import Sampler, SamplingParams
 from tests.support.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.support.proposers import Oracle, Parrot

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import ProtocolError
-from stages.grammar.automaton import DEAD
+from stages.grammar.automaton import DEAD, TokenMasks, TokenTexts, TokenTree
 from stages.grammar.session_grammar import Grammars, make_automaton
-from stages.grammar.token_masks import TokenMasks, TokenTexts, TokenTree
 from tests.support.llama_grammar import LlamaGrammar
 
 JSON = r"""
