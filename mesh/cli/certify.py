@@ -14,8 +14,7 @@ from mesh.cli.option_types import ParsedText, int_option
 from mesh.cli.shared_options import local_model
 from mesh.util.printable import say
 from mesh.util.terminal import PrintableConsole, progress_bars
-from stages.certification.certify import CertifyOptions
-from stages.certification.isolated import certify_isolated
+from stages.certification.certify import CertifyOptions, certify_isolated
 from stages.transport.hidden_codec import HiddenType
 
 if TYPE_CHECKING:

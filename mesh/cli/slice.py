@@ -41,7 +41,7 @@ def slice_(model: Path, layers: LayerRange, output: Path) -> None:
 
     MODEL is a GGUF file, the first one if there are several, or hf:org/repo:QUANT.
     """
-    from stages.certification.isolated import cut_stage  # noqa: PLC0415 - keeps --help quick
+    from stages.certification.certify import cut_stage  # noqa: PLC0415 - keeps --help quick
 
     model = local_model(model).path
     with progress_bars() as bars:

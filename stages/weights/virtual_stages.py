@@ -349,7 +349,7 @@ class StageCache:
         passed = [self._root / "checked" / name for name in names]
         if not all(path.exists() for path in passed):
             # Only a family without rules of its own needs llama.cpp here.
-            from stages.certification.isolated import require_exact_cut  # noqa: PLC0415
+            from stages.certification.certify import require_exact_cut  # noqa: PLC0415
 
             require_exact_cut(model, layers)
             for path in passed:

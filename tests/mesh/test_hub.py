@@ -14,7 +14,7 @@ import pytest
 from mesh.cli.main import run
 from mesh.hub import HubLibrary, HubReference, RepoFile, choose, parse_reference
 from spanmesh_proto.errors import HubUnavailable, InvalidModel, ModelError
-from stages.certification.isolated import cut_stage
+from stages.certification.certify import cut_stage
 from stages.layers import LayerRange
 from stages.weights import http_download
 from stages.weights.disk_cache import StageStore, hold

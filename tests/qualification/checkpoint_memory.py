@@ -26,7 +26,7 @@ from meshbench.experiment import experiment
 from meshbench.report_tools import Line, Report, table_section
 from meshbench.shared_options import FILE
 from spanmesh_proto.errors import MeshError
-from stages.certification.isolated import cut_stage
+from stages.certification.certify import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.llama import init_backend
 from stages.runtime.process_memory import resident_bytes

@@ -24,8 +24,8 @@ from meshbench.experiment import experiment
 from meshbench.report_tools import Report, Section, list_section, markdown_table
 from meshbench.shared_options import json_option
 from spanmesh_proto.errors import ClusterError, MeshError, UncuttableModel
+from stages.certification.certify import cut_stage
 from stages.certification.comparison import wire_loss
-from stages.certification.isolated import cut_stage
 from stages.isolated import ProcessEnded, call
 from stages.layers import LayerRange
 from stages.runtime.devices import layer_devices

@@ -27,7 +27,7 @@ import numpy as np
 from meshbench.experiment import experiment
 from meshbench.report_tools import Report, Section, markdown_table
 from meshbench.shared_options import json_option
-from stages.certification.isolated import cut_stage
+from stages.certification.certify import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.hidden_tap import LayerTap, StopTap
 from stages.runtime.llama import heard_log

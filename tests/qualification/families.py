@@ -27,8 +27,7 @@ import click
 from mesh.util.logs import set_up_logs
 from mesh.util.terminal import progress_bars
 from spanmesh_proto.errors import MeshError
-from stages.certification.certify import CertifyOptions, certify
-from stages.certification.isolated import certify_isolated
+from stages.certification.certify import CertifyOptions, certify, certify_isolated
 from stages.slicing.source_model import read_source
 from tests.qualification.families_table import FamilyRecord, GoesBack, Outcome, counts, to_json
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mesh.text.detokenizer import AnswerText
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import InvalidModel, InvalidRequest
-from stages.certification.isolated import cut_stage
+from stages.certification.certify import cut_stage
 from stages.layers import LayerRange
 from tests.support.tiny_embedders import TinyEmbedder
 

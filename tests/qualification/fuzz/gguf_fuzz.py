@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from gguf.constants import GGMLQuantizationType
 
 from mesh.text.tokenizer import Tokenizer
-from stages.certification.isolated import cut_stage
+from stages.certification.certify import cut_stage
 from stages.files import ModelFile, atomic_write
 from stages.gguf.header import FORMATS, Value, ValueType, read_header
 from stages.layers import LayerRange

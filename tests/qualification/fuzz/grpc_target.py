@@ -15,7 +15,7 @@ import psutil
 from mesh.util.worker_main import return_free_memory
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError
-from stages.certification.isolated import cut_stage
+from stages.certification.certify import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.process_memory import ALLOCATOR
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime

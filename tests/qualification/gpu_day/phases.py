@@ -22,7 +22,7 @@ from mesh.placement.memory_estimate import StageSizes, Workload
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ModelDoesNotFit
 from speculative.lookup_proposers import ReplayProposer
-from stages.certification.isolated import cut_stage
+from stages.certification.certify import cut_stage
 from stages.layers import ranges_from_cuts
 from stages.runtime.devices import device_speed_gb_per_s
 from stages.runtime.llama import heard_log

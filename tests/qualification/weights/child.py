@@ -44,7 +44,7 @@ def _peak_rss_bytes() -> int:
 
 
 def _cut(model: str, start: str, stop: str, output: str) -> None:
-    from stages.certification.isolated import cut_stage  # noqa: PLC0415 - each is measured without the others
+    from stages.certification.certify import cut_stage  # noqa: PLC0415 - each is measured without the others
 
     cut_stage(Path(model), LayerRange(int(start), int(stop)), Path(output))
 

@@ -23,7 +23,7 @@ from mesh.placement.host_capacity import HostCapacity
 from mesh.placement.memory_estimate import Workload
 from mesh.placement.planner import plan
 from mesh.serve.options import demo_model
-from stages.certification.isolated import cut_stage
+from stages.certification.certify import cut_stage
 from stages.gguf.header import read_header
 from stages.slicing.model_facts import read_model_facts
 from stages.slicing.tensor_names import EMBEDDING, OUTPUT, OUTPUT_BIAS, layer_of

@@ -17,7 +17,7 @@ from mesh.cluster.host_facts import read_versions
 from mesh.cluster.join_token import JoinToken
 from mesh.cluster.members import Members
 from mesh.cluster.membership_server import MembershipServer, MembershipService, RayAccess
-from stages.certification.isolated import cut_stage
+from stages.certification.certify import cut_stage
 from stages.weights.assembly import note_path
 from stages.weights.disk_cache import StageStore
 from stages.weights.fetch import FetchSource, RateLimit, fetch_stage

@@ -9,9 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
-from stages.certification.certify import CertifyOptions, certify
+from stages.certification.certify import CertifyOptions, certify, cut_stage
 from stages.certification.comparison import Difference, compare, wire_loss
-from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.span import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
-from stages.certification.certify import CertifyOptions, certify
-from stages.certification.isolated import certify_isolated
+from stages.certification.certify import CertifyOptions, certify, certify_isolated
 from tests.support.tiny_models import TinyModel
 
 SMALL = CertifyOptions(n_prompt=10, n_decode=3)

@@ -8,9 +8,8 @@ import pytest
 from numpy.typing import NDArray
 
 from spanmesh_proto.errors import UncuttableModel
-from stages.certification.certify import CertifyOptions, certify
+from stages.certification.certify import CertifyOptions, certify, cut_stage
 from stages.certification.comparison import Difference
-from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.checkpoints import StateCheckpoints
 from stages.runtime.numerics import EXACT_MAX_ROWS

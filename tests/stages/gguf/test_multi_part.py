@@ -11,8 +11,7 @@ import pytest
 from mesh.requantize import requantise
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import InvalidModel
-from stages.certification.certify import CertifyOptions, certify
-from stages.certification.isolated import cut_stage
+from stages.certification.certify import CertifyOptions, certify, cut_stage
 from stages.gguf.header import model_name, part_paths, read_header
 from stages.layers import LayerRange
 from stages.slicing.model_facts import read_model_facts

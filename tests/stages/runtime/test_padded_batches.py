@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mesh.requantize import requantise
-from stages.certification.isolated import cut_stage
+from stages.certification.certify import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.span import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mesh.placement.memory_estimate import StageSizes, Workload
-from stages.certification.isolated import cut_stage
+from stages.certification.certify import cut_stage
 from stages.layers import LayerRange
 from stages.runtime import llama
 from stages.runtime.numerics import numerics_for

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spanmesh_proto.errors import InvalidWindow
-from stages.certification.isolated import cut_stage
+from stages.certification.certify import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.span import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime

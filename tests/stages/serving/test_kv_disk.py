@@ -14,7 +14,7 @@ import pytest
 
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import InvalidWindow, PrefixMismatch, StageFailed, UncuttableModel
-from stages.certification.isolated import cut_stage
+from stages.certification.certify import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.span import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from spanmesh_proto.errors import UncuttableModel
-from stages.certification.isolated import cut_stage
+from stages.certification.certify import cut_stage
 from stages.gguf.header import read_header
 from stages.layers import LayerRange
 from stages.slicing.architectures.cutting_rules import FAMILIES, family_of

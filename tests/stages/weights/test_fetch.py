@@ -21,7 +21,7 @@ from structlog.testing import capture_logs
 from mesh.cluster.addresses import free_port
 from mesh.cluster.certificates import make_certificate
 from spanmesh_proto.errors import HostUnreachable, InvalidJoinToken, InvalidModel, MeshError, ModelError
-from stages.certification.isolated import cut_stage
+from stages.certification.certify import cut_stage
 from stages.layers import LayerRange
 from stages.weights import fetch
 from stages.weights.assembly import SentPieces, note_path

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spanmesh_proto.errors import InvalidModel
-from stages.certification.isolated import cut_stage
+from stages.certification.certify import cut_stage
 from stages.files import Region
 from stages.gguf.header import read_header
 from stages.layers import LayerRange
