@@ -16,8 +16,8 @@ from spanmesh_proto.errors import InvalidModel
 from stages.files import atomic_write
 from stages.gguf.header import read_header
 from stages.isolated import ProcessEnded, call
-from stages.runtime.kernels import load_best_kernels
 from stages.runtime.llama import llama_library
+from stages.runtime.llama_libraries import load_best_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -52,7 +52,7 @@ class LlamaCppTrial:
     fault: LlamaCppFault | None = None
     """Why it does not run; None if it does."""
     attention_version: int = 0
-    """What computes attention, see `stages.runtime.kernels`."""
+    """What computes attention, see `stages.runtime.llama_libraries`."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class HostFacts:
     """First layers of a model whose experts stay with the processor; None for as few as give layers room on
     GPUs."""
     attention_version: int = 0
-    """What computes attention on its processor, see `stages.runtime.kernels`."""
+    """What computes attention on its processor, see `stages.runtime.llama_libraries`."""
 
     def capacity(self, name: str) -> HostCapacity:
         """Capacity for the planner.

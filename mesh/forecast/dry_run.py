@@ -23,8 +23,8 @@ from mesh.placement.memory_estimate import StageSizes
 from mesh.placement.planner import plan
 from stages.host.profile_request import ProfileRequest
 from stages.layers import LayerRange
-from stages.runtime.kernels import attention_name
 from stages.runtime.kv_types import KV_TYPES, fits_heads
+from stages.runtime.llama_libraries import attention_name
 from stages.runtime.numerics import FAST_MAX_ROWS
 from stages.slicing.stage_writer import blank_stage
 from stages.units import format_size

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from stages.runtime.device_exactness import verdict_on
-from stages.runtime.kernels import attention_name
+from stages.runtime.llama_libraries import attention_name
 from stages.units import format_size
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class HostCapacity:
     """First layers of the model whose experts stay with the processor; None for as few as give layers room on
     GPUs."""
     attention_version: int = 0
-    """What computes attention on its processor, see `stages.runtime.kernels`."""
+    """What computes attention on its processor, see `stages.runtime.llama_libraries`."""
     is_apart: bool = False
     """Whether it may not compute this model, since attention is computed otherwise on its hosts."""
 

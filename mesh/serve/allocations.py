@@ -181,7 +181,7 @@ class ModelAllocation:
     Attributes:
         noted: Its stages as last announced to all hosts.
         attention_version: In exact mode, what computes attention on its hosts, see
-            `stages.runtime.kernels`, once it has some: other hosts have no room for it.
+            `stages.runtime.llama_libraries`, once it has some: other hosts have no room for it.
     """
 
     def __init__(

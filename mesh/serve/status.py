@@ -31,7 +31,7 @@ from mesh.status import (
 )
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError
-from stages.runtime.kernels import attention_name
+from stages.runtime.llama_libraries import attention_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

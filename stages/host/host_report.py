@@ -24,9 +24,8 @@ from stages.host.cpu_latency import DEVICE
 from stages.host.gpu_backends import builds_beside, vendors_here
 from stages.process_limits import num_bound, processor_quota
 from stages.runtime.devices import Device, list_devices
-from stages.runtime.kernels import attention_name, attention_version, loaded_kernels
 from stages.runtime.llama import init_backend
-from stages.runtime.llama_libraries import gpu_backends
+from stages.runtime.llama_libraries import attention_name, attention_version, gpu_backends, loaded_kernels
 from stages.runtime.process_memory import free_memory_bytes
 from stages.weights.assembly import wrong_pieces
 from stages.weights.disk_cache import StageStore, default_root

@@ -13,8 +13,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from stages.runtime.kernels import attention_version, load_best_kernels, loaded_kernels
-from stages.runtime.llama_libraries import kernels_folder, library_folder
+from stages.runtime.llama_libraries import (
+    attention_version,
+    kernels_folder,
+    library_folder,
+    load_best_kernels,
+    loaded_kernels,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence

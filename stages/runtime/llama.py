@@ -14,8 +14,7 @@ import llama_cpp
 import structlog
 from llama_cpp import _ctypes_extensions
 
-from stages.runtime.kernels import load_best_kernels
-from stages.runtime.llama_libraries import library_folder
+from stages.runtime.llama_libraries import library_folder, load_best_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

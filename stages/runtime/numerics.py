@@ -89,7 +89,7 @@ def numerics_for(
         num_threads: Threads of llama.cpp.
         has_gpu: Whether layers are on a GPU.
         repacks: Whether weights may be repacked for faster kernels, which only the fast mode does.
-        attention_version: What computes attention, see `stages.runtime.kernels`.
+        attention_version: What computes attention, see `stages.runtime.llama_libraries`.
     """
     if exact:
         return Numerics(

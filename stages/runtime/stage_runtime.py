@@ -17,9 +17,9 @@ from stages.runtime.batch import Batch
 from stages.runtime.devices import GpuPlacing
 from stages.runtime.feature_taps import FeatureTaps
 from stages.runtime.hidden_tap import LayerTap, StopTap, make_stop_tap
-from stages.runtime.kernels import attention_version, loaded_kernels
 from stages.runtime.kv_types import KV_TYPES
 from stages.runtime.llama import init_backend, last_complaint
+from stages.runtime.llama_libraries import attention_version, loaded_kernels
 from stages.runtime.loaded_model import StageInfo, load_model, may_scale_rotations, read_metadata
 from stages.runtime.numerics import Numerics, numerics_for, prepare_process
 from stages.runtime.slot_memory import SlotMemory

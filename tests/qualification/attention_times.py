@@ -22,8 +22,8 @@ from mesh.serve.options import demo_model
 from mesh.util.printable import say
 from meshbench.report_tools import markdown_table
 from spanmesh_proto.errors import MeshError
-from stages.runtime.kernels import attention_name, attention_version, loaded_kernels
 from stages.runtime.kv_types import KV_TYPES
+from stages.runtime.llama_libraries import attention_name, attention_version, loaded_kernels
 from stages.runtime.span import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from stages.host.processor_fit import extensions_of, lacking, processor_flags
-from stages.runtime.kernels import attention_version, loaded_kernels
 from stages.runtime.llama import llama_library
-from stages.runtime.llama_libraries import kernels_folder
+from stages.runtime.llama_libraries import attention_version, kernels_folder, loaded_kernels
 
 if TYPE_CHECKING:
     from pathlib import Path

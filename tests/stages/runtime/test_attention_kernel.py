@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 import stages
 from mesh.util.child_environment import module_command
 from meshbench.lab.llama_cpp_build import unpacked_source
-from stages.runtime.kernels import attention_name, attention_version, loaded_kernels
-from stages.runtime.llama_libraries import library_folder
+from stages.runtime.llama_libraries import attention_name, attention_version, library_folder, loaded_kernels
 from stages.runtime.numerics import numerics_for
 from stages.runtime.span import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
