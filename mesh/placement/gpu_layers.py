@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from spanmesh_proto.errors import ClusterError
 from stages.layers import LayerRange
-from stages.runtime.device_exactness import exact_reasons, verdict_on
+from stages.runtime.numerics import exact_reasons, verdict_on
 from stages.runtime.process_memory import GpuShare
 
 if TYPE_CHECKING:

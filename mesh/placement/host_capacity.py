@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from stages.runtime.device_exactness import verdict_on
 from stages.runtime.llama_libraries import attention_name
+from stages.runtime.numerics import verdict_on
 from stages.units import format_size
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from mesh.placement.memory_estimate import StageSizes
 from mesh.serve.preflight import placed
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts
 from stages.cancellable_work import CancellableWork
-from stages.runtime.device_exactness import exact_reasons
+from stages.runtime.numerics import exact_reasons
 from stages.transport.hidden_codec import HiddenType
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ import llama_cpp
 
 from spanmesh_proto.errors import ClusterError
 from stages.layers import EXPERTS
-from stages.runtime.device_exactness import verdict_on
 from stages.runtime.llama import ggml_base, init_backend, llama_library
+from stages.runtime.numerics import verdict_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

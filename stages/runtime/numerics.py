@@ -14,15 +14,25 @@ attention visits the cells of all sequences, idle ones included. On one CPU thre
 a prefill chunk. The cost of separate caches, a decode for each run of slots with as many rows instead of one
 for all, was less. A GPU reads all weights for every decode, so there one decode should count for more; that
 is not measured.
+
+Devices that may compute in exact mode, by backend, with the reasons for those that may not.
+
+Exact mode promises that a row does not depend on the rows that are computed with it. Backends choose their
+kernels by the number of rows, so that is a matter of measurement:
+
+    python -m tests.qualification.device_exactness
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from spanmesh_proto.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 EXACT_MAX_ROWS: Final = 63
 FAST_MAX_ROWS: Final = 128
@@ -72,6 +82,33 @@ class _Process:
 
     is_tiled: bool | None = None
     """Its value; None before the first mode."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Measurements of a backend."""
+
+    is_exact: bool
+    """Whether its rows do not depend on their batch."""
+    reason: str
+    """What was found, and on which device; a part of a sentence."""
+
+
+UNKNOWN: Final = Verdict(
+    is_exact=False,
+    reason="whether its rows depend on their batch was not measured: `python -m "
+    "tests.qualification.device_exactness` measures it",
+)
+
+
+VERDICTS: Final[dict[str, Verdict]] = {
+    "Vulkan": Verdict(
+        is_exact=False,
+        reason="on Mesa's software device its rows depend on their batch; `python -m "
+        "tests.qualification.device_exactness` measures a card",
+    ),
+}
+"""Verdicts by backend, as llama.cpp's names of devices begin: `CUDA`, `MTL`, `Vulkan`."""
 
 
 def numerics_for(
@@ -129,3 +166,23 @@ def prepare_process(numerics: Numerics) -> None:
             _Process.is_tiled = False
     elif _Process.is_tiled is None:
         _Process.is_tiled = os.environ.get(_TILED_MM) != "0"
+
+
+def backend_of(device: str) -> str:
+    """The backend of a device, from llama.cpp's name of it: `Vulkan0` is of `Vulkan`."""
+    return device.rstrip("0123456789")
+
+
+def verdict_on(device: str) -> Verdict:
+    """Measurements of a device's backend.
+
+    Args:
+        device: llama.cpp's name of it.
+    """
+    return VERDICTS.get(backend_of(device), UNKNOWN)
+
+
+def exact_reasons(devices: Iterable[str]) -> str:
+    """Reasons why these devices do not compute in exact mode, one for each backend."""
+    reasons = {backend_of(device): verdict_on(device) for device in devices}
+    return "; ".join(f"{name}: {verdict.reason}" for name, verdict in reasons.items() if not verdict.is_exact)

@@ -9,7 +9,7 @@ import pytest
 from mesh.cluster.host_facts import find_gpus
 from mesh.placement.gpu_layers import check_gpu_layers
 from spanmesh_proto.errors import ClusterError
-from stages.runtime.device_exactness import verdict_on
+from stages.runtime.numerics import verdict_on
 from tests.qualification.device_exactness import Exactness, measure_rows
 from tests.qualification.random_model import SHAPES, write_random_gguf
 

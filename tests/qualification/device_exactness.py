@@ -25,8 +25,7 @@ from mesh.util.logs import set_up_logs
 from meshbench.report_tools import markdown_table
 from spanmesh_proto.errors import MeshError
 from stages.isolated import ProcessEnded, call
-from stages.runtime.device_exactness import VERDICTS, Verdict, backend_of
-from stages.runtime.numerics import EXACT_MAX_ROWS
+from stages.runtime.numerics import EXACT_MAX_ROWS, VERDICTS, Verdict, backend_of
 from stages.runtime.span import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.source_model import read_source

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stages.runtime.device_exactness import VERDICTS
 from stages.runtime.devices import list_devices
+from stages.runtime.numerics import VERDICTS
 from tests.qualification.device_exactness import SETTINGS, Exactness, RowsResult, measure_rows
 from tests.support.tiny_models import TinyModel
 

@@ -12,8 +12,8 @@ from mesh.placement.host_capacity import Gpu, HostCapacity
 from mesh.placement.memory_estimate import StageSizes
 from spanmesh_proto.errors import ClusterError
 from stages.layers import LayerRange
-from stages.runtime.device_exactness import UNKNOWN, VERDICTS, Verdict, exact_reasons, verdict_on
 from stages.runtime.devices import GpuPlacing, list_devices
+from stages.runtime.numerics import UNKNOWN, VERDICTS, Verdict, exact_reasons, verdict_on
 from tests.mesh.placement.test_planner import MIB, OVERHEAD_BYTES, WORKLOAD
 from tests.mesh.placement.test_planner import model as model_of
 
