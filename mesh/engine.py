@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping
 
     from spanmesh_proto import windows_pb2 as wire
-    from stages.sampling.logprobs import TokenLogprobs
+    from stages.sampling.sampler import TokenLogprobs
 
 
 SpeculationMode = Literal["off", "ngram", "draft", "auto", "replay"]
@@ -72,7 +72,7 @@ class GenerationRequest:
     """Whether it may begin with a cached prefix of earlier requests of the same client."""
     num_top_logprobs: int | None = None
     """Number of likeliest tokens to report with each committed one, up to
-    `stages.sampling.logprobs.MAX_TOP_LOGPROBS`; None reports no log probabilities."""
+    `stages.sampling.sampler.MAX_TOP_LOGPROBS`; None reports no log probabilities."""
     grammar: str | None = None
     """GBNF that the answer must match, from its first token on; None leaves it free."""
     scores_prompt: bool = False

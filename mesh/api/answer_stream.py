@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mesh.engine import Committed, Engine, GenerationStats
     from mesh.text.message_parts import MessagePart
     from mesh.text.tokenizer import Tokenizer
-    from stages.sampling.logprobs import TokenLogprobs
+    from stages.sampling.sampler import TokenLogprobs
 
     PieceWith = Callable[[Collection[str]], Callable[[int], bytes]]
 

@@ -24,12 +24,12 @@ from pydantic_core import PydanticCustomError
 from mesh.api import request_parsing
 from mesh.engine import SpeculationLimits, SpeculationMode
 from spanmesh_proto.errors import InvalidRequest
-from stages.sampling.logprobs import MAX_TOP_LOGPROBS
 from stages.sampling.sampler import (
     MAX_BIAS,
     MAX_BIASES,
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
+    MAX_TOP_LOGPROBS,
     MIN_REPETITION_PENALTY,
 )
 

@@ -32,7 +32,7 @@ from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError, PrefixMismatch, ProtocolError, StageFailed
 from speculative.acceptance import judge_unread
 from speculative.proposer import EMPTY
-from stages.sampling.logprobs import from_wire
+from stages.sampling.sampler import from_wire
 from stages.sampling.session_spec import NOTHING_RESUMED, Resumed, SessionSpec
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from mesh.coordinator.telemetry import ActiveRing
     from mesh.engine import GenerationRequest, GenerationStats, PrefillProgress
     from speculative.outcome import WindowOutcome
-    from stages.sampling.logprobs import TokenLogprobs
+    from stages.sampling.sampler import TokenLogprobs
 
 
 log = structlog.get_logger()

@@ -4,6 +4,11 @@ Draws in compiled code: the ids that the arrays of `stages.sampling.sampler` giv
 
 The code is `row_sampler.c`, compiled at installation. Where it is missing, as in a plain copy of the sources,
 and where a result hangs on rounding, there is no draw, and the sampler takes its arrays.
+
+Log probabilities of sampled tokens, and their wire form.
+
+Computed from the model's own logits, before penalties and biases, as by default in vLLM (`raw_logprobs`) and
+llama.cpp: a bias that forces a token does not make it look likely.
 """
 
 from __future__ import annotations
@@ -17,12 +22,13 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 import structlog
 
+from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import InvalidRequest, StageFailed
 from stages.compiled_extension import REMEDY, load_extension
 from stages.sampling.gumbel import position_key, race_all, race_among
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -38,6 +44,7 @@ MIN_REPETITION_PENALTY: Final = 0.01
 MAX_REPETITION_PENALTY: Final = 10.0
 MAX_BIAS: Final = 100.0
 MAX_BIASES: Final = 1024
+MAX_TOP_LOGPROBS: Final = 20
 
 
 # - `frequency_penalty` and `presence_penalty` as OpenAI defines them: an id that the answer holds `c` times
@@ -282,6 +289,16 @@ class Sampler:
         return draw_by_arrays(logits, float(logits[top]), key, sampling) if drawn is None else drawn
 
 
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log probability of one token of the answer, and of the likeliest tokens in its place."""
+
+    logprob: float
+    """Natural logarithm of its probability."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(id, logprob) of the likeliest, the likeliest first, the lowest id first where they tie."""
+
+
 def draw(
     logits: NDArray[np.float32], key: int, *, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> int | None:
@@ -446,3 +463,46 @@ def draw_by_arrays(logits: NDArray[np.float32], peak: float, key: int, sampling:
 def _require(holds: bool, field: str, value: float, need: str) -> None:  # noqa: FBT001 - reads as an assertion
     if not holds:
         raise InvalidRequest(f"{field} is {value}: it must be {need}", param=field)
+
+
+def token_logprobs(logits: NDArray[np.float32], token: int, num_top: int) -> TokenLogprobs:
+    """Log-softmax of a row at one token and at its `num_top` peaks.
+
+    Args:
+        logits: float32, shape (n_vocab,): the model's, with a finite largest value.
+        token: The sampled id.
+        num_top: Number of likeliest tokens, from 0 to `MAX_TOP_LOGPROBS`.
+    """
+    peak = logits.max()
+    # float32 is exact enough for each summand; the sum over a whole vocabulary needs more.
+    log_total = float(peak) + float(np.log(np.exp(logits - peak).sum(dtype=np.float64)))
+    top: tuple[tuple[int, float], ...] = ()
+    if num_top:
+        ids = top_ids(logits, min(num_top, logits.size))
+        ranked = ids[np.argsort(-logits[ids], kind="stable")]
+        top = tuple((int(id), float(logits[id]) - log_total) for id in ranked)  # noqa: A001 - an id is called id
+    return TokenLogprobs(float(logits[token]) - log_total, top)
+
+
+def to_wire(logprobs: Iterable[TokenLogprobs]) -> list[wire.TokenLogprobs]:
+    """Messages of a verdict, in float32."""
+    return [
+        wire.TokenLogprobs(
+            logprob=each.logprob,
+            top_tokens=[token for token, _ in each.top],
+            top_logprobs=[logprob for _, logprob in each.top],
+        )
+        for each in logprobs
+    ]
+
+
+def from_wire(messages: Iterable[wire.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    """Log probabilities from a verdict.
+
+    Raises:
+        ValueError: If a message has different numbers of ids and log probabilities.
+    """
+    return tuple(
+        TokenLogprobs(each.logprob, tuple(zip(each.top_tokens, each.top_logprobs, strict=True)))
+        for each in messages
+    )

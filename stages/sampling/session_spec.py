@@ -8,8 +8,7 @@ from typing import Final
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import InvalidRequest, InvalidWindow
 from stages.grammar.gbnf_parser import MAX_GRAMMAR_BYTES, refusal
-from stages.sampling.logprobs import MAX_TOP_LOGPROBS
-from stages.sampling.sampler import SamplingParams
+from stages.sampling.sampler import MAX_TOP_LOGPROBS, SamplingParams
 
 # Fields of `SamplingParams` that its message has by the same names.
 _SCALARS: Final = tuple(each.name for each in fields(SamplingParams) if each.name != "logit_bias")

@@ -10,8 +10,7 @@ import numpy as np
 
 from spanmesh_proto.errors import InvalidWindow, StageFailed
 from stages.grammar.session_grammar import GrammarRecord
-from stages.sampling.logprobs import TokenLogprobs, token_logprobs
-from stages.sampling.sampler import Sampler, SamplingParams
+from stages.sampling.sampler import Sampler, SamplingParams, TokenLogprobs, token_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

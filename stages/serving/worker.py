@@ -11,7 +11,7 @@ import structlog
 
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError, StageFailed, wire_of
-from stages.sampling.logprobs import to_wire
+from stages.sampling.sampler import to_wire
 from stages.serving.scheduler import QueueBarrier
 from stages.transport.hidden_codec import TO_WIRE, HiddenType, encode
 

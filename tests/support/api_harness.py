@@ -21,7 +21,7 @@ from mesh.engine import Committed, Engine, GenerationRequest, GenerationStats
 from mesh.metrics.tracing import RequestTracer
 from mesh.status import MeshStatus
 from mesh.text.tokenizer import Tokenizer
-from stages.sampling.logprobs import TokenLogprobs
+from stages.sampling.sampler import TokenLogprobs
 
 # For clients that speak plain HTTP only, so that none reads all authorities of the system.
 NO_AUTHORITIES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -15,8 +15,7 @@ from mesh.engine import Committed, GenerationRequest, GenerationStats
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import ContextLengthExceeded, Overloaded
 from stages.runtime.llama import init_backend
-from stages.sampling.logprobs import TokenLogprobs
-from stages.sampling.sampler import Sampler
+from stages.sampling.sampler import Sampler, TokenLogprobs
 from tests.support.llama_grammar import LlamaGrammar
 
 _CHUNK_ROWS = 32

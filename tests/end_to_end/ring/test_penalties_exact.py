@@ -11,8 +11,7 @@ from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposer
 from stages.runtime.stage_runtime import RuntimeOptions
-from stages.sampling.logprobs import TokenLogprobs
-from stages.sampling.sampler import SamplingParams
+from stages.sampling.sampler import SamplingParams, TokenLogprobs
 from tests.support.proposers import Oracle, Parrot
 from tests.support.ring_harness import RunningStage, running_coordinator, running_stages
 from tests.support.whole_model_engine import WholeModelEngine

@@ -14,8 +14,7 @@ from spanmesh_proto.errors import InvalidRequest, ProtocolError, RequestError
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposer
-from stages.sampling.logprobs import TokenLogprobs, token_logprobs
-from stages.sampling.sampler import Sampler, SamplingParams
+from stages.sampling.sampler import Sampler, SamplingParams, TokenLogprobs, token_logprobs
 from stages.sampling.verifier import SampledTokens, TokenRecord, WindowVerifier
 from tests.support.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.support.proposers import Oracle, Parrot

@@ -9,8 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spanmesh_proto.errors import InvalidRequest, InvalidWindow
-from stages.sampling.logprobs import from_wire, to_wire, token_logprobs
-from stages.sampling.sampler import MAX_BIASES, LogitAdjustment, Sampler, SamplingParams
+from stages.sampling.sampler import (
+    MAX_BIASES,
+    LogitAdjustment,
+    Sampler,
+    SamplingParams,
+    from_wire,
+    to_wire,
+    token_logprobs,
+)
 from stages.sampling.session_spec import SessionSpec
 from stages.sampling.verifier import TokenRecord, WindowVerifier
 

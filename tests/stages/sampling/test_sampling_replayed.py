@@ -14,8 +14,7 @@ from spanmesh_proto.errors import PrefixMismatch
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposer
-from stages.sampling.logprobs import TokenLogprobs, token_logprobs
-from stages.sampling.sampler import Sampler, SamplingParams
+from stages.sampling.sampler import Sampler, SamplingParams, TokenLogprobs, token_logprobs
 from stages.serving.prefix import Prefix
 from tests.support.fake_recurrent import FakeRecurrentRuntime
 from tests.support.fake_stage import FakeRuntime, plain_answer
