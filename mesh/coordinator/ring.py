@@ -14,8 +14,7 @@ from mesh.coordinator.stage_streams import ControlStream, VerdictStream
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import HostUnreachable, MeshError, ProtocolError, StageFailed, from_code
-from stages.transport.frames import MOST_BUNDLED_WINDOWS
-from stages.transport.links import link_to
+from stages.transport.links import MOST_BUNDLED_WINDOWS, link_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

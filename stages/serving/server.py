@@ -18,9 +18,8 @@ from stages.serving.ring_place import RingPlace
 from stages.serving.sent_rows import LEAST_SENT_BYTES
 from stages.serving.stage_engine import StageEngine, monotonic_us
 from stages.transport.channels import HandshakeMonitor, KeyCheck, abort
-from stages.transport.frames import MOST_BUNDLED_WINDOWS
 from stages.transport.hidden_codec import HiddenType
-from stages.transport.links import link_to
+from stages.transport.links import MOST_BUNDLED_WINDOWS, link_to
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable

@@ -1,18 +1,24 @@
-"""Links: ordered streams of frames to the next stage, and the choice among their kinds."""
+"""Links: ordered streams of frames to the next stage, and the choice among their kinds.
+
+Frames: messages from one stage to the next, whatever link carries them.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
+from spanmesh_proto import windows_pb2 as wire
 from stages.transport.stage_link import StageLink
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from spanmesh_proto import windows_pb2 as wire
     from spanmesh_proto.errors import MeshError
     from stages.transport.channels import Identity
-    from stages.transport.frames import LinkMessage
+
+# The receiver's limit for one frame.
+MOST_BUNDLED_WINDOWS: Final = 256
+LinkMessage = wire.Vocabulary | wire.Open | wire.WindowBundle
 
 
 class Link(Protocol):
@@ -39,6 +45,15 @@ class Link(Protocol):
 
     async def close(self) -> None:
         """End the stream."""
+
+
+def frame_of(message: LinkMessage) -> wire.Frame:
+    """The frame of a message."""
+    if isinstance(message, wire.Open):
+        return wire.Frame(open=message)
+    if isinstance(message, wire.Vocabulary):
+        return wire.Frame(vocabulary=message)
+    return wire.Frame(windows=message)
 
 
 def link_to(

@@ -13,13 +13,13 @@ from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import HostUnreachable, MeshError, StageFailed, from_code
 from stages.transport.channels import key_metadata, open_channel
-from stages.transport.frames import frame_of
+from stages.transport.links import frame_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stages.transport.channels import Identity
-    from stages.transport.frames import LinkMessage
+    from stages.transport.links import LinkMessage
 
 log = structlog.get_logger()
 

@@ -15,7 +15,7 @@ from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from stages.runtime.stage_runtime import RuntimeOptions
 from stages.transport.channels import key_metadata
-from stages.transport.frames import MOST_BUNDLED_WINDOWS
+from stages.transport.links import MOST_BUNDLED_WINDOWS
 from tests.qualification.fuzz.gguf_fuzz import small_layout, write_layout
 from tests.qualification.fuzz.grpc_frames import HostilePeer, StageShape
 from tests.qualification.fuzz.grpc_fuzz import fuzz_grpc

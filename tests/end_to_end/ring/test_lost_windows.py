@@ -23,7 +23,7 @@ from stages.serving.sent_rows import SentHiddenStates
 from stages.serving.slots import SlotTokens
 from stages.serving.stage_engine import StageEngine
 from stages.transport import stage_link
-from stages.transport.frames import frame_of
+from stages.transport.links import frame_of
 from tests.support.fake_stage import FakeRuntime, plain_answer
 from tests.support.repairable_ring import RepairableRing, serving
 from tests.support.ring_harness import collect, feature_streams, plugs_for

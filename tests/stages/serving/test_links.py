@@ -12,8 +12,7 @@ from spanmesh_proto.errors import MeshError
 from stages.sampling.sampler import Sampler, SamplingParams
 from stages.serving.server import StageService
 from stages.transport.channels import Identity
-from stages.transport.frames import LinkMessage, frame_of
-from stages.transport.links import Link
+from stages.transport.links import Link, LinkMessage, frame_of
 from tests.support.fake_stage import FakeRuntime, plain_answer
 from tests.support.repairable_ring import NUM_STAGES, RepairableRing, serving
 from tests.support.ring_harness import collect
