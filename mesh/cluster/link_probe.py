@@ -34,7 +34,7 @@ from stages.transport.channels import (
     listen_within,
     open_channel,
 )
-from stages.transport.stage_link import explain
+from stages.transport.links import explain
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping

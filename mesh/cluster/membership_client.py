@@ -26,7 +26,7 @@ from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto import membership_pb2_grpc as rpc
 from spanmesh_proto.errors import HostUnreachable, MeshError, ProtocolVersionMismatch
-from stages.transport.stage_link import explain
+from stages.transport.links import explain
 from stages.weights.fetch import pinned_channel
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError, ProtocolError, StageFailed
 from stages.transport.channels import key_metadata, open_channel
 from stages.transport.hidden_codec import TO_WIRE, decode
-from stages.transport.stage_link import explain
+from stages.transport.links import explain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

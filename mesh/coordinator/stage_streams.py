@@ -17,7 +17,7 @@ from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import HostUnreachable, MeshError, StageFailed
 from speculative.outcome import StageMeasure
 from stages.transport.channels import key_metadata, open_channel
-from stages.transport.stage_link import explain
+from stages.transport.links import explain
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

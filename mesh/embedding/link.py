@@ -12,7 +12,7 @@ from spanmesh_proto import embedding_pb2_grpc as rpc
 from spanmesh_proto.errors import ProtocolError
 from stages.embedding.vectors import from_bytes
 from stages.transport.channels import key_metadata, open_channel
-from stages.transport.stage_link import explain
+from stages.transport.links import explain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

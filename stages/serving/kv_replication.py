@@ -22,7 +22,7 @@ from stages.serving.plugs import StagePlug
 from stages.serving.ring_place import hello_of
 from stages.serving.slot_replication import ReplicationCursor, SlotReplication
 from stages.transport.channels import key_metadata, open_channel
-from stages.transport.stage_link import explain
+from stages.transport.links import explain
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence

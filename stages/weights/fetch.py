@@ -21,7 +21,7 @@ from spanmesh_proto.errors import HostUnreachable, InvalidModel, MeshError
 from stages.cancellable_work import CancellableWork, in_own_thread
 from stages.files import require_disk, try_lock, write_error
 from stages.transport.channels import CLIENT_OPTIONS
-from stages.transport.stage_link import explain
+from stages.transport.links import explain
 from stages.weights.assembly import Assembly, SentPieces, Transfer
 from stages.weights.disk_cache import DEFAULT_STORAGE, StorageOptions, make_room
 from stages.weights.piece_sources import KnownFile, take_from_folder, take_from_model, take_from_store

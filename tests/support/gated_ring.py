@@ -34,7 +34,7 @@ import structlog
 import mesh.coordinator.stage_streams
 import stages.serving.kv_replication
 import stages.serving.stage_engine
-import stages.transport.stage_link
+import stages.transport.links
 from mesh.coordinator.ring import StageAddress
 from spanmesh_proto import windows_pb2_grpc as rpc
 from stages.serving.composition import PlugOptions
@@ -360,7 +360,7 @@ def watched(patch: pytest.MonkeyPatch, ring_of: Callable[[], GatedRing | None]) 
     with patch.context() as patched:
         for module in (
             mesh.coordinator.stage_streams,
-            stages.transport.stage_link,
+            stages.transport.links,
             stages.serving.kv_replication,
         ):
             patched.setattr(module, "open_channel", open_gated)

@@ -22,7 +22,7 @@ from stages.serving.scheduler import QueueBarrier
 from stages.serving.sent_rows import SentHiddenStates
 from stages.serving.slots import SlotTokens
 from stages.serving.stage_engine import StageEngine
-from stages.transport import stage_link
+from stages.transport import links
 from stages.transport.links import frame_of
 from tests.support.fake_stage import FakeRuntime, plain_answer
 from tests.support.repairable_ring import RepairableRing, serving
@@ -155,14 +155,14 @@ async def test_a_stream_that_cannot_write_is_lost(writes: str, monkeypatch: pyte
     ring = RepairableRing()
     async with serving(ring, OPTIONS) as coordinator:
         link = ring.running[0].service._engine.next
-        assert isinstance(link, stage_link.StageLink)
+        assert isinstance(link, links.StageLink)
         if writes == "link":
             link._call.write = once(link._call.write, MemoryError())  # type: ignore[method-assign]
         elif writes == "control":
             call = coordinator._ring._controls[1]._call
             call.write = once(call.write, MemoryError(), after=0)  # type: ignore[method-assign]
         else:
-            monkeypatch.setattr(stage_link, "frame_of", once(frame_of, MemoryError(), after=8))
+            monkeypatch.setattr(links, "frame_of", once(frame_of, MemoryError(), after=8))
         async with asyncio.timeout(PATIENCE_S):
             while not ring.num_repairs:
                 assert await answer(coordinator) == TEXT

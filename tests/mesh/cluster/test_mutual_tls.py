@@ -18,7 +18,7 @@ from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError
 from stages.serving.server import StageService
 from stages.transport.channels import SERVER_OPTIONS, Identity, NewKey, add_port
-from stages.transport.stage_link import StageLink
+from stages.transport.links import StageLink
 from tests.support.fake_stage import FakeRuntime
 from tests.support.ring_harness import MESH_ID, MESH_KEY
 

@@ -22,7 +22,7 @@ from spanmesh_proto.errors import MeshError
 from stages.sampling.sampler import SamplingParams
 from stages.sampling.session_spec import SessionSpec
 from stages.transport.channels import key_metadata, open_channel
-from stages.transport.stage_link import StageLink
+from stages.transport.links import StageLink
 from tests.qualification.fuzz.gguf_fuzz import small_layout, write_layout
 from tests.qualification.fuzz.grpc_frames import HostilePeer
 from tests.qualification.fuzz.grpc_target import HOST, MESH_ID, MESH_KEY, TERM, Served, StageProcess

@@ -19,7 +19,7 @@ from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError, ProtocolError
 from stages.runtime.span import Span
 from stages.transport.channels import CLIENT_OPTIONS, key_metadata
-from stages.transport.stage_link import StageLink
+from stages.transport.links import StageLink
 from tests.support.fake_stage import FakeRuntime, fake_ring
 from tests.support.repairable_ring import NUM_STAGES, RepairableRing, replication_of, serving
 from tests.support.ring_harness import RunningStage, collect, running_coordinator, running_services

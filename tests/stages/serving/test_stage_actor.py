@@ -25,7 +25,7 @@ from stages.serving.actor import StageActor, StageConfig
 from stages.serving.scheduler import QueueBarrier
 from stages.serving.server import StageService
 from stages.transport.channels import key_metadata, open_channel
-from stages.transport.stage_link import StageLink
+from stages.transport.links import StageLink
 from stages.weights.disk_cache import KV_DISK_BYTES
 from stages.weights.fetch import FetchSource
 from stages.weights.virtual_stages import StageCache

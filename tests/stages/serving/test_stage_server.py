@@ -27,7 +27,7 @@ from stages.layers import LayerRange
 from stages.runtime.stage_runtime import RuntimeOptions
 from stages.transport.channels import key_metadata
 from stages.transport.hidden_codec import HiddenType, encode
-from stages.transport.stage_link import StageLink
+from stages.transport.links import StageLink
 from tests.support.ring_harness import (
     MESH_ID,
     MESH_KEY,
