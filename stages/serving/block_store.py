@@ -9,14 +9,33 @@
 Stages of one host share a root, each with a folder of its own. The limit holds for all of them together: a
 file is written while the ledger is locked, and is entered there. Files are readable by this user only, since
 prompts can be reconstructed from them.
+
+Format of a block file: KV rows of consecutive positions, checked to the last byte.
+
+All numbers are little-endian::
+
+    8 bytes   magic, with the version of the format
+    32 bytes  digest of all that the rows depend on besides tokens, see `stages.serving.rows_identity`
+    32 bytes  name of the block
+    32 bytes  SHA-256 of all token ids up to the end of the block, 8 bytes each
+    u32 u32   first position, last position plus one
+    u64 u64   bytes of the rows, bytes of the recurrent state behind them (0 for none)
+    u32 each  token ids of the block
+              the rows, then the state, both in llama.cpp's format
+    32 bytes  BLAKE2b of everything before
+
+A file is used only if each of these is as expected: nothing is used of a damaged file, or of one that belongs
+to another model, build or mode.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import stat
+import struct
 import time
 import zlib
 from dataclasses import dataclass
@@ -26,22 +45,18 @@ import numpy as np
 import structlog
 
 from stages.files import try_lock, whole_file
-from stages.serving.block_file import (
-    DIGEST_BYTES,
-    BlockLabel,
-    DamagedBlock,
-    RowsBlock,
-    decode_block,
-    encode_block,
-    file_bytes,
-)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
+DIGEST_BYTES: Final = 32
+"""Length of names and identities."""
+_MAGIC: Final = b"SMKVROW1"
+_HEAD: Final = struct.Struct(f"<8s{DIGEST_BYTES}s{DIGEST_BYTES}s{DIGEST_BYTES}sIIQQ")
+_TOKEN_BYTES: Final = 4
 _FILE_NAME: Final = re.compile(rf"([0-9a-f]{{{2 * DIGEST_BYTES}}})(?:\.rows|\.([1-9][0-9]{{0,9}})\.state)")
 _IDENTITY: Final = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 # Evicted down to this share of the limit, so that the folder is not read for every block.
@@ -54,8 +69,40 @@ _ENTRY_DIGITS: Final = 20
 # stopped. Without a limit its stop would keep other stages from ending.
 _LOCK_PATIENCE_S: Final = 2.0
 _LOCK_POLL_S: Final = 0.01
-
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class RowsBlock:
+    """KV rows of consecutive positions, with their tokens."""
+
+    start: int
+    """The first position."""
+    stop: int
+    """Last position plus one."""
+    tokens: NDArray[np.uint32]
+    """Token ids of the positions, uint32 (stop - start)."""
+    prefix_sha256: bytes
+    """SHA-256 of all token ids from position 0 to before `stop`, int64 each."""
+    rows: NDArray[np.uint8]
+    """The rows, uint8 (bytes), in llama.cpp's format."""
+    state: NDArray[np.uint8]
+    """In models with recurrent layers perhaps the state behind the last position, uint8 (bytes), in
+    llama.cpp's format; empty for none."""
+
+
+@dataclass(frozen=True)
+class BlockLabel:
+    """Identity of a block file's content."""
+
+    rows_identity: bytes
+    """Digest of all that the rows depend on besides tokens."""
+    name: bytes
+    """Name of the block."""
+
+
+class DamagedBlock(ValueError):
+    """Reason why a file is not used; never reaches a peer."""
 
 
 @dataclass(frozen=True)
@@ -298,6 +345,75 @@ class _Ledger:
                 os.ftruncate(self._descriptor, len(entry))
         finally:
             os.close(self._descriptor)
+
+
+def file_bytes(block: RowsBlock) -> int:
+    """Size of a block's file."""
+    num_tokens = block.stop - block.start
+    return _HEAD.size + _TOKEN_BYTES * num_tokens + block.rows.size + block.state.size + DIGEST_BYTES
+
+
+def encode_block(label: BlockLabel, block: RowsBlock) -> list[memoryview]:
+    """Content of a block's file, in pieces; rows and state are not copied."""
+    head = _HEAD.pack(
+        _MAGIC,
+        label.rows_identity,
+        label.name,
+        block.prefix_sha256,
+        block.start,
+        block.stop,
+        block.rows.size,
+        block.state.size,
+    )
+    tokens = block.tokens.astype("<u4").tobytes()
+    pieces = [memoryview(piece) for piece in (head, tokens)]
+    pieces += [np.ascontiguousarray(part).data for part in (block.rows, block.state) if part.size]
+    return [*pieces, memoryview(_checksum(pieces))]
+
+
+def decode_block(label: BlockLabel, content: NDArray[np.uint8]) -> RowsBlock:
+    """Block of a file; rows and state are views of `content`.
+
+    Args:
+        label: Expected identity.
+        content: All bytes of the file, uint8.
+
+    Raises:
+        DamagedBlock: If it is not this block, or any byte is not as it was written.
+    """
+    if content.size < _HEAD.size + DIGEST_BYTES:
+        raise DamagedBlock(f"{content.size} bytes are no block")
+    magic, identity, name, prefix_sha256, start, stop, num_rows_bytes, num_state_bytes = _HEAD.unpack(
+        content[: _HEAD.size].tobytes()
+    )
+    if magic != _MAGIC:
+        raise DamagedBlock("it has another format")
+    num_token_bytes = _TOKEN_BYTES * (stop - start)
+    expected_bytes = _HEAD.size + num_token_bytes + num_rows_bytes + num_state_bytes + DIGEST_BYTES
+    if start >= stop or content.size != expected_bytes:
+        raise DamagedBlock(f"it has {content.size} bytes, not {expected_bytes}")
+    body = content[:-DIGEST_BYTES]
+    if _checksum([np.ascontiguousarray(body).data]) != content[-DIGEST_BYTES:].tobytes():
+        raise DamagedBlock("its checksum is wrong")
+    if (identity, name) != (label.rows_identity, label.name):
+        raise DamagedBlock("it is another block, or another stage's")
+    rows_at = _HEAD.size + num_token_bytes
+    state_at = rows_at + num_rows_bytes
+    return RowsBlock(
+        start,
+        stop,
+        np.frombuffer(content[_HEAD.size : rows_at].tobytes(), "<u4").astype(np.uint32),
+        prefix_sha256,
+        content[rows_at:state_at],
+        content[state_at : state_at + num_state_bytes],
+    )
+
+
+def _checksum(pieces: Sequence[memoryview]) -> bytes:
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for piece in pieces:
+        digest.update(piece)
+    return digest.digest()
 
 
 def _files_in(folder: Path) -> Iterator[_BlockPath]:

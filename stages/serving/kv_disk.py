@@ -20,7 +20,7 @@ import structlog
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError
 from stages.runtime.process_memory import free_memory_bytes
-from stages.serving.block_file import DamagedBlock
+from stages.serving.block_store import DamagedBlock
 from stages.serving.plugs import StagePlug
 from stages.serving.prefix_blocks import BlockPlace, PrefixReader
 from stages.serving.slot_copies import copy_of
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from stages.sampling.session_spec import SessionSpec
-    from stages.serving.block_file import RowsBlock
-    from stages.serving.block_store import BlockStore, StoredBlock
+    from stages.serving.block_store import BlockStore, RowsBlock, StoredBlock
     from stages.serving.plugs import Reply, StageAccess
     from stages.serving.prefix_blocks import FetchedPrefix, SlotCopy
 

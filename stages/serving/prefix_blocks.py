@@ -10,7 +10,7 @@ import numpy as np
 
 from spanmesh_proto.errors import UncuttableModel
 from stages.runtime.kv_state import KvRows
-from stages.serving.block_file import DIGEST_BYTES, DamagedBlock, RowsBlock
+from stages.serving.block_store import DIGEST_BYTES, DamagedBlock, RowsBlock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

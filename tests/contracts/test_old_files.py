@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from mesh.serve.head_state import HeadStateFile
-from stages.serving.block_file import BlockLabel, decode_block
+from stages.serving.block_store import BlockLabel, decode_block
 from tests.contracts.documents import differences
 
 FILES = Path(__file__).parent / "old_files"

@@ -15,15 +15,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from stages.serving import block_store
-from stages.serving.block_file import (
+from stages.serving.block_store import (
     BlockLabel,
+    BlockStore,
     DamagedBlock,
     RowsBlock,
+    StoredBlock,
     decode_block,
     encode_block,
     file_bytes,
 )
-from stages.serving.block_store import BlockStore, StoredBlock
 
 IDENTITY: Final = bytes(range(32))
 OTHER: Final = bytes(range(1, 33))
