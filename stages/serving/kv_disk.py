@@ -22,8 +22,7 @@ from spanmesh_proto.errors import MeshError
 from stages.runtime.process_memory import free_memory_bytes
 from stages.serving.block_store import DamagedBlock
 from stages.serving.plugs import StagePlug
-from stages.serving.prefix_blocks import BlockPlace, PrefixReader
-from stages.serving.slot_copies import copy_of
+from stages.serving.prefix_blocks import BlockPlace, PrefixReader, copy_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence

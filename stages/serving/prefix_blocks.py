@@ -1,4 +1,7 @@
-"""Prefixes in blocks: KV rows of a slot cut into blocks, and blocks joined to rows for a slot."""
+"""Prefixes in blocks: KV rows of a slot cut into blocks, and blocks joined to rows for a slot.
+
+Copies of slots for the disk.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,17 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from spanmesh_proto.errors import UncuttableModel
-from stages.runtime.kv_state import KvRows
+from stages.runtime.kv_state import KvRows, no_state
 from stages.serving.block_store import DIGEST_BYTES, DamagedBlock, RowsBlock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from spanmesh_proto import windows_pb2 as wire
     from stages.runtime.slot_memory import SlotMemory
+    from stages.serving.slots import KvSlots
 
 _NO_STATE: Final = np.empty(0, np.uint8)
 
@@ -172,3 +176,50 @@ class PrefixReader:
             # Without the file around it.
             state.copy() if state.size else None,
         )
+
+
+def copy_of(
+    slots: KvSlots,
+    slot: int,
+    num_positions: int,
+    *,
+    tokens_sha256: bytes,
+    state_positions: Collection[int],
+    most_bytes: int,
+) -> SlotCopy | None:
+    """Copy of a slot's first positions, for the disk.
+
+    Of a model with sliding windows llama.cpp saves the rows in the windows at the slot's end only. If a
+    state is wanted, the slot drops all positions beyond, which were rejected.
+
+    Args:
+        slots: Slots of the stage, whose computing thread calls.
+        slot: The slot.
+        num_positions: Number of the positions.
+        tokens_sha256: SHA-256 of their token ids.
+        state_positions: Numbers of positions behind which states are wanted: recurrent states, or rows in
+            sliding windows.
+        most_bytes: Most bytes of the slot's rows.
+
+    Returns:
+        The copy, without states that are not kept; None if the slot holds other tokens, or too many rows.
+
+    Raises:
+        MeshError: If llama.cpp does not return the rows.
+    """
+    is_same = 0 < num_positions <= slots.tokens.length(slot)
+    if not is_same or slots.tokens.digest(slot, num_positions) != tokens_sha256:
+        return None
+    info, memory = slots.runtime.info, slots.memory
+    if memory.num_kv_bytes(slot) > most_bytes:
+        return None
+    tokens = slots.tokens.tokens(slot)[:num_positions].copy()
+    if not info.can_trim:
+        states = {position: memory.state_at(slot, position) for position in state_positions}
+        found = {position: state for position, state in states.items() if state is not None}
+        return SlotCopy(tokens, memory.kv_rows(slot), found)
+    if info.has_windows and state_positions:
+        slots.trim(slot, num_positions)
+        rows, window = memory.kv_rows_and_window(slot)
+        return SlotCopy(tokens, rows, {num_positions: window})
+    return SlotCopy(tokens, memory.kv_rows(slot), dict.fromkeys(state_positions, no_state()))

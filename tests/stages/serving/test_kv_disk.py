@@ -20,9 +20,8 @@ from stages.runtime.span import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.serving.block_store import BlockStore
 from stages.serving.kv_disk import KvDisk
-from stages.serving.prefix_blocks import BlockPlace, PrefixReader
+from stages.serving.prefix_blocks import BlockPlace, PrefixReader, copy_of
 from stages.serving.rows_identity import RowsSetting, _build, content_sha256, rows_identity
-from stages.serving.slot_copies import copy_of
 from stages.serving.slots import KvSlots
 from tests.support.disks import InlineExecutor, block_files, damage
 from tests.support.fake_stage import FakeRuntime
