@@ -22,9 +22,8 @@ from stages.runtime.kv_types import KV_TYPES
 from stages.runtime.process_memory import free_memory_bytes
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.serving.composition import PlugOptions
-from stages.serving.disk_opening import RowsOrigin, store_opener
 from stages.serving.kv_replication import Replication
-from stages.serving.rows_identity import RowsSetting
+from stages.serving.rows_identity import RowsOrigin, RowsSetting, store_opener
 from stages.serving.sent_rows import max_sent_bytes
 from stages.serving.server import StageService
 from stages.transport.channels import SERVER_OPTIONS, Identity, NewKey, add_port, listen_within
