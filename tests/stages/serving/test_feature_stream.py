@@ -19,7 +19,7 @@ from spanmesh_proto.errors import ProtocolError
 from speculative.controller import ControllerOptions
 from stages.runtime.span import Span
 from stages.serving import feature_outlet
-from stages.serving.feature_stream import FeatureStream
+from stages.serving.feature_outlet import FeatureStream
 from stages.transport.channels import CLIENT_OPTIONS, key_metadata
 from stages.transport.hidden_codec import HiddenType
 from tests.support.fake_stage import FakeRuntime, fake_ring, plain_answer
