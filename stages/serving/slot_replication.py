@@ -1,29 +1,88 @@
-"""Slots of a stage and of its replicas: rows to be sent, and rows that arrive. For the computing thread."""
+"""Slots of a stage and of its replicas: rows to be sent, and rows that arrive. For the computing thread.
+
+Recurrent state on its way to a replica: messages of it, and their parts until all have arrived.
+"""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
+
+import numpy as np
 
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import ProtocolError, UncuttableModel
 from stages.runtime.kv_state import KvRows
 from stages.serving.slots import SlotListener
-from stages.serving.state_arrivals import ArrivedRows, StateArrivals, state_messages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from stages.serving.slots import KvSlots
 
+# A state of a few MB a layer, of a large stage.
+_MOST_STATE_BYTES: Final = 2**30
 # llama.cpp returns a slot's rows only together, which takes memory.
 _MOST_KV_BYTES: Final = 64 * 2**20
 _MOST_MESSAGE_BYTES: Final = 8 * 2**20
 # More proposals are seldom in flight.
 _NUM_LEFT_OUT: Final = 32
+
+
+@dataclass(frozen=True)
+class ArrivedRows:
+    """KV rows that wait for the state behind them."""
+
+    rows: KvRows
+    """The rows."""
+    tokens: tuple[int, ...]
+    """Their token ids."""
+    sent: bytes
+    """Hidden states that the stage sent for them, concatenated; perhaps none."""
+    sent_row_bytes: int
+    """Size of each of those."""
+
+
+@dataclass
+class StateArrivals:
+    """Rows and parts of states that have arrived, by slot."""
+
+    _rows: dict[int, list[ArrivedRows]] = field(default_factory=dict)
+    _states: dict[int, bytearray] = field(default_factory=dict)
+
+    def add_rows(self, slot: int, rows: ArrivedRows) -> None:
+        """Add rows; those at position 0, or behind others than the last, begin anew."""
+        waiting = self._rows.setdefault(slot, [])
+        if waiting and waiting[-1].rows.stop != rows.rows.start:
+            waiting.clear()
+        waiting.append(rows)
+        self._states.pop(slot, None)
+
+    def add_state(self, slot: int, part: bytes, num_bytes: int) -> NDArray[np.uint8] | None:
+        """Add a part of a state; returns the state once it is whole.
+
+        Raises:
+            ProtocolError: If there is more than was announced, or than any state has.
+        """
+        if not part:
+            return None
+        state = self._states.setdefault(slot, bytearray())
+        if num_bytes > _MOST_STATE_BYTES or len(state) + len(part) > num_bytes:
+            raise ProtocolError(f"{len(state) + len(part)} bytes of a recurrent state of {num_bytes}")
+        state += part
+        return np.frombuffer(bytes(self._states.pop(slot)), np.uint8) if len(state) == num_bytes else None
+
+    def take_rows(self, slot: int) -> list[ArrivedRows]:
+        """Remove and return the rows that wait for a slot's state."""
+        return self._rows.pop(slot, [])
+
+    def drop(self, slot: int) -> None:
+        """Drop all that has arrived for a slot."""
+        self._rows.pop(slot, None)
+        self._states.pop(slot, None)
 
 
 class ReplicationCursor:
@@ -246,6 +305,30 @@ class SlotReplication(SlotListener):
             kv=rows.to_bytes(),
             sent=self._sent.find(slot, rows.start, len(rows), sent_row_bytes) or b"",
         )
+
+
+def state_messages(
+    slot: int, session: int, stop: int, state: NDArray[np.uint8], most_bytes: int
+) -> list[wire.SlotRows]:
+    """Messages of a recurrent state, which follow those of the rows.
+
+    Args:
+        slot: Its slot.
+        session: Session of the slot.
+        stop: Number of positions that the state is made of.
+        state: The state, uint8, in llama.cpp's format.
+        most_bytes: Most bytes of one message.
+    """
+    return [
+        wire.SlotRows(
+            slot=slot,
+            session=session,
+            start=stop,
+            state=state[first : first + most_bytes].tobytes(),
+            num_state_bytes=state.size,
+        )
+        for first in range(0, state.size, most_bytes)
+    ]
 
 
 def _rows_of(update: wire.SlotRows) -> KvRows:

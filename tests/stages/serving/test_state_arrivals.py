@@ -13,9 +13,8 @@ from stages.certification.certify import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.span import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
-from stages.serving.slot_replication import ReplicationCursor, SlotReplication
+from stages.serving.slot_replication import ReplicationCursor, SlotReplication, StateArrivals, state_messages
 from stages.serving.slots import KvSlots
-from stages.serving.state_arrivals import StateArrivals, state_messages
 from tests.support.tiny_families import TINY_FAMILIES
 
 TEXT = tuple(range(20, 90))
