@@ -17,9 +17,8 @@ from mesh.embedding.link import EmbeddingLink
 from spanmesh_proto import embedding_pb2 as wire
 from spanmesh_proto import embedding_pb2_grpc as rpc
 from spanmesh_proto.errors import ClusterError, HostUnreachable, ModelDoesNotFit, ProtocolError, StageFailed
-from stages.embedding.actor import EmbeddingActor
+from stages.embedding.actor import EmbeddingActor, EmbeddingService
 from stages.embedding.runtime import EmbeddingRuntime
-from stages.embedding.server import EmbeddingService
 from stages.layers import LayerRange
 from stages.runtime.process_memory import StageMemory, free_memory_bytes
 from stages.runtime.stage_runtime import RuntimeOptions
