@@ -12,7 +12,7 @@ from typing import Final
 
 import click
 
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 
 _PROMPT_TOKENS: Final = 64

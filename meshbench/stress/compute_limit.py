@@ -31,7 +31,7 @@ from meshbench.lab.host import Companion
 from meshbench.paired_systems import PEERS, environment_for
 from stages.layers import LayerRange
 from stages.process_limits import num_usable
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.model_facts import read_model_facts
 from stages.weights.virtual_stages import StageCache

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from stages.certification.comparison import Difference, PhaseResult, WireLoss
     from stages.certification.reference import ReferenceDecode
-    from stages.runtime.span import Span
+    from stages.runtime.spans import Span
     from stages.slicing.source_model import SourceModel
 
 # Phases with logits of every position.

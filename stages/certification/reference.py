@@ -22,7 +22,7 @@ import numpy as np
 from spanmesh_proto.errors import InvalidModel
 from stages.layers import LayerRange
 from stages.runtime.numerics import EXACT_MAX_ROWS
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from stages.cancellable_work import in_own_thread
 from stages.host.cpu_latency import CpuLatencyRequest
 from stages.host.profile_request import ProfileRequest, StageTiming
 from stages.runtime.process_memory import free_memory_bytes
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.sampling.sampler import SamplingParams
 from stages.sampling.verifier import WindowVerifier

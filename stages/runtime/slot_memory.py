@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from stages.runtime.loaded_model import StageInfo
-    from stages.runtime.span import Span
+    from stages.runtime.spans import Span
 
 
 class _RowRollback:

@@ -10,7 +10,7 @@ from stages.runtime.runs import Run, RunPlanner, run_around, runs_of_equals
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from stages.runtime.span import Span
+    from stages.runtime.spans import Span
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from stages.runtime.span import Span
+    from stages.runtime.spans import Span
     from stages.runtime.stage_runtime import StageRuntime
     from stages.serving.prefix import Prefix
 

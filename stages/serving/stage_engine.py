@@ -15,7 +15,7 @@ from stages.cancellable_work import in_own_thread
 from stages.grammar.session_grammar import Grammars
 from stages.host.cpu_latency import CpuLatencyRequest
 from stages.runtime.process_memory import resident_bytes
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.sampling.session_spec import SessionSpec
 from stages.sampling.verifier import WindowVerifier
 from stages.serving.scheduler import QueueBarrier, QueuedWindow, SlotAssigned, WindowScheduler

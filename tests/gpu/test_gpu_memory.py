@@ -13,7 +13,7 @@ from mesh.placement.host_capacity import Gpu, HostCapacity
 from mesh.placement.memory_estimate import StageSizes, Workload
 from stages.layers import LayerRange
 from stages.runtime.devices import list_devices
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.model_facts import read_model_facts
 from stages.weights.virtual_stages import StageCache

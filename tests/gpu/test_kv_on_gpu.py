@@ -13,7 +13,7 @@ from spanmesh_proto.errors import ModelDoesNotFit
 from stages.layers import LayerRange
 from stages.runtime.kv_state import KvRows
 from stages.runtime.kv_types import KV_TYPES
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.weights.virtual_stages import StageCache
 from tests.qualification.device_parity import PROCESSOR, compare, follow, random_prompt

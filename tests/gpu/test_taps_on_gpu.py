@@ -12,7 +12,7 @@ import pytest
 from stages.layers import LayerRange
 from stages.runtime import stage_runtime as runtime_module
 from stages.runtime.hidden_tap import LayerTap, StopTap
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.weights.virtual_stages import StageCache
 from tests.support.float_models import write_float

@@ -24,7 +24,7 @@ from meshbench.report_tools import markdown_table
 from spanmesh_proto.errors import MeshError
 from stages.runtime.kv_types import KV_TYPES
 from stages.runtime.llama_libraries import attention_name, attention_version, loaded_kernels
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 
 if TYPE_CHECKING:

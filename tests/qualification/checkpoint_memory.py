@@ -30,7 +30,7 @@ from stages.certification.certify import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.llama import init_backend
 from stages.runtime.process_memory import resident_bytes
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.serving.sent_rows import max_sent_bytes
 from stages.serving.slots import KvSlots

@@ -26,7 +26,7 @@ from meshbench.report_tools import markdown_table
 from spanmesh_proto.errors import MeshError
 from stages.isolated import ProcessEnded, call
 from stages.runtime.numerics import EXACT_MAX_ROWS, VERDICTS, Verdict, backend_of
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.source_model import read_source
 from tests.qualification.device_parity import first_device, random_prompt

@@ -29,7 +29,7 @@ from stages.certification.comparison import wire_loss
 from stages.isolated import ProcessEnded, call
 from stages.layers import LayerRange
 from stages.runtime.devices import layer_devices
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.source_model import read_source
 from stages.transport.hidden_codec import HiddenType

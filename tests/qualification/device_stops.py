@@ -31,7 +31,7 @@ from stages.certification.certify import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.hidden_tap import LayerTap, StopTap
 from stages.runtime.llama import heard_log
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.source_model import read_source
 from tests.qualification.device_parity import first_device

@@ -43,7 +43,7 @@ from spanmesh_proto.errors import MeshError
 from speculative.proposer import EMPTY, Proposal
 from stages.layers import LayerRange
 from stages.runtime.numerics import EXACT_MAX_ROWS
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.source_model import read_source
 from stages.slicing.stage_writer import write_stage

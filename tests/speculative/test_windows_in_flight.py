@@ -15,7 +15,7 @@ from spanmesh_proto.errors import InvalidWindow
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposer
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.sampling.sampler import Sampler, SamplingParams
 from tests.support.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.support.proposers import Oracle, Parrot, SlowOracle

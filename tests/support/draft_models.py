@@ -14,7 +14,7 @@ from speculative.draft.context import DraftFile
 from speculative.draft.kinds import load_context
 from speculative.draft.loaded_drafter import LoadedDrafter
 from speculative.proposer import DrafterKind
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from stages.runtime.span import Span
+    from stages.runtime.spans import Span
 
 _STATE: Final = struct.Struct("<8xQ")
 _MODULUS: Final = 1 << 62

@@ -21,7 +21,7 @@ from stages.layers import LayerRange
 from stages.runtime.kv_state import KvRows
 from stages.runtime.loaded_model import StageInfo
 from stages.runtime.runs import run_around
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

@@ -17,7 +17,7 @@ import llama_cpp
 import numpy as np
 
 from mesh.util.logs import set_up_logs
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 
 if TYPE_CHECKING:

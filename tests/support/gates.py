@@ -13,7 +13,7 @@ from spanmesh_proto import windows_pb2 as wire
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from stages.runtime.span import Span
+    from stages.runtime.spans import Span
 
 
 class StillLoop(asyncio.SelectorEventLoop):

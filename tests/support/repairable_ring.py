@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.coordinator.options import CoordinatorOptions
-    from stages.runtime.span import Span
+    from stages.runtime.spans import Span
     from stages.runtime.stage_runtime import StageRuntime
 
 NUM_STAGES = 3

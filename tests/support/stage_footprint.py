@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 
 

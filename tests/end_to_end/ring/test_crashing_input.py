@@ -12,7 +12,7 @@ from mesh.coordinator.crash_suspects import CrashHistory, crash_suspect
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.engine import GenerationRequest
 from spanmesh_proto.errors import StageFailed
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.sampling.sampler import Sampler, SamplingParams
 from tests.support.fake_stage import FakeRuntime, plain_answer
 from tests.support.repairable_ring import RepairableRing, serving

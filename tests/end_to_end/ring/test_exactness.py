@@ -14,7 +14,7 @@ from mesh.text.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposal, Proposer
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.sampling.sampler import SamplingParams
 from tests.support.proposers import Parrot

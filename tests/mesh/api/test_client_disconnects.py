@@ -9,7 +9,7 @@ import pytest
 
 from mesh.coordinator.prefill_pace import _MOST_IN_FLIGHT
 from mesh.text.tokenizer import Tokenizer
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from tests.support import api_harness
 from tests.support.fake_stage import FakeRuntime
 from tests.support.raw_client import RawClient, request_bytes

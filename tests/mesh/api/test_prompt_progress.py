@@ -12,7 +12,7 @@ import pytest
 from mesh.api.event_stream import DelayedStream, EventStream
 from mesh.api.openai_format import OPENAI_STREAM
 from mesh.text.tokenizer import Tokenizer
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from tests.mesh.api.test_client_disconnects import Gate
 from tests.support import api_harness
 from tests.support.ring_api import CHAT, RingApi, running_ring_api

@@ -21,7 +21,7 @@ from stages.runtime.devices import GpuPlacing, layer_devices, list_devices
 from stages.runtime.file_layers import FileLayers, read_file_layers
 from stages.runtime.llama import heard_log
 from stages.runtime.process_memory import GpuShare, StageMemory
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.weights.virtual_stages import StageCache
 from tests.stages.runtime.test_stage_memory import MIB, actor_for

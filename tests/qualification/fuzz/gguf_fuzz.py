@@ -18,7 +18,7 @@ from stages.certification.certify import cut_stage
 from stages.files import ModelFile, atomic_write
 from stages.gguf.header import FORMATS, Value, ValueType, read_header
 from stages.layers import LayerRange
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.layout import lay_out
 from stages.slicing.model_facts import read_model_facts

@@ -15,7 +15,7 @@ from mesh.requantize import requantise
 from mesh.text.tokenizer import Tokenizer
 from speculative.draft.context import DraftOptions, DraftUnusable
 from speculative.proposer import EMPTY
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.sampling.sampler import Sampler, SamplingParams
 from tests.support.draft_models import greedy, greedy_alone, running_draft, wait_for

@@ -12,7 +12,7 @@ from spanmesh_proto.errors import InvalidModel, UncuttableModel
 from stages.certification.certify import CertifyOptions, certify, cut_stage
 from stages.certification.comparison import Difference, compare, wire_loss
 from stages.layers import LayerRange
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.architectures import cutting_rules
 from stages.transport.hidden_codec import HiddenType

@@ -13,7 +13,7 @@ from stages.certification.comparison import Difference
 from stages.layers import LayerRange
 from stages.runtime.checkpoints import StateCheckpoints
 from stages.runtime.numerics import EXACT_MAX_ROWS
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import StageRuntime
 from stages.slicing.model_facts import read_model_facts
 from tests.support.tiny_families import TINY_FAMILIES

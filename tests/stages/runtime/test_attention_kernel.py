@@ -18,7 +18,7 @@ from mesh.util.child_environment import module_command
 from meshbench.lab.llama_cpp_build import unpacked_source
 from stages.runtime.llama_libraries import attention_name, attention_version, library_folder, loaded_kernels
 from stages.runtime.numerics import numerics_for
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from tests.support.short_models import short_smollm2_path  # noqa: F401 - a fixture
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from stages.layers import ranges_from_cuts
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.weights.virtual_stages import StageCache
 from tests.support.tiny_families import TINY_FAMILIES

@@ -16,7 +16,7 @@ from stages.certification.certify import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.devices import list_devices
 from stages.runtime.kv_state import KvRows
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from tests.support.tiny_families import TINY_FAMILIES
 from tests.support.tiny_models import TinyModel

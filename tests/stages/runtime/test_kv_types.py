@@ -17,7 +17,7 @@ from mesh.placement.memory_estimate import StageSizes, Workload
 from spanmesh_proto.errors import ClusterError
 from stages.runtime import llama
 from stages.runtime.kv_types import KV_TYPES, check_kv_type
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.model_facts import read_model_facts
 from tests.support.tiny_models import TinyModel

@@ -20,7 +20,7 @@ LOAD = """
 import json, sys
 from pathlib import Path
 from stages.runtime.process_memory import anonymous_bytes
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from tests.stages.runtime.test_mapped_pages import resident_bytes
 path = Path(sys.argv[1])

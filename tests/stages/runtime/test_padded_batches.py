@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mesh.requantize import requantise
 from stages.certification.certify import cut_stage
 from stages.layers import LayerRange
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from tests.support.tiny_models import TinyModel
 

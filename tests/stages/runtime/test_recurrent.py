@@ -16,7 +16,7 @@ from stages.certification.certify import cut_stage
 from stages.layers import LayerRange
 from stages.runtime import llama
 from stages.runtime.numerics import numerics_for
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.model_facts import read_model_facts
 from tests.qualification.random_hybrid import HybridShape, write_random_hybrid

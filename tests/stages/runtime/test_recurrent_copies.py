@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from spanmesh_proto.errors import StageFailed, UncuttableModel
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from tests.support.tiny_families import TINY_FAMILIES
 from tests.support.windowed_hybrids import DEEPSEEK4, LFM2

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from stages.runtime.kv_types import KV_TYPES
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from tests.support.short_models import short_gemma3_path, short_smollm2_path  # noqa: F401 - fixtures
 

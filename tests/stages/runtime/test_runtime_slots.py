@@ -9,7 +9,7 @@ import pytest
 from spanmesh_proto.errors import InvalidWindow
 from stages.certification.certify import cut_stage
 from stages.layers import LayerRange
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 
 pytestmark = pytest.mark.model

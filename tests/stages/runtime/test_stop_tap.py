@@ -14,7 +14,7 @@ from stages.layers import LayerRange
 from stages.runtime import hidden_tap
 from stages.runtime import stage_runtime as runtime_module
 from stages.runtime.hidden_tap import LayerTap, StopTap, make_stop_tap
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.weights.virtual_stages import StageCache
 from tests.support.tiny_models import TinyModel

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from spanmesh_proto import windows_pb2 as wire
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.sampling.sampler import SamplingParams
 from stages.sampling.verifier import WindowVerifier
 from stages.serving import feature_outlet

@@ -17,7 +17,7 @@ from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import ProtocolError
 from speculative.controller import ControllerOptions
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.serving import feature_outlet
 from stages.serving.feature_outlet import FeatureStream
 from stages.transport.channels import CLIENT_OPTIONS, key_metadata

@@ -16,7 +16,7 @@ from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import InvalidWindow, PrefixMismatch, StageFailed, UncuttableModel
 from stages.certification.certify import cut_stage
 from stages.layers import LayerRange
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.serving.block_store import BlockStore
 from stages.serving.kv_disk import KvDisk

@@ -12,7 +12,7 @@ from mesh.engine import GenerationRequest
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError, ProtocolError, UncuttableModel
 from stages.layers import ranges_from_cuts
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.sampling.sampler import SamplingParams
 from stages.sampling.session_spec import Resumed

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from spanmesh_proto import windows_pb2 as wire
 from stages.runtime.kv_state import KvRows
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.serving.block_store import DamagedBlock, RowsBlock
 from stages.serving.prefix_blocks import BlockPlace, FetchedPrefix, PrefixReader, SlotCopy
 from tests.support.fake_stage import FakeRuntime

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from spanmesh_proto.errors import PrefixMismatch
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.serving.slots import KvSlots
 from tests.support.fake_recurrent import FakeRecurrentRuntime
 from tests.support.fake_stage import FakeRuntime

@@ -17,7 +17,7 @@ from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError, ProtocolError
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.transport.channels import CLIENT_OPTIONS, key_metadata
 from stages.transport.links import StageLink
 from tests.support.fake_stage import FakeRuntime, fake_ring

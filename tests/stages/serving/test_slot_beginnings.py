@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spanmesh_proto.errors import PrefixMismatch, StageFailed
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.serving.prefix_blocks import FetchedPrefix
 from stages.serving.slots import KvSlots

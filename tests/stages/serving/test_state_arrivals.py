@@ -11,7 +11,7 @@ from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError, ProtocolError
 from stages.certification.certify import cut_stage
 from stages.layers import LayerRange
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.serving.slot_replication import ReplicationCursor, SlotReplication, StateArrivals, state_messages
 from stages.serving.slots import KvSlots

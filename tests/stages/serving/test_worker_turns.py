@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.sampling.sampler import SamplingParams
 from stages.sampling.verifier import WindowVerifier
 from stages.serving.scheduler import QueueBarrier, QueuedWindow, SlotAssigned, WindowScheduler

@@ -13,7 +13,7 @@ from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import StageFailed
 from speculative.controller import ControllerOptions
 from stages.layers import ranges_from_cuts
-from stages.runtime.span import Span
+from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.transport.hidden_codec import HiddenType, decode, encode
 from stages.weights.virtual_stages import StageCache
