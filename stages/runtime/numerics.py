@@ -60,7 +60,7 @@ class Numerics:
 
     @property
     def pads_for_speed(self) -> bool:
-        """Whether batches are padded to sizes that kernels compute faster, see `stages.runtime.row_times`.
+        """Whether batches are padded to sizes that kernels compute faster, see `stages.runtime.spans`.
 
         Only kernels for repacked weights have such sizes.
         """

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.runtime.row_times import RowTimes
+from stages.runtime.spans import RowTimes
 
 MOST_ROWS = 64
 
