@@ -23,8 +23,7 @@ from stages.runtime.llama_libraries import attention_version, loaded_kernels
 from stages.runtime.loaded_model import StageInfo, load_model, may_scale_rotations, read_metadata
 from stages.runtime.numerics import Numerics, numerics_for, prepare_process
 from stages.runtime.slot_memory import SlotMemory
-from stages.runtime.span_batches import SpanBatch, SpanBatches
-from stages.runtime.spans import Span
+from stages.runtime.spans import Span, SpanBatch, SpanBatches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
