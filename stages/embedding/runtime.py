@@ -11,11 +11,11 @@ import numpy as np
 from spanmesh_proto.errors import InvalidModel, ModelDoesNotFit, ProtocolError, StageFailed
 from stages.embedding.model_file import POOLINGS, BatchLimits
 from stages.embedding.vectors import normalised
-from stages.runtime.batch import Batch
 from stages.runtime.devices import GpuPlacing
 from stages.runtime.llama import init_backend, last_complaint
 from stages.runtime.loaded_model import load_model
 from stages.runtime.numerics import numerics_for, prepare_process
+from stages.runtime.stage_runtime import Batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

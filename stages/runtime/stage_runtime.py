@@ -1,7 +1,11 @@
-"""Stage runtime: the llama.cpp model and context of one stage, and its batches."""
+"""Stage runtime: the llama.cpp model and context of one stage, and its batches.
+
+Batch of rows for llama.cpp over numpy memory.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import time
@@ -13,7 +17,6 @@ import numpy as np
 
 from spanmesh_proto.errors import InvalidWindow, ModelDoesNotFit, StageFailed, UncuttableModel
 from stages.graph_boundary import GraphBoundary
-from stages.runtime.batch import Batch
 from stages.runtime.devices import GpuPlacing
 from stages.runtime.feature_taps import FeatureTaps
 from stages.runtime.hidden_tap import LayerTap, StopTap, make_stop_tap
@@ -30,6 +33,61 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+
+class Batch:
+    """A reusable `llama_batch` over numpy memory.
+
+    Args:
+        max_rows: Capacity.
+        n_embd: Width of hidden states in, or None if token ids go in.
+    """
+
+    def __init__(self, max_rows: int, n_embd: int | None) -> None:
+        self._tokens = np.zeros(max_rows, np.int32)
+        self._hidden = None if n_embd is None else np.zeros((max_rows, n_embd), np.float32)
+        self._positions = np.zeros(max_rows, np.int32)
+        self._num_slots_of_row = np.ones(max_rows, np.int32)
+        self._slots = np.zeros(max_rows, np.int32)
+        self._outputs = np.zeros(max_rows, np.int8)
+        slot_pointer = ctypes.POINTER(ctypes.c_int32)
+        self._slot_pointers = (slot_pointer * max_rows)(
+            *(ctypes.cast(self._slots.ctypes.data + 4 * row, slot_pointer) for row in range(max_rows))
+        )
+        self.struct = llama_cpp.llama_batch(
+            n_tokens=0,
+            token=None if n_embd is not None else _pointer(self._tokens, ctypes.c_int32),
+            embd=None if self._hidden is None else _pointer(self._hidden, ctypes.c_float),
+            pos=_pointer(self._positions, ctypes.c_int32),
+            n_seq_id=_pointer(self._num_slots_of_row, ctypes.c_int32),
+            seq_id=ctypes.cast(self._slot_pointers, ctypes.POINTER(slot_pointer)),
+            logits=_pointer(self._outputs, ctypes.c_int8),
+        )
+
+    def clear(self) -> None:
+        """Remove all rows."""
+        self.struct.n_tokens = 0
+
+    def add(
+        self,
+        slot: int,
+        start: int,
+        tokens: Sequence[int],
+        hidden: NDArray[np.float32] | None,
+        first_output: int,
+    ) -> None:
+        """Append rows of one slot; those from `first_output` on return an output."""
+        first = self.struct.n_tokens
+        stop = first + len(tokens)
+        if self._hidden is None:
+            self._tokens[first:stop] = tokens
+        else:
+            self._hidden[first:stop] = hidden
+        self._positions[first:stop] = np.arange(start, start + len(tokens))
+        self._slots[first:stop] = slot
+        self._outputs[first : first + first_output] = 0
+        self._outputs[first + first_output : stop] = 1
+        self.struct.n_tokens = stop
 
 
 @dataclass(frozen=True)
@@ -442,6 +500,10 @@ class StageRuntime:
         # A copy: llama.cpp writes the next decode's logits to the same memory.
         parts = _split(logits.copy(), counts)
         return [part[: span.num_outputs] for part, span in zip(parts, spans, strict=True)]
+
+
+def _pointer(array: NDArray[Any], kind: Any) -> Any:
+    return array.ctypes.data_as(ctypes.POINTER(kind))
 
 
 def _split(rows: NDArray[np.float32], counts: Sequence[int]) -> list[NDArray[np.float32]]:

@@ -15,10 +15,10 @@ import llama_cpp
 import numpy as np
 
 from spanmesh_proto.errors import InvalidModel, ModelDoesNotFit, StageFailed
-from stages.runtime.batch import Batch
 from stages.runtime.devices import GpuPlacing
 from stages.runtime.file_layers import read_file_layers
 from stages.runtime.llama import init_backend, last_complaint
+from stages.runtime.stage_runtime import Batch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
