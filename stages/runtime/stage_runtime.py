@@ -18,8 +18,7 @@ import numpy as np
 from spanmesh_proto.errors import InvalidWindow, ModelDoesNotFit, StageFailed, UncuttableModel
 from stages.graph_boundary import GraphBoundary
 from stages.runtime.devices import GpuPlacing
-from stages.runtime.feature_taps import FeatureTaps
-from stages.runtime.hidden_tap import LayerTap, StopTap, make_stop_tap
+from stages.runtime.hidden_tap import FeatureTaps, LayerTap, StopTap, make_stop_tap
 from stages.runtime.kv_types import KV_TYPES
 from stages.runtime.llama import init_backend, last_complaint
 from stages.runtime.llama_libraries import attention_version, loaded_kernels
