@@ -8,7 +8,7 @@ import pytest
 from spanmesh_proto.errors import MeshError
 from stages.certification.certify import certify
 from stages.certification.comparison import Difference, EquivalenceReport
-from stages.runtime.checkpoints import StateCheckpoints
+from stages.runtime.slot_memory import StateCheckpoints
 from stages.slicing.architectures.cutting_rules import FAMILIES, family_of
 from tests.qualification.families import examine
 from tests.qualification.families_table import (

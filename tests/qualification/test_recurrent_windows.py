@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 from numpy.typing import NDArray
 
-from stages.runtime.checkpoints import StateCheckpoints
+from stages.runtime.slot_memory import StateCheckpoints
 from tests.qualification import recurrent_windows
 from tests.qualification.recurrent_windows import Findings, examine, recurrent_models
 from tests.support.tiny_families import TINY_FAMILIES

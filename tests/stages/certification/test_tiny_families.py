@@ -11,8 +11,8 @@ from spanmesh_proto.errors import UncuttableModel
 from stages.certification.certify import CertifyOptions, certify, cut_stage
 from stages.certification.comparison import Difference
 from stages.layers import LayerRange
-from stages.runtime.checkpoints import StateCheckpoints
 from stages.runtime.numerics import EXACT_MAX_ROWS
+from stages.runtime.slot_memory import StateCheckpoints
 from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import StageRuntime
 from stages.slicing.model_facts import read_model_facts
