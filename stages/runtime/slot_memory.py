@@ -11,12 +11,14 @@ positions: it is the sum of all that was read. To go back to before a rejected t
 earlier, and the tokens since then have to be computed again. llama.cpp copies the recurrent part of a
 sequence alone (`LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY`), to the bit; its server has used such checkpoints for
 prefix reuse.
+
+A cached prefix that no slot holds.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import llama_cpp
 import numpy as np
@@ -541,6 +543,29 @@ class SlotMemory:
             raise UncuttableModel(
                 f"this model's memory cannot be trimmed to position {start}: recurrent state has no positions"
             )
+
+
+class Prefix(Protocol):
+    """Rows of a session's cached prefix that no slot holds."""
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """Token ids of the rows, int64."""
+
+    @property
+    def origin(self) -> str:
+        """Where it comes from, for errors, such as `from disk`."""
+
+    def serves(self, tokens: Sequence[int]) -> bool:
+        """Whether a slot with the rows can begin with exactly these tokens."""
+
+    def put_into(self, memory: SlotMemory, slot: int) -> None:
+        """Put the rows into an empty slot.
+
+        Raises:
+            MeshError: If llama.cpp does not take them.
+            MemoryError: If there is no room for them.
+        """
 
 
 def read_sequence(context: Any, slot: int) -> NDArray[np.uint8]:

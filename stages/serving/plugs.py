@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
     from spanmesh_proto import windows_pb2 as wire
+    from stages.runtime.slot_memory import Prefix
     from stages.sampling.session_spec import SessionSpec
-    from stages.serving.prefix import Prefix
     from stages.serving.ring_place import RingPlace
     from stages.serving.scheduler import QueuedWindow
     from stages.serving.sessions import SessionTable

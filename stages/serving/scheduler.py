@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from spanmesh_proto import windows_pb2 as wire
+    from stages.runtime.slot_memory import Prefix
     from stages.runtime.spans import Span
     from stages.sampling.verifier import WindowVerifier
-    from stages.serving.prefix import Prefix
     from stages.transport.hidden_codec import EncodedHidden
 
 

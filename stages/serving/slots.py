@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from stages.runtime.slot_memory import Prefix
     from stages.runtime.spans import Span
     from stages.runtime.stage_runtime import StageRuntime
-    from stages.serving.prefix import Prefix
 
 
 class SlotListener:

@@ -14,8 +14,8 @@ from spanmesh_proto.errors import PrefixMismatch
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposer
+from stages.runtime.slot_memory import Prefix
 from stages.sampling.sampler import Sampler, SamplingParams, TokenLogprobs, token_logprobs
-from stages.serving.prefix import Prefix
 from tests.support.fake_recurrent import FakeRecurrentRuntime
 from tests.support.fake_stage import FakeRuntime, plain_answer
 from tests.support.proposers import Oracle, Parrot, SlowOracle
