@@ -16,7 +16,7 @@ import structlog
 
 from spanmesh_proto.errors import ClusterError, HubUnavailable, ModelError
 from stages.files import try_lock, write_atomically
-from stages.gguf.header import model_name, part_paths
+from stages.gguf import model_name, part_paths
 from stages.weights.http_download import TransientError, download, endpoint, refusal
 from stages.weights.piece_sources import HubFile
 

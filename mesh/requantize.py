@@ -14,7 +14,7 @@ import llama_cpp
 
 from spanmesh_proto.errors import InvalidModel
 from stages.files import atomic_write
-from stages.gguf.header import read_header
+from stages.gguf import read_header
 from stages.isolated import ProcessEnded, call
 from stages.runtime.llama import llama_library
 from stages.runtime.llama_libraries import load_best_kernels

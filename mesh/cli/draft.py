@@ -15,7 +15,7 @@ from mesh.requantize import QUANT_TYPES, requantise
 from mesh.util.printable import say
 from mesh.util.terminal import progress_bars
 from spanmesh_proto.errors import ModelError
-from stages.gguf.header import read_header
+from stages.gguf import read_header
 from stages.units import format_size
 
 if TYPE_CHECKING:

@@ -101,7 +101,7 @@ def _phase(head: str, key: str | None, name: str) -> str:
 
 
 def _served_name(model: str) -> str:
-    from stages.gguf.header import model_name  # noqa: PLC0415 - keeps --help quick
+    from stages.gguf import model_name  # noqa: PLC0415 - keeps --help quick
 
     return model_name(Path(model))
 

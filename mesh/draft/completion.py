@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from spanmesh_proto.errors import InvalidModel
 from speculative.proposer import DrafterKind
 from stages.files import ModelFile, Region, atomic_write
-from stages.gguf.header import Value, ValueType, read_header
+from stages.gguf import Value, ValueType, read_header
 from stages.slicing.layout import StageLayout, StageTensor
 from stages.slicing.stage_writer import StageWriter, encode_header, stage_bytes
 from stages.slicing.tensor_names import count_prediction_layers, is_per_layer, layer_of
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.draft.drafter import Drafter
-    from stages.gguf.header import GgufHeader, TensorInfo
+    from stages.gguf import GgufHeader, TensorInfo
 
 # To be raised when the file of the same drafter changes.
 _FORMAT_VERSION = 1

@@ -15,14 +15,14 @@ import numpy as np
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
 from speculative.proposer import DrafterKind
 from stages.files import ModelFile
-from stages.gguf.header import read_header
+from stages.gguf import read_header
 from stages.slicing.tensor_names import EMBEDDING, OUTPUT, OUTPUT_NORM, count_prediction_layers, layer_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from stages.gguf.header import GgufHeader
+    from stages.gguf import GgufHeader
     from stages.slicing.model_facts import ModelFacts
 
 _EAGLE3: Final = "eagle3"

@@ -13,7 +13,7 @@ from spanmesh_proto.errors import InvalidModel
 from speculative.draft.context import ContextSetup, DraftFile, DraftUnusable
 from speculative.draft.isolated_context import ContextEnded, IsolatedContext
 from speculative.draft.loaded_drafter import LoadedDrafter
-from stages.gguf.header import part_paths
+from stages.gguf import part_paths
 from stages.runtime.hidden_tap import TensorTap
 from stages.runtime.llama import init_backend, last_complaint
 from stages.runtime.numerics import numerics_for, prepare_process

@@ -386,7 +386,7 @@ class LoadRequest(ModelOptions):
         Raises:
             InvalidRequest: If it cannot be a name, or means the first model.
         """
-        from stages.gguf.header import model_name  # noqa: PLC0415 - keeps --help quick
+        from stages.gguf import model_name  # noqa: PLC0415 - keeps --help quick
 
         name = model_name(Path(self.model)) if self.name is None else self.name
         if name == _DEFAULT or not _NAME.fullmatch(name):

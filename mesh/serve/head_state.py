@@ -30,7 +30,7 @@ from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError, InvalidRequest
 from stages.cancellable_work import CancellableWork
 from stages.files import locked, user_folder, write_private_file
-from stages.gguf.header import part_paths
+from stages.gguf import part_paths
 from stages.weights.hashing import stamps_of
 
 if TYPE_CHECKING:

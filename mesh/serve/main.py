@@ -36,7 +36,7 @@ from mesh.serve.status import HeadParts, MeshState, link_runs_of
 from mesh.text.text_service import worker_bytes
 from mesh.util.tasks import first_of
 from spanmesh_proto.errors import ClusterError
-from stages.gguf.header import model_name
+from stages.gguf import model_name
 from stages.weights.virtual_stages import StageCache
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from mesh.serve.options import ctx_size_for, fitted_to
 from mesh.text.text_service import text_bytes_of, worker_bytes
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
-from stages.gguf.header import part_paths
+from stages.gguf import part_paths
 from stages.runtime.kv_types import check_kv_type
 from stages.slicing.model_facts import ModelFacts, read_model_facts
 from stages.transport.hidden_codec import HiddenType

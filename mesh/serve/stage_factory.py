@@ -13,7 +13,7 @@ from mesh.serve.stage_handle import StageHandle, new_ring_credentials
 from mesh.util.terminal import progress_bars
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
 from stages.cancellable_work import CancellableWork, in_own_thread
-from stages.gguf.header import part_paths
+from stages.gguf import part_paths
 from stages.runtime.stage_runtime import RuntimeOptions
 from stages.serving.actor import StageConfig
 from stages.weights.assembly import Transfer

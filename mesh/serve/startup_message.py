@@ -11,7 +11,7 @@ import structlog
 from mesh.cluster.join_token import decode
 from mesh.util.printable import say
 from spanmesh_proto.addresses import join_address, split_address
-from stages.gguf.header import model_name
+from stages.gguf import model_name
 
 if TYPE_CHECKING:
     from mesh.options.host import HeadOptions

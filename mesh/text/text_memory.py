@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from stages.gguf.header import GgufHeader
+    from stages.gguf import GgufHeader
 
 # Python, its libraries and llama.cpp's code.
 PROCESS_BYTES: Final = 64 * 2**20

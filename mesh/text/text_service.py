@@ -13,7 +13,7 @@ from mesh.text.text_jobs import packed_job, unpacked_answer
 from mesh.text.text_memory import PROCESS_BYTES, vocabulary_bytes
 from mesh.util.worker_pool import WorkerEnded, WorkerPool
 from spanmesh_proto.errors import InvalidRequest, RequestError
-from stages.gguf.header import read_one_header
+from stages.gguf import read_one_header
 from stages.process_limits import num_usable
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from spanmesh_proto.errors import ClusterError, InvalidModel
-from stages.gguf.header import read_header
+from stages.gguf import read_header
 from stages.slicing.architectures.cutting_rules import family_of
 from stages.slicing.model_facts import (
     FileFacts,
@@ -27,7 +27,7 @@ from stages.slicing.tensor_names import EMBEDDING, trunk_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from stages.gguf.header import GgufHeader
+    from stages.gguf import GgufHeader
 
 POOLINGS: Final = {1: "mean", 2: "cls", 3: "last"}
 """llama.cpp's `pooling_type`, where it makes one vector of a text."""

@@ -21,7 +21,7 @@ from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import InvalidModel
 from stages.cancellable_work import in_own_thread
 from stages.files import Region
-from stages.gguf.header import part_paths
+from stages.gguf import part_paths
 from stages.runtime.llama import init_backend
 from stages.runtime.llama_libraries import library_folder
 from stages.serving.block_store import BlockStore

@@ -23,14 +23,14 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from spanmesh_proto.errors import UncuttableModel
 from stages.files import Region
-from stages.gguf.header import Value, ValueType
+from stages.gguf import Value, ValueType
 from stages.layers import LayerRange
 from stages.slicing.tensor_names import EMBEDDING, OUTPUT, OUTPUT_BIAS, is_per_layer, layer_of, renumbered
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from stages.gguf.header import GgufHeader, TensorInfo
+    from stages.gguf import GgufHeader, TensorInfo
     from stages.graph_boundary import GraphBoundary
     from stages.slicing.source_model import SourceModel
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from stages.gguf.header import GgufHeader, TensorInfo
+    from stages.gguf import GgufHeader, TensorInfo
     from stages.slicing.source_model import SourceModel
 
 # Names of tensors, after `blk.<layer>.`, of recurrent layers only: Mamba and the gated delta rules, RWKV,

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
-from stages.gguf.header import read_header
+from stages.gguf import read_header
 from stages.layers import LayerRange
 from stages.slicing.architectures.cutting_rules import FAMILIES, family_of
 from stages.slicing.architectures.rule_types import NO_BLANKS
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from stages.gguf.header import GgufHeader, TensorInfo
+    from stages.gguf import GgufHeader, TensorInfo
     from stages.slicing.architectures.rule_types import Blanks, Family, Rule
 
 

@@ -16,7 +16,7 @@ from stages.files import (
     unreadable,
     write_all,
 )
-from stages.gguf.header import MAGIC, Value, ValueType
+from stages.gguf import MAGIC, Value, ValueType
 from stages.slicing.layout import lay_out
 from stages.slicing.tensor_names import layer_of
 

@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
-from stages.gguf.header import Value, ValueType
+from stages.gguf import Value, ValueType
 
 if TYPE_CHECKING:
-    from stages.gguf.header import GgufHeader
+    from stages.gguf import GgufHeader
 
 EMBEDDING: Final = "token_embd.weight"
 OUTPUT_NORM: Final = "output_norm.weight"

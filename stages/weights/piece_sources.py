@@ -108,7 +108,7 @@ def take_from_folder(assembly: Assembly, folder: Path, on_bytes: Callable[[int],
         OSError: If the assembly cannot be written.
     """
     # Hosts without such a folder do not import the GGUF reader.
-    from stages.gguf.header import read_one_header  # noqa: PLC0415
+    from stages.gguf import read_one_header  # noqa: PLC0415
 
     for path in sorted(folder.rglob("*.gguf")):
         if not assembly.missing:

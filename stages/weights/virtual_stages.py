@@ -12,7 +12,7 @@ import structlog
 
 from spanmesh_proto.errors import InvalidModel, ModelError
 from stages.files import ModelFile, require_disk, unreadable, write_atomically
-from stages.gguf.header import read_header
+from stages.gguf import read_header
 from stages.layers import LayerRange, cuts_of
 from stages.slicing.layout import FORMAT_VERSION, lay_out, lay_out_whole
 from stages.slicing.source_model import count_layers, read_source
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from stages.files import Region
-    from stages.gguf.header import GgufHeader
+    from stages.gguf import GgufHeader
     from stages.slicing.layout import StageLayout
     from stages.slicing.source_model import SourceModel
     from stages.weights.hashing import FileStamp

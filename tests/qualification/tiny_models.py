@@ -25,14 +25,14 @@ import click
 from meshbench.lab.llama_cpp_build import LLAMA_CPP, PACKAGE, default_cache, do, unpack_source
 from spanmesh_proto.errors import MeshError
 from stages.files import ModelFile, Region, atomic_write
-from stages.gguf.header import read_header
+from stages.gguf import read_header
 from stages.process_limits import num_usable
 from stages.slicing.layout import StageLayout, StageTensor
 from stages.slicing.stage_writer import StageWriter
 from stages.slicing.tensor_names import is_per_layer, layer_of
 
 if TYPE_CHECKING:
-    from stages.gguf.header import Value
+    from stages.gguf import Value
 
 _PROGRAM: Final = "test-llama-archs"
 _SEED: Final = 20_240_613

@@ -32,7 +32,7 @@ from mesh.text.tokenizer import Tokenizer
 from mesh.util.printable import say
 from meshbench.lab.llama_cpp_build import unpacked_source
 from spanmesh_proto.errors import InvalidModel, MeshError, RequestError
-from stages.gguf.header import Value, ValueType, read_header
+from stages.gguf import Value, ValueType, read_header
 from stages.runtime.llama import init_backend
 from tests.qualification.fuzz.altered_models import PRE_KIND, text_array, text_value, write_vocabulary
 from tests.qualification.fuzz.hostile_texts import RUNS, run_of

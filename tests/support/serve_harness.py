@@ -31,7 +31,7 @@ from mesh.serve.stage_group import log_stage_error, wire_up
 from mesh.serve.stage_handle import new_ring_credentials
 from mesh.serve.supervisor import Supervisor
 from spanmesh_proto.errors import StageFailed
-from stages.gguf.header import part_paths
+from stages.gguf import part_paths
 from stages.layers import LayerRange
 from stages.slicing.model_facts import read_model_facts
 from stages.transport.hidden_codec import HiddenType

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from stages.files import ModelFile, Region
-from stages.gguf.header import Value, ValueType, read_header
+from stages.gguf import Value, ValueType, read_header
 from stages.slicing.layout import StageLayout, StageTensor
 from stages.slicing.source_model import count_layers
 from stages.slicing.stage_writer import StageWriter

@@ -22,7 +22,7 @@ from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto.errors import ModelNotFound
 from stages.embedding.model_file import limits_of, read_embedding_facts
-from stages.gguf.header import part_paths
+from stages.gguf import part_paths
 from stages.weights.hashing import stamps_of
 
 if TYPE_CHECKING:

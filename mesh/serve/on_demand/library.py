@@ -15,7 +15,7 @@ import structlog
 from mesh.options.model import LoadRequest, model_options_in
 from spanmesh_proto.errors import InvalidRequest, ModelError
 from stages.cancellable_work import CancellableWork
-from stages.gguf.header import is_further_part, part_paths
+from stages.gguf import is_further_part, part_paths
 from stages.slicing.model_facts import read_model_facts
 from stages.weights.hashing import stamps_of
 

@@ -10,7 +10,7 @@ from mesh.serve.planning import plan_in_thread
 from mesh.serve.preflight import placed
 from mesh.serve.served_model import checked_load
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts
-from stages.gguf.header import part_paths
+from stages.gguf import part_paths
 from stages.units import format_size
 from stages.weights.hashing import stamps_of
 

@@ -48,7 +48,7 @@ from stages.slicing.architectures.rule_types import Entry, Family
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from stages.gguf.header import GgufHeader
+    from stages.gguf import GgufHeader
     from stages.layers import LayerRange
 
 _EMBEDDING: Final = "embd"

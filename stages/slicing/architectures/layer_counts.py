@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from stages.gguf.header import Value, ValueType
+from stages.gguf import Value, ValueType
 from stages.slicing.architectures.rule_types import NO_BLANKS, Blanks, Rule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from stages.gguf.header import GgufHeader
+    from stages.gguf import GgufHeader
     from stages.layers import LayerRange
 
 _LITE: Final = (26, 27)

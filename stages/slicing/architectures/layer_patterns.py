@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
-from stages.gguf.header import Value, ValueType
+from stages.gguf import Value, ValueType
 from stages.slicing.architectures.rule_types import NO_BLANKS, Blanks, Rule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from stages.gguf.header import GgufHeader
+    from stages.gguf import GgufHeader
     from stages.layers import LayerRange
 
 # Below the architecture's name: numbers of special leading layers.

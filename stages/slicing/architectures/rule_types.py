@@ -11,7 +11,7 @@ from stages.graph_boundary import DEFAULT_OUTLET, GraphBoundary
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from stages.gguf.header import GgufHeader, Value
+    from stages.gguf import GgufHeader, Value
     from stages.layers import LayerRange
 
 

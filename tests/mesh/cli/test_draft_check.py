@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mesh.cli.main import run
-from stages.gguf.header import read_header
+from stages.gguf import read_header
 from tests.mesh.cli.test_readme import told
 from tests.support.eagle3 import DRAFTER
 from tests.support.tiny_families import TINY_FAMILIES

@@ -8,7 +8,7 @@ import pytest
 
 from mesh.cli.main import run
 from mesh.text.tokenizer import Tokenizer
-from stages.gguf.header import read_header
+from stages.gguf import read_header
 from tests.support.tiny_models import TinyModel
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import pytest
 
 from mesh.cli.main import run
 from stages.certification.certify import certify
-from stages.gguf.header import read_header
+from stages.gguf import read_header
 from stages.slicing.architectures import cutting_rules
 from tests.support.tiny_families import TINY_FAMILIES
 from tests.support.tiny_models import TinyModel

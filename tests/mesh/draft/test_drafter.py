@@ -21,7 +21,7 @@ from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import InvalidModel, ModelError, UncuttableModel
 from speculative.draft.context import DraftOptions
 from speculative.proposer import DrafterKind
-from stages.gguf.header import ValueType, read_header
+from stages.gguf import ValueType, read_header
 from stages.slicing.model_facts import read_model_facts
 from stages.slicing.tensor_names import layer_of
 from tests.qualification.fuzz.drafter_fuzz import write_eagle3

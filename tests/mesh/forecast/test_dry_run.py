@@ -14,7 +14,7 @@ from mesh.placement.host_capacity import HostCapacity
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.text.text_memory import vocabulary_bytes
 from spanmesh_proto.errors import ModelDoesNotFit
-from stages.gguf.header import Value, ValueType
+from stages.gguf import Value, ValueType
 from stages.slicing.model_facts import read_model_facts
 from stages.slicing.source_model import read_source
 from tests.support.tiny_models import TinyModel

@@ -31,7 +31,7 @@ from mesh.serve.stage_handle import StageHandle
 from mesh.status import RepairStatus
 from spanmesh_proto.errors import ClusterError, InvalidModel, InvalidRequest, ModelDoesNotFit, StageFailed
 from stages.embedding.runtime import EmbeddingRuntime
-from stages.gguf.header import part_paths
+from stages.gguf import part_paths
 from stages.weights.fetch import FetchSource
 from stages.weights.virtual_stages import StageCache
 from tests.support import api_harness

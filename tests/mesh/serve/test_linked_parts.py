@@ -10,7 +10,7 @@ from mesh.cli.load import _whole
 from mesh.cli.serve import _on_this_host
 from mesh.options.host import HeadOptions
 from mesh.serve.on_demand.library import Library
-from stages.gguf.header import part_paths
+from stages.gguf import part_paths
 from stages.serving.actor import StageActor
 from tests.mesh.serve.test_replaced_model import ALL_LAYERS, MODEL, RING, expected, serving
 from tests.support.linked_parts import linked_parts

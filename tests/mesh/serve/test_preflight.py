@@ -14,7 +14,7 @@ from mesh.serve.preflight import Preflight, _draft_ctx_size, check, check_model,
 from mesh.text.text_memory import vocabulary_bytes
 from mesh.text.text_service import num_text_workers, worker_bytes
 from spanmesh_proto.errors import ClusterError, MeshError, ModelDoesNotFit
-from stages.gguf.header import read_one_header
+from stages.gguf import read_one_header
 from tests.support.ipv6 import needs_ipv6
 from tests.support.tiny_models import TinyModel
 

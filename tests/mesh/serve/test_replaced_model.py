@@ -23,7 +23,7 @@ from mesh.serve.embeddings.model import check_embedding_model
 from mesh.serve.stage_factory import StageMaker, Transfers
 from spanmesh_proto.errors import InvalidModel
 from stages.certification.certify import cut_stage
-from stages.gguf.header import part_paths
+from stages.gguf import part_paths
 from stages.layers import LayerRange
 from stages.slicing.model_facts import read_model_facts
 from stages.transport.hidden_codec import HiddenType

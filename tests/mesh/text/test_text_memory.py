@@ -17,11 +17,11 @@ from mesh.text.text_memory import PROCESS_BYTES, vocabulary_bytes
 from mesh.text.text_service import TextRequest, TextService, num_text_workers, text_bytes_of
 from mesh.text.tokenizer import Tokenizer
 from mesh.util.worker_pool import WorkerPool
-from stages.gguf.header import Value, ValueType, read_one_header
+from stages.gguf import Value, ValueType, read_one_header
 from tests.support.tiny_models import TinyModel
 
 if TYPE_CHECKING:
-    from stages.gguf.header import GgufHeader
+    from stages.gguf import GgufHeader
 
 # A tree beside the vocabulary; two merges a token. Others are like SmolLM2's.
 OTHERS = ("ggml-vocab-nomic-bert-moe.gguf", "ggml-vocab-gemma-4.gguf")

@@ -23,7 +23,7 @@ from mesh.text.text_service import PromptIds, TextRequest, TextService, shared_t
 from mesh.text.tokenizer import Tokenizer
 from mesh.util.worker_pool import WorkerPool
 from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest, ModelError
-from stages.gguf.header import read_header
+from stages.gguf import read_header
 from tests.support.short_models import write_short
 
 pytestmark = pytest.mark.model

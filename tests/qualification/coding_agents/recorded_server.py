@@ -26,7 +26,7 @@ from mesh.serve.options import demo_model
 from mesh.status import MeshStatus
 from mesh.text.tokenizer import Tokenizer
 from mesh.util.tasks import run_interruptible
-from stages.gguf.header import model_name
+from stages.gguf import model_name
 from tests.qualification.coding_agents.engines import BoundedAnswers, ScriptedModel
 from tests.qualification.coding_agents.recording import ExchangeRecorder
 

@@ -6,7 +6,7 @@ import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from stages.gguf.header import Value, ValueType, read_header
+from stages.gguf import Value, ValueType, read_header
 from stages.layers import LayerRange
 from stages.slicing.layout import StageLayout, lay_out
 from stages.slicing.source_model import read_source

@@ -29,7 +29,7 @@ from speculative.draft.kinds import load_context
 from speculative.draft.loaded_drafter import LoadedDrafter
 from speculative.proposer import FeatureReader
 from stages.files import ModelFile, Region, atomic_write
-from stages.gguf.header import Value, ValueType, read_header
+from stages.gguf import Value, ValueType, read_header
 from stages.slicing.layout import StageLayout, StageTensor
 from stages.slicing.model_facts import read_model_facts
 from stages.slicing.stage_writer import StageWriter

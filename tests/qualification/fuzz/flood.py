@@ -18,7 +18,7 @@ import numpy as np
 
 from mesh.api.bodies.reading import max_body_bytes
 from meshbench.lab.local_mesh import ServedMesh, served_mesh
-from stages.gguf.header import Value, ValueType, read_header
+from stages.gguf import Value, ValueType, read_header
 from tests.qualification.fuzz.altered_models import write_altered
 from tests.qualification.fuzz.head_watch import HeadWatch, footprint_of, settled
 from tests.qualification.fuzz.report import Tally

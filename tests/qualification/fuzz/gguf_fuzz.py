@@ -16,7 +16,7 @@ from gguf.constants import GGMLQuantizationType
 from mesh.text.tokenizer import Tokenizer
 from stages.certification.certify import cut_stage
 from stages.files import ModelFile, atomic_write
-from stages.gguf.header import FORMATS, Value, ValueType, read_header
+from stages.gguf import FORMATS, Value, ValueType, read_header
 from stages.layers import LayerRange
 from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime

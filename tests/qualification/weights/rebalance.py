@@ -24,7 +24,7 @@ from mesh.placement.memory_estimate import Workload
 from mesh.placement.planner import plan
 from mesh.serve.options import demo_model
 from stages.certification.certify import cut_stage
-from stages.gguf.header import read_header
+from stages.gguf import read_header
 from stages.slicing.model_facts import read_model_facts
 from stages.slicing.tensor_names import EMBEDDING, OUTPUT, OUTPUT_BIAS, layer_of
 from stages.weights.disk_cache import StageStore
@@ -35,7 +35,7 @@ from tests.qualification.weights.transfer import sending_head
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from stages.gguf.header import GgufHeader
+    from stages.gguf import GgufHeader
     from stages.layers import LayerRange
     from stages.weights.fetch import FetchSource
 

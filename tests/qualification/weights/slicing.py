@@ -15,7 +15,7 @@ from gguf.constants import GGMLQuantizationType
 
 from spanmesh_proto.errors import MeshError
 from stages.files import write_all
-from stages.gguf.header import Value, ValueType
+from stages.gguf import Value, ValueType
 from stages.slicing.layout import StageLayout, StageTensor
 from stages.slicing.model_facts import read_model_facts
 from stages.slicing.stage_writer import encode_header, padded, stage_bytes

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spanmesh_proto.errors import InvalidModel, ModelError, UncuttableModel
-from stages.gguf.header import read_header
+from stages.gguf import read_header
 from stages.slicing.model_facts import read_model_facts
 from stages.slicing.source_model import SourceModel, read_source
 from tests.support.tiny_models import N_VOCAB, TinyModel

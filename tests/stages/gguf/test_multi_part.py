@@ -12,7 +12,7 @@ from mesh.requantize import requantise
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import InvalidModel
 from stages.certification.certify import CertifyOptions, certify, cut_stage
-from stages.gguf.header import model_name, part_paths, read_header
+from stages.gguf import model_name, part_paths, read_header
 from stages.layers import LayerRange
 from stages.slicing.model_facts import read_model_facts
 from stages.weights.virtual_stages import StageCache

@@ -6,7 +6,7 @@ import pytest
 
 from spanmesh_proto.errors import UncuttableModel
 from stages.certification.certify import cut_stage
-from stages.gguf.header import read_header
+from stages.gguf import read_header
 from stages.layers import LayerRange
 from stages.slicing.architectures.cutting_rules import FAMILIES, family_of
 from stages.slicing.model_facts import read_model_facts

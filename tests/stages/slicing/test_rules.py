@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spanmesh_proto.errors import UncuttableModel
-from stages.gguf.header import GgufHeader, Value, ValueType
+from stages.gguf import GgufHeader, Value, ValueType
 from stages.layers import LayerRange
 from stages.slicing.architectures.cutting_rules import FAMILIES
 from stages.slicing.architectures.rule_types import Blanks

@@ -14,7 +14,7 @@ import pytest
 from spanmesh_proto.errors import InvalidModel, ModelError, UncuttableModel
 from stages.certification import certify
 from stages.certification.certify import certify, cut_stage
-from stages.gguf.header import read_header
+from stages.gguf import read_header
 from stages.layers import LayerRange
 from stages.slicing.architectures import cutting_rules
 from stages.slicing.layout import FILLER_VOCAB

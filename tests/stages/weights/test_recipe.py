@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from spanmesh_proto.errors import InvalidModel
 from stages.certification.certify import cut_stage
 from stages.files import Region
-from stages.gguf.header import read_header
+from stages.gguf import read_header
 from stages.layers import LayerRange
 from stages.weights.assembly import Assembly, SentPieces
 from stages.weights.piece_sources import take_from_model

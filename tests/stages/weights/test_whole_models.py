@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from spanmesh_proto.errors import InvalidModel
-from stages.gguf.header import read_header
+from stages.gguf import read_header
 from stages.layers import LayerRange
 from stages.weights.assembly import wrong_pieces
 from stages.weights.disk_cache import StageStore
@@ -20,7 +20,7 @@ from tests.support.tiny_models import TinyModel
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from stages.gguf.header import GgufHeader, Value
+    from stages.gguf import GgufHeader, Value
 
 
 def metadata_of(header: GgufHeader) -> dict[str, Value]:
