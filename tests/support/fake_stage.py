@@ -20,8 +20,7 @@ from spanmesh_proto.errors import InvalidWindow
 from stages.layers import LayerRange
 from stages.runtime.kv_state import KvRows
 from stages.runtime.loaded_model import StageInfo
-from stages.runtime.runs import run_around
-from stages.runtime.spans import Span
+from stages.runtime.spans import Span, run_around
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

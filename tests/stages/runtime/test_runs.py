@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.runtime.runs import Run, RunPlanner, run_around
+from stages.runtime.spans import Run, RunPlanner, run_around
 
 # One thread, AVX-512, seven layers of a model with 1.1 billion parameters in Q4_0; microseconds.
 US_OF = {1: 28e3, 2: 50e3, 3: 65e3, 4: 41e3, 5: 63e3, 6: 78e3, 7: 90e3, 8: 80e3}

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from stages.runtime.runs import run_around
+from stages.runtime.spans import run_around
 from stages.serving.scheduler import WindowScheduler
 from tests.stages.serving.test_stage_sessions import take, window
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spanmesh_proto.errors import InvalidWindow, UnknownSession
-from stages.runtime.runs import run_around
-from stages.runtime.spans import Span
+from stages.runtime.spans import Span, run_around
 from stages.sampling.sampler import SamplingParams
 from stages.sampling.session_spec import Resumed
 from stages.sampling.verifier import WindowVerifier
