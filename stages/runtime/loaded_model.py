@@ -10,7 +10,7 @@ import llama_cpp
 
 from spanmesh_proto.errors import InvalidModel
 from stages.layers import LayerRange
-from stages.runtime.file_layers import read_file_layers
+from stages.runtime.devices import read_file_layers
 from stages.runtime.llama import last_complaint
 from stages.runtime.numerics import CELLS_AT_ONCE
 from stages.runtime.process_memory import CopiedPages

@@ -17,8 +17,7 @@ from mesh.placement.gpu_layers import ALL, check_gpu_layers, format_gpu_layers, 
 from mesh.placement.host_capacity import Gpu
 from spanmesh_proto.errors import ClusterError, InvalidModel, ModelDoesNotFit
 from stages.layers import LayerRange
-from stages.runtime.devices import GpuPlacing, layer_devices, list_devices
-from stages.runtime.file_layers import FileLayers, read_file_layers
+from stages.runtime.devices import FileLayers, GpuPlacing, layer_devices, list_devices, read_file_layers
 from stages.runtime.llama import heard_log
 from stages.runtime.process_memory import GpuShare, StageMemory
 from stages.runtime.spans import Span

@@ -15,8 +15,7 @@ import llama_cpp
 import numpy as np
 
 from spanmesh_proto.errors import InvalidModel, ModelDoesNotFit, StageFailed
-from stages.runtime.devices import GpuPlacing
-from stages.runtime.file_layers import read_file_layers
+from stages.runtime.devices import GpuPlacing, read_file_layers
 from stages.runtime.llama import init_backend, last_complaint
 from stages.runtime.stage_runtime import Batch
 
