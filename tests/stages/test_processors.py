@@ -120,7 +120,10 @@ def half_a_processor() -> Iterator[Path]:
 
 
 def test_the_kernel_s_own_files_are_understood(half_a_processor: Path) -> None:
-    asked = "from stages.process_limits import num_usable, processor_quota; print(processor_quota(), num_usable())"
+    asked = (
+        "from stages.process_limits import num_usable, processor_quota; "
+        "print(processor_quota(), num_usable())"
+    )
     enter = f'echo $$ > {half_a_processor}/cgroup.procs; exec "$@"'
     done = subprocess.run(
         ["sh", "-c", enter, "sh", sys.executable, "-c", asked], capture_output=True, text=True, check=True

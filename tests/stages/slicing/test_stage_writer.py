@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from spanmesh_proto.errors import InvalidModel, ModelError, UncuttableModel
-from stages.certification import certify
+from stages.certification import certify as certification
 from stages.certification.certify import certify, cut_stage
 from stages.gguf import read_header
 from stages.layers import LayerRange
@@ -252,7 +252,7 @@ def test_an_unknown_family_is_refused_if_cutting_changes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # In this process, where the family can be made unknown.
-    monkeypatch.setattr(certify, "certify_isolated", certify)
+    monkeypatch.setattr(certification, "certify_isolated", certify)
     monkeypatch.delitem(cutting_rules.FAMILIES, "granite")
     # Granite scales its embedding, and llama.cpp does so again with the hidden states of the stage before.
     source = TinyModel("granite").write(tmp_path / "granite.gguf")

@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from spanmesh_proto.errors import ModelError, UncuttableModel
-from stages.certification import certify
+from stages.certification import certify as certification
 from stages.certification.certify import certify
 from stages.layers import LayerRange
 from stages.slicing.architectures import cutting_rules
@@ -159,7 +159,7 @@ def test_cutting_at_the_same_time(source: Path, tmp_path: Path) -> None:
 def test_a_refused_family_leaves_no_stage(
     cache: StageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(certify, "certify_isolated", certify)
+    monkeypatch.setattr(certification, "certify_isolated", certify)
     monkeypatch.delitem(cutting_rules.FAMILIES, "granite")
     source = TinyModel("granite").write(tmp_path / "model.gguf")
     for _ in range(2):

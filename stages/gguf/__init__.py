@@ -1,1 +1,0 @@
-"""GGUF files: header, reader and file access."""
