@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.sampling import sampler as sampling
+from stages.sampling import sampler as sampler_module
 from stages.sampling.gumbel import position_key
 from stages.sampling.sampler import Sampler, SamplingParams, draw_by_arrays, draw_compiled
 from tests.stages.sampling.test_sampling import rows
@@ -51,7 +51,7 @@ def by_arrays(row: NDArray[np.float32], key: int, sampling: SamplingParams) -> i
 
 
 def test_is_compiled_where_the_tests_run() -> None:
-    assert sampling._function() is not None
+    assert sampler_module._function() is not None
 
 
 @given(rows, samplings, st.integers(0, 2**64 - 1))
@@ -116,9 +116,9 @@ def test_arrays_take_over_where_nothing_was_compiled(monkeypatch: pytest.MonkeyP
     row = row_of_a_model(1000, 2)
     sampler = Sampler(SamplingParams(1.0, top_p=0.9, seed=5))
     drawn = [sampler.sample(row, position) for position in range(20)]
-    sampling._function.cache_clear()
-    monkeypatch.setattr(sampling, "_EXTENSION", "stages._absent")
+    sampler_module._function.cache_clear()
+    monkeypatch.setattr(sampler_module, "_EXTENSION", "stages._absent")
     try:
         assert [sampler.sample(row, position) for position in range(20)] == drawn
     finally:
-        sampling._function.cache_clear()
+        sampler_module._function.cache_clear()
