@@ -5,6 +5,8 @@ process that computes; a kind derives its own context.
 
 Speed matters here, not exactness: the committed tokens are the target's own. So weights may be repacked,
 flash attention is llama.cpp's choice, and all sessions share one KV cache and one batch.
+
+Rows of drafters: what a context computes for a session, and what it returns.
 """
 
 from __future__ import annotations
@@ -12,15 +14,14 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar
 
 import llama_cpp
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
 from speculative.draft import defaults
-from speculative.draft.rows import SlotRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,14 +30,49 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from speculative.draft.rows import DraftOutput, DraftSpan
     from speculative.proposer import DrafterKind
 
+Span = TypeVar("Span", bound="DraftSpan")
 MAX_ROWS: Final = 128
 """Most rows of one batch: from 64 on llama.cpp's attention works in tiles, and a row takes a third less."""
 _NUM_TIMED_TOKENS: Final = 4
 _ABORTED: Final = 2
 _NO_ROOM: Final = 1
+
+
+@dataclass(frozen=True)
+class DraftSpan:
+    """Consecutive rows to be computed for a session."""
+
+    start: int
+    """Absolute position of the first row's token. The cache's rows from there on are invalid."""
+    tokens: tuple[int, ...]
+    """Token ids, one a row."""
+    has_output: bool = field(kw_only=True)
+    """Whether the last row returns an output."""
+
+    @property
+    def stop(self) -> int:
+        """Position after the last row's token."""
+        return self.start + len(self.tokens)
+
+
+class SlotRows(NamedTuple, Generic[Span]):
+    """Rows of one session."""
+
+    slot: int
+    """Its sequence in the KV cache."""
+    span: Span
+    """The rows."""
+
+
+class DraftOutput(NamedTuple):
+    """Output of a span: the tokens behind its last row are drafted from it, one or a block of them."""
+
+    logits: NDArray[np.float32]
+    """float32 (drafted, num_tokens), by position; a view that the next `decode` overwrites."""
+    state: NDArray[np.float32] | None = None
+    """Output state, float32 (values,), of drafters that read features; None for others."""
 
 
 class DraftUnusable(Exception):

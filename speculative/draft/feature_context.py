@@ -13,9 +13,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 import llama_cpp
 import numpy as np
 
-from speculative.draft.context import MAX_ROWS, DraftContext, DraftUnusable, RowBatch, is_computed
+from speculative.draft.context import (
+    MAX_ROWS,
+    DraftContext,
+    DraftOutput,
+    DraftUnusable,
+    RowBatch,
+    is_computed,
+)
 from speculative.draft.feature_sequence import FeatureSpan
-from speculative.draft.rows import DraftOutput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,8 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from speculative.draft.context import ContextSetup, DraftFile, DraftOptions
-    from speculative.draft.rows import SlotRows
+    from speculative.draft.context import ContextSetup, DraftFile, DraftOptions, SlotRows
 
 _ENCODED: Final = "fc_out"
 # llama.cpp's name of the node that writes a layer's values into the KV cache, behind the one for keys.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from speculative.draft.rows import DraftSpan
+from speculative.draft.context import DraftSpan
 from speculative.draft.session import DraftSequence
 
 if TYPE_CHECKING:

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from speculative.draft.context import DraftUnusable, timed_ms_per_token
+from speculative.draft.context import DraftOutput, DraftUnusable, timed_ms_per_token
 from speculative.draft.kinds import KINDS, load_context
-from speculative.draft.rows import DraftOutput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from speculative.draft.context import ContextSetup, DraftContext, DraftFile
-    from speculative.draft.rows import SlotRows
+    from speculative.draft.context import ContextSetup, DraftContext, DraftFile, SlotRows
 
 # An aborted computation ends at the next tensor.
 _ABORT_PATIENCE_S: Final = 10.0

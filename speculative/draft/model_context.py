@@ -6,16 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 
-from speculative.draft.context import DraftContext, DraftUnusable, RowBatch, is_computed
-from speculative.draft.rows import DraftOutput, DraftSpan
+from speculative.draft.context import (
+    DraftContext,
+    DraftOutput,
+    DraftSpan,
+    DraftUnusable,
+    RowBatch,
+    is_computed,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from speculative.draft.context import ContextSetup, DraftFile
-    from speculative.draft.rows import SlotRows
+    from speculative.draft.context import ContextSetup, DraftFile, SlotRows
 
 
 class ModelContext(DraftContext):

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from speculative.draft.rows import DraftSpan
+from speculative.draft.context import DraftSpan
 from speculative.proposer import EMPTY, Proposal
 
 if TYPE_CHECKING:

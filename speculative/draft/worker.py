@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from speculative.cost_model import moved
-from speculative.draft.context import MAX_ROWS, DraftUnusable, probability
-from speculative.draft.rows import SlotRows
+from speculative.draft.context import MAX_ROWS, DraftUnusable, SlotRows, probability
 from speculative.draft.session import DraftedToken
 
 if TYPE_CHECKING:
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from speculative.draft.context import Context, DraftOptions
-    from speculative.draft.rows import DraftOutput, DraftSpan
+    from speculative.draft.context import Context, DraftOptions, DraftOutput, DraftSpan
     from speculative.draft.session import DraftSequence
 
 _FEW_ROWS: Final = 4
