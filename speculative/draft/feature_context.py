@@ -21,7 +21,7 @@ from speculative.draft.context import (
     RowBatch,
     is_computed,
 )
-from speculative.draft.feature_sequence import FeatureSpan
+from speculative.draft.session import FeatureSpan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,9 +13,8 @@ import numpy as np
 
 from speculative.draft.context import DraftUnusable, timed_ms_per_token
 from speculative.draft.feature_context import Eagle3Context, MtpContext
-from speculative.draft.feature_sequence import FeatureSequence
 from speculative.draft.model_context import ModelContext
-from speculative.draft.session import DraftSequence
+from speculative.draft.session import DraftSequence, FeatureSequence
 from speculative.proposer import DrafterKind
 
 if TYPE_CHECKING:

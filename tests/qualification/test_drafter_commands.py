@@ -15,7 +15,7 @@ from meshbench.load_client.answers import AnswerRecord
 from meshbench.load_client.client import MeshSnapshot
 from meshbench.request_record import Record
 from spanmesh_proto.errors import MeshError
-from speculative.draft.feature_sequence import MOST_FEATURES
+from speculative.draft.session import MOST_FEATURES
 from speculative.proposer import EMPTY, FeatureReader
 from tests.qualification.drafter_costs import __main__ as drafter_costs
 from tests.qualification.drafter_costs.feature_listener import FeatureListener

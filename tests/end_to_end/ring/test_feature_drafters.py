@@ -20,7 +20,7 @@ from mesh.engine import GenerationRequest
 from mesh.text.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions
 from speculative.draft.context import DraftOptions
-from speculative.draft.feature_sequence import FeatureSequence
+from speculative.draft.session import FeatureSequence
 from stages.layers import ranges_from_cuts
 from stages.runtime.numerics import EXACT_MAX_ROWS
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime

@@ -17,7 +17,7 @@ from mesh.coordinator.options import CoordinatorOptions
 from mesh.draft.drafter import own_head, read_drafter
 from mesh.engine import GenerationRequest
 from speculative.controller import ControllerOptions
-from speculative.draft.feature_sequence import FeatureSequence
+from speculative.draft.session import FeatureSequence
 from stages.layers import ranges_from_cuts
 from stages.runtime.numerics import EXACT_MAX_ROWS
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime

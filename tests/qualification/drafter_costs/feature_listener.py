@@ -15,7 +15,7 @@ from unittest.mock import patch
 from mesh.cli import main as command_line
 from mesh.serve import main as serving
 from mesh.serve import proposers as product
-from speculative.draft.feature_sequence import MOST_FEATURES
+from speculative.draft.session import MOST_FEATURES
 from speculative.proposer import EMPTY
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from mesh.draft.drafter import own_head, read_drafter
 from mesh.draft.loading import SETUP
 from mesh.text.tokenizer import Tokenizer
 from speculative.draft.context import DraftFile, DraftOptions, SlotRows
-from speculative.draft.feature_sequence import FeatureSpan
 from speculative.draft.kinds import KINDS
+from speculative.draft.session import FeatureSpan
 from speculative.proposer import DrafterKind
 from stages.runtime.hidden_tap import TensorTap
 from stages.runtime.llama import ggml_base, init_backend

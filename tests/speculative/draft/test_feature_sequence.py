@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculative.draft.context import DraftOptions
-from speculative.draft.feature_sequence import MOST_FEATURES, FeatureSequence, FeatureSpan
-from speculative.draft.session import DraftedToken
+from speculative.draft.session import MOST_FEATURES, DraftedToken, FeatureSequence, FeatureSpan
 
 DRAFT_MAX = 4
 OPTIONS = DraftOptions(draft_max=DRAFT_MAX, ctx_size=512)

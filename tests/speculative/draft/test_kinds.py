@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from speculative.draft.context import DraftFile, DraftOptions
-from speculative.draft.feature_sequence import FeatureSequence
 from speculative.draft.kinds import KINDS
 from speculative.draft.loaded_drafter import LoadedDrafter
+from speculative.draft.session import FeatureSequence
 from speculative.proposer import DRAFTERS, DrafterKind, FeatureReader
 
 if TYPE_CHECKING:
