@@ -16,8 +16,7 @@ from mesh.draft.loading import SETUP
 from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import MeshError
 from speculative.draft.context import DraftFile, DraftOptions, DraftUnusable, SlotRows
-from speculative.draft.feature_context import FeatureContext
-from speculative.draft.kinds import load_context
+from speculative.draft.kinds import FeatureContext, load_context
 from speculative.draft.session import FeatureSpan
 from stages.isolated import ProcessEnded, call
 from stages.runtime.llama import init_backend
