@@ -12,7 +12,7 @@ from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import InvalidModel
 from speculative.draft.context import ContextSetup, DraftFile, DraftUnusable
 from speculative.draft.isolated_context import ContextEnded, IsolatedContext
-from speculative.draft.loaded_drafter import LoadedDrafter
+from speculative.draft.worker import LoadedDrafter
 from stages.gguf import part_paths
 from stages.runtime.hidden_tap import TensorTap
 from stages.runtime.llama import init_backend, last_complaint

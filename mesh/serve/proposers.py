@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mesh.engine import GenerationRequest, SpeculationMode
     from mesh.options.host import HeadOptions
     from mesh.serve.preflight import Preflight
-    from speculative.draft.loaded_drafter import LoadedDrafter
+    from speculative.draft.worker import LoadedDrafter
     from speculative.proposer import Proposer
 
 log = structlog.get_logger()

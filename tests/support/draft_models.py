@@ -12,7 +12,7 @@ import numpy as np
 from mesh.draft.loading import SETUP
 from speculative.draft.context import DraftFile
 from speculative.draft.kinds import load_context
-from speculative.draft.loaded_drafter import LoadedDrafter
+from speculative.draft.worker import LoadedDrafter
 from speculative.proposer import DrafterKind
 from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from speculative.draft.context import DraftOptions
-    from speculative.draft.loaded_drafter import DraftProposer
+    from speculative.draft.worker import DraftProposer
     from speculative.proposer import Proposal
 
 _PATIENCE_S = 60.0

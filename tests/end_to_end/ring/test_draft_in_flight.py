@@ -14,7 +14,7 @@ from mesh.serve.proposers import Proposers
 from mesh.text.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions
 from speculative.draft.context import DraftOptions
-from speculative.draft.loaded_drafter import LoadedDrafter
+from speculative.draft.worker import LoadedDrafter
 from stages.runtime.stage_runtime import RuntimeOptions
 from stages.sampling.sampler import SamplingParams
 from stages.slicing.model_facts import read_model_facts

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from mesh.draft.drafter import Drafter
     from mesh.engine import GenerationRequest
     from spanmesh_proto import windows_pb2 as wire
-    from speculative.draft.loaded_drafter import DraftProposer
+    from speculative.draft.worker import DraftProposer
     from speculative.proposer import Proposal
     from tests.support.ring_harness import RunningStage
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from mesh.coordinator.coordinator import Coordinator
     from mesh.draft.drafter import Drafter
-    from speculative.draft.loaded_drafter import DraftProposer
+    from speculative.draft.worker import DraftProposer
     from tests.support.ring_harness import RunningStage
 
 pytestmark = pytest.mark.model

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from mesh.coordinator.coordinator import Coordinator
     from mesh.draft.drafter import Drafter
-    from speculative.draft.loaded_drafter import DraftProposer
+    from speculative.draft.worker import DraftProposer
     from tests.support.draft_oracle import Round
     from tests.support.ring_harness import RunningStage
 

@@ -8,7 +8,7 @@ import pytest
 from mesh.engine import GenerationRequest, SpeculationLimits, SpeculationMode
 from mesh.serve.proposers import Proposers
 from speculative.draft.context import DraftOptions
-from speculative.draft.loaded_drafter import DraftProposer
+from speculative.draft.worker import DraftProposer
 from tests.support.draft_models import running_draft
 from tests.support.tiny_models import TinyModel
 

@@ -18,7 +18,7 @@ from tests.support.tiny_models import N_VOCAB, TinyModel
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from speculative.draft.loaded_drafter import LoadedDrafter
+    from speculative.draft.worker import LoadedDrafter
 
 TARGET = Vocabulary("target.gguf", (b"<s>", b"</s>", b"a", b"b"), {"bos": 0, "eos": 1, "eot": None}, 4)
 DRAFT = replace(TARGET, name="draft.gguf")

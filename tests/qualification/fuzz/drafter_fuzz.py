@@ -26,7 +26,7 @@ from mesh.text.tokenizer import Tokenizer, num_shared_tokens
 from spanmesh_proto.errors import InvalidModel
 from speculative.draft.context import DraftFile, DraftOptions, DraftUnusable
 from speculative.draft.kinds import load_context
-from speculative.draft.loaded_drafter import LoadedDrafter
+from speculative.draft.worker import LoadedDrafter
 from speculative.proposer import FeatureReader
 from stages.files import ModelFile, Region, atomic_write
 from stages.gguf import Value, ValueType, read_header
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
 
     from mesh.draft.drafter import Drafter
-    from speculative.draft.loaded_drafter import DraftProposer
+    from speculative.draft.worker import DraftProposer
     from stages.slicing.model_facts import ModelFacts
     from tests.qualification.fuzz.isolated_trial import Trial
     from tests.qualification.fuzz.report import FuzzOptions, FuzzReport

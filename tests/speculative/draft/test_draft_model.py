@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from speculative.draft.loaded_drafter import DraftProposer
+    from speculative.draft.worker import DraftProposer
 
 OPTIONS = DraftOptions(draft_max=8, ctx_size=512, num_sessions=3)
 

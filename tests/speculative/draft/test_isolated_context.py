@@ -16,7 +16,7 @@ from mesh.draft.loading import SETUP
 from speculative.draft import isolated_context
 from speculative.draft.context import DraftFile, DraftOptions, DraftUnusable
 from speculative.draft.isolated_context import ContextEnded, IsolatedContext
-from speculative.draft.loaded_drafter import LoadedDrafter
+from speculative.draft.worker import LoadedDrafter
 from speculative.proposer import DrafterKind
 from tests.support.draft_models import greedy, running_draft, wait_for
 from tests.support.tiny_models import N_VOCAB, TinyModel

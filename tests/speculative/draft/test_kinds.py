@@ -14,8 +14,8 @@ import pytest
 
 from speculative.draft.context import DraftFile, DraftOptions
 from speculative.draft.kinds import KINDS
-from speculative.draft.loaded_drafter import LoadedDrafter
 from speculative.draft.session import FeatureSequence
+from speculative.draft.worker import LoadedDrafter
 from speculative.proposer import DRAFTERS, DrafterKind, FeatureReader
 
 if TYPE_CHECKING:
