@@ -16,9 +16,8 @@ from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING, Any, Final
 
-from speculative.acceptance import AcceptanceTable, Calibration
+from speculative.acceptance import AcceptanceTable, Calibration, Decision, ProposalContext, WindowOutcome
 from speculative.cost_model import DecodeTimeModel, Timing, WindowPlanRate, best_rate, row_ms, row_price
-from speculative.outcome import Decision, ProposalContext, WindowOutcome
 from speculative.payoff import GroupPayoff, SessionPayoff
 from speculative.proposer import CONFIRMED_SHARE, DRAFTERS
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from speculative.outcome import WindowOutcome
+    from speculative.acceptance import WindowOutcome
 
 # Share of one row's time for each further row, while only one row count was measured: between a GPU (nearly
 # nothing) and a CPU (nearly all of it), so that wider windows are tried once and then known.

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from mesh.coordinator.stage_streams import BatchTimes
     from mesh.engine import Committed, GenerationRequest
     from spanmesh_proto import windows_pb2 as wire
-    from speculative.outcome import WindowOutcome
+    from speculative.acceptance import WindowOutcome
     from speculative.proposer import Proposer
     from stages.transport.channels import Identity
 

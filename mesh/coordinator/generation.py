@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from mesh.engine import PrefillProgress
 from spanmesh_proto.errors import ProtocolError
-from speculative.acceptance import Judgement, judge, judge_unread
-from speculative.outcome import StageMeasure, WindowOutcome
+from speculative.acceptance import Judgement, StageMeasure, WindowOutcome, judge, judge_unread
 from speculative.proposer import EMPTY, Proposal
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from speculative.cost_model import moved
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from speculative.outcome import StageMeasure
+    from speculative.acceptance import StageMeasure
 
 
 # Alone, a prompt is cut so that every stage has a chunk to compute most of the time: the pipeline fills and

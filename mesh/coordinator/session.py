@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from mesh.coordinator.stage_streams import BatchTimes
     from mesh.coordinator.telemetry import ActiveRing
     from mesh.engine import GenerationRequest, GenerationStats, PrefillProgress
-    from speculative.outcome import WindowOutcome
+    from speculative.acceptance import WindowOutcome
     from stages.sampling.sampler import TokenLogprobs
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from speculative.acceptance import Decision, ProposalContext
 from speculative.controller import Controller, SharedMeasures
-from speculative.outcome import Decision, ProposalContext
 from speculative.proposer import EMPTY, ChainProposer, FeatureReader, PartReader, Proposal
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from mesh.coordinator.generation import Generation
     from mesh.coordinator.options import CoordinatorOptions
     from mesh.engine import GenerationRequest, SpeculationLimits
+    from speculative.acceptance import WindowOutcome
     from speculative.controller import ControllerOptions
-    from speculative.outcome import WindowOutcome
     from speculative.proposer import Proposer
 
 log = structlog.get_logger()

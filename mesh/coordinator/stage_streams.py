@@ -15,7 +15,7 @@ import structlog
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import HostUnreachable, MeshError, StageFailed
-from speculative.outcome import StageMeasure
+from speculative.acceptance import StageMeasure
 from stages.transport.channels import key_metadata, open_channel
 from stages.transport.links import explain
 

@@ -6,9 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculative.acceptance import Judgement, SpanClass, judge_unread
+from speculative.acceptance import (
+    Judgement,
+    ProposalContext,
+    SpanClass,
+    StageMeasure,
+    WindowOutcome,
+    judge_unread,
+)
 from speculative.controller import Controller, ControllerOptions, SharedMeasures
-from speculative.outcome import ProposalContext, StageMeasure, WindowOutcome
 from speculative.proposer import EMPTY, Proposal
 
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from speculative.acceptance import Judgement, SpanClass
+from speculative.acceptance import Judgement, SpanClass, StageMeasure, WindowOutcome
 from speculative.cost_model import Timing
-from speculative.outcome import StageMeasure, WindowOutcome
 from speculative.proposer import EMPTY
 
 NETWORK_MS = 20.0

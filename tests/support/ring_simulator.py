@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from speculative.acceptance import judge, judge_unread
+from speculative.acceptance import ProposalContext, StageMeasure, WindowOutcome, judge, judge_unread
 from speculative.controller import Controller, ControllerOptions, SharedMeasures
-from speculative.outcome import ProposalContext, StageMeasure, WindowOutcome
 from speculative.proposer import EMPTY, Proposal
 
 if TYPE_CHECKING:

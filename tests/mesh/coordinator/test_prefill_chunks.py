@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.coordinator.prefill_pace import PrefillPace
-from speculative.outcome import StageMeasure
+from speculative.acceptance import StageMeasure
 
 
 def chunks(pace: PrefillPace, num_tokens: int) -> list[int]:

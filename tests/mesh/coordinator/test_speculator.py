@@ -5,10 +5,9 @@ from collections.abc import Callable, Sequence
 from mesh.coordinator.generation import Generation
 from mesh.coordinator.speculation import GuardedProposer, Speculator
 from mesh.engine import GenerationRequest
-from speculative.acceptance import Judgement, SpanClass
+from speculative.acceptance import Judgement, SpanClass, StageMeasure, WindowOutcome
 from speculative.controller import ControllerOptions, SharedMeasures
 from speculative.lookup_proposers import NgramProposer, PredictionProposer
-from speculative.outcome import StageMeasure, WindowOutcome
 from speculative.proposer import EMPTY, Proposal, Proposer
 
 PROMPT = (1, 2, 3)
