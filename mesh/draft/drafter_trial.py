@@ -6,8 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from mesh.draft.completion import loadable_bytes
-from mesh.draft.drafter import own_head, read_drafter
+from mesh.draft.drafter import loadable_bytes, own_head, read_drafter
 from mesh.draft.loading import load_drafter
 from mesh.draft.memory import drafter_bytes
 from mesh.text.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
-from mesh.draft.completion import loadable_file
+from mesh.draft.drafter import loadable_file
 from mesh.text.tokenizer import Tokenizer, num_shared_tokens
 from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import InvalidModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from mesh.draft.completion import loadable_bytes
+from mesh.draft.drafter import loadable_bytes
 from mesh.placement.memory_estimate import CELL_BYTES, MASK_BYTES, StageSizes, Workload
 from spanmesh_proto.errors import ModelError
 from speculative.draft.context import MAX_ROWS

@@ -21,7 +21,7 @@ from mesh.coordinator.feature_plug import FeaturePlug
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.coordinator.ring import Ring
 from mesh.coordinator.session import Session
-from mesh.draft.completion import loadable_file
+from mesh.draft.drafter import loadable_file
 from speculative.controller import ControllerOptions
 from stages.layers import ranges_from_cuts
 from stages.runtime.numerics import EXACT_MAX_ROWS

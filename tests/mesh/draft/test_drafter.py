@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from mesh.draft import loading
-from mesh.draft.completion import loadable_bytes, loadable_file
-from mesh.draft.drafter import Drafter, own_head, read_drafter
+from mesh.draft.drafter import Drafter, loadable_bytes, loadable_file, own_head, read_drafter
 from mesh.draft.loading import load_drafter
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import InvalidModel, ModelError, UncuttableModel

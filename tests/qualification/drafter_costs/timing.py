@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from mesh.draft.completion import loadable_file
+from mesh.draft.drafter import loadable_file
 from mesh.draft.loading import SETUP
 from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import MeshError

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
-from mesh.draft.completion import loadable_file
-from mesh.draft.drafter import own_head, read_drafter
+from mesh.draft.drafter import loadable_file, own_head, read_drafter
 from mesh.draft.loading import SETUP
 from mesh.text.tokenizer import Tokenizer, num_shared_tokens
 from spanmesh_proto.errors import InvalidModel

@@ -10,8 +10,7 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from mesh.draft.completion import loadable_file
-from mesh.draft.drafter import own_head, read_drafter
+from mesh.draft.drafter import loadable_file, own_head, read_drafter
 from mesh.draft.loading import SETUP
 from mesh.text.tokenizer import Tokenizer
 from speculative.draft.context import DraftFile, DraftOptions, SlotRows
