@@ -8,6 +8,8 @@ Completion: the file of a drafter that llama.cpp loads.
 
 An EAGLE-3 drafter may lack embedding and head, which are the target's. The head of a model is cut out of the
 model's file. Such files are made once, in the cache beside stage files.
+
+Memory of a drafter on the head's host, before it is loaded.
 """
 
 from __future__ import annotations
@@ -18,11 +20,15 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from spanmesh_proto.errors import InvalidModel, UncuttableModel
+from mesh.placement.memory_estimate import CELL_BYTES, MASK_BYTES, StageSizes, Workload
+from spanmesh_proto.errors import InvalidModel, ModelError, UncuttableModel
+from speculative.draft.context import MAX_ROWS
 from speculative.proposer import DrafterKind
 from stages.files import ModelFile, Region, atomic_write
 from stages.gguf import Value, ValueType, read_header
+from stages.runtime.kv_types import KV_TYPES, check_kv_type
 from stages.slicing.layout import StageLayout, StageTensor
+from stages.slicing.model_facts import read_model_facts
 from stages.slicing.stage_writer import StageWriter, encode_header, stage_bytes
 from stages.slicing.tensor_names import (
     EMBEDDING,
@@ -39,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from speculative.draft.context import DraftOptions
     from stages.gguf import GgufHeader, TensorInfo
     from stages.slicing.model_facts import ModelFacts
 
@@ -71,6 +78,8 @@ _HAS_MTP_GRAPH: Final = frozenset(
 _NUM_EAGLE3_LAYERS: Final = 3
 # To be raised when the file of the same drafter changes.
 _FORMAT_VERSION = 1
+# Of the process in which it computes: Python, llama.cpp's library and small buffers.
+_PROCESS_BYTES: Final = 96 * 2**20
 
 
 @dataclass(frozen=True)
@@ -356,3 +365,78 @@ def _head_of(header: GgufHeader) -> StageLayout:
 def _copied(tensor: TensorInfo, file: int | None = None) -> StageTensor:
     region = Region(tensor.file if file is None else file, tensor.offset_bytes, tensor.n_bytes)
     return StageTensor(tensor.name, tensor.shape, tensor.type, tensor.n_bytes, region)
+
+
+def drafter_bytes(drafter: Drafter, target: Path, options: DraftOptions, context: int) -> int:
+    """Weights, KV cache, buffers and process of a drafter, and hidden states that it keeps.
+
+    Args:
+        drafter: The drafter.
+        target: The served model.
+        options: Options of the draft model.
+        context: Positions of each session whose hidden states it keeps.
+
+    Raises:
+        ClusterError: If the KV cache cannot have the requested format with its head size.
+    """
+    if drafter.reads_features:
+        return _PROCESS_BYTES + feature_drafter_bytes(drafter, target, options, context)
+    return _PROCESS_BYTES + draft_memory_bytes(drafter.path, options)
+
+
+def draft_memory_bytes(path: Path, options: DraftOptions) -> int:
+    """Weights, KV cache and buffers of a draft model, from its header.
+
+    Args:
+        path: The GGUF.
+        options: Options of the draft model.
+
+    Returns:
+        Bytes, rather too many than too few; 0 for an unreadable file, which loading will report.
+
+    Raises:
+        ClusterError: If the KV cache cannot have the requested format with its head size.
+    """
+    try:
+        facts = read_model_facts(path)
+    except (ModelError, OSError):
+        return 0
+    check_kv_type(options.kv_type, path.name, facts.head_widths, option="--draft-kv-type")
+    # As on a GPU, all sessions share one cache: a batch's mask covers the positions of all of them.
+    workload = Workload(options.ctx_size, options.num_sessions, options.kv_type, on_gpu=True)
+    sizes = StageSizes(facts, workload)
+    memory = sizes.memory(sizes.whole)
+    # The file as it is: no tensor is stored twice, as in a first stage and a tail.
+    return facts.file_bytes + memory.cache_bytes + memory.buffer_bytes
+
+
+def feature_drafter_bytes(drafter: Drafter, target: Path, options: DraftOptions, context: int) -> int:
+    """Weights, KV cache and buffers of a drafter that reads hidden states, and those that it keeps.
+
+    Args:
+        drafter: The drafter, of one layer.
+        target: The served model.
+        options: Options of the draft model.
+        context: Positions of each session whose hidden states it keeps.
+
+    Raises:
+        ClusterError: If the KV cache cannot have the requested format with its head size.
+    """
+    header, prefix = drafter.header, drafter.header.architecture
+    n_embd = header.integer(f"{prefix}.embedding_length")
+    n_layers = header.integer(f"{prefix}.block_count")
+    heads = header.per_layer(f"{prefix}.attention.head_count", n_layers, 1)[-1] or 1
+    heads_kv = header.per_layer(f"{prefix}.attention.head_count_kv", n_layers, heads)[-1] or 1
+    key = header.integer(f"{prefix}.attention.key_length", n_embd // heads)
+    value = header.integer(f"{prefix}.attention.value_length", n_embd // heads)
+    check_kv_type(options.kv_type, drafter.path.name, (key, value), option="--draft-kv-type")
+    kv_type = KV_TYPES[options.kv_type]
+    position_bytes = kv_type.num_bytes(heads_kv * key) + kv_type.num_bytes(heads_kv * value)
+    # The cache that all sessions share, llama.cpp's record of each position, and the mask of a batch.
+    position_bytes += CELL_BYTES + MAX_ROWS * MASK_BYTES
+    cache_bytes = position_bytes * options.ctx_size * options.num_sessions
+    feature_bytes = 4 * len(drafter.layers) * drafter.n_embd * context * options.num_sessions
+    # Logits and states of a batch, and as much again for what llama.cpp computes between them.
+    n_vocab = header.tensors[EMBEDDING].shape[-1] if EMBEDDING in header.tensors else 0
+    buffer_bytes = 2 * 4 * MAX_ROWS * (max(n_vocab, 1) + 8 * n_embd)
+    return loadable_bytes(drafter, target) + cache_bytes + feature_bytes + buffer_bytes

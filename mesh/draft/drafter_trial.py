@@ -6,9 +6,8 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from mesh.draft.drafter import loadable_bytes, own_head, read_drafter
+from mesh.draft.drafter import drafter_bytes, loadable_bytes, own_head, read_drafter
 from mesh.draft.loading import load_drafter
-from mesh.draft.memory import drafter_bytes
 from mesh.text.tokenizer import Tokenizer
 from speculative.draft import defaults
 from stages.slicing.model_facts import read_model_facts

@@ -13,8 +13,7 @@ from mesh.api.auth import check_origins, require_key_beyond_loopback
 from mesh.cluster.addresses import bind_address, check_port_free
 from mesh.cluster.host_facts import HostFacts, find_gpus, read_host_facts
 from mesh.cluster.members import check_name
-from mesh.draft.drafter import Drafter, own_head, read_drafter
-from mesh.draft.memory import drafter_bytes
+from mesh.draft.drafter import Drafter, drafter_bytes, own_head, read_drafter
 from mesh.placement.context_choice import MOST_CTX_SIZE
 from mesh.placement.gpu_layers import check_gpu_layers
 from mesh.placement.host_assignment import never
