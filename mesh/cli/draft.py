@@ -19,7 +19,7 @@ from stages.gguf import read_header
 from stages.units import format_size
 
 if TYPE_CHECKING:
-    from mesh.draft.drafter_trial import CheckedDrafter
+    from mesh.draft.loading import CheckedDrafter
 
 
 @click.group()
@@ -84,7 +84,7 @@ def check(file: Path, target: Path, *, ctx_size: int, parallel: int, as_json: bo
     the head that it brings. It is loaded in a process of its own and drafts a few tokens. What does not fit
     is refused with the reason, as `mesh serve` would.
     """
-    from mesh.draft.drafter_trial import check_drafter  # noqa: PLC0415 - keeps --help quick
+    from mesh.draft.loading import check_drafter  # noqa: PLC0415 - keeps --help quick
     from speculative.draft.context import DraftOptions  # noqa: PLC0415
 
     model = local_model(target).path
