@@ -1,9 +1,13 @@
-"""Embedding engine: waiting requests, batches under way, and what happens to both when a host is lost."""
+"""Embedding engine: waiting requests, batches under way, and what happens to both when a host is lost.
+
+Batches of texts, out of requests of several clients in turn.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NoReturn
 
 import numpy as np
@@ -11,16 +15,15 @@ import structlog
 
 from mesh.coordinator.heartbeat import longest_batch_s
 from mesh.coordinator.request_queue import HoldTimes
-from mesh.embedding.batching import TextQueue, TextsRequest, texts_of
 from mesh.metrics.embedding_metrics import EmbeddingStatistics
+from mesh.util.fair_queue import FairQueue
 from spanmesh_proto.errors import ClusterError, HostUnreachable, MeshError, Overloaded, StageFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from numpy.typing import NDArray
 
-    from mesh.embedding.batching import BatchPart
     from mesh.embedding.link import BatchLink, ComputedBatch
     from mesh.metrics.embedding_metrics import EmbeddingOutcome
     from stages.embedding.model_file import BatchLimits
@@ -35,8 +38,129 @@ _RETRY_AFTER_S: Final = 5
 _LOADING_RETRY_S: Final = 2
 # While this process stands still, no more than so much passes for a batch: its answer may be there unread.
 _LOOK_S: Final = 1.0
-
 log = structlog.get_logger()
+
+
+@dataclass(eq=False)
+class TextsRequest:
+    """Texts of one request."""
+
+    texts: Sequence[tuple[int, ...]]
+    """Token ids of each, at least one text."""
+    client: str | None = None
+    """Client of the request, for fair turns. None where the API is open."""
+    waiting: deque[int] = field(init=False)
+    """Indices of the texts that are in no batch yet."""
+    num_failures: int = 0
+    """Batches with some of its texts that failed. From the first on, it shares no batch: its texts may be
+    what ends the process that computes them."""
+    num_left: int = field(init=False)
+    """Texts without a vector."""
+    is_queued: bool = False
+    """Whether it is in the queue."""
+
+    def __post_init__(self) -> None:
+        self.waiting = deque(range(len(self.texts)))
+        self.num_left = len(self.texts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all texts."""
+        return sum(map(len, self.texts))
+
+
+@dataclass(frozen=True)
+class BatchPart:
+    """Texts of one request in a batch."""
+
+    request: TextsRequest
+    """The request."""
+    indices: tuple[int, ...]
+    """Indices of the texts, in the order of the batch."""
+
+
+class TextQueue:
+    """Requests with texts that wait, and the next batch of them.
+
+    Clients take turns, see `FairQueue`; a request with more texts than fit one batch waits for its next turn.
+
+    Args:
+        limits: Limits of a batch. No text is longer than the longest.
+        most: Requests that may wait.
+    """
+
+    def __init__(self, limits: BatchLimits, most: int) -> None:
+        self._limits = limits
+        self._queue = FairQueue[str | None, TextsRequest](most)
+
+    def __len__(self) -> int:
+        """Number of requests that wait."""
+        return len(self._queue)
+
+    @property
+    def waiting(self) -> list[TextsRequest]:
+        """Requests that wait."""
+        return list(self._queue)
+
+    def has_room(self, client: str | None) -> bool:
+        """Whether a client may add a request."""
+        return self._queue.has_room(client)
+
+    def add(self, request: TextsRequest) -> None:
+        """Add a request, or what waits of it, unless it is there already."""
+        if not request.is_queued:
+            request.is_queued = True
+            self._queue.add(request.client, request)
+
+    def discard(self, request: TextsRequest) -> None:
+        """Remove a request; no effect if it is not there."""
+        if request.is_queued:
+            request.is_queued = False
+            self._queue.discard(request.client, request)
+
+    def next_batch(self) -> list[BatchPart]:
+        """Remove texts for the next batch; empty if none wait."""
+        batch: list[BatchPart] = []
+        passed_over: list[TextsRequest] = []
+        unfinished: list[TextsRequest] = []
+        num_texts = num_rows = 0
+        while num_texts < self._limits.most_texts and (request := self._queue.next()) is not None:
+            request.is_queued = False
+            if batch and request.num_failures:
+                passed_over.append(request)
+                continue
+            indices = self._taken(request, num_texts, num_rows)
+            if indices:
+                batch.append(BatchPart(request, indices))
+                num_texts += len(indices)
+                num_rows += sum(len(request.texts[index]) for index in indices)
+            if request.waiting:
+                (unfinished if indices else passed_over).append(request)
+                break
+            if request.num_failures:
+                break
+        # Who got nothing is served before who got something.
+        for request in (*passed_over, *unfinished):
+            self.add(request)
+        return batch
+
+    def put_back(self, batch: Collection[BatchPart]) -> None:
+        """Let the texts of a batch that failed wait again, before others of their requests."""
+        for part in batch:
+            part.request.num_failures += 1
+            part.request.waiting.extendleft(reversed(part.indices))
+            self.add(part.request)
+
+    def _taken(self, request: TextsRequest, num_texts: int, num_rows: int) -> tuple[int, ...]:
+        """Take texts of a request, in order, as long as they fit."""
+        taken: list[int] = []
+        while request.waiting and num_texts + len(taken) < self._limits.most_texts:
+            length = len(request.texts[request.waiting[0]])
+            if num_rows and num_rows + length > self._limits.shared_rows:
+                break
+            num_rows += length
+            taken.append(request.waiting.popleft())
+        return tuple(taken)
 
 
 @dataclass(frozen=True, eq=False)
@@ -337,3 +461,8 @@ class EmbeddingEngine:
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
+
+
+def texts_of(batch: Collection[BatchPart]) -> list[tuple[int, ...]]:
+    """Texts of a batch, in order."""
+    return [part.request.texts[index] for part in batch for index in part.indices]

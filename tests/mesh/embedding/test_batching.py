@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.embedding.batching import BatchPart, TextQueue, TextsRequest, texts_of
+from mesh.embedding.engine import BatchPart, TextQueue, TextsRequest, texts_of
 from stages.embedding.model_file import BatchLimits
 
 LIMITS = BatchLimits(longest=600, most_texts=4)
