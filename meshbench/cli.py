@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
 import click
 
-from mesh.cli.option_types import Names, Numbers, choice_option, command_line, int_option
-from mesh.cli.shared_options import head_options, key_of
+from mesh.cli.shared_options import (
+    Names,
+    Numbers,
+    choice_option,
+    command_line,
+    head_options,
+    int_option,
+    key_of,
+)
 from mesh.util.printable import say
 from meshbench.experiment import experiment
 from meshbench.serving_cli import serve

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from mesh.cli.option_types import Numbers
+from mesh.cli.shared_options import Numbers
 from mesh.serve.options import demo_model
 from meshbench.datasets import load_prompts
 from meshbench.experiment import lab_experiment

@@ -9,8 +9,7 @@ from typing import Any
 
 import click
 
-from mesh.cli.option_types import Numbers, ParsedText, choice_option, float_option, int_option
-from mesh.cli.shared_options import key_of
+from mesh.cli.shared_options import Numbers, ParsedText, choice_option, float_option, int_option, key_of
 from meshbench.experiment import show
 from meshbench.shared_options import FOLDER, Url, goodput_option, json_option, seed_option
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from mesh.cli.option_types import ParsedText, float_option, int_option
+from mesh.cli.shared_options import ParsedText, float_option, int_option
 from meshbench.lab.link import LinkConditions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from mesh.cli.option_types import Command, Decorator
+    from mesh.cli.shared_options import Command, Decorator
     from meshbench.http_client import Server
     from meshbench.serving_metrics import Slo
 

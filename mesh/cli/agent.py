@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from mesh.cli.head_client import ask_head
-from mesh.cli.option_types import int_option
-from mesh.cli.shared_options import head_options, key_of
+from mesh.cli.shared_options import head_options, int_option, key_of
 from mesh.util.child_environment import API_KEY, foreign_environment
 from mesh.util.printable import say
 from spanmesh_proto.errors import ClusterError

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.table import Table
 
-from mesh.cli.option_types import ParsedText, int_option
-from mesh.cli.shared_options import local_model
+from mesh.cli.shared_options import ParsedText, int_option, local_model
 from mesh.util.printable import say
 from mesh.util.terminal import PrintableConsole, progress_bars
 from stages.certification.certify import CertifyOptions, certify_isolated

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from mesh.cli.head_client import ask_head
-from mesh.cli.option_types import int_option
 from mesh.cli.options import options_of
-from mesh.cli.shared_options import key_of
+from mesh.cli.shared_options import int_option, key_of
 from mesh.options.host import HostOptions
 from mesh.util.child_environment import API_KEY
 from mesh.util.printable import say

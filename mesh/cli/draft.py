@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mesh.cli.option_types import int_option
-from mesh.cli.shared_options import local_model
+from mesh.cli.shared_options import int_option, local_model
 from mesh.requantize import QUANT_TYPES, requantise
 from mesh.util.printable import say
 from mesh.util.terminal import progress_bars

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from mesh.api.api_keys import KeyRecord, add_key, default_key_file, digest_of, read_key_file, remove_key
-from mesh.cli.option_types import ParsedText
+from mesh.cli.shared_options import ParsedText
 from mesh.util.printable import say
 
 _SPAN = re.compile(r"(\d{1,6})([hdw])")

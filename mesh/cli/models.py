@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mesh.cli.option_types import MemorySize
-from mesh.cli.shared_options import local_model
+from mesh.cli.shared_options import MemorySize, local_model
 from mesh.util.printable import say
 from spanmesh_proto.errors import ModelError
 

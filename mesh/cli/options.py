@@ -10,14 +10,14 @@ from pydantic import ValidationError
 
 from mesh.cli.config_file import from_variable, key_of, nearest
 from mesh.cli.main import SectionedCommand
-from mesh.cli.option_types import DiskSize, GpuLayers, LayerCounts, MemorySize, Numbers, Ports
+from mesh.cli.shared_options import DiskSize, GpuLayers, LayerCounts, MemorySize, Numbers, Ports
 from mesh.options.option import OptionField, option_fields
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from mesh.cli.option_types import Decorator
+    from mesh.cli.shared_options import Decorator
     from mesh.options.option import Kind, Options
 
 _FILE: Final = click.Path(path_type=Path, dir_okay=False)

@@ -11,9 +11,8 @@ import click
 from rich.table import Table
 
 from mesh.cli.head_client import ask_head
-from mesh.cli.option_types import int_option
 from mesh.cli.options import options_of
-from mesh.cli.shared_options import key_of
+from mesh.cli.shared_options import int_option, key_of
 from mesh.options.host import HostOptions
 from mesh.options.model import ModelOptions
 from mesh.util.child_environment import API_KEY

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from mesh.cli.option_types import ParsedText
-from mesh.cli.shared_options import local_model
+from mesh.cli.shared_options import ParsedText, local_model
 from mesh.util.printable import say
 from mesh.util.terminal import progress_bars
 from stages.layers import LayerRange

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mesh.cli.option_types import Names, choice_option, float_option, int_option
+from mesh.cli.shared_options import Names, choice_option, float_option, int_option
 from meshbench import shared_options
 from meshbench.chaos.fault_kinds import ALL_KINDS, LISTED, LOSSES, SCENARIOS
 from meshbench.experiment import experiment

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from mesh.cli.option_types import Names, Numbers, choice_option, float_option, int_option
+from mesh.cli.shared_options import Names, Numbers, choice_option, float_option, int_option
 from meshbench import shared_options
 from meshbench.experiment import experiment
 from meshbench.under_test.options import remote_options, target_of

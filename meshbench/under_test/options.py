@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Final
 import click
 from click.core import ParameterSource
 
-from mesh.cli.option_types import option_group
-from mesh.cli.shared_options import key_of
+from mesh.cli.shared_options import key_of, option_group
 from mesh.util.child_environment import API_KEY
 from meshbench.shared_options import FILE, Url
 

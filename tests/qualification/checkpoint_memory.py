@@ -20,7 +20,7 @@ from typing import Final
 import click
 import numpy as np
 
-from mesh.cli.option_types import Numbers, int_option
+from mesh.cli.shared_options import Numbers, int_option
 from mesh.placement.memory_estimate import StageSizes, Workload
 from meshbench.experiment import experiment
 from meshbench.report_tools import Line, Report, table_section

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from mesh.cli.option_types import Numbers
+from mesh.cli.shared_options import Numbers
 from mesh.forecast.cost_model import HANDLING_MS
 from mesh.placement.context_choice import least_context
 from mesh.serve.options import demo_model

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 import click
 import structlog
 
-from mesh.cli.option_types import Numbers, int_option
+from mesh.cli.shared_options import Numbers, int_option
 from mesh.coordinator.groups import group_counts
 from mesh.serve.options import demo_model
 from mesh.status import SessionsStatus

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import structlog
 
-from mesh.cli.option_types import Numbers, int_option
+from mesh.cli.shared_options import Numbers, int_option
 from mesh.serve.options import demo_model
 from mesh.text.tokenizer import Tokenizer
 from mesh.util.completion_stream import COMPLETION_PATH

@@ -26,7 +26,7 @@ import click
 import structlog
 
 from mesh.cli.head_client import ask_head
-from mesh.cli.option_types import int_option
+from mesh.cli.shared_options import int_option
 from mesh.coordinator.disk_prefixes import BLOCK_POSITIONS
 from mesh.serve.options import demo_model
 from mesh.status import KvDiskStatus, read_status

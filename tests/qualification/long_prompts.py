@@ -25,7 +25,7 @@ import click
 import numpy as np
 import structlog
 
-from mesh.cli.option_types import int_option
+from mesh.cli.shared_options import int_option
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.status import read_status
 from mesh.util.completion_stream import COMPLETION_PATH

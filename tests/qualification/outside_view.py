@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import structlog
 
-from mesh.cli.option_types import Numbers, float_option, int_option
+from mesh.cli.shared_options import Numbers, float_option, int_option
 from mesh.serve.options import demo_model
 from mesh.text.tokenizer import Tokenizer
 from meshbench.experiment import lab_experiment

@@ -16,8 +16,7 @@ from mesh.cli import hosts
 from mesh.cli.chat import ChatSession
 from mesh.cli.head_client import ask_head, head_text
 from mesh.cli.main import run
-from mesh.cli.option_types import read_first_key
-from mesh.cli.shared_options import key_of
+from mesh.cli.shared_options import key_of, read_first_key
 from mesh.serve import head_state
 from spanmesh_proto.errors import ClusterError, Unauthorized
 

@@ -14,8 +14,8 @@ import click
 import pytest
 
 from mesh.cli.main import run
-from mesh.cli.option_types import DiskSize
 from mesh.cli.serve import serve
+from mesh.cli.shared_options import DiskSize
 
 MESH = str(Path(sys.executable).with_name("mesh"))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 import pytest
 
-from mesh.cli.option_types import command_line
+from mesh.cli.shared_options import command_line
 from meshbench.cli import spec
 
 

@@ -16,7 +16,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mesh.cli.main import run
-from mesh.cli.option_types import Ports
+from mesh.cli.shared_options import Ports
 from mesh.cluster.addresses import is_free_everywhere
 from mesh.cluster.port_plan import (
     LEAST_PORTS,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mesh.cli.option_types import float_option, int_option
+from mesh.cli.shared_options import float_option, int_option
 from meshbench.experiment import experiment
 from meshbench.lab.network import require_lab
 from meshbench.shared_options import FOLDER, json_option, output_option

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import structlog
 
-from mesh.cli.option_types import Numbers, int_option
+from mesh.cli.shared_options import Numbers, int_option
 from mesh.draft.drafter import read_drafter
 from mesh.serve.options import demo_model
 from mesh.text.tokenizer import Tokenizer

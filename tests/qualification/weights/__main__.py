@@ -17,7 +17,7 @@ from random import Random
 
 import click
 
-from mesh.cli.option_types import MemorySize
+from mesh.cli.shared_options import MemorySize
 from stages.layers import LayerRange
 from tests.qualification.weights.slicing import MOST_RSS_BYTES, CuttingReport, measure_cutting
 from tests.qualification.weights.transfer import TransferReport, disrupt_transfers
