@@ -25,7 +25,7 @@ EXIT_INTERRUPTED: Final = 130
 # Module of each command, and its line in `mesh --help`, which imports none of them.
 _COMMANDS: Final = {
     "serve": ("mesh.cli.serve:serve", "Serve a model on one or several hosts."),
-    "join": ("mesh.cli.join:join", "Join a mesh with this host."),
+    "join": ("mesh.cli.hosts:join", "Join a mesh with this host."),
     "plan": ("mesh.cli.plan:plan", "Show where a model's layers would be placed, and the expected speed."),
     "top": ("mesh.cli.top:top", "Watch a running mesh: stages, links, speculation, sessions."),
     "chat": ("mesh.cli.chat:chat", "Chat with a running mesh in this terminal."),
