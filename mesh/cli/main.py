@@ -42,7 +42,7 @@ _COMMANDS: Final = {
     "unload": ("mesh.cli.load:unload", "Unload a model and free its memory."),
     "drain": ("mesh.cli.hosts:drain", "Move a host's layers to others, then let it leave."),
     "evict": ("mesh.cli.hosts:evict", "Disconnect a host at once and replace the join token."),
-    "slice": ("mesh.cli.slice:slice_", "Write layers of a model to a stage file."),
+    "slice": ("mesh.cli.certify:slice_", "Write layers of a model to a stage file."),
     "models": ("mesh.cli.models:models", "List and remove the weights stored on this host."),
     "draft": ("mesh.cli.draft:draft", "Make or check a drafter for speculation."),
     "bench": ("meshbench.cli:bench", "Measure a server, or a lab of several hosts on this machine."),
