@@ -15,12 +15,11 @@ from mesh.placement.replanner import NewStage, Replan
 from mesh.serve.failures import CrashLogs
 from mesh.serve.head_failover import Takeover
 from mesh.serve.model_coordinator import new_coordinator
-from mesh.serve.pipeline import PipelineStage
+from mesh.serve.pipeline import PipelineStage, log_stage_error, wire_up
 from mesh.serve.planning import InitialPlacement
 from mesh.serve.reconfiguration import PlacementExecutor, make_recovery_context
 from mesh.serve.replicas import ReplicaManager
 from mesh.serve.stage_factory import StageMaker
-from mesh.serve.stage_group import log_stage_error, wire_up
 from mesh.serve.stage_handle import new_ring_credentials
 from mesh.serve.startup_message import print_join_line
 from mesh.serve.supervisor import Supervisor

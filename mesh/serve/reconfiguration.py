@@ -12,9 +12,8 @@ import structlog
 
 from mesh.placement.memory_estimate import StageSizes
 from mesh.placement.replanner import Replica, replan
-from mesh.serve.pipeline import PipelineStage
+from mesh.serve.pipeline import PipelineStage, load_all, wire_up
 from mesh.serve.planning import is_room_as_before, settled_plan
-from mesh.serve.stage_group import load_all, wire_up
 from mesh.serve.stage_handle import new_ring_credentials
 from mesh.util.tasks import first_of
 from spanmesh_proto.errors import ClusterError, StageFailed
@@ -31,9 +30,8 @@ if TYPE_CHECKING:
     from mesh.serve.allocations import EvictableReplica, ModelAllocation
     from mesh.serve.failures import Incidents, OnFailure
     from mesh.serve.head import Head
-    from mesh.serve.pipeline import Pipeline
+    from mesh.serve.pipeline import OnStageError, Pipeline
     from mesh.serve.preflight import Preflight
-    from mesh.serve.stage_group import OnStageError
     from mesh.serve.stage_handle import StageHandle
     from spanmesh_proto.errors import MeshError
     from stages.layers import LayerRange

@@ -13,8 +13,8 @@ import structlog
 from mesh.placement.gpu_layers import memory_on
 from mesh.placement.planner import StagePlacement
 from mesh.placement.replanner import left_beside_replicas, next_replica
+from mesh.serve.pipeline import load_all
 from mesh.serve.planning import plan_in_thread
-from mesh.serve.stage_group import load_all
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:

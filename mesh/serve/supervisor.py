@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import structlog
 
 from mesh.coordinator.ring import RingLoss
+from mesh.serve.pipeline import log_stage_error
 from mesh.serve.recovery import RingRepair
-from mesh.serve.stage_group import log_stage_error
 from spanmesh_proto.errors import InvalidModel, MeshError, ModelDoesNotFit, NotEnoughHosts
 
 if TYPE_CHECKING:

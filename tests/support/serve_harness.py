@@ -23,11 +23,10 @@ from mesh.placement.replanner import NewStage, Replan, replan
 from mesh.serve.allocations import HostAllocations
 from mesh.serve.failures import Incidents
 from mesh.serve.host_draining import HostDraining
-from mesh.serve.pipeline import Pipeline, PipelineStage
+from mesh.serve.pipeline import Pipeline, PipelineStage, log_stage_error, wire_up
 from mesh.serve.reconfiguration import PlacementExecutor, RecoveryContext, RingCutover
 from mesh.serve.replicas import ReplicaManager
 from mesh.serve.stage_factory import StageMaker, Transfers
-from mesh.serve.stage_group import log_stage_error, wire_up
 from mesh.serve.stage_handle import new_ring_credentials
 from mesh.serve.supervisor import Supervisor
 from spanmesh_proto.errors import StageFailed

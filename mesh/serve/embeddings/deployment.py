@@ -18,9 +18,8 @@ from mesh.serve.deployment import announce_layers
 from mesh.serve.embeddings.maker import EmbeddingMaker
 from mesh.serve.failures import CrashLogs
 from mesh.serve.head_failover import adopted, end_ring, returned_host, ring_fault
-from mesh.serve.pipeline import PipelineStage
+from mesh.serve.pipeline import PipelineStage, log_stage_error, wire_up
 from mesh.serve.reconfiguration import PlacementExecutor
-from mesh.serve.stage_group import log_stage_error, wire_up
 from mesh.serve.stage_handle import StageLoss, new_ring_credentials
 from mesh.util.tasks import first_of, run_to_end
 from spanmesh_proto.errors import (

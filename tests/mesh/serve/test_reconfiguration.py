@@ -12,9 +12,8 @@ from mesh.cluster.members import Members
 from mesh.placement.planner import StagePlacement
 from mesh.placement.replanner import NewStage, Replan, Replica
 from mesh.serve.allocations import HostAllocations
-from mesh.serve.pipeline import Pipeline
+from mesh.serve.pipeline import Pipeline, log_stage_error
 from mesh.serve.reconfiguration import PlacementExecutor
-from mesh.serve.stage_group import log_stage_error
 from mesh.serve.stage_handle import StageHandle
 from spanmesh_proto.errors import StageFailed
 from stages.layers import LayerRange

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mesh.serve.stage_group import attributing, run_concurrently
+from mesh.serve.pipeline import attributing, run_concurrently
 from spanmesh_proto.errors import StageFailed
 
 HANDLE: Any = object()
