@@ -29,14 +29,6 @@ Number = TypeVar("Number", int, float)
 Name = TypeVar("Name", bound=str)
 Value = TypeVar("Value")
 _FILE: Final = click.Path(path_type=Path, dir_okay=False)
-head_options: Final = option_group(
-    click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="URL of the mesh's API."),
-    click.option(
-        "--api-key-file",
-        type=_FILE,
-        help=f"File whose first key is sent to the API; or set {API_KEY}.",
-    ),
-)
 
 
 class Decorator(Protocol):
@@ -355,3 +347,13 @@ def _in_bytes(bars: ProgressBars) -> Callable[[str], Callable[[int, int], None]]
         return lambda done, total: bar(done / total if total else 1.0)
 
     return begin
+
+
+head_options: Final = option_group(
+    click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="URL of the mesh's API."),
+    click.option(
+        "--api-key-file",
+        type=_FILE,
+        help=f"File whose first key is sent to the API; or set {API_KEY}.",
+    ),
+)
