@@ -15,7 +15,7 @@ from mesh.api.auth import client_of, may_load, require_own_machine
 from mesh.api.backend import backend_of, backends_of, body_of
 from mesh.api.disconnects import while_connected
 from mesh.api.errors import json_response
-from mesh.api.on_demand.leases import lease_for
+from mesh.api.on_demand import lease_for
 from mesh.api.openapi import Anything, answers, takes
 from mesh.options.model import LoadRequest
 from spanmesh_proto.errors import ClusterError, InvalidRequest, JoinError

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
-from mesh.api import admin, chat_completions, completions, server_info, tokenization, web_ui
+from mesh.api import admin, chat_completions, completions, embeddings, server_info, tokenization, web_ui
 from mesh.api.auth import KeyGate
-from mesh.api.bodies.budget import BodyBudget, BoundedBodies
+from mesh.api.bodies import BodyBudget, BoundedBodies
 from mesh.api.disconnects import ClientGoneError, on_client_gone
-from mesh.api.embeddings import endpoint as embeddings
 from mesh.api.errors import on_http_exception, on_mesh_error
 from mesh.api.messages import endpoint as messages
 from mesh.api.messages.errors import MessagesErrors
 from mesh.api.middleware import Cors, RequestLog, Traced, Unprefixed
-from mesh.api.on_demand.leases import ReleasedLeases
+from mesh.api.on_demand import ReleasedLeases
 from mesh.api.openapi import DocumentedApp
 from mesh.api.responses import endpoint as responses
 from mesh.api.web_ui import PageFiles

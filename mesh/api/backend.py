@@ -10,7 +10,7 @@ from datetime import datetime
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Final
 
-from mesh.api.bodies.reading import read_body
+from mesh.api.bodies import read_body
 from mesh.api.request_parsing import UnknownFields
 from mesh.api.response_store import ResponseStore
 from mesh.embedding.registry import EmbeddingBackends

@@ -17,7 +17,7 @@ from mesh.api.chat_prompt import Conversation, ending_of, render_prompt, thinkin
 from mesh.api.disconnects import while_connected
 from mesh.api.errors import json_response
 from mesh.api.generation_job import make_chat_job, several
-from mesh.api.on_demand.answers import answered
+from mesh.api.on_demand import answered
 from mesh.api.openai_answer import OpenAiAnswer, respond_in
 from mesh.api.openai_format import CallIds, chat_logprobs
 from mesh.api.openapi import ChatCompletion, TokenCount, answers, takes

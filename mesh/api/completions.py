@@ -14,7 +14,7 @@ from mesh.api.auth import client_of
 from mesh.api.backend import body_of
 from mesh.api.disconnects import while_connected
 from mesh.api.generation_job import GenerationJob, encode_prediction, make_job, several
-from mesh.api.on_demand.answers import answered
+from mesh.api.on_demand import answered
 from mesh.api.openai_answer import OpenAiAnswer, respond_in
 from mesh.api.openai_format import completion_logprobs
 from mesh.api.openapi import TextCompletion, answers, takes

@@ -16,7 +16,7 @@ from mesh.api.chat_completions import conversation_of
 from mesh.api.chat_prompt import render_prompt
 from mesh.api.disconnects import while_connected
 from mesh.api.errors import json_response
-from mesh.api.on_demand.answers import answered
+from mesh.api.on_demand import answered
 from mesh.api.openapi import Detokenized, Tokenized, TokenizerFacts, answers, takes
 from mesh.api.protocol import MAX_MESSAGES, ConversationBody, Message, StrictBody, refuse_too_many_messages
 from mesh.text.text_encoder import refuse_too_long_text

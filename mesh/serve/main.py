@@ -10,7 +10,7 @@ import structlog
 
 from mesh.api.app import create_app
 from mesh.api.backend import ApiContext, Backends
-from mesh.api.bodies.reading import shared_body_pool
+from mesh.api.bodies import shared_body_pool
 from mesh.api.http_server import serve_api
 from mesh.cluster.discovery import announced, heads_found
 from mesh.metrics.tracing import closing, open_tracer

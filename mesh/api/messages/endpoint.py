@@ -18,7 +18,7 @@ from mesh.api.errors import json_response
 from mesh.api.generation_job import make_chat_job
 from mesh.api.messages.events import MessagesAnswer
 from mesh.api.messages.protocol import CountBody, MessagesBody, messages_of
-from mesh.api.on_demand.answers import answered
+from mesh.api.on_demand import answered
 from mesh.api.openapi import MessageAnswer, TokenCount, answers, takes
 from mesh.api.protocol import JsonSchemaBody, ResponseFormatBody
 from mesh.api.structured_output import tool_use_of

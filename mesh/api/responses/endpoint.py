@@ -16,7 +16,7 @@ from mesh.api.chat_prompt import ChatPrompt, Conversation, render_prompt, thinki
 from mesh.api.disconnects import while_connected
 from mesh.api.errors import json_response, written_response
 from mesh.api.generation_job import make_chat_job
-from mesh.api.on_demand.answers import answered
+from mesh.api.on_demand import answered
 from mesh.api.openapi import Deleted, InputItems, ResponseAnswer, TokenCount, answers, takes
 from mesh.api.responses.errors import as_responses_error
 from mesh.api.responses.events import ResponsesAnswer, Turn, repeated_fields

@@ -21,7 +21,7 @@ from mesh.api.backend import Backend, body_of
 from mesh.api.errors import error_body, json_bytes, json_response
 from mesh.api.event_stream import StreamForm
 from mesh.api.generation_job import make_job
-from mesh.api.on_demand.answers import answered
+from mesh.api.on_demand import answered
 from mesh.api.protocol import CompletionBody
 from mesh.metrics.tracing import RequestTracer
 from mesh.text.message_parts import Content

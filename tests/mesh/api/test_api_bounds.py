@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mesh.api.bodies.reading import max_body_bytes
+from mesh.api.bodies import max_body_bytes
 from mesh.text.tokenizer import Tokenizer
 from tests.support import api_harness
 from tests.support.api_harness import Api, ScriptedEngine

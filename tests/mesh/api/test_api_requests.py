@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from mesh.api.bodies.reading import max_body_bytes
+from mesh.api.bodies import max_body_bytes
 from mesh.text.tokenizer import Tokenizer
 from tests.support import api_harness
 from tests.support.api_harness import Api, ScriptedEngine, running_api

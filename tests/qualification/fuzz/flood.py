@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from mesh.api.bodies.reading import max_body_bytes
+from mesh.api.bodies import max_body_bytes
 from meshbench.lab.local_mesh import ServedMesh, served_mesh
 from stages.gguf import Value, ValueType, read_header
 from tests.qualification.fuzz.altered_models import write_altered

@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.api.bodies.reading import max_body_bytes
+from mesh.api.bodies import max_body_bytes
 from mesh.cli.head_client import ask_head
 from meshbench.http_client import Client, parse_url
 from meshbench.lab.local_mesh import ServedMesh, served_mesh

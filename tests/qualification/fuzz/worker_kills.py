@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from tests.qualification.fuzz.report import FuzzOptions, FuzzReport
 
-_MODULES: Final = frozenset({"mesh.text.text_worker", "mesh.api.bodies.worker"})
+_MODULES: Final = frozenset({"mesh.text.text_worker", "mesh.api.body_worker"})
 _MESH_OPTIONS: Final = ("--stages", "1", "--threads", "1", "--ctx-size", "2048", "--parallel", "8")
 _NUM_STREAMS: Final = 8
 # Short ones, so that a stream begins, and a text is read, every few milliseconds.

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.api.bodies.budget import BodyBudget, BodyHold
+from mesh.api.bodies import BodyBudget, BodyHold
 from spanmesh_proto.errors import Overloaded
 
 

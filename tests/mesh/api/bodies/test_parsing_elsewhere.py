@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from mesh.api import body_worker
 from mesh.api.admin import RehearsalBody
-from mesh.api.bodies import encoding, worker
-from mesh.api.bodies.encoding import decode, encode
-from mesh.api.embeddings.endpoint import EmbeddingsBody
+from mesh.api.body_worker import decode, encode
+from mesh.api.embeddings import EmbeddingsBody
 from mesh.api.messages.protocol import CountBody, MessagesBody
 from mesh.api.protocol import ChatBody, CompletionBody
 from mesh.api.request_parsing import parse_body
@@ -122,8 +122,8 @@ KINDS: list[type[BaseModel]] = [
 
 def elsewhere(data: bytes, kind: type[BaseModel]) -> Any:
     """What a worker makes of a body."""
-    answer = worker.handle(worker.job_header(kind, MOST_VALUES), data)
-    if answer.startswith(worker.REFUSED):
+    answer = body_worker.handle(body_worker.job_header(kind, MOST_VALUES), data)
+    if answer.startswith(body_worker.REFUSED):
         message, param = msgpack.unpackb(answer[1:], unicode_errors="surrogatepass")
         raise InvalidRequest(message, param=param)
     return decode(answer[1:])
@@ -222,9 +222,9 @@ def test_deep_values_are_alike(begin: str, end: str, levels: int) -> None:
 
 @pytest.mark.parametrize("name", ["os:system", "mesh.api.auth:KeyGate", "mesh.api.protocol:parse_stop", "x"])
 def test_only_classes_of_bodies_are_made(name: str) -> None:
-    piece = msgpack.packb([{encoding.MODEL: [name, None, []]}])
+    piece = msgpack.packb([{body_worker.MODEL: [name, None, []]}])
     with pytest.raises(ValueError, match="is no class of request bodies"):
-        decode(encoding._COUNT.pack(1) + encoding._PIECE.pack(len(piece), *[False]) + piece)
+        decode(body_worker._COUNT.pack(1) + body_worker._PIECE.pack(len(piece), *[False]) + piece)
 
 
 def test_a_body_is_itself() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from mesh.api import bodies
 from mesh.api.api_keys import ApiKeys, KeyRecord, digest_of
-from mesh.api.bodies import reading
-from mesh.api.bodies.budget import BodyBudget
+from mesh.api.bodies import BodyBudget
 from mesh.text.tokenizer import Tokenizer
 from mesh.util.worker_pool import WorkerPool
 from tests.support import api_harness
@@ -72,9 +72,9 @@ async def test_an_error_of_a_large_body_names_its_field(api: Api) -> None:
 
 async def test_a_body_that_ends_its_process_is_refused(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = WorkerPool(
-        "mesh.api.bodies.worker", num_workers=1, cpu_limit_s=0.001, wall_limit_s=60, memory_bytes=2**30
+        "mesh.api.body_worker", num_workers=1, cpu_limit_s=0.001, wall_limit_s=60, memory_bytes=2**30
     )
-    monkeypatch.setattr(reading, "shared_body_pool", lambda: pool)
+    monkeypatch.setattr(bodies, "shared_body_pool", lambda: pool)
     try:
         answer = await api.http.post(CHAT, json={**ASKED, "more": [0] * 16_000}, headers=ALICE)
     finally:
@@ -109,8 +109,8 @@ async def test_a_hang_up_makes_room_at_once(api: Api, budget: BodyBudget) -> Non
 async def test_a_body_that_stays_away_is_given_up_once_another_one_waits(
     api: Api, budget: BodyBudget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "_START_S", 0.01)
-    monkeypatch.setattr(reading, "_LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(bodies, "_START_S", 0.01)
+    monkeypatch.setattr(bodies, "_LOOK_AGAIN_S", 0.01)
     first, _ = await begun(api, budget)
     # More than its time; but it waits alone.
     await asyncio.sleep(0.1)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from mesh.api.auth import client_of
 from mesh.api.backend import DEFAULT_MODEL, backends_of
-from mesh.api.bodies.reading import read_body
+from mesh.api.bodies import read_body
 from mesh.api.disconnects import ClientGoneError, while_connected
 from mesh.api.errors import json_bytes
 from mesh.api.openapi import EmbeddingList, answers, takes

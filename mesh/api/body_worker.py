@@ -1,4 +1,6 @@
-"""Validated bodies as bytes, from the process that parsed them to the server.
+"""Jobs of the processes that parse and check large request bodies; see `mesh.util.worker_main`.
+
+Validated bodies as bytes, from the process that parsed them to the server.
 
 Reading them creates objects of known classes only, whatever the bytes hold, and validates nothing again. It
 is done in short steps: the interpreter's lock is free between them, and other threads go on.
@@ -13,9 +15,10 @@ however deep, takes no more of the stack than others.
 from __future__ import annotations
 
 import codecs
+import importlib
 import struct
 import sys
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,6 +26,8 @@ import msgpack
 from pydantic import BaseModel
 
 from mesh.api.protocol import AllowedTools
+from mesh.api.request_parsing import parse_body
+from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -42,6 +47,11 @@ _COUNT: Final = struct.Struct("<I")
 _PIECE: Final = struct.Struct("<Q?")
 _PLACE: Final = struct.Struct("<I")
 _MOST: Final = 2**63
+PARSED: Final = b"p"
+REFUSED: Final = b"r"
+# A body may be nested as deep as the interpreter's usual limit lets a parser go; encoding it takes a few
+# calls for each level.
+_MAX_CALLS: Final = 10_000
 
 
 class _Node:
@@ -251,3 +261,35 @@ def _class_of(name: str) -> type[BaseModel]:
     if not (isinstance(found, type) and issubclass(found, BaseModel)):
         raise ValueError(f"{name} is no class of request bodies")  # noqa: TRY004 - of what was read
     return found
+
+
+def job_header(kind: type[BaseModel], most_values: int) -> bytes:
+    """Header of a job; its payload is the body.
+
+    Args:
+        kind: Model of the body.
+        most_values: Most values that it may hold.
+    """
+    data: bytes = msgpack.packb([kind.__module__, kind.__qualname__, most_values])
+    return data
+
+
+def handle(header: bytes, payload: bytes) -> bytes:
+    """The encoded body after `PARSED`, or message and field of the error after `REFUSED`."""
+    module, name, most_values = msgpack.unpackb(header)
+    try:
+        body = parse_body(payload, _kind(module, name), most_values)
+    except InvalidRequest as error:
+        refusal: bytes = msgpack.packb([error.message, error.param], unicode_errors="surrogatepass")
+        return REFUSED + refusal
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(_MAX_CALLS)
+    try:
+        return PARSED + encode(body)
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+@cache
+def _kind(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)

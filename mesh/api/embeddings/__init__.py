@@ -1,1 +1,0 @@
-"""Embeddings API: /v1/embeddings."""

@@ -1,1 +1,0 @@
-"""Requests for models that are loaded on demand."""
