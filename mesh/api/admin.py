@@ -13,8 +13,8 @@ from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.auth import client_of, may_load, require_own_machine
 from mesh.api.backend import backend_of, backends_of, body_of
-from mesh.api.disconnects import while_connected
 from mesh.api.errors import json_response
+from mesh.api.event_stream import while_connected
 from mesh.api.on_demand import lease_for
 from mesh.api.openapi import Anything, answers, takes
 from mesh.options.model import LoadRequest

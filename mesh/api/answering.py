@@ -16,8 +16,7 @@ from itertools import compress
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from mesh.api.answer_stream import answer_parts
-from mesh.api.disconnects import while_connected
-from mesh.api.event_stream import PING, EventStream
+from mesh.api.event_stream import PING, EventStream, while_connected
 from mesh.api.rate_limit import reservation_of
 from speculative.lookup_proposers import PredictionProposer
 

@@ -11,8 +11,8 @@ from starlette.middleware import Middleware
 from mesh.api import admin, chat_completions, completions, embeddings, server_info, tokenization, web_ui
 from mesh.api.auth import KeyGate
 from mesh.api.bodies import BodyBudget, BoundedBodies
-from mesh.api.disconnects import ClientGoneError, on_client_gone
 from mesh.api.errors import on_http_exception, on_mesh_error
+from mesh.api.event_stream import ClientGoneError, on_client_gone
 from mesh.api.messages import endpoint as messages
 from mesh.api.messages.errors import MessagesErrors
 from mesh.api.middleware import Cors, RequestLog, Traced, Unprefixed

@@ -12,7 +12,7 @@ from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.auth import client_of
 from mesh.api.backend import body_of
-from mesh.api.disconnects import while_connected
+from mesh.api.event_stream import while_connected
 from mesh.api.generation_job import GenerationJob, encode_prediction, make_job, several
 from mesh.api.on_demand import answered
 from mesh.api.openai_answer import OpenAiAnswer, respond_in

@@ -14,8 +14,8 @@ from starlette.responses import Response
 from mesh.api.auth import client_of
 from mesh.api.backend import DEFAULT_MODEL, backends_of
 from mesh.api.bodies import read_body
-from mesh.api.disconnects import ClientGoneError, while_connected
 from mesh.api.errors import json_bytes
+from mesh.api.event_stream import ClientGoneError, while_connected
 from mesh.api.openapi import EmbeddingList, answers, takes
 from mesh.api.protocol import Prompt, StrictBody, parse_several
 from mesh.api.rate_limit import reservation_of

@@ -1,18 +1,21 @@
-"""Event streams: events as they come, pings in silence, and an end with the client."""
+"""Event streams: events as they come, pings in silence, and an end with the client.
+
+Clients that disconnect: work for them ends, and they get no answer.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import structlog
 from starlette.responses import Response
 
-from mesh.api.disconnects import ClientGoneError, cancel_on_disconnect
+from mesh.api.backend import backend_of
 from mesh.api.errors import error_response
-from mesh.api.middleware import log_unexpected
-from spanmesh_proto.errors import MeshError, wire_of
+from mesh.api.middleware import CLIENT_GONE_STATUS, log_unexpected
+from spanmesh_proto.errors import ClusterError, MeshError, wire_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -20,7 +23,11 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     Emit = Callable[[bytes], Awaitable[None]]
+    from collections.abc import Coroutine
 
+    from starlette.requests import Request
+
+Result = TypeVar("Result")
 # Text of a comment without anything to tell.
 PING: Final = "ping"
 # An engine refuses a request at once. For this long nothing is sent, so that the refusal can still be an HTTP
@@ -29,8 +36,11 @@ GRACE_S: Final = 0.05
 # While a lost stage is replaced the engine may refuse later; but every client hears something within this
 # time.
 _LONGEST_GRACE_S: Final = 3.0
-
 log = structlog.get_logger()
+
+
+class ClientGoneError(Exception):
+    """The client disconnected before its answer was complete."""
 
 
 @dataclass(frozen=True)
@@ -214,3 +224,56 @@ class _Sink:
             await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
         self._last_write_s = self._loop.time()
+
+
+async def on_client_gone(_request: Request, _error: Exception) -> Response:
+    """Exception handler of the app: the log has a status, though no client reads it."""
+    log.info("client_gone")
+    return Response(status_code=CLIENT_GONE_STATUS)
+
+
+async def while_connected(request: Request, work: Coroutine[None, None, Result]) -> Result:
+    """Result of work for a request, whose body has been read; see `cancel_on_disconnect`.
+
+    Raises:
+        ClientGoneError: If the client disconnected.
+        MeshError: What the work raises, or that the server shuts down.
+    """
+    return await cancel_on_disconnect(work, request.receive, backend_of(request).api.closing)
+
+
+async def cancel_on_disconnect(
+    work: Coroutine[None, None, Result], receive: Receive, closing: asyncio.Event
+) -> Result:
+    """Run `work`; cancel it, and wait for its cleanup, when the client or the server is gone.
+
+    Args:
+        work: The work.
+        receive: ASGI channel of the request, its body already read.
+        closing: Set when the server shuts down.
+
+    Raises:
+        ClientGoneError: If the client disconnected.
+        ClusterError: If the server shuts down.
+    """
+    worker = asyncio.create_task(work)
+    hang_up = asyncio.create_task(_disconnected(receive))
+    shutdown = asyncio.create_task(closing.wait())
+    tasks = (worker, hang_up, shutdown)
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finished = worker.done()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    if finished:
+        return worker.result()
+    if closing.is_set():
+        raise ClusterError("the server is shutting down: try again in a moment", retry_after_s=5)
+    raise ClientGoneError
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from mesh.api.auth import client_of, load_refusal
 from mesh.api.backend import backends_of
-from mesh.api.disconnects import while_connected
-from mesh.api.event_stream import DelayedStream
+from mesh.api.event_stream import DelayedStream, while_connected
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
