@@ -28,7 +28,7 @@ from mesh.text.message_parts import Content, Reasoning, ToolCallArguments, ToolC
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mesh.api.answer_stream import AnswerToken, FinishReason
+    from mesh.api.answering import AnswerToken, FinishReason
     from mesh.api.backend import Backend
     from mesh.api.generation_job import GenerationJob
     from mesh.text.message_parts import MessagePart

@@ -27,7 +27,7 @@ from mesh.text.text_service import TextRequest
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mesh.api.answer_stream import AnswerToken, FinishReason
+    from mesh.api.answering import AnswerToken, FinishReason
     from mesh.api.backend import Backend
     from mesh.text.message_parts import MessagePart
     from mesh.text.tokenizer import Tokenizer

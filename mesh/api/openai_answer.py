@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
-from mesh.api.answer_stream import echoed_tokens
-from mesh.api.answering import Answer, made, respond, timings, usage_of
+from mesh.api.answering import Answer, echoed_tokens, made, respond, timings, usage_of
 from mesh.api.errors import json_response, large_json_bytes
 from mesh.api.event_stream import PING
 from mesh.api.openai_format import (
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from mesh.api.answer_stream import AnswerPart, AnswerToken
-    from mesh.api.answering import Choices
+    from mesh.api.answering import AnswerPart, AnswerToken, Choices
     from mesh.api.backend import Backend
     from mesh.api.event_stream import Emit
     from mesh.api.generation_job import GenerationJob

@@ -16,8 +16,7 @@ from mesh.text.message_parts import CallFormat, Content
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from mesh.api.answer_stream import AnswerToken, FinishReason
-    from mesh.api.answering import Usage
+    from mesh.api.answering import AnswerToken, FinishReason, Usage
     from mesh.engine import PrefillProgress
     from mesh.text.message_parts import MessagePart
     from mesh.text.tokenizer import Tokenizer

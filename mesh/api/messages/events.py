@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     from starlette.responses import Response
 
-    from mesh.api.answer_stream import AnswerPart
-    from mesh.api.answering import Choices
+    from mesh.api.answering import AnswerPart, Choices
     from mesh.api.event_stream import Emit
     from mesh.api.messages.protocol import MessagesBody
     from mesh.text.message_parts import MessagePart

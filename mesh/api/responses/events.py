@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     from starlette.responses import Response
 
-    from mesh.api.answer_stream import AnswerPart
-    from mesh.api.answering import Choices
+    from mesh.api.answering import AnswerPart, Choices
     from mesh.api.event_stream import Emit
     from mesh.api.generation_job import GenerationJob
     from mesh.api.responses.protocol import ResponsesBody

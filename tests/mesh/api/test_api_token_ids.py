@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.api.answer_stream import AnswerPart, answer_parts
+from mesh.api.answering import AnswerPart, answer_parts
 from mesh.api.generation_job import GenerationJob
 from mesh.engine import GenerationRequest
 from mesh.text.message_parts import MessagePart, joined

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from mesh.api.answer_stream import AnswerPart
-from mesh.api.answering import timings, usage_of
+from mesh.api.answering import AnswerPart, timings, usage_of
 from mesh.api.generation_job import GenerationJob
 from mesh.cli.status import print_status
 from mesh.engine import Committed, GenerationRequest, SpeculationLimits
