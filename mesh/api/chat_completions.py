@@ -18,8 +18,7 @@ from mesh.api.errors import json_response
 from mesh.api.event_stream import while_connected
 from mesh.api.generation_job import make_chat_job, several
 from mesh.api.on_demand import answered
-from mesh.api.openai_answer import OpenAiAnswer, respond_in
-from mesh.api.openai_format import CallIds, chat_logprobs
+from mesh.api.openai_format import CallIds, OpenAiAnswer, chat_logprobs, respond_in
 from mesh.api.openapi import ChatCompletion, TokenCount, answers, takes
 from mesh.api.protocol import ChatBody, ConversationBody
 from mesh.api.structured_output import tool_use_of

@@ -15,8 +15,7 @@ from mesh.api.backend import body_of
 from mesh.api.event_stream import while_connected
 from mesh.api.generation_job import GenerationJob, encode_prediction, make_job, several
 from mesh.api.on_demand import answered
-from mesh.api.openai_answer import OpenAiAnswer, respond_in
-from mesh.api.openai_format import completion_logprobs
+from mesh.api.openai_format import OpenAiAnswer, completion_logprobs, respond_in
 from mesh.api.openapi import TextCompletion, answers, takes
 from mesh.api.protocol import CompletionBody
 from mesh.api.tokenization import require_ids

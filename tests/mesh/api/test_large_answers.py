@@ -63,7 +63,7 @@ async def test_long_answers_say_what_short_ones_do(
     engine = ScriptedEngine([(300,), (301,)], likeliest=((300, -0.25), (2, -1.5)))
     async with running_api(engine, tokenizer, random_bits=lambda _bits: 7, now_s=lambda: 1e9) as api:
         short = await _answer(api, {**fields, "stream": is_streamed})
-        monkeypatch.setattr("mesh.api.openai_answer.MOST_AT_ONCE", 0)
+        monkeypatch.setattr("mesh.api.openai_format.MOST_AT_ONCE", 0)
         monkeypatch.setattr("mesh.api.openai_format.MOST_AT_ONCE", 0)
         assert await _answer(api, {**fields, "stream": is_streamed}) == short
 
