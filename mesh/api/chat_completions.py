@@ -13,10 +13,16 @@ from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.auth import client_of
 from mesh.api.backend import body_of
-from mesh.api.chat_prompt import Conversation, ending_of, render_prompt, thinking_variables
 from mesh.api.errors import json_response
 from mesh.api.event_stream import while_connected
-from mesh.api.generation_job import make_chat_job, several
+from mesh.api.generation_job import (
+    Conversation,
+    ending_of,
+    make_chat_job,
+    render_prompt,
+    several,
+    thinking_variables,
+)
 from mesh.api.on_demand import answered
 from mesh.api.openai_format import CallIds, OpenAiAnswer, chat_logprobs, respond_in
 from mesh.api.openapi import ChatCompletion, TokenCount, answers, takes

@@ -13,9 +13,9 @@ from starlette.responses import Response
 from mesh.api.auth import client_of
 from mesh.api.backend import backends_of, body_of
 from mesh.api.chat_completions import conversation_of
-from mesh.api.chat_prompt import render_prompt
 from mesh.api.errors import json_response
 from mesh.api.event_stream import while_connected
+from mesh.api.generation_job import render_prompt
 from mesh.api.on_demand import answered
 from mesh.api.openapi import Detokenized, Tokenized, TokenizerFacts, answers, takes
 from mesh.api.protocol import MAX_MESSAGES, ConversationBody, Message, StrictBody, refuse_too_many_messages
