@@ -14,7 +14,7 @@ from mesh.api.bodies import BodyBudget, BoundedBodies
 from mesh.api.errors import on_http_exception, on_mesh_error
 from mesh.api.event_stream import ClientGoneError, on_client_gone
 from mesh.api.messages import endpoint as messages
-from mesh.api.messages.errors import MessagesErrors
+from mesh.api.messages.events import MessagesErrors
 from mesh.api.middleware import Cors, RequestLog, Traced, Unprefixed
 from mesh.api.on_demand import ReleasedLeases
 from mesh.api.openapi import DocumentedApp
