@@ -1,4 +1,7 @@
-"""Output items and stream events of /v1/responses."""
+"""Output items and stream events of /v1/responses.
+
+Errors of /v1/responses in the words of its requests, and the form of its streams.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,19 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from mesh.api import server_sent_events
 from mesh.api.answering import Answer, made, timings, usage_of
-from mesh.api.errors import error_body, is_large_json, written_response
+from mesh.api.errors import error_body, is_large_json, json_bytes, large_json_bytes, written_response
+from mesh.api.event_stream import StreamForm
 from mesh.api.openai_format import CallIds, chat_logprobs, usage_fields
 from mesh.api.protocol import AllowedTools
 from mesh.api.response_store import StoredResponse
-from mesh.api.responses.errors import RESPONSES_STREAM, numbered
 from mesh.api.responses.protocol import messages_of
 from mesh.text.message_parts import Content, Reasoning, ToolCallArguments, ToolCallStart
+from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from starlette.responses import Response
 
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
     from mesh.api.responses.protocol import ResponsesBody
     from mesh.text.message_parts import MessagePart
 
+_WORDS: Final = (("response_format.json_schema", "text.format"), ("response_format", "text.format"))
 Event = dict[str, Any]
 _TEXT: Final = "output_text"
 _THOUGHT: Final = "reasoning_text"
@@ -311,6 +317,41 @@ class ResponsesAnswer(Answer):
             **_DEFAULTS,
             **self._turn.repeated,
         }
+
+
+def as_responses_error(error: InvalidRequest) -> InvalidRequest:
+    """An error about `response_format` as one about `text.format`."""
+    message, param = error.message, error.param
+    for theirs, ours in _WORDS:
+        message = message.replace(theirs, ours)
+        param = None if param is None else param.replace(theirs, ours)
+    return InvalidRequest(message, param=param)
+
+
+def numbered(events: Iterable[Mapping[str, Any]], first: int) -> bytes:
+    """Events of a stream, each named by its type.
+
+    Args:
+        events: The events, in order.
+        first: Number of the first one in its stream.
+    """
+    data = []
+    for number, event in enumerate(events, first):
+        fields = {**event, "sequence_number": number}
+        write = large_json_bytes if is_large_json(fields) else json_bytes
+        data.append(server_sent_events.event(write(fields), event["type"]))
+    return b"".join(data)
+
+
+def early_error(error: BaseException) -> bytes:
+    """Event that ends a stream with an error before there is a response."""
+    told = error_body(error)["error"]
+    event = {"type": "error", "code": told["code"], "message": told["message"], "param": told["param"]}
+    return numbered([event], 0)
+
+
+RESPONSES_STREAM: Final = StreamForm(server_sent_events.MEDIA_TYPE, server_sent_events.comment, early_error)
+"""Form of streams of responses."""
 
 
 def _part(part_type: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
