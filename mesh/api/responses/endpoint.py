@@ -18,8 +18,7 @@ from mesh.api.generation_job import ChatPrompt, Conversation, make_chat_job, ren
 from mesh.api.on_demand import answered
 from mesh.api.openapi import Deleted, InputItems, ResponseAnswer, TokenCount, answers, takes
 from mesh.api.responses.events import ResponsesAnswer, Turn, as_responses_error, repeated_fields
-from mesh.api.responses.item_references import with_stored_items
-from mesh.api.responses.protocol import ResponsesBody, input_items_of, messages_of
+from mesh.api.responses.protocol import ResponsesBody, input_items_of, messages_of, with_stored_items
 from mesh.api.structured_output import tool_use_of
 from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest, NotFound
 
