@@ -12,7 +12,7 @@ from mesh.forecast.dry_run import DryRun, DryRunOptions, KnownHost, PlanningCont
 from mesh.forecast.hypothetical_hosts import equal_links, hosts_on_paper
 from mesh.placement.host_capacity import HostCapacity
 from mesh.placement.memory_estimate import StageSizes, Workload
-from mesh.text.text_memory import vocabulary_bytes
+from mesh.text.text_service import vocabulary_bytes
 from spanmesh_proto.errors import ModelDoesNotFit
 from stages.gguf import Value, ValueType
 from stages.slicing.model_facts import read_model_facts

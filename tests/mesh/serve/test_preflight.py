@@ -11,8 +11,7 @@ from mesh.options.host import HeadOptions
 from mesh.placement.memory_estimate import StageSizes
 from mesh.serve.head_state import setup_of
 from mesh.serve.preflight import Preflight, _draft_ctx_size, check, check_model, own_capacity
-from mesh.text.text_memory import vocabulary_bytes
-from mesh.text.text_service import num_text_workers, worker_bytes
+from mesh.text.text_service import num_text_workers, vocabulary_bytes, worker_bytes
 from spanmesh_proto.errors import ClusterError, MeshError, ModelDoesNotFit
 from stages.gguf import read_one_header
 from tests.support.ipv6 import needs_ipv6

@@ -13,8 +13,14 @@ import psutil
 import pytest
 
 from mesh.text.text_jobs import TextModel
-from mesh.text.text_memory import PROCESS_BYTES, vocabulary_bytes
-from mesh.text.text_service import TextRequest, TextService, num_text_workers, text_bytes_of
+from mesh.text.text_service import (
+    PROCESS_BYTES,
+    TextRequest,
+    TextService,
+    num_text_workers,
+    text_bytes_of,
+    vocabulary_bytes,
+)
 from mesh.text.tokenizer import Tokenizer
 from mesh.util.worker_pool import WorkerPool
 from stages.gguf import Value, ValueType, read_one_header
