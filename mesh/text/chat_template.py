@@ -20,9 +20,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from markupsafe import Markup
 
 from mesh.text.client_text import Marking
-from mesh.text.conversation_repair import EVERY, Repair, repaired
+from mesh.text.conversation_repair import EVERY, Repair, content_forms_of, needs_of, repaired
 from mesh.text.message_parts import call_format_of, knows_tools
-from mesh.text.template_needs import content_forms_of, needs_of
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
     from jinja2.runtime import Context
 
+    from mesh.text.conversation_repair import ContentForms, Needs
     from mesh.text.message_parts import CallFormat
-    from mesh.text.template_needs import ContentForms, Needs
     from mesh.text.tokenizer import Tokenizer
 
 _MAX_REASON_CHARS: Final = 300

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from mesh.text.chat_template import CHATML, ChatTemplate, Ending
-from mesh.text.conversation_repair import Repair
-from mesh.text.template_needs import Needs
+from mesh.text.conversation_repair import Needs, Repair
 from spanmesh_proto.errors import InvalidRequest
 from tests.support.chat_templates import OWN, collected_templates, template_of
 from tests.support.conversations import (
