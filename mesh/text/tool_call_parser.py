@@ -17,7 +17,6 @@ from mesh.text.answer_characters import (
     read_text,
     skip_space,
 )
-from mesh.text.argument_values import ParameterSchemas
 from mesh.text.message_parts import (
     ARGUMENTS_MARK,
     CALL_ID_MARK,
@@ -30,7 +29,7 @@ from mesh.text.message_parts import (
     ToolCallArguments,
     ToolCallStart,
 )
-from mesh.text.tagged_arguments import TaggedArguments, is_name, read_name
+from mesh.text.tagged_arguments import ParameterSchemas, TaggedArguments, is_name, read_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Mapping

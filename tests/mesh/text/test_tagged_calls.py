@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.text.answer_characters import Characters, skip_space
-from mesh.text.argument_values import ParameterSchemas
 from mesh.text.message_parts import (
     MARKS,
     CallFormat,
@@ -22,6 +21,7 @@ from mesh.text.message_parts import (
     joined,
 )
 from mesh.text.output_parser import OutputFormat, OutputParser
+from mesh.text.tagged_arguments import ParameterSchemas
 
 LOOK: Any = {
     "type": "object",
