@@ -8,9 +8,14 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from mesh.api.protocol import AllowedTools
-from mesh.structured_output.converter import Converter, check_size
 from mesh.structured_output.gbnf import SchemaError, chars, either, maybe, seq, times, to_gbnf
-from mesh.structured_output.json_schema import checked_grammar, json_object_grammar, schema_grammar
+from mesh.structured_output.json_schema import (
+    Converter,
+    check_size,
+    checked_grammar,
+    json_object_grammar,
+    schema_grammar,
+)
 from mesh.structured_output.strings import quoted
 from mesh.structured_output.tagged_values import TagForm, text_without
 from mesh.text.message_parts import CallFormat
