@@ -29,8 +29,7 @@ from mesh.structured_output.gbnf import (
 )
 from mesh.structured_output.numbers import Bound, integer_between, number_between
 from mesh.structured_output.objects import array_of, free_object, object_of
-from mesh.structured_output.schema_keywords import REFUSED, Flat, type_of, types_of
-from mesh.structured_output.schema_resolver import Flattener
+from mesh.structured_output.schema_resolver import REFUSED, Flat, Flattener, type_of, types_of
 from mesh.structured_output.strings import CHAR, string_of
 from mesh.structured_output.tagged_values import tagged_object_of
 from spanmesh_proto.errors import InvalidRequest

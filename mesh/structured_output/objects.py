@@ -10,7 +10,7 @@ from mesh.structured_output.strings import CHAR, quoted
 from stages.grammar.gbnf_parser import MAX_REPEATS, Chars, Expression, complement
 
 if TYPE_CHECKING:
-    from mesh.structured_output.schema_keywords import Flat
+    from mesh.structured_output.schema_resolver import Flat
 
 Convert = Callable[[Any, str], Expression | None]
 Name = Callable[[Expression], Expression]

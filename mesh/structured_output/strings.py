@@ -22,7 +22,7 @@ from stages.grammar.gbnf_parser import (
 )
 
 if TYPE_CHECKING:
-    from mesh.structured_output.schema_keywords import Flat
+    from mesh.structured_output.schema_resolver import Flat
 
 # Characters without escapes. JSON allows DEL, but terminals do not show it.
 _PLAIN: Final = complement([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)])

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from mesh.structured_output.objects import Convert
-    from mesh.structured_output.schema_keywords import Flat
+    from mesh.structured_output.schema_resolver import Flat
 
 _TAG_START: Final = "<"
 _BREAK: Final = "\n"
