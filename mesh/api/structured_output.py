@@ -16,8 +16,8 @@ from mesh.structured_output.json_schema import (
     json_object_grammar,
     schema_grammar,
 )
+from mesh.structured_output.objects import TagForm, text_without
 from mesh.structured_output.strings import quoted
-from mesh.structured_output.tagged_values import TagForm, text_without
 from mesh.text.message_parts import CallFormat
 from spanmesh_proto.errors import InvalidRequest
 from stages.grammar.gbnf_parser import Chars, Expression, Ref, complement

@@ -28,10 +28,9 @@ from mesh.structured_output.gbnf import (
     to_gbnf,
 )
 from mesh.structured_output.numbers import Bound, integer_between, number_between
-from mesh.structured_output.objects import array_of, free_object, object_of
+from mesh.structured_output.objects import array_of, free_object, object_of, tagged_object_of
 from mesh.structured_output.schema_resolver import REFUSED, Flat, Flattener, type_of, types_of
 from mesh.structured_output.strings import CHAR, string_of
-from mesh.structured_output.tagged_values import tagged_object_of
 from spanmesh_proto.errors import InvalidRequest
 from stages.grammar.gbnf_parser import Expression, Ref
 from stages.grammar.session_grammar import make_automaton
@@ -39,7 +38,7 @@ from stages.grammar.session_grammar import make_automaton
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    from mesh.structured_output.tagged_values import TagForm
+    from mesh.structured_output.objects import TagForm
     from stages.grammar.automaton import Automaton
 
 _MAX_RULES: Final = 4000
