@@ -15,7 +15,7 @@ import structlog
 
 from mesh.coordinator.heartbeat import longest_batch_s
 from mesh.coordinator.request_queue import HoldTimes
-from mesh.metrics.embedding_metrics import EmbeddingStatistics
+from mesh.metrics.request_metrics import EmbeddingStatistics
 from mesh.util.fair_queue import FairQueue
 from spanmesh_proto.errors import ClusterError, HostUnreachable, MeshError, Overloaded, StageFailed
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from mesh.embedding.link import BatchLink, ComputedBatch
-    from mesh.metrics.embedding_metrics import EmbeddingOutcome
+    from mesh.metrics.request_metrics import EmbeddingOutcome
     from stages.embedding.model_file import BatchLimits
 
 # Batches under way: one is computed, the next one is on its way.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from mesh.metrics.embedding_metrics import EmbeddingStatistics
+    from mesh.metrics.request_metrics import EmbeddingStatistics
     from mesh.status import EmbeddingModelStatus
     from mesh.text.tokenizer import Tokenizer
     from spanmesh_proto.errors import MeshError

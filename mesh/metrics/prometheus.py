@@ -11,16 +11,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from mesh.metrics.embedding_metrics import EMBEDDING_OUTCOMES
-from mesh.metrics.request_metrics import FINISH_REASONS
+from mesh.metrics.request_metrics import EMBEDDING_OUTCOMES, FINISH_REASONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from prometheus_client.metrics_core import Metric
 
-    from mesh.metrics.embedding_metrics import EmbeddingStatistics
-    from mesh.metrics.request_metrics import Histogram, RequestStatistics
+    from mesh.metrics.request_metrics import EmbeddingStatistics, Histogram, RequestStatistics
     from mesh.status import (
         BlocksStatus,
         EmbeddingModelStatus,
