@@ -253,6 +253,19 @@ class CallIds:
         return text if self._is_mistral else f"{self._prefix}{text}"
 
 
+def error_event(error: BaseException) -> bytes:
+    """Event that ends a stream with an error."""
+    return server_sent_events.event(json_bytes(error_body(error)))
+
+
+OPENAI_STREAM: Final = StreamForm(
+    server_sent_events.MEDIA_TYPE,
+    server_sent_events.comment,
+    error_event,
+    done=server_sent_events.event(b"[DONE]"),
+)
+
+
 class OpenAiAnswer(Answer):
     """Choices of one answer as they come, and the usage at the end.
 
@@ -381,11 +394,6 @@ class OpenAiAnswer(Answer):
         return self._writer.whole(choices, **more)
 
 
-def error_event(error: BaseException) -> bytes:
-    """Event that ends a stream with an error."""
-    return server_sent_events.event(json_bytes(error_body(error)))
-
-
 def usage_fields(usage: Usage) -> dict[str, Any]:
     """`usage` of an answer."""
     return {
@@ -467,12 +475,6 @@ def _finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else _IMPOSSIBLE
 
 
-OPENAI_STREAM: Final = StreamForm(
-    server_sent_events.MEDIA_TYPE,
-    server_sent_events.comment,
-    error_event,
-    done=server_sent_events.event(b"[DONE]"),
-)
 """Form of streams of chats and completions."""
 
 

@@ -1,9 +1,7 @@
-"""Grammars of strings by length and format.
+r"""Grammars of strings by length, format and ECMAScript pattern.
 
-Grammars of ECMAScript patterns.
-
-A pattern matches anywhere in a string unless `^` and `$` anchor it. Shorthands such as `\\d` mean ASCII, as in
-every dialect; `\\D`, `\\W` and `\\S` are ASCII, too, since dialects differ beyond. Lookaround, word boundaries
+A pattern matches anywhere in a string unless `^` and `$` anchor it. Shorthands such as `\d` mean ASCII, as in
+every dialect; `\D`, `\W` and `\S` are ASCII, too, since dialects differ beyond. Lookaround, word boundaries
 and back references (`(?=`, `\b`, `\1`) are not regular and are refused.
 """
 

@@ -16,13 +16,11 @@ from enum import Flag, auto
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     Messages = list[dict[str, Any]]
-    from collections.abc import Iterator
-
     Conversation = tuple[Mapping[str, Any], ...]
-    Probes = Mapping[Repair, tuple[Conversation, ...]]
+    Probes = Mapping["Repair", tuple[Conversation, ...]]
     Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str | None]
 
 _BETWEEN: Final = "\n\n"

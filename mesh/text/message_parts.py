@@ -249,3 +249,9 @@ def call_format_of(template: str) -> CallFormat:
             return call_format
     is_llama = CallFormat.LLAMA.value in template or '"parameters"' in template
     return CallFormat.LLAMA if is_llama else CallFormat.HERMES
+
+
+def end_of_reasoning(prompt: str) -> str | None:
+    """End mark of the reasoning with which an answer to the prompt begins; None if it does not."""
+    said = prompt.rstrip()
+    return next((end for begin, end in THINK_MARKS if said.endswith(begin)), None)

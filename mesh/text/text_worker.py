@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mesh.text.chat_template import ChatTemplate, Ending
 from mesh.text.client_text import require_unicode
 from mesh.text.detokenizer import AnswerText
-from mesh.text.reasoning_parser import end_of_reasoning
+from mesh.text.message_parts import end_of_reasoning
 from mesh.text.text_encoder import TextEncoder, refuse_too_long_text
 from mesh.text.text_jobs import packed_answer, packed_error, unpacked_job
 from mesh.text.tokenizer import Tokenizer

@@ -193,6 +193,16 @@ class ContentBlocks:
         return {"type": "content_block_delta", "index": len(self.blocks), "delta": delta}
 
 
+def error_event(error: BaseException) -> bytes:
+    """Event that ends a stream with an error."""
+    told = error_body(error)["error"]
+    kind = _BY_TYPE.get(str(told["type"]), _ELSE)
+    return encoded([{"type": "error", "error": {"type": kind, "message": told["message"]}}])
+
+
+MESSAGES_STREAM: Final = StreamForm(server_sent_events.MEDIA_TYPE, server_sent_events.comment, error_event)
+
+
 class MessagesAnswer(Answer):
     """One answer as a message, whole or as events.
 
@@ -283,14 +293,6 @@ def encoded(events: Sequence[Mapping[str, Any]]) -> bytes:
     return b"".join(server_sent_events.event(json_bytes(event), event["type"]) for event in events)
 
 
-def error_event(error: BaseException) -> bytes:
-    """Event that ends a stream with an error."""
-    told = error_body(error)["error"]
-    kind = _BY_TYPE.get(str(told["type"]), _ELSE)
-    return encoded([{"type": "error", "error": {"type": kind, "message": told["message"]}}])
-
-
-MESSAGES_STREAM: Final = StreamForm(server_sent_events.MEDIA_TYPE, server_sent_events.comment, error_event)
 """Form of streams of messages."""
 
 

@@ -203,6 +203,16 @@ class Turn:
     """See `repeated_fields`."""
 
 
+def early_error(error: BaseException) -> bytes:
+    """Event that ends a stream with an error before there is a response."""
+    told = error_body(error)["error"]
+    event = {"type": "error", "code": told["code"], "message": told["message"], "param": told["param"]}
+    return numbered([event], 0)
+
+
+RESPONSES_STREAM: Final = StreamForm(server_sent_events.MEDIA_TYPE, server_sent_events.comment, early_error)
+
+
 class ResponsesAnswer(Answer):
     """One answer as a response, whole or as events.
 
@@ -343,14 +353,6 @@ def numbered(events: Iterable[Mapping[str, Any]], first: int) -> bytes:
     return b"".join(data)
 
 
-def early_error(error: BaseException) -> bytes:
-    """Event that ends a stream with an error before there is a response."""
-    told = error_body(error)["error"]
-    event = {"type": "error", "code": told["code"], "message": told["message"], "param": told["param"]}
-    return numbered([event], 0)
-
-
-RESPONSES_STREAM: Final = StreamForm(server_sent_events.MEDIA_TYPE, server_sent_events.comment, early_error)
 """Form of streams of responses."""
 
 
