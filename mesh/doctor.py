@@ -19,7 +19,6 @@ from mesh.cluster.addresses import (
     advertised,
     check_port_free,
     free_port,
-    is_loopback,
     is_of_this_machine,
     own_addresses,
 )
@@ -27,7 +26,7 @@ from mesh.cluster.host_facts import try_llama_cpp
 from mesh.cluster.port_plan import plan_ports
 from mesh.status import ChatModelStatus
 from mesh.util.child_environment import inherited_environment, module_command, relative_entries
-from spanmesh_proto.addresses import PortRange
+from spanmesh_proto.addresses import PortRange, is_loopback
 from spanmesh_proto.errors import MeshError
 from stages.host.gpu_backends import CARDS
 from stages.units import format_duration, format_size

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 from mesh.api.errors import error_response
 from mesh.api.rate_limit import RESERVATION, RateLimits
-from mesh.cluster.addresses import is_loopback, is_of_this_machine
+from mesh.cluster.addresses import is_of_this_machine
+from spanmesh_proto.addresses import is_loopback
 from spanmesh_proto.errors import Forbidden, MeshError, RequestError, Unauthorized
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mesh.api.auth import OPEN_PATHS, require_key_beyond_loopback
 from mesh.api.errors import error_body, error_response, json_bytes
 from mesh.api.middleware import LocalHosts
-from mesh.cluster.addresses import is_loopback
-from spanmesh_proto.addresses import join_address
+from spanmesh_proto.addresses import is_loopback, join_address
 from spanmesh_proto.errors import ClusterError, InvalidRequest, MeshError, PortInUse
 
 if TYPE_CHECKING:

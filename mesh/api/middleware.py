@@ -15,7 +15,7 @@ from starlette.routing import Match
 
 from mesh.api.auth import ANY_ORIGIN, KEY_NAME
 from mesh.api.errors import error_response
-from mesh.cluster.addresses import is_loopback
+from spanmesh_proto.addresses import is_loopback
 from spanmesh_proto.errors import MisdirectedRequest, Unauthorized
 
 if TYPE_CHECKING:

@@ -264,6 +264,7 @@ OPENAI_STREAM: Final = StreamForm(
     error_event,
     done=server_sent_events.event(b"[DONE]"),
 )
+"""Form of streams of chats and completions."""
 
 
 class OpenAiAnswer(Answer):
@@ -473,9 +474,6 @@ def _legacy_name(token: int, tokenizer: Tokenizer) -> str:
 
 def _finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else _IMPOSSIBLE
-
-
-"""Form of streams of chats and completions."""
 
 
 async def respond_in(

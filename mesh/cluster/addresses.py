@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
-from spanmesh_proto.addresses import join_address
+from spanmesh_proto.addresses import is_loopback, join_address, parsed_ip
 from spanmesh_proto.errors import ClusterError, PortInUse
 
 if TYPE_CHECKING:
@@ -99,9 +99,9 @@ def interface_addresses() -> tuple[InterfaceAddress, ...]:
         is_up = interface not in states or states[interface].isup
         for each in addresses:
             # Link-local ones of IPv6 have the name of their interface behind them.
-            address = _parsed(each.address) if each.family in {socket.AF_INET, socket.AF_INET6} else None
+            address = parsed_ip(each.address) if each.family in {socket.AF_INET, socket.AF_INET6} else None
             if address is not None:
-                mask = _parsed(each.netmask or "")
+                mask = parsed_ip(each.netmask or "")
                 prefix = address.max_prefixlen if mask is None else int(mask).bit_count()
                 network = ipaddress.ip_network((int(address), prefix), strict=False)
                 found.append(InterfaceAddress(interface, address, network, address not in passing, is_up))
@@ -235,15 +235,9 @@ def advertised(text: str) -> str:
     return str(address)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether a name or an address means this machine to itself only."""
-    address = _parsed(host)
-    return host.lower() == "localhost" if address is None else address.is_loopback
-
-
 def is_of_this_machine(*hosts: str) -> bool:
     """Whether all of some addresses are this machine's at this moment; names are none."""
-    wanted = [_parsed(host) for host in hosts]
+    wanted = [parsed_ip(host) for host in hosts]
     own = {each.address for each in interface_addresses()}
     return all(address is not None and (address.is_loopback or address in own) for address in wanted)
 
@@ -278,17 +272,6 @@ class AddressWatch:
         if self._is_own(*self._addresses):
             self._had_s = self._clock_s()
         return self._had_s is not None and self._clock_s() - self._had_s > self._patience_s
-
-
-def _parsed(text: str) -> IPv4Address | IPv6Address | None:
-    """An address; one of IPv4 in the form that sockets of both versions give it is one of IPv4."""
-    try:
-        address = ipaddress.ip_address(text)
-    except ValueError:
-        return None
-    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
-        return address.ipv4_mapped
-    return address
 
 
 def free_port(host: str) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
 
-from mesh.cluster.addresses import AddressWatch, is_loopback, primary_address, resolved
+from mesh.cluster.addresses import AddressWatch, primary_address, resolved
 from mesh.cluster.discovery import discover_heads, with_found
 from mesh.cluster.host_facts import read_host_facts
 from mesh.cluster.join_token import decode
@@ -20,7 +20,7 @@ from mesh.cluster.membership_client import Membership, find_head
 from mesh.cluster.port_plan import plan_ports
 from mesh.cluster.ray_node import MOST_STARTS, RayNode, RayNodeConfig
 from mesh.util.tasks import first_of
-from spanmesh_proto.addresses import split_address
+from spanmesh_proto.addresses import is_loopback, split_address
 from spanmesh_proto.errors import ClusterError, HostUnreachable, InvalidJoinToken, JoinError, MeshError
 from stages.cancellable_work import in_own_thread
 

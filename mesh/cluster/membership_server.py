@@ -139,11 +139,6 @@ class RayAccess:
     """TLS identity of this host's Ray processes, new at each join; None for plain text."""
 
 
-def _since_boot_s() -> float:
-    """Seconds since this machine started, its sleep included; elsewhere than on Linux since some moment."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-
-
 @dataclass(frozen=True)
 class _AdmittedHost:
     """A host that was admitted."""
@@ -201,6 +196,11 @@ class MembershipServer:
     async def kill(self) -> None:
         """Stop without notice to the hosts."""
         await self._server.stop(grace=0)
+
+
+def _since_boot_s() -> float:
+    """Seconds since this machine started, its sleep included; elsewhere than on Linux since some moment."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 class MembershipService(rpc.MembershipServicer):

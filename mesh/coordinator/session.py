@@ -9,6 +9,8 @@ reader has caught up. The time at which windows leave never changes the text.
 A session whose ring breaks is suspended: its windows in flight are lost, and none leaves until it is replayed
 in another ring. A replay takes prompt and answer so far as one long prompt. Samples depend on the position
 and on the tokens before it only, so the text is the same.
+
+Output queue: parts of an answer on their way to its reader, with back-pressure.
 """
 
 from __future__ import annotations
@@ -16,16 +18,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import hashlib
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
 from mesh.coordinator.crash_suspects import CrashHistory
 from mesh.coordinator.generation import InFlightWindow, outcomes_of
-from mesh.coordinator.output_queue import OutputQueue
 from mesh.coordinator.telemetry import SessionTelemetry
 from mesh.engine import Committed
 from spanmesh_proto import windows_pb2 as wire
@@ -48,8 +48,50 @@ if TYPE_CHECKING:
     from speculative.acceptance import WindowOutcome
     from stages.sampling.sampler import TokenLogprobs
 
-
+# Several seconds of an answer: a reader that is merely late is not affected.
+MAX_UNREAD_TOKENS: Final = 256
 log = structlog.get_logger()
+
+
+class OutputQueue:
+    """Queue of the parts of an answer for its reader, with back-pressure.
+
+    Args:
+        on_room: Called when a reader that was too far behind has caught up.
+    """
+
+    def __init__(self, on_room: Callable[[], None]) -> None:
+        self._on_room = on_room
+        self._parts: asyncio.Queue[Committed | MeshError] = asyncio.Queue()
+        self._num_tokens = 0
+        self._is_full = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether generation should pause; windows in flight still have room."""
+        return self._is_full
+
+    def put(self, part: Committed | MeshError) -> None:
+        """Add committed tokens, or the error that ends the answer."""
+        if not isinstance(part, MeshError):
+            self._num_tokens += len(part.tokens)
+            self._is_full = self._is_full or self._num_tokens >= MAX_UNREAD_TOKENS
+        self._parts.put_nowait(part)
+
+    async def take(self) -> Committed:
+        """Remove and return the oldest part; waits until there is one.
+
+        Raises:
+            MeshError: If the error that ends the answer is next.
+        """
+        part = await self._parts.get()
+        if isinstance(part, MeshError):
+            raise part
+        self._num_tokens -= len(part.tokens)
+        if self._is_full and self._num_tokens <= MAX_UNREAD_TOKENS // 2:
+            self._is_full = False
+            self._on_room()
+        return part
 
 
 @dataclass(frozen=True)
@@ -628,28 +670,6 @@ class Session:
         """Windows that waited for their group leave: until now they were on no wire."""
         self._is_waiting = False
         self._in_flight_windows = deque(each._replace(sent_ms=now_ms) for each in self._in_flight_windows)
-
-
-def session_spec(session: int, prefix_match: PrefixMatch, request: GenerationRequest) -> SessionSpec:
-    """Message that opens a session at every stage.
-
-    Args:
-        session: Its id.
-        prefix_match: Its slot, and the cached prefix of its prompt.
-        request: Its request.
-    """
-    return SessionSpec(
-        session,
-        prefix_match.slot,
-        request.sampling,
-        len(request.prompt),
-        request.num_top_logprobs,
-        request.prompt[: prefix_match.num_cached],
-        prefix_match.source_slot,
-        grammar=request.grammar,
-        fetch=prefix_match.fetch,
-        client=b"" if request.client is None else hashlib.sha256(request.client.encode()).digest(),
-    )
 
 
 def _nothing() -> None:

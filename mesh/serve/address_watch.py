@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from mesh.cluster.addresses import AddressWatch, is_loopback, own_addresses
+from mesh.cluster.addresses import AddressWatch, own_addresses
 from mesh.util.fresh_start import start_command_anew
+from spanmesh_proto.addresses import is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

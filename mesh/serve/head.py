@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from mesh.cluster.addresses import bind_address, is_loopback
+from mesh.cluster.addresses import bind_address
 from mesh.cluster.certificates import Authority
 from mesh.cluster.join_token import encode
 from mesh.cluster.link_probe import EchoServer, LinkSurvey
@@ -20,7 +20,7 @@ from mesh.cluster.membership_server import MembershipServer, MembershipService, 
 from mesh.cluster.port_plan import own_ports, plan_ports
 from mesh.cluster.ray_driver import RayDriver
 from mesh.cluster.ray_node import MOST_STARTS, RayNode, RayNodeConfig, new_ray_token
-from spanmesh_proto.addresses import join_address
+from spanmesh_proto.addresses import is_loopback, join_address
 from spanmesh_proto.errors import ClusterError
 from stages.files import write_private_file
 from stages.weights.fetch import FetchSource, RateLimit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address
 from typing import Final
 
 from spanmesh_proto.errors import ClusterError
@@ -93,3 +94,20 @@ def parse_port_range(text: str) -> PortRange:
             f"{text!r} is not a range of ports: write it like 20000-20099", param="--port-range"
         )
     return PortRange(int(found[1]), int(found[2]))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address means this machine to itself only."""
+    address = parsed_ip(host)
+    return host.lower() == "localhost" if address is None else address.is_loopback
+
+
+def parsed_ip(text: str) -> IPv4Address | IPv6Address | None:
+    """An address; one of IPv4 in the form that sockets of both versions give it is one of IPv4."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        return address.ipv4_mapped
+    return address

@@ -201,6 +201,7 @@ def error_event(error: BaseException) -> bytes:
 
 
 MESSAGES_STREAM: Final = StreamForm(server_sent_events.MEDIA_TYPE, server_sent_events.comment, error_event)
+"""Form of streams of messages."""
 
 
 class MessagesAnswer(Answer):
@@ -291,9 +292,6 @@ class MessagesAnswer(Answer):
 def encoded(events: Sequence[Mapping[str, Any]]) -> bytes:
     """Events of a stream, each named by its type."""
     return b"".join(server_sent_events.event(json_bytes(event), event["type"]) for event in events)
-
-
-"""Form of streams of messages."""
 
 
 def _object(arguments: str) -> Any:

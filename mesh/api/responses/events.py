@@ -211,6 +211,7 @@ def early_error(error: BaseException) -> bytes:
 
 
 RESPONSES_STREAM: Final = StreamForm(server_sent_events.MEDIA_TYPE, server_sent_events.comment, early_error)
+"""Form of streams of responses."""
 
 
 class ResponsesAnswer(Answer):
@@ -351,9 +352,6 @@ def numbered(events: Iterable[Mapping[str, Any]], first: int) -> bytes:
         write = large_json_bytes if is_large_json(fields) else json_bytes
         data.append(server_sent_events.event(write(fields), event["type"]))
     return b"".join(data)
-
-
-"""Form of streams of responses."""
 
 
 def _part(part_type: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from uvicorn.server import ServerState
 
 from mesh.api import http_server
-from mesh.coordinator import output_queue as outbox
+from mesh.coordinator import session as outbox
 from mesh.coordinator.session import Session
 from mesh.engine import GenerationRequest
 from mesh.text.tokenizer import Tokenizer

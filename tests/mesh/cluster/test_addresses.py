@@ -15,14 +15,13 @@ from mesh.cluster.addresses import (
     bind_address,
     check_port_free,
     free_port,
-    is_loopback,
     is_of_this_machine,
     lasting,
     own_addresses,
     primary_address,
     ranked,
 )
-from spanmesh_proto.addresses import join_address, split_address
+from spanmesh_proto.addresses import is_loopback, join_address, split_address
 from spanmesh_proto.errors import ClusterError, PortInUse
 from tests.support.ipv6 import needs_ipv6
 
