@@ -1,10 +1,8 @@
-"""Acceptance: judgement of a window, acceptance statistics and calibrated confidences.
+"""Acceptance: judgement of a window, statistics, calibrated confidences, and what the controller is told.
 
 The tail samples a token after each row of the window and stops at the first that differs from the proposed
 one (`proto/spanmesh_proto/windows.proto`, rule 4). Every sampled token is the target's own, so all of them
 are committed, up to a stop.
-
-Messages between coordinator and speculation controller.
 """
 
 from __future__ import annotations

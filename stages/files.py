@@ -1,9 +1,4 @@
-"""Files that are written whole or not at all, and locks of files.
-
-Folders of this user for files of spanmesh: cache, configuration and state.
-
-File access for models: atomic writes, copies by the kernel, strided regions, and disk errors.
-"""
+"""Files: folders of this user, whole or atomic writes, locks, copies by the kernel, and disk errors."""
 
 from __future__ import annotations
 

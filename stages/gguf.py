@@ -1,6 +1,4 @@
-"""GGUF header: metadata values and tensor descriptions as bytes.
-
-GGUF reader: headers parsed and checked, also of models in several parts.
+"""GGUF headers: metadata and tensor descriptions as bytes, read and checked, also of models in several parts.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. gguf-py's reader turns every token of the
 vocabulary into numpy views, which takes seconds for a large vocabulary; here values stay encoded until asked

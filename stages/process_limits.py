@@ -1,9 +1,4 @@
-"""Processors that this process may use: by its affinity mask, and by quotas of its control groups.
-
-Name of this machine's processor.
-
-Control groups of Linux that this process is in: their folders, from its own upwards.
-"""
+"""Limits of this process: its control groups on Linux, and the processors that it may use."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""Answers: the choices of a request, metered, and the course of every API's answer.
+"""Answers: committed tokens as parts, choices of a request, metering, and the course of every API's answer.
 
 An API says how its requests become jobs (`mesh.api.generation_job`), how the parts of an answer become its
 document or its events (`Answer`), and what form its streams have (`StreamForm`). All else is the same for
 every API, and is here.
-
-Answer stream: committed tokens as parts of an answer.
 """
 
 from __future__ import annotations

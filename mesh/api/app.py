@@ -14,8 +14,8 @@ from mesh.api.bodies import BodyBudget, BoundedBodies
 from mesh.api.errors import on_http_exception, on_mesh_error
 from mesh.api.event_stream import ClientGoneError, on_client_gone
 from mesh.api.messages import endpoint as messages
-from mesh.api.messages.events import MessagesErrors
-from mesh.api.middleware import Cors, RequestLog, Traced, Unprefixed
+from mesh.api.messages.events import PATH, MessagesResponse
+from mesh.api.middleware import Cors, RequestLog, Rewritten, Traced, Unprefixed
 from mesh.api.on_demand import ReleasedLeases
 from mesh.api.openapi import DocumentedApp
 from mesh.api.responses import endpoint as responses
@@ -64,7 +64,7 @@ def create_app(
         },
         middleware=[
             Middleware(Unprefixed),
-            Middleware(MessagesErrors),
+            Middleware(Rewritten, path=PATH, response=MessagesResponse),
             Middleware(RequestLog, random_bits=api.random_bits),
             Middleware(Cors, origins=cors_origins, has_keys=api_keys is not None),
             Middleware(PageFiles, has_keys=api_keys is not None),

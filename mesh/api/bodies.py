@@ -1,7 +1,4 @@
-"""Reading of request bodies: admitted by the budget, parsed here or, if large, by another process.
-
-Budget of the bytes of request bodies that the server holds at a time, by client and in total.
-"""
+"""Request bodies on their way in: bytes within a budget, parsed here or, if large, by another process."""
 
 from __future__ import annotations
 

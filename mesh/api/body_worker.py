@@ -1,6 +1,4 @@
-"""Jobs of the processes that parse and check large request bodies; see `mesh.util.worker_main`.
-
-Validated bodies as bytes, from the process that parsed them to the server.
+"""Process that parses large request bodies, and the form of its results; see `mesh.util.worker_main`.
 
 Reading them creates objects of known classes only, whatever the bytes hold, and validates nothing again. It
 is done in short steps: the interpreter's lock is free between them, and other threads go on.

@@ -1,7 +1,4 @@
-"""Event streams: events as they come, pings in silence, and an end with the client.
-
-Clients that disconnect: work for them ends, and they get no answer.
-"""
+"""Work and event streams that end with their client: server-sent events as they come, pings in silence."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Generation job: engine request, sampling and output format of one answer.
-
-Chat prompt: a conversation as prompt tokens.
-"""
+"""Generation job: prompt of a conversation, engine request, sampling and output format of one answer."""
 
 from __future__ import annotations
 

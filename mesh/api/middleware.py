@@ -6,7 +6,7 @@ import ipaddress
 import socket
 import time
 import traceback
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
 from starlette.middleware.cors import CORSMiddleware
@@ -50,6 +50,13 @@ CLIENT_GONE_STATUS: Final = 499
 _MAX_PATH_CHARS: Final = 200
 
 log = structlog.get_logger()
+
+
+class Rewriter(Protocol):
+    """Of one response."""
+
+    async def send(self, message: Message) -> None:
+        """Take a message of the response."""
 
 
 class Cors:
@@ -118,6 +125,28 @@ class Unprefixed:
 # Against DNS rebinding: a page of `evil.example` may resolve that name to 127.0.0.1 after it was loaded, and
 # its scripts then reach the server there as if it were their own. The Host header, which a page cannot
 # choose, reveals it. Not needed where keys are: such a page has none.
+class Rewritten:
+    """Middleware by which an API rewrites responses to its requests, errors of other parts included.
+
+    Args:
+        app: Next ASGI app.
+        path: Path of the API; what lies below it belongs to it.
+        response: Makes the rewriter of one response, from what sends it on; its `send` takes messages.
+    """
+
+    def __init__(self, app: ASGIApp, path: str, response: Callable[[Send], Rewriter]) -> None:
+        self._app = app
+        self._path = path
+        self._response = response
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on."""
+        path = scope.get("path", "")
+        if scope["type"] == "http" and (path == self._path or path.startswith(f"{self._path}/")):
+            send = self._response(send).send
+        await self._app(scope, receive, send)
+
+
 class LocalHosts:
     """Middleware that refuses requests whose Host header names another machine.
 

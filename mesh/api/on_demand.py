@@ -1,7 +1,4 @@
-"""Answers by the model that a request names, which may have to be loaded first.
-
-Leases of a request: the models that it uses, until it is over.
-"""
+"""Answers by models that may have to be loaded first, and the leases that hold these for a request."""
 
 from __future__ import annotations
 

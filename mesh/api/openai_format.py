@@ -1,7 +1,4 @@
-"""OpenAI format: choices, deltas, usage, log probabilities and ids as JSON.
-
-Answers of OpenAI's chats and completions: choices, whole or as chunks.
-"""
+"""OpenAI format: answers of chats and completions, whole or as chunks, with usage and log probabilities."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`mesh certify`.
-
-`mesh slice`.
-"""
+"""`mesh slice` and `mesh certify`: a model cut into stages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`mesh drain` and `mesh evict`.
-
-`mesh join`.
-"""
+"""`mesh join`, `mesh drain` and `mesh evict`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Command `mesh`: its subcommands, configuration, exit codes and shell completion.
-
-`mesh config`: where options come from.
-"""
+"""Command `mesh`: its subcommands, configuration and `mesh config`, exit codes and shell completion."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Options that several commands share, and what they mean on this host.
-
-Parameter types of options, common kinds and groups of options, and the command line as it is reported.
-"""
+"""Options that commands share: their types, kinds and groups, and what they mean on this host."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Link probe: measurement of a link, its echo service and its protobuf form.
-
-Link survey: every host measures its link to every other.
-"""
+"""Links between hosts: measurement of one, its echo service and protobuf form, and the survey of all."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Members of a mesh and their state.
-
-Members as protobuf messages, and the keepalive options of their streams.
+"""Members of a mesh: their state, their protobuf messages, and the keepalive options of their streams.
 
 A fact of a host has the same name in its dataclass and in `HostReport`, but for those in `_SENT_AS`, and is
 copied by it.

@@ -1,7 +1,4 @@
-"""Membership service of the head: joins, leaves, announcements and stage files.
-
-Stage files: sends recipes and pieces of stage files to hosts.
-"""
+"""Membership service of the head: joins, leaves, announcements and stage files."""
 
 from __future__ import annotations
 

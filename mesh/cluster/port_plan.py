@@ -1,9 +1,7 @@
-"""Port plan: division of a host's port range among Ray's processes and spanmesh's own servers.
+"""Ports of a host: division of its range among Ray and spanmesh, and whether other hosts reach them.
 
 Ray's part comes first. Both parts follow from the range alone: Ray's processes and ours never try the same
 port, and a head that takes over the stages of a former one divides the range like that one.
-
-Reachability of a host's ports from another host.
 """
 
 from __future__ import annotations

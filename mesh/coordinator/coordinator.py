@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import itertools
 from collections import deque
 from typing import TYPE_CHECKING, Final
@@ -16,7 +15,7 @@ from mesh.coordinator.plugs import NewRing
 from mesh.coordinator.prefix_cache import PrefixMatch
 from mesh.coordinator.request_queue import RequestGate, SlotPool
 from mesh.coordinator.ring import Ring, RingTerms, StageAddress
-from mesh.coordinator.session import Session
+from mesh.coordinator.session import Session, session_spec
 from mesh.coordinator.session_replay import SessionReplayer, attribute_crash
 from mesh.coordinator.speculation import Speculators
 from mesh.coordinator.telemetry import ActiveRing
@@ -32,7 +31,6 @@ from spanmesh_proto.errors import (
     from_code,
 )
 from stages.host.cpu_latency import CpuLatencyRequest
-from stages.sampling.session_spec import SessionSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
@@ -458,7 +456,7 @@ class Coordinator:
 
     def _session(self, request: GenerationRequest, prefix_match: PrefixMatch) -> Session:
         options = self._options
-        spec = _session_spec(next(self._session_ids), prefix_match, request)
+        spec = session_spec(next(self._session_ids), prefix_match, request)
         rollbacks = (plug.rollback(prefix_match) for plug in self._plugs)
         generation = Generation(
             request,
@@ -625,25 +623,3 @@ def session_ids(term: int) -> Iterator[int]:
     coordinator opens its first session.
     """
     return itertools.count(term * _IDS_PER_TERM + 1)
-
-
-def _session_spec(session: int, prefix_match: PrefixMatch, request: GenerationRequest) -> SessionSpec:
-    """Message that opens a session at every stage.
-
-    Args:
-        session: Its id.
-        prefix_match: Its slot, and the cached prefix of its prompt.
-        request: Its request.
-    """
-    return SessionSpec(
-        session,
-        prefix_match.slot,
-        request.sampling,
-        len(request.prompt),
-        request.num_top_logprobs,
-        request.prompt[: prefix_match.num_cached],
-        prefix_match.source_slot,
-        grammar=request.grammar,
-        fetch=prefix_match.fetch,
-        client=b"" if request.client is None else hashlib.sha256(request.client.encode()).digest(),
-    )

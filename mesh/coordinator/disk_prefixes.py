@@ -1,11 +1,8 @@
-"""Prefixes on the stages' disks: blocks that all stages hold, fetches ahead of sessions, and what is kept.
+"""Prefixes on the stages' disks: names of blocks, fetches ahead of sessions, and the plug.
 
-Names of blocks on the stages' disks: chained digests, as in vLLM's prefix cache (Kwon et al. 2023).
-
-A name stands for the API key, for what the rows of all stages depend on, and for all tokens up to the end of
-the block. Another key, model or mode has other names, so no block of one is found by another.
-
-Prefixes on the stages' disks, as a plug of the coordinator.
+Names are chained digests, as in vLLM's prefix cache (Kwon et al. 2023). A name stands for the API key, for
+what the rows of all stages depend on, and for all tokens up to the end of the block. Another key, model or
+mode has other names, so no block of one is found by another.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Features for drafters that read hidden states: asked for with windows, passed on once they count.
-
-Feature streams of a ring: connections to the stages whose hidden states a drafter reads.
+"""Features for drafters that read hidden states: streams from the stages, and the plug.
 
 Features of a few rows come with verdicts; more come on connections of their own, so that no window or verdict
 waits behind them. The loss of a connection ends drafting from features, and nothing else.

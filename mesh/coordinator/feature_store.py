@@ -1,12 +1,10 @@
-"""Feature store: features of one session, joined over stages and released once verdicts confirm their rows.
+"""Hidden states that a drafter reads: which, and those of one session until its drafter takes them.
 
 Each stage sends the features of a window's rows as soon as it has computed them, before anything is known of
 the proposed tokens among them. A verdict says how many rows count.
 
 A committed position may be computed more than once, in models that go back to checkpoints, and in a replay.
 Whichever of its features are complete first are released; the others are the same, and are dropped.
-
-Hidden states of a target that a drafter reads.
 """
 
 from __future__ import annotations

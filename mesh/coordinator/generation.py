@@ -1,4 +1,4 @@
-"""Generation: state machine of committed tokens and windows in flight.
+"""Generation: state machine of committed tokens and windows in flight, and what becomes of each window.
 
 Windows follow one another in flight, as in PipeInfer (Butler et al. 2024), but by absolute positions: each
 starts where the one before it stops. Verdicts are judged in the order of the windows. The first token of the
@@ -8,8 +8,6 @@ Otherwise all windows in flight are void, and the next one starts with the sampl
 
 Stages of some models cannot go back to every position, see `Rollback`: the next window then starts at the
 latest one to which they can, with the tokens that were committed since, which are computed again.
-
-Windows in flight, and what becomes of them for the controller of speculation.
 """
 
 from __future__ import annotations

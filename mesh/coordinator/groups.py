@@ -1,13 +1,9 @@
-"""Groups of decoding sessions over one ring: holds their windows until their group leaves.
-
-Departures of groups: which sessions' windows leave together, and when.
+"""Groups of decoding sessions over one ring: how many there are, and when the windows of each leave.
 
 Sessions are divided into groups of neighbouring slots, like the micro-batches of GPipe (Huang et al. 2019).
 The windows of a group leave in one message, share batches as far as stages can compute them together, and
 come back together, so that a group stays together by itself. A session that is late joins its group again at
 the next departure.
-
-Number of groups, by the throughput that was measured with it.
 
 Larger groups make better batches, where a stage computes several rows in the time of one; more groups keep
 more stages, and the wires between them, busy. Which counts more depends on the kernels, on the wires and on

@@ -9,8 +9,6 @@ reader has caught up. The time at which windows leave never changes the text.
 A session whose ring breaks is suspended: its windows in flight are lost, and none leaves until it is replayed
 in another ring. A replay takes prompt and answer so far as one long prompt. Samples depend on the position
 and on the tokens before it only, so the text is the same.
-
-Output queue: parts of an answer on their way to its reader, with back-pressure.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hashlib
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
@@ -670,6 +669,28 @@ class Session:
         """Windows that waited for their group leave: until now they were on no wire."""
         self._is_waiting = False
         self._in_flight_windows = deque(each._replace(sent_ms=now_ms) for each in self._in_flight_windows)
+
+
+def session_spec(session: int, prefix_match: PrefixMatch, request: GenerationRequest) -> SessionSpec:
+    """Message that opens a session at every stage.
+
+    Args:
+        session: Its id.
+        prefix_match: Its slot, and the cached prefix of its prompt.
+        request: Its request.
+    """
+    return SessionSpec(
+        session,
+        prefix_match.slot,
+        request.sampling,
+        len(request.prompt),
+        request.num_top_logprobs,
+        request.prompt[: prefix_match.num_cached],
+        prefix_match.source_slot,
+        grammar=request.grammar,
+        fetch=prefix_match.fetch,
+        client=b"" if request.client is None else hashlib.sha256(request.client.encode()).digest(),
+    )
 
 
 def _nothing() -> None:

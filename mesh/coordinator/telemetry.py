@@ -1,7 +1,4 @@
-"""Telemetry of a session: counts and times.
-
-Statistics of one ring: totals, and the parts of a round trip.
-"""
+"""Telemetry of rings and sessions: counts, times and the parts of a round trip."""
 
 from __future__ import annotations
 

@@ -1,15 +1,11 @@
-"""Drafter: what a draft file is, by its header, and whether it fits the served model.
+"""Drafter: what a draft file is, whether it fits the model, the file that llama.cpp loads, and its memory.
 
 A draft file is a small model with the target's vocabulary, an EAGLE-3 drafter (Li et al. 2025), or a head for
 multi-token prediction (DeepSeek-V3 2024). The last two read hidden states of the target. A target may bring a
 head of its own.
 
-Completion: the file of a drafter that llama.cpp loads.
-
 An EAGLE-3 drafter may lack embedding and head, which are the target's. The head of a model is cut out of the
 model's file. Such files are made once, in the cache beside stage files.
-
-Memory of a drafter on the head's host, before it is loaded.
 """
 
 from __future__ import annotations

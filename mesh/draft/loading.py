@@ -1,7 +1,4 @@
-"""Loading of drafters: in a process of their own, since llama.cpp aborts on odd files.
-
-Check of a drafter for a model, from its header to its first drafted tokens.
-"""
+"""Loading of drafters in a process of their own, and the check of one up to its first drafted tokens."""
 
 from __future__ import annotations
 

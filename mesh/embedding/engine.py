@@ -1,7 +1,4 @@
-"""Embedding engine: waiting requests, batches under way, and what happens to both when a host is lost.
-
-Batches of texts, out of requests of several clients in turn.
-"""
+"""Embedding engine: requests in fair turns, batches under way, and both when a host is lost."""
 
 from __future__ import annotations
 

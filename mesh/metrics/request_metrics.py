@@ -1,7 +1,4 @@
-"""Request metrics: counts, histograms and the engine that feeds them.
-
-Embedding metrics: counts of requests, texts and batches of one embedding model.
-"""
+"""Request metrics of chats and embeddings: counts, histograms and the engine that feeds them."""
 
 from __future__ import annotations
 

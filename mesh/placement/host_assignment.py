@@ -1,4 +1,4 @@
-"""Host assignment: the search for the hosts that hold a model's stages, and for their order.
+"""Host assignment: read times of every possible stage, and the search for the hosts of a model's stages.
 
 Two searches by dynamic programming, each over what distinguishes hosts, not over every order of them:
 
@@ -8,8 +8,6 @@ Two searches by dynamic programming, each over what distinguishes hosts, not ove
 - the layers of each host in one order, see `mesh.placement.host_assignment.StageTable.balance`.
 
 The sets that the first search finds are tried with the second, fast hosts first; the fastest result is taken.
-
-Stage table: read times of every possible stage on every kind of host, as matrices.
 
 Edges are the layers where a stage may start and stop: 0, the allowed cuts, and the number of layers. A matrix
 has a row for each edge where a stage starts and a column for each where it stops, so that one step of a

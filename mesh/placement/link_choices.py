@@ -1,11 +1,9 @@
-"""Stage order: the order of hosts with the shortest round trip of a token.
+"""Choices by measured links: the order of stages, and formats of hidden states.
 
 A token goes from the coordinator to the first stage, from stage to stage, and from the tail back to the
 coordinator: a closed tour, so the best order is a shortest tour. For up to ten hosts it is found exactly, by
 dynamic programming over sets of visited hosts (Held and Karp 1962); beyond, a tour from nearest host to
 nearest host is shortened by reversing parts of it while that helps (2-opt, Croes 1958).
-
-Wire types: formats of hidden states, proposed from measured links.
 
 In a full pipeline a row of hidden states is on the link while the stages compute the next: as long as that
 takes no longer than computing a row, the link delays nothing, and exact float32 costs nothing. Batches and

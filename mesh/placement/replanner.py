@@ -1,9 +1,7 @@
-"""Replanner: placement after a loss or a drain.
+"""Replanner: placement after a loss or a drain, and of replicas on spare hosts.
 
 Surviving stages stay where they are as long as that is possible at all, because a recovery waits for loading.
 So the result is not the plan that `mesh.placement.planner` would make of the same hosts, but the nearest one.
-
-Placement of replicas: which stages get one on a spare host, and what they leave of its memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Pipeline: the stages of one ring and their replicas.
-
-Group operations on stages: loading, wiring, and attribution of errors to stages.
-"""
+"""Pipeline: the stages of one ring and their replicas; loading and wiring of several stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Supervisor of a pipeline: recovery, planned moves and replicas."""
+"""Supervisor of a pipeline: recovery of a broken ring, planned moves and replicas."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""JSON Schema to grammar, or the reason why it is impossible.
-
-Converter: plain schemas to grammar rules.
+"""JSON Schema to grammar, or the reason why it is impossible: plain schemas to rules.
 
 Where a schema leaves a choice: properties come in the order of the schema, optional ones may be omitted;
 objects with `properties` have no others unless `additionalProperties` permits them, nor tuples without

@@ -1,7 +1,4 @@
-"""Grammars of objects and arrays.
-
-Grammars of objects whose values are written between tags, texts without quotes.
-"""
+"""Grammars of objects and arrays, in JSON or with values between tags."""
 
 from __future__ import annotations
 

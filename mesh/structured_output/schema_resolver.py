@@ -1,10 +1,8 @@
-"""Schema resolver: $ref, allOf, anyOf and oneOf to plain schemas.
+"""Schema resolver: keywords that a grammar can express, and $ref, allOf, anyOf and oneOf to plain schemas.
 
 Keywords of one schema must hold at once. So each alternative is merged with the keywords beside it; what
 cannot be merged without loss is refused. A reference with nothing beside it stays one, so that recursive
 schemas end.
-
-Keywords of a JSON Schema: which a grammar can express, their values, and those of older drafts.
 """
 
 from __future__ import annotations

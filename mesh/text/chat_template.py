@@ -1,7 +1,4 @@
-"""Chat template: messages as a prompt, with a note on tools where the template has none.
-
-Rendering of chat templates with Jinja's sandbox, as Hugging Face's tokenizers do.
-"""
+"""Chat template: messages as a prompt, rendered in a sandbox, with a note on tools where it has none."""
 
 from __future__ import annotations
 

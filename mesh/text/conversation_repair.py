@@ -1,9 +1,7 @@
-"""Repairs of conversations that a chat template refuses, or does not write out as they are.
+"""Repairs of conversations that a chat template refuses or does not write out, and which ones it needs.
 
 Each repair changes nothing but the shape that it is for, and what is before that shape stays as it is: the
 prompts of a conversation's turns begin alike, whichever repairs they need.
-
-Needs of a chat template: which repairs of conversations it depends on, found by trying short ones.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Output parser: text of an answer to message parts.
-
-Reasoning parser: splits reasoning from content, incrementally.
-"""
+"""Output parser: text of an answer to message parts, reasoning split off."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Tagged arguments: values between tags, read a character at a time and passed on as one JSON object.
-
-Argument values: text between tags as JSON, by the schema of its parameter.
-"""
+"""Tagged arguments: values between tags, by the schemas of their parameters, passed on as one JSON object."""
 
 from __future__ import annotations
 

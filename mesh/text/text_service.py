@@ -1,6 +1,4 @@
-"""Client of the processes for text; see `mesh.text.text_worker`.
-
-Memory of the processes that read what clients send, before they are started.
+"""Client of the processes for text, and the memory that these take; see `mesh.text.text_worker`.
 
 Measured with the vocabularies that llama.cpp's repository holds, of 30,000 to 262,000 tokens, after every
 token had been in an answer: on x86-64 Linux the bounds are 1.07 to 1.34 times what a process took. What a job

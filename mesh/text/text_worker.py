@@ -1,12 +1,10 @@
-"""Process for texts of clients: renders chat templates, makes token ids of texts and texts of ids.
+"""Process for texts of clients: renders and checks chat templates, makes token ids of texts and texts of ids.
 
 All native code that sees what clients send runs here, and so do templates, which are programs out of a file:
 a text that ends this process ends no answer but its own. It has nothing of the head's environment, can write
 no file and holds no secret; see `mesh.util.worker_main` for its bounds.
 
 The functions whose names begin with `do_` are the kinds of jobs. Vocabularies stay loaded, the latest few.
-
-Check of a chat template by its outcome: short conversations, rendered and tokenized.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Progress bars on a terminal, log events elsewhere.
-
-Console for tables and progress, which draws control characters of what it shows as escapes.
-"""
+"""Terminal: console that escapes control characters, and progress bars, or log events elsewhere."""
 
 from __future__ import annotations
 

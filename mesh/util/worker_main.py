@@ -10,8 +10,6 @@ Imports and long jobs have a lower priority, in a thread of their own: short tex
 while those of another take all processors. The kernel bounds a job whatever it computes: an alarm without a
 handler ends the process when its time is over, and memory, files and core dumps have limits. What a job
 prints by other means goes nowhere.
-
-Memory that the C library keeps for later.
 """
 
 from __future__ import annotations

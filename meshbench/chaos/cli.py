@@ -14,7 +14,7 @@ from meshbench.experiment import experiment
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from meshbench.chaos.fault_kinds import FaultKind, ScenarioName
+    from meshbench.chaos.fault_kinds import FaultKind
     from meshbench.report_tools import Report
 
 # Former names, still accepted and not shown.
@@ -82,7 +82,7 @@ _QUICK_QUESTIONS = 6
 def chaos(
     *,
     model: Path | None,
-    scenarios: tuple[ScenarioName, ...],
+    scenarios: tuple[str, ...],
     preset: str | None,
     quick: bool,
     kinds: tuple[FaultKind, ...] | None,

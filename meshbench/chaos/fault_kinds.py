@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from typing import Self
 
-ScenarioName = Literal["faults", "leave", "head", "no-room"]
-
-SCENARIOS: Final[tuple[ScenarioName, ...]] = get_args(ScenarioName)
+SCENARIOS: Final = ("faults", "leave", "head", "no-room")
 
 
 class FaultKind(StrEnum):

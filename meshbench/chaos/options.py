@@ -12,7 +12,7 @@ from spanmesh_proto.errors import ModelDoesNotFit
 
 if TYPE_CHECKING:
     from mesh.placement.memory_estimate import Workload
-    from meshbench.chaos.fault_kinds import FaultKind, ScenarioName
+    from meshbench.chaos.fault_kinds import FaultKind
     from stages.slicing.model_facts import ModelFacts
 
 _STEP_BYTES: Final = 2**20
@@ -22,7 +22,7 @@ _STEP_BYTES: Final = 2**20
 class ChaosOptions(LabOptions):
     """A run of `mesh bench chaos`; see `LabOptions` for the other options."""
 
-    scenarios: tuple[ScenarioName, ...]
+    scenarios: tuple[str, ...]
     """Scenarios, in order."""
     num_spares: int
     """Hosts without."""

@@ -32,12 +32,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from meshbench.chaos.fault_kinds import ScenarioName
     from meshbench.chaos.options import ChaosOptions
     from meshbench.chaos.results import Scenario
     from meshbench.report_tools import Line, Report
 
-_SCENARIOS: Final[dict[ScenarioName, Callable[[FaultTestBed, FirstFailure], Scenario]]] = {
+_SCENARIOS: Final[dict[str, Callable[[FaultTestBed, FirstFailure], Scenario]]] = {
     "faults": try_faults,
     "leave": try_leaving,
     "head": try_head_restart,
@@ -67,7 +66,7 @@ class _Run:
         self._compared: list[Line] = []
         self._started_s = time.monotonic()
 
-    def on_a_mesh(self, names: tuple[ScenarioName, ...], *, num_spares: int) -> None:
+    def on_a_mesh(self, names: tuple[str, ...], *, num_spares: int) -> None:
         """Bring a mesh up, try scenarios on it, and see that nothing is left of it."""
         try:
             with self._bed(num_spares, is_tight="no-room" in names) as bed:
@@ -165,7 +164,7 @@ class _Run:
             client = stack.enter_context(LoadClient(lab))
             yield prepared_bed(lab, mesh, client, options)
 
-    def _try(self, name: ScenarioName, bed: FaultTestBed, watch: MemoryWatch) -> Scenario:
+    def _try(self, name: str, bed: FaultTestBed, watch: MemoryWatch) -> Scenario:
         log.info("scenario", name=name)
         begun_s = time.perf_counter()
         scenario = _SCENARIOS[name](bed, self._keep)
@@ -178,7 +177,7 @@ class _Run:
             self._checks.append(flatness_check(samples, "coordinator", stop_s - begun_s))
         return scenario
 
-    def _check_idle(self, bed: FaultTestBed, names: tuple[ScenarioName, ...]) -> None:
+    def _check_idle(self, bed: FaultTestBed, names: tuple[str, ...]) -> None:
         """Check that no session is left without requests."""
         deadline_s = time.monotonic() + _IDLE_TIMEOUT_S
         while True:
@@ -198,7 +197,7 @@ class _Run:
             check = leak_check(status)
             self._checks.append(Check(f"{check.name}, after {_and(names)}", check.holds, check.detail))
 
-    def _stop(self, bed: FaultTestBed, names: tuple[ScenarioName, ...]) -> None:
+    def _stop(self, bed: FaultTestBed, names: tuple[str, ...]) -> None:
         """Ctrl-C everywhere; nothing may be left."""
         try:
             codes = bed.mesh.stop(timeout_s=_STOP_TIMEOUT_S)
@@ -219,7 +218,7 @@ def run_chaos(options: ChaosOptions) -> Report:
     require_lab()
     run = _Run(options)
     # They need other hosts.
-    together: tuple[ScenarioName, ...] = tuple(name for name in options.scenarios if name != "no-room")
+    together: tuple[str, ...] = tuple(name for name in options.scenarios if name != "no-room")
     try:
         if together:
             run.on_a_mesh(together, num_spares=options.num_spares)
@@ -238,5 +237,5 @@ def run_chaos(options: ChaosOptions) -> Report:
     return report
 
 
-def _and(names: tuple[ScenarioName, ...]) -> str:
+def _and(names: tuple[str, ...]) -> str:
     return " and ".join(names)

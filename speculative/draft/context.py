@@ -1,12 +1,10 @@
-"""Draft context: a drafter in llama.cpp with its KV cache; its options, and confidences of its tokens.
+"""Draft context: a drafter in llama.cpp with its KV cache; its options, rows and confidences.
 
 `Context` is what drafting needs of it. `DraftContext` is what all kinds of drafters have in common in the
 process that computes; a kind derives its own context.
 
 Speed matters here, not exactness: the committed tokens are the target's own. So weights may be repacked,
 flash attention is llama.cpp's choice, and all sessions share one KV cache and one batch.
-
-Rows of drafters: what a context computes for a session, and what it returns.
 """
 
 from __future__ import annotations

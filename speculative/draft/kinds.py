@@ -1,11 +1,7 @@
-"""Kinds of drafters and their parts: the context that computes, and the text of a session.
+"""Kinds of drafters: the llama.cpp context of each, and the text of its sessions.
 
 A new kind is a member of `DrafterKind` and a row of `KINDS`, with a context of its own, and a text of its own
 if its rows read more than tokens. `mesh.draft.drafter` recognizes its files.
-
-Model context: the context of a draft model, a small model that reads tokens only.
-
-Feature contexts: llama.cpp contexts of drafters that read hidden states of the target.
 
 EAGLE-3 files have two graphs: the encoder joins the features of three layers into one row, the decoder takes
 a token and that row, or its own output state. MTP heads take a token and the head state. Everything is read

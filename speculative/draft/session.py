@@ -1,4 +1,4 @@
-"""Draft session: drafted text of one session.
+"""Draft sequences: drafted text of one session, from tokens alone or from hidden states of the target.
 
 The text has three parts: committed tokens, tokens in flight (proposed by any proposer, not judged yet), and
 tokens drafted beyond those. Committed tokens that equal the drafted ones change nothing. The first that
@@ -7,8 +7,6 @@ differs cuts the text there; the KV cache up to the cut remains valid, so nothin
 Bookkeeping only, without threads and llama.cpp. The text may change during a computation, so that has two
 ends: `next_span` says what to compute, `computed` enters the result, and between them the session tracks
 which part of it is still valid.
-
-Feature sequence: drafted text of one session, from hidden states of the target.
 
 The row for token i consumes that token and the target's feature at position i - 1, and predicts token i + 1
 (EAGLE-3, Li et al. 2025; multi-token prediction, DeepSeek-V3 2024). *Real* rows have a feature of the target.

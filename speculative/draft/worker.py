@@ -1,8 +1,6 @@
-"""Draft worker: thread, slots, shared rows and priorities, the same for all kinds of drafters.
+"""Loaded drafter: its proposers, and the thread that drafts for them, with slots and priorities.
 
 It knows of a kind what `Context` and `DraftSequence` say.
-
-Loaded drafter: the proposers of tokens from a small model, or from hidden states of the target.
 
 Speculative decoding with a separate draft model (Leviathan et al. 2023, Chen et al. 2023), run continuously
 as in PipeInfer (Butler et al. 2024): while windows are in flight it drafts on from them, and after a

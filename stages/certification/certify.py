@@ -1,11 +1,9 @@
-"""Certification: a model cut into stages compared with the whole model, phase by phase.
+"""Certification: a cut model compared with the whole one, phase by phase, also in a child process.
 
 The whole model runs once, see `reference`; its hidden states at each cut are kept and compared with the first
 stage's output. At last the model is cut at all those places at once, into the smallest stages. A model that
 cannot be cut is compared with its single stage.
 Smaller wire types are tried on the second stage alone: the first one is not affected.
-
-Certification in a child process, and the self-check of unknown architectures before a cut.
 
 The output of the process goes to a file, whose last line gives the reason if llama.cpp aborted.
 """

@@ -1,7 +1,4 @@
-"""Embedding actor of Ray: fetches, loads and serves one embedding model.
-
-gRPC server of one embedding model.
-"""
+"""Embedding actor of Ray: fetches and loads one embedding model, and serves it over gRPC."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Automaton: deterministic, over a grammar graph, built lazily.
+"""Automaton over a grammar graph, built lazily, and the tokens of a vocabulary that it allows next.
 
 A state is a set of configurations: each a node that reads a byte, and a stack of nodes to return to. States
 and stacks are numbered when they first occur, and transitions are cached, as in a lazily built DFA. So a
@@ -6,8 +6,6 @@ number always means the same state: a rollback uses an older number, and nothing
 for a rejected token.
 
 Bytes that no rule distinguishes form a class, so a step is one lookup in a table of states and classes.
-
-Token masks: tokens of a vocabulary that a grammar allows next.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Devices of llama.cpp: choice, layers of each, and read speed.
+"""Devices of llama.cpp: choice, layers of a file and of each device, and read speed.
 
 The list and the properties come from llama.cpp's library, so they hold for any backend: CUDA, HIP, Metal,
 Vulkan, SYCL. Devices for layers are chosen by llama.cpp's defaults: every GPU once, even if two backends list
@@ -6,8 +6,6 @@ it; integrated GPUs only where there is no other.
 
 Listing devices initialises them: CUDA takes a few hundred MB of a GPU for each process. So a long-running
 process that does not compute there lets a child list them: see `mesh.cluster.host_facts`.
-
-Layers of a file as llama.cpp counts them: a stage's own, and those before and behind.
 
 llama.cpp gives layers to devices by their number in the file, from the last one down. A stage's file may have
 blank layers besides its own (`stages.slicing.architectures.rule_types.Blanks`), and a whole model layers for

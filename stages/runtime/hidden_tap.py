@@ -1,11 +1,9 @@
-"""Hidden-state tap: reads and injects hidden states in llama.cpp's graph, in C or in Python.
+"""Hidden-state taps: hidden states read and injected in llama.cpp's graph, also for drafters.
 
 llama.cpp calls `cb_eval` for each node of its graph: first whether the node's data is wanted and, after
 computing it, whether to continue. Asking for the last layer's output and then stopping yields the residual
 after the stage's last layer and skips norm and head. Asking for the inlet and writing to it replaces the
 layers' input by another stage's output.
-
-Features: hidden states of some layers that drafters of the EAGLE-3 and MTP kinds read.
 
 EAGLE-3 (Li et al. 2025) reads the outputs of a few layers. Heads for multi-token prediction (Gloeckle et al.
 2024, DeepSeek-V3 2024) read the head state: what the head of the model itself reads.

@@ -1,7 +1,4 @@
-"""Paths of llama.cpp's shared libraries, found without loading them.
-
-Kernels for this host's processor: the library that llama.cpp has loaded, and what computes attention.
-"""
+"""Shared libraries of llama.cpp, found without loading them, and the kernels for this host's processor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numeric modes: exact and fast.
+"""Numeric modes: exact and fast, and the devices that may compute in exact mode.
 
 llama.cpp chooses its kernels by batch shape, so a token verified in a span of four can be rounded differently
 from the same token decoded alone. On a CPU, bit equality for every batch of fewer than 64 rows needs all of
@@ -14,8 +14,6 @@ attention visits the cells of all sequences, idle ones included. On one CPU thre
 a prefill chunk. The cost of separate caches, a decode for each run of slots with as many rows instead of one
 for all, was less. A GPU reads all weights for every decode, so there one decode should count for more; that
 is not measured.
-
-Devices that may compute in exact mode, by backend, with the reasons for those that may not.
 
 Exact mode promises that a row does not depend on the rows that are computed with it. Backends choose their
 kernels by the number of rows, so that is a matter of measurement:

@@ -1,18 +1,14 @@
-"""Slot memory: positions that llama.cpp holds for each slot of a stage, and ways back to earlier ones.
+"""Slot memory: positions that llama.cpp holds for each slot, and ways back to earlier ones, with checkpoints.
 
 A slot with a row for each position drops the last ones. Where layers attend to sliding windows only, and the
 rows in them were brought, those before may be missing. Recurrent state goes back to copies of it alone, see
 `stages.runtime.slot_memory`.
-
-Checkpoints of recurrent state, copies to which a slot can go back; and what llama.cpp saves of a sequence.
 
 An attention cache keeps a row for each position, and rejected rows are dropped. A recurrent state has no
 positions: it is the sum of all that was read. To go back to before a rejected token it has to be copied
 earlier, and the tokens since then have to be computed again. llama.cpp copies the recurrent part of a
 sequence alone (`LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY`), to the bit; its server has used such checkpoints for
 prefix reuse.
-
-A cached prefix that no slot holds.
 """
 
 from __future__ import annotations

@@ -1,16 +1,10 @@
-"""Span: rows of one slot, the unit of a batch.
-
-Times of batches by their number of rows, and sizes to which padding a batch saves time.
+"""Spans, rows of one slot: which of them llama.cpp computes in one pass, and their padding by measured times.
 
 llama.cpp's processor kernels for repacked weights take rows by fours, and what remains one by one: of a model
 with 1.1 billion parameters in Q4_0, seven layers took 65 ms for three rows and 41 ms for four (one thread,
 AVX-512). So a row more, whose result is dropped, can save time. Whether it does depends on processor and
 quantisation, so it is tried, and measured again from time to time. Servers on GPUs pad batches likewise, to
 the sizes of their captured graphs.
-
-Batches of spans: which spans llama.cpp computes in one pass, and their padding.
-
-Runs: slots whose rows llama.cpp computes in one pass where each slot has a cache of its own.
 
 Those are consecutive slots with equally many rows each. Slots between two of them, and rows that are missing
 to a size that kernels compute faster, can be padded: see `RowTimes`.

@@ -1,7 +1,4 @@
-"""Stage runtime: the llama.cpp model and context of one stage, and its batches.
-
-Batch of rows for llama.cpp over numpy memory.
-"""
+"""Stage runtime: the llama.cpp model and context of one stage, and its batches over numpy memory."""
 
 from __future__ import annotations
 

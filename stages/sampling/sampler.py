@@ -1,11 +1,7 @@
-"""Sampler: sampling parameters, penalties and biases, and top-k, top-p and min-p filters.
-
-Draws in compiled code: the ids that the arrays of `stages.sampling.sampler` give, in less time.
+"""Sampler: parameters, penalties, biases, filters and draws, and log probabilities of what was drawn.
 
 The code is `row_sampler.c`, compiled at installation. Where it is missing, as in a plain copy of the sources,
 and where a result hangs on rounding, there is no draw, and the sampler takes its arrays.
-
-Log probabilities of sampled tokens, and their wire form.
 
 Computed from the model's own logits, before penalties and biases, as by default in vLLM (`raw_logprobs`) and
 llama.cpp: a bias that forces a token does not make it look likely.

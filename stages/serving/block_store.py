@@ -1,4 +1,4 @@
-"""Folder of block files: written whole, checked on reading, bounded in size, evicted by use.
+"""Folder of block files: their format, written whole, checked on reading, bounded in size, evicted by use.
 
 ::
 
@@ -9,8 +9,6 @@
 Stages of one host share a root, each with a folder of its own. The limit holds for all of them together: a
 file is written while the ledger is locked, and is entered there. Files are readable by this user only, since
 prompts can be reconstructed from them.
-
-Format of a block file: KV rows of consecutive positions, checked to the last byte.
 
 All numbers are little-endian::
 

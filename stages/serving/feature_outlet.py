@@ -1,8 +1,6 @@
-"""Features of a stage: hidden states of rows, on their way to the coordinator's drafter.
+"""Features of a stage: hidden states of rows, on their way and streamed to the coordinator's drafter.
 
 Features of a few rows travel with their windows and the verdicts, others over a stream of their own.
-
-Feature stream: features of a stage's windows on their way to the coordinator.
 
 Windows never wait for them: what a slow link cannot carry is dropped, the oldest first. Each message costs
 both hosts more time than its rows; while the drafter rests, features of several windows share one.

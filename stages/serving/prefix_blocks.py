@@ -1,7 +1,4 @@
-"""Prefixes in blocks: KV rows of a slot cut into blocks, and blocks joined to rows for a slot.
-
-Copies of slots for the disk.
-"""
+"""Prefixes in blocks: slots copied for the disk and cut into blocks, and blocks joined to rows for a slot."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Identity of KV rows: a digest of everything besides tokens that makes a stage's rows what they are.
-
-Opening of a stage's block files, once it is known what its rows depend on.
-"""
+"""Identity of KV rows: a digest of all that they depend on, and the opening of their block files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Slots of a stage and of its replicas: rows to be sent, and rows that arrive. For the computing thread.
-
-Recurrent state on its way to a replica: messages of it, and their parts until all have arrived.
-"""
+"""Slots of a stage and of its replicas: rows and recurrent state to be sent, and those that arrive."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Names of tensors and metadata in a GGUF: which belong to a layer.
-
-Multi-token-prediction layers: the trunk of a model that ends in them.
+"""Names of tensors and metadata in a GGUF: which belong to a layer, and which to the trunk.
 
 A file counts them among its layers (`block_count`) and says how many they are (`nextn_predict_layers`). They
 predict tokens further ahead from the trunk's output, and the trunk does not use them. Stages therefore hold

@@ -1,9 +1,4 @@
-"""Links: ordered streams of frames to the next stage, and the choice among their kinds.
-
-Frames: messages from one stage to the next, whatever link carries them.
-
-Stage link: frames to the next stage over a stream of gRPC, held open.
-"""
+"""Links: ordered streams of frames to the next stage, within a process or over gRPC."""
 
 from __future__ import annotations
 

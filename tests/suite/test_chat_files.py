@@ -26,7 +26,7 @@ ROOT: Final = Path(__file__).parents[2]
 PRODUCT: Final = tuple(f"{ROOT / folder}/" for folder in ("proto", "speculative", "stages", "mesh"))
 # The third chat is counted: what loads once, and what starts with the first answer, is left out.
 NUM_BEFORE: Final = 2
-MOST_FILES: Final = 1
+MOST_FILES: Final = 70
 BODY: Final = {
     "messages": [{"role": "user", "content": "hi there"}],
     "max_tokens": 20,

@@ -24,10 +24,10 @@ MOST_FILES: Final = 3
 # Remedies of many errors, with how many files name them; a row only ever becomes smaller.
 IN_MANY_REMEDIES: Final = {
     "--ctx-size": 16,
-    "--api-key-file": 10,
+    "--api-key-file": 9,
     "--advertise": 9,
     "--parallel": 7,
-    "--port-range": 6,
+    "--port-range": 5,
     "--exact": 6,
     "--name": 6,
     "--wire": 6,

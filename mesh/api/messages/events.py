@@ -1,6 +1,4 @@
-"""Content blocks and stream events of /v1/messages.
-
-Errors of /v1/messages in the shape of Anthropic's API, and the form of its streams.
+"""Content blocks, stream events and errors of /v1/messages.
 
 Requests are refused in many places, by middleware too. So errors are rewritten where they leave.
 """
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from starlette.responses import Response
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from starlette.types import Message, Send
 
     from mesh.api.answering import AnswerPart, Choices
     from mesh.api.event_stream import Emit
@@ -52,27 +50,12 @@ Event = dict[str, Any]
 _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessagesErrors:
-    """Middleware that rewrites error responses of this API, and names the request as its clients expect.
+class MessagesResponse:
+    """A response of this API: errors in its words, the request named as its clients expect; see `Rewritten`.
 
     Args:
-        app: Next ASGI app.
+        send: Sends it on.
     """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on."""
-        path = scope.get("path", "")
-        if scope["type"] != "http" or not (path == PATH or path.startswith(f"{PATH}/")):
-            await self._app(scope, receive, send)
-            return
-        await self._app(scope, receive, _Rewriter(send).send)
-
-
-class _Rewriter:
-    """One response."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

@@ -1,7 +1,4 @@
-"""Output items and stream events of /v1/responses.
-
-Errors of /v1/responses in the words of its requests, and the form of its streams.
-"""
+"""Output items, stream events and errors of /v1/responses."""
 
 from __future__ import annotations
 

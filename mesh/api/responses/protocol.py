@@ -1,7 +1,4 @@
-"""Request bodies and items of /v1/responses.
-
-References to stored items in the input of /v1/responses.
-"""
+"""Request bodies, items and references to stored items of /v1/responses."""
 
 from __future__ import annotations
 
