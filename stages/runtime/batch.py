@@ -55,13 +55,16 @@ class Batch:
         hidden: NDArray[np.float32] | None,
         first_output: int,
     ) -> None:
-        """Append rows of one slot; those from `first_output` on return an output."""
+        """Append rows of one slot; those from `first_output` on return an output.
+
+        Where hidden states go in, None stands for zeros.
+        """
         first = self.struct.n_tokens
         stop = first + len(tokens)
         if self._hidden is None:
             self._tokens[first:stop] = tokens
         else:
-            self._hidden[first:stop] = hidden
+            self._hidden[first:stop] = 0 if hidden is None else hidden
         self._positions[first:stop] = np.arange(start, start + len(tokens))
         self._slots[first:stop] = slot
         self._outputs[first : first + first_output] = 0
