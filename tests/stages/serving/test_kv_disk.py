@@ -465,7 +465,7 @@ def test_rows_outlive_changes_on_which_they_do_not_depend(
     assert RowsSetting.of(loaded, changed) == RowsSetting.of(loaded, base)
 
 
-@pytest.mark.parametrize("name", CHANGES.keys() - {"num_checkpoints"})
+@pytest.mark.parametrize("name", sorted(CHANGES.keys() - {"num_checkpoints"}))
 def test_rows_do_not_outlive_others(name: str) -> None:
     loaded: Any = _Loaded(may_scale_rotations=True)
     changed = replace(OPTIONS, **{name: CHANGES[name]})
