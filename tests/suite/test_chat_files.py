@@ -27,11 +27,11 @@ PRODUCT: Final = tuple(f"{ROOT / folder}/" for folder in ("proto", "speculative"
 # What loads once, and what starts with the first answer, is left out.
 NUM_BEFORE: Final = 2
 # What only some of them enter is done at times, whether there is a chat or not.
-NUM_COUNTED: Final = 4
+NUM_COUNTED: Final = 12
 MOST_FILES: Final = 70
 BODY: Final = {
     "messages": [{"role": "user", "content": "hi there"}],
-    "max_tokens": 20,
+    "max_tokens": 5,
     "stream": True,
     "temperature": 0,
 }
