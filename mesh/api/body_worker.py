@@ -1,9 +1,9 @@
 """Process that parses large request bodies, and the form of its results; see `mesh.util.worker_main`.
 
-Reading them creates objects of known classes only, whatever the bytes hold, and validates nothing again. It
-is done in short steps: the interpreter's lock is free between them, and other threads go on.
+Reading a result creates objects of known classes only, whatever the bytes hold, and validates nothing again.
+It is done in short steps: the interpreter's lock is free between them, and other threads go on.
 
-The bytes are a row of pieces. A piece is a long text, or a list of values in MessagePack; the last one holds
+A result is a row of pieces. A piece is a long text, or a list of values in MessagePack; the last one holds
 the body. Models are maps with the key `MODEL`: their class, their extra fields, and the names of the fields
 that were set. Extensions stand for what MessagePack lacks: large numbers, and containers that are not lists,
 or long, or deep, whose values are in earlier pieces. So no reading is nested in another one, and a body,

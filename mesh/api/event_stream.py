@@ -15,14 +15,12 @@ from mesh.api.middleware import CLIENT_GONE_STATUS, log_unexpected
 from spanmesh_proto.errors import ClusterError, MeshError, wire_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Coroutine
 
+    from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
     Emit = Callable[[bytes], Awaitable[None]]
-    from collections.abc import Coroutine
-
-    from starlette.requests import Request
 
 Result = TypeVar("Result")
 # Text of a comment without anything to tell.

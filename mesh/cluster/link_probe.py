@@ -36,11 +36,11 @@ from stages.transport.links import explain
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
 
+    from mesh.cluster.members import Member, Members
+    from mesh.cluster.membership_server import MembershipService
     from stages.transport.channels import Identity
 
     Bounce = grpc.aio.StreamStreamCall[wire.Probe, wire.Probe]
-    from mesh.cluster.members import Member, Members
-    from mesh.cluster.membership_server import MembershipService
 
 MAX_ANSWER_BYTES: Final = 4 * 1024 * 1024
 # A peer that is done ends its call; one that is cut off does not.

@@ -5,7 +5,7 @@ Two searches by dynamic programming, each over what distinguishes hosts, not ove
 - which sets of hosts can hold all layers in any order at all. Hosts that have room for the same stages are
   interchangeable there, so a set is no more than a number of hosts of each class (Held and Karp's programme
   over sets, 1962, with multisets); what such a set reaches is computed for all sets of one size at once.
-- the layers of each host in one order, see `mesh.placement.host_assignment.StageTable.balance`.
+- the layers of each host in one order, see `StageTable.balance`.
 
 The sets that the first search finds are tried with the second, fast hosts first; the fastest result is taken.
 

@@ -1,8 +1,8 @@
 """Client of the processes for text, and the memory that these take; see `mesh.text.text_worker`.
 
-Measured with the vocabularies that llama.cpp's repository holds, of 30,000 to 262,000 tokens, after every
-token had been in an answer: on x86-64 Linux the bounds are 1.07 to 1.34 times what a process took. What a job
-needs while it runs is not part of them.
+The memory was measured with the vocabularies that llama.cpp's repository holds, of 30,000 to 262,000 tokens,
+after every token had been in an answer: on x86-64 Linux the bounds are 1.07 to 1.34 times what a process
+took. What a job needs while it runs is not part of them.
 """
 
 from __future__ import annotations

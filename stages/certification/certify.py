@@ -2,10 +2,10 @@
 
 The whole model runs once, see `reference`; its hidden states at each cut are kept and compared with the first
 stage's output. At last the model is cut at all those places at once, into the smallest stages. A model that
-cannot be cut is compared with its single stage.
-Smaller wire types are tried on the second stage alone: the first one is not affected.
+cannot be cut is compared with its single stage. Smaller wire types are tried on the second stage alone: the
+first one is not affected.
 
-The output of the process goes to a file, whose last line gives the reason if llama.cpp aborted.
+The output of a child process goes to a file, whose last line gives the reason if llama.cpp aborted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Devices of llama.cpp: choice, layers of a file and of each device, and read speed.
 
-The list and the properties come from llama.cpp's library, so they hold for any backend: CUDA, HIP, Metal,
-Vulkan, SYCL. Devices for layers are chosen by llama.cpp's defaults: every GPU once, even if two backends list
-it; integrated GPUs only where there is no other.
+The list of devices and their properties come from llama.cpp's library, so they hold for any backend: CUDA,
+HIP, Metal, Vulkan, SYCL. Devices for layers are chosen by llama.cpp's defaults: every GPU once, even if two
+backends list it; integrated GPUs only where there is no other.
 
 Listing devices initialises them: CUDA takes a few hundred MB of a GPU for each process. So a long-running
 process that does not compute there lets a child list them: see `mesh.cluster.host_facts`.

@@ -2,7 +2,7 @@
 
 A slot with a row for each position drops the last ones. Where layers attend to sliding windows only, and the
 rows in them were brought, those before may be missing. Recurrent state goes back to copies of it alone, see
-`stages.runtime.slot_memory`.
+`StateCheckpoints`.
 
 An attention cache keeps a row for each position, and rejected rows are dropped. A recurrent state has no
 positions: it is the sum of all that was read. To go back to before a rejected token it has to be copied

@@ -6,8 +6,9 @@ AVX-512). So a row more, whose result is dropped, can save time. Whether it does
 quantisation, so it is tried, and measured again from time to time. Servers on GPUs pad batches likewise, to
 the sizes of their captured graphs.
 
-Those are consecutive slots with equally many rows each. Slots between two of them, and rows that are missing
-to a size that kernels compute faster, can be padded: see `RowTimes`.
+Where each slot has a cache of its own, one pass computes a run: consecutive slots with equally many rows
+each. Slots between two of them, and rows that are missing to a size that kernels compute faster, can be
+padded: see `RowTimes`.
 """
 
 from __future__ import annotations

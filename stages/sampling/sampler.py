@@ -1,10 +1,10 @@
 """Sampler: parameters, penalties, biases, filters and draws, and log probabilities of what was drawn.
 
-The code is `row_sampler.c`, compiled at installation. Where it is missing, as in a plain copy of the sources,
-and where a result hangs on rounding, there is no draw, and the sampler takes its arrays.
+Draws in compiled code, `row_sampler.c`, give the ids that arrays give, in less time. Where that is missing,
+as in a plain copy of the sources, and where a result hangs on rounding, the sampler takes its arrays.
 
-Computed from the model's own logits, before penalties and biases, as by default in vLLM (`raw_logprobs`) and
-llama.cpp: a bias that forces a token does not make it look likely.
+Log probabilities are those of the model's own logits, before penalties and biases, as by default in vLLM
+(`raw_logprobs`) and llama.cpp: a bias that forces a token does not make it look likely.
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ def draw(
         logits: float32, shape (n_vocab,). Minus infinity excludes a token.
         key: From `stages.sampling.gumbel.position_key`.
         temperature: Above 0.
-        top_k: A filter, see `stages.sampling.sampler.SamplingParams`.
+        top_k: A filter, see `SamplingParams`.
         top_p: A filter.
         min_p: A filter.
 

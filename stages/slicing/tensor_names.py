@@ -1,8 +1,9 @@
 """Names of tensors and metadata in a GGUF: which belong to a layer, and which to the trunk.
 
-A file counts them among its layers (`block_count`) and says how many they are (`nextn_predict_layers`). They
-predict tokens further ahead from the trunk's output, and the trunk does not use them. Stages therefore hold
-layers of the trunk only, and are files without prediction layers to llama.cpp.
+The trunk is what is before layers for multi-token prediction. A file counts these among its layers
+(`block_count`) and says how many they are (`nextn_predict_layers`). They predict tokens further ahead from
+the trunk's output, and the trunk does not use them. Stages therefore hold layers of the trunk only, and are
+files without prediction layers to llama.cpp.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Links: ordered streams of frames to the next stage, within a process or over gRPC."""
+"""Links: ordered streams of frames to the next stage, the choice among their kinds, and that over gRPC."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LinkMessage = wire.Vocabulary | wire.Open | wire.WindowBundle
 
 
 class StageLink:
-    """The link over gRPC, see `stages.transport.links.Link`.
+    """The link over gRPC, see `Link`.
 
     Args:
         address: `host:port` of the stage.

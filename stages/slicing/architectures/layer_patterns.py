@@ -1,7 +1,7 @@
 """Rules by layer: leading and n-th layers, sliding windows, and layers that read the embedding again.
 
-llama.cpp takes the pattern from the file, as one flag a layer, or counts it from layer 0. A stage that starts
-elsewhere would count from its own first layer, hence one flag a layer, true for a window.
+Of sliding windows llama.cpp takes the pattern from the file, as one flag a layer, or counts it from layer 0.
+A stage that starts elsewhere would count from its own first layer, hence one flag a layer, true for a window.
 
 llama.cpp aborts on a model that has windows and no layer with one, which a stage may be: then a neighbour
 with a window is added as a blank, unless a window of size 0 switches windows off.
