@@ -124,7 +124,9 @@ class _Answer:
 
     def __init__(self, piece_with: PieceWith, job: GenerationJob) -> None:
         self._job = job
-        self._text = AnswerText(piece_with(job.output_format.marks), job.stops)
+        self._text = AnswerText(
+            piece_with(job.output_format.marks), job.stops, includes_stop=job.includes_stop
+        )
         self._tokens = AnswerTokens(self._text)
         self._reader = OutputParser(job.output_format)
         self._message_parts: list[MessagePart] = []

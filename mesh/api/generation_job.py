@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from mesh.api.answer_forms import form_of
 from mesh.api.structured_output import CallGrammar, ToolUse, call_grammar, grammar_of, schema_of
 from mesh.engine import GenerationRequest, SpeculationLimits
 from mesh.text.chat_template import Ending
 from mesh.text.output_parser import OutputFormat
 from mesh.text.text_encoder import refuse_too_long_text
 from mesh.text.text_service import TextRequest
-from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest
+from spanmesh_proto.errors import InvalidRequest, too_long
 from stages.sampling.sampler import SamplingParams
 
 if TYPE_CHECKING:
@@ -28,6 +30,9 @@ SEED_BITS: Final = 64
 _LLAMA_LAST_N: Final = 64
 _ALL: Final = 0
 MAX_ANSWERS: Final = 64
+# A client puts a line about itself into its instructions, another one with each request; routers pass it on.
+_BILLING: Final = "x-anthropic-billing-header:"
+_BILLING_LINES: Final = re.compile(rf"^{_BILLING}[^\n]*(?:\n+|\Z)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,8 @@ class GenerationJob:
     """Whether it is a further answer to the prompt of the job before it."""
     warnings: tuple[str, ...] = ()
     """What of the request is not enforced."""
+    includes_stop: bool = False
+    """Whether the stop string that ends the answer is a part of it."""
 
     @property
     def wants_logprobs(self) -> bool:
@@ -134,6 +141,24 @@ def ending_of(
     return Ending.CONTINUED
 
 
+def without_changing_lines(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The conversation without lines of instructions that are others with each request.
+
+    With them no prefix of a prompt would ever be in a cache. Instructions that hold nothing else are left
+    out.
+    """
+    found = []
+    for message in messages:
+        content = message.get("content")
+        if message["role"] == "system" and isinstance(content, str) and _BILLING in content:
+            content = _BILLING_LINES.sub("", content)
+            if not content.strip():
+                continue
+            message = {**message, "content": content}  # noqa: PLW2901 - the same without the line
+        found.append(message)
+    return found
+
+
 def thinking_variables(effort: str | None) -> dict[str, Any]:
     """Template variables that set the amount of reasoning."""
     if effort is None:
@@ -156,7 +181,7 @@ async def render_prompt(backend: Backend, conversation: Conversation, client: st
     """
     tools = conversation.tools
     prompt = await backend.texts.prompt(
-        conversation.messages,
+        without_changing_lines(conversation.messages),
         variables=conversation.variables,
         tools=[] if tools is None else tools.for_template(),
         ending=conversation.ending.name,
@@ -301,9 +326,12 @@ def make_job(
     context_length = backend.engine.context_length
     room = context_length - len(prompt)
     if room < 1:
-        raise ContextLengthExceeded(
-            f"the prompt has {len(prompt)} tokens and this model's context holds {context_length}, the answer"
-            f" included: send at most {context_length - 1} tokens, or serve it with a larger --ctx-size",
+        raise too_long(
+            len(prompt),
+            context_length,
+            "send less, as the answer needs room too, or serve the model with a larger --ctx-size",
+            what=f"your {prompt_param}",
+            most=context_length - 1,
             param=prompt_param,
         )
     held_to, output_format = _held_to(body, chat, client)
@@ -335,7 +363,8 @@ def make_job(
         wanted == 0,
         bool(body.return_token_ids),
         output_format,
-        warnings=() if held_to is None else held_to.left_out,
+        warnings=(*body.warnings, *(() if held_to is None else held_to.left_out)),
+        includes_stop=body.includes_stop,
     )
 
 
@@ -364,7 +393,8 @@ def _held_to(
     body: GenerationBody, chat: ChatPrompt | None, client: str | None
 ) -> tuple[CallGrammar | None, OutputFormat]:
     """The grammar that the answer must match, if any, and the format of the answer."""
-    gbnf = grammar_of(body, client)
+    form = form_of(body)
+    gbnf = grammar_of(form, client)
     grammar = None if gbnf is None else CallGrammar(gbnf)
     if chat is None:
         return grammar, OutputFormat()
@@ -375,11 +405,12 @@ def _held_to(
         )
     if grammar is None:
         return chat.call_grammar() if chat.tools.is_forced else None, chat.output_format
-    alternative = schema_of(body)
+    alternative = schema_of(form)
     if alternative is None:
+        param = "grammar" if form is None else form.param
         raise InvalidRequest(
-            "grammar and tools exclude each other, since a call would not match the grammar: leave one out",
-            param="grammar",
+            f"{param} and tools exclude each other, since a call would not match the grammar: leave one out",
+            param=param,
         )
     return chat.call_grammar(None if chat.tools.is_forced else alternative), chat.output_format
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from functools import cache
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, Union, get_args, get_origin
 
 import structlog
 from pydantic import BaseModel, ValidationError
 
+from mesh.api.foreign_fields import INSTEAD, NEUTRAL
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -27,29 +30,10 @@ _TYPE_NAME: Final = re.compile(
 )
 _MAX_NAMES: Final = 256
 _MAX_NAME_CHARS: Final = 64
-# Each with the values that request nothing; null always does.
-_HARMLESS: Final[dict[str, tuple[Any, ...]]] = {
-    "best_of": (1,),
-    # Supported by chats.
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "top_logprobs": (0,),
-    "suffix": ("",),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
-}
-_INSTEAD: Final = {"functions": "send tools", "function_call": "send tool_choice"}
-NAMES: Final = frozenset(_HARMLESS)
+# Request nothing in any field.
+_NOTHING: Final[tuple[Any, ...]] = (None, "", [])
+_LEAVE_OUT: Final = "leave it out"
+NAMES: Final = frozenset(NEUTRAL)
 
 log = structlog.get_logger()
 
@@ -101,26 +85,68 @@ def _count(data: bytes) -> int:
     return data.count(b",") + data.count(b"[") + data.count(b"{")
 
 
-def describe(schema: dict[str, Any]) -> None:
+def neutral_values(kind: type[BaseModel]) -> dict[str, tuple[Any, ...]]:
+    """Unsupported fields of a body, each with the values that request nothing beside null, "" and []."""
+    return {**NEUTRAL, **getattr(kind, "neutral", {})}
+
+
+def describe(schema: dict[str, Any], kind: type[BaseModel]) -> None:
     """Add these fields to the JSON schema of a request body, each with its permitted values."""
-    for name, values in _HARMLESS.items():
-        schema["properties"].setdefault(name, {"enum": [None, *values]})
+    for name, values in neutral_values(kind).items():
+        schema["properties"].setdefault(name, {"enum": [*_NOTHING, *values]})
 
 
-def refuse_unsupported(fields: Mapping[str, Any]) -> None:
-    """Check the fields that no schema names.
+def refuse_unsupported(kind: type[BaseModel], fields: Mapping[str, Any]) -> None:
+    """Check the fields that a body does not name.
+
+    Args:
+        kind: Model of the body.
+        fields: Those fields.
 
     Raises:
         InvalidRequest: Naming the first one that requests something.
     """
+    neutral = neutral_values(kind)
     for name, value in fields.items():
-        if name in _HARMLESS and value is not None and not _is_one_of(value, _HARMLESS[name]):
-            raise InvalidRequest(f"{name} is not supported: {_INSTEAD.get(name, 'leave it out')}", param=name)
+        if name in neutral and not _is_one_of(value, (*_NOTHING, *neutral[name])):
+            raise _unsupported(name, name)
+
+
+def _unsupported(param: str, name: str) -> InvalidRequest:
+    return InvalidRequest(f"{param} is not supported: {INSTEAD.get(name, _LEAVE_OUT)}", param=param)
 
 
 def _is_one_of(value: Any, harmless: tuple[Any, ...]) -> bool:
     # True == 1 in Python, but `n: true` is a mistake.
     return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in harmless)
+
+
+def without_nothing(kind: type[BaseModel], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of an object with null for each empty text that can only mean "nothing": where no text belongs.
+
+    Args:
+        kind: Model of the object.
+        fields: The fields as they came.
+    """
+    if "" not in fields.values():
+        return dict(fields)
+    optional = _optional(kind)
+    return {name: None if value == "" and name in optional else value for name, value in fields.items()}
+
+
+@cache
+def _optional(kind: type[BaseModel]) -> frozenset[str]:
+    found = {field.alias or name: _types(field.annotation) for name, field in kind.model_fields.items()}
+    return frozenset(name for name, types in found.items() if NoneType in types and not types & {str, Any})
+
+
+def _types(annotation: Any) -> set[Any]:
+    """Types of an annotation, those of a union one by one."""
+    if get_origin(annotation) is Annotated:
+        return _types(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return {found for each in get_args(annotation) for found in _types(each)}
+    return {annotation}
 
 
 def parse_body(data: bytes, kind: type[Body], most_values: int) -> Body:
@@ -138,10 +164,10 @@ def parse_body(data: bytes, kind: type[Body], most_values: int) -> Body:
         raise InvalidRequest(f"the body holds more than {most_values} values: send less")
     fields = _parse(data)
     try:
-        body = kind.model_validate(fields)
+        body = kind.model_validate(without_nothing(kind, fields))
     except ValidationError as error:
         raise as_invalid_request(error) from None
-    refuse_unsupported(body.model_extra or {})
+    refuse_unsupported(kind, body.model_extra or {})
     return body
 
 
@@ -186,6 +212,8 @@ def as_invalid_request(error: ValidationError, within: str = "") -> InvalidReque
         if _is_type_name(step):
             continue
         param += f"[{step}]" if isinstance(step, int) else f".{step}" if param else str(step)
+    if first["type"] == "extra_forbidden":
+        return _unsupported(param, str(first["loc"][-1]))
     if first["type"] == "string_unicode":
         message = "Text has half a surrogate pair: send valid Unicode"
     return InvalidRequest(f"{param}: {message[:1].lower()}{message[1:]}", param=param or None)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.api.protocol import AllowedTools
+from mesh.api.answer_forms import FormKind
+from mesh.api.message_bodies import AllowedTools
 from mesh.structured_output.gbnf import SchemaError, chars, either, maybe, seq, times, to_gbnf
 from mesh.structured_output.json_schema import (
     Converter,
@@ -17,7 +18,7 @@ from mesh.structured_output.json_schema import (
     schema_grammar,
 )
 from mesh.structured_output.objects import TagForm, text_without
-from mesh.structured_output.strings import quoted
+from mesh.structured_output.strings import parse_pattern, quoted
 from mesh.text.message_parts import CallFormat
 from spanmesh_proto.errors import InvalidRequest
 from stages.grammar.gbnf_parser import Chars, Expression, Ref, complement
@@ -25,7 +26,8 @@ from stages.grammar.gbnf_parser import Chars, Expression, Ref, complement
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from mesh.api.protocol import ChosenTools, FunctionBody, GenerationBody, ResponseFormatBody
+    from mesh.api.answer_forms import AnswerForm
+    from mesh.api.message_bodies import ChosenTools, FunctionBody
     from mesh.text.message_parts import CallTags
 
 # Bound for a model that never stops calling.
@@ -220,57 +222,39 @@ def _but(letter: str) -> Chars:
     return Chars(complement(((ord(letter), ord(letter)),)))
 
 
-def grammar_of(body: GenerationBody, client: str | None = None) -> str | None:
+def grammar_of(form: AnswerForm | None, client: str | None = None) -> str | None:
     """GBNF that an answer must match; None if it is free.
 
     A large schema takes a second: not to be called in the event loop.
 
     Args:
-        body: The checked body.
+        form: Form of the answer.
         client: Identity of the API key, or None.
 
     Raises:
-        InvalidRequest: If a schema cannot be expressed as a grammar, a grammar is invalid, or two are given.
+        InvalidRequest: If a schema cannot be expressed as a grammar, or a grammar is invalid.
     """
-    found = {
-        "response_format": _of_format(body.response_format, client),
-        "json_schema": (
-            None if body.json_schema is None else _of_schema(body.json_schema, "json_schema", client)
-        ),
-        "grammar": _checked(body.grammar, client) if body.grammar else None,
-    }
-    given = [name for name, grammar in found.items() if grammar is not None]
-    if len(given) > 1:
-        raise InvalidRequest(
-            f"{given[1]} and {given[0]} both give a format for the answer: send one of them",
-            param=given[1],
-        )
-    return found[given[0]] if given else None
-
-
-def schema_of(body: GenerationBody) -> AlternativeSchema | None:
-    """The schema that an answer must match; None if the body has a grammar instead."""
-    if body.json_schema is not None:
-        return AlternativeSchema(body.json_schema, "json_schema")
-    wanted = body.response_format
-    if wanted is None or wanted.type == "text":
+    if form is None:
         return None
-    if wanted.json_schema is None or wanted.type == "json_object":
-        return AlternativeSchema({"type": "object"}, "response_format")
-    return AlternativeSchema(wanted.json_schema.schema_, "response_format.json_schema.schema")
+    match form.kind:
+        case FormKind.OBJECT:
+            return json_object_grammar()
+        case FormKind.SCHEMA:
+            return _of_schema(form.value, form.param, client)
+        case FormKind.PATTERN:
+            return _of_pattern(form.value, form.param, client)
+        case FormKind.CHOICE:
+            return checked_grammar(to_gbnf({"root": either(*form.value)}), param=form.param)
+        case FormKind.GRAMMAR:
+            return _checked(form.value, form.param, client)
 
 
-def _of_format(wanted: ResponseFormatBody | None, client: str | None) -> str | None:
-    if wanted is None or wanted.type == "text":
+def schema_of(form: AnswerForm | None) -> AlternativeSchema | None:
+    """The schema that an answer must match; None if it is free, or something else describes it."""
+    if form is None or form.kind not in (FormKind.SCHEMA, FormKind.OBJECT):
         return None
-    if wanted.type == "json_object":
-        return json_object_grammar()
-    param = "response_format.json_schema"
-    if wanted.json_schema is None:
-        raise InvalidRequest(f"{param} is missing: response_format.type json_schema needs it", param=param)
-    if "schema_" not in wanted.json_schema.model_fields_set:
-        raise InvalidRequest(f"{param}.schema is missing: send a JSON Schema", param=f"{param}.schema")
-    return _of_schema(wanted.json_schema.schema_, f"{param}.schema", client)
+    schema = {"type": "object"} if form.kind is FormKind.OBJECT else form.value
+    return AlternativeSchema(schema, form.param)
 
 
 def _of_schema(schema: Any, param: str, client: str | None) -> str:
@@ -282,8 +266,17 @@ def _of_schema(schema: Any, param: str, client: str | None) -> str:
 
 
 @lru_cache(_MAX_CACHED)
-def _checked(grammar: str, _client: str | None) -> str:
-    return checked_grammar(grammar, param="grammar")
+def _checked(grammar: str, param: str, _client: str | None) -> str:
+    return checked_grammar(grammar, param=param)
+
+
+@lru_cache(_MAX_CACHED)
+def _of_pattern(pattern: str, param: str, _client: str | None) -> str:
+    try:
+        grammar = to_gbnf({"root": parse_pattern(pattern, is_whole=True)})
+    except (SchemaError, RecursionError) as error:
+        raise InvalidRequest(f"{param}: {error}", param=param) from None
+    return checked_grammar(grammar, param=param)
 
 
 @lru_cache(_MAX_CACHED)

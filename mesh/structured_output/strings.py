@@ -80,12 +80,12 @@ class _Parser:
         self._at = 0
         self._depth = 0
 
-    def whole(self) -> Expression:
+    def whole(self, *, is_anchored: bool) -> Expression:
         options: list[Expression] = []
         while True:
-            starts = self._skip("^")
+            starts = self._skip("^") or is_anchored
             inner = self._sequence()
-            ends = self._skip("$")
+            ends = self._skip("$") or is_anchored
             anything = times(_ANY, 0, None)
             options.append(seq(*([] if starts else [anything]), inner, *([] if ends else [anything])))
             if not self._skip("|"):
@@ -236,15 +236,19 @@ class _Parser:
         return least, most
 
 
-def parse_pattern(pattern: str) -> Expression:
+def parse_pattern(pattern: str, *, is_whole: bool = False) -> Expression:
     """Grammar of the strings that match a pattern, from beginning to end.
+
+    Args:
+        pattern: The pattern.
+        is_whole: Whether it describes the whole string, without anchors as well.
 
     Raises:
         SchemaError: If it is no regular expression, or a grammar cannot express it.
     """
     if len(pattern) > _MAX_CHARS:
         raise SchemaError(f"pattern has {len(pattern)} characters: at most {_MAX_CHARS} work")
-    return _Parser(pattern).whole()
+    return _Parser(pattern).whole(is_anchored=is_whole)
 
 
 def _is_count(digits: str) -> bool:

@@ -25,13 +25,15 @@ class StopScanner:
 
     Args:
         stops: Non-empty strings.
+        includes_stop: Whether the stop string that ends the text is passed on as well.
 
     Attributes:
         found: The stop string that ended the text; None before.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, includes_stop: bool = False) -> None:
         self._stops = tuple(stops)
+        self._includes_stop = includes_stop
         self._held = ""
         self.found: str | None = None
 
@@ -65,7 +67,7 @@ class StopScanner:
 
     def _cut(self, text: str, match: int) -> str:
         self.found = next(stop for stop in self._stops if text.startswith(stop, match))
-        return text[:match]
+        return text[: match + len(self.found) * self._includes_stop]
 
     def _earliest_match(self, text: str) -> int | None:
         return min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
@@ -87,17 +89,20 @@ class AnswerText:
 
     Args:
         piece: Returns the bytes of a token.
-        stops: Strings that end the answer; no part of one is passed on.
+        stops: Strings that end the answer; no part of one is passed on, unless the next says so.
+        includes_stop: Whether the one that ends the answer is passed on.
 
     Attributes:
         num_decoded: Number of decoded characters.
         num_passed: Number of those passed on.
     """
 
-    def __init__(self, piece: Callable[[int], bytes], stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, piece: Callable[[int], bytes], stops: Sequence[str] = (), *, includes_stop: bool = False
+    ) -> None:
         self._piece = piece
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._scanner = StopScanner(stops)
+        self._scanner = StopScanner(stops, includes_stop=includes_stop)
         self.num_decoded = 0
         self.num_passed = 0
 

@@ -99,7 +99,7 @@ def _as_chat_body(body: MessagesBody) -> MessagesBody:
     changes: dict[str, object] = {}
     if body.stop_sequences:
         changes["stop"] = body.stop_sequences
-    wanted = None if body.output_config is None else body.output_config.format
+    wanted = body.schema_format
     if wanted is not None:
         schema = JsonSchemaBody.model_validate({"schema": wanted.schema_})
         changes["response_format"] = ResponseFormatBody(type="json_schema", json_schema=schema)

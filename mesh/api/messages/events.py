@@ -40,7 +40,6 @@ _KINDS: Final = {
     503: "overloaded_error",
 }
 _ELSE: Final = "api_error"
-_TOO_LONG: Final = "context_length_exceeded"
 _BY_TYPE: Final = {
     "invalid_request_error": "invalid_request_error",
     "rate_limit_error": "rate_limit_error",
@@ -84,9 +83,6 @@ class MessagesResponse:
         try:
             refused = json.loads(body)["error"]
             message = refused["message"]
-            if refused.get("code") == _TOO_LONG:
-                # Clients look for these words, and compact the conversation.
-                message = f"prompt is too long: {message}"
         except (ValueError, KeyError, TypeError):
             pass
         else:
@@ -201,7 +197,7 @@ class MessagesAnswer(Answer):
         super().__init__(choices)
         backend = choices.backend
         self._model = backend.model_id
-        self._max_tokens = body.max_tokens
+        self._max_tokens = body.token_limit or 0
         (self._job,) = choices.jobs
         self._id = choices.new_id("msg_")
         call_ids = CallIds(backend.api.random_bits, backend.call_format, prefix="toolu_")

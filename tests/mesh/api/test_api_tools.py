@@ -327,7 +327,7 @@ CALLED = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
     [
         ({"tools": {}}, "tools"),
         ({"tools": ["weather"]}, "tools[0]"),
-        ({"tools": [{}]}, "tools[0].type"),
+        ({"tools": [{}]}, "tools[0].function"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [WEATHER, {"type": "function", "function": {}}]}, "tools[1].function.name"),
@@ -342,7 +342,7 @@ CALLED = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
         ({"tools": [WEATHER], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
-        ({"functions": [{"name": "weather"}]}, "functions"),
+        ({"functions": [{"name": "weather"}], "tools": [WEATHER]}, "functions"),
         ({"messages": [*HELLO, CALLED]}, "messages[1].tool_calls[0].function.arguments"),
         ({"messages": [{"role": "tool", "tool_call_id": 5, "content": "x"}]}, "messages[0].tool_call_id"),
     ],
