@@ -8,8 +8,11 @@ from typing import Final
 
 # Up to the text: an object with one member, whatever the model calls it.
 _HEAD: Final = re.compile(r'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:\s*"')
-_PAIR_CHARS: Final = 12
+_MOST_HEAD_CHARS: Final = 256
+# Of an escape by number, and of the two that stand for one character.
 _UNIT_CHARS: Final = 6
+_PAIR_CHARS: Final = 12
+_HIGH: Final = ("d8", "d9", "da", "db")
 
 
 class FreeTextReader:
@@ -28,6 +31,8 @@ class FreeTextReader:
         self._escape = ""
         self._is_inside = False
         self._is_over = False
+        # Whether the arguments are passed on as they are.
+        self._is_raw = False
 
     def push(self, arguments: str) -> str:
         """More of the arguments; returns the text that becomes final."""
@@ -39,13 +44,12 @@ class FreeTextReader:
         return held
 
     def _read(self, char: str) -> str:
+        if self._is_raw:
+            return char
         if self._is_over:
             return ""
         if not self._is_inside:
-            self._head += char
-            if _HEAD.fullmatch(self._head):
-                self._is_inside, self._head = True, ""
-            return ""
+            return self._begin(char)
         if self._escape:
             return self._escaped(char)
         if char == "\\":
@@ -54,13 +58,26 @@ class FreeTextReader:
         self._is_over = char == '"'
         return "" if self._is_over else char
 
-    def _escaped(self, char: str) -> str:
-        self._escape += char
-        found = self._escape
-        is_unit = found[1] == "u"
-        if is_unit and len(found) < _UNIT_CHARS:
+    def _begin(self, char: str) -> str:
+        self._head += char
+        self._is_inside = _HEAD.fullmatch(self._head) is not None
+        self._is_raw = not self._is_inside and len(self._head) >= _MOST_HEAD_CHARS
+        if not (self._is_inside or self._is_raw):
             return ""
-        if is_unit and found[2:4].lower() in ("d8", "d9", "da", "db") and len(found) < _PAIR_CHARS:
+        held, self._head = self._head, ""
+        return held if self._is_raw else ""
+
+    def _escaped(self, char: str) -> str:
+        found = self._escape + char
+        behind = found[_UNIT_CHARS:]
+        if behind and len(behind) <= 2 and not "\\u".startswith(behind):
+            # Half a pair, and something else.
+            self._escape = ""
+            return "\ufffd" + "".join(map(self._read, behind))
+        is_unit = found[1] == "u"
+        is_pair = is_unit and found[2:4].lower() in _HIGH
+        if is_unit and len(found) < (_PAIR_CHARS if is_pair else _UNIT_CHARS):
+            self._escape = found
             return ""
         self._escape = ""
         try:

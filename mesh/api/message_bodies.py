@@ -100,6 +100,23 @@ class FreeText(ExactBody):
     type: Literal["text", "grammar"]
     grammar: TextGrammar | None = None
 
+    @model_validator(mode="after")
+    def _require_its_own(self) -> FreeText:
+        require_grammar(self.type, is_given=self.grammar is not None)
+        return self
+
+
+def require_grammar(kind: str, *, is_given: bool) -> None:
+    """Check that the format of a custom tool has a grammar if, and only if, it is one.
+
+    Raises:
+        PydanticCustomError: If not.
+    """
+    if is_given is not (kind == "grammar"):
+        raise PydanticCustomError(
+            "format", "has a grammar by its type or by its fields alone: send both, or neither"
+        )
+
 
 class CustomFunction(StrictBody):
     """A tool that takes one text."""
@@ -274,7 +291,7 @@ class AllowedToolsBody(ExactBody):
     allowed_tools: AllowedToolsList
 
 
-ToolChoiceInput = Literal["none", "auto", "required"] | NamedTool | NamedCustomTool | AllowedToolsBody | None
+ToolChoiceInput = Literal["", "none", "auto", "required"] | NamedTool | NamedCustomTool | AllowedToolsBody | None
 
 
 class TextPart(StrictBody):
@@ -365,8 +382,9 @@ def parse_content(value: Any, message: ValidationInfo) -> str:
         return result_text(value)
     if not isinstance(value, list):
         raise PydanticCustomError("content", "must be a string or a list of text parts")
-    texts = (part_text(part, index) for index, part in enumerate(value) if not is_thought(part))
-    return "\n".join(texts)
+    is_answer = role == "assistant"
+    shown = ((part, index) for index, part in enumerate(value) if not (is_answer and is_thought(part)))
+    return "\n".join(part_text(part, index) for part, index in shown)
 
 
 class Message(StrictBody):
@@ -503,6 +521,8 @@ def refuse_too_many_messages(value: Any) -> Any:
 
 class ConversationBody(StrictBody):
     """Fields that make the prompt of a chat."""
+
+    model_config = ConfigDict(json_schema_extra=request_parsing.describe)
 
     # The first one that is wrong is enough: thousands of them would take seconds to tell.
     messages: Annotated[

@@ -67,12 +67,20 @@ class Function(_Answer):
     arguments: str
 
 
+class CustomInput(_Answer):
+    """A called custom tool, with its text."""
+
+    name: str
+    input: str
+
+
 class ToolCall(_Answer):
-    """A call that the model made."""
+    """A call that the model made, of a function or of a custom tool."""
 
     id: str
-    type: Literal["function"]
-    function: Function
+    type: Literal["function", "custom"]
+    function: Function | None = None
+    custom: CustomInput | None = None
 
 
 class AssistantMessage(_Answer):
@@ -83,6 +91,7 @@ class AssistantMessage(_Answer):
     refusal: None
     reasoning_content: str = ""
     tool_calls: list[ToolCall] = []
+    function_call: Function | None = None
 
 
 class ChatChoice(_Answer):
@@ -91,7 +100,7 @@ class ChatChoice(_Answer):
     index: int
     message: AssistantMessage
     logprobs: dict[str, Any] | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
+    finish_reason: Literal["stop", "length", "tool_calls", "function_call"]
 
 
 class TextChoice(_Answer):

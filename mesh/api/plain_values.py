@@ -6,7 +6,7 @@ send for "nothing" or "no limit" is that.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
@@ -37,6 +37,8 @@ _BiasInput = (
         dict[Annotated[str, Field(pattern=r"^[0-9]{1,18}$")], _Bias],
         Field(max_length=MAX_BIASES),
     ]
+    | Annotated[list[Any], Field(max_length=0)]
+    | Literal[""]
     | None
 )
 
@@ -165,9 +167,8 @@ TokenLimit = Annotated[int, Field(ge=-1, json_schema_extra={"not": {"const": 0}}
 """Most tokens of an answer; -1 sets no limit."""
 TokenLimitOr0 = Annotated[int, Field(ge=-1), AS_WHOLE]
 """The same where an answer may have none."""
-Seed = Annotated[
-    Annotated[int, Field(ge=-(2**63), lt=2**64), AS_WHOLE] | None, BeforeValidator(_none_if_random)
-]
+_Seed = Annotated[int, Field(ge=-(2**63), lt=2**64), AS_WHOLE]
+Seed = Annotated[_Seed | None, BeforeValidator(_none_if_random)]
 Penalty = Annotated[
     float | None,
     between(-MAX_PENALTY, MAX_PENALTY, "; 0 switches it off"),

@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -65,10 +64,8 @@ class StreamOptions(ExactBody):
     include_obfuscation: bool | None = None
 
 
-class SpeculationBody(BaseModel):
-    """Limits of this request's speculation; ours alone, so that a field with another name is a slip."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+class SpeculationBody(ExactBody):
+    """Limits of this request's speculation."""
 
     mode: SpeculationMode | None = None
     max_width: Annotated[int, Field(ge=0), AS_WHOLE] | None = None
@@ -322,7 +319,7 @@ def _are_ids(value: Any) -> bool:
 class ChatBody(GenerationBody, ConversationBody):
     """`POST /v1/chat/completions`."""
 
-    neutral: ClassVar = {"add_special_tokens": (False,), "echo": (False,), "verbosity": ("medium",)}
+    neutral: ClassVar = {"verbosity": ("medium",)}
 
     max_completion_tokens: TokenLimit | None = None
     reasoning_format: Literal["auto", "none", "deepseek"] | None = None

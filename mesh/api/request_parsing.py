@@ -15,7 +15,7 @@ from mesh.api.foreign_fields import INSTEAD, NEUTRAL
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 # A parser makes an object for each value: two mebibytes of nested brackets take most of a second. Text,
 # however long, is one value, and costs next to nothing.
@@ -33,8 +33,6 @@ _MAX_NAME_CHARS: Final = 64
 # Request nothing in any field.
 _NOTHING: Final[tuple[Any, ...]] = (None, "", [])
 _LEAVE_OUT: Final = "leave it out"
-NAMES: Final = frozenset(NEUTRAL)
-
 log = structlog.get_logger()
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -64,6 +62,15 @@ def is_simple(data: bytes) -> bool:
     return len(data) <= _SIMPLE_BYTES and _count(data) <= _SIMPLE_VALUES
 
 
+def unknown_names(body: BaseModel) -> Iterator[str]:
+    """Fields of a body that nothing here reads; those of messages are for templates."""
+    yield from (name for name in body.model_extra or () if name not in neutral_values(type(body)))
+    for field, value in vars(body).items():
+        for part in value if isinstance(value, list) and field != "messages" else (value,):
+            if isinstance(part, BaseModel):
+                yield from (f"{field}.{name}" for name in part.model_extra or ())
+
+
 def has_at_most(data: bytes, most: int) -> bool:
     """Whether a JSON text has no more than about this many values and containers.
 
@@ -91,9 +98,17 @@ def neutral_values(kind: type[BaseModel]) -> dict[str, tuple[Any, ...]]:
 
 
 def describe(schema: dict[str, Any], kind: type[BaseModel]) -> None:
-    """Add these fields to the JSON schema of a request body, each with its permitted values."""
+    """Add to the JSON schema of a request body what its model does not tell.
+
+    Unsupported fields, each with its permitted values; and the empty text, where it means "nothing".
+    """
+    properties = schema["properties"]
+    for name in _optional(kind) & properties.keys():
+        whole = properties[name]
+        options = whole.pop("anyOf", None) or [{key: whole.pop(key) for key in list(whole)}]
+        whole["anyOf"] = [*options, {"const": ""}]
     for name, values in neutral_values(kind).items():
-        schema["properties"].setdefault(name, {"enum": [*_NOTHING, *values]})
+        properties.setdefault(name, {"enum": [*_NOTHING, *values]})
 
 
 def refuse_unsupported(kind: type[BaseModel], fields: Mapping[str, Any]) -> None:

@@ -41,7 +41,7 @@ _ARGUMENTS: Final = frozenset({"arguments", "parameters"})
 _BETWEEN: Final = SPACE + ";,"
 # Between a name and its arguments, where a call is no JSON object.
 _HEAD: Final = re.compile(
-    rf"([A-Za-z0-9_.-]+)\s*(?:{re.escape(CALL_ID_MARK)}[A-Za-z0-9]+)?(?:{re.escape(ARGUMENTS_MARK)})?\s*"
+    rf"([A-Za-z0-9_.:/-]+)\s*(?:{re.escape(CALL_ID_MARK)}[A-Za-z0-9]+)?(?:{re.escape(ARGUMENTS_MARK)})?\s*"
 )
 _MAX_HEAD_CHARS: Final = 256
 _TAGS_BY_CALL: Final = {tags.call: tags for tags in (QWEN_TAGS, MINIMAX_TAGS)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field, PlainValidator, ValidationError
+from pydantic import ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
 from mesh.api.message_bodies import (
@@ -25,7 +25,7 @@ from mesh.api.message_bodies import (
 from mesh.api.messages.client_tools import described, is_client_tool
 from mesh.api.plain_values import SHOWN_CHARS, StopList, TokenLimitOr0, Whole, choice_count, parse_stop
 from mesh.api.protocol import GenerationBody
-from mesh.api.request_parsing import as_invalid_request
+from mesh.api.request_parsing import as_invalid_request, describe
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -246,6 +246,8 @@ def parse_tools(value: Any) -> list[Any]:
 class ConversationParams(StrictBody):
     """Fields that make the prompt."""
 
+    model_config = ConfigDict(json_schema_extra=describe)
+
     model: str | None = None
     messages: Annotated[list[Any], PlainValidator(parse_turns, json_schema_input_type=Turns)]
     system: str | list[TextBlock] | None = None
@@ -254,7 +256,9 @@ class ConversationParams(StrictBody):
     ] = Field(default_factory=list)
     tool_choice: Annotated[
         AnyToolChoice | NamedToolChoice | None,
-        PlainValidator(parse_choice, json_schema_input_type=AnyToolChoice | NamedToolChoice | None),
+        PlainValidator(
+            parse_choice, json_schema_input_type=AnyToolChoice | NamedToolChoice | Literal[""] | None
+        ),
     ] = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -318,7 +322,7 @@ class CountBody(ConversationParams):
 
 def parse_stops(value: Any) -> tuple[str, ...]:
     """A list of strings that end the answer."""
-    if isinstance(value, str):
+    if isinstance(value, str) and value:
         raise PydanticCustomError("stop_sequences", "must be a list of strings")
     return parse_stop(value)
 
@@ -330,7 +334,7 @@ class MessagesBody(GenerationBody, ConversationParams):
     max_tokens: TokenLimitOr0
     output_format: OutputFormat | None = None
     stop_sequences: Annotated[
-        tuple[str, ...], PlainValidator(parse_stops, json_schema_input_type=StopList | None)
+        tuple[str, ...], PlainValidator(parse_stops, json_schema_input_type=StopList | Literal[""] | None)
     ] = ()
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None

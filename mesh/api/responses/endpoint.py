@@ -139,7 +139,7 @@ def _with_items(backend: Backend, body: ResponsesBody, client: str | None) -> Re
 def _messages(backend: Backend, body: ResponsesBody, client: str | None) -> list[Mapping[str, Any]]:
     """The conversation, without the request's instructions."""
     messages: list[Mapping[str, Any]] = []
-    if body.previous_response_id is not None:
+    if body.previous_response_id:
         stored = backend.api.responses.get(client, body.previous_response_id)
         if stored is None:
             raise InvalidRequest(
@@ -233,7 +233,7 @@ async def _turn(backend: Backend, body: ResponsesBody, client: str | None) -> Tu
 
 def _instructed(messages: Sequence[Mapping[str, Any]], instructions: str | None) -> list[Mapping[str, Any]]:
     """The conversation with all leading instructions in one system message, as many templates need."""
-    texts = [] if instructions is None else [instructions]
+    texts = [instructions] if instructions else []
     num_system = _num_system(messages)
     texts += [message["content"] for message in messages[:num_system]]
     system = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []

@@ -24,6 +24,7 @@ from mesh.api.message_bodies import (
     ToolName,
     parse_allowed_tools,
     refuse_others,
+    require_grammar,
     result_text,
     wrong_type,
 )
@@ -119,6 +120,11 @@ class CustomFormat(ExactBody):
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
     definition: str | None = None
+
+    @model_validator(mode="after")
+    def _require_its_own(self) -> CustomFormat:
+        require_grammar(self.type, is_given=self.syntax is not None and self.definition is not None)
+        return self
 
 
 class CustomTool(StrictBody):
@@ -443,7 +449,7 @@ class ResponsesBody(GenerationBody):
         ChosenTools,
         PlainValidator(
             parse_choice,
-            json_schema_input_type=Literal["none", "auto", "required"]
+            json_schema_input_type=Literal["", "none", "auto", "required"]
             | NamedResponsesTool
             | AllowedResponsesTools
             | None,
