@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.structured_output.gbnf import NOTHING, SchemaError, chars, either, maybe, seq, times
+from mesh.structured_output.gbnf import NOTHING, SchemaError, chars, either, mapped, maybe, seq, times
 from mesh.structured_output.strings import CHAR, lengths_of, of_length, pattern_of, quoted
-from stages.grammar.gbnf_parser import MAX_REPEATS, Chars, Choice, Expression, Repeat, Sequence, complement
+from stages.grammar.gbnf_parser import MAX_REPEATS, Chars, Expression, complement
 
 if TYPE_CHECKING:
     from mesh.structured_output.schema_resolver import Flat
@@ -291,24 +291,20 @@ def _but(*letters: str) -> Chars:
 
 def _without_tags(expression: Expression) -> Expression:
     """An expression without `<` where it allows other letters in its place."""
-    match expression:
-        case Chars(ranges):
-            start = ord(_TAG_START)
-            rest = [
-                part
-                for low, high in ranges
-                for part in ((low, min(high, start - 1)), (max(low, start + 1), high))
-                if part[0] <= part[1]
-            ]
-            return Chars(tuple(rest)) if rest else expression
-        case Sequence(items):
-            return Sequence(tuple(_without_tags(item) for item in items))
-        case Choice(options):
-            return Choice(tuple(_without_tags(option) for option in options))
-        case Repeat(item, least, most):
-            return Repeat(_without_tags(item), least, most)
-        case _:
-            return expression
+
+    def change(each: Expression) -> Expression:
+        if not isinstance(each, Chars):
+            return each
+        start = ord(_TAG_START)
+        rest = [
+            part
+            for low, high in each.ranges
+            for part in ((low, min(high, start - 1)), (max(low, start + 1), high))
+            if part[0] <= part[1]
+        ]
+        return Chars(tuple(rest)) if rest else each
+
+    return mapped(expression, change)
 
 
 def tagged_object_of(flat: Flat, convert: Convert, form: TagForm) -> Expression | None:
