@@ -395,6 +395,30 @@ class ChatTemplate:
                 continue
         return None
 
+    def probed(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        adds_prompt: bool,
+    ) -> str | None:
+        """The prompt of a conversation as it is, for what is found out about a template; None if it is refused.
+
+        Args:
+            messages: Messages in the form of chat templates.
+            tools: Functions that the model may call.
+            variables: Further variables of the template.
+            adds_prompt: Whether an answer begins behind the last message.
+        """
+        for form in _with_other_arguments(messages):
+            values = {**variables, "tools": tools or None, "add_generation_prompt": adds_prompt}
+            try:
+                return self._marking.unmarked(self._rendered({**values, "messages": form}))
+            except TemplateRefusal:
+                continue
+        return None
+
     @cached_property
     def _content_forms(self) -> ContentForms:
         def render(
