@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterator, Mapping
 from enum import Enum, auto
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -13,7 +14,7 @@ import structlog
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator
 from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import SandboxedEnvironment, modifies_known_mutable
 from markupsafe import Markup
 
 from mesh.text.client_text import Marking
@@ -22,7 +23,7 @@ from mesh.text.message_parts import call_format_of, knows_tools
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from datetime import datetime
 
     from jinja2.compiler import Frame
@@ -89,7 +90,7 @@ class TemplateRenderer:
 
     def __init__(self, source: str, *, bos: str, eos: str, marking: Marking) -> None:
         self._marking = marking
-        environment = _Environment(marking)
+        self._environment = environment = _Environment(marking)
         environment.globals.update(bos_token=bos, eos_token=eos, raise_exception=_raise_exception)
         try:
             self._template = environment.from_string(source)
@@ -119,6 +120,7 @@ class TemplateRenderer:
         return TemplateRefusal(reason[:_MAX_REASON_CHARS])
 
     def _rendered(self, variables: Mapping[str, Any], now: datetime, max_chars: int) -> str | None:
+        self._environment.given = frozenset(_containers(variables))
         values = {"add_generation_prompt": True, **variables, "strftime_now": now.strftime}
         parts: list[str] = []
         num_chars = 0
@@ -164,11 +166,16 @@ class _JoiningGenerator(CodeGenerator):
         self.write("))")
 
 
-class _Environment(ImmutableSandboxedEnvironment):
+class _Environment(SandboxedEnvironment):
     """Sandbox in which what is computed from texts of clients stays theirs.
+
+    A template may change lists and objects that it has made itself, and none that it was given.
 
     Args:
         marking: Tells texts of clients from the template's own.
+
+    Attributes:
+        given: Identities of the lists and objects that the template was given.
     """
 
     intercepted_binops = frozenset({"+", "*", "%"})
@@ -181,11 +188,17 @@ class _Environment(ImmutableSandboxedEnvironment):
             extensions=["jinja2.ext.loopcontrols", _GenerationBlocks],
         )
         self._marking = marking
+        self.given: frozenset[int] = frozenset()
         self.filters["tojson"] = functools.partial(_to_json, marking)
         self.filters["safe"] = _mark_safe
         self.filters = {name: self._recognising(made) for name, made in self.filters.items()}
         self.filters |= {name: self._of_original(self.filters[name]) for name in ("int", "float")}
         self.tests["in"] = self.has
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Whether a template may use an attribute, as `append` of a list."""
+        is_changing = modifies_known_mutable(obj, attr) and id(obj) in self.given
+        return not is_changing and super().is_safe_attribute(obj, attr, value)
 
     def concat(self, parts: Iterable[str]) -> str:
         """Texts one behind the other: of macros, blocks that are set, and `~`."""
@@ -382,6 +395,30 @@ class ChatTemplate:
                 continue
         return None
 
+    def probed(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        adds_prompt: bool,
+    ) -> str | None:
+        """The prompt of a conversation as it is, for what is found out about a template; None if it is refused.
+
+        Args:
+            messages: Messages in the form of chat templates.
+            tools: Functions that the model may call.
+            variables: Further variables of the template.
+            adds_prompt: Whether an answer begins behind the last message.
+        """
+        for form in _with_other_arguments(messages):
+            values = {**variables, "tools": tools or None, "add_generation_prompt": adds_prompt}
+            try:
+                return self._marking.unmarked(self._rendered({**values, "messages": form}))
+            except TemplateRefusal:
+                continue
+        return None
+
     @cached_property
     def _content_forms(self) -> ContentForms:
         def render(
@@ -429,6 +466,14 @@ class ChatTemplate:
         return TemplateRenderer(self._source, bos=self._bos, eos=self._eos, marking=self._marking)
 
 
+def _containers(value: Any) -> Iterator[int]:
+    """Identities of a value's lists and objects, at all depths."""
+    if isinstance(value, Mapping | list | tuple):
+        yield id(value)
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _containers(each)
+
+
 def _mark_safe(value: Any) -> Markup:
     # Jinja's own would escape a client's text, which can tell its HTML.
     return Markup(str.__str__(value) if isinstance(value, str) else value)  # noqa: S704 - of no page
@@ -445,12 +490,20 @@ def _to_json(  # noqa: PLR0917
     # Escapes would hide the stand-ins: the whole is then a client's text.
     text = json.dumps(
         marking.original_of(value) if ensure_ascii else value,
+        # What filters such as `map` return.
+        default=_as_list,
         ensure_ascii=ensure_ascii,
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
     )
     return marking.marked(text) if ensure_ascii else text
+
+
+def _as_list(value: Any) -> list[Any]:
+    if not isinstance(value, Iterator):
+        raise TypeError(f"{type(value).__name__} is no JSON")
+    return list(value)
 
 
 def _raise_exception(message: str) -> None:

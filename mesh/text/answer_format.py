@@ -1,0 +1,132 @@
+"""Answer format: how a model writes reasoning, content and calls, as texts between which they stand.
+
+Texts are as a chat template renders them, white space included; parsers take less and more of that. In texts
+of calls a slot stands for what differs from call to call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+NAME: Final = "\ufdd0"
+"""Slot of the function's name, where a call has it a second time."""
+CALL_ID: Final = "\ufdd1"
+"""Slot of the call's id."""
+INDEX: Final = "\ufdd2"
+"""Slot of the number of the call, from 0; over all calls of the conversation in some templates."""
+NUMBER: Final = "\ufdd3"
+"""Slot of the number of the call, from 1."""
+KEY: Final = "\ufdd4"
+"""Slot of an argument's name, where its tags have it a second time."""
+SLOTS: Final = NAME + CALL_ID + INDEX + NUMBER + KEY
+
+
+class CallForm(Enum):
+    """Form of a call."""
+
+    OBJECT = "object"
+    """A JSON object, with the name and the arguments as members."""
+    NAMED = "named"
+    """A name, then the arguments as one JSON object, or as one with bare keys."""
+    TAGGED = "tagged"
+    """A name, then each argument between tags."""
+    FUNCTION = "function"
+    """As Python writes a call: `name(key='value')`."""
+
+
+@dataclass(frozen=True)
+class ArgumentTags:
+    """Tags of arguments that are values between tags: `key`, name, `key_end`, `value`, value, `value_end`."""
+
+    key: str
+    """Before the name of an argument."""
+    key_end: str
+    """Behind that name."""
+    value: str = ""
+    """Before the value; empty if it follows `key_end`."""
+    value_end: str = ""
+    """Behind the value."""
+    separator: str = ""
+    """Between arguments."""
+    types: tuple[tuple[str, str], ...] = ()
+    """Where tags tell types: of each type of JSON, its name and what is in place of `key_end` then."""
+    is_padded: bool = False
+    """Whether values have a line break before and behind them, which are no part of them."""
+    is_python: bool = False
+    """Whether values that are no texts are written as Python does: `True`, `{'a': None}`."""
+    item: str = ""
+    """Name in the tags of a list's items, where objects and lists are values between tags in turn; else
+    empty."""
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """Format of calls: `begin`, then for each call `call`, name, `name_end`, arguments, `call_end`, then `end`.
+
+    In a JSON object the texts around the name and the arguments are those of the object.
+    """
+
+    form: CallForm
+    """Form of each call."""
+    call: str
+    """Before the name, in each call."""
+    name_end: str
+    """Behind the name."""
+    call_end: str
+    """Behind the arguments, in each call."""
+    begin: str = ""
+    """Before the first call."""
+    separator: str = ""
+    """Between calls."""
+    end: str = ""
+    """Behind the last call."""
+    tags: ArgumentTags | None = None
+    """Tags of arguments, if they are tagged."""
+    quote: str = '"'
+    """Around texts in arguments. Another one than JSON's goes with bare keys."""
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Two texts, with what stands between them."""
+
+    begin: str
+    """Text before it; empty if there is none."""
+    end: str
+    """Text behind it; empty if there is none."""
+
+
+@dataclass(frozen=True)
+class Headers:
+    """An answer of several messages, each with a header that tells what it is."""
+
+    begin: str
+    """Before a header; missing before the answer's first, since the prompt ends with it."""
+    body: str
+    """Between a header and its message."""
+    ends: tuple[str, ...]
+    """Behind messages."""
+    reasoning: str
+    """In the header of reasoning."""
+    recipient: str
+    """In the header of a call, before the name of the function."""
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """Format of the answers of a model."""
+
+    calls: CallFormat
+    """Format of calls."""
+    reasoning: tuple[Marks, ...] = ()
+    """Marks of reasoning: any of them."""
+    content: Marks = Marks("", "")
+    """Marks of content, where it has some."""
+    headers: Headers | None = None
+    """Headers, if the answer has any; then marks of reasoning, content and calls do not count."""
+    primer: str = ""
+    """Beginning of the marks of a call or of content that the prompt ends with."""
+    is_found: bool = True
+    """Whether the format of calls was found by rendering the template, or in the table of exceptions."""
