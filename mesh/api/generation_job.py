@@ -10,6 +10,7 @@ from mesh.api.structured_output import CallGrammar, ToolUse, call_grammar, gramm
 from mesh.engine import GenerationRequest, SpeculationLimits
 from mesh.text.chat_template import Ending
 from mesh.text.output_parser import OutputFormat
+from mesh.text.reasoning_switches import ReasoningWish
 from mesh.text.text_encoder import refuse_too_long_text
 from mesh.text.text_service import TextRequest
 from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest
@@ -40,6 +41,10 @@ class Conversation:
     """Functions that the answer may call; None for none."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the template."""
+    reasoning: ReasoningWish = field(default_factory=ReasoningWish)
+    """Wanted amount of reasoning."""
+    budget_param: str | None = None
+    """The field with the most tokens of reasoning, if the template must know them."""
     ending: Ending = Ending.ANSWER
     """Where the prompt ends."""
     splits_reasoning: bool = True
@@ -134,13 +139,6 @@ def ending_of(
     return Ending.CONTINUED
 
 
-def thinking_variables(effort: str | None) -> dict[str, Any]:
-    """Template variables that set the amount of reasoning."""
-    if effort is None:
-        return {}
-    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-
-
 async def render_prompt(backend: Backend, conversation: Conversation, client: str | None) -> ChatPrompt:
     """Render a conversation and tokenize it.
 
@@ -158,6 +156,7 @@ async def render_prompt(backend: Backend, conversation: Conversation, client: st
     prompt = await backend.texts.prompt(
         conversation.messages,
         variables=conversation.variables,
+        reasoning=conversation.reasoning,
         tools=[] if tools is None else tools.for_template(),
         ending=conversation.ending.name,
         now=backend.now(),
@@ -165,6 +164,12 @@ async def render_prompt(backend: Backend, conversation: Conversation, client: st
         param=conversation.param,
         client=client,
     )
+    if conversation.budget_param is not None and not prompt.knows_budget:
+        raise InvalidRequest(
+            f"{conversation.budget_param}: this model's chat template knows no limit of reasoning: leave it out"
+            + (", or send reasoning_effort" if prompt.knows_reasoning else ""),
+            param=conversation.budget_param,
+        )
     output_format = OutputFormat(
         call_format=None if tools is None else backend.call_format,
         names=frozenset() if tools is None else tools.names,

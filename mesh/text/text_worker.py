@@ -21,6 +21,7 @@ from mesh.text.chat_template import ChatTemplate, Ending
 from mesh.text.client_text import require_unicode
 from mesh.text.detokenizer import AnswerText
 from mesh.text.message_parts import end_of_reasoning
+from mesh.text.reasoning_switches import ReasoningSwitches, ReasoningWish
 from mesh.text.text_encoder import TextEncoder, refuse_too_long_text
 from mesh.text.text_jobs import packed_answer, packed_error, unpacked_job
 from mesh.text.tokenizer import Tokenizer
@@ -186,6 +187,7 @@ def do_prompt(
     *,
     messages: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any],
+    reasoning: Mapping[str, Any],
     tools: Sequence[Mapping[str, Any]],
     ending: str,
     now: str,
@@ -198,6 +200,7 @@ def do_prompt(
         texts: The model.
         messages: Messages in the form of chat templates.
         variables: Further variables of the template.
+        reasoning: Fields of a `ReasoningWish`, which `variables` go before.
         tools: Functions that the model may call.
         ending: Name of an `Ending`.
         now: The local time, in ISO 8601.
@@ -210,6 +213,8 @@ def do_prompt(
     """
     template = texts.template(datetime.fromisoformat(now))
     try:
+        switches = template.reasoning_switches if reasoning else ReasoningSwitches()
+        variables = {**switches.variables(ReasoningWish(**reasoning)), **variables}
         prompt = template.render(messages, variables, tools=tools, ending=Ending[ending])
         has_one_call = bool(tools) and template.has_one_call
     except InvalidRequest as error:
@@ -220,7 +225,12 @@ def do_prompt(
     ids = texts.prompt_ids(prompt, most_tokens)
     # A mark that the template wrote begins reasoning; of a text that is continued, one in it does, too.
     shown = texts.encoder.marking.unmarked(prompt) if ending == Ending.CONTINUED.name else prompt
-    told = {"thought_end": end_of_reasoning(shown), "has_one_call": has_one_call}
+    told = {
+        "thought_end": end_of_reasoning(shown),
+        "has_one_call": has_one_call,
+        "knows_reasoning": switches.has_any,
+        "knows_budget": switches.has_budget,
+    }
     return packed_answer(told, [ids.tobytes()])
 
 

@@ -1,0 +1,321 @@
+"""Grammars of answers in the model's own format: calls, an answer of a given form, free reasoning ahead of both."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+from mesh.api.structured_output import MAX_CALLS, AlternativeSchema, CallGrammar, ToolUse
+from mesh.structured_output.free_text import THOUGHTS, Spelling, Thoughts, text_rules, within
+from mesh.structured_output.gbnf import NOTHING, SchemaError, chars, either, maybe, seq, times, to_gbnf
+from mesh.structured_output.json_schema import Converter, check_size, checked_grammar
+from mesh.structured_output.notations import JSON, PYTHON, BareKeys, RawText
+from mesh.structured_output.tagged import TagForm
+from mesh.text.answer_format import CALL_ID, INDEX, KEY, NAME, NUMBER, SLOTS, AnswerFormat, CallForm
+from spanmesh_proto.errors import InvalidRequest
+from stages.grammar.gbnf_parser import Expression, Ref, parse_gbnf
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from mesh.structured_output.notations import Notation
+    from mesh.text.answer_format import ArgumentTags, CallFormat
+
+_TEXT: Final = Ref("text")
+_CALL: Final = Ref("call")
+_SAID: Final = Ref("said")
+# Keywords of a schema that constrain nothing.
+_NOTES: Final = frozenset({"$schema", "$id", "title", "description", "$defs", "definitions"})
+_MOST_LEFT_OUT: Final = 16
+# Requests repeat their schemas. Each client's are kept apart: how long one takes shows whether it is known.
+_MAX_CACHED: Final = 64
+_LEAST_MARK_CHARS: Final = 2
+_ANY_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object"}
+# As Mistral's templates want them; others take any.
+_ID: Final = times(chars("AZ", "az", "09"), 9, 9)
+_COUNT: Final = either("0", seq(chars("19"), times(chars("09"), 0, 3)))
+_IN_SLOTS: Final = {CALL_ID: _ID, INDEX: _COUNT, NUMBER: _COUNT}
+
+
+def call_grammar(
+    tools: ToolUse,
+    answer_format: AnswerFormat,
+    *,
+    has_one_call: bool,
+    thoughts: Thoughts,
+    spelling: Spelling,
+    alternative: AlternativeSchema | None = None,
+) -> CallGrammar:
+    """Grammar of answers with calls, or with content.
+
+    Unless calls are forced, functions that are not strict take any arguments. Where there is no other form of
+    an answer, it is free text, with calls behind it or without.
+
+    Args:
+        tools: Functions to call.
+        answer_format: Format of answers.
+        has_one_call: Whether there is only one call.
+        thoughts: Reasoning ahead of the answer.
+        spelling: Control tokens, which marks of the format may be.
+        alternative: Form of an answer without calls, if it has one.
+
+    Raises:
+        InvalidRequest: If a schema is invalid, or that of a strict function cannot be expressed as a grammar.
+    """
+    builder = _Builder(answer_format, spelling)
+    for function in tools.functions:
+        is_strict = function["name"] in tools.strict_names
+        builder.add_call(function, is_free=not (is_strict or tools.is_forced), is_lenient=not is_strict)
+    root = builder.calls(tools, has_one_call=has_one_call) if tools.functions else None
+    if alternative is not None and not tools.is_forced:
+        answer = builder.content(alternative)
+        root = answer if root is None else either(root, answer)
+    elif root is not None and not tools.is_forced:
+        root = builder.said(root)
+    found = NOTHING if root is None else root
+    rules = {"root": seq(THOUGHTS, found), **builder.rules, **thoughts.rules(spelling)}
+    try:
+        grammar = to_gbnf(rules)
+    except RecursionError:
+        raise InvalidRequest(
+            "tools: their schemas are nested too deep: make them flatter", param="tools"
+        ) from None
+    return CallGrammar(checked_grammar(grammar, param="tools"), builder.told())
+
+
+@lru_cache(_MAX_CACHED)
+def grammar_in_format(
+    grammar: str,
+    answer_format: AnswerFormat,
+    thoughts: Thoughts,
+    spelling: Spelling,
+    param: str,
+    _client: str | None,
+) -> str:
+    """Grammar of answers whose content matches a grammar.
+
+    Args:
+        grammar: Grammar of the content, GBNF.
+        answer_format: Format of answers.
+        thoughts: Reasoning ahead of the content.
+        spelling: Control tokens, which marks of the format may be.
+        param: The request's field with the grammar, for errors.
+
+    Raises:
+        InvalidRequest: If the whole is too large for a grammar.
+    """
+    begin, end = answer_format.content.begin, answer_format.content.end
+    if not (begin or end or thoughts.marks):
+        return grammar
+    before = seq(THOUGHTS, spelling.of(begin.removeprefix(answer_format.primer)))
+    rules = within(parse_gbnf(grammar), before, spelling.of(end)) | thoughts.rules(spelling)
+    return checked_grammar(to_gbnf(rules), param=param)
+
+
+def is_enforceable(answer_format: AnswerFormat) -> bool:
+    """Whether the beginning of a call tells it from a text ahead of it."""
+    calls = answer_format.calls
+    opening = _pieces(calls.begin + calls.call)
+    return bool(opening) and not opening[0].startswith(("{", "[")) and not answer_format.primer
+
+
+class _Builder:
+    """Rules of the calls of one request.
+
+    Args:
+        answer_format: Format of answers.
+        spelling: Control tokens.
+
+    Attributes:
+        rules: By name.
+    """
+
+    def __init__(self, answer_format: AnswerFormat, spelling: Spelling) -> None:
+        self.rules: dict[str, Expression] = {}
+        self._format = answer_format
+        self._calls = calls = answer_format.calls
+        self._spelling = spelling
+        self._left_out: list[str] = []
+        # Of each function its name and its arguments.
+        self._functions: list[tuple[str, Expression | str]] = []
+        marks = _marks(calls)
+        raw = RawText(_TEXT, frozenset(mark[0] for mark in marks))
+        self._notation: Notation = JSON
+        self._form: TagForm | None = None
+        if calls.form is CallForm.TAGGED and calls.tags is not None:
+            self.rules |= text_rules(_TEXT.name, marks)
+            self._form = self._tag_form(calls.tags, raw)
+        elif calls.form is CallForm.FUNCTION:
+            self._form = TagForm(
+                NOTHING, lambda _: seq("="), lambda _: NOTHING, seq(", "), None, notation=PYTHON
+            )
+        elif calls.quote != '"':
+            self.rules |= text_rules(_TEXT.name, marks)
+            self._notation = BareKeys(calls.quote, spelling.of(calls.quote), raw)
+
+    def add_call(self, function: Mapping[str, Any], *, is_free: bool, is_lenient: bool) -> None:
+        """Add a function.
+
+        Args:
+            function: Name and parameters.
+            is_free: Whether it takes any arguments.
+            is_lenient: Whether what no grammar can express of its schema is left out.
+
+        Raises:
+            InvalidRequest: If its schema is invalid, or cannot be expressed.
+        """
+        name, parameters = function["name"], function["parameters"]
+        what = f"the parameters of the function {name}"
+        arguments: Expression | str = "{}" if self._form is None else ""
+        if is_free:
+            parameters = _ANY_ARGUMENTS
+        if is_free or not _takes_nothing(parameters):
+            converter = Converter(
+                parameters, f"f{len(self._functions)}-", is_lenient=is_lenient, notation=self._notation_of_values
+            )
+            arguments = _expression(converter, parameters, what, "tools", self._form)
+            self.rules |= converter.rules
+            self._left_out += [f"{what}, {each}" for each in converter.left_out]
+        self._functions.append((name, arguments))
+
+    def calls(self, tools: ToolUse, *, has_one_call: bool) -> Expression:
+        """One or more calls."""
+        calls, spelling = self._calls, self._spelling
+        most = 1 if has_one_call or self._ends_with_call else MAX_CALLS
+        if all(_takes_nothing(function["parameters"]) for function in tools.functions):
+            # No call differs from an earlier one of the same function, and small models never stop by themselves.
+            most = min(most, len(tools.functions))
+        self.rules[_CALL.name] = either(*(self._call(calls.call, each) for each in self._functions))
+        begin = calls.begin + calls.call
+        first: Expression = seq(spelling.of(calls.begin), _CALL)
+        if self._format.primer and begin.startswith(self._format.primer):
+            rest = begin.removeprefix(self._format.primer)
+            first = either(*(self._call(rest, each) for each in self._functions))
+        if spelling.ends(calls.call_end):
+            return first
+        if most == 1:
+            return seq(first, spelling.of(calls.end))
+        more = times(seq(spelling.of(calls.separator), _CALL), 0, most - 1)
+        return seq(first, more, spelling.of(calls.end))
+
+    def content(self, form: AlternativeSchema) -> Expression:
+        """Content of a given form, between the format's marks of content."""
+        converter = Converter(form.schema, "answer-")
+        found = _expression(converter, form.schema, form.param, form.param, None)
+        self.rules |= converter.rules
+        marks = self._format.content
+        begin = marks.begin.removeprefix(self._format.primer)
+        return seq(self._spelling.of(begin), found, self._spelling.of(marks.end))
+
+    def said(self, calls: Expression) -> Expression:
+        """Free text, with calls behind it or without."""
+        opening = _pieces(self._calls.begin + self._calls.call)[:1]
+        self.rules |= text_rules(_SAID.name, opening)
+        return seq(_SAID, maybe(calls))
+
+    def told(self) -> tuple[str, ...]:
+        """What is not enforced."""
+        found = self._left_out
+        if (num_more := len(found) - _MOST_LEFT_OUT) > 0:
+            found = [*found[:_MOST_LEFT_OUT], f"{num_more} more parts of schemas"]
+        return tuple(found)
+
+    @property
+    def _notation_of_values(self) -> Notation:
+        return self._notation if self._form is None else self._form.notation
+
+    @property
+    def _ends_with_call(self) -> bool:
+        """Whether an answer is over with its first call."""
+        calls = self._calls
+        return self._format.headers is not None or self._spelling.ends(calls.call_end + calls.separator)
+
+    def _call(self, begin: str, function: tuple[str, Expression | str]) -> Expression:
+        name, arguments = function
+        calls = self._calls
+        return seq(
+            self._spelled(begin, name),
+            name,
+            self._spelled(calls.name_end, name),
+            arguments,
+            self._spelled(calls.call_end, name),
+        )
+
+    def _spelled(self, text: str, name: str) -> Expression:
+        """Grammar of a text with slots."""
+        items: list[Expression] = []
+        rest = text.replace(NAME, name)
+        while slots := [slot for slot in rest if slot in _IN_SLOTS]:
+            before, _, rest = rest.partition(slots[0])
+            items += (self._spelling.of(before), _IN_SLOTS[slots[0]])
+        return seq(*items, self._spelling.of(rest))
+
+    def _tag_form(self, tags: ArgumentTags, raw: RawText) -> TagForm:
+        spelling = self._spelling
+        by_type = dict(tags.types)
+
+        def value(kind: str) -> Expression:
+            return spelling.of(by_type.get(kind, by_type.get("number", tags.key_end)) + tags.value)
+
+        return TagForm(
+            spelling.of(tags.key),
+            value,
+            lambda name: spelling.of(tags.value_end.replace(KEY, name)),
+            spelling.of(tags.separator),
+            raw,
+            notation=PYTHON if tags.is_python else JSON,
+            has_types=bool(by_type),
+            ends_by_name=KEY in tags.value_end,
+            is_padded=tags.is_padded,
+        )
+
+
+def _takes_nothing(parameters: Mapping[str, Any]) -> bool:
+    """Whether the schema of a function's parameters names none, and permits no others by name."""
+    is_object = parameters.get("type", "object") in ("object", ["object"])
+    others = parameters.get("additionalProperties", False)
+    beside = parameters.keys() - {"type", "properties", "required", "additionalProperties", *_NOTES}
+    is_empty = parameters.get("properties", {}) == {} and parameters.get("required", []) == []
+    return is_object and others is False and not beside and is_empty
+
+
+def _expression(
+    converter: Converter, schema: Any, what: str, param: str, form: TagForm | None
+) -> Expression:
+    """Grammar of a schema's values, and rules in the converter.
+
+    Raises:
+        InvalidRequest: If there is none, with its place.
+    """
+    try:
+        check_size(schema)
+        expression = converter.expression(schema) if form is None else converter.tagged(schema, form)
+    except SchemaError as error:
+        where = f" at `{error.where}`" if error.where else ""
+        raise InvalidRequest(f"{what}{where}: {error.reason}", param=param) from None
+    except RecursionError:
+        raise InvalidRequest(f"{what}: it is nested too deep: make it flatter", param=param) from None
+    if expression is None:
+        raise InvalidRequest(f"{what}: it allows no value at all", param=param)
+    return expression
+
+
+def _marks(calls: CallFormat) -> tuple[str, ...]:
+    """Marks that texts within calls must not have: any that could end a value, a call or all of them."""
+    tags = calls.tags
+    texts = [calls.begin, calls.call, calls.call_end, calls.end]
+    if tags is not None:
+        # What ends a name may be no more than `">`.
+        inner = [text for text in (tags.key_end, tags.value) if text[:1] == tags.key[:1]]
+        texts = [tags.value_end, tags.key, *inner, *texts]
+    if calls.quote != '"':
+        texts.append(calls.quote)
+    return tuple(dict.fromkeys(piece for text in texts for piece in _pieces(text)))
+
+
+def _pieces(text: str) -> list[str]:
+    """Marks in a text of a format: its lines, up to a slot each."""
+    for slot in SLOTS:
+        text = text.replace(slot, f"{SLOTS[0]}\n")
+    lines = [line.partition(SLOTS[0])[0].strip() for line in text.split("\n")]
+    return [line for line in lines if len(line) >= _LEAST_MARK_CHARS]
