@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from enum import Enum, auto
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -19,7 +20,9 @@ from markupsafe import Markup
 
 from mesh.text.client_text import Marking
 from mesh.text.conversation_repair import EVERY, Repair, content_forms_of, needs_of, repaired
-from mesh.text.message_parts import call_format_of, knows_tools
+from mesh.text.answer_format import NOTE_FORMAT, AnswerFormat
+from mesh.text.format_probes import found_format
+from mesh.text.message_parts import knows_tools
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -31,7 +34,6 @@ if TYPE_CHECKING:
     from jinja2.runtime import Context
 
     from mesh.text.conversation_repair import ContentForms, Needs
-    from mesh.text.message_parts import CallFormat
     from mesh.text.tokenizer import Tokenizer
 
 _MAX_REASON_CHARS: Final = 300
@@ -277,10 +279,16 @@ class ChatTemplate:
         self._max_chars = max_chars
         self._marking = Marking(()) if marking is None else marking
 
-    @property
-    def call_format(self) -> CallFormat:
-        """Format of the model's calls."""
-        return call_format_of(self._source)
+    @cached_property
+    def answer_format(self) -> AnswerFormat:
+        """Format of the model's answers, by what the template writes; see `found_format`.
+
+        Raises:
+            InvalidRequest: If the template writes more than the bound.
+        """
+        found = found_format(self.probed, self._source, (self._eos,))
+        # Without tools in the prompt, calls are those of our own note.
+        return found if knows_tools(self._source) else replace(found, calls=NOTE_FORMAT, is_found=False)
 
     @cached_property
     def needs(self) -> Needs:

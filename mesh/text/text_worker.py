@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mesh.text.chat_template import ChatTemplate, Ending
 from mesh.text.client_text import require_unicode
 from mesh.text.detokenizer import AnswerText
-from mesh.text.message_parts import end_of_reasoning
+from mesh.text.answer_format import end_of_reasoning
 from mesh.text.text_encoder import TextEncoder, refuse_too_long_text
 from mesh.text.text_jobs import packed_answer, packed_error, unpacked_job
 from mesh.text.tokenizer import Tokenizer
@@ -220,7 +220,7 @@ def do_prompt(
     ids = texts.prompt_ids(prompt, most_tokens)
     # A mark that the template wrote begins reasoning; of a text that is continued, one in it does, too.
     shown = texts.encoder.marking.unmarked(prompt) if ending == Ending.CONTINUED.name else prompt
-    told = {"thought_end": end_of_reasoning(shown), "has_one_call": has_one_call}
+    told = {"thought_end": end_of_reasoning(shown, template.answer_format.reasoning), "has_one_call": has_one_call}
     return packed_answer(told, [ids.tobytes()])
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import llama_cpp
 
-from mesh.text.message_parts import MARKS
+from mesh.text.answer_format import MARKS
 from spanmesh_proto.errors import InvalidModel, InvalidRequest
 from stages.grammar.automaton import TokenTexts
 from stages.runtime.llama import init_backend, last_complaint
