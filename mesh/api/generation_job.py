@@ -364,15 +364,16 @@ def _held_to(
     body: GenerationBody, chat: ChatPrompt | None, client: str | None
 ) -> tuple[CallGrammar | None, OutputFormat]:
     """The grammar that the answer must match, if any, and the format of the answer."""
-    gbnf = grammar_of(body, client)
+    thought_end = None if chat is None or chat.tools is not None else chat.thought_end
+    gbnf = grammar_of(body, client, thought_end=thought_end)
     grammar = None if gbnf is None else CallGrammar(gbnf)
     if chat is None:
         return grammar, OutputFormat()
     if chat.tools is None:
-        # An answer that follows a grammar has no room for reasoning: all of it is content.
-        return grammar, chat.output_format if grammar is None else replace(
-            chat.output_format, splits_reasoning=False
-        )
+        if grammar is None or thought_end is not None:
+            return grammar, chat.output_format
+        # Without reasoning that the prompt begins, there is no room for any: all of the answer is content.
+        return grammar, replace(chat.output_format, splits_reasoning=False)
     if grammar is None:
         return chat.call_grammar() if chat.tools.is_forced else None, chat.output_format
     alternative = schema_of(body)

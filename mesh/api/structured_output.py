@@ -8,7 +8,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from mesh.api.protocol import AllowedTools
-from mesh.structured_output.gbnf import SchemaError, chars, either, maybe, seq, times, to_gbnf
+from mesh.structured_output.free_text import behind_thoughts, text_rules
+from mesh.structured_output.gbnf import SchemaError, either, maybe, seq, times, to_gbnf
 from mesh.structured_output.json_schema import (
     Converter,
     check_size,
@@ -16,11 +17,11 @@ from mesh.structured_output.json_schema import (
     json_object_grammar,
     schema_grammar,
 )
-from mesh.structured_output.objects import TagForm, text_without
+from mesh.structured_output.objects import TagForm
 from mesh.structured_output.strings import quoted
 from mesh.text.message_parts import CallFormat
 from spanmesh_proto.errors import InvalidRequest
-from stages.grammar.gbnf_parser import Chars, Expression, Ref, complement
+from stages.grammar.gbnf_parser import Expression, Ref, parse_gbnf
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,7 +36,6 @@ _TEXT: Final = Ref("text")
 # Keywords of a schema that constrain nothing.
 _NOTES: Final = frozenset({"$schema", "$id", "title", "description", "$defs", "definitions"})
 _MOST_LEFT_OUT: Final = 16
-_SPACES: Final = times(chars(" ", "\n"), 0, 4)
 # Requests repeat their schemas. Each client's are kept apart: how long one takes shows whether it is known.
 _MAX_CACHED: Final = 64
 
@@ -111,7 +111,7 @@ def call_grammar(
     rules: dict[str, Expression] = {}
     form = None if call_format.tags is None else _form_of(call_format.tags)
     if form is not None:
-        rules[_TEXT.name] = text_without(call_format.marks)
+        rules |= text_rules(_TEXT.name, call_format.marks)
     calls = []
     left_out: list[str] = []
     for index, function in enumerate(tools.functions):
@@ -136,11 +136,11 @@ def call_grammar(
         )
         rules |= converter.rules
         root = either(root, answer)
+    rules = {"root": root, **rules, "call": either(*calls)}
     if thought_end is not None:
-        root = seq(_thoughts(thought_end), thought_end, _SPACES, root)
-    rules["call"] = either(*calls)
+        rules = behind_thoughts(rules, thought_end)
     try:
-        grammar = to_gbnf({"root": root, **rules})
+        grammar = to_gbnf(rules)
     except RecursionError:
         raise InvalidRequest(
             "tools: their schemas are nested too deep: make them flatter", param="tools"
@@ -210,17 +210,9 @@ def _several(one: Expression, between: str, most_more: int) -> Expression:
     return seq(one, times(seq(between, one), 0, most_more)) if most_more else one
 
 
-def _thoughts(end: str) -> Expression:
-    """Any text without the beginning of the end mark."""
-    first, second = (_but(letter) for letter in end[:2])
-    return times(either(first, seq(end[0], second)), 0, None)
-
-
-def _but(letter: str) -> Chars:
-    return Chars(complement(((ord(letter), ord(letter)),)))
-
-
-def grammar_of(body: GenerationBody, client: str | None = None) -> str | None:
+def grammar_of(
+    body: GenerationBody, client: str | None = None, *, thought_end: str | None = None
+) -> str | None:
     """GBNF that an answer must match; None if it is free.
 
     A large schema takes a second: not to be called in the event loop.
@@ -228,6 +220,7 @@ def grammar_of(body: GenerationBody, client: str | None = None) -> str | None:
     Args:
         body: The checked body.
         client: Identity of the API key, or None.
+        thought_end: End mark of the reasoning that the prompt begins, if it does: it stays free.
 
     Raises:
         InvalidRequest: If a schema cannot be expressed as a grammar, a grammar is invalid, or two are given.
@@ -245,7 +238,11 @@ def grammar_of(body: GenerationBody, client: str | None = None) -> str | None:
             f"{given[1]} and {given[0]} both give a format for the answer: send one of them",
             param=given[1],
         )
-    return found[given[0]] if given else None
+    if not given:
+        return None
+    (name, *_) = given
+    grammar = found[name] or ""
+    return grammar if thought_end is None else _behind(grammar, thought_end, name, client)
 
 
 def schema_of(body: GenerationBody) -> AlternativeSchema | None:
@@ -284,6 +281,11 @@ def _of_schema(schema: Any, param: str, client: str | None) -> str:
 @lru_cache(_MAX_CACHED)
 def _checked(grammar: str, _client: str | None) -> str:
     return checked_grammar(grammar, param="grammar")
+
+
+@lru_cache(_MAX_CACHED)
+def _behind(grammar: str, thought_end: str, param: str, _client: str | None) -> str:
+    return checked_grammar(to_gbnf(behind_thoughts(parse_gbnf(grammar), thought_end)), param=param)
 
 
 @lru_cache(_MAX_CACHED)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.structured_output.gbnf import NOTHING, SchemaError, chars, either, maybe, seq, times
+from mesh.structured_output.free_text import any_but
+from mesh.structured_output.gbnf import NOTHING, SchemaError, chars, either, mapped, maybe, seq, times
 from mesh.structured_output.strings import CHAR, lengths_of, of_length, pattern_of, quoted
-from stages.grammar.gbnf_parser import MAX_REPEATS, Chars, Choice, Expression, Repeat, Sequence, complement
+from stages.grammar.gbnf_parser import MAX_REPEATS, Chars, Expression, complement
 
 if TYPE_CHECKING:
     from mesh.structured_output.schema_resolver import Flat
@@ -66,7 +67,7 @@ class TagForm:
             return self.closed(_without_tags(of_length(pattern, least, most)))
         if (least, most) == (0, None):
             return self.closed(self.text, is_exact=False)
-        return self.closed(times(_but(_TAG_START), least, most))
+        return self.closed(times(any_but(_TAG_START), least, most))
 
 
 def free_object(value: Expression, space: Expression) -> Expression:
@@ -260,55 +261,22 @@ def _body(
     return None if other is None else seq(other, rest)
 
 
-def text_without(marks: Collection[str]) -> Expression:
-    """Any text in which none of the marks occurs.
-
-    Args:
-        marks: Each begins with `<` and has no other one.
-    """
-    tree: dict[str, Any] = {}
-    for mark in marks:
-        node = tree
-        for letter in mark[1:]:
-            node = node.setdefault(letter, {})
-        node[""] = {}
-    plain = times(_but(_TAG_START), 0, None)
-    return seq(plain, times(seq(_TAG_START, _behind(tree, plain)), 0, None))
-
-
-def _behind(node: dict[str, Any], plain: Expression) -> Expression:
-    """What may follow the beginning of a mark: nothing more of it, or more that is not all of it."""
-    longer = [
-        seq(letter, _behind(inner, plain)) for letter, inner in node.items() if letter and "" not in inner
-    ]
-    # Nothing follows before the end, or before the beginning of another.
-    return either(NOTHING, seq(_but(_TAG_START, *filter(None, node)), plain), *longer)
-
-
-def _but(*letters: str) -> Chars:
-    return Chars(complement([(ord(letter), ord(letter)) for letter in letters]))
-
-
 def _without_tags(expression: Expression) -> Expression:
     """An expression without `<` where it allows other letters in its place."""
-    match expression:
-        case Chars(ranges):
-            start = ord(_TAG_START)
-            rest = [
-                part
-                for low, high in ranges
-                for part in ((low, min(high, start - 1)), (max(low, start + 1), high))
-                if part[0] <= part[1]
-            ]
-            return Chars(tuple(rest)) if rest else expression
-        case Sequence(items):
-            return Sequence(tuple(_without_tags(item) for item in items))
-        case Choice(options):
-            return Choice(tuple(_without_tags(option) for option in options))
-        case Repeat(item, least, most):
-            return Repeat(_without_tags(item), least, most)
-        case _:
-            return expression
+
+    def change(each: Expression) -> Expression:
+        if not isinstance(each, Chars):
+            return each
+        start = ord(_TAG_START)
+        rest = [
+            part
+            for low, high in each.ranges
+            for part in ((low, min(high, start - 1)), (max(low, start + 1), high))
+            if part[0] <= part[1]
+        ]
+        return Chars(tuple(rest)) if rest else each
+
+    return mapped(expression, change)
 
 
 def tagged_object_of(flat: Flat, convert: Convert, form: TagForm) -> Expression | None:

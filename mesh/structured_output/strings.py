@@ -11,7 +11,7 @@ import json
 import string
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from mesh.structured_output.gbnf import HEX_DIGIT, NOTHING, SchemaError, chars, either, seq, times
+from mesh.structured_output.gbnf import HEX_DIGIT, NOTHING, SchemaError, chars, either, mapped, seq, times
 from stages.grammar.gbnf_parser import (
     MAX_CODE_POINT,
     MAX_NESTING,
@@ -21,7 +21,6 @@ from stages.grammar.gbnf_parser import (
     CodeRange,
     Expression,
     Literal,
-    Ref,
     Repeat,
     Sequence,
     complement,
@@ -258,18 +257,16 @@ def quoted(text: str) -> str:
 
 def in_string(expression: Expression) -> Expression:
     """An expression over characters with each character as JSON writes it."""
+    return mapped(expression, _as_json)
+
+
+def _as_json(expression: Expression) -> Expression:
     match expression:
         case Literal(text):
             return Literal(quoted(text)[1:-1])
         case Chars(ranges):
             return _one_of(ranges)
-        case Sequence(items):
-            return Sequence(tuple(in_string(item) for item in items))
-        case Choice(options):
-            return Choice(tuple(in_string(option) for option in options))
-        case Repeat(item, least, most):
-            return Repeat(in_string(item), least, most)
-        case Ref():
+        case _:
             return expression
 
 

@@ -265,6 +265,11 @@ class OutputParser:
         return self._calls is not None and self._calls.num_calls > 0
 
     @property
+    def ends_in_call(self) -> bool:
+        """Whether the text so far ends within a call."""
+        return self._calls is not None and self._calls.num_calls > self._calls.num_complete
+
+    @property
     def is_over(self) -> bool:
         """Whether further text is ignored."""
         return self._has_one_call and self._calls is not None and self._calls.num_complete > 0

@@ -133,7 +133,9 @@ class ToolCallParser:
             if not self._has_arguments and not self._is_cut:
                 self._argue("{}")
             return
-        if not (self._is_cut and any(end.startswith(rest) for end in self._awaited)):
+        if (self._is_cut or self._is_stopped) and len(rest) > 1 and _begins(self._marks.openings, rest):
+            self._held.clear()
+        elif not (self._is_cut and _begins(self._awaited, rest)):
             self._held += rest
         if self._num_begun and not "".join(self._held).strip():
             self._held.clear()
@@ -160,6 +162,15 @@ class ToolCallParser:
                 yield from self._block(mark)
         except UnexpectedText:
             self._release()
+        except EndOfText:
+            self._drop_beginning(is_marked=True)
+            raise
+
+    def _drop_beginning(self, *, is_marked: bool) -> None:
+        """Leave out the beginning of a call that was cut ahead of its name: it is no content."""
+        if is_marked and (self._is_cut or self._is_stopped) and not self._is_in_call:
+            self._held.clear()
+            self._characters.rest()
 
     def _end_block(self, mark: str) -> None:
         """The end mark belongs to a call if there was one since the last, whatever came in between."""
@@ -223,6 +234,9 @@ class ToolCallParser:
                 yield from self._calls_in_a_row(only_known=True)
             except UnexpectedText:
                 self._release()
+            except EndOfText:
+                self._drop_beginning(is_marked='"name"' in "".join(self._held))
+                raise
 
     def _calls_in_a_row(self, *, only_known: bool = False) -> Generator[None, str, None]:
         yield from skip_space(self._characters, self._hold)
@@ -445,3 +459,8 @@ class ToolCallParser:
         if self._held:
             self._message_parts.append(Content("".join(self._held)))
             self._held.clear()
+
+
+def _begins(marks: Collection[str], text: str) -> bool:
+    """Whether one of the marks begins with a text."""
+    return any(mark.startswith(text) for mark in marks)

@@ -144,8 +144,12 @@ class ContentBlocks:
                     )
         return events
 
-    def close(self) -> list[Event]:
-        """End the open block, if there is one."""
+    def close(self, *, is_cut: bool = False) -> list[Event]:
+        """End the open block, if there is one.
+
+        Args:
+            is_cut: Whether it is a call that was cut: no object is what was generated, so it is left out.
+        """
         block, text = self._open, "".join(self._texts)
         if block is None:
             return []
@@ -159,7 +163,8 @@ class ContentBlocks:
         else:
             block["text"] = text
         events.append({"type": "content_block_stop", "index": len(self.blocks)})
-        self.blocks.append(block)
+        if not is_cut:
+            self.blocks.append(block)
         self._open, self._texts = None, []
         return events
 
@@ -213,7 +218,7 @@ class MessagesAnswer(Answer):
         async with aclosing(self.choices.parts()) as parts:
             async for part in parts:
                 self._content.add(part.message_parts)
-        self._content.close()
+        self._content.close(is_cut=part.has_cut_call)
         fields = self._fields(self._content.blocks, part)
         return json_response({**fields, **self._ending(part), "timings": timings(self._job, part)})
 
@@ -278,7 +283,7 @@ def encoded(events: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def _object(arguments: str) -> Any:
-    """Arguments of a call; empty if the limit cut them, or they are no JSON."""
+    """Arguments of a call; empty if they are no object."""
     try:
         found = json.loads(arguments or "{}", strict=False, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):

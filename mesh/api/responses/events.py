@@ -113,7 +113,7 @@ class Output:
         """End the answer. An empty one has an empty message.
 
         Args:
-            is_cut: Whether the limit ended it: then the last item is incomplete.
+            is_cut: Whether a limit ended it, or a stop string within a call: the last item is incomplete.
         """
         events = [] if self.items else self._begin_text("message", _TEXT)
         return events + self._close("incomplete" if is_cut else "completed")
@@ -267,7 +267,7 @@ class ResponsesAnswer(Answer):
                 each["bytes"] = each["bytes"] or []
         events = self._output.add(part.message_parts, logprobs)
         if part.finish is not None:
-            events += self._output.end(is_cut=part.finish == "length")
+            events += self._output.end(is_cut=part.finish == "length" or part.has_cut_call)
         return events
 
     def _opened(self, events: list[Event]) -> bytes:

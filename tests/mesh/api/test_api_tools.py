@@ -92,6 +92,61 @@ async def test_a_call_that_the_limit_cuts_ends_with_length(tokenizer: Tokenizer)
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "'
 
 
+BEHIND = CALL.removeprefix("Let me look.\n")
+
+
+@pytest.mark.parametrize("text", [BEHIND, SECOND.lstrip() + "\n" + BEHIND])
+async def test_a_call_that_a_stop_string_cuts_is_none_that_was_made(tokenizer: Tokenizer, text: str) -> None:
+    before = [] if text is BEHIND else [("clock", {})]
+    async with running_api(saying(tokenizer, text), tokenizer) as api:
+        asked: Any = {"messages": HELLO, "tools": [WEATHER, CLOCK]}
+        for stream in (False, True):
+            response = await api.http.post(CHAT, json={**asked, "stop": ["Osl"], "stream": stream})
+            assert '"finish_reason":"stop"' in response.text
+            assert '"finish_reason":"tool_calls"' not in response.text
+        whole = (await api.http.post(CHAT, json={**asked, "stop": "Osl"})).json()["choices"][0]["message"]
+        assert whole["tool_calls"][-1]["function"]["arguments"] == '{"city": "'
+        shown = {"name": "weather", "input_schema": PARAMETERS}
+        theirs = {"messages": HELLO, "max_tokens": 99, "tools": [shown, {**shown, "name": "clock"}]}
+        message = (await api.http.post("/v1/messages", json={**theirs, "stop_sequences": ["Osl"]})).json()
+        assert [(block["name"], block["input"]) for block in message["content"]] == before
+        assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "Osl")
+        own = [{"type": "function", **tool["function"]} for tool in (WEATHER, CLOCK)]
+        response = await api.http.post("/v1/responses", json={"input": "Hi", "tools": own, "stop": ["Osl"]})
+        assert [item["status"] for item in response.json()["output"]] == [
+            *("completed" for _ in before),
+            "incomplete",
+        ]
+        # Behind the end of its arguments a call is whole.
+        response = await api.http.post(CHAT, json={**asked, "stop": ["</tool_call>"]})
+        calls = response.json()["choices"][0]["message"]["tool_calls"]
+        assert response.json()["choices"][0]["finish_reason"] == "tool_calls"
+        assert (
+            json.loads(calls[0]["function"]["arguments"]) == (before or [("weather", {"city": "Oslo"})])[0][1]
+        )
+
+
+@pytest.mark.parametrize("end", ["<tool_c", "<tool_call>", '<tool_call>\n{"name": "wea', '{"name"'])
+async def test_the_beginning_of_a_call_is_no_text(tokenizer: Tokenizer, end: str) -> None:
+    asked: Any = {"messages": HELLO, "tools": [WEATHER]}
+    at = CALL.index(end) + len(end)
+    async with running_api(saying(tokenizer, CALL[:at], ends=False), tokenizer) as api:
+        cut = (await api.http.post(CHAT, json=asked)).json()["choices"][0]
+    assert (cut["finish_reason"], cut["message"]["content"]) == ("length", "Let me look.")
+    assert "tool_calls" not in cut["message"]
+    async with running_api(saying(tokenizer, CALL), tokenizer) as api:
+        stopped = (await api.http.post(CHAT, json={**asked, "stop": CALL[at : at + 3]})).json()["choices"][0]
+    assert (stopped["finish_reason"], stopped["message"]["content"]) == ("stop", "Let me look.")
+
+
+async def test_text_that_only_might_become_a_mark_stays(tokenizer: Tokenizer) -> None:
+    async with running_api(saying(tokenizer, "1 <", ends=False), tokenizer) as api:
+        choice = (await api.http.post(CHAT, json={"messages": HELLO, "tools": [WEATHER]})).json()["choices"][
+            0
+        ]
+    assert choice["message"]["content"] == "1 <"
+
+
 @pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tools": [WEATHER], "tool_choice": "none"}])
 async def test_where_nothing_may_be_called_all_is_content(tokenizer: Tokenizer, fields: Any) -> None:
     engine = saying(tokenizer, CALL)

@@ -296,7 +296,8 @@ def test_what_a_limit_cut_is_no_complete_call(length: int) -> None:
     begun = "<parameter=at>" in text
     assert joined(message_parts) == read(CallFormat.QWEN, *text, is_cut=True)
     if "<function=look>" not in text:
-        assert message_parts == ([Content(text)] if text else [])
+        # One character is more often one of a text.
+        assert message_parts == ([Content(text)] if length == 1 else [])
         return
     [start, *rest] = message_parts
     assert start == ToolCallStart(0, "look")
