@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mesh.api.backend import Backend
     from mesh.api.protocol import GenerationBody, PredictionBody
     from mesh.api.structured_output import AlternativeSchema
-    from mesh.text.message_parts import CallFormat
+    from mesh.text.answer_format import AnswerFormat
 
 SEED_BITS: Final = 64
 # llama-server's default window of `repeat_penalty`.
@@ -58,8 +58,8 @@ class ChatPrompt:
     """Format of the answer."""
     tools: ToolUse | None
     """Functions that it may call; None for none."""
-    call_format: CallFormat
-    """Format of calls."""
+    answer_format: AnswerFormat
+    """Format of the model's answers."""
     thought_end: str | None
     """End mark of the reasoning that the prompt begins, if it does."""
 
@@ -71,7 +71,7 @@ class ChatPrompt:
         """
         return call_grammar(
             ToolUse(()) if self.tools is None else self.tools,
-            self.call_format,
+            self.answer_format,
             has_one_call=self.output_format.has_one_call,
             thought_end=self.thought_end,
             alternative=alternative,
@@ -165,8 +165,15 @@ async def render_prompt(backend: Backend, conversation: Conversation, client: st
         param=conversation.param,
         client=client,
     )
+    told = (await backend.texts.answer_format(backend.now(), client=client)).format
     output_format = OutputFormat(
-        call_format=None if tools is None else backend.call_format,
+        call_format=None if tools is None else told.calls,
+        reasoning=told.reasoning,
+        content=told.content,
+        headers=told.headers,
+        end=told.end,
+        # A prompt that ends otherwise has no beginning of a call.
+        primer=told.primer if conversation.ending is Ending.ANSWER else "",
         names=frozenset() if tools is None else tools.names,
         # A template that takes one call a message could not show two in the next turn.
         has_one_call=tools is not None and (tools.has_one_call or prompt.has_one_call),
@@ -175,7 +182,7 @@ async def render_prompt(backend: Backend, conversation: Conversation, client: st
         shows_think_marks=not conversation.splits_reasoning,
         parameters={} if tools is None else tools.parameters,
     )
-    return ChatPrompt(prompt.tokens, output_format, tools, backend.call_format, prompt.thought_end)
+    return ChatPrompt(prompt.tokens, output_format, tools, told, prompt.thought_end)
 
 
 def sampling_of(body: GenerationBody, n_vocab: int, random_bits: Callable[[int], int]) -> SamplingParams:

@@ -7,12 +7,12 @@ of calls a slot stands for what differs from call to call.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 NAME: Final = "\ufdd0"
 """Slot of the function's name, where a call has it a second time."""
@@ -162,6 +162,36 @@ class AnswerFormat:
         headers = self.headers
         of_headers = () if headers is None else (headers.begin, headers.body, *headers.ends, headers.reasoning)
         return (*pairs, *of_headers, *texts_of(self.calls))
+
+    def told(self) -> dict[str, Any]:
+        """The format as JSON."""
+        return {**asdict(self), "calls": {**asdict(self.calls), "form": self.calls.form.value}}
+
+
+def format_told(told: Mapping[str, Any]) -> AnswerFormat:
+    """The format that `AnswerFormat.told` has told."""
+    calls, headers = told["calls"], told["headers"]
+    tags = calls["tags"]
+    return AnswerFormat(
+        **{
+            **told,
+            "calls": CallFormat(
+                **{
+                    **calls,
+                    "form": CallForm(calls["form"]),
+                    "tags": None if tags is None else _tags_told(tags),
+                }
+            ),
+            "reasoning": tuple(Marks(**each) for each in told["reasoning"]),
+            "content": Marks(**told["content"]),
+            "headers": None if headers is None else Headers(**{**headers, "ends": tuple(headers["ends"])}),
+        }
+    )
+
+
+def _tags_told(told: Mapping[str, Any]) -> ArgumentTags:
+    types = tuple((kind, text) for kind, text in told["types"])
+    return ArgumentTags(**{**told, "types": types, "literal": Marks(**told["literal"])})
 
 
 def texts_of(calls: CallFormat) -> tuple[str, ...]:

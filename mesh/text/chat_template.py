@@ -26,7 +26,7 @@ from mesh.text.message_parts import knows_tools
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from datetime import datetime
 
     from jinja2.compiler import Frame
@@ -258,6 +258,7 @@ class ChatTemplate:
         bos: Text of the token that begins a sequence.
         eos: Text of the token that ends a sequence.
         now: Returns the local time, for templates that date their system prompt.
+        ends: Names of further tokens that end answers.
         max_chars: Most characters of the prompt.
         marking: Tells texts of clients from the template's own; by default nothing is told apart.
     """
@@ -269,6 +270,7 @@ class ChatTemplate:
         bos: str,
         eos: str,
         now: Callable[[], datetime],
+        ends: Collection[str] = (),
         max_chars: int = MAX_PROMPT_CHARS,
         marking: Marking | None = None,
     ) -> None:
@@ -276,6 +278,7 @@ class ChatTemplate:
         self._bos = bos
         self._eos = eos
         self._now = now
+        self._ends = ends
         self._max_chars = max_chars
         self._marking = Marking(()) if marking is None else marking
 
@@ -286,7 +289,7 @@ class ChatTemplate:
         Raises:
             InvalidRequest: If the template writes more than the bound.
         """
-        found = found_format(self.probed, self._source, (self._eos,))
+        found = found_format(self.probed, self._source, (self._eos, *self._ends))
         # Without tools in the prompt, calls are those of our own note.
         return found if knows_tools(self._source) else replace(found, calls=NOTE_FORMAT, is_found=False)
 
@@ -303,6 +306,11 @@ class ChatTemplate:
     def hidden_roles(self) -> frozenset[str]:
         """Roles of messages whose texts the template shows in no form; see `content_forms_of`."""
         return self._content_forms.hidden - (frozenset() if knows_tools(self._source) else {"tool"})
+
+    @property
+    def has_short_ids(self) -> bool:
+        """Whether ids of calls are nine letters and digits for this template; see `needs`."""
+        return Repair.SHORT_IDS in self.needs.with_tools
 
     @property
     def has_one_call(self) -> bool:

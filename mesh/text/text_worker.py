@@ -17,10 +17,10 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from mesh.text.answer_format import AnswerFormat, end_of_reasoning
 from mesh.text.chat_template import ChatTemplate, Ending
 from mesh.text.client_text import require_unicode
 from mesh.text.detokenizer import AnswerText
-from mesh.text.answer_format import end_of_reasoning
 from mesh.text.text_encoder import TextEncoder, refuse_too_long_text
 from mesh.text.text_jobs import packed_answer, packed_error, unpacked_job
 from mesh.text.tokenizer import Tokenizer
@@ -99,6 +99,7 @@ class ModelTexts:
             bos=tokenizer.bos,
             eos=tokenizer.eos,
             now=lambda: self._now,
+            ends=[tokenizer.name(token) for token in sorted(tokenizer.end_tokens)],
             marking=self.encoder.marking,
         )
 
@@ -279,8 +280,19 @@ def do_check(texts: ModelTexts, *, now: str) -> bytes:
     return packed_answer({"problems": problems})
 
 
+def do_format(texts: ModelTexts, *, now: str) -> bytes:
+    """Format of the model's answers, and whether ids of calls must be short ones."""
+    template = texts.template(datetime.fromisoformat(now))
+    try:
+        found, has_short_ids = template.answer_format, template.has_short_ids
+    except RequestError:
+        # It renders nothing: the check has told so.
+        found, has_short_ids = AnswerFormat(), False
+    return packed_answer({"format": found.told(), "has_short_ids": has_short_ids})
+
+
 _KINDS: Final[dict[str, Callable[..., bytes]]] = {
-    made.__name__.removeprefix("do_"): made for made in (do_prompt, do_ids, do_listing, do_text, do_check)
+    made.__name__.removeprefix("do_"): made for made in (do_prompt, do_ids, do_listing, do_text, do_check, do_format)
 }
 
 

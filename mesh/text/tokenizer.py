@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 import llama_cpp
 
-from mesh.text.answer_format import MARKS
 from spanmesh_proto.errors import InvalidModel, InvalidRequest
 from stages.grammar.automaton import TokenTexts
 from stages.runtime.llama import init_backend, last_complaint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
 _MAX_PIECE_BYTES: Final = 1024
@@ -98,6 +97,7 @@ class Tokenizer:
         self._is_wordpiece = kind == llama_cpp.LLAMA_VOCAB_TYPE_WPM
         self._vocab = vocab
         self._pieces: dict[int, bytes] = {}
+        self._shown: dict[frozenset[str], dict[int, bytes]] = {}
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(vocab)
         self.n_ctx_train = self._n_ctx_train(path)
         self.end_tokens = frozenset(
@@ -150,20 +150,25 @@ class Tokenizer:
         return self._token_text(token)
 
     def piece_with(self, marks: Collection[str]) -> Callable[[int], bytes]:
-        """`piece`, but with the names of control tokens among these marks of `output_parser`.
+        """`piece`, but with the names of control tokens in these texts with marks.
 
         Args:
-            marks: Such as `<tool_call>`.
+            marks: Such as `<tool_call>`, also several in one text.
         """
-        shown = {token: text.encode() for token, text in self._control_marks.items() if text in marks}
+        key = frozenset(marks)
+        if key not in self._shown:
+            self._shown[key] = dict(self._control_tokens(key))
+        shown = self._shown[key]
         if not shown:
             return self.piece
         return lambda token: shown.get(token) or self.piece(token)
 
-    @cached_property
-    def _control_marks(self) -> dict[int, str]:
-        tokens = {mark: self.special_token(mark) for mark in MARKS}
-        return {token: mark for mark, token in tokens.items() if token is not None and not self.piece(token)}
+    def _control_tokens(self, texts: Collection[str]) -> Iterator[tuple[int, bytes]]:
+        """Control tokens of some texts, with their names."""
+        for text in texts:
+            for token in self.encode(text, add_special=False, parse_special=True):
+                if not self.piece(token):
+                    yield token, self.name(token).encode()
 
     @cached_property
     def special_tokens(self) -> tuple[SpecialToken, ...]:
