@@ -11,7 +11,17 @@ from mesh.structured_output.gbnf import NOTHING, SchemaError, chars, either, may
 from mesh.structured_output.json_schema import Converter, check_size, checked_grammar
 from mesh.structured_output.notations import JSON, PYTHON, BareKeys, RawText
 from mesh.structured_output.tagged import TagForm
-from mesh.text.answer_format import CALL_ID, INDEX, KEY, NAME, NUMBER, SLOTS, AnswerFormat, CallForm
+from mesh.text.answer_format import (
+    CALL_ID,
+    CONSTRAIN_MARK,
+    INDEX,
+    KEY,
+    NAME,
+    NUMBER,
+    SLOTS,
+    AnswerFormat,
+    CallForm,
+)
 from spanmesh_proto.errors import InvalidRequest
 from stages.grammar.gbnf_parser import Expression, Ref, parse_gbnf
 
@@ -19,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from mesh.structured_output.notations import Notation
-    from mesh.text.answer_format import ArgumentTags, CallFormat
+    from mesh.text.answer_format import ArgumentTags, CallFormat, Headers
 
 _TEXT: Final = Ref("text")
 _CALL: Final = Ref("call")
@@ -73,7 +83,8 @@ def call_grammar(
     elif root is not None and not tools.is_forced:
         root = builder.said(root)
     found = NOTHING if root is None else root
-    rules = {"root": seq(THOUGHTS, found), **builder.rules, **thoughts.rules(spelling)}
+    end = maybe(spelling.of(answer_format.end)) if answer_format.end else NOTHING
+    rules = {"root": seq(THOUGHTS, found, end), **builder.rules, **thoughts.rules(spelling)}
     try:
         grammar = to_gbnf(rules)
     except RecursionError:
@@ -108,7 +119,8 @@ def grammar_in_format(
     if not (begin or end or thoughts.marks):
         return grammar
     before = seq(THOUGHTS, spelling.of(begin.removeprefix(answer_format.primer)))
-    rules = within(parse_gbnf(grammar), before, spelling.of(end)) | thoughts.rules(spelling)
+    behind = seq(spelling.of(end), maybe(spelling.of(answer_format.end)))
+    rules = within(parse_gbnf(grammar), before, behind) | thoughts.rules(spelling)
     return checked_grammar(to_gbnf(rules), param=param)
 
 
@@ -187,7 +199,10 @@ class _Builder:
             most = min(most, len(tools.functions))
         self.rules[_CALL.name] = either(*(self._call(calls.call, each) for each in self._functions))
         begin = calls.begin + calls.call
-        first: Expression = seq(spelling.of(calls.begin), _CALL)
+        marks = self._format.content
+        # Some templates write marks around no content as well.
+        empty = maybe(spelling.of(marks.begin), spelling.of(marks.end)) if marks.end else NOTHING
+        first: Expression = seq(empty, spelling.of(calls.begin), _CALL)
         if self._format.primer and begin.startswith(self._format.primer):
             rest = begin.removeprefix(self._format.primer)
             first = either(*(self._call(rest, each) for each in self._functions))
@@ -209,9 +224,14 @@ class _Builder:
 
     def said(self, calls: Expression) -> Expression:
         """Free text, with calls behind it or without."""
+        marks = self._format.content
         opening = _pieces(self._calls.begin + self._calls.call)[:1]
-        self.rules |= text_rules(_SAID.name, opening)
-        return seq(_SAID, maybe(calls))
+        self.rules |= text_rules(_SAID.name, [*opening, *filter(None, (marks.end,))])
+        of = self._spelling.of
+        begin = of(marks.begin.removeprefix(self._format.primer))
+        if self._format.headers is not None:
+            return either(seq(begin, _SAID), calls)
+        return seq(maybe(begin, _SAID, of(marks.end)) if marks.begin else _SAID, maybe(calls))
 
     def told(self) -> tuple[str, ...]:
         """What is not enforced."""
@@ -233,12 +253,21 @@ class _Builder:
     def _call(self, begin: str, function: tuple[str, Expression | str]) -> Expression:
         name, arguments = function
         calls = self._calls
+        head = seq(self._spelled(begin, name), name, self._spelled(calls.name_end, name))
+        headers = self._format.headers
+        if headers is not None and headers.body in calls.name_end:
+            head = either(head, self._header(headers, name))
+        return seq(head, arguments, self._spelled(calls.call_end, name))
+
+    def _header(self, headers: Headers, name: str) -> Expression:
+        """Header of a call as models write it: the channel first, then who is called."""
+        channel, _, kind = self._calls.name_end.partition(headers.body)[0].partition(" ")
+        of = self._spelling.of
         return seq(
-            self._spelled(begin, name),
+            of(f"{channel} {headers.recipient}"),
             name,
-            self._spelled(calls.name_end, name),
-            arguments,
-            self._spelled(calls.call_end, name),
+            maybe(" ", maybe(of(CONSTRAIN_MARK)), kind),
+            of(headers.body),
         )
 
     def _spelled(self, text: str, name: str) -> Expression:

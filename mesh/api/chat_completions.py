@@ -51,7 +51,7 @@ class ChatFormat:
 
     def __init__(self, backend: Backend) -> None:
         self._tokenizer = backend.tokenizer
-        self._new_call_id = CallIds(backend.api.random_bits, backend.call_format)
+        self._new_call_id = CallIds(backend.api.random_bits, is_short=backend.has_short_call_ids)
 
     def logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
         """Log probabilities of some tokens."""

@@ -6,9 +6,13 @@ of calls a slot stands for what differs from call to call.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 NAME: Final = "\ufdd0"
 """Slot of the function's name, where a call has it a second time."""
@@ -37,6 +41,16 @@ class CallForm(Enum):
 
 
 @dataclass(frozen=True)
+class Marks:
+    """Two texts, with what stands between them."""
+
+    begin: str
+    """Text before it; empty if there is none."""
+    end: str
+    """Text behind it; empty if there is none."""
+
+
+@dataclass(frozen=True)
 class ArgumentTags:
     """Tags of arguments that are values between tags: `key`, name, `key_end`, `value`, value, `value_end`."""
 
@@ -56,6 +70,8 @@ class ArgumentTags:
     """Whether values have a line break before and behind them, which are no part of them."""
     is_python: bool = False
     """Whether values that are no texts are written as Python does: `True`, `{'a': None}`."""
+    literal: Marks = Marks("", "")
+    """Around texts in which tags mean nothing, if some are written so."""
     item: str = ""
     """Name in the tags of a list's items, where objects and lists are values between tags in turn; else
     empty."""
@@ -89,16 +105,6 @@ class CallFormat:
 
 
 @dataclass(frozen=True)
-class Marks:
-    """Two texts, with what stands between them."""
-
-    begin: str
-    """Text before it; empty if there is none."""
-    end: str
-    """Text behind it; empty if there is none."""
-
-
-@dataclass(frozen=True)
 class Headers:
     """An answer of several messages, each with a header that tells what it is."""
 
@@ -114,19 +120,106 @@ class Headers:
     """In the header of a call, before the name of the function."""
 
 
+NOTE_FORMAT: Final = CallFormat(
+    CallForm.OBJECT, '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", separator="\n"
+)
+"""Format of calls that our own note asks for, where a template knows no tools."""
+DEFAULT_REASONING: Final = (Marks("<think>", "</think>"), Marks("[THINK]", "[/THINK]"))
+"""Marks of reasoning, where a template writes none."""
+MARKS: Final = frozenset(
+    {"<tool_call>", "</tool_call>", *(text for each in DEFAULT_REASONING for text in (each.begin, each.end))}
+)
+"""Marks of our own note and of reasoning, which are marks in every vocabulary."""
+CONSTRAIN_MARK: Final = "<|constrain|>"
+"""Ahead of the kind of arguments in headers; models write it, and no template does."""
+BARE_MARK: Final = "<|python_tag|>"
+"""Before calls that are the whole answer, where templates write nothing there and models do."""
+MARK: Final = re.compile(r"<[^<>\n]{1,60}>|\[/?[A-Z_]{2,30}\]")
+"""A mark as most templates write them."""
+
+
 @dataclass(frozen=True)
 class AnswerFormat:
     """Format of the answers of a model."""
 
-    calls: CallFormat
+    calls: CallFormat = NOTE_FORMAT
     """Format of calls."""
-    reasoning: tuple[Marks, ...] = ()
+    reasoning: tuple[Marks, ...] = DEFAULT_REASONING
     """Marks of reasoning: any of them."""
     content: Marks = Marks("", "")
     """Marks of content, where it has some."""
     headers: Headers | None = None
-    """Headers, if the answer has any; then marks of reasoning, content and calls do not count."""
+    """Headers, if the answer has any; marks of reasoning and of content are parts of them then."""
+    end: str = ""
+    """Behind the whole answer, before the token that ends it."""
     primer: str = ""
-    """Beginning of the marks of a call or of content that the prompt ends with."""
-    is_found: bool = True
-    """Whether the format of calls was found by rendering the template, or in the table of exceptions."""
+    """Beginning of a call that the prompt ends with."""
+    is_found: bool = False
+    """Whether the format of calls was found, rather than that of our own note taken."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All texts that may hold marks, which may be control tokens of a vocabulary."""
+        pairs = [text for each in (*self.reasoning, self.content, Marks(self.primer, self.end)) for text in (each.begin, each.end)]
+        headers = self.headers
+        of_headers: tuple[str, ...] = ()
+        if headers is not None:
+            of_headers = (headers.begin, headers.body, *headers.ends, headers.reasoning, CONSTRAIN_MARK)
+        return (*pairs, *of_headers, *texts_of(self.calls))
+
+    def told(self) -> dict[str, Any]:
+        """The format as JSON."""
+        return {**asdict(self), "calls": {**asdict(self.calls), "form": self.calls.form.value}}
+
+
+def format_told(told: Mapping[str, Any]) -> AnswerFormat:
+    """The format that `AnswerFormat.told` has told."""
+    calls, headers = told["calls"], told["headers"]
+    tags = calls["tags"]
+    return AnswerFormat(
+        **{
+            **told,
+            "calls": CallFormat(
+                **{
+                    **calls,
+                    "form": CallForm(calls["form"]),
+                    "tags": None if tags is None else _tags_told(tags),
+                }
+            ),
+            "reasoning": tuple(Marks(**each) for each in told["reasoning"]),
+            "content": Marks(**told["content"]),
+            "headers": None if headers is None else Headers(**{**headers, "ends": tuple(headers["ends"])}),
+        }
+    )
+
+
+def _tags_told(told: Mapping[str, Any]) -> ArgumentTags:
+    types = tuple((kind, text) for kind, text in told["types"])
+    return ArgumentTags(**{**told, "types": types, "literal": Marks(**told["literal"])})
+
+
+def texts_of(calls: CallFormat) -> tuple[str, ...]:
+    """All texts of a format of calls that may hold marks."""
+    tags = calls.tags
+    inner = () if tags is None else (tags.key, tags.key_end, tags.value, tags.value_end, *dict(tags.types).values())
+    outer = (calls.begin, calls.call, calls.name_end, calls.call_end, calls.separator, calls.end, calls.quote)
+    return (BARE_MARK, *outer, *inner)
+
+
+def end_of_reasoning(prompt: str, reasoning: Sequence[Marks]) -> str | None:
+    """End mark of the reasoning with which an answer to the prompt begins; None if it does not."""
+    said = prompt.rstrip()
+    return next((each.end for each in reasoning if each.begin and said.endswith(each.begin)), None)
+
+
+def has_ended_reasoning(prompt: str, reasoning: Sequence[Marks]) -> bool:
+    """Whether a prompt ends behind reasoning, so that its answer has none."""
+    said = prompt.rstrip()
+    # A mark that goes on with the next header is the end of any message.
+    return any(each.end and len(MARK.findall(each.end)) < 2 and said.endswith(each.end) for each in reasoning)
+
+
+def unended_reasoning(text: str, reasoning: Sequence[Marks]) -> str | None:
+    """End mark of reasoning that begins in a text and does not end there; None without any."""
+    begun = (each for each in reasoning if each.begin and text.rfind(each.begin) > text.rfind(each.end))
+    return next((each.end for each in begun), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from enum import Enum, auto
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -17,14 +18,16 @@ from jinja2.ext import Extension
 from jinja2.sandbox import SandboxedEnvironment, modifies_known_mutable
 from markupsafe import Markup
 
+from mesh.text.answer_format import NOTE_FORMAT, AnswerFormat
 from mesh.text.client_text import Marking
 from mesh.text.conversation_repair import EVERY, Repair, content_forms_of, needs_of, repaired
-from mesh.text.message_parts import call_format_of, knows_tools
+from mesh.text.format_probes import found_format
+from mesh.text.message_parts import knows_tools
 from mesh.text.reasoning_switches import switches_of
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from datetime import datetime
 
     from jinja2.compiler import Frame
@@ -32,7 +35,6 @@ if TYPE_CHECKING:
     from jinja2.runtime import Context
 
     from mesh.text.conversation_repair import ContentForms, Needs
-    from mesh.text.message_parts import CallFormat
     from mesh.text.reasoning_switches import ReasoningSwitches
     from mesh.text.tokenizer import Tokenizer
 
@@ -262,6 +264,7 @@ class ChatTemplate:
         bos: Text of the token that begins a sequence.
         eos: Text of the token that ends a sequence.
         now: Returns the local time, for templates that date their system prompt.
+        ends: Names of further tokens that end answers.
         max_chars: Most characters of the prompt.
         marking: Tells texts of clients from the template's own; by default nothing is told apart.
     """
@@ -273,6 +276,7 @@ class ChatTemplate:
         bos: str,
         eos: str,
         now: Callable[[], datetime],
+        ends: Collection[str] = (),
         max_chars: int = MAX_PROMPT_CHARS,
         marking: Marking | None = None,
     ) -> None:
@@ -280,13 +284,20 @@ class ChatTemplate:
         self._bos = bos
         self._eos = eos
         self._now = now
+        self._ends = ends
         self._max_chars = max_chars
         self._marking = Marking(()) if marking is None else marking
 
-    @property
-    def call_format(self) -> CallFormat:
-        """Format of the model's calls."""
-        return call_format_of(self._source)
+    @cached_property
+    def answer_format(self) -> AnswerFormat:
+        """Format of the model's answers, by what the template writes; see `found_format`.
+
+        Raises:
+            InvalidRequest: If the template writes more than the bound.
+        """
+        found = found_format(self.probed, self._source, (self._eos, *self._ends))
+        # Without tools in the prompt, calls are those of our own note.
+        return found if knows_tools(self._source) else replace(found, calls=NOTE_FORMAT, is_found=False)
 
     @cached_property
     def needs(self) -> Needs:
@@ -311,6 +322,11 @@ class ChatTemplate:
     def hidden_roles(self) -> frozenset[str]:
         """Roles of messages whose texts the template shows in no form; see `content_forms_of`."""
         return self._content_forms.hidden - (frozenset() if knows_tools(self._source) else {"tool"})
+
+    @property
+    def has_short_ids(self) -> bool:
+        """Whether ids of calls are nine letters and digits for this template; see `needs`."""
+        return Repair.SHORT_IDS in self.needs.with_tools
 
     @property
     def has_one_call(self) -> bool:

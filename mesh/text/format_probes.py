@@ -1,17 +1,18 @@
-"""Format of answers, found by rendering conversations that differ in one thing, and comparing what comes out."""
+"""Format of answers, found by rendering conversations that differ in one thing and comparing what comes out."""
 
 from __future__ import annotations
 
-import json
 import os.path
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from mesh.text.answer_format import (
     CALL_ID,
+    DEFAULT_REASONING,
     INDEX,
     KEY,
+    MARK,
     NAME,
     NUMBER,
     AnswerFormat,
@@ -23,21 +24,7 @@ from mesh.text.answer_format import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from typing import Protocol
-
-    class Render(Protocol):
-        """Returns the prompt of a conversation, or None if the template refuses it."""
-
-        def __call__(
-            self,
-            messages: Sequence[Mapping[str, Any]],
-            tools: Sequence[Mapping[str, Any]],
-            variables: Mapping[str, Any],
-            *,
-            adds_prompt: bool,
-        ) -> str | None: ...
-
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
 # Words that no template has.
 _ASKED: Final = "questionone"
@@ -49,48 +36,88 @@ _KEY: Final = "keyone"
 _OTHER_KEY: Final = "keytwo"
 _TEXT: Final = "textone"
 _IDS: Final = ("1abcdefgh", "2abcdefgh")
-_VALUES: Final[Mapping[str, Any]] = {
-    "string": _TEXT,
-    "integer": 7364951,
-    "number": 1.5,
-    "boolean": True,
-    "null": None,
-    "object": {_OTHER_KEY: _TEXT},
-    "array": [_TEXT, _TEXT],
+_ARGUMENTS: Final[Mapping[str, Any]] = {_KEY: _TEXT}
+# A value of each type, and how it may be written.
+_VALUES: Final[Mapping[str, tuple[Any, tuple[str, ...]]]] = {
+    "string": (_TEXT, (_TEXT,)),
+    "integer": (7364951, ("7364951",)),
+    "number": (1.5, ("1.5",)),
+    "boolean": (True, ("true", "True")),
+    "null": (None, ("null", "None")),
+    "object": ({_OTHER_KEY: [_TEXT]}, ("{",)),
+    "array": ([_TEXT, _TEXT], ("[",)),
 }
-_MARK: Final = re.compile(r"<[^<>\n]{1,60}>|\[/?[A-Z_]{2,30}\]")
 _CUT_MARK: Final = re.compile(r"<[^<>\n]{0,60}$|\[/?[A-Z_]*$")
-# What ends an answer, where it differs with what the answer is.
+# What ends an answer that calls, beside the token that ends all others.
 _ENDS: Final = ("<|eom_id|>", "<|eot_id|>", "<|eot|>", "<|call|>", "<|calls|>", "<|return|>", "<|tool_response>")
-DEFAULT_REASONING: Final = (Marks("<think>", "</think>"), Marks("[THINK]", "[/THINK]"))
-"""Marks of reasoning of templates that write none."""
 _MOST_BEGIN_CHARS: Final = 60
+_BETWEEN_TAGS: Final = re.compile(r"(?<=>)\s+(?=\S)")
+# Of templates that write no calls, but whose text tells how to make them, and of models whose calls differ
+# from what their template writes: a text that the source has, and the format.
+_FORMATS: Final = (
+    (
+        "<|tool_call|> followed by a JSON list",
+        CallFormat(CallForm.OBJECT, '{"name": "', '", "arguments": ', "}", "<|tool_call|>[", ", ", "]"),
+    ),
+    (
+        "List of tools: ",
+        CallFormat(CallForm.FUNCTION, "", "(", ")", "<|tool_call_start|>[", ", ", "]<|tool_call_end|>", quote="'"),
+    ),
+    (
+        "functools[",
+        CallFormat(CallForm.OBJECT, '{"name": "', '", "arguments": ', "}", " functools[", ", ", "]"),
+    ),
+)
+
+
+class Render(Protocol):
+    """Renderer of conversations."""
+
+    def __call__(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        adds_prompt: bool,
+    ) -> str | None:
+        """The prompt of a conversation; None if the template refuses it."""
 
 
 def _tool(name: str) -> dict[str, Any]:
-    properties = {_KEY: {"type": "string", "description": "x"}}
+    properties = {_KEY: {"type": "string", "description": "A text."}}
     parameters = {"type": "object", "properties": properties, "required": []}
-    return {"type": "function", "function": {"name": name, "description": "x", "parameters": parameters}}
+    function = {"name": name, "description": "A function.", "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 _TOOLS: Final = (_tool(_ONE), _tool(_TWO))
 
 
 class _Probes:
-    """Renders the assistant's message of a conversation, as what a template writes behind the user's."""
+    """Messages of the assistant, as a template writes them behind the user's.
+
+    Args:
+        render: Renders a conversation.
+    """
 
     def __init__(self, render: Render) -> None:
         self._render = render
         self._no_text: str | None = ""
 
-    def prompt(self, **variables: Any) -> str | None:
-        return self._behind([{"role": "user", "content": _ASKED}], variables, adds_prompt=True)
+    def prompts(self) -> list[str]:
+        """Beginnings of an answer: the usual one first, then with and without reasoning."""
+        asked = [{"role": "user", "content": _ASKED}]
+        switches = ({}, *({"enable_thinking": on, "thinking": on} for on in (True, False)))
+        found = (self._behind(asked, switch, adds_prompt=True) for switch in switches)
+        return [prompt for prompt in found if prompt is not None]
 
     def said(self, *, thought: bool) -> str | None:
+        """A text, behind reasoning or without."""
         return self._answer({"content": _SAID}, thought=thought)
 
     def called(self, *calls: Mapping[str, Any], thought: bool = False) -> str | None:
-        """Some calls, of the first function and then the second, each with the arguments that are given."""
+        """Calls of the first function and then the second, each with the arguments that are given."""
         made = [
             {"id": call_id, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
             for name, call_id, arguments in zip((_ONE, _TWO), _IDS, calls, strict=False)
@@ -115,47 +142,124 @@ class _Probes:
         return None if text is None or _ASKED not in text else text.rpartition(_ASKED)[2]
 
 
-def found_format(render: Render) -> AnswerFormat | None:
-    """Format of the answers of a model, by its chat template; None where calls are not found.
+def found_format(render: Render, source: str, ends: Collection[str]) -> AnswerFormat:
+    """Format of the answers of a model, by its chat template.
 
     Args:
         render: Renders a conversation.
+        source: Source of the template.
+        ends: Names of the tokens that end answers.
     """
     probes = _Probes(render)
-    said = probes.said(thought=False)
-    prompts = [prompt for prompt in _prompts(probes) if prompt is not None]
+    said, prompts = probes.said(thought=False), probes.prompts()
+    told = next((calls for text, calls in _FORMATS if text in source), None)
     if said is None or _SAID not in said or not prompts:
-        return None
-    called = probes.called({_KEY: _TEXT})
-    thoughts = [
-        text
-        for text in (probes.said(thought=True), probes.called({_KEY: _TEXT}, thought=True))
-        if text is not None and _THOUGHT in text
-    ]
-    head = _head(prompts, [said, *thoughts, *([] if called is None else [called])])
-    reasoning, content = _marks(head, prompts, said, thoughts, called)
-    if called is None:
-        return None
-    calls, primer = _calls(probes, called, head, _behind(said, called), reasoning, content)
-    return AnswerFormat(calls, reasoning, content, primer=primer)
+        return AnswerFormat() if told is None else AnswerFormat(told, is_found=True)
+    called = probes.called(_ARGUMENTS)
+    thoughts = (probes.said(thought=True), probes.called(_ARGUMENTS, thought=True))
+    answers = _Answers(
+        said, called, [text for text in thoughts if text is not None and _THOUGHT in text], prompts, ends
+    )
+    found = AnswerFormat(reasoning=answers.reasoning, content=answers.content, end=answers.end)
+    if told is not None:
+        return replace(found, calls=told, is_found=True)
+    return found if called is None else _with_calls(found, answers, probes)
 
 
-def _prompts(probes: _Probes) -> list[str | None]:
-    switched = [probes.prompt(enable_thinking=on, thinking=on) for on in (True, False)]
-    return [probes.prompt(), *switched]
+class _Answers:
+    """What answers begin and end with, and their marks.
+
+    Args:
+        said: One of text.
+        called: One that calls; None if the template writes none.
+        thoughts: Answers with reasoning: of text if possible.
+        prompts: What is between the user's message and an answer.
+        ends: Names of the tokens that end answers.
+    """
+
+    def __init__(
+        self,
+        said: str,
+        called: str | None,
+        thoughts: Sequence[str],
+        prompts: Sequence[str],
+        ends: Collection[str],
+    ) -> None:
+        self._ends = (*_ENDS, *ends)
+        self.prompts = prompts
+        self.called = called
+        self.head = _head(prompts, [said, *thoughts, *([] if called is None else [called])])
+        behind = said.rpartition(_SAID)[2].rstrip()
+        self.tail = behind if called is None else _tail(behind, called.rstrip())
+        self._before = said[len(self.head) : said.index(_SAID)]
+        self._content_end = self.until_end(behind.removesuffix(self.tail)).strip()
+        self.reasoning = (self._reasoning(thoughts[0]),) if thoughts else DEFAULT_REASONING
+
+    @property
+    def content(self) -> Marks:
+        """Marks of content."""
+        before = self._before
+        for each in self.reasoning:
+            before = before.rpartition(each.end)[2]
+        begin = before.strip()
+        if not begin or self.prompts[0].rstrip().endswith(begin):
+            return Marks("", "")
+        return Marks(begin if begin.endswith((">", "]")) else before, self._content_end)
+
+    @property
+    def end(self) -> str:
+        """What is behind every answer, before the token that ends it."""
+        return self.until_end(self.tail).strip()
+
+    def until_end(self, text: str) -> str:
+        """A text up to a token that ends answers."""
+        at = min((at for at in map(text.find, filter(None, self._ends)) if at >= 0), default=len(text))
+        return text[:at]
+
+    def _reasoning(self, thought: str) -> Marks:
+        begin, _, behind = thought[len(self.head) :].partition(_THOUGHT)
+        openings = [text[len(self.head) :].strip() for text in self.prompts if text.startswith(self.head)]
+        begin = begin.strip() or self._begun(openings, behind)
+        if _SAID not in behind:
+            return Marks(begin, next(iter(MARK.findall(behind)), ""))
+        end = behind.partition(_SAID)[0].strip()
+        own = self._before.rpartition(end)[2].strip() if end else ""
+        for each in openings:
+            # A prompt without reasoning ends with what begins content.
+            if each and self._before.endswith(each) and begin not in each and not end.startswith(each):
+                own = each
+        return Marks(begin, end.removesuffix(own).strip())
+
+    def _begun(self, openings: Sequence[str], behind: str) -> str:
+        """The mark of reasoning that is a part of the prompt."""
+        last = next(reversed(MARK.findall(self.head)), "")
+        if last and self.head.rstrip().endswith(last) and f"{last[0]}/{last[1:]}" in behind:
+            return last
+        return next((each for each in openings if 0 < len(each) < _MOST_BEGIN_CHARS), "")
 
 
 def _head(prompts: Sequence[str], answers: Sequence[str]) -> str:
     """What is before each answer, whatever the answer is."""
-    texts = [text[: min(at for at in map(text.find, (_SAID, _THOUGHT, _ONE)) if at >= 0)] for text in answers]
-    texts.append(prompts[0])
-    head = os.path.commonprefix(texts)
-    # One that has a word of its own behind the user's message says nothing.
-    texts += [prompt for prompt in prompts[1:] if os.path.commonprefix([prompt, head])]
-    head = _whole_marks(os.path.commonprefix(texts))
-    if head.endswith(">") and any(text.startswith(head) and text[len(head) : len(head) + 1].isalpha() for text in prompts):
+    own = [text[: min(at for at in map(text.find, (_SAID, _THOUGHT, _ONE)) if at >= 0)] for text in answers]
+    head = os.path.commonprefix([prompts[0], *own])
+    # A prompt that has a word of its own behind the user's message says nothing.
+    others = [prompt for prompt in prompts[1:] if os.path.commonprefix([prompt, head])]
+    head = _whole_marks(os.path.commonprefix([head, *others]))
+    if head.endswith(">") and any(
+        text.startswith(head) and text[len(head) : len(head) + 1].isalpha() for text in prompts
+    ):
         head = head[: head.rindex("<")]
     return head
+
+
+def _tail(behind: str, called: str) -> str:
+    """What is behind each answer."""
+    tail = _common_end(behind, called)
+    before = called.removesuffix(tail)
+    if (_CUT_MARK.search(before) is not None or before[-1:].isalnum()) and ">" in tail:
+        # The marks before end alike.
+        tail = tail[tail.index(">") + 1 :]
+    return tail
 
 
 def _whole_marks(text: str) -> str:
@@ -172,152 +276,154 @@ def _common_end(first: str, second: str) -> str:
     return os.path.commonprefix([first[::-1], second[::-1]])[::-1]
 
 
-def _behind(said: str, called: str | None) -> tuple[str, str]:
-    """What is behind content, and of that what is behind every answer."""
-    behind = said.rpartition(_SAID)[2]
-    if called is None:
-        return "", behind
-    behind, called = behind.rstrip(), called.rstrip()
-    tail = _common_end(behind, called)
-    before = called.removesuffix(tail)
-    if (_CUT_MARK.search(before) is not None or before[-1:].isalnum()) and ">" in tail:
-        # The marks end alike.
-        tail = tail[tail.index(">") + 1 :]
-    return _until_end(behind.removesuffix(tail)).strip(), tail
-
-
-def _until_end(text: str) -> str:
-    return text[: min((at for at in map(text.find, _ENDS) if at >= 0), default=len(text))]
-
-
-def _marks(
-    head: str, prompts: Sequence[str], said: str, thoughts: Sequence[str], called: str | None
-) -> tuple[tuple[Marks, ...], Marks]:
-    """Marks of reasoning and of content."""
-    before = said[len(head) : said.index(_SAID)]
-    openings = [prompt[len(head) :].strip() for prompt in prompts if prompt.startswith(head)]
-    reasoning = DEFAULT_REASONING
-    if thoughts:
-        text = thoughts[0]
-        begin, _, behind = text[len(head) :].partition(_THOUGHT)
-        begin = begin.strip() or _begun(head, openings, behind)
-        is_whole = _SAID in behind
-        end = behind.partition(_SAID)[0] if is_whole else _MARK.findall(behind)[0]
-        own = next((each for each in openings if _is_own(each, before, begin, end)), "")
-        own = own or before.rpartition(end.strip())[2].strip()
-        if is_whole:
-            end = end.removesuffix(own)
-        reasoning = (Marks(begin, end.strip()),)
-    for each in reasoning:
-        before = before.rpartition(each.end)[2]
-    begin = before.strip()
-    if not begin or prompts[0].rstrip().endswith(begin):
-        return reasoning, Marks("", "")
-    return reasoning, Marks(begin if begin.endswith((">", "]")) else before, _behind(said, called)[0])
-
-
-def _is_own(opening: str, before: str, begin: str, end: str) -> bool:
-    """Whether a prompt ends with what begins content, and neither begins nor ends reasoning."""
-    return opening != "" and before.endswith(opening) and begin not in opening and not end.strip().startswith(opening)
-
-
-def _begun(head: str, openings: Sequence[str], behind: str) -> str:
-    """The mark of reasoning that is a part of the prompt."""
-    last = next(reversed(_MARK.findall(head)), "")
-    if last and head.rstrip().endswith(last) and f"{last[0]}/{last[1:]}" in behind:
-        return last
-    return next((each for each in openings if 0 < len(each) < _MOST_BEGIN_CHARS), "")
-
-
 @dataclass(frozen=True)
-class _Written:
-    """A call as a template writes it."""
+class _Place:
+    """Where a call is in a text."""
 
-    before: str
-    """What is before the name."""
-    middle: str
-    """What is between the name and the arguments."""
-    behind: str
-    """What is behind the arguments."""
+    name: int
+    """Where its name begins."""
+    name_end: int
+    """Where its name ends."""
+    arguments: int
+    """Where its arguments begin; the first name, if they are tagged."""
+    end: int
+    """Where its arguments end; the first value, if they are tagged."""
     form: CallForm
     quote: str = '"'
 
 
-def _written(text: str, name: str, key: str, value: str) -> tuple[int, int, int, int, CallForm, str] | None:
-    """Where name and arguments begin and end."""
-    key_at = text.find(key, text.index(name))
-    if key_at < 0:
+def _place(text: str, name: str) -> _Place | None:
+    """Where a call with the usual arguments is; None if it is not there."""
+    first = text.find(name)
+    key = text.find(_KEY, first)
+    if first < 0 or key < 0:
         return None
-    name_at = text.rindex(name, 0, key_at)
-    start = name_at + len(name)
+    start = text.rindex(name, 0, key)
+    stop = start + len(name)
     for form, pattern in (
-        (CallForm.NAMED, rf'\{{\s*"{key}"\s*:\s*(")\s*{value}"\s*\}}'),
-        (CallForm.NAMED, rf"\{{{key}:(\S*?){value}\1\}}"),
-        (CallForm.FUNCTION, rf"{key}=(['\"]){value}\1"),
+        (CallForm.NAMED, rf'\{{\s*"{_KEY}"\s*:\s*(")\s*{_TEXT}"\s*\}}'),
+        (CallForm.NAMED, rf"\{{{_KEY}:(\S*?){_TEXT}\1\}}"),
+        (CallForm.FUNCTION, rf"{_KEY}=(['\"]){_TEXT}\1"),
     ):
-        found = re.compile(pattern).search(text, start)
-        if found is not None and found.start() <= key_at:
-            is_object = re.search(r'\{[^{}]*"$', text[:name_at]) and text[start] == '"'
-            form = CallForm.OBJECT if is_object else form
-            return name_at, start, found.start(), found.end(), form, found[1]
-    value_at = text.find(value, key_at)
-    return None if value_at < 0 else (name_at, start, key_at, value_at + len(value), CallForm.TAGGED, '"')
+        found = re.compile(pattern).search(text, stop)
+        if found is not None and found.start() <= key:
+            is_object = re.search(r'\{[^{}]*"$', text[:start]) is not None and text[stop : stop + 1] == '"'
+            return _Place(
+                start,
+                stop,
+                found.start(),
+                found.end(),
+                CallForm.OBJECT if is_object else form,
+                found[1],
+            )
+    value = text.find(_TEXT, key)
+    return None if value < 0 else _Place(start, stop, key, value + len(_TEXT), CallForm.TAGGED)
 
 
-def _calls(probes, called, head, behind, reasoning, content):
-    ends = behind[1]
-    at = _written(called, _ONE, _KEY, _TEXT)
-    if at is None:
-        return None, ""
-    name_at, name_stop, args_at, args_stop, form, quote = at
-    before, middle = _slotted(called[:name_at], 0), _slotted(called[name_stop:args_at], 0)
-    rest = _slotted(_until_end(called[args_stop:].rstrip().partition(ends)[0] if ends else called[args_stop:].rstrip()), 0)
-    two = probes.called({_KEY: _TEXT}, {_KEY: _TEXT})
+def _with_calls(found: AnswerFormat, answers: _Answers, probes: _Probes) -> AnswerFormat:
+    called = answers.called or ""
+    place = _place(called, _ONE)
+    if place is None:
+        return found
+    before, middle = _slotted(called[: place.name], _ONE), _slotted(called[place.name_end : place.arguments], _ONE)
+    rest = called[place.end :].rstrip()
+    rest = _slotted(answers.until_end(rest.partition(answers.tail)[0] if answers.tail else rest), _ONE)
     between = None
-    if two is not None and _TWO in two[args_stop:]:
-        second = _written(two[args_stop:], _TWO, _KEY, _TEXT)
-        if second is not None:
-            between = _slotted(two[args_stop : args_stop + second[0]], 1)
-            middle = _numbered(middle, _slotted(two[args_stop + second[1] : args_stop + second[2]], 1))[::1]
+    two = probes.called(_ARGUMENTS, _ARGUMENTS)
+    second = None if two is None else _place(two[place.end :], _TWO)
+    if two is not None and second is not None:
+        behind = two[place.end :]
+        between = _slotted(behind[: second.name], _TWO)
+        middle = _numbered(middle, _slotted(behind[second.name_end : second.arguments], _TWO))
     tags = None
-    if form is CallForm.TAGGED:
-        tags, middle, rest, between = _tags(probes, name_stop, middle, rest, between, called, args_at)
-    own = before[len(head):]
-    for each in (*reasoning, content):
+    if place.form is CallForm.TAGGED:
+        reading = _TagReading(probes, called, place, rest)
+        tags = reading.tags
+        middle = middle[: len(middle) - len(tags.key)]
+        rest, between = reading.behind_value(rest), None if between is None else reading.behind_value(between)
+    own = _without_empty(before[len(answers.head) :], found)
+    headers = _headers(found, before, called[place.name :], answers)
+    if headers is None:
         own = own.lstrip()
-        own = own.removeprefix(each.begin).lstrip().removeprefix(each.end) if each.begin or each.end else own
-    own = own.lstrip()
-    primer = ""
+    calls = CallFormat(place.form, own, middle, rest, tags=tags, quote=place.quote)
     if between is None:
-        # One call only: what is before an object's brace begins the block.
-        call, call_end, begin, separator, end = own, rest, "", "", ""
-    else:
-        call_end = _common_begin(between, rest)
-        call = _numbered_end(before, between[len(call_end):])
-        if _CUT_MARK.search(between[: len(between) - len(call)]) and ">" in call:
-            call = call[call.index(">") + 1 :]
-        separator = between[len(call_end): len(between) - len(call)]
-        end = rest[len(call_end):]
-        if len(call) > len(own):
-            primer = call[: len(call) - len(own)] if own or call.strip() else ""
-            if not primer.strip(): call, primer = call.lstrip(), ""
-            begin = ""
-        else:
-            begin = own[: len(own) - len(call)]
-    return CallFormat(form, call, middle, call_end, begin, separator, end, tags, quote), primer
+        return replace(found, calls=calls, headers=headers, is_found=True)
+    call_end = _common_begin(between, rest)
+    call = _call_of(before, between[len(call_end) :])
+    primer, begin = "", own[: max(len(own) - len(call), 0)]
+    if len(call) > len(own):
+        # The prompt ends with the beginning of a call.
+        primer, begin = call[: len(call) - len(own)], ""
+        if not primer.strip():
+            call, primer = call.lstrip(), ""
+    calls = replace(
+        calls,
+        begin=begin,
+        call=call,
+        call_end=call_end,
+        separator=between[len(call_end) : len(between) - len(call) - (len(primer) if not primer.strip() else 0)],
+        end=rest[len(call_end) :],
+    )
+    return replace(found, calls=_regular(calls), headers=headers, primer=primer, is_found=True)
 
 
-def _slotted(text: str, index: int) -> str:
-    return text.replace(_IDS[0], CALL_ID).replace(_IDS[1], CALL_ID).replace((_ONE, _TWO)[index], NAME)
+def _regular(calls: CallFormat) -> CallFormat:
+    """The same, where what each call begins with is not told as the end of what is before it."""
+    shared = re.split(r"\s", calls.begin)[-1]
+    if not shared or shared == calls.begin or not calls.call_end.endswith(shared):
+        return calls
+    return replace(
+        calls,
+        begin=calls.begin.removesuffix(shared),
+        call=shared + calls.call,
+        call_end=calls.call_end.removesuffix(shared),
+        end=shared + calls.end,
+    )
+
+
+def _without_empty(text: str, found: AnswerFormat) -> str:
+    """What a template writes before calls, without marks of reasoning and content with nothing in between."""
+    for each in (*found.reasoning, found.content):
+        if each.end:
+            shorter = text.lstrip().removeprefix(each.begin).lstrip().removeprefix(each.end)
+            text = shorter if len(shorter) < len(text.lstrip()) else text
+    return text
+
+
+def _headers(found: AnswerFormat, before: str, behind: str, answers: _Answers) -> Headers | None:
+    """Headers of messages, if reasoning and content have headers that end alike, and another one between them."""
+    if len(found.reasoning) != 1 or not found.content.begin:
+        return None
+    reasoning = found.reasoning[0]
+    body = next(reversed(MARK.findall(reasoning.begin)), "")
+    begins = MARK.findall(answers.head)
+    is_header = found.content.begin.endswith(body) and begins[-1:] != [body]
+    if not body or not is_header or not begins or begins[-1] not in reasoning.end:
+        return None
+    ends = [mark for mark in (*MARK.findall(reasoning.end), *_ENDS, *MARK.findall(answers.tail)) if mark != begins[-1]]
+    header = before.rpartition(begins[-1])[2]
+    recipient = re.search(r"\S*$", header[: header.find(body)] if body in header else header)
+    return Headers(
+        begins[-1],
+        body,
+        tuple(dict.fromkeys(ends)),
+        reasoning.begin.removesuffix(body),
+        "" if recipient is None else recipient[0].partition(NAME)[0],
+    )
+
+
+def _slotted(text: str, name: str) -> str:
+    return text.replace(_IDS[0], CALL_ID).replace(_IDS[1], CALL_ID).replace(name, NAME)
 
 
 def _numbered(first: str, second: str) -> str:
     """The text of the first call, with a slot where both are numbered."""
-    return _numbered_end(first, second) if len(first) == len(second) else first
+    found = _numbered_end(first, second)
+    return found if len(found) == len(first) else first
 
 
 def _numbered_end(first: str, second: str) -> str:
-    """The common end of the text before a call and that before the next, with a slot where they are numbered."""
+    """What texts of the first and the second call end with, with a slot where they are numbered."""
     found = ""
     for one, other in zip(reversed(first), reversed(second), strict=False):
         if one == other:
@@ -329,45 +435,79 @@ def _numbered_end(first: str, second: str) -> str:
     return found
 
 
-def _tags(probes, name_stop, middle, rest, between, called, key_at):
-    def keyed(text, key=_KEY): return text.replace(key, KEY)
-    key_stop = key_at + len(_KEY)
-    mid = called[key_stop: called.index(_TEXT, key_stop)]
-    rest, between = keyed(rest), None if between is None else keyed(between)
-    two = probes.called({_KEY: _TEXT, _OTHER_KEY: _TEXT})
-    value_end, key, sep = rest, middle, ""
-    if two is not None:
-        v = two.index(_TEXT, key_stop) + len(_TEXT)
-        btw = keyed(two[v: two.index(_OTHER_KEY, v)])
-        value_end = _common_begin(btw, rest)
-        if KEY in value_end:
-            value_end = value_end[: value_end.index(">", value_end.index(KEY)) + 1]
-        padded = value_end.startswith("\n") and mid.endswith("\n")
-        key = _common_end(middle, btw[len(value_end):]).lstrip()
-        value_stripped = value_end.rstrip()
-        sep = btw[len(value_stripped): len(btw) - len(key)]
-        value_end = value_stripped
-    rest = rest[len(value_end):]; between = None if between is None else between[len(value_end):]
-    name_end = middle[: len(middle) - len(key)]
-    types = []
-    python = False; item = ""
-    for kind, value in _VALUES.items():
-        t = probes.called({_KEY: value})
-        if t is None: continue
-        first = {"string": _TEXT, "integer": "7364951", "number": "1.5", "boolean": ("true","True"), "null": ("null", "None"), "object": None, "array": None}[kind]
-        region = t[key_stop:]
-        if kind == "object":
-            python = "{'" in region[:region.find(_TEXT)]
-            continue
-        if kind == "array":
-            m = re.search(r"<(\w+)>$", region[:region.find(_TEXT)])
-            if m and KEY in value_end: item = m[1]
-            continue
-        ats = [region.find(f + value_end.strip()) for f in ((first,) if isinstance(first, str) else first)]
-        at = min((a for a in ats if a >= 0), default=-1)
-        if at >= 0: types.append((kind, region[:at]))
-    if len({m for _, m in types}) < 2: types = []
-    key_end, _, value = (mid, "", "") if types else mid.strip().partition(">")
-    if not types:
-        key_end, value = key_end + ">", value.strip()
-    return ArgumentTags(key, key_end, value, value_end.strip(), sep, tuple(types), padded, python, item), name_end, rest, between
+def _call_of(before: str, between: str) -> str:
+    """What each call begins with, by what is before the first one and before the second."""
+    call = _numbered_end(before, between)
+    if _CUT_MARK.search(between[: len(between) - len(call)]) is not None and ">" in call:
+        call = call[call.index(">") + 1 :]
+    return call
+
+
+class _TagReading:
+    """Reads the tags of arguments.
+
+    Args:
+        probes: Renders calls with other arguments.
+        called: A call with one text.
+        place: Where it is.
+        rest: What is behind the text, up to the end of the answer.
+    """
+
+    def __init__(self, probes: _Probes, called: str, place: _Place, rest: str) -> None:
+        self._key_end = place.arguments + len(_KEY)
+        self._middle = called[place.name_end : place.arguments]
+        self._end = rest.replace(_KEY, KEY)
+        key, separator = self._middle.lstrip(), ""
+        two = probes.called({_KEY: _TEXT, _OTHER_KEY: _TEXT})
+        if two is not None and _OTHER_KEY in two[place.end :]:
+            between = two[place.end : two.index(_OTHER_KEY, place.end)].replace(_KEY, KEY)
+            self._end = _common_begin(between, self._end)
+            if KEY in self._end:
+                self._end = self._end[: self._end.index(">", self._end.index(KEY)) + 1]
+            key = _common_end(self._middle, between[len(self._end) :]).lstrip()
+            separator = between[len(self._end.rstrip()) : len(between) - len(key)]
+        self.tags_before = value = called[self._key_end : place.end - len(_TEXT)]
+        is_padded = self._end.startswith("\n") and value.endswith("\n")
+        self._end = self._end.rstrip()
+        written = dict(self._written(probes))
+        types = tuple((kind, text) for kind, text in written.items() if kind in _VALUES)
+        key_end, _, begin = value.strip().partition(">")
+        self.tags = ArgumentTags(
+            key,
+            value if len({text for _, text in types}) > 1 else f"{key_end}>",
+            "" if len({text for _, text in types}) > 1 else begin.strip(),
+            self._end.strip(),
+            separator,
+            types if len({text for _, text in types}) > 1 else (),
+            is_padded,
+            "python" in written,
+            self._literal(probes),
+            written.get("item", ""),
+        )
+
+    def behind_value(self, text: str) -> str:
+        """What is behind the end of a value."""
+        return text.replace(_KEY, KEY)[len(self._end) :]
+
+    def _literal(self, probes: _Probes) -> Marks:
+        """What is around a text with a tag in it."""
+        text = (probes.called({_KEY: f"<{_TEXT}>"}) or "")[self._key_end :]
+        begin, tag, behind = text.partition(f"<{_TEXT}>")
+        begin = begin.removeprefix(self.tags_before)
+        return Marks(begin, behind.partition(self._end)[0]) if tag and begin.strip() and "<" in begin else Marks("", "")
+
+    def _written(self, probes: _Probes) -> Iterator[tuple[str, str]]:
+        """What is between name and value, by the type of the value, and marks of values that are no texts."""
+        end = self._end.strip()
+        for kind, (value, texts) in _VALUES.items():
+            text = (probes.called({_KEY: value}) or "")[self._key_end :]
+            if kind in {"object", "array"}:
+                before = text.partition(_TEXT)[0]
+                if kind == "object" and "{'" in before:
+                    yield "python", ""
+                item = re.search(r"<(\w+)>$", before)
+                if kind == "array" and KEY in end and item is not None:
+                    yield "item", item[1]
+            at = min((at for each in texts if (at := text.find(each if len(each) == 1 else each + end)) >= 0), default=-1)
+            if at >= 0:
+                yield kind, text[:at]

@@ -14,7 +14,7 @@ from array import array
 from typing import TYPE_CHECKING, Final
 
 from mesh.text.client_text import Marking, alternatives
-from mesh.text.message_parts import MARKS
+from mesh.text.answer_format import MARKS
 from spanmesh_proto.errors import ContextLengthExceeded
 
 if TYPE_CHECKING:

@@ -17,10 +17,15 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from mesh.text.answer_format import (
+    AnswerFormat,
+    end_of_reasoning,
+    has_ended_reasoning,
+    unended_reasoning,
+)
 from mesh.text.chat_template import ChatTemplate, Ending
 from mesh.text.client_text import require_unicode
 from mesh.text.detokenizer import AnswerText
-from mesh.text.message_parts import end_of_reasoning
 from mesh.text.reasoning_switches import ReasoningSwitches, ReasoningWish
 from mesh.text.text_encoder import TextEncoder, refuse_too_long_text
 from mesh.text.text_jobs import packed_answer, packed_error, unpacked_job
@@ -100,6 +105,7 @@ class ModelTexts:
             bos=tokenizer.bos,
             eos=tokenizer.eos,
             now=lambda: self._now,
+            ends=[tokenizer.name(token) for token in sorted(tokenizer.end_tokens)],
             marking=self.encoder.marking,
         )
 
@@ -225,8 +231,11 @@ def do_prompt(
     ids = texts.prompt_ids(prompt, most_tokens)
     # A mark that the template wrote begins reasoning; of a text that is continued, one in it does, too.
     shown = texts.encoder.marking.unmarked(prompt) if ending == Ending.CONTINUED.name else prompt
+    reasoning_marks = template.answer_format.reasoning
+    said = messages[-1]["content"] if ending == Ending.CONTINUED.name else ""
     told = {
-        "thought_end": end_of_reasoning(shown),
+        "thought_end": end_of_reasoning(shown, reasoning_marks) or unended_reasoning(said, reasoning_marks),
+        "may_think": ending == Ending.ANSWER.name and not has_ended_reasoning(shown, reasoning_marks),
         "has_one_call": has_one_call,
         "knows_reasoning": switches.has_any,
         "knows_budget": switches.has_budget,
@@ -289,8 +298,19 @@ def do_check(texts: ModelTexts, *, now: str) -> bytes:
     return packed_answer({"problems": problems})
 
 
+def do_format(texts: ModelTexts, *, now: str) -> bytes:
+    """Format of the model's answers, and whether ids of calls must be short ones."""
+    template = texts.template(datetime.fromisoformat(now))
+    try:
+        found, has_short_ids = template.answer_format, template.has_short_ids
+    except RequestError:
+        # It renders nothing: the check has told so.
+        found, has_short_ids = AnswerFormat(), False
+    return packed_answer({"format": found.told(), "has_short_ids": has_short_ids})
+
+
 _KINDS: Final[dict[str, Callable[..., bytes]]] = {
-    made.__name__.removeprefix("do_"): made for made in (do_prompt, do_ids, do_listing, do_text, do_check)
+    made.__name__.removeprefix("do_"): made for made in (do_prompt, do_ids, do_listing, do_text, do_check, do_format)
 }
 
 

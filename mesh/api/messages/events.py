@@ -209,7 +209,7 @@ class MessagesAnswer(Answer):
         self._max_tokens = body.max_tokens
         (self._job,) = choices.jobs
         self._id = choices.new_id("msg_")
-        call_ids = CallIds(backend.api.random_bits, backend.call_format, prefix="toolu_")
+        call_ids = CallIds(backend.api.random_bits, is_short=backend.has_short_call_ids, prefix="toolu_")
         self._content = ContentBlocks(call_ids, shows_thinking=body.shows_thinking)
         self._has_begun = False
 

@@ -230,7 +230,7 @@ class ResponsesAnswer(Answer):
         self._keeps = body.store is not False
         self._num_events = 0
         self._base = self._base_of()
-        call_ids = CallIds(backend.api.random_bits, backend.call_format)
+        call_ids = CallIds(backend.api.random_bits, is_short=backend.has_short_call_ids)
         self._output = Output(choices.new_id, call_ids, body.namespaced)
 
     async def whole(self) -> Response:
