@@ -16,6 +16,7 @@ from mesh.text.answer_format import (
     CONSTRAIN_MARK,
     INDEX,
     KEY,
+    MARK,
     NAME,
     NUMBER,
     SLOTS,
@@ -58,8 +59,8 @@ def call_grammar(
 ) -> CallGrammar:
     """Grammar of answers with calls, or with content.
 
-    Unless calls are forced, functions that are not strict take any arguments. Where there is no other form of
-    an answer, it is free text, with calls behind it or without.
+    Where neither calls are forced nor the answer has another form, it is free text, with calls behind it or
+    without, and functions that are not strict take any arguments.
 
     Args:
         tools: Functions to call.
@@ -73,18 +74,15 @@ def call_grammar(
         InvalidRequest: If a schema is invalid, or that of a strict function cannot be expressed as a grammar.
     """
     builder = _Builder(answer_format, spelling)
+    is_free = not tools.is_forced and alternative is None
     for function in tools.functions:
         is_strict = function["name"] in tools.strict_names
-        builder.add_call(function, is_free=not (is_strict or tools.is_forced), is_lenient=not is_strict)
-    root = builder.calls(tools, has_one_call=has_one_call) if tools.functions else None
-    if alternative is not None and not tools.is_forced:
-        answer = builder.content(alternative)
-        root = answer if root is None else either(root, answer)
-    elif root is not None and not tools.is_forced:
-        root = builder.said(root)
-    found = NOTHING if root is None else root
+        builder.add_call(function, is_free=is_free and not is_strict, is_lenient=not is_strict)
+    root = builder.calls(tools, has_one_call=has_one_call)
+    if not tools.is_forced:
+        root = builder.said(root) if alternative is None else either(root, builder.content(alternative))
     end = maybe(spelling.of(answer_format.end)) if answer_format.end else NOTHING
-    rules = {"root": seq(THOUGHTS, found, end), **builder.rules, **thoughts.rules(spelling)}
+    rules = {"root": seq(THOUGHTS, root, end), **builder.rules, **thoughts.rules(spelling)}
     try:
         grammar = to_gbnf(rules)
     except RecursionError:
@@ -126,9 +124,9 @@ def grammar_in_format(
 
 def is_enforceable(answer_format: AnswerFormat) -> bool:
     """Whether the beginning of a call tells it from a text ahead of it."""
-    calls = answer_format.calls
-    opening = _pieces(calls.begin + calls.call)
-    return bool(opening) and not opening[0].startswith(("{", "[")) and not answer_format.primer
+    if answer_format.primer:
+        return False
+    return answer_format.headers is not None or MARK.search(_opening(answer_format.calls)) is not None
 
 
 class _Builder:
@@ -225,12 +223,12 @@ class _Builder:
     def said(self, calls: Expression) -> Expression:
         """Free text, with calls behind it or without."""
         marks = self._format.content
-        opening = _pieces(self._calls.begin + self._calls.call)[:1]
-        self.rules |= text_rules(_SAID.name, [*opening, *filter(None, (marks.end,))])
         of = self._spelling.of
-        begin = of(marks.begin.removeprefix(self._format.primer))
+        begin = of(marks.begin)
         if self._format.headers is not None:
+            self.rules |= text_rules(_SAID.name, self._format.headers.ends)
             return either(seq(begin, _SAID), calls)
+        self.rules |= text_rules(_SAID.name, [_opening(self._calls), *filter(None, (marks.end,))])
         return seq(maybe(begin, _SAID, of(marks.end)) if marks.begin else _SAID, maybe(calls))
 
     def told(self) -> tuple[str, ...]:
@@ -327,6 +325,13 @@ def _expression(
     if expression is None:
         raise InvalidRequest(f"{what}: it allows no value at all", param=param)
     return expression
+
+
+def _opening(calls: CallFormat) -> str:
+    """Mark with which calls begin."""
+    text = _pieces(calls.begin + calls.call)[0]
+    found = MARK.match(text)
+    return text if found is None else found[0]
 
 
 def _marks(calls: CallFormat) -> tuple[str, ...]:

@@ -171,6 +171,7 @@ def conversation_of(body: ConversationBody) -> Conversation:
         ),
         variables=body.chat_template_kwargs or {},
         reasoning=body.reasoning_wish,
+        effort_param=None if body.reasoning_effort is None else "reasoning_effort",
         budget_param=body.budget_field,
         ending=ending_of(
             messages,

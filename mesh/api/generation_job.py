@@ -48,6 +48,8 @@ class Conversation:
     """Further variables of the template."""
     reasoning: ReasoningWish = field(default_factory=ReasoningWish)
     """Wanted amount of reasoning."""
+    effort_param: str | None = None
+    """The field with the amount of reasoning, if there is one."""
     budget_param: str | None = None
     """The field with the most tokens of reasoning, if the template must know them."""
     ending: Ending = Ending.ANSWER
@@ -74,6 +76,8 @@ class ChatPrompt:
     """Reasoning ahead of the answer."""
     spelling: Spelling
     """Control tokens, which marks of the format may be."""
+    warnings: tuple[str, ...] = ()
+    """What of the request has no effect."""
 
     def held_to(self, gbnf: str, client: str | None) -> CallGrammar:
         """Grammar of answers whose content matches a grammar.
@@ -210,7 +214,15 @@ async def render_prompt(backend: Backend, conversation: Conversation, client: st
         # The answer goes on within what these begin.
         told = replace(told, primer="", content=replace(told.content, begin=""))
     return ChatPrompt(
-        prompt.tokens, output_format, tools, told, _thoughts_of(prompt, told), backend.spelling_of(told)
+        prompt.tokens,
+        output_format,
+        tools,
+        told,
+        _thoughts_of(prompt, told),
+        backend.spelling_of(told),
+        ()
+        if conversation.effort_param is None or prompt.knows_reasoning
+        else (f"{conversation.effort_param} has no effect: this model's chat template has no setting for it",),
     )
 
 
@@ -380,7 +392,7 @@ def make_job(
         wanted == 0,
         bool(body.return_token_ids),
         output_format,
-        warnings=() if held_to is None else held_to.left_out,
+        warnings=(*(() if chat is None else chat.warnings), *(() if held_to is None else held_to.left_out)),
     )
 
 

@@ -605,6 +605,12 @@ class ConversationBody(ReasoningFields, StrictBody):
     thinking: ThinkingBody | None = None
 
     @property
+    def budget_field(self) -> str | None:
+        """Name of the field with the most tokens of reasoning; None without one."""
+        is_given = self.thinking is not None and self.thinking.budget_tokens is not None
+        return super().budget_field or ("thinking.budget_tokens" if is_given else None)
+
+    @property
     def reasoning_wish(self) -> ReasoningWish:
         """Wanted amount of reasoning."""
         said = self.thinking

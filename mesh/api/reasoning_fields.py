@@ -47,9 +47,9 @@ class ReasoningFields(BaseModel):
             is_on: Whether there is any, likewise.
             budget_tokens: Most tokens, likewise.
         """
-        own = self.budget_field
+        own = (self.thinking_budget, self.thinking_token_budget, budget_tokens)
         return ReasoningWish(
-            self.enable_thinking if self.enable_thinking is not None else is_on,
+            is_on if self.enable_thinking is None else self.enable_thinking,
             effort,
-            getattr(self, own) if own is not None else budget_tokens,
+            next((number for number in own if number is not None), None),
         )

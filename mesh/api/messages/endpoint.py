@@ -83,6 +83,7 @@ def _conversation(body: ConversationParams) -> Conversation:
         ),
         variables=body.chat_template_kwargs or {},
         reasoning=body.reasoning_wish,
+        effort_param=None if body.effort is None else "output_config.effort",
         budget_param=body.budget_field,
         ending=Ending.CONTINUED if continues else Ending.ANSWER,
     )

@@ -216,6 +216,7 @@ def _conversation(body: ResponsesBody, messages: Sequence[Mapping[str, Any]]) ->
         ),
         variables=body.chat_template_kwargs or {},
         reasoning=body.wish(effort=effort),
+        effort_param=None if effort is None else "reasoning.effort",
         budget_param=body.budget_field,
         param="input",
     )
