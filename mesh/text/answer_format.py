@@ -167,9 +167,26 @@ class AnswerFormat:
             of_headers = (headers.begin, headers.body, *headers.ends, headers.reasoning, CONSTRAIN_MARK)
         return (*pairs, *of_headers, *texts_of(self.calls))
 
+    def shown(self) -> dict[str, Any]:
+        """The format for people: a call, and what is around reasoning."""
+        reasoning = [f"{each.begin}…{each.end}" for each in self.reasoning]
+        return {"is_found": self.is_found, "call": _shown(self.calls), "reasoning": reasoning}
+
     def told(self) -> dict[str, Any]:
         """The format as JSON."""
         return {**asdict(self), "calls": {**asdict(self.calls), "form": self.calls.form.value}}
+
+
+def _shown(calls: CallFormat) -> str:
+    arguments = "{…}"
+    if calls.form is CallForm.FUNCTION:
+        arguments = "KEY=VALUE"
+    if (tags := calls.tags) is not None:
+        arguments = f"{tags.key}KEY{tags.key_end}{tags.value}VALUE{tags.value_end}"
+    text = f"{calls.begin}{calls.call}NAME{calls.name_end}{arguments}{calls.call_end}{calls.end}"
+    for slot, word in ((NAME, "NAME"), (CALL_ID, "ID"), (INDEX, "0"), (NUMBER, "1"), (KEY, "KEY")):
+        text = text.replace(slot, word)
+    return text
 
 
 def format_told(told: Mapping[str, Any]) -> AnswerFormat:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import ast
 import json
-from typing import TYPE_CHECKING, Final
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
 
 from mesh.text.answer_characters import SPACE, UnexpectedText, skip_space
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 _CLOSING: Final = {"{": "}", "[": "]", "(": ")"}
 _ENDS_BARE: Final = ",}]" + SPACE
 _MOST_KEY_CHARS: Final = 256
+# It is read between the tokens of all answers.
+_MOST_PYTHON_CHARS: Final = 100_000
 _OF_PYTHON: Final = {"True": "true", "False": "false", "None": "null"}
 _WORDS: Final = {"true": "True", "false": "False", "null": "None"}
 
@@ -45,7 +48,7 @@ class BareObject:
         characters = self._characters
         char = yield from skip_space(characters, _drop)
         if (yield from characters.match((self._quote,))) is not None:
-            self._argue(json.dumps((yield from self._text()), ensure_ascii=False))
+            yield from self._pass_text()
         elif char == '"':
             # Some answers have JSON's own quotes.
             self._argue(json.dumps((yield from self._quoted()), ensure_ascii=False))
@@ -85,6 +88,13 @@ class BareObject:
             raise UnexpectedText
         yield from characters.take()
         self._argue(f"{json.dumps(key, ensure_ascii=False)}: ")
+
+    def _pass_text(self) -> Generator[None, str, None]:
+        self._argue('"')
+        while (yield from self._characters.match((self._quote,))) is None:
+            char = yield from self._characters.take()
+            self._argue(json.dumps(char, ensure_ascii=False)[1:-1])
+        self._argue('"')
 
     def _text(self) -> Generator[None, str, str]:
         text: list[str] = []
@@ -201,14 +211,24 @@ def _as_json(expression: str) -> str:
         pass
     else:
         return text
-    try:
-        tree = ast.parse(text.replace("\n", "\\n"), mode="eval")
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Name) and node.id in _WORDS:
-                node.id = _WORDS[node.id]
-        return json.dumps(ast.literal_eval(ast.unparse(tree)), ensure_ascii=False)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
+    # Models write line breaks in texts as they are.
+    for written in (text, text.replace("\n", "\\n")) if len(text) < _MOST_PYTHON_CHARS else ():
+        with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            return json.dumps(_evaluated(written), ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _evaluated(expression: str) -> Any:
+    """Value of constants, lists and objects; words of JSON are those of Python.
+
+    Raises:
+        ValueError: Or another error, if it is anything else.
+    """
+    tree = ast.parse(expression, mode="eval")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in _WORDS:
+            node.id = _WORDS[node.id]
+    return ast.literal_eval(ast.unparse(tree))
 
 
 def _drop(_char: str) -> None:

@@ -22,6 +22,7 @@ from mesh.text.answer_format import (
     Headers,
     Marks,
 )
+from mesh.text.known_formats import format_by_words
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -51,23 +52,6 @@ _CUT_MARK: Final = re.compile(r"<[^<>\n]{0,60}$|\[/?[A-Z_]*$")
 # What ends an answer that calls, beside the token that ends all others.
 _ENDS: Final = ("<|eom_id|>", "<|eot_id|>", "<|eot|>", "<|call|>", "<|calls|>", "<|return|>", "<|tool_response>")
 _MOST_BEGIN_CHARS: Final = 60
-_BETWEEN_TAGS: Final = re.compile(r"(?<=>)\s+(?=\S)")
-# Of templates that write no calls, but whose text tells how to make them, and of models whose calls differ
-# from what their template writes: a text that the source has, and the format.
-_FORMATS: Final = (
-    (
-        "<|tool_call|> followed by a JSON list",
-        CallFormat(CallForm.OBJECT, '{"name": "', '", "arguments": ', "}", "<|tool_call|>[", ", ", "]"),
-    ),
-    (
-        "List of tools: ",
-        CallFormat(CallForm.FUNCTION, "", "(", ")", "<|tool_call_start|>[", ", ", "]<|tool_call_end|>", quote="'"),
-    ),
-    (
-        "functools[",
-        CallFormat(CallForm.OBJECT, '{"name": "', '", "arguments": ', "}", " functools[", ", ", "]"),
-    ),
-)
 
 
 class Render(Protocol):
@@ -151,19 +135,19 @@ def found_format(render: Render, source: str, ends: Collection[str]) -> AnswerFo
         ends: Names of the tokens that end answers.
     """
     probes = _Probes(render)
+    told = format_by_words(source)
+    untold = AnswerFormat() if told is None else AnswerFormat(told, is_found=True)
     said, prompts = probes.said(thought=False), probes.prompts()
-    told = next((calls for text, calls in _FORMATS if text in source), None)
     if said is None or _SAID not in said or not prompts:
-        return AnswerFormat() if told is None else AnswerFormat(told, is_found=True)
+        return untold
     called = probes.called(_ARGUMENTS)
     thoughts = (probes.said(thought=True), probes.called(_ARGUMENTS, thought=True))
     answers = _Answers(
         said, called, [text for text in thoughts if text is not None and _THOUGHT in text], prompts, ends
     )
-    found = AnswerFormat(reasoning=answers.reasoning, content=answers.content, end=answers.end)
-    if told is not None:
-        return replace(found, calls=told, is_found=True)
-    return found if called is None else _with_calls(found, answers, probes)
+    found = replace(untold, reasoning=answers.reasoning, content=answers.content, end=answers.end)
+    place = None if called is None else _place(called, _ONE)
+    return found if called is None or place is None else _with_calls(found, answers, probes, called, place)
 
 
 class _Answers:
@@ -187,7 +171,6 @@ class _Answers:
     ) -> None:
         self._ends = (*_ENDS, *ends)
         self.prompts = prompts
-        self.called = called
         self.head = _head(prompts, [said, *thoughts, *([] if called is None else [called])])
         behind = said.rpartition(_SAID)[2].rstrip()
         self.tail = behind if called is None else _tail(behind, called.rstrip())
@@ -320,11 +303,10 @@ def _place(text: str, name: str) -> _Place | None:
     return None if value < 0 else _Place(start, stop, key, value + len(_TEXT), CallForm.TAGGED)
 
 
-def _with_calls(found: AnswerFormat, answers: _Answers, probes: _Probes) -> AnswerFormat:
-    called = answers.called or ""
-    place = _place(called, _ONE)
-    if place is None:
-        return found
+def _with_calls(
+    found: AnswerFormat, answers: _Answers, probes: _Probes, called: str, place: _Place
+) -> AnswerFormat:
+    """The format with that of calls, by an answer with one call and where it is."""
     before, middle = _slotted(called[: place.name], _ONE), _slotted(called[place.name_end : place.arguments], _ONE)
     rest = called[place.end :].rstrip()
     rest = _slotted(answers.until_end(rest.partition(answers.tail)[0] if answers.tail else rest), _ONE)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from mesh.text.answer_format import DEFAULT_REASONING, Marks, texts_of
 from mesh.text.header_parser import HeaderParser, format_of_messages, is_named_in_header
@@ -17,10 +16,6 @@ if TYPE_CHECKING:
 
     from mesh.text.answer_format import CallFormat, Headers
 
-# Marks that texts about reasoning have, too: they count at the beginning only.
-_WRITTEN: Final = re.compile(r"<[\w:]*think[\w:]*>|\[THINK\]")
-
-
 class _At(Enum):
     BEGINNING = auto()
     INSIDE = auto()
@@ -31,7 +26,7 @@ class _At(Enum):
 class ReasoningParser:
     """Splits reasoning, which comes first if at all, from what follows.
 
-    White space at its ends is dropped. Later marks are content, unless they are none of a text.
+    White space at its ends is dropped. Later marks are content, unless they have the form of control tokens.
 
     Args:
         reasoning: Marks of reasoning: any of them.
@@ -41,8 +36,8 @@ class ReasoningParser:
     def __init__(self, reasoning: Sequence[Marks], *, is_inside: bool) -> None:
         self._marks = reasoning
         self._is_inside = is_inside
-        written = (each.begin for each in reasoning)
-        self._comes_again = not any(map(_WRITTEN.fullmatch, written)) and all(each.begin for each in reasoning)
+        # Other marks may be letters of a text.
+        self._comes_again = all("|" in each.begin for each in reasoning)
         self._again = MarkFinder([text for each in reasoning for text in (each.begin, each.end)])
         self._at = _At.BEGINNING
         self._held = ""
@@ -100,7 +95,12 @@ class ReasoningParser:
             self._at, self._held = _At.INSIDE, ""
             self._is_inside = False
             return []
-        if any(each.begin.startswith(said) for each in self._marks):
+        if not self._is_inside and any(said == each.end for each in self._marks):
+            # Templates write this before answers without reasoning, and models repeat it.
+            self._at, self._held = _At.BEHIND, ""
+            return []
+        ends = () if self._is_inside else tuple(each.end for each in self._marks)
+        if any(mark.startswith(said) for mark in (*(each.begin for each in self._marks), *ends)):
             return []
         held, self._held = self._held, ""
         if not self._is_inside:

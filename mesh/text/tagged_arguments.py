@@ -6,6 +6,7 @@ import ast
 import json
 import os.path
 import re
+import string
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -223,7 +224,8 @@ class TaggedArguments:
 
     Args:
         characters: The next one is the first behind the name of the function.
-        marks: Marks of the call and of its arguments.
+        marks: Marks of the call.
+        tags: Tags of its arguments.
         names: Names of the functions.
         schemas: Schemas of the function's parameters.
         argue: Called with each piece of the JSON object.
@@ -236,6 +238,7 @@ class TaggedArguments:
         self,
         characters: Characters,
         marks: CallMarks,
+        tags: ArgumentTags,
         names: Collection[str],
         *,
         schemas: ParameterSchemas,
@@ -245,9 +248,8 @@ class TaggedArguments:
     ) -> None:
         self._characters = characters
         self._names = names
-        assert marks.tags is not None
         self._marks = marks
-        self._tags = tags = marks.tags
+        self._tags = tags
         self._schemas = schemas
         self._argue = argue
         self._is_cut = is_cut
@@ -310,23 +312,18 @@ class TaggedArguments:
         yield from self._value(name, kind, argue)
         return True
 
-    def _kind(self) -> Generator[None, str, str]:
-        """Consume what tells the type of a value; returns its name."""
+    def _kind(self) -> Generator[None, str, str | None]:
+        """Consume what tells the type of a value; returns its name, None if it is not known."""
         written = {text[len(self._key_end) :]: kind for kind, text in reversed(self._tags.types)}
-        end = os.path.commonprefix([text[::-1] for text in written])[::-1]
+        end = os.path.commonprefix([text[::-1] for text in written])[::-1].lstrip(string.ascii_letters)
         told = ""
         while not told.endswith(end) and len(told) < _MAX_NAME_CHARS:
             told += yield from self._characters.take()
-        return written.get(told, "")
+        return written.get(told)
 
     def _value(self, name: str, kind: str | None, argue: Callable[[str], None]) -> Generator[None, str, None]:
         tags = self._tags
-        self._value_end = tags.value_end.replace(KEY, name)
-        if tags.literal.begin and (yield from self._characters.match((tags.literal.begin,))) is not None:
-            self._value_end = tags.literal.end + self._value_end
-        # What is nested has keys as well.
-        key = () if tags.item else (tags.key,)
-        self._in_value = _present(self._value_end, *key, self._marks.tag_end, *self._block_ends, *self._begins)
+        self._expect_end(tags.value_end.replace(KEY, name))
         is_text = self._schemas.is_text(name) if kind is None else kind == "string"
         value = _Value(
             argue,
@@ -335,6 +332,9 @@ class TaggedArguments:
         )
         self._is_in_value, self._num_shown = True, 0
         try:
+            literal = tags.literal
+            if literal.begin and (yield from self._characters.match((literal.begin,))) is not None:
+                self._expect_end(literal.end + self._value_end)
             while not (yield from self._part_ends(value)):
                 pass
         except EndOfText:
@@ -346,6 +346,12 @@ class TaggedArguments:
             raise
         self._is_in_value = False
         value.end()
+
+    def _expect_end(self, value_end: str) -> None:
+        # What is nested has keys as well.
+        key = () if self._tags.item else (self._tags.key,)
+        marks = (value_end, *key, self._marks.tag_end, *self._block_ends, *self._begins)
+        self._value_end, self._in_value = value_end, _present(*marks)
 
     def _as_json(self, name: str, kind: str | None, text: str) -> str:
         if self._tags.item and self._tags.key in text:
@@ -444,8 +450,10 @@ class TaggedArguments:
 
     def _argument_ends(self, ahead: _Lookahead) -> Generator[None, str, bool]:
         yield from ahead.skip_space()
-        if (yield from ahead.match(self._behind_argument)) is not None:
-            return True
+        mark = yield from ahead.match(self._behind_argument)
+        if mark is not None:
+            # Where names are tags, an end begins as a tag does.
+            return not (mark == self._tags.key and self._tags.item and (yield from ahead.match(("/",))))
         return (yield from self._call_follows(ahead))
 
     def _call_follows_block(self, ahead: _Lookahead) -> Generator[None, str, bool]:

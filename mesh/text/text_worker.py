@@ -26,6 +26,7 @@ from mesh.text.answer_format import (
 from mesh.text.chat_template import ChatTemplate, Ending
 from mesh.text.client_text import require_unicode
 from mesh.text.detokenizer import AnswerText
+from mesh.text.known_formats import has_short_ids
 from mesh.text.reasoning_switches import ReasoningSwitches, ReasoningWish
 from mesh.text.text_encoder import TextEncoder, refuse_too_long_text
 from mesh.text.text_jobs import packed_answer, packed_error, unpacked_job
@@ -302,11 +303,12 @@ def do_format(texts: ModelTexts, *, now: str) -> bytes:
     """Format of the model's answers, and whether ids of calls must be short ones."""
     template = texts.template(datetime.fromisoformat(now))
     try:
-        found, has_short_ids = template.answer_format, template.has_short_ids
+        found = template.answer_format
+        needs_short_ids = template.has_short_ids or has_short_ids(found.calls)
     except RequestError:
         # It renders nothing: the check has told so.
-        found, has_short_ids = AnswerFormat(), False
-    return packed_answer({"format": found.told(), "has_short_ids": has_short_ids})
+        found, needs_short_ids = AnswerFormat(), False
+    return packed_answer({"format": found.told(), "has_short_ids": needs_short_ids})
 
 
 _KINDS: Final[dict[str, Callable[..., bytes]]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from mesh.text.answer_characters import (
@@ -20,6 +21,7 @@ from mesh.text.answer_characters import (
 from mesh.text.answer_format import SLOTS, CallForm
 from mesh.text.argument_values import BareObject, PythonArguments
 from mesh.text.call_marks import call_marks_of
+from mesh.text.known_formats import KEY_TAGS, PARAMETER_TAGS
 from mesh.text.message_parts import Content, MarkFinder, ToolCallArguments, ToolCallStart
 from mesh.text.tagged_arguments import ParameterSchemas, TaggedArguments, is_name, read_name
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Mapping
 
     from mesh.text.answer_format import CallFormat
+    from mesh.text.call_marks import CallMarks
     from mesh.text.message_parts import MessagePart
 
 
@@ -72,7 +75,7 @@ class ToolCallParser:
         self._awaited: set[str] = set()
         self._is_cut = False
         self._is_stopped = False
-        self._finder = MarkFinder(dict.fromkeys((*self._marks.openings, *self._ends)))
+        self._finder = MarkFinder(dict.fromkeys((*self._marks.openings, *self._marks.ends)))
         self._characters = Characters()
         self._machine = self._read()
         next(self._machine)
@@ -86,12 +89,6 @@ class ToolCallParser:
     def num_complete(self) -> int:
         """Calls that are complete."""
         return self._num_complete
-
-    @property
-    def _ends(self) -> tuple[str, ...]:
-        """Marks that may stand behind calls."""
-        tag_end = self._marks.tag_end
-        return (*self._marks.ends, *((tag_end,) if tag_end else ()))
 
     @property
     def _is_in_call(self) -> bool:
@@ -150,7 +147,7 @@ class ToolCallParser:
                 self._release()
         if mark is None:
             return
-        if mark in self._ends:
+        if mark in self._marks.ends:
             self._end_block(mark)
             return
         self._held += mark
@@ -186,7 +183,7 @@ class ToolCallParser:
         marks = self._marks
         if mark == marks.tag:
             # Without the mark before it, it may as well be a text about calls.
-            yield from self._call(self._tagged(only_known=True))
+            yield from self._call(self._tagged(marks, only_known=True))
         else:
             for later in marks.blocks[marks.blocks.index(mark) + 1 :]:
                 yield from skip_space(self._characters, self._hold)
@@ -206,26 +203,38 @@ class ToolCallParser:
         return found is not None
 
     def _call_in_block(self, mark: str) -> Generator[None, str, None]:
-        form, tag = self._format.form, self._marks.tag
+        form = self._format.form
         char = yield from skip_space(self._characters, self._hold)
         if char == "[" and form is not CallForm.TAGGED:
             yield from self._list()
         elif char == "{":
             yield from self._call(self._object(only_known=False))
         elif form is CallForm.TAGGED:
-            if tag:
-                found = yield from self._characters.match((tag,))
-                if found is None:
-                    raise UnexpectedText
-                self._held += found
-            yield from self._call(self._tagged())
+            yield from self._tagged_in_block(self._marks)
+        elif form is CallForm.OBJECT:
+            yield from self._otherwise_in_block()
         elif form is CallForm.FUNCTION:
             yield from self._call(self._function())
-        elif form is CallForm.NAMED:
+        else:
             # A mark of letters alone may as well be a part of a text.
             yield from self._call(self._named(only_known=not set(mark) & set("<[")))
-        else:
-            raise UnexpectedText
+
+    def _tagged_in_block(self, marks: CallMarks) -> Generator[None, str, None]:
+        if marks.tag:
+            if (yield from self._characters.match((marks.tag,))) is None:
+                raise UnexpectedText
+            self._held += marks.tag
+        yield from self._call(self._tagged(marks))
+
+    def _otherwise_in_block(self) -> Generator[None, str, None]:
+        """A call of a model whose template tells of JSON, and which has learnt other tags."""
+        for calls in (PARAMETER_TAGS, KEY_TAGS):
+            marks = replace(call_marks_of(calls), blocks=self._marks.blocks, ends=self._marks.ends)
+            found = (yield from self._characters.match((marks.tag,))) if marks.tag else ""
+            if found is not None:
+                self._characters.unread(found)
+                yield from self._tagged_in_block(marks)
+                return
 
     def _bare_calls(self) -> Generator[None, str, None]:
         """Calls without marks: only at the beginning of the answer."""
@@ -252,7 +261,8 @@ class ToolCallParser:
         self._hold((yield from self._characters.take()))
         while True:
             yield from skip_space(self._characters, self._hold)
-            is_function = self._format.form is CallForm.FUNCTION
+            is_object = (yield from self._characters.peek()) == "{"
+            is_function = self._format.form is CallForm.FUNCTION and not is_object
             yield from self._call(self._function() if is_function else self._object(only_known=False))
             char = yield from skip_space(self._characters, self._hold)
             if char not in ",]":
@@ -309,10 +319,11 @@ class ToolCallParser:
         self._begin(name.strip())
         yield from PythonArguments(self._characters, self._argue_json).read()
 
-    def _tagged(self, *, only_known: bool = False) -> Generator[None, str, None]:
+    def _tagged(self, marks: CallMarks, *, only_known: bool = False) -> Generator[None, str, None]:
         """A name and its arguments between tags, or as JSON where the first of them would begin."""
-        characters, marks, tags = self._characters, self._marks, self._marks.tags
-        assert tags is not None
+        characters, tags = self._characters, marks.tags
+        if tags is None:
+            raise UnexpectedText
         first_end, *further_ends = _SLOT.split(marks.name_end)
         name = yield from read_name(characters, first_end, self._hold)
         if name not in self._names and (only_known or not is_name(name)):
@@ -339,6 +350,7 @@ class ToolCallParser:
         yield from TaggedArguments(
             characters,
             marks,
+            tags,
             self._names,
             schemas=self._schemas[name],
             argue=self._argue,
@@ -443,7 +455,7 @@ class ToolCallParser:
         if not self._has_arguments:
             self._argue("{}")
         self._num_complete += 1
-        self._awaited = set(self._ends)
+        self._awaited = set(self._marks.ends)
         self._held.clear()
 
     def _hold(self, char: str) -> None:

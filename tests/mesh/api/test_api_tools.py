@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from mesh.text.message_parts import CallFormat
+from mesh.text.answer_format import CallFormat
 from mesh.text.tokenizer import Tokenizer
 from stages.grammar.session_grammar import make_automaton
 from tests.stages.grammar.test_grammar import matches
 from tests.support import api_harness
+from tests.support.call_formats import GLM, LLAMA, MINIMAX, MISTRAL, QWEN
 from tests.support.api_harness import MODEL, Api, ScriptedEngine, running_api
 
 pytestmark = pytest.mark.model
@@ -236,26 +237,26 @@ async def test_a_template_that_knows_tools_gets_them(smollm2_path: Path, argumen
 @pytest.mark.parametrize(
     ("template", "text", "call_format"),
     [
-        ("<|python_tag|>", '{"name": "weather", "parameters": {"city": "Oslo"}}', CallFormat.LLAMA),
+        ("<|python_tag|>", '{"name": "weather", "parameters": {"city": "Oslo"}}', LLAMA),
         (
             "[TOOL_CALLS]",
             '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}]',
-            CallFormat.MISTRAL,
+            MISTRAL,
         ),
         (
             "<function=",
             "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>",
-            CallFormat.QWEN,
+            QWEN,
         ),
         (
             "<arg_key>",
             "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call>",
-            CallFormat.GLM,
+            GLM,
         ),
         (
             "<minimax:tool_call>",
             '<minimax:tool_call><invoke name="weather"><parameter name="city">Oslo</parameter></invoke>',
-            CallFormat.MINIMAX,
+            MINIMAX,
         ),
     ],
 )
@@ -270,7 +271,7 @@ async def test_other_formats_are_read_where_the_template_teaches_them(
     [call] = choice["message"]["tool_calls"]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
     assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
-    assert (len(call["id"]) == 9) is (call_format is CallFormat.MISTRAL)
+    assert (len(call["id"]) == 9) is (call_format == MISTRAL)
 
 
 # As Qwen3-Coder's: calls of earlier turns are written value by value.
