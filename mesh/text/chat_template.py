@@ -18,9 +18,9 @@ from jinja2.ext import Extension
 from jinja2.sandbox import SandboxedEnvironment, modifies_known_mutable
 from markupsafe import Markup
 
+from mesh.text.answer_format import NOTE_FORMAT, AnswerFormat
 from mesh.text.client_text import Marking
 from mesh.text.conversation_repair import EVERY, Repair, content_forms_of, needs_of, repaired
-from mesh.text.answer_format import NOTE_FORMAT, AnswerFormat
 from mesh.text.format_probes import found_format
 from mesh.text.message_parts import knows_tools
 from spanmesh_proto.errors import InvalidRequest
@@ -419,7 +419,7 @@ class ChatTemplate:
         *,
         adds_prompt: bool,
     ) -> str | None:
-        """The prompt of a conversation as it is, for what is found out about a template; None if it is refused.
+        """The prompt of a conversation as it is, to find out about the template; None if it is refused.
 
         Args:
             messages: Messages in the form of chat templates.

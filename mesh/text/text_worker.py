@@ -222,7 +222,10 @@ def do_prompt(
     ids = texts.prompt_ids(prompt, most_tokens)
     # A mark that the template wrote begins reasoning; of a text that is continued, one in it does, too.
     shown = texts.encoder.marking.unmarked(prompt) if ending == Ending.CONTINUED.name else prompt
-    told = {"thought_end": end_of_reasoning(shown, template.answer_format.reasoning), "has_one_call": has_one_call}
+    told = {
+        "thought_end": end_of_reasoning(shown, template.answer_format.reasoning),
+        "has_one_call": has_one_call,
+    }
     return packed_answer(told, [ids.tobytes()])
 
 
@@ -294,7 +297,8 @@ def do_format(texts: ModelTexts, *, now: str) -> bytes:
 
 
 _KINDS: Final[dict[str, Callable[..., bytes]]] = {
-    made.__name__.removeprefix("do_"): made for made in (do_prompt, do_ids, do_listing, do_text, do_check, do_format)
+    made.__name__.removeprefix("do_"): made
+    for made in (do_prompt, do_ids, do_listing, do_text, do_check, do_format)
 }
 
 
