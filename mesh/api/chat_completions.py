@@ -21,7 +21,6 @@ from mesh.api.generation_job import (
     make_chat_job,
     render_prompt,
     several,
-    thinking_variables,
 )
 from mesh.api.on_demand import answered
 from mesh.api.openai_format import CallIds, OpenAiAnswer, chat_logprobs, respond_in
@@ -170,7 +169,10 @@ def conversation_of(body: ConversationBody) -> Conversation:
             is_parallel=body.parallel_tool_calls,
             name_param="tools[{}].function.name",
         ),
-        variables={**thinking_variables(body.reasoning_effort), **(body.chat_template_kwargs or {})},
+        variables=body.chat_template_kwargs or {},
+        reasoning=body.reasoning_wish,
+        effort_param=None if body.reasoning_effort is None else "reasoning_effort",
+        budget_param=body.budget_field,
         ending=ending_of(
             messages,
             adds_generation_prompt=body.add_generation_prompt,

@@ -6,10 +6,14 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.api.structured_output import CallGrammar, ToolUse, call_grammar, grammar_of, schema_of
+from mesh.api.call_grammar import call_grammar, grammar_in_format, is_enforceable
+from mesh.api.structured_output import CallGrammar, ToolUse, grammar_of, schema_of
 from mesh.engine import GenerationRequest, SpeculationLimits
+from mesh.structured_output.free_text import Thoughts
+from mesh.text.answer_format import DEFAULT_REASONING
 from mesh.text.chat_template import Ending
 from mesh.text.output_parser import OutputFormat
+from mesh.text.reasoning_switches import ReasoningWish
 from mesh.text.text_encoder import refuse_too_long_text
 from mesh.text.text_service import TextRequest
 from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest
@@ -21,7 +25,9 @@ if TYPE_CHECKING:
     from mesh.api.backend import Backend
     from mesh.api.protocol import GenerationBody, PredictionBody
     from mesh.api.structured_output import AlternativeSchema
+    from mesh.structured_output.free_text import Spelling
     from mesh.text.answer_format import AnswerFormat
+    from mesh.text.text_service import PromptIds
 
 SEED_BITS: Final = 64
 # llama-server's default window of `repeat_penalty`.
@@ -40,6 +46,12 @@ class Conversation:
     """Functions that the answer may call; None for none."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the template."""
+    reasoning: ReasoningWish = field(default_factory=ReasoningWish)
+    """Wanted amount of reasoning."""
+    effort_param: str | None = None
+    """The field with the amount of reasoning, if there is one."""
+    budget_param: str | None = None
+    """The field with the most tokens of reasoning, if the template must know them."""
     ending: Ending = Ending.ANSWER
     """Where the prompt ends."""
     splits_reasoning: bool = True
@@ -60,20 +72,36 @@ class ChatPrompt:
     """Functions that it may call; None for none."""
     answer_format: AnswerFormat
     """Format of the model's answers."""
-    thought_end: str | None
-    """End mark of the reasoning that the prompt begins, if it does."""
+    thoughts: Thoughts
+    """Reasoning ahead of the answer."""
+    spelling: Spelling
+    """Control tokens, which marks of the format may be."""
+    warnings: tuple[str, ...] = ()
+    """What of the request has no effect."""
 
-    def call_grammar(self, alternative: AlternativeSchema | None = None) -> CallGrammar:
+    def held_to(self, gbnf: str, client: str | None) -> CallGrammar:
+        """Grammar of answers whose content matches a grammar.
+
+        Raises:
+            InvalidRequest: If the whole is too large for a grammar.
+        """
+        param = "response_format"
+        return CallGrammar(
+            grammar_in_format(gbnf, self.answer_format, self.thoughts, self.spelling, param, client)
+        )
+
+    def call_grammar(self, tools: ToolUse, alternative: AlternativeSchema | None) -> CallGrammar:
         """Grammar of answers that call a function, or that follow an alternative schema.
 
         Raises:
             InvalidRequest: If a schema cannot be expressed as a grammar.
         """
         return call_grammar(
-            ToolUse(()) if self.tools is None else self.tools,
+            tools,
             self.answer_format,
             has_one_call=self.output_format.has_one_call,
-            thought_end=self.thought_end,
+            thoughts=self.thoughts,
+            spelling=self.spelling,
             alternative=alternative,
         )
 
@@ -134,13 +162,6 @@ def ending_of(
     return Ending.CONTINUED
 
 
-def thinking_variables(effort: str | None) -> dict[str, Any]:
-    """Template variables that set the amount of reasoning."""
-    if effort is None:
-        return {}
-    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-
-
 async def render_prompt(backend: Backend, conversation: Conversation, client: str | None) -> ChatPrompt:
     """Render a conversation and tokenize it.
 
@@ -158,6 +179,7 @@ async def render_prompt(backend: Backend, conversation: Conversation, client: st
     prompt = await backend.texts.prompt(
         conversation.messages,
         variables=conversation.variables,
+        reasoning=conversation.reasoning,
         tools=[] if tools is None else tools.for_template(),
         ending=conversation.ending.name,
         now=backend.now(),
@@ -165,6 +187,12 @@ async def render_prompt(backend: Backend, conversation: Conversation, client: st
         param=conversation.param,
         client=client,
     )
+    if conversation.budget_param is not None and not prompt.knows_budget:
+        raise InvalidRequest(
+            f"{conversation.budget_param}: this model's chat template knows no limit of reasoning: leave it out"
+            + (", or send reasoning_effort" if prompt.knows_reasoning else ""),
+            param=conversation.budget_param,
+        )
     told = (await backend.texts.answer_format(backend.now(), client=client)).format
     output_format = OutputFormat(
         call_format=None if tools is None else told.calls,
@@ -182,7 +210,29 @@ async def render_prompt(backend: Backend, conversation: Conversation, client: st
         shows_think_marks=not conversation.splits_reasoning,
         parameters={} if tools is None else tools.parameters,
     )
-    return ChatPrompt(prompt.tokens, output_format, tools, told, prompt.thought_end)
+    if conversation.ending is not Ending.ANSWER:
+        # The answer goes on within what these begin.
+        told = replace(told, primer="", content=replace(told.content, begin=""))
+    return ChatPrompt(
+        prompt.tokens,
+        output_format,
+        tools,
+        told,
+        _thoughts_of(prompt, told),
+        backend.spelling_of(told),
+        ()
+        if conversation.effort_param is None or prompt.knows_reasoning
+        else (f"{conversation.effort_param} has no effect: this model's chat template has no setting for it",),
+    )
+
+
+def _thoughts_of(prompt: PromptIds, answer_format: AnswerFormat) -> Thoughts:
+    """Reasoning ahead of an answer: free, as far as the model's template knows any."""
+    if prompt.thought_end is not None:
+        return Thoughts((("", prompt.thought_end),), is_begun=True)
+    if not prompt.may_think or answer_format.reasoning == DEFAULT_REASONING:
+        return Thoughts()
+    return Thoughts(tuple((each.begin, each.end) for each in answer_format.reasoning if each.begin and each.end))
 
 
 def sampling_of(body: GenerationBody, n_vocab: int, random_bits: Callable[[int], int]) -> SamplingParams:
@@ -342,7 +392,7 @@ def make_job(
         wanted == 0,
         bool(body.return_token_ids),
         output_format,
-        warnings=() if held_to is None else held_to.left_out,
+        warnings=(*(() if chat is None else chat.warnings), *(() if held_to is None else held_to.left_out)),
     )
 
 
@@ -371,25 +421,26 @@ def _held_to(
     body: GenerationBody, chat: ChatPrompt | None, client: str | None
 ) -> tuple[CallGrammar | None, OutputFormat]:
     """The grammar that the answer must match, if any, and the format of the answer."""
-    thought_end = None if chat is None or chat.tools is not None else chat.thought_end
-    gbnf = grammar_of(body, client, thought_end=thought_end)
-    grammar = None if gbnf is None else CallGrammar(gbnf)
+    gbnf = grammar_of(body, client)
     if chat is None:
-        return grammar, OutputFormat()
-    if chat.tools is None:
-        if grammar is None or thought_end is not None:
-            return grammar, chat.output_format
-        # Without reasoning that the prompt begins, there is no room for any: all of the answer is content.
-        return grammar, replace(chat.output_format, splits_reasoning=False)
-    if grammar is None:
-        return chat.call_grammar() if chat.tools.is_forced else None, chat.output_format
+        return None if gbnf is None else CallGrammar(gbnf), OutputFormat()
+    tools, answer_format = chat.tools, chat.output_format
+    if tools is None:
+        return chat.held_to(gbnf, client) if gbnf is not None else None, (
+            # Without reasoning ahead of it, all of the answer is content.
+            answer_format
+            if gbnf is None or chat.thoughts.marks
+            else replace(answer_format, splits_reasoning=False)
+        )
     alternative = schema_of(body)
-    if alternative is None:
+    if gbnf is not None and alternative is None:
         raise InvalidRequest(
             "grammar and tools exclude each other, since a call would not match the grammar: leave one out",
             param="grammar",
         )
-    return chat.call_grammar(None if chat.tools.is_forced else alternative), chat.output_format
+    is_strict = bool(tools.names & tools.strict_names) and is_enforceable(chat.answer_format)
+    is_free = alternative is None and not (tools.is_forced or is_strict)
+    return None if is_free else chat.call_grammar(tools, alternative), answer_format
 
 
 def several(jobs: Sequence[GenerationJob], num_choices: int) -> list[GenerationJob]:

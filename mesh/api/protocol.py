@@ -22,6 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from mesh.api import request_parsing
+from mesh.api.reasoning_fields import ReasoningFields, ThinkingBody
 from mesh.engine import SpeculationLimits, SpeculationMode
 from spanmesh_proto.errors import InvalidRequest
 from stages.sampling.sampler import (
@@ -35,6 +36,8 @@ from stages.sampling.sampler import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from mesh.text.reasoning_switches import ReasoningWish
 
 _SHOWN_CHARS = 32
 MAX_TOOLS: Final = 256
@@ -579,7 +582,7 @@ def refuse_too_many_messages(value: Any) -> Any:
     return value
 
 
-class ConversationBody(StrictBody):
+class ConversationBody(ReasoningFields, StrictBody):
     """Fields that make the prompt of a chat."""
 
     # The first one that is wrong is enough: thousands of them would take seconds to tell.
@@ -599,6 +602,22 @@ class ConversationBody(StrictBody):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
+    thinking: ThinkingBody | None = None
+
+    @property
+    def budget_field(self) -> str | None:
+        """Name of the field with the most tokens of reasoning; None without one."""
+        is_given = self.thinking is not None and self.thinking.budget_tokens is not None
+        return super().budget_field or ("thinking.budget_tokens" if is_given else None)
+
+    @property
+    def reasoning_wish(self) -> ReasoningWish:
+        """Wanted amount of reasoning."""
+        said = self.thinking
+        if said is None:
+            return self.wish(effort=self.reasoning_effort)
+        is_on = None if said.type == "auto" else said.type != "disabled"
+        return self.wish(effort=self.reasoning_effort, is_on=is_on, budget_tokens=said.budget_tokens)
 
 
 class ChatBody(GenerationBody, ConversationBody):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
-from mesh.structured_output.gbnf import NOTHING, chars, mapped, seq, times
-from stages.grammar.gbnf_parser import Chars, Choice, Expression, Literal, Ref, complement
+from mesh.structured_output.gbnf import NOTHING, chars, either, mapped, maybe, seq, times
+from stages.grammar.gbnf_parser import Chars, Choice, Expression, Literal, Ref, Token, complement
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Collection, Mapping
 
-SPACES: Final = times(chars(" ", "\n"), 0, 4)
-"""White space between parts of an answer."""
-_THOUGHTS: Final = "thoughts"
-_BEHIND: Final = "behind-"
+THOUGHTS: Final = Ref("thoughts")
+"""Reasoning, where `Thoughts.rules` are added."""
+_SPACES: Final = times(chars(" ", "\n"), 0, 4)
+_INNER: Final = "inner-"
 
 
 def text_rules(name: str, marks: Collection[str]) -> dict[str, Expression]:
@@ -47,22 +50,77 @@ def any_but(letters: Collection[str]) -> Chars:
     return Chars(complement([(ord(letter), ord(letter)) for letter in letters]))
 
 
-def behind_thoughts(
-    rules: Mapping[str, Expression], end: str, spelled: Callable[[str], Expression] = Literal
+@dataclass(frozen=True, eq=False)
+class Spelling:
+    """Control tokens of a vocabulary, which marks of answers may be. One object for each vocabulary."""
+
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    """Id of each by its name, such as `<|im_end|>`."""
+    end_tokens: frozenset[int] = frozenset()
+    """Those of them that end an answer."""
+
+    def ends(self, text: str) -> bool:
+        """Whether a control token that ends answers is in a text of a template."""
+        return any(self.tokens[name] in self.end_tokens for name in self._names.findall(text))
+
+    def of(self, text: str) -> Expression:
+        """Grammar of a text of a template, up to a control token that ends answers."""
+        items: list[Expression] = []
+        at = 0
+        for found in self._names.finditer(text):
+            items.append(Literal(text[at : found.start()]))
+            at = found.end()
+            token = self.tokens[found[0]]
+            if token in self.end_tokens:
+                return seq(*items)
+            items.append(Token(token))
+        return seq(*items, text[at:])
+
+    @cached_property
+    def _names(self) -> re.Pattern[str]:
+        names = sorted(self.tokens, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, names)) if names else "(?!)")
+
+
+@dataclass(frozen=True)
+class Thoughts:
+    """Reasoning ahead of an answer."""
+
+    marks: tuple[tuple[str, str], ...] = ()
+    """Marks before and behind it, any of them; none where there is no reasoning."""
+    is_begun: bool = False
+    """Whether the prompt has begun it, so that only the mark behind it follows; otherwise there may be none."""
+
+    def rules(self, spelling: Spelling) -> dict[str, Expression]:
+        """Rules of such reasoning; the first one is the whole.
+
+        Args:
+            spelling: Control tokens.
+        """
+        found: dict[str, Expression] = {}
+        options = []
+        for number, (begin, end) in enumerate(self.marks):
+            name = f"{THOUGHTS.name}-{number}"
+            found |= text_rules(name, (end,))
+            opening = [] if self.is_begun else [spelling.of(begin)]
+            options.append(seq(*opening, Ref(name), spelling.of(end), _SPACES))
+        whole = either(*options) if options else NOTHING
+        return {THOUGHTS.name: whole if self.is_begun else maybe(whole), **found}
+
+
+def within(
+    rules: Mapping[str, Expression], before: Expression, behind: Expression = NOTHING
 ) -> dict[str, Expression]:
-    """A grammar's rules, with free reasoning and its end mark ahead of its texts.
+    """A grammar's rules, with something before and behind its texts.
 
     Args:
         rules: The rules, one of them named `root`.
-        end: The end mark.
-        spelled: Returns the grammar of a mark, which may be a control token.
+        before: May refer to rules that are added, none of which begins with `inner-`.
+        behind: Likewise.
     """
 
     def renamed(expression: Expression) -> Expression:
-        return Ref(_BEHIND + expression.name) if isinstance(expression, Ref) else expression
+        return Ref(_INNER + expression.name) if isinstance(expression, Ref) else expression
 
-    return {
-        "root": seq(Ref(_THOUGHTS), spelled(end), SPACES, Ref(f"{_BEHIND}root")),
-        **text_rules(_THOUGHTS, (end,)),
-        **{_BEHIND + name: mapped(expression, renamed) for name, expression in rules.items()},
-    }
+    found = {_INNER + name: mapped(expression, renamed) for name, expression in rules.items()}
+    return {"root": seq(before, Ref(f"{_INNER}root"), behind), **found}

@@ -135,6 +135,8 @@ MARKS: Final = frozenset(
     {"<tool_call>", "</tool_call>", *(text for each in DEFAULT_REASONING for text in (each.begin, each.end))}
 )
 """Marks of our own note and of reasoning, which are marks in every vocabulary."""
+CONSTRAIN_MARK: Final = "<|constrain|>"
+"""Ahead of the kind of arguments in headers; models write it, and no template does."""
 BARE_MARK: Final = "<|python_tag|>"
 """Before calls that are the whole answer, where templates write nothing there and models do."""
 MARK: Final = re.compile(r"<[^<>\n]{1,60}>|\[/?[A-Z_]{2,30}\]")
@@ -169,9 +171,9 @@ class AnswerFormat:
             for text in (each.begin, each.end)
         ]
         headers = self.headers
-        of_headers = (
-            () if headers is None else (headers.begin, headers.body, *headers.ends, headers.reasoning)
-        )
+        of_headers: tuple[str, ...] = ()
+        if headers is not None:
+            of_headers = (headers.begin, headers.body, *headers.ends, headers.reasoning, CONSTRAIN_MARK)
         return (*pairs, *of_headers, *texts_of(self.calls))
 
     def shown(self) -> dict[str, Any]:
@@ -245,3 +247,16 @@ def end_of_reasoning(prompt: str, reasoning: Sequence[Marks]) -> str | None:
     """End mark of the reasoning with which an answer to the prompt begins; None if it does not."""
     said = prompt.rstrip()
     return next((each.end for each in reasoning if each.begin and said.endswith(each.begin)), None)
+
+
+def has_ended_reasoning(prompt: str, reasoning: Sequence[Marks]) -> bool:
+    """Whether a prompt ends behind reasoning, so that its answer has none."""
+    said = prompt.rstrip()
+    # A mark that goes on with the next header is the end of any message.
+    return any(each.end and len(MARK.findall(each.end)) < 2 and said.endswith(each.end) for each in reasoning)
+
+
+def unended_reasoning(text: str, reasoning: Sequence[Marks]) -> str | None:
+    """End mark of reasoning that begins in a text and does not end there; None without any."""
+    begun = (each for each in reasoning if each.begin and text.rfind(each.begin) > text.rfind(each.end))
+    return next((each.end for each in begun), None)

@@ -23,6 +23,7 @@ from mesh.text.client_text import Marking
 from mesh.text.conversation_repair import EVERY, Repair, content_forms_of, needs_of, repaired
 from mesh.text.format_probes import found_format
 from mesh.text.message_parts import knows_tools
+from mesh.text.reasoning_switches import switches_of
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from jinja2.runtime import Context
 
     from mesh.text.conversation_repair import ContentForms, Needs
+    from mesh.text.reasoning_switches import ReasoningSwitches
     from mesh.text.tokenizer import Tokenizer
 
 _MAX_REASON_CHARS: Final = 300
@@ -46,6 +48,10 @@ _AFTER: Final = (
     "\n</tools>\nTo call one, write nothing but its name and its arguments as JSON between these tags:\n"
     '<tool_call>\n{"name": "…", "arguments": {…}}\n</tool_call>\n'
     "You will be told the result between <tool_response> and </tool_response>."
+)
+_ASKED: Final[tuple[tuple[Mapping[str, Any], ...], ...]] = (
+    ({"role": "user", "content": "Hello"},),
+    ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}),
 )
 MAX_PROMPT_CHARS: Final = 16 * 1024 * 1024
 CHATML: Final = (
@@ -301,6 +307,16 @@ class ChatTemplate:
             InvalidRequest: If the template writes more than the bound.
         """
         return needs_of(self._tried, knows_tools=knows_tools(self._source))
+
+    @cached_property
+    def reasoning_switches(self) -> ReasoningSwitches:
+        """Variables that set the amount of reasoning; see `switches_of`."""
+
+        def render(variables: Mapping[str, Any]) -> str | None:
+            prompts = [self.probed(messages, (), variables, adds_prompt=True) for messages in _ASKED]
+            return None if prompts[0] is None else "".join(filter(None, prompts))
+
+        return switches_of(render)
 
     @property
     def hidden_roles(self) -> frozenset[str]:

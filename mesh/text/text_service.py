@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.text.answer_format import AnswerFormat
+    from mesh.text.reasoning_switches import ReasoningWish
     from mesh.text.text_jobs import TextModel
     from stages.gguf import GgufHeader
 
@@ -90,8 +91,14 @@ class PromptIds:
     """Token ids."""
     thought_end: str | None
     """End mark of the reasoning that the prompt begins, if it does."""
+    may_think: bool
+    """Whether the answer may begin with reasoning."""
     has_one_call: bool
     """Whether a message holds at most one call for the template."""
+    knows_reasoning: bool
+    """Whether the template has a setting for the amount of reasoning, if one was wanted."""
+    knows_budget: bool
+    """Whether it has one for the most tokens of reasoning, likewise."""
 
 
 class TextService:
@@ -112,6 +119,7 @@ class TextService:
         messages: Sequence[Mapping[str, Any]],
         *,
         variables: Mapping[str, Any],
+        reasoning: ReasoningWish,
         tools: Sequence[Mapping[str, Any]],
         ending: str,
         now: datetime,
@@ -129,6 +137,7 @@ class TextService:
         values = {
             "messages": messages,
             "variables": variables,
+            "reasoning": {name: value for name, value in vars(reasoning).items() if value is not None},
             "tools": tools,
             "ending": ending,
             "now": now.isoformat(),
@@ -136,7 +145,7 @@ class TextService:
             "param": param,
         }
         told, data = await self._run("prompt", values, client, param=param)
-        return PromptIds(_ids(data).tolist(), told["thought_end"], told["has_one_call"])
+        return PromptIds(_ids(data).tolist(), **told)
 
     async def ids(
         self, texts: Sequence[TextRequest], *, most_tokens: int, client: str | None

@@ -15,7 +15,7 @@ from stages.grammar.automaton import TokenTexts
 from stages.runtime.llama import init_backend, last_complaint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from pathlib import Path
 
 _MAX_PIECE_BYTES: Final = 1024
@@ -157,18 +157,18 @@ class Tokenizer:
         """
         key = frozenset(marks)
         if key not in self._shown:
-            self._shown[key] = dict(self._control_tokens(key))
+            self._shown[key] = {token: name.encode() for name, token in self.control_tokens(key).items()}
         shown = self._shown[key]
         if not shown:
             return self.piece
         return lambda token: shown.get(token) or self.piece(token)
 
-    def _control_tokens(self, texts: Collection[str]) -> Iterator[tuple[int, bytes]]:
-        """Control tokens of some texts, with their names."""
-        for text in texts:
-            for token in self.encode(text, add_special=False, parse_special=True):
-                if not self.piece(token):
-                    yield token, self.name(token).encode()
+    def control_tokens(self, texts: Collection[str]) -> dict[str, int]:
+        """Control tokens whose names are in some texts, by their names."""
+        ids = {
+            token for text in texts for token in self.encode(text, add_special=False, parse_special=True)
+        }
+        return {self.name(token): token for token in ids if not self.piece(token)}
 
     @cached_property
     def special_tokens(self) -> tuple[SpecialToken, ...]:

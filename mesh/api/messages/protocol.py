@@ -21,11 +21,14 @@ from mesh.api.protocol import (
     note_of,
     parse_stop,
 )
+from mesh.api.reasoning_fields import ReasoningFields
 from mesh.api.request_parsing import as_invalid_request
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from mesh.text.reasoning_switches import ReasoningWish
 
 # A client puts a line about itself into the system prompt, another one with each request: no prefix of the
 # prompt would ever be in a cache.
@@ -232,7 +235,7 @@ def parse_tools(value: Any) -> list[Any]:
     return value
 
 
-class ConversationParams(StrictBody):
+class ConversationParams(ReasoningFields, StrictBody):
     """Fields that make the prompt."""
 
     model: str | None = None
@@ -288,6 +291,12 @@ class ConversationParams(StrictBody):
     def effort(self) -> str | None:
         """Amount of reasoning, if it is named."""
         return None if self.output_config is None else self.output_config.effort
+
+    @property
+    def reasoning_wish(self) -> ReasoningWish:
+        """Wanted amount of reasoning."""
+        budget_tokens = None if self.thinking is None else self.thinking.budget_tokens
+        return self.wish(effort=self.effort, is_on=self.is_thinking, budget_tokens=budget_tokens)
 
     @property
     def shows_thinking(self) -> bool:

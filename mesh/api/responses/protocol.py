@@ -24,6 +24,7 @@ from mesh.api.protocol import (
     note_of,
     parse_allowed_tools,
 )
+from mesh.api.reasoning_fields import ReasoningFields
 from mesh.api.request_parsing import as_invalid_request
 from spanmesh_proto.errors import InvalidRequest
 
@@ -324,7 +325,7 @@ def parse_tool(value: Any) -> ResponsesTool | NamespaceTool:
 _AnyTool = Annotated[Any, PlainValidator(parse_tool, json_schema_input_type=ResponsesTool | NamespaceTool)]
 
 
-class ResponsesBody(GenerationBody):
+class ResponsesBody(ReasoningFields, GenerationBody):
     """`POST /v1/responses`."""
 
     input: Annotated[str | list[Any], PlainValidator(parse_input, json_schema_input_type=ItemsInput)]
