@@ -232,9 +232,7 @@ class CallIds:
         prefix: Beginning of an id, where the rules allow one.
     """
 
-    def __init__(
-        self, random_bits: Callable[[int], int], *, is_short: bool, prefix: str = "call_"
-    ) -> None:
+    def __init__(self, random_bits: Callable[[int], int], *, is_short: bool, prefix: str = "call_") -> None:
         self._random_bits = random_bits
         self._prefix = prefix
         self._is_short = is_short

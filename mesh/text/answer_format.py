@@ -6,6 +6,7 @@ of calls a slot stands for what differs from call to call.
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -50,6 +51,10 @@ class Marks:
     """Text behind it; empty if there is none."""
 
 
+NO_MARKS: Final = Marks("", "")
+"""Nothing around a text."""
+
+
 @dataclass(frozen=True)
 class ArgumentTags:
     """Tags of arguments that are values between tags: `key`, name, `key_end`, `value`, value, `value_end`."""
@@ -70,7 +75,7 @@ class ArgumentTags:
     """Whether values have a line break before and behind them, which are no part of them."""
     is_python: bool = False
     """Whether values that are no texts are written as Python does: `True`, `{'a': None}`."""
-    literal: Marks = Marks("", "")
+    literal: Marks = NO_MARKS
     """Around texts in which tags mean nothing, if some are written so."""
     item: str = ""
     """Name in the tags of a list's items, where objects and lists are values between tags in turn; else
@@ -79,7 +84,7 @@ class ArgumentTags:
 
 @dataclass(frozen=True)
 class CallFormat:
-    """Format of calls: `begin`, then for each call `call`, name, `name_end`, arguments, `call_end`, then `end`.
+    """Format of calls: `begin`, of each call `call`, name, `name_end`, arguments and `call_end`, then `end`.
 
     In a JSON object the texts around the name and the arguments are those of the object.
     """
@@ -146,7 +151,7 @@ class AnswerFormat:
     """Format of calls."""
     reasoning: tuple[Marks, ...] = DEFAULT_REASONING
     """Marks of reasoning: any of them."""
-    content: Marks = Marks("", "")
+    content: Marks = NO_MARKS
     """Marks of content, where it has some."""
     headers: Headers | None = None
     """Headers, if the answer has any; marks of reasoning and of content are parts of them then."""
@@ -160,7 +165,11 @@ class AnswerFormat:
     @property
     def texts(self) -> tuple[str, ...]:
         """All texts that may hold marks, which may be control tokens of a vocabulary."""
-        pairs = [text for each in (*self.reasoning, self.content, Marks(self.primer, self.end)) for text in (each.begin, each.end)]
+        pairs = [
+            text
+            for each in (*self.reasoning, self.content, Marks(self.primer, self.end))
+            for text in (each.begin, each.end)
+        ]
         headers = self.headers
         of_headers: tuple[str, ...] = ()
         if headers is not None:
@@ -215,10 +224,21 @@ def _tags_told(told: Mapping[str, Any]) -> ArgumentTags:
     return ArgumentTags(**{**told, "types": types, "literal": Marks(**told["literal"])})
 
 
+def common_begin(*texts: str) -> str:
+    """What all texts begin with."""
+    first, last = min(texts), max(texts)
+    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
+    return first[: sum(1 for _ in alike)]
+
+
 def texts_of(calls: CallFormat) -> tuple[str, ...]:
     """All texts of a format of calls that may hold marks."""
     tags = calls.tags
-    inner = () if tags is None else (tags.key, tags.key_end, tags.value, tags.value_end, *dict(tags.types).values())
+    inner = (
+        ()
+        if tags is None
+        else (tags.key, tags.key_end, tags.value, tags.value_end, *dict(tags.types).values())
+    )
     outer = (calls.begin, calls.call, calls.name_end, calls.call_end, calls.separator, calls.end, calls.quote)
     return (BARE_MARK, *outer, *inner)
 

@@ -1,6 +1,4 @@
-"""Argument values that are no JSON, read character by character and passed on as JSON: those with bare keys, and
-those of Python.
-"""
+"""Argument values that are no JSON, passed on as JSON: objects with bare keys, and what Python writes."""
 
 from __future__ import annotations
 

@@ -108,7 +108,10 @@ def _segments(text: str) -> list[str]:
 
 def _flexible(text: str) -> str:
     """A regular expression for a text with slots, whatever white space it has."""
-    words = (_SLOT.sub(r"[^\\s<>\\[\\]{}\"]*", re.sub(rf"([^{SLOTS}]+)", lambda found: re.escape(found[0]), word)) for word in text.split())
+    words = (
+        _SLOT.sub(r"[^\\s<>\\[\\]{}\"]*", re.sub(rf"([^{SLOTS}]+)", lambda found: re.escape(found[0]), word))
+        for word in text.split()
+    )
     return r"\s*" + r"\s*".join(words) + r"\s*"
 
 

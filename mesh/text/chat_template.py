@@ -435,7 +435,7 @@ class ChatTemplate:
         *,
         adds_prompt: bool,
     ) -> str | None:
-        """The prompt of a conversation as it is, for what is found out about a template; None if it is refused.
+        """The prompt of a conversation as it is, to find out about the template; None if it is refused.
 
         Args:
             messages: Messages in the form of chat templates.

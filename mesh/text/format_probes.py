@@ -1,8 +1,7 @@
-"""Format of answers, found by rendering conversations that differ in one thing and comparing what comes out."""
+"""Format of answers, found by comparing what a template writes for conversations that differ in one thing."""
 
 from __future__ import annotations
 
-import os.path
 import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -14,6 +13,7 @@ from mesh.text.answer_format import (
     KEY,
     MARK,
     NAME,
+    NO_MARKS,
     NUMBER,
     AnswerFormat,
     ArgumentTags,
@@ -21,6 +21,7 @@ from mesh.text.answer_format import (
     CallFormat,
     Headers,
     Marks,
+    common_begin,
 )
 from mesh.text.known_formats import format_by_words
 
@@ -50,7 +51,15 @@ _VALUES: Final[Mapping[str, tuple[Any, tuple[str, ...]]]] = {
 }
 _CUT_MARK: Final = re.compile(r"<[^<>\n]{0,60}$|\[/?[A-Z_]*$")
 # What ends an answer that calls, beside the token that ends all others.
-_ENDS: Final = ("<|eom_id|>", "<|eot_id|>", "<|eot|>", "<|call|>", "<|calls|>", "<|return|>", "<|tool_response>")
+_ENDS: Final = (
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|eot|>",
+    "<|call|>",
+    "<|calls|>",
+    "<|return|>",
+    "<|tool_response>",
+)
 _MOST_BEGIN_CHARS: Final = 60
 
 
@@ -69,13 +78,14 @@ class Render(Protocol):
 
 
 def _tool(name: str) -> dict[str, Any]:
-    properties = {_KEY: {"type": "string", "description": "A text."}}
+    properties = {"otherkey": {"type": "string", "description": "A text."}}
     parameters = {"type": "object", "properties": properties, "required": []}
     function = {"name": name, "description": "A function.", "parameters": parameters}
     return {"type": "function", "function": function}
 
 
-_TOOLS: Final = (_tool(_ONE), _tool(_TWO))
+# Calls are of other functions, since some templates list tools behind the user's message.
+_TOOLS: Final = (_tool("otherone"), _tool("othertwo"))
 
 
 class _Probes:
@@ -186,7 +196,7 @@ class _Answers:
             before = before.rpartition(each.end)[2]
         begin = before.strip()
         if not begin or self.prompts[0].rstrip().endswith(begin):
-            return Marks("", "")
+            return NO_MARKS
         return Marks(begin if begin.endswith((">", "]")) else before, self._content_end)
 
     @property
@@ -224,10 +234,10 @@ class _Answers:
 def _head(prompts: Sequence[str], answers: Sequence[str]) -> str:
     """What is before each answer, whatever the answer is."""
     own = [text[: min(at for at in map(text.find, (_SAID, _THOUGHT, _ONE)) if at >= 0)] for text in answers]
-    head = os.path.commonprefix([prompts[0], *own])
+    head = common_begin(prompts[0], *own)
     # A prompt that has a word of its own behind the user's message says nothing.
-    others = [prompt for prompt in prompts[1:] if os.path.commonprefix([prompt, head])]
-    head = _whole_marks(os.path.commonprefix([head, *others]))
+    others = [prompt for prompt in prompts[1:] if common_begin(prompt, head)]
+    head = _whole_marks(common_begin(head, *others))
     if head.endswith(">") and any(
         text.startswith(head) and text[len(head) : len(head) + 1].isalpha() for text in prompts
     ):
@@ -252,11 +262,11 @@ def _whole_marks(text: str) -> str:
 
 
 def _common_begin(first: str, second: str) -> str:
-    return _whole_marks(os.path.commonprefix([first, second]))
+    return _whole_marks(common_begin(first, second))
 
 
 def _common_end(first: str, second: str) -> str:
-    return os.path.commonprefix([first[::-1], second[::-1]])[::-1]
+    return common_begin(first[::-1], second[::-1])[::-1]
 
 
 @dataclass(frozen=True)
@@ -307,7 +317,8 @@ def _with_calls(
     found: AnswerFormat, answers: _Answers, probes: _Probes, called: str, place: _Place
 ) -> AnswerFormat:
     """The format with that of calls, by an answer with one call and where it is."""
-    before, middle = _slotted(called[: place.name], _ONE), _slotted(called[place.name_end : place.arguments], _ONE)
+    before = _slotted(called[: place.name], _ONE)
+    middle = _slotted(called[place.name_end : place.arguments], _ONE)
     rest = called[place.end :].rstrip()
     rest = _slotted(answers.until_end(rest.partition(answers.tail)[0] if answers.tail else rest), _ONE)
     between = None
@@ -324,7 +335,7 @@ def _with_calls(
         middle = middle[: len(middle) - len(tags.key)]
         rest, between = reading.behind_value(rest), None if between is None else reading.behind_value(between)
     own = _without_empty(before[len(answers.head) :], found)
-    headers = _headers(found, before, called[place.name :], answers)
+    headers = _headers(found, before, answers)
     if headers is None:
         own = own.lstrip()
     calls = CallFormat(place.form, own, middle, rest, tags=tags, quote=place.quote)
@@ -332,20 +343,14 @@ def _with_calls(
         return replace(found, calls=calls, headers=headers, is_found=True)
     call_end = _common_begin(between, rest)
     call = _call_of(before, between[len(call_end) :])
-    primer, begin = "", own[: max(len(own) - len(call), 0)]
-    if len(call) > len(own):
-        # The prompt ends with the beginning of a call.
-        primer, begin = call[: len(call) - len(own)], ""
-        if not primer.strip():
-            call, primer = call.lstrip(), ""
-    calls = replace(
-        calls,
-        begin=begin,
-        call=call,
-        call_end=call_end,
-        separator=between[len(call_end) : len(between) - len(call) - (len(primer) if not primer.strip() else 0)],
-        end=rest[len(call_end) :],
-    )
+    separator = between[len(call_end) : len(between) - len(call)]
+    begin = own[: max(len(own) - len(call), 0)]
+    # The prompt may end with the beginning of a call.
+    primer = call[: max(len(call) - len(own), 0)]
+    if not primer.strip():
+        call, separator, primer = call.removeprefix(primer), separator + primer, ""
+    end = rest[len(call_end) :]
+    calls = replace(calls, begin=begin, call=call, call_end=call_end, separator=separator, end=end)
     return replace(found, calls=_regular(calls), headers=headers, primer=primer, is_found=True)
 
 
@@ -372,8 +377,8 @@ def _without_empty(text: str, found: AnswerFormat) -> str:
     return text
 
 
-def _headers(found: AnswerFormat, before: str, behind: str, answers: _Answers) -> Headers | None:
-    """Headers of messages, if reasoning and content have headers that end alike, and another one between them."""
+def _headers(found: AnswerFormat, before: str, answers: _Answers) -> Headers | None:
+    """Headers of messages, if reasoning and content have headers that end alike, in messages of their own."""
     if len(found.reasoning) != 1 or not found.content.begin:
         return None
     reasoning = found.reasoning[0]
@@ -382,7 +387,11 @@ def _headers(found: AnswerFormat, before: str, behind: str, answers: _Answers) -
     is_header = found.content.begin.endswith(body) and begins[-1:] != [body]
     if not body or not is_header or not begins or begins[-1] not in reasoning.end:
         return None
-    ends = [mark for mark in (*MARK.findall(reasoning.end), *_ENDS, *MARK.findall(answers.tail)) if mark != begins[-1]]
+    ends = [
+        mark
+        for mark in (*MARK.findall(reasoning.end), *_ENDS, *MARK.findall(answers.tail))
+        if mark != begins[-1]
+    ]
     header = before.rpartition(begins[-1])[2]
     recipient = re.search(r"\S*$", header[: header.find(body)] if body in header else header)
     return Headers(
@@ -448,23 +457,24 @@ class _TagReading:
                 self._end = self._end[: self._end.index(">", self._end.index(KEY)) + 1]
             key = _common_end(self._middle, between[len(self._end) :]).lstrip()
             separator = between[len(self._end.rstrip()) : len(between) - len(key)]
-        self.tags_before = value = called[self._key_end : place.end - len(_TEXT)]
-        is_padded = self._end.startswith("\n") and value.endswith("\n")
+        self._before = called[self._key_end : place.end - len(_TEXT)]
+        is_padded = self._end.startswith("\n") and self._before.endswith("\n")
         self._end = self._end.rstrip()
         written = dict(self._written(probes))
         types = tuple((kind, text) for kind, text in written.items() if kind in _VALUES)
-        key_end, _, begin = value.strip().partition(">")
+        has_types = len({text for _, text in types}) > 1
+        key_end, sign, begin = self._before.partition(">")
         self.tags = ArgumentTags(
-            key,
-            value if len({text for _, text in types}) > 1 else f"{key_end}>",
-            "" if len({text for _, text in types}) > 1 else begin.strip(),
-            self._end.strip(),
-            separator,
-            types if len({text for _, text in types}) > 1 else (),
-            is_padded,
-            "python" in written,
-            self._literal(probes),
-            written.get("item", ""),
+            key=key,
+            key_end=self._before if has_types else key_end + sign,
+            value="" if has_types else begin.rstrip(),
+            value_end=self._end.strip(),
+            separator=separator,
+            types=types if has_types else (),
+            is_padded=is_padded,
+            is_python="python" in written,
+            literal=self._literal(probes),
+            item=written.get("item", ""),
         )
 
     def behind_value(self, text: str) -> str:
@@ -474,9 +484,9 @@ class _TagReading:
     def _literal(self, probes: _Probes) -> Marks:
         """What is around a text with a tag in it."""
         text = (probes.called({_KEY: f"<{_TEXT}>"}) or "")[self._key_end :]
-        begin, tag, behind = text.partition(f"<{_TEXT}>")
-        begin = begin.removeprefix(self.tags_before)
-        return Marks(begin, behind.partition(self._end)[0]) if tag and begin.strip() and "<" in begin else Marks("", "")
+        begin, _, behind = text.partition(f"<{_TEXT}>")
+        begin = begin.removeprefix(self._before)
+        return Marks(begin, behind.partition(self._end)[0]) if behind and "<" in begin else NO_MARKS
 
     def _written(self, probes: _Probes) -> Iterator[tuple[str, str]]:
         """What is between name and value, by the type of the value, and marks of values that are no texts."""
@@ -490,6 +500,9 @@ class _TagReading:
                 item = re.search(r"<(\w+)>$", before)
                 if kind == "array" and KEY in end and item is not None:
                     yield "item", item[1]
-            at = min((at for each in texts if (at := text.find(each if len(each) == 1 else each + end)) >= 0), default=-1)
+            at = min(
+                (at for each in texts if (at := text.find(each if len(each) == 1 else each + end)) >= 0),
+                default=-1,
+            )
             if at >= 0:
                 yield kind, text[:at]

@@ -1,5 +1,7 @@
-"""Formats that rendering a chat template cannot show: of templates that tell of calls and write none, and of models
-that call otherwise than their template says.
+"""Formats that rendering cannot show.
+
+They are of templates that tell of calls and write none, and of models that call otherwise than their template
+says.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ KEY_TAGS: Final = CallFormat(
     "\n",
     "\n</tool_call>",
     separator="\n",
-    tags=ArgumentTags("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "\n"),
+    tags=ArgumentTags("<arg_key>", "</arg_key>", "\n<arg_value>", "</arg_value>", "\n"),
 )
 """Of GLM 4.5 and later."""
 INVOCATIONS: Final = CallFormat(
@@ -36,17 +38,16 @@ INVOCATIONS: Final = CallFormat(
     tags=ArgumentTags('<parameter name="', '">', "", "</parameter>", "\n"),
 )
 """Of MiniMax M2."""
-NAME_AND_MARKS: Final = CallFormat(
-    CallForm.NAMED, "[TOOL_CALLS]", f"[CALL_ID]{CALL_ID}[ARGS]", "", quote='"'
-)
+NAME_AND_MARKS: Final = CallFormat(CallForm.NAMED, "[TOOL_CALLS]", f"[CALL_ID]{CALL_ID}[ARGS]", "", quote='"')
 """Of Mistral's models, which write lists of objects, too."""
-BARE_OBJECTS: Final = CallFormat(
-    CallForm.OBJECT, '{"name": "', '", "parameters": ', "}", separator="; "
-)
+BARE_OBJECTS: Final = CallFormat(CallForm.OBJECT, '{"name": "', '", "parameters": ', "}", separator="; ")
 """Of Llama 3.1 and later."""
 _OBJECTS: Final = ('{"name": "', '", "arguments": ', "}")
 _BY_WORDS: Final = (
-    ("<|tool_call|> followed by a JSON list", CallFormat(CallForm.OBJECT, *_OBJECTS, "<|tool_call|>[", ", ", "]")),
+    (
+        "<|tool_call|> followed by a JSON list",
+        CallFormat(CallForm.OBJECT, *_OBJECTS, "<|tool_call|>[", ", ", "]"),
+    ),
     (" functools[", CallFormat(CallForm.OBJECT, *_OBJECTS, " functools[", ", ", "]")),
     (
         "List of tools: ",

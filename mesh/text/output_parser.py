@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
-from mesh.text.answer_format import DEFAULT_REASONING, Marks, texts_of
+from mesh.text.answer_format import DEFAULT_REASONING, NO_MARKS, Marks, texts_of
 from mesh.text.header_parser import HeaderParser, format_of_messages, is_named_in_header
 from mesh.text.message_parts import Content, MarkFinder, MessagePart, Reasoning, joined
 from mesh.text.tool_call_parser import ToolCallParser
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from mesh.text.answer_format import CallFormat, Headers
+
 
 class _At(Enum):
     BEGINNING = auto()
@@ -135,7 +136,7 @@ class OutputFormat:
     """Format of calls; None without calls, so that all is text."""
     reasoning: tuple[Marks, ...] = DEFAULT_REASONING
     """Marks of reasoning: any of them."""
-    content: Marks = Marks("", "")
+    content: Marks = NO_MARKS
     """Marks of content, where it has some."""
     headers: Headers | None = None
     """Headers of messages, if the answer has any."""
@@ -243,9 +244,7 @@ class OutputParser:
                     output_format.reasoning, is_inside=output_format.is_in_reasoning
                 )
             if output_format.content.begin or output_format.end:
-                self._content = _ContentMarks(
-                    output_format.content, output_format.primer, output_format.end
-                )
+                self._content = _ContentMarks(output_format.content, output_format.primer, output_format.end)
         self._has_one_call = output_format.has_one_call
         # Characters of the primer that have come back as content.
         self._num_primed = 0

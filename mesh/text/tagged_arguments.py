@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os.path
 import re
 import string
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from mesh.text.answer_characters import EndOfText, StringEscaper, skip_space
-from mesh.text.answer_format import KEY
+from mesh.text.answer_format import KEY, common_begin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Sequence
@@ -283,7 +282,7 @@ class TaggedArguments:
     def _key_end(self) -> str:
         """Behind the name of an argument, whatever the type of its value."""
         types = self._tags.types
-        return os.path.commonprefix([text for _, text in types]) if types else self._tags.key_end
+        return common_begin(*(text for _, text in types)) if types else self._tags.key_end
 
     def _close(self) -> None:
         self._argue("}" if self._given else "{}")
@@ -299,9 +298,9 @@ class TaggedArguments:
             return False
         name = yield from read_name(characters, self._key_end, _drop)
         kind = (yield from self._kind()) if tags.types else None
-        if tags.value:
+        if value := tags.value.strip():
             yield from skip_space(characters, _drop)
-            if (yield from characters.match((tags.value,))) is None:
+            if (yield from characters.match((value,))) is None:
                 return False
         if not name:
             return False
@@ -315,7 +314,7 @@ class TaggedArguments:
     def _kind(self) -> Generator[None, str, str | None]:
         """Consume what tells the type of a value; returns its name, None if it is not known."""
         written = {text[len(self._key_end) :]: kind for kind, text in reversed(self._tags.types)}
-        end = os.path.commonprefix([text[::-1] for text in written])[::-1].lstrip(string.ascii_letters)
+        end = common_begin(*(text[::-1] for text in written))[::-1].lstrip(string.ascii_letters)
         told = ""
         while not told.endswith(end) and len(told) < _MAX_NAME_CHARS:
             told += yield from self._characters.take()
@@ -603,7 +602,7 @@ def _read_python(text: str) -> tuple[str, Any] | None:
 
 
 def _nested(text: str, tags: ArgumentTags) -> Any:
-    """Value of what is written between tags in turn: an object, a list, or a text or what JSON reads in it."""
+    """Value of what is written between tags in turn: an object, a list, a text, or what JSON reads in it."""
     found: list[tuple[str, Any]] = []
     rest = text.strip()
     while rest.startswith(tags.key):

@@ -312,7 +312,8 @@ def do_format(texts: ModelTexts, *, now: str) -> bytes:
 
 
 _KINDS: Final[dict[str, Callable[..., bytes]]] = {
-    made.__name__.removeprefix("do_"): made for made in (do_prompt, do_ids, do_listing, do_text, do_check, do_format)
+    made.__name__.removeprefix("do_"): made
+    for made in (do_prompt, do_ids, do_listing, do_text, do_check, do_format)
 }
 
 

@@ -29,7 +29,7 @@ _TOKEN: Final = re.compile(
 _ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "0": "\0", '"': '"', "'": "'", "\\": "\\"}
 _TESTER: Final = re.compile(
     r'auto (\w+) = peg_tester\((?:"models/templates/([^"]+)\.jinja"|(\w+))'
-    r'|static void test_lfm2_parser\(|for \(const auto & path :\s*\{([^}]*)\}|(\w+)\.test\('
+    r"|static void test_lfm2_parser\(|for \(const auto & path :\s*\{([^}]*)\}|(\w+)\.test\("
 )
 _STRING: Final = re.compile(
     r"(?:std::string|const char \*|auto|std::vector<common_chat_tool_call>|common_chat_tool_call)\s+(\w+)\s*="
@@ -116,8 +116,10 @@ def _unescaped(text: str) -> str:
     data = re.sub(
         r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)",
         lambda found: (
-            f"\x00{found[1][1:]}\x00" if found[1][0] == "x" and len(found[1]) == 3
-            else chr(int(found[1][1:], 16)) if len(found[1]) == 5
+            f"\x00{found[1][1:]}\x00"
+            if found[1][0] == "x" and len(found[1]) == 3
+            else chr(int(found[1][1:], 16))
+            if len(found[1]) == 5
             else _ESCAPES[found[1]]
         ),
         text,
@@ -130,7 +132,9 @@ def _unescaped(text: str) -> str:
     )
 
 
-def _message(content: str = "", reasoning: str = "", name: str = "", arguments: str = "", _id: str = "") -> dict[str, Any]:
+def _message(
+    content: str = "", reasoning: str = "", name: str = "", arguments: str = "", _id: str = ""
+) -> dict[str, Any]:
     return {"content": content, "reasoning": reasoning, "calls": [[name, arguments]] if name else []}
 
 
@@ -163,7 +167,12 @@ def _cases(source: str) -> Iterator[dict[str, Any] | str]:
                 known[found[1]] = _Reader(source, at, known).expression()
             except (ValueError, KeyError, TypeError):
                 continue
-    known["tools"] = [known[name] for name in re.findall(r"\w+", re.search(r"std::vector<common_chat_tool> tools\{([^}]*)\}", source)[1])]  # type: ignore[index]
+    known["tools"] = [
+        known[name]
+        for name in re.findall(
+            r"\w+", re.search(r"std::vector<common_chat_tool> tools\{([^}]*)\}", source)[1]
+        )
+    ]  # type: ignore[index]
     for name in ("message_user", "message_user_parts", *re.findall(r"common_chat_msg (\w+);", source)):
         known[name] = {}
     templates: list[str] = []
@@ -208,7 +217,8 @@ def _case(source: str, at: int, known: dict[str, Any]) -> dict[str, Any]:
         "text": text,
         "tools": {tool[0]: _json(tool[2] if len(tool) > 2 else "") for tool in given.get("tools", [[]])[0]},
         "thinks": given.get("enable_thinking", [True])[0],
-        "splits": given.get("reasoning_format", ["COMMON_REASONING_FORMAT_NONE"])[0] != "COMMON_REASONING_FORMAT_NONE",
+        "splits": given.get("reasoning_format", ["COMMON_REASONING_FORMAT_NONE"])[0]
+        != "COMMON_REASONING_FORMAT_NONE",
         "is_cut": given.get("is_partial", [False])[0],
         "has_schema": "json_schema" in given,
         "is_forced": given.get("tool_choice", [""])[0] == "COMMON_CHAT_TOOL_CHOICE_REQUIRED",

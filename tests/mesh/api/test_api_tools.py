@@ -11,8 +11,8 @@ from mesh.text.tokenizer import Tokenizer
 from stages.grammar.session_grammar import make_automaton
 from tests.stages.grammar.test_grammar import matches
 from tests.support import api_harness
-from tests.support.call_formats import GLM, LLAMA, MINIMAX, MISTRAL, QWEN
 from tests.support.api_harness import MODEL, Api, ScriptedEngine, running_api
+from tests.support.call_formats import GLM, LLAMA, MINIMAX, MISTRAL, QWEN
 
 pytestmark = pytest.mark.model
 

@@ -1,16 +1,22 @@
-"""Formats of answers found by rendering: every collected template is read back, and texts of llama.cpp's tests."""
+"""Formats of answers, found by rendering: every template is read back, and so are llama.cpp's test texts."""
 
 import json
-import os.path
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any, Final
 
 import pytest
 
-from mesh.text.answer_format import NOTE_FORMAT, AnswerFormat, CallForm, end_of_reasoning, format_told
+from mesh.text.answer_format import (
+    NOTE_FORMAT,
+    AnswerFormat,
+    CallForm,
+    common_begin,
+    end_of_reasoning,
+    format_told,
+)
 from mesh.text.chat_template import ChatTemplate
 from mesh.text.format_probes import found_format
 from mesh.text.message_parts import Content, MessagePart, Reasoning, calls_of, joined, knows_tools
@@ -66,7 +72,7 @@ SILENT: Final = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def known(name: str) -> tuple[ChatTemplate, AnswerFormat]:
     source = COLLECTED[name].read_text()
     template = template_of(source)
@@ -80,7 +86,9 @@ def rendered(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], **va
     return None if text is None else text.rpartition(USER["content"])[2]
 
 
-def message(calls: Sequence[tuple[str, Any]], content: str | None, reasoning: str, *, first: int = 0) -> dict[str, Any]:
+def message(
+    calls: Sequence[tuple[str, Any]], content: str | None, reasoning: str, *, first: int = 0
+) -> dict[str, Any]:
     made = [
         {
             "id": f"{first + number}abcdefgh",
@@ -93,7 +101,9 @@ def message(calls: Sequence[tuple[str, Any]], content: str | None, reasoning: st
     return {"role": "assistant", "content": content, "tool_calls": made, **fields}
 
 
-def answer_to(template: ChatTemplate, answer: dict[str, Any], before: Sequence[dict[str, Any]]) -> tuple[str, str]:
+def answer_to(
+    template: ChatTemplate, answer: dict[str, Any], before: Sequence[dict[str, Any]]
+) -> tuple[str, str]:
     """An answer as a template writes it, and what it writes ahead of it."""
     text = None
     for content in (answer["content"], None):
@@ -101,13 +111,16 @@ def answer_to(template: ChatTemplate, answer: dict[str, Any], before: Sequence[d
         if text is not None and answer["tool_calls"][0]["function"]["name"] in text:
             break
     assert text is not None
-    switches: Iterable[dict[str, Any]] = ({}, *({"enable_thinking": on, "thinking": on} for on in (True, False)))
+    switches: Iterable[dict[str, Any]] = (
+        {},
+        *({"enable_thinking": on, "thinking": on} for on in (True, False)),
+    )
     prompts = [prompt for each in switches if (prompt := rendered(template, before, **each)) is not None]
     whole = [prompt for prompt in prompts if text.startswith(prompt)]
     if whole:
         return max(whole, key=len), text.removeprefix(max(whole, key=len))
     # The template writes the history otherwise than what is before an answer.
-    head = os.path.commonprefix([text, prompts[0]])
+    head = common_begin(text, prompts[0])
     at = head.rfind("<")
     head = head if ">" in head[at:] or at < 0 else head[:at]
     return head, text.removeprefix(head)
@@ -132,7 +145,8 @@ def format_for(found: AnswerFormat, head: str, text: str, parameters: Mapping[st
         found.primer,
         frozenset(parameters),
         splits_reasoning=True,
-        is_in_reasoning=end_of_reasoning(head, found.reasoning) is not None or (is_open and not text.startswith(marks.end)),
+        is_in_reasoning=end_of_reasoning(head, found.reasoning) is not None
+        or (is_open and not text.startswith(marks.end)),
         parameters=parameters,
     )
 
@@ -171,7 +185,8 @@ def test_what_a_template_writes_is_read_back(name: str, kind: str) -> None:
     assert found.is_found
     answer = message(*ANSWERS[kind])
     if rendered(template, [USER, answer]) is None:
-        assert kind == "two calls" and template.has_one_call
+        assert kind == "two calls"
+        assert template.has_one_call
         return
     head, text = answer_to(template, answer, [USER])
     check_is_read(found, head, text, answer)
@@ -183,12 +198,24 @@ def test_a_second_call_behind_a_result_is_read_back(name: str) -> None:
     first = message([("look_up", OSLO)], "", "")
     result = {"role": "tool", "tool_call_id": "0abcdefgh", "name": "look_up", "content": "resultone"}
     second = message([("find", DEEP)], "", "", first=1)
-    texts = [template.probed([USER, {**first, "content": content}, result, {**second, "content": content}], TOOLS, {}, adds_prompt=False) for content in ("", None)]
-    text = next(text for text in texts if text is not None and "resultone" in text and "find" in text.rpartition("resultone")[2])
+    texts = [
+        template.probed(
+            [USER, {**first, "content": content}, result, {**second, "content": content}],
+            TOOLS,
+            {},
+            adds_prompt=False,
+        )
+        for content in ("", None)
+    ]
+    text = next(
+        text
+        for text in texts
+        if text is not None and "resultone" in text and "find" in text.rpartition("resultone")[2]
+    )
     behind = text.rpartition("resultone")[2]
     # What the template writes between a result and an answer.
     prompt = template.probed([USER, {**first, "content": ""}, result], TOOLS, {}, adds_prompt=True) or ""
-    head = os.path.commonprefix([behind, prompt.rpartition("resultone")[2]])
+    head = common_begin(behind, prompt.rpartition("resultone")[2])
     at = head.rfind("<")
     head = head if ">" in head[at:] or at < 0 else head[:at]
     check_is_read(found, head, behind.removeprefix(head), second)

@@ -247,9 +247,7 @@ def test_a_value_without_an_end_ends_where_another_call_begins() -> None:
     shows = "<tool_call>\n<function=other>\n<parameter=a>\nx"
     for text in (qwen, bare):
         assert read(QWEN, f"{text}\n{AT}") == [*SAID, *call("look", '{"at": "x"}', 1)]
-    assert read(
-        GLM, glm(("at", "x"), between="").replace("</arg_value>", "") + glm(("at", "x"))
-    ) == [
+    assert read(GLM, glm(("at", "x"), between="").replace("</arg_value>", "") + glm(("at", "x"))) == [
         *SAID,
         *call("look", '{"at": "x"}', 1),
     ]
