@@ -22,7 +22,6 @@ from mesh.api.generation_job import (
     make_chat_job,
     render_prompt,
     several,
-    thinking_variables,
 )
 from mesh.api.on_demand import answered
 from mesh.api.openai_format import CallIds, OpenAiAnswer, chat_logprobs, respond_in
@@ -55,7 +54,7 @@ class ChatFormat:
 
     def __init__(self, backend: Backend, body: ChatBody) -> None:
         self._tokenizer = backend.tokenizer
-        self._new_call_id = CallIds(backend.api.random_bits, backend.call_format)
+        self._new_call_id = CallIds(backend.api.random_bits, is_short=backend.has_short_call_ids)
         self._is_legacy = body.has_functions
         self._custom_names = body.custom_names
         # Of calls of custom tools under way, by choice and index of the call.
@@ -221,7 +220,10 @@ def conversation_of(body: ConversationBody) -> Conversation:
             is_parallel=False if body.has_functions else body.parallel_tool_calls,
             name_param="functions[{}].name" if body.has_functions else "tools[{}].function.name",
         ),
-        variables={**thinking_variables(body.reasoning_effort), **(body.chat_template_kwargs or {})},
+        variables=body.chat_template_kwargs or {},
+        reasoning=body.reasoning_wish,
+        effort_param=None if body.reasoning_effort is None else "reasoning_effort",
+        budget_param=body.budget_field,
         ending=ending_of(
             messages,
             adds_generation_prompt=body.add_generation_prompt,

@@ -8,10 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from mesh.api.answer_forms import form_of
-from mesh.api.structured_output import CallGrammar, ToolUse, call_grammar, grammar_of, schema_of
+from mesh.api.call_grammar import call_grammar, grammar_in_format, is_enforceable
+from mesh.api.structured_output import CallGrammar, ToolUse, grammar_of, schema_of
 from mesh.engine import GenerationRequest, SpeculationLimits
+from mesh.structured_output.free_text import Thoughts
+from mesh.text.answer_format import DEFAULT_REASONING
 from mesh.text.chat_template import Ending
 from mesh.text.output_parser import OutputFormat
+from mesh.text.reasoning_switches import ReasoningWish
 from mesh.text.text_encoder import refuse_too_long_text
 from mesh.text.text_service import TextRequest
 from spanmesh_proto.errors import InvalidRequest, too_long
@@ -23,7 +27,9 @@ if TYPE_CHECKING:
     from mesh.api.backend import Backend
     from mesh.api.protocol import GenerationBody, PredictionBody
     from mesh.api.structured_output import AlternativeSchema
-    from mesh.text.message_parts import CallFormat
+    from mesh.structured_output.free_text import Spelling
+    from mesh.text.answer_format import AnswerFormat
+    from mesh.text.text_service import PromptIds
 
 SEED_BITS: Final = 64
 # llama-server's default window of `repeat_penalty`.
@@ -45,6 +51,12 @@ class Conversation:
     """Functions that the answer may call; None for none."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the template."""
+    reasoning: ReasoningWish = field(default_factory=ReasoningWish)
+    """Wanted amount of reasoning."""
+    effort_param: str | None = None
+    """The field with the amount of reasoning, if there is one."""
+    budget_param: str | None = None
+    """The field with the most tokens of reasoning, if the template must know them."""
     ending: Ending = Ending.ANSWER
     """Where the prompt ends."""
     splits_reasoning: bool = True
@@ -63,22 +75,42 @@ class ChatPrompt:
     """Format of the answer."""
     tools: ToolUse | None
     """Functions that it may call; None for none."""
-    call_format: CallFormat
-    """Format of calls."""
-    thought_end: str | None
-    """End mark of the reasoning that the prompt begins, if it does."""
+    answer_format: AnswerFormat
+    """Format of the model's answers."""
+    thoughts: Thoughts
+    """Reasoning ahead of the answer."""
+    spelling: Spelling
+    """Control tokens, which marks of the format may be."""
+    warnings: tuple[str, ...] = ()
+    """What of the request has no effect."""
 
-    def call_grammar(self, alternative: AlternativeSchema | None = None) -> CallGrammar:
+    def held_to(self, gbnf: str, param: str, client: str | None) -> CallGrammar:
+        """Grammar of answers whose content matches a grammar.
+
+        Args:
+            gbnf: The grammar.
+            param: The request's field with it, for errors.
+            client: Identity of the API key, or None.
+
+        Raises:
+            InvalidRequest: If the whole is too large for a grammar.
+        """
+        return CallGrammar(
+            grammar_in_format(gbnf, self.answer_format, self.thoughts, self.spelling, param, client)
+        )
+
+    def call_grammar(self, tools: ToolUse, alternative: AlternativeSchema | None) -> CallGrammar:
         """Grammar of answers that call a function, or that follow an alternative schema.
 
         Raises:
             InvalidRequest: If a schema cannot be expressed as a grammar.
         """
         return call_grammar(
-            ToolUse(()) if self.tools is None else self.tools,
-            self.call_format,
+            tools,
+            self.answer_format,
             has_one_call=self.output_format.has_one_call,
-            thought_end=self.thought_end,
+            thoughts=self.thoughts,
+            spelling=self.spelling,
             alternative=alternative,
         )
 
@@ -159,13 +191,6 @@ def without_changing_lines(messages: Sequence[Mapping[str, Any]]) -> list[Mappin
     return found
 
 
-def thinking_variables(effort: str | None) -> dict[str, Any]:
-    """Template variables that set the amount of reasoning."""
-    if effort is None:
-        return {}
-    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-
-
 async def render_prompt(backend: Backend, conversation: Conversation, client: str | None) -> ChatPrompt:
     """Render a conversation and tokenize it.
 
@@ -183,6 +208,7 @@ async def render_prompt(backend: Backend, conversation: Conversation, client: st
     prompt = await backend.texts.prompt(
         without_changing_lines(conversation.messages),
         variables=conversation.variables,
+        reasoning=conversation.reasoning,
         tools=[] if tools is None else tools.for_template(),
         ending=conversation.ending.name,
         now=backend.now(),
@@ -190,8 +216,21 @@ async def render_prompt(backend: Backend, conversation: Conversation, client: st
         param=conversation.param,
         client=client,
     )
+    if conversation.budget_param is not None and not prompt.knows_budget:
+        raise InvalidRequest(
+            f"{conversation.budget_param}: this model's chat template knows no limit of reasoning: leave it out"
+            + (", or send reasoning_effort" if prompt.knows_reasoning else ""),
+            param=conversation.budget_param,
+        )
+    told = (await backend.texts.answer_format(backend.now(), client=client)).format
     output_format = OutputFormat(
-        call_format=None if tools is None else backend.call_format,
+        call_format=None if tools is None else told.calls,
+        reasoning=told.reasoning,
+        content=told.content,
+        headers=told.headers,
+        end=told.end,
+        # A prompt that ends otherwise has no beginning of a call.
+        primer=told.primer if conversation.ending is Ending.ANSWER else "",
         names=frozenset() if tools is None else tools.names,
         # A template that takes one call a message could not show two in the next turn.
         has_one_call=tools is not None and (tools.has_one_call or prompt.has_one_call),
@@ -200,7 +239,29 @@ async def render_prompt(backend: Backend, conversation: Conversation, client: st
         shows_think_marks=not conversation.splits_reasoning,
         parameters={} if tools is None else tools.parameters,
     )
-    return ChatPrompt(prompt.tokens, output_format, tools, backend.call_format, prompt.thought_end)
+    if conversation.ending is not Ending.ANSWER:
+        # The answer goes on within what these begin.
+        told = replace(told, primer="", content=replace(told.content, begin=""))
+    return ChatPrompt(
+        prompt.tokens,
+        output_format,
+        tools,
+        told,
+        _thoughts_of(prompt, told),
+        backend.spelling_of(told),
+        ()
+        if conversation.effort_param is None or prompt.knows_reasoning
+        else (f"{conversation.effort_param} has no effect: this model's chat template has no setting for it",),
+    )
+
+
+def _thoughts_of(prompt: PromptIds, answer_format: AnswerFormat) -> Thoughts:
+    """Reasoning ahead of an answer: free, as far as the model's template knows any."""
+    if prompt.thought_end is not None:
+        return Thoughts((("", prompt.thought_end),), is_begun=True)
+    if not prompt.may_think or answer_format.reasoning == DEFAULT_REASONING:
+        return Thoughts()
+    return Thoughts(tuple((each.begin, each.end) for each in answer_format.reasoning if each.begin and each.end))
 
 
 def sampling_of(body: GenerationBody, n_vocab: int, random_bits: Callable[[int], int]) -> SamplingParams:
@@ -363,7 +424,11 @@ def make_job(
         wanted == 0,
         bool(body.return_token_ids),
         output_format,
-        warnings=(*body.warnings, *(() if held_to is None else held_to.left_out)),
+        warnings=(
+            *body.warnings,
+            *(() if chat is None else chat.warnings),
+            *(() if held_to is None else held_to.left_out),
+        ),
         includes_stop=body.includes_stop,
     )
 
@@ -395,24 +460,26 @@ def _held_to(
     """The grammar that the answer must match, if any, and the format of the answer."""
     form = form_of(body)
     gbnf = grammar_of(form, client)
-    grammar = None if gbnf is None else CallGrammar(gbnf)
     if chat is None:
-        return grammar, OutputFormat()
-    if chat.tools is None:
-        # An answer that follows a grammar has no room for reasoning: all of it is content.
-        return grammar, chat.output_format if grammar is None else replace(
-            chat.output_format, splits_reasoning=False
+        return None if gbnf is None else CallGrammar(gbnf), OutputFormat()
+    tools, answer_format = chat.tools, chat.output_format
+    if tools is None:
+        return chat.held_to(gbnf, form.param, client) if form is not None and gbnf is not None else None, (
+            # Without reasoning ahead of it, all of the answer is content.
+            answer_format
+            if gbnf is None or chat.thoughts.marks
+            else replace(answer_format, splits_reasoning=False)
         )
-    if grammar is None:
-        return chat.call_grammar() if chat.tools.is_forced else None, chat.output_format
     alternative = schema_of(form)
-    if alternative is None:
-        param = "grammar" if form is None else form.param
+    if form is not None and alternative is None:
+        param = form.param
         raise InvalidRequest(
             f"{param} and tools exclude each other, since a call would not match the grammar: leave one out",
             param=param,
         )
-    return chat.call_grammar(None if chat.tools.is_forced else alternative), chat.output_format
+    is_strict = bool(tools.names & tools.strict_names) and is_enforceable(chat.answer_format)
+    is_free = alternative is None and not (tools.is_forced or is_strict)
+    return None if is_free else chat.call_grammar(tools, alternative), answer_format
 
 
 def several(jobs: Sequence[GenerationJob], num_choices: int) -> list[GenerationJob]:

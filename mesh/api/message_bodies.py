@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     FailFast,
@@ -20,12 +19,15 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from mesh.api import request_parsing
 from mesh.api.plain_values import SHOWN_CHARS
+from mesh.api.reasoning_fields import ReasoningFields, ThinkingBody
+from mesh.api.request_parsing import ExactBody, StrictBody, describe
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from mesh.text.reasoning_switches import ReasoningWish
 
 MAX_TOOLS: Final = 256
 MAX_NAME_CHARS: Final = 128
@@ -43,27 +45,6 @@ _ABSENT: Final = False
 
 ToolName = Annotated[str, Field(pattern=rf"^[a-zA-Z0-9_.:/-]{{1,{MAX_NAME_CHARS}}}$")]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
-
-class StrictBody(BaseModel):
-    """Types are strict: a number in quotes is an error, as at OpenAI. Other fields land in `model_extra`."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
-
-
-class ExactBody(BaseModel):
-    """A part of a request that shapes the answer: what it does not name is refused, unless it is null."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nothing(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        fields = {name: each for name, each in value.items() if each is not None or name in known}
-        return request_parsing.without_nothing(cls, fields)
 
 
 class FunctionBody(StrictBody):
@@ -519,10 +500,10 @@ def refuse_too_many_messages(value: Any) -> Any:
     return value
 
 
-class ConversationBody(StrictBody):
+class ConversationBody(ReasoningFields, StrictBody):
     """Fields that make the prompt of a chat."""
 
-    model_config = ConfigDict(json_schema_extra=request_parsing.describe)
+    model_config = ConfigDict(json_schema_extra=describe)
 
     # The first one that is wrong is enough: thousands of them would take seconds to tell.
     messages: Annotated[
@@ -544,6 +525,22 @@ class ConversationBody(StrictBody):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
+    thinking: ThinkingBody | None = None
+
+    @property
+    def budget_field(self) -> str | None:
+        """Name of the field with the most tokens of reasoning; None without one."""
+        is_given = self.thinking is not None and self.thinking.budget_tokens is not None
+        return super().budget_field or ("thinking.budget_tokens" if is_given else None)
+
+    @property
+    def reasoning_wish(self) -> ReasoningWish:
+        """Wanted amount of reasoning."""
+        said = self.thinking
+        if said is None:
+            return self.wish(effort=self.reasoning_effort)
+        is_on = None if said.type == "auto" else said.type != "disabled"
+        return self.wish(effort=self.reasoning_effort, is_on=is_on, budget_tokens=said.budget_tokens)
 
     @property
     def has_functions(self) -> bool:

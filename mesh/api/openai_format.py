@@ -15,7 +15,7 @@ from mesh.api import server_sent_events
 from mesh.api.answering import Answer, echoed_tokens, made, respond, timings, usage_of
 from mesh.api.errors import error_body, json_bytes, json_response, json_steps, large_json_bytes
 from mesh.api.event_stream import PING, StreamForm
-from mesh.text.message_parts import CallFormat, Content, joined
+from mesh.text.message_parts import Content, joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,7 +49,7 @@ _IMPOSSIBLE: Final = -9999.0
 _ALPHABET: Final = string.ascii_letters + string.digits
 _NUM_CHARS: Final = 24
 # Mistral's templates reject ids of any other length.
-_MISTRAL_CHARS: Final = 9
+_SHORT_CHARS: Final = 9
 _BITS: Final = 160
 
 
@@ -234,26 +234,24 @@ class CallIds:
 
     Args:
         random_bits: Returns a random integer of the given number of bits.
-        call_format: Format of the model's calls, with its rules for ids.
+        is_short: Whether an id is nine letters and digits, as Mistral's templates want them.
         prefix: Beginning of an id, where the rules allow one.
     """
 
-    def __init__(
-        self, random_bits: Callable[[int], int], call_format: CallFormat, *, prefix: str = "call_"
-    ) -> None:
+    def __init__(self, random_bits: Callable[[int], int], *, is_short: bool, prefix: str = "call_") -> None:
         self._random_bits = random_bits
         self._prefix = prefix
-        self._is_mistral = call_format is CallFormat.MISTRAL
+        self._is_short = is_short
 
     def __call__(self) -> str:
         """A new id, such as `call_…`."""
         rest = self._random_bits(_BITS)
         chars = []
-        for _ in range(_MISTRAL_CHARS if self._is_mistral else _NUM_CHARS):
+        for _ in range(_SHORT_CHARS if self._is_short else _NUM_CHARS):
             rest, place = divmod(rest, len(_ALPHABET))
             chars.append(_ALPHABET[place])
         text = "".join(chars)
-        return text if self._is_mistral else f"{self._prefix}{text}"
+        return text if self._is_short else f"{self._prefix}{text}"
 
 
 def error_event(error: BaseException) -> bytes:

@@ -151,6 +151,14 @@ class EmbeddingList(_Answer):
     usage: dict[str, int]
 
 
+class AnswerFormat(_Answer):
+    """How a model writes calls and reasoning, by its chat template."""
+
+    is_found: bool
+    call: str
+    reasoning: list[str]
+
+
 class ModelCard(_Answer):
     """A model that is served, or that a request would have loaded."""
 
@@ -162,6 +170,7 @@ class ModelCard(_Answer):
     max_model_len: int
     meta: dict[str, int]
     loaded: bool
+    answer_format: AnswerFormat | None = None
 
 
 class ModelList(_Answer):

@@ -19,11 +19,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from mesh.api import request_parsing
 from mesh.api.message_bodies import (
     ConversationBody,
-    ExactBody,
-    StrictBody,
     TextPart,
     part_text,
 )
@@ -43,6 +40,7 @@ from mesh.api.plain_values import (
     limit_of,
     none_if_false,
 )
+from mesh.api.request_parsing import ExactBody, StrictBody, describe
 from mesh.engine import SpeculationLimits, SpeculationMode
 from spanmesh_proto.errors import InvalidRequest
 
@@ -174,7 +172,7 @@ def _only_for_streams(options: StreamOptions | None, body: ValidationInfo) -> St
 class GenerationBody(StrictBody):
     """Fields of all endpoints that generate."""
 
-    model_config = ConfigDict(json_schema_extra=request_parsing.describe)
+    model_config = ConfigDict(json_schema_extra=describe)
 
     model: str | None = None
     stream: bool | None = None

@@ -9,7 +9,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, Union, get_args, get_origin
 
 import structlog
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from mesh.api.foreign_fields import INSTEAD, NEUTRAL
 from spanmesh_proto.errors import InvalidRequest
@@ -36,6 +36,27 @@ _LEAVE_OUT: Final = "leave it out"
 log = structlog.get_logger()
 
 Body = TypeVar("Body", bound=BaseModel)
+
+
+class StrictBody(BaseModel):
+    """Types are strict: a number in quotes is an error, as at OpenAI. Other fields land in `model_extra`."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+
+
+class ExactBody(BaseModel):
+    """A part of a request that shapes the answer: what it does not name is refused, unless it is null."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nothing(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        fields = {name: each for name, each in value.items() if each is not None or name in known}
+        return without_nothing(cls, fields)
 
 
 class UnknownFields:

@@ -1,4 +1,4 @@
-"""Structured output: response format, grammar and tools of a request as one grammar."""
+"""Structured output: what a request asks for, as a form of the answer and as functions that it may call."""
 
 from __future__ import annotations
 
@@ -9,35 +9,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mesh.api.answer_forms import FormKind
 from mesh.api.message_bodies import AllowedTools
-from mesh.structured_output.gbnf import SchemaError, chars, either, maybe, seq, times, to_gbnf
-from mesh.structured_output.json_schema import (
-    Converter,
-    check_size,
-    checked_grammar,
-    json_object_grammar,
-    schema_grammar,
-)
-from mesh.structured_output.objects import TagForm, text_without
-from mesh.structured_output.strings import parse_pattern, quoted
-from mesh.text.message_parts import CallFormat
+from mesh.structured_output.gbnf import SchemaError, either, to_gbnf
+from mesh.structured_output.json_schema import checked_grammar, json_object_grammar, schema_grammar
+from mesh.structured_output.strings import parse_pattern
 from spanmesh_proto.errors import InvalidRequest
-from stages.grammar.gbnf_parser import Chars, Expression, Ref, complement
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from mesh.api.answer_forms import AnswerForm
     from mesh.api.message_bodies import ChosenTools, FunctionBody
-    from mesh.text.message_parts import CallTags
 
 # Bound for a model that never stops calling.
 MAX_CALLS: Final = 16
-_CALL: Final = Ref("call")
-_TEXT: Final = Ref("text")
-# Keywords of a schema that constrain nothing.
-_NOTES: Final = frozenset({"$schema", "$id", "title", "description", "$defs", "definitions"})
-_MOST_LEFT_OUT: Final = 16
-_SPACES: Final = times(chars(" ", "\n"), 0, 4)
 # Requests repeat their schemas. Each client's are kept apart: how long one takes shows whether it is known.
 _MAX_CACHED: Final = 64
 
@@ -88,138 +72,6 @@ class ToolUse:
     def for_template(self) -> list[dict[str, Any]]:
         """The functions in the form of chat templates."""
         return [{"type": "function", "function": dict(function)} for function in self.functions]
-
-
-def call_grammar(
-    tools: ToolUse,
-    call_format: CallFormat,
-    *,
-    has_one_call: bool,
-    thought_end: str | None = None,
-    alternative: AlternativeSchema | None = None,
-) -> CallGrammar:
-    """Grammar of one or more calls.
-
-    Args:
-        tools: Functions to call.
-        call_format: Format of calls.
-        has_one_call: Whether there is only one call.
-        thought_end: End mark of the reasoning that the prompt begins, if it does: the calls follow it.
-        alternative: Alternative to calls, if there is one.
-
-    Raises:
-        InvalidRequest: If a schema is invalid, or that of a strict function cannot be expressed as a grammar.
-    """
-    rules: dict[str, Expression] = {}
-    form = None if call_format.tags is None else _form_of(call_format.tags)
-    if form is not None:
-        rules[_TEXT.name] = text_without(call_format.marks)
-    calls = []
-    left_out: list[str] = []
-    for index, function in enumerate(tools.functions):
-        what = f"the parameters of the function {function['name']}"
-        is_strict = function["name"] in tools.strict_names
-        arguments: Expression | str = "{}" if form is None else ""
-        if not _takes_nothing(function["parameters"]):
-            arguments, converter = _value(
-                function["parameters"], f"f{index}-", what, "tools", is_lenient=not is_strict, form=form
-            )
-            rules |= converter.rules
-            left_out += [f"{what}, {each}" for each in converter.left_out]
-        calls.append(_call_of(function["name"], arguments, call_format))
-    most_calls = 1 if has_one_call else MAX_CALLS
-    if all(_takes_nothing(function["parameters"]) for function in tools.functions):
-        # No call differs from an earlier one of the same function, and small models never stop by themselves.
-        most_calls = min(most_calls, len(tools.functions))
-    root = _in_format(call_format, most_calls - 1)
-    if alternative is not None:
-        answer, converter = _value(
-            alternative.schema, "answer-", alternative.param, alternative.param, is_lenient=False
-        )
-        rules |= converter.rules
-        root = either(root, answer)
-    if thought_end is not None:
-        root = seq(_thoughts(thought_end), thought_end, _SPACES, root)
-    rules["call"] = either(*calls)
-    try:
-        grammar = to_gbnf({"root": root, **rules})
-    except RecursionError:
-        raise InvalidRequest(
-            "tools: their schemas are nested too deep: make them flatter", param="tools"
-        ) from None
-    if (num_more := len(left_out) - _MOST_LEFT_OUT) > 0:
-        left_out[_MOST_LEFT_OUT:] = [f"{num_more} more parts of schemas"]
-    return CallGrammar(checked_grammar(grammar, param="tools"), tuple(left_out))
-
-
-def _takes_nothing(parameters: Mapping[str, Any]) -> bool:
-    """Whether the schema of a function's parameters names none, and permits no others by name."""
-    is_object = parameters.get("type", "object") in ("object", ["object"])
-    others = parameters.get("additionalProperties", False)
-    beside = parameters.keys() - {"type", "properties", "required", "additionalProperties", *_NOTES}
-    is_empty = parameters.get("properties", {}) == {} and parameters.get("required", []) == []
-    return is_object and others is False and not beside and is_empty
-
-
-def _value(
-    schema: Any, prefix: str, what: str, param: str, *, is_lenient: bool, form: TagForm | None = None
-) -> tuple[Expression, Converter]:
-    converter = Converter(schema, prefix, is_lenient=is_lenient)
-    try:
-        check_size(schema)
-        expression = converter.expression(schema) if form is None else converter.tagged(schema, form)
-    except SchemaError as error:
-        where = f" at `{error.where}`" if error.where else ""
-        raise InvalidRequest(f"{what}{where}: {error.reason}", param=param) from None
-    except RecursionError:
-        raise InvalidRequest(f"{what}: it is nested too deep: make it flatter", param=param) from None
-    if expression is None:
-        raise InvalidRequest(f"{what}: it allows no value at all", param=param)
-    return expression, converter
-
-
-def _call_of(name: str, arguments: Expression | str, call_format: CallFormat) -> Expression:
-    """One call without the marks around it."""
-    tags = call_format.tags
-    if tags is not None:
-        return seq(f"{tags.call}{name}{tags.name_end}", maybe("\n"), arguments, tags.call_end)
-    key = "parameters" if call_format is CallFormat.LLAMA else "arguments"
-    return seq(f'{{"name": {quoted(name)}, "{key}": ', arguments, "}")
-
-
-def _form_of(tags: CallTags) -> TagForm:
-    value = seq(tags.key_end, maybe("\n"), tags.value) if tags.value else seq(tags.key_end)
-    return TagForm(tags.key, value, tags.value_end, _TEXT, tags.is_padded)
-
-
-def _in_format(call_format: CallFormat, most_more: int) -> Expression:
-    match call_format:
-        case CallFormat.HERMES | CallFormat.QWEN:
-            one = seq("<tool_call>\n", _CALL, "\n</tool_call>")
-            return _several(one, "\n", most_more)
-        case CallFormat.LLAMA:
-            return _several(_CALL, "; ", most_more)
-        case CallFormat.MISTRAL:
-            return seq("[TOOL_CALLS][", _several(_CALL, ", ", most_more), "]")
-        case CallFormat.GLM:
-            return _several(seq("<tool_call>", _CALL, "</tool_call>"), "\n", most_more)
-        case CallFormat.MINIMAX:
-            calls = _several(_CALL, "\n", most_more)
-            return seq("<minimax:tool_call>\n", calls, "\n</minimax:tool_call>")
-
-
-def _several(one: Expression, between: str, most_more: int) -> Expression:
-    return seq(one, times(seq(between, one), 0, most_more)) if most_more else one
-
-
-def _thoughts(end: str) -> Expression:
-    """Any text without the beginning of the end mark."""
-    first, second = (_but(letter) for letter in end[:2])
-    return times(either(first, seq(end[0], second)), 0, None)
-
-
-def _but(letter: str) -> Chars:
-    return Chars(complement(((ord(letter), ord(letter)),)))
 
 
 def grammar_of(form: AnswerForm | None, client: str | None = None) -> str | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from enum import Enum, auto
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -13,16 +15,19 @@ import structlog
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator
 from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import SandboxedEnvironment, modifies_known_mutable
 from markupsafe import Markup
 
+from mesh.text.answer_format import NOTE_FORMAT, AnswerFormat
 from mesh.text.client_text import Marking
 from mesh.text.conversation_repair import EVERY, Repair, content_forms_of, needs_of, repaired
-from mesh.text.message_parts import call_format_of, knows_tools
+from mesh.text.format_probes import found_format
+from mesh.text.message_parts import knows_tools
+from mesh.text.reasoning_switches import switches_of
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from datetime import datetime
 
     from jinja2.compiler import Frame
@@ -30,7 +35,7 @@ if TYPE_CHECKING:
     from jinja2.runtime import Context
 
     from mesh.text.conversation_repair import ContentForms, Needs
-    from mesh.text.message_parts import CallFormat
+    from mesh.text.reasoning_switches import ReasoningSwitches
     from mesh.text.tokenizer import Tokenizer
 
 _MAX_REASON_CHARS: Final = 300
@@ -43,6 +48,10 @@ _AFTER: Final = (
     "\n</tools>\nTo call one, write nothing but its name and its arguments as JSON between these tags:\n"
     '<tool_call>\n{"name": "…", "arguments": {…}}\n</tool_call>\n'
     "You will be told the result between <tool_response> and </tool_response>."
+)
+_ASKED: Final[tuple[tuple[Mapping[str, Any], ...], ...]] = (
+    ({"role": "user", "content": "Hello"},),
+    ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}),
 )
 MAX_PROMPT_CHARS: Final = 16 * 1024 * 1024
 CHATML: Final = (
@@ -89,7 +98,7 @@ class TemplateRenderer:
 
     def __init__(self, source: str, *, bos: str, eos: str, marking: Marking) -> None:
         self._marking = marking
-        environment = _Environment(marking)
+        self._environment = environment = _Environment(marking)
         environment.globals.update(bos_token=bos, eos_token=eos, raise_exception=_raise_exception)
         try:
             self._template = environment.from_string(source)
@@ -119,6 +128,7 @@ class TemplateRenderer:
         return TemplateRefusal(reason[:_MAX_REASON_CHARS])
 
     def _rendered(self, variables: Mapping[str, Any], now: datetime, max_chars: int) -> str | None:
+        self._environment.given = frozenset(_containers(variables))
         values = {"add_generation_prompt": True, **variables, "strftime_now": now.strftime}
         parts: list[str] = []
         num_chars = 0
@@ -164,11 +174,16 @@ class _JoiningGenerator(CodeGenerator):
         self.write("))")
 
 
-class _Environment(ImmutableSandboxedEnvironment):
+class _Environment(SandboxedEnvironment):
     """Sandbox in which what is computed from texts of clients stays theirs.
+
+    A template may change lists and objects that it has made itself, and none that it was given.
 
     Args:
         marking: Tells texts of clients from the template's own.
+
+    Attributes:
+        given: Identities of the lists and objects that the template was given.
     """
 
     intercepted_binops = frozenset({"+", "*", "%"})
@@ -181,11 +196,17 @@ class _Environment(ImmutableSandboxedEnvironment):
             extensions=["jinja2.ext.loopcontrols", _GenerationBlocks],
         )
         self._marking = marking
+        self.given: frozenset[int] = frozenset()
         self.filters["tojson"] = functools.partial(_to_json, marking)
         self.filters["safe"] = _mark_safe
         self.filters = {name: self._recognising(made) for name, made in self.filters.items()}
         self.filters |= {name: self._of_original(self.filters[name]) for name in ("int", "float")}
         self.tests["in"] = self.has
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Whether a template may use an attribute, as `append` of a list."""
+        is_changing = modifies_known_mutable(obj, attr) and id(obj) in self.given
+        return not is_changing and super().is_safe_attribute(obj, attr, value)
 
     def concat(self, parts: Iterable[str]) -> str:
         """Texts one behind the other: of macros, blocks that are set, and `~`."""
@@ -243,6 +264,7 @@ class ChatTemplate:
         bos: Text of the token that begins a sequence.
         eos: Text of the token that ends a sequence.
         now: Returns the local time, for templates that date their system prompt.
+        ends: Names of further tokens that end answers.
         max_chars: Most characters of the prompt.
         marking: Tells texts of clients from the template's own; by default nothing is told apart.
     """
@@ -254,6 +276,7 @@ class ChatTemplate:
         bos: str,
         eos: str,
         now: Callable[[], datetime],
+        ends: Collection[str] = (),
         max_chars: int = MAX_PROMPT_CHARS,
         marking: Marking | None = None,
     ) -> None:
@@ -261,13 +284,20 @@ class ChatTemplate:
         self._bos = bos
         self._eos = eos
         self._now = now
+        self._ends = ends
         self._max_chars = max_chars
         self._marking = Marking(()) if marking is None else marking
 
-    @property
-    def call_format(self) -> CallFormat:
-        """Format of the model's calls."""
-        return call_format_of(self._source)
+    @cached_property
+    def answer_format(self) -> AnswerFormat:
+        """Format of the model's answers, by what the template writes; see `found_format`.
+
+        Raises:
+            InvalidRequest: If the template writes more than the bound.
+        """
+        found = found_format(self.probed, self._source, (self._eos, *self._ends))
+        # Without tools in the prompt, calls are those of our own note.
+        return found if knows_tools(self._source) else replace(found, calls=NOTE_FORMAT, is_found=False)
 
     @cached_property
     def needs(self) -> Needs:
@@ -278,10 +308,25 @@ class ChatTemplate:
         """
         return needs_of(self._tried, knows_tools=knows_tools(self._source))
 
+    @cached_property
+    def reasoning_switches(self) -> ReasoningSwitches:
+        """Variables that set the amount of reasoning; see `switches_of`."""
+
+        def render(variables: Mapping[str, Any]) -> str | None:
+            prompts = [self.probed(messages, (), variables, adds_prompt=True) for messages in _ASKED]
+            return None if prompts[0] is None else "".join(filter(None, prompts))
+
+        return switches_of(render)
+
     @property
     def hidden_roles(self) -> frozenset[str]:
         """Roles of messages whose texts the template shows in no form; see `content_forms_of`."""
         return self._content_forms.hidden - (frozenset() if knows_tools(self._source) else {"tool"})
+
+    @property
+    def has_short_ids(self) -> bool:
+        """Whether ids of calls are nine letters and digits for this template; see `needs`."""
+        return Repair.SHORT_IDS in self.needs.with_tools
 
     @property
     def has_one_call(self) -> bool:
@@ -382,6 +427,30 @@ class ChatTemplate:
                 continue
         return None
 
+    def probed(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        adds_prompt: bool,
+    ) -> str | None:
+        """The prompt of a conversation as it is, to find out about the template; None if it is refused.
+
+        Args:
+            messages: Messages in the form of chat templates.
+            tools: Functions that the model may call.
+            variables: Further variables of the template.
+            adds_prompt: Whether an answer begins behind the last message.
+        """
+        for form in _with_other_arguments(messages):
+            values = {**variables, "tools": tools or None, "add_generation_prompt": adds_prompt}
+            try:
+                return self._marking.unmarked(self._rendered({**values, "messages": form}))
+            except TemplateRefusal:
+                continue
+        return None
+
     @cached_property
     def _content_forms(self) -> ContentForms:
         def render(
@@ -429,6 +498,14 @@ class ChatTemplate:
         return TemplateRenderer(self._source, bos=self._bos, eos=self._eos, marking=self._marking)
 
 
+def _containers(value: Any) -> Iterator[int]:
+    """Identities of a value's lists and objects, at all depths."""
+    if isinstance(value, Mapping | list | tuple):
+        yield id(value)
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _containers(each)
+
+
 def _mark_safe(value: Any) -> Markup:
     # Jinja's own would escape a client's text, which can tell its HTML.
     return Markup(str.__str__(value) if isinstance(value, str) else value)  # noqa: S704 - of no page
@@ -445,12 +522,20 @@ def _to_json(  # noqa: PLR0917
     # Escapes would hide the stand-ins: the whole is then a client's text.
     text = json.dumps(
         marking.original_of(value) if ensure_ascii else value,
+        # What filters such as `map` return.
+        default=_as_list,
         ensure_ascii=ensure_ascii,
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
     )
     return marking.marked(text) if ensure_ascii else text
+
+
+def _as_list(value: Any) -> list[Any]:
+    if not isinstance(value, Iterator):
+        raise TypeError(f"{type(value).__name__} is no JSON")
+    return list(value)
 
 
 def _raise_exception(message: str) -> None:

@@ -13,8 +13,8 @@ import threading
 from array import array
 from typing import TYPE_CHECKING, Final
 
+from mesh.text.answer_format import MARKS
 from mesh.text.client_text import Marking, alternatives
-from mesh.text.message_parts import MARKS
 from spanmesh_proto.errors import too_long
 
 if TYPE_CHECKING:

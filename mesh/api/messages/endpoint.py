@@ -74,8 +74,6 @@ async def count_tokens(request: Request) -> Response:
 
 def _conversation(body: ConversationParams) -> Conversation:
     messages = messages_of(body.messages, body.system)
-    thinking = {"enable_thinking": body.is_thinking}
-    effort = {} if body.effort is None else {"reasoning_effort": body.effort}
     last = messages[-1]
     continues = last["role"] == "assistant" and "tool_calls" not in last and bool(last["content"])
     return Conversation(
@@ -83,7 +81,10 @@ def _conversation(body: ConversationParams) -> Conversation:
         tools=tool_use_of(
             body.functions, body.choice, is_parallel=body.is_parallel, name_param="tools[{}].name"
         ),
-        variables={**thinking, **effort, **(body.chat_template_kwargs or {})},
+        variables=body.chat_template_kwargs or {},
+        reasoning=body.reasoning_wish,
+        effort_param=None if body.effort is None else "output_config.effort",
+        budget_param=body.budget_field,
         ending=Ending.CONTINUED if continues else Ending.ANSWER,
     )
 

@@ -14,9 +14,7 @@ from mesh.api.message_bodies import (
     Arguments,
     CalledFunction,
     Effort,
-    ExactBody,
     FunctionBody,
-    StrictBody,
     ToolName,
     note_of,
     refuse_others,
@@ -25,11 +23,14 @@ from mesh.api.message_bodies import (
 from mesh.api.messages.client_tools import described, is_client_tool
 from mesh.api.plain_values import SHOWN_CHARS, StopList, TokenLimitOr0, Whole, choice_count, parse_stop
 from mesh.api.protocol import GenerationBody
-from mesh.api.request_parsing import as_invalid_request, describe
+from mesh.api.reasoning_fields import ReasoningFields
+from mesh.api.request_parsing import ExactBody, StrictBody, as_invalid_request, describe
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from mesh.text.reasoning_switches import ReasoningWish
 
 # Blocks about calls that Anthropic ran hold nothing for the model here; their results are named
 # `…_tool_result`.
@@ -243,7 +244,7 @@ def parse_tools(value: Any) -> list[Any]:
     return value
 
 
-class ConversationParams(StrictBody):
+class ConversationParams(ReasoningFields, StrictBody):
     """Fields that make the prompt."""
 
     model_config = ConfigDict(json_schema_extra=describe)
@@ -304,6 +305,12 @@ class ConversationParams(StrictBody):
     def effort(self) -> str | None:
         """Amount of reasoning, if it is named."""
         return None if self.output_config is None else self.output_config.effort
+
+    @property
+    def reasoning_wish(self) -> ReasoningWish:
+        """Wanted amount of reasoning."""
+        budget_tokens = None if self.thinking is None else self.thinking.budget_tokens
+        return self.wish(effort=self.effort, is_on=self.is_thinking, budget_tokens=budget_tokens)
 
     @property
     def shows_thinking(self) -> bool:

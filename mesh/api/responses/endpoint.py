@@ -14,7 +14,7 @@ from mesh.api.auth import client_of
 from mesh.api.backend import backend_of, body_of
 from mesh.api.errors import json_response, written_response
 from mesh.api.event_stream import while_connected
-from mesh.api.generation_job import ChatPrompt, Conversation, make_chat_job, render_prompt, thinking_variables
+from mesh.api.generation_job import ChatPrompt, Conversation, make_chat_job, render_prompt
 from mesh.api.on_demand import answered
 from mesh.api.openapi import Deleted, InputItems, ResponseAnswer, TokenCount, answers, takes
 from mesh.api.responses.events import ResponsesAnswer, Turn, as_responses_error, repeated_fields
@@ -214,7 +214,10 @@ def _conversation(body: ResponsesBody, messages: Sequence[Mapping[str, Any]]) ->
             # The place of a function among all is no place in the request where some are in a namespace.
             name_param="tools" if body.namespaced else "tools[{}].name",
         ),
-        variables={**thinking_variables(effort), **(body.chat_template_kwargs or {})},
+        variables=body.chat_template_kwargs or {},
+        reasoning=body.wish(effort=effort),
+        effort_param=None if effort is None else "reasoning.effort",
+        budget_param=body.budget_field,
         param="input",
     )
 

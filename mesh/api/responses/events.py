@@ -122,7 +122,7 @@ class Output:
         """End the answer. An empty one has an empty message.
 
         Args:
-            is_cut: Whether the limit ended it: then the last item is incomplete.
+            is_cut: Whether a limit ended it, or a stop string within a call: the last item is incomplete.
         """
         events = [] if self.items else self._begin_text("message", _TEXT)
         return events + self._close("incomplete" if is_cut else "completed")
@@ -254,7 +254,7 @@ class ResponsesAnswer(Answer):
         self._keeps = body.store is not False
         self._num_events = 0
         self._base = self._base_of()
-        call_ids = CallIds(backend.api.random_bits, backend.call_format)
+        call_ids = CallIds(backend.api.random_bits, is_short=backend.has_short_call_ids)
         self._output = Output(choices.new_id, call_ids, body.namespaced, body.custom_names)
 
     async def whole(self) -> Response:
@@ -291,7 +291,7 @@ class ResponsesAnswer(Answer):
                 each["bytes"] = each["bytes"] or []
         events = self._output.add(part.message_parts, logprobs)
         if part.finish is not None:
-            events += self._output.end(is_cut=part.finish == "length")
+            events += self._output.end(is_cut=part.finish == "length" or part.has_cut_call)
         return events
 
     def _opened(self, events: list[Event]) -> bytes:

@@ -16,10 +16,8 @@ from mesh.api.message_bodies import (
     ChosenTools,
     CustomFunction,
     Effort,
-    ExactBody,
     FreeText,
     FunctionBody,
-    StrictBody,
     TextGrammar,
     ToolName,
     parse_allowed_tools,
@@ -30,7 +28,8 @@ from mesh.api.message_bodies import (
 )
 from mesh.api.plain_values import SHOWN_CHARS, NumTopLogprobs, TokenLimit, Whole, choice_count, limit_of
 from mesh.api.protocol import GenerationBody, JsonSchemaBody, ResponseFormatBody, Schema
-from mesh.api.request_parsing import as_invalid_request
+from mesh.api.reasoning_fields import ReasoningFields
+from mesh.api.request_parsing import ExactBody, StrictBody, as_invalid_request
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -438,7 +437,7 @@ _AnyTool = Annotated[
 ]
 
 
-class ResponsesBody(GenerationBody):
+class ResponsesBody(ReasoningFields, GenerationBody):
     """`POST /v1/responses`."""
 
     input: Annotated[str | list[Any], PlainValidator(parse_input, json_schema_input_type=ItemsInput)]
