@@ -125,6 +125,16 @@ NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
 """Each with the values that request nothing, as clients send them; null, an empty text and an empty list
 always do. A body that supports one of them names it."""
 
+OF_PROMPTS: Final = frozenset(
+    {
+        *("adapter_id", "add_special_tokens", "chat_template", "documents", "function_call", "functions"),
+        *("guideline", "input_embeds", "input_ids", "instructions", "lora", "lora_path", "prompt_embeds"),
+        *("prompt_mode", "safe_prompt", "session_params", "suffix", "system", "tool_choice", "tool_prompt"),
+        *("tools", "truncate", "truncate_prompt_tokens"),
+    }
+)
+"""Those that change what a model reads; the others mean nothing to endpoints that generate nothing."""
+
 INSTEAD: Final = {
     "do_sample": "send temperature, 0 for the likeliest tokens",
     "input": "send messages, or prompt",

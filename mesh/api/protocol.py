@@ -173,6 +173,7 @@ class GenerationBody(StrictBody):
     """Fields of all endpoints that generate."""
 
     model_config = ConfigDict(json_schema_extra=describe)
+    generates: ClassVar = True
 
     model: str | None = None
     stream: bool | None = None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, Union, get_arg
 import structlog
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from mesh.api.foreign_fields import INSTEAD, NEUTRAL
+from mesh.api.foreign_fields import INSTEAD, NEUTRAL, OF_PROMPTS
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -115,7 +115,9 @@ def _count(data: bytes) -> int:
 
 def neutral_values(kind: type[BaseModel]) -> dict[str, tuple[Any, ...]]:
     """Unsupported fields of a body, each with the values that request nothing beside null, "" and []."""
-    return {**NEUTRAL, **getattr(kind, "neutral", {})}
+    generates, own = getattr(kind, "generates", False), getattr(kind, "neutral", {})
+    common = NEUTRAL if generates else {name: NEUTRAL[name] for name in OF_PROMPTS}
+    return {**common, **own}
 
 
 def describe(schema: dict[str, Any], kind: type[BaseModel]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from mesh.api.foreign_fields import INSTEAD, NEUTRAL
+from mesh.api.foreign_fields import INSTEAD, NEUTRAL, OF_PROMPTS
 from mesh.api.request_parsing import neutral_values, parse_body
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import InvalidRequest
@@ -202,4 +202,14 @@ def test_what_is_not_supported_is_refused_unless_it_asks_for_nothing(kind: str) 
 
 
 def test_what_to_do_instead_is_said_of_known_fields_only() -> None:
-    assert set(INSTEAD) <= set(NEUTRAL)
+    assert set(INSTEAD) | OF_PROMPTS <= set(NEUTRAL)
+
+
+async def test_a_body_may_be_counted_as_it_is_sent(served: Served) -> None:
+    """Fields that change the answer alone mean nothing to those who count."""
+    more = {"stop_sequences": ["x"], "output_format": {"type": "json_schema", "schema": SCHEMA}, "top_k": 3}
+    body = {**LEAST["messages"], **more}
+    response = await served.api.http.post("/v1/messages/count_tokens", json=body)
+    assert response.status_code == 200, response.text
+    body = {"messages": HELLO, "max_completion_tokens": 5, "stop": ["x"], "regex": "x"}
+    assert (await served.api.http.post("/tokenize", json=body)).status_code == 200
