@@ -334,7 +334,7 @@ def _expression(
 
 def _opening(calls: CallFormat) -> str:
     """Mark with which calls begin."""
-    text = _pieces(calls.begin + calls.call)[0]
+    text = next(iter(_pieces(calls.begin + calls.call)), "")
     found = MARK.match(text)
     return text if found is None else found[0]
 
