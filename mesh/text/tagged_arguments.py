@@ -353,8 +353,9 @@ class TaggedArguments:
         self._value_end, self._in_value = value_end, _present(*marks)
 
     def _as_json(self, name: str, kind: str | None, text: str) -> str:
-        if self._tags.item and self._tags.key in text:
-            return json.dumps(_nested(text, self._tags), ensure_ascii=False)
+        tags = self._tags
+        if tags.item and tags.key and tags.key_end and tags.key in text:
+            return json.dumps(_nested(text, tags), ensure_ascii=False)
         if kind is None:
             return self._schemas.as_json(name, text)
         found = _read(text)
