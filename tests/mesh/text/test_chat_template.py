@@ -87,7 +87,7 @@ def test_a_template_changes_nothing_that_it_was_given(change: str) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": {"a": 1}}}
     messages = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}]
     tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
-    with pytest.raises(InvalidRequest, match="(?i)unsafe|undefined|no attribute"):
+    with pytest.raises(InvalidRequest, match=r"(?i)unsafe|undefined|no attribute"):
         _template(f"{{{{ {change} }}}}").render(messages, {"deep": {"inner": []}}, tools=[tool])
 
 
