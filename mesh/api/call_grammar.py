@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from mesh.api.structured_output import MAX_CALLS, AlternativeSchema, CallGrammar, ToolUse
+from mesh.structured_output.continuation import rest_of
 from mesh.structured_output.free_text import THOUGHTS, Spelling, Thoughts, text_rules, within
 from mesh.structured_output.gbnf import NOTHING, SchemaError, chars, either, maybe, seq, times, to_gbnf
 from mesh.structured_output.json_schema import Converter, check_size, checked_grammar
@@ -100,6 +101,7 @@ def grammar_in_format(
     spelling: Spelling,
     param: str,
     _client: str | None,
+    beginning: str = "",
 ) -> str:
     """Grammar of answers whose content matches a grammar.
 
@@ -109,16 +111,19 @@ def grammar_in_format(
         thoughts: Reasoning ahead of the content.
         spelling: Control tokens, which marks of the format may be.
         param: The request's field with the grammar, for errors.
+        beginning: Content that the prompt ends with: the whole matches, if that can begin so, or else the rest.
 
     Raises:
         InvalidRequest: If the whole is too large for a grammar.
     """
     begin, end = answer_format.content.begin, answer_format.content.end
-    if not (begin or end or thoughts.marks):
+    if not (begin or end or thoughts.marks or beginning):
         return grammar
+    content = parse_gbnf(grammar)
+    content = rest_of(content, beginning) or content
     before = seq(THOUGHTS, spelling.of(begin.removeprefix(answer_format.primer)))
     behind = seq(spelling.of(end), maybe(spelling.of(answer_format.end)))
-    rules = within(parse_gbnf(grammar), before, behind) | thoughts.rules(spelling)
+    rules = within(content, before, behind) | thoughts.rules(spelling)
     return checked_grammar(to_gbnf(rules), param=param)
 
 
@@ -329,7 +334,7 @@ def _expression(
 
 def _opening(calls: CallFormat) -> str:
     """Mark with which calls begin."""
-    text = _pieces(calls.begin + calls.call)[0]
+    text = next(iter(_pieces(calls.begin + calls.call)), "")
     found = MARK.match(text)
     return text if found is None else found[0]
 

@@ -83,6 +83,8 @@ class ChatPrompt:
     """Control tokens, which marks of the format may be."""
     warnings: tuple[str, ...] = ()
     """What of the request has no effect."""
+    beginning: str = ""
+    """Content that the answer continues."""
 
     def held_to(self, gbnf: str, param: str, client: str | None) -> CallGrammar:
         """Grammar of answers whose content matches a grammar.
@@ -96,7 +98,9 @@ class ChatPrompt:
             InvalidRequest: If the whole is too large for a grammar.
         """
         return CallGrammar(
-            grammar_in_format(gbnf, self.answer_format, self.thoughts, self.spelling, param, client)
+            grammar_in_format(
+                gbnf, self.answer_format, self.thoughts, self.spelling, param, client, self.beginning
+            )
         )
 
     def call_grammar(self, tools: ToolUse, alternative: AlternativeSchema | None) -> CallGrammar:
@@ -251,8 +255,20 @@ async def render_prompt(backend: Backend, conversation: Conversation, client: st
         backend.spelling_of(told),
         ()
         if conversation.effort_param is None or prompt.knows_reasoning
-        else (f"{conversation.effort_param} has no effect: this model's chat template has no setting for it",),
+        else (
+            f"{conversation.effort_param} has no effect: this model's chat template has no setting for it",
+        ),
+        _continued(conversation, told) if prompt.thought_end is None else "",
     )
+
+
+def _continued(conversation: Conversation, answer_format: AnswerFormat) -> str:
+    """Content that an answer continues, behind its reasoning."""
+    if conversation.ending is not Ending.CONTINUED:
+        return ""
+    text: str = conversation.messages[-1]["content"]
+    starts = [text.rfind(each.end) + len(each.end) for each in answer_format.reasoning if each.end in text]
+    return text[max(starts) :].lstrip() if starts else text
 
 
 def _thoughts_of(prompt: PromptIds, answer_format: AnswerFormat) -> Thoughts:
@@ -261,7 +277,9 @@ def _thoughts_of(prompt: PromptIds, answer_format: AnswerFormat) -> Thoughts:
         return Thoughts((("", prompt.thought_end),), is_begun=True)
     if not prompt.may_think or answer_format.reasoning == DEFAULT_REASONING:
         return Thoughts()
-    return Thoughts(tuple((each.begin, each.end) for each in answer_format.reasoning if each.begin and each.end))
+    return Thoughts(
+        tuple((each.begin, each.end) for each in answer_format.reasoning if each.begin and each.end)
+    )
 
 
 def sampling_of(body: GenerationBody, n_vocab: int, random_bits: Callable[[int], int]) -> SamplingParams:

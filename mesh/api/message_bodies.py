@@ -272,7 +272,9 @@ class AllowedToolsBody(ExactBody):
     allowed_tools: AllowedToolsList
 
 
-ToolChoiceInput = Literal["", "none", "auto", "required"] | NamedTool | NamedCustomTool | AllowedToolsBody | None
+ToolChoiceInput = (
+    Literal["", "none", "auto", "required"] | NamedTool | NamedCustomTool | AllowedToolsBody | None
+)
 
 
 class TextPart(StrictBody):

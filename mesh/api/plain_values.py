@@ -155,8 +155,8 @@ def _in_document(least: float, most: float) -> Any:
     return Field(json_schema_extra={"minimum": least, "maximum": most})
 
 
-def _none_if_random(value: Any) -> Any:
-    """The seed that means a random one to llama-server and others."""
+def none_if_minus_one(value: Any) -> Any:
+    """The number by which llama-server and others mean that there is none: no limit, or a random seed."""
     return None if value == -1 and not isinstance(value, bool) else value
 
 
@@ -168,7 +168,7 @@ TokenLimit = Annotated[int, Field(ge=-1, json_schema_extra={"not": {"const": 0}}
 TokenLimitOr0 = Annotated[int, Field(ge=-1), AS_WHOLE]
 """The same where an answer may have none."""
 _Seed = Annotated[int, Field(ge=-(2**63), lt=2**64), AS_WHOLE]
-Seed = Annotated[_Seed | None, BeforeValidator(_none_if_random)]
+Seed = Annotated[_Seed | None, BeforeValidator(none_if_minus_one)]
 Penalty = Annotated[
     float | None,
     between(-MAX_PENALTY, MAX_PENALTY, "; 0 switches it off"),

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
-from mesh.api.plain_values import AS_WHOLE
+from mesh.api.plain_values import AS_WHOLE, none_if_minus_one
 from mesh.api.request_parsing import ExactBody
 from mesh.text.reasoning_switches import ReasoningWish
 
-_Tokens = Annotated[int, Field(ge=0), AS_WHOLE]
+_Tokens = Annotated[Annotated[int, Field(ge=0), AS_WHOLE] | None, BeforeValidator(none_if_minus_one)]
 
 
 class ThinkingBody(ExactBody):
     """Whether the model is to reason, as Z.ai, DeepSeek and Moonshot have it in chats."""
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
-    budget_tokens: _Tokens | None = None
+    budget_tokens: _Tokens = None
 
 
 class ReasoningFields(BaseModel):
     """Amount of reasoning; the names are those of Qwen's and vLLM's APIs."""
 
     enable_thinking: bool | None = None
-    thinking_budget: _Tokens | None = None
-    thinking_token_budget: _Tokens | None = None
+    thinking_budget: _Tokens = None
+    thinking_token_budget: _Tokens = None
 
     @property
     def budget_field(self) -> str | None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _CLOSING: Final = {"{": "}", "[": "]", "(": ")"}
 _ENDS_BARE: Final = ",}]" + SPACE
 _MOST_KEY_CHARS: Final = 256
+_MOST_DEPTH: Final = 64
 # It is read between the tokens of all answers.
 _MOST_PYTHON_CHARS: Final = 100_000
 _OF_PYTHON: Final = {"True": "true", "False": "false", "None": "null"}
@@ -36,16 +37,27 @@ class BareObject:
         self._characters = characters
         self._quote = quote
         self._argue = argue
+        # What would close the objects and lists that are open.
+        self._closing: list[str] = []
+        self._lacks_value = True
 
     def read(self) -> Generator[None, str, None]:
-        """Consume the value.
+        """Consume the object.
 
         Raises:
-            UnexpectedText: If it is none; what was read of it has been passed on.
+            UnexpectedText: If it goes on otherwise than one does; what has been passed on is whole.
         """
+        try:
+            yield from self._value()
+        except UnexpectedText:
+            self._argue(("null" if self._lacks_value else "") + "".join(reversed(self._closing)))
+            raise
+
+    def _value(self) -> Generator[None, str, None]:
         characters = self._characters
         char = yield from skip_space(characters, _drop)
         if (yield from characters.match((self._quote,))) is not None:
+            self._lacks_value = False
             yield from self._pass_text()
         elif char == '"':
             # Some answers have JSON's own quotes.
@@ -56,16 +68,23 @@ class BareObject:
             yield from self._members("]", has_keys=False)
         else:
             self._argue(_word((yield from self._bare(_ENDS_BARE))))
+        self._lacks_value = False
 
     def _members(self, end: str, *, has_keys: bool) -> Generator[None, str, None]:
         characters = self._characters
+        if len(self._closing) > _MOST_DEPTH:
+            raise UnexpectedText
         self._argue((yield from characters.take()))
+        self._closing.append(end)
+        self._lacks_value = False
         separator = ""
         while (yield from skip_space(characters, _drop)) != end:
-            self._argue(separator)
             if has_keys:
-                yield from self._key()
-            yield from self.read()
+                yield from self._key(separator)
+            else:
+                self._argue(separator)
+                self._lacks_value = separator != ""
+            yield from self._value()
             separator = ", "
             char = yield from skip_space(characters, _drop)
             if char == ",":
@@ -73,8 +92,9 @@ class BareObject:
             elif char != end:
                 raise UnexpectedText
         self._argue((yield from characters.take()))
+        self._closing.pop()
 
-    def _key(self) -> Generator[None, str, None]:
+    def _key(self, separator: str) -> Generator[None, str, None]:
         characters = self._characters
         if (yield from characters.match((self._quote,))) is not None:
             key = yield from self._text()
@@ -85,7 +105,8 @@ class BareObject:
         if (yield from skip_space(characters, _drop)) != ":":
             raise UnexpectedText
         yield from characters.take()
-        self._argue(f"{json.dumps(key, ensure_ascii=False)}: ")
+        self._argue(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+        self._lacks_value = True
 
     def _pass_text(self) -> Generator[None, str, None]:
         self._argue('"')
@@ -140,7 +161,7 @@ class PythonArguments:
         """Consume the arguments, and the parenthesis behind them.
 
         Raises:
-            UnexpectedText: If they are none; what was read of them has been passed on.
+            UnexpectedText: If they are none; what has been passed on is whole.
         """
         characters = self._characters
         before = "{"
@@ -149,6 +170,7 @@ class PythonArguments:
             while (char := (yield from characters.take())) != "=":
                 key += char
                 if len(key) > _MOST_KEY_CHARS:
+                    self._argue("{}" if before == "{" else "}")
                     raise UnexpectedText
             yield from skip_space(characters, _drop)
             self._argue(f"{before}{json.dumps(key.strip(), ensure_ascii=False)}: ")

@@ -71,11 +71,11 @@ def call_marks_of(calls: CallFormat) -> CallMarks:
             whole = (calls.call_end.strip(), calls.end.strip())
             ends = _marks(*whole, *(mark for text in whole for mark in MARK.findall(text)))
         case CallForm.TAGGED:
-            parts = (*_parts(calls.begin), *_parts(calls.call))
-            end_parts = (*_parts(calls.call_end), *_parts(calls.end))
-            if not parts[-1].endswith(">"):
-                *parts, tag = parts
-                tag_end, *end_parts = end_parts
+            parts = [*_parts(calls.begin), *_parts(calls.call)]
+            end_parts = [*_parts(calls.call_end), *_parts(calls.end)]
+            if parts and not parts[-1].endswith(">"):
+                tag = parts.pop()
+                tag_end = end_parts.pop(0) if end_parts else ""
             blocks, ends = _marks(*parts), _marks(*end_parts)
     is_bare = not blocks and not tag
     return CallMarks(

@@ -290,11 +290,7 @@ class ChatTemplate:
 
     @cached_property
     def answer_format(self) -> AnswerFormat:
-        """Format of the model's answers, by what the template writes; see `found_format`.
-
-        Raises:
-            InvalidRequest: If the template writes more than the bound.
-        """
+        """Format of the model's answers, by what the template writes; see `found_format`."""
         found = found_format(self.probed, self._source, (self._eos, *self._ends))
         # Without tools in the prompt, calls are those of our own note.
         return found if knows_tools(self._source) else replace(found, calls=NOTE_FORMAT, is_found=False)
@@ -447,7 +443,7 @@ class ChatTemplate:
             values = {**variables, "tools": tools or None, "add_generation_prompt": adds_prompt}
             try:
                 return self._marking.unmarked(self._rendered({**values, "messages": form}))
-            except TemplateRefusal:
+            except (TemplateRefusal, InvalidRequest):
                 continue
         return None
 

@@ -144,9 +144,17 @@ def found_format(render: Render, source: str, ends: Collection[str]) -> AnswerFo
         source: Source of the template.
         ends: Names of the tokens that end answers.
     """
-    probes = _Probes(render)
     told = format_by_words(source)
     untold = AnswerFormat() if told is None else AnswerFormat(told, is_found=True)
+    try:
+        return _found(_Probes(render), untold, ends)
+    except (ValueError, IndexError):
+        # A template is a program: what it writes may be like nothing that was thought of.
+        return untold
+
+
+def _found(probes: _Probes, untold: AnswerFormat, ends: Collection[str]) -> AnswerFormat:
+    """The format, or as much of it as is found, beside what is not told by rendering."""
     said, prompts = probes.said(thought=False), probes.prompts()
     if said is None or _SAID not in said or not prompts:
         return untold

@@ -71,7 +71,7 @@ class HeaderParser:
         self._is_named_in_header = is_named_in_header
         field, _, self._prefix = headers.recipient.rpartition("=")
         self._recipient = re.compile(rf"{re.escape(field)}=([^\s<]+)")
-        self._finder = MarkFinder(dict.fromkeys((headers.begin, *headers.ends)))
+        self._finder = MarkFinder(list(dict.fromkeys((headers.begin, *headers.ends))))
         self._kind = _Kind.REASONING if is_inside else None
         # So far, of a header; of reasoning what may be white space at its end.
         self._header = ""

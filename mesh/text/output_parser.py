@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from mesh.text.answer_format import DEFAULT_REASONING, NO_MARKS, Marks, texts_of
+from mesh.text.call_marks import call_marks_of
 from mesh.text.header_parser import HeaderParser, format_of_messages, is_named_in_header
 from mesh.text.message_parts import Content, MarkFinder, MessagePart, Reasoning, joined
 from mesh.text.tool_call_parser import ToolCallParser
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 class _At(Enum):
     BEGINNING = auto()
     INSIDE = auto()
+    CALLING = auto()
     BEHIND = auto()
     CONTENT = auto()
 
@@ -28,14 +30,18 @@ class ReasoningParser:
     """Splits reasoning, which comes first if at all, from what follows.
 
     White space at its ends is dropped. Later marks are content, unless they have the form of control tokens.
+    Some models call without ending their reasoning, and some only think about a call: what begins like one is
+    held back until reasoning ends, or the answer.
 
     Args:
         reasoning: Marks of reasoning: any of them.
+        calls: Marks with which calls begin.
         is_inside: Whether the prompt ends within reasoning, so that no mark begins it.
     """
 
-    def __init__(self, reasoning: Sequence[Marks], *, is_inside: bool) -> None:
+    def __init__(self, reasoning: Sequence[Marks], calls: Sequence[str] = (), *, is_inside: bool) -> None:
         self._marks = reasoning
+        self._calls = calls
         self._is_inside = is_inside
         # Other marks may be letters of a text.
         self._comes_again = all("|" in each.begin for each in reasoning)
@@ -43,12 +49,16 @@ class ReasoningParser:
         self._at = _At.BEGINNING
         self._held = ""
         self._has_begun = False
-        self._finder = MarkFinder([each.end for each in reasoning])
+        self._finder = self._finder_with(calls)
+
+    def _finder_with(self, calls: Sequence[str]) -> MarkFinder:
+        return MarkFinder(list(dict.fromkeys((*(each.end for each in self._marks), *calls))))
 
     @property
     def is_reasoning(self) -> bool:
         """Whether the text so far ends within reasoning."""
-        return self._at is _At.INSIDE or (self._is_inside and self._at is _At.BEGINNING)
+        is_begun = self._is_inside and self._at is _At.BEGINNING
+        return is_begun or self._at in {_At.INSIDE, _At.CALLING}
 
     @property
     def is_over(self) -> bool:
@@ -62,6 +72,8 @@ class ReasoningParser:
                 return self._begin(char)
             case _At.INSIDE:
                 return self._go_on(char)
+            case _At.CALLING:
+                return self._call_on(char)
             case _At.BEHIND if char.isspace():
                 return []
         self._at = _At.CONTENT
@@ -75,10 +87,17 @@ class ReasoningParser:
             self._at, self._held, self._has_begun = _At.INSIDE, "", False
         return [Content(text)] if text else []
 
+    def take_call(self) -> str:
+        """Consume what began like a call within reasoning that has not ended; empty if there is nothing."""
+        if self._at is not _At.CALLING:
+            return ""
+        held, self._held = self._held + self._finder.flush(), ""
+        return held
+
     def flush(self) -> list[MessagePart]:
         """The parts held back, at the end."""
         held, self._held = self._held, ""
-        if self._at is _At.INSIDE:
+        if self._at in {_At.INSIDE, _At.CALLING}:
             held += self._finder.flush()
         elif self._at is _At.CONTENT:
             held += self._again.flush()
@@ -123,9 +142,21 @@ class ReasoningParser:
                 self._has_begun = True
             elif self._has_begun:
                 self._held += each
-        if mark is not None:
+        if mark in self._calls:
+            self._at, self._held = _At.CALLING, self._held + mark
+            self._finder = self._finder_with(())
+        elif mark is not None:
             self._at, self._held = _At.BEHIND, ""
         return [Reasoning(shown)] if shown else []
+
+    def _call_on(self, char: str) -> list[MessagePart]:
+        text, mark = self._finder.push(char)
+        self._held += text
+        if mark is None:
+            return []
+        held, self._held = self._held.rstrip(), ""
+        self._at, self._finder = _At.BEHIND, self._finder_with(self._calls)
+        return [Reasoning(held if self._has_begun else held.lstrip())]
 
 
 @dataclass(frozen=True)
@@ -241,10 +272,13 @@ class OutputParser:
         if headers is None:
             if output_format.splits_reasoning:
                 self._reasoning = ReasoningParser(
-                    output_format.reasoning, is_inside=output_format.is_in_reasoning
+                    output_format.reasoning,
+                    () if calls is None else call_marks_of(calls).openings,
+                    is_inside=output_format.is_in_reasoning,
                 )
             if output_format.content.begin or output_format.end:
                 self._content = _ContentMarks(output_format.content, output_format.primer, output_format.end)
+        self._output_format = output_format
         self._has_one_call = output_format.has_one_call
         # Characters of the primer that have come back as content.
         self._num_primed = 0
@@ -303,12 +337,23 @@ class OutputParser:
         """
         message_parts: list[MessagePart] = [] if self._headers is None else self._headers.flush()
         if self._reasoning is not None:
+            if not (is_cut or is_stopped):
+                message_parts += self._called_in_reasoning(self._reasoning.take_call())
             message_parts += self._with_calls(self._reasoning.flush())
         if self._content is not None:
             message_parts += self._called(self._content.flush())
         if self._calls is not None and not self.is_over:
             message_parts += self._calls.flush(is_cut=is_cut, is_stopped=is_stopped)
         return joined(self._without_primer(message_parts))
+
+    def _called_in_reasoning(self, text: str) -> list[MessagePart]:
+        """Calls that a model has made without ending its reasoning; what is none is reasoning."""
+        if self._output_format.call_format is None or not text:
+            return []
+        trial = OutputParser(replace(self._output_format, splits_reasoning=False, primer="", end=""))
+        trial.push(text)
+        trial.flush()
+        return self._called(text) if trial.has_calls else [Reasoning(text.rstrip())]
 
     def _with_calls(self, pieces: list[MessagePart]) -> list[MessagePart]:
         message_parts: list[MessagePart] = []

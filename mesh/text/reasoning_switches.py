@@ -91,7 +91,6 @@ class ReasoningSwitches:
             found[_BUDGET] = wish.budget_tokens
         return found
 
-
     def _word(self, wish: ReasoningWish, words: tuple[str, ...]) -> str | None:
         """The word for a request; None leaves the template's own."""
         nothing = next((word for word in (_NONE, _OTHER_NONE) if word in words), None)

@@ -353,8 +353,9 @@ class TaggedArguments:
         self._value_end, self._in_value = value_end, _present(*marks)
 
     def _as_json(self, name: str, kind: str | None, text: str) -> str:
-        if self._tags.item and self._tags.key in text:
-            return json.dumps(_nested(text, self._tags), ensure_ascii=False)
+        tags = self._tags
+        if tags.item and tags.key and tags.key_end and tags.key in text:
+            return json.dumps(_nested(text, tags), ensure_ascii=False)
         if kind is None:
             return self._schemas.as_json(name, text)
         found = _read(text)
@@ -601,11 +602,11 @@ def _read_python(text: str) -> tuple[str, Any] | None:
         return None
 
 
-def _nested(text: str, tags: ArgumentTags) -> Any:
+def _nested(text: str, tags: ArgumentTags, depth_left: int = _MAX_DEPTH) -> Any:
     """Value of what is written between tags in turn: an object, a list, a text, or what JSON reads in it."""
     found: list[tuple[str, Any]] = []
     rest = text.strip()
-    while rest.startswith(tags.key):
+    while depth_left and rest.startswith(tags.key):
         name, _, rest = rest.removeprefix(tags.key).partition(tags.key_end)
         begin, end = f"{tags.key}{name}{tags.key_end}", tags.value_end.replace(KEY, name)
         at, depth = 0, 1
@@ -616,7 +617,7 @@ def _nested(text: str, tags: ArgumentTags) -> Any:
             is_end = next_begin < 0 or next_end < next_begin
             depth += -1 if is_end else 1
             at = next_end + len(end) if is_end else next_begin + len(begin)
-        found.append((name, _nested(rest[: at - len(end)], tags)))
+        found.append((name, _nested(rest[: at - len(end)], tags, depth_left - 1)))
         rest = rest[at:].lstrip()
     if not found:
         read = _read(text)

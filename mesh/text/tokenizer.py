@@ -165,9 +165,7 @@ class Tokenizer:
 
     def control_tokens(self, texts: Collection[str]) -> dict[str, int]:
         """Control tokens whose names are in some texts, by their names."""
-        ids = {
-            token for text in texts for token in self.encode(text, add_special=False, parse_special=True)
-        }
+        ids = {token for text in texts for token in self.encode(text, add_special=False, parse_special=True)}
         return {self.name(token): token for token in ids if not self.piece(token)}
 
     @cached_property

@@ -75,7 +75,7 @@ class ToolCallParser:
         self._awaited: set[str] = set()
         self._is_cut = False
         self._is_stopped = False
-        self._finder = MarkFinder(dict.fromkeys((*self._marks.openings, *self._marks.ends)))
+        self._finder = MarkFinder(list(dict.fromkeys((*self._marks.openings, *self._marks.ends))))
         self._characters = Characters()
         self._machine = self._read()
         next(self._machine)

@@ -77,7 +77,9 @@ def _values(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
 def _option(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
     if "$ref" in schema:
         inner = definitions[schema["$ref"].rpartition("/")[2]]
-        return "{" + _names(inner["properties"]) + "}" if "properties" in inner else _option(inner, definitions)
+        return (
+            "{" + _names(inner["properties"]) + "}" if "properties" in inner else _option(inner, definitions)
+        )
     if "anyOf" in schema:
         return _values(schema, definitions)
     if "const" in schema or "enum" in schema:

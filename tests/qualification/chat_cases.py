@@ -178,6 +178,8 @@ def _cases(source: str) -> Iterator[dict[str, Any] | str]:
     templates: list[str] = []
     paths: list[str] = []
     for found in _TESTER.finditer(source):
+        if source[: found.start()].rpartition("\n")[2].lstrip().startswith("//"):
+            continue
         if found[0].startswith("static void"):
             paths = [path for each in _LFM2.findall(source) for path in _PATH.findall(each)]
         elif found[4] is not None:

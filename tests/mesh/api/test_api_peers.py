@@ -1,4 +1,4 @@
-"""What clients of vLLM, SGLang, llama-server, TGI, OpenAI and Anthropic send: enforced, or refused by name."""
+"""What clients of other servers send: enforced or refused by name, in all APIs alike."""
 
 import json
 from typing import Any
@@ -45,6 +45,15 @@ async def ask(api: Api, path: str = CHAT, **fields: Any) -> Any:
     response = await api.http.post(path, json={**LEAST[path], **fields})
     assert response.status_code == 200, response.text
     return response.json()
+
+
+def said(answer: dict[str, Any]) -> str:
+    """Text of a chat or a response."""
+    if "choices" in answer:
+        text: str = answer["choices"][0]["message"]["content"]
+        return text
+    text = answer["output"][0]["content"][0]["text"]
+    return text
 
 
 async def refused(api: Api, path: str = CHAT, **fields: Any) -> tuple[str | None, str]:
@@ -165,14 +174,11 @@ async def test_a_form_that_cannot_hold_is_refused_by_name(
 
 async def test_the_ring_keeps_to_a_pattern_and_a_choice(tokenizer: Tokenizer) -> None:
     async with running_ring_api(tokenizer) as ring:
-        for path, read in (
-            (CHAT, lambda answer: answer["choices"][0]["message"]["content"]),
-            (RESPONSES, lambda answer: answer["output"][0]["content"][0]["text"]),
-        ):
-            year = read(await ask(ring.api, path, regex="[0-9]{4}"))
+        for path in (CHAT, RESPONSES):
+            year = said(await ask(ring.api, path, regex="[0-9]{4}"))
             assert len(year) == 4
             assert year.isdecimal()
-            picked = read(await ask(ring.api, path, structured_outputs={"choice": ["red", "blue"]}))
+            picked = said(await ask(ring.api, path, structured_outputs={"choice": ["red", "blue"]}))
             assert picked in {"red", "blue"}
 
 
@@ -203,9 +209,7 @@ async def test_the_stop_string_may_be_a_part_of_the_answer(
     tokenizer: Tokenizer, path: str, field: str
 ) -> None:
     async with running_api(saying(tokenizer, "one two three"), tokenizer) as api:
-        told = [
-            json.dumps(await ask(api, path, stop=["tw"], **more)) for more in ({}, {field: True})
-        ]
+        told = [json.dumps(await ask(api, path, stop=["tw"], **more)) for more in ({}, {field: True})]
         events = json.dumps(await stream(api, path, stop=["tw"], **{field: True}))
     assert "one" in told[0]
     assert "one tw" not in told[0]
@@ -224,7 +228,9 @@ async def test_usage_comes_with_each_chunk_for_those_who_ask(tokenizer: Tokenize
             assert counts == sorted(counts)
             assert len(set(counts)) > 2
             assert usage[-1] == usage[-2]
-            assert all(each["total_tokens"] == each["prompt_tokens"] + each["completion_tokens"] for each in usage)
+            assert all(
+                each["total_tokens"] == each["prompt_tokens"] + each["completion_tokens"] for each in usage
+            )
             plain = await stream(api, path, stream_options={"include_usage": True})
             assert [chunk["usage"] for chunk in plain[:-1]] == [None] * (len(plain) - 1)
 
@@ -315,9 +321,7 @@ async def test_a_custom_tool_of_a_chat_gets_a_text(tokenizer: Tokenizer) -> None
     (choice,) = answer["choices"]
     (call,) = choice["message"]["tool_calls"]
     assert (call["type"], call["custom"]) == ("custom", {"name": "run", "input": CUSTOM_TEXT})
-    calls = [
-        call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ())
-    ]
+    calls = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
     assert (calls[0]["type"], calls[0]["custom"]["name"]) == ("custom", "run")
     assert "".join(call["custom"]["input"] for call in calls) == CUSTOM_TEXT
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
@@ -351,7 +355,9 @@ async def test_a_custom_tool_s_grammar_holds_or_is_told(api: Api, engine: Script
     assert not allows(engine, call.format("LS"))
     lark = {**tool, "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}}
     answer = await ask(api, RESPONSES, tools=[lark])
-    assert answer["warnings"] == ["the custom tool run: its Lark grammar is shown to the model, and not enforced"]
+    assert answer["warnings"] == [
+        "the custom tool run: its Lark grammar is shown to the model, and not enforced"
+    ]
 
 
 async def test_a_custom_tool_without_its_grammar_is_refused(api: Api) -> None:
@@ -394,9 +400,10 @@ async def test_tools_that_anthropic_s_clients_run_are_known_by_type(
 ) -> None:
     await ask(api, MESSAGES, tools=[{"type": kind, "name": name}], tool_choice={"type": "any"})
     assert allows(engine, f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>')
-    assert "'computer_20250124'" in (
-        await refused(api, MESSAGES, tools=[{"type": "computer_20250124", "name": "computer"}])
-    )[1]
+    assert (
+        "'computer_20250124'"
+        in (await refused(api, MESSAGES, tools=[{"type": "computer_20250124", "name": "computer"}]))[1]
+    )
 
 
 # Responses.
@@ -408,8 +415,12 @@ async def test_a_response_has_what_open_responses_requires(api: Api) -> None:
     plain, answer = await ask(api, RESPONSES), await ask(api, RESPONSES, tools=tools, **given)
     events = await stream(api, RESPONSES)
     neutral = {
-        **{"presence_penalty": 0, "frequency_penalty": 0, "max_tool_calls": None, "service_tier": "default"},
-        **{"safety_identifier": None, "prompt_cache_key": None},
+        "presence_penalty": 0,
+        "frequency_penalty": 0,
+        "max_tool_calls": None,
+        "service_tier": "default",
+        "safety_identifier": None,
+        "prompt_cache_key": None,
     }
     for response in (plain, *(event["response"] for event in events if "response" in event)):
         assert {name: response[name] for name in neutral} == neutral
@@ -417,7 +428,9 @@ async def test_a_response_has_what_open_responses_requires(api: Api) -> None:
     assert [tool["strict"] for tool in answer["tools"]] == [False, True]
 
 
-@pytest.mark.parametrize("fields", [{"background": True}, {"conversation": "conv_1"}, {"prompt": {"id": "p"}}])
+@pytest.mark.parametrize(
+    "fields", [{"background": True}, {"conversation": "conv_1"}, {"prompt": {"id": "p"}}]
+)
 async def test_what_responses_lack_is_said_in_plain_words(api: Api, fields: dict[str, Any]) -> None:
     (name,) = fields
     assert await refused(api, RESPONSES, **fields) == (name, f"{name} is not supported: leave it out")

@@ -99,6 +99,35 @@ async def test_a_form_is_for_what_follows_reasoning_in_every_api(smollm2_path: P
         assert not allows(engine, RED)
 
 
+PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "text", "others"),
+    [
+        ('{"colour": "r', 'ed"}', (RED, 'lue"}')),
+        ('<think>Hm.</think>\n{"colour":', '"blue"}', (RED, "1}")),
+        ("Here it is: ", RED, ('ed"}', "red")),
+        ("<think>\nHm", f" well</think>{RED}", (RED, "red")),
+    ],
+)
+async def test_a_form_is_for_a_message_that_is_continued(
+    smollm2_path: Path, said: str, text: str, others: Any
+) -> None:
+    tokenizer = tokenizer_of(smollm2_path, PLAIN)
+    engine = saying(tokenizer, text)
+    turns = [*HELLO, {"role": "assistant", "content": said}]
+    asked = {"messages": turns, "continue_final_message": True, "json_schema": SCHEMA}
+    async with running_api(engine, tokenizer) as api:
+        response = await api.http.post(CHAT, json=asked)
+    assert response.status_code == 200, response.text
+    assert allows(engine, text)
+    assert not any(allows(engine, other) for other in others)
+
+
 KNOWN = (
     "{{ enable_thinking }}|{{ 'brief' if reasoning_effort == 'low' }}|{{ thinking_budget }}|"
     "{{ messages[-1].content }}"

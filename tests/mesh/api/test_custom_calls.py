@@ -1,6 +1,7 @@
 """The free text of a custom tool's call, out of JSON that comes in pieces."""
 
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ def test_a_text_comes_back_however_it_is_cut(text: str, cuts: list[int], key: st
     arguments = json.dumps({key: text}, ensure_ascii=escapes)
     reader = FreeTextReader()
     places = [0, *sorted(min(cut, len(arguments)) for cut in cuts), len(arguments)]
-    pieces = [arguments[begin:end] for begin, end in zip(places, places[1:], strict=False)]
+    pieces = [arguments[begin:end] for begin, end in pairwise(places)]
     assert "".join(map(reader.push, pieces)) + reader.flush() == text
     assert free_text(arguments) == text
 

@@ -8,6 +8,8 @@ from random import Random
 from typing import Any, Final
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mesh.text.answer_format import (
     NOTE_FORMAT,
@@ -297,6 +299,41 @@ def test_a_format_goes_from_process_to_process() -> None:
     for name in COLLECTED:
         found = known(name)[1]
         assert format_told(json.loads(json.dumps(found.told()))) == found
+
+
+WORDS: Final = (
+    "questionone",
+    "contentone",
+    "reasonone",
+    "alphaone",
+    "betatwo",
+    "keyone",
+    "keytwo",
+    "textone",
+)
+
+
+@given(
+    fragments=st.lists(
+        st.sampled_from([*WORDS, *'<>[]{}":,=\n/', "<a>", "</a>", "1abcdefgh", "2abcdefgh", "<|b|>", "name"]),
+        max_size=40,
+    ),
+    seed=st.integers(0, 2**32),
+)
+def test_whatever_a_template_writes_a_format_is_told(fragments: list[str], seed: int) -> None:
+    """Without an error, and one that a parser takes."""
+    random = Random(seed)
+
+    def render(messages: Any, _tools: Any, _variables: Any, *, adds_prompt: bool) -> str:
+        said = "".join(random.sample(fragments, len(fragments)))
+        return (
+            f"questionone{said}{'' if adds_prompt else 'contentone alphaone reasonone'}{messages[-1]['role']}"
+        )
+
+    found = found_format(render, "", ("</s>",))
+    output_format = format_for(found, "", "", FUNCTIONS)
+    text = "".join(fragments)
+    assert read(output_format, text) == read(output_format, [text])
 
 
 def test_a_template_without_tools_has_the_format_of_our_note() -> None:

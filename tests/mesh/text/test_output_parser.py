@@ -204,12 +204,30 @@ FRAGMENTS = (
     *("<think>", "</think>", "{", "}", "[", "]", '"', ":", ",", ";", " ", "\n", "\\", "<", "1", "é", "text "),
     *("name", "arguments", "parameters", "look", '"name"', '"look"', "\\u0", "\\d", "\t"),
     *('{"name": "look", "arguments": ', '{"name": "add", "parameters": {"a": 1}}'),
+    *("<|tool_call_begin|>", "functions.look:0", "<|tool_call_end|>", "<|tool_call>", "call:look", '<|"|>'),
+    *("<|tool_call_start|>[", "look(a=1", "look(", "='", "'", ")", "]<|tool_call_end|>", "<|tools_prefix|>["),
+    *(
+        "<｜DSML｜tool_calls>",
+        '<｜DSML｜invoke name="look">',
+        '<｜DSML｜parameter name="a"',
+        ' string="true">',
+    ),
+    *(
+        "</｜DSML｜parameter>",
+        "</｜DSML｜invoke>",
+        "<calls>",
+        '<invoke name="look">',
+        "[<a>",
+        "[</a>",
+        "[<item>",
+    ),
+    *("[</item>", "</invoke>", "</calls>", "<seed:tool_call>", "<function=look>", "<parameter=a>"),
 )
 
 
 @given(
     fragments=st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=25),
-    call_format=st.sampled_from([None, *call_formats.ALL]),
+    call_format=st.sampled_from([None, *call_formats.ALL, *call_formats.MORE]),
     in_reasoning=st.booleans(),
     has_one_call=st.booleans(),
     seed=st.integers(0, 2**32),
