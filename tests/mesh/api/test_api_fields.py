@@ -105,7 +105,10 @@ class Served:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(smollm2_path: Path) -> AsyncIterator[Served]:
     engine, tokenizer = ScriptedEngine([(300,), (301, 302)], context_length=4096), Tokenizer(smollm2_path)
-    async with running_api(engine, tokenizer) as api, running_engine() as embedder:
+    async with (
+        running_api(engine, tokenizer, random_bits=lambda _bits: 7) as api,
+        running_engine() as embedder,
+    ):
         assert api.backends is not None
         api.backends.embeddings.add(embedding_backend(embedder, tokenizer))
         embedder.resume(ScriptedLink())
@@ -193,7 +196,7 @@ async def test_a_choice_with_an_unknown_field_is_refused_by_name(served: Served,
 
 
 @KINDS
-def test_what_is_not_supported_is_refused_unless_it_asks_for_nothing(kind: str) -> None:
+async def test_what_is_not_supported_is_refused_unless_it_asks_for_nothing(kind: str) -> None:
     body = BODIES[kind]
     for name, values in neutral_values(body).items():
         if name in body.model_fields:
@@ -206,7 +209,7 @@ def test_what_is_not_supported_is_refused_unless_it_asks_for_nothing(kind: str) 
             assert refused.value.param == name
 
 
-def test_what_to_do_instead_is_said_of_known_fields_only() -> None:
+async def test_what_to_do_instead_is_said_of_known_fields_only() -> None:
     assert set(INSTEAD) | OF_PROMPTS <= set(NEUTRAL)
 
 

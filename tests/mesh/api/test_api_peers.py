@@ -13,7 +13,7 @@ from tests.support.ring_api import running_ring_api
 
 pytestmark = pytest.mark.model
 
-tokenizer, engine, api = api_harness.tokenizer, api_harness.engine, api_harness.api
+tokenizer, api = api_harness.tokenizer, api_harness.api
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
     "/v1/chat/completions",
@@ -41,6 +41,11 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_
 LINE = "x-anthropic-billing-header: cc_version=2.1; cch={};"
 
 
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine([(300,), (301, 302)], context_length=2048)
+
+
 async def ask(api: Api, path: str = CHAT, **fields: Any) -> Any:
     response = await api.http.post(path, json={**LEAST[path], **fields})
     assert response.status_code == 200, response.text
@@ -49,10 +54,10 @@ async def ask(api: Api, path: str = CHAT, **fields: Any) -> Any:
 
 def said(answer: dict[str, Any]) -> str:
     """Text of a chat or a response."""
-    if "choices" in answer:
-        text: str = answer["choices"][0]["message"]["content"]
-        return text
-    text = answer["output"][0]["content"][0]["text"]
+    is_chat = "choices" in answer
+    text: str = (
+        answer["choices"][0]["message"]["content"] if is_chat else answer["output"][0]["content"][0]["text"]
+    )
     return text
 
 
@@ -76,9 +81,10 @@ async def stream(api: Api, path: str = CHAT, **fields: Any) -> list[dict[str, An
 @pytest.mark.parametrize("is_streamed", [False, True])
 @PATHS
 async def test_an_overflow_is_told_in_words_that_clients_know(
-    api: Api, path: str, *, is_streamed: bool
+    api: Api, engine: ScriptedEngine, path: str, *, is_streamed: bool
 ) -> None:
     """LiteLLM's fallbacks and LangChain's summaries begin by the message alone."""
+    engine.context_length = 64
     for words in ("x " * 80, "x " * 40_000):
         turns = [{"role": "user", "content": words}]
         long = {CHAT: {"messages": turns}, MESSAGES: {"messages": turns}}
@@ -89,7 +95,8 @@ async def test_an_overflow_is_told_in_words_that_clients_know(
         assert "This model's maximum context length is 64 tokens. However, " in message
 
 
-async def test_a_text_to_be_counted_may_be_too_long_as_well(api: Api) -> None:
+async def test_a_text_to_be_counted_may_be_too_long_as_well(api: Api, engine: ScriptedEngine) -> None:
+    engine.context_length = 64
     response = await api.http.post("/tokenize", json={"prompt": "x " * 40_000})
     assert response.json()["error"]["message"].startswith("prompt is too long: at least ")
 

@@ -77,6 +77,8 @@ BEYOND_SCHEMAS = (
     "they are the same setting",
     "so there would be no answer",
     "they say nothing",
+    "knows no limit of reasoning",
+    "is to be continued",
 )
 # What these hold is in a language of its own.
 LANGUAGES = frozenset(
