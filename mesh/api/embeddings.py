@@ -17,10 +17,9 @@ from mesh.api.bodies import read_body
 from mesh.api.errors import json_bytes
 from mesh.api.event_stream import ClientGoneError, while_connected
 from mesh.api.openapi import EmbeddingList, answers, takes
-from mesh.api.plain_values import AS_WHOLE
 from mesh.api.protocol import Prompt, parse_several
 from mesh.api.rate_limit import reservation_of
-from mesh.api.request_parsing import StrictBody, describe
+from mesh.api.request_parsing import AS_WHOLE, StrictBody, describe
 from mesh.api.tokenization import require_ids
 from mesh.metrics.tracing import current_span
 from mesh.text.text_service import TextRequest

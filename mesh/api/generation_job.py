@@ -7,9 +7,8 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.api.answer_forms import form_of
 from mesh.api.call_grammar import call_grammar, grammar_in_format, is_enforceable
-from mesh.api.structured_output import CallGrammar, ToolUse, grammar_of, schema_of
+from mesh.api.structured_output import CallGrammar, ToolUse, form_of, grammar_of, schema_of
 from mesh.engine import GenerationRequest, SpeculationLimits
 from mesh.structured_output.free_text import Thoughts
 from mesh.text.answer_format import DEFAULT_REASONING

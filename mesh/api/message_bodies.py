@@ -1,4 +1,4 @@
-"""Messages, tools and choices of tools in request bodies of chats, of other servers' shapes as well."""
+"""Messages, tools and amount of reasoning in request bodies, in other servers' shapes as well."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import (
+    BaseModel,
     BeforeValidator,
     ConfigDict,
     FailFast,
@@ -19,15 +20,12 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from mesh.api.plain_values import SHOWN_CHARS
-from mesh.api.reasoning_fields import ReasoningFields, ThinkingBody
-from mesh.api.request_parsing import ExactBody, StrictBody, describe
+from mesh.api.request_parsing import AS_WHOLE, SHOWN_CHARS, ExactBody, StrictBody, describe, none_if_minus_one
+from mesh.text.reasoning_switches import ReasoningWish
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from mesh.text.reasoning_switches import ReasoningWish
 
 MAX_TOOLS: Final = 256
 MAX_NAME_CHARS: Final = 128
@@ -45,6 +43,45 @@ _ABSENT: Final = False
 
 ToolName = Annotated[str, Field(pattern=rf"^[a-zA-Z0-9_.:/-]{{1,{MAX_NAME_CHARS}}}$")]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_Tokens = Annotated[Annotated[int, Field(ge=0), AS_WHOLE] | None, BeforeValidator(none_if_minus_one)]
+
+
+class ThinkingBody(ExactBody):
+    """Whether the model is to reason, as Z.ai, DeepSeek and Moonshot have it in chats."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: _Tokens = None
+
+
+class ReasoningFields(BaseModel):
+    """Amount of reasoning; the names are those of Qwen's and vLLM's APIs."""
+
+    enable_thinking: bool | None = None
+    thinking_budget: _Tokens = None
+    thinking_token_budget: _Tokens = None
+
+    @property
+    def budget_field(self) -> str | None:
+        """Name of the field with the most tokens of reasoning; None without one."""
+        names = ("thinking_budget", "thinking_token_budget")
+        return next((name for name in names if getattr(self, name) is not None), None)
+
+    def wish(
+        self, *, effort: str | None = None, is_on: bool | None = None, budget_tokens: int | None = None
+    ) -> ReasoningWish:
+        """All that is said of it.
+
+        Args:
+            effort: Amount by the API's own field.
+            is_on: Whether there is any, likewise.
+            budget_tokens: Most tokens, likewise.
+        """
+        own = (self.thinking_budget, self.thinking_token_budget, budget_tokens)
+        return ReasoningWish(
+            is_on if self.enable_thinking is None else self.enable_thinking,
+            effort,
+            next((number for number in own if number is not None), None),
+        )
 
 
 class FunctionBody(StrictBody):
@@ -85,18 +122,6 @@ class FreeText(ExactBody):
     def _require_its_own(self) -> FreeText:
         require_grammar(self.type, is_given=self.grammar is not None)
         return self
-
-
-def require_grammar(kind: str, *, is_given: bool) -> None:
-    """Check that the format of a custom tool has a grammar if, and only if, it is one.
-
-    Raises:
-        PydanticCustomError: If not.
-    """
-    if is_given is not (kind == "grammar"):
-        raise PydanticCustomError(
-            "format", "has a grammar by its type or by its fields alone: send both, or neither"
-        )
 
 
 class CustomFunction(StrictBody):
@@ -146,6 +171,78 @@ class CustomToolBody(StrictBody):
     def warning(self) -> str | None:
         """What of it is not enforced."""
         return self.custom.warning
+
+
+class FunctionName(ExactBody):
+    """The one function that the model is to call."""
+
+    name: str
+
+
+class NamedTool(ExactBody):
+    """The one tool that the model is to use."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class NamedCustomTool(ExactBody):
+    """The one custom tool that the model is to use."""
+
+    type: Literal["custom"]
+    custom: FunctionName
+
+
+@dataclass(frozen=True)
+class AllowedTools:
+    """Functions of a request among which an answer may choose."""
+
+    mode: Literal["auto", "required"]
+    """`auto` or `required`."""
+    names: tuple[str, ...]
+    """Their names."""
+
+
+# `none`, `auto`, `required`, some of the functions, or the name of the one to call, as a tuple of one.
+ChosenTools = str | tuple[str] | AllowedTools | None
+
+
+class AllowedToolsList(ExactBody):
+    """Tools that may be used, of those of the request."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool | NamedCustomTool], Field(min_length=1)]
+
+
+class AllowedToolsBody(ExactBody):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolsList
+
+
+ToolChoiceInput = (
+    Literal["", "none", "auto", "required"] | NamedTool | NamedCustomTool | AllowedToolsBody | None
+)
+
+
+class TextPart(StrictBody):
+    """A piece of a message; for the API's document."""
+
+    type: Literal["text"]
+    text: str
+
+
+def require_grammar(kind: str, *, is_given: bool) -> None:
+    """Check that the format of a custom tool has a grammar if, and only if, it is one.
+
+    Raises:
+        PydanticCustomError: If not.
+    """
+    if is_given is not (kind == "grammar"):
+        raise PydanticCustomError(
+            "format", "has a grammar by its type or by its fields alone: send both, or neither"
+        )
 
 
 def wrong_type(kind: str, reason: str) -> ValidationError:
@@ -222,66 +319,6 @@ class ToolCallBody(StrictBody):
         text = custom.get("input")
         called = {"name": custom.get("name"), "arguments": {FREE_TEXT: "" if text is None else text}}
         return {**value, "function": called}
-
-
-class FunctionName(ExactBody):
-    """The one function that the model is to call."""
-
-    name: str
-
-
-class NamedTool(ExactBody):
-    """The one tool that the model is to use."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
-class NamedCustomTool(ExactBody):
-    """The one custom tool that the model is to use."""
-
-    type: Literal["custom"]
-    custom: FunctionName
-
-
-@dataclass(frozen=True)
-class AllowedTools:
-    """Functions of a request among which an answer may choose."""
-
-    mode: Literal["auto", "required"]
-    """`auto` or `required`."""
-    names: tuple[str, ...]
-    """Their names."""
-
-
-# `none`, `auto`, `required`, some of the functions, or the name of the one to call, as a tuple of one.
-ChosenTools = str | tuple[str] | AllowedTools | None
-
-
-class AllowedToolsList(ExactBody):
-    """Tools that may be used, of those of the request."""
-
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool | NamedCustomTool], Field(min_length=1)]
-
-
-class AllowedToolsBody(ExactBody):
-    """A choice among some of the tools."""
-
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedToolsList
-
-
-ToolChoiceInput = (
-    Literal["", "none", "auto", "required"] | NamedTool | NamedCustomTool | AllowedToolsBody | None
-)
-
-
-class TextPart(StrictBody):
-    """A piece of a message; for the API's document."""
-
-    type: Literal["text"]
-    text: str
 
 
 def parse_tool_choice(value: Any) -> ChosenTools:

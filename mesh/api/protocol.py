@@ -24,8 +24,9 @@ from mesh.api.message_bodies import (
     TextPart,
     part_text,
 )
-from mesh.api.plain_values import (
+from mesh.api.request_parsing import (
     AS_WHOLE,
+    ExactBody,
     LastN,
     LogitBias,
     NumTopLogprobs,
@@ -33,14 +34,15 @@ from mesh.api.plain_values import (
     RepetitionPenalty,
     Seed,
     Stops,
+    StrictBody,
     TokenLimit,
     TokenLimitOr0,
     as_whole,
     choice_count,
+    describe,
     limit_of,
     none_if_false,
 )
-from mesh.api.request_parsing import ExactBody, StrictBody, describe
 from mesh.engine import SpeculationLimits, SpeculationMode
 from spanmesh_proto.errors import InvalidRequest
 
@@ -74,6 +76,15 @@ class SpeculationBody(ExactBody):
         return SpeculationLimits(self.mode, self.max_width, self.depth)
 
 
+class JsonSchemaBody(ExactBody):
+    """A named schema; OpenAI's `strict` makes no difference, as answers always keep to it."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[Any, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
 def parse_schema(value: Any) -> Any:
     """A JSON Schema, also as a JSON text; what is in it, others look at."""
     if isinstance(value, str) and value:
@@ -91,15 +102,6 @@ def parse_schema(value: Any) -> Any:
 Schema = Annotated[
     Any, PlainValidator(parse_schema, json_schema_input_type=dict[str, Any] | bool | str | None)
 ]
-
-
-class JsonSchemaBody(ExactBody):
-    """A named schema; OpenAI's `strict` makes no difference, as answers always keep to it."""
-
-    name: str | None = None
-    description: str | None = None
-    schema_: Annotated[Any, Field(alias="schema")] = None
-    strict: bool | None = None
 
 
 class ResponseFormatBody(ExactBody):

@@ -24,8 +24,7 @@ from mesh.api.message_bodies import (
 )
 from mesh.api.on_demand import answered
 from mesh.api.openapi import Detokenized, Tokenized, TokenizerFacts, answers, takes
-from mesh.api.plain_values import AS_WHOLE
-from mesh.api.request_parsing import StrictBody
+from mesh.api.request_parsing import AS_WHOLE, StrictBody
 from mesh.text.text_encoder import refuse_too_long_text
 from mesh.text.text_service import TextRequest
 from spanmesh_proto.errors import InvalidRequest

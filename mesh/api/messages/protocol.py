@@ -15,16 +15,26 @@ from mesh.api.message_bodies import (
     CalledFunction,
     Effort,
     FunctionBody,
+    ReasoningFields,
     ToolName,
     note_of,
     refuse_others,
     result_text,
 )
 from mesh.api.messages.client_tools import described, is_client_tool
-from mesh.api.plain_values import SHOWN_CHARS, StopList, TokenLimitOr0, Whole, choice_count, parse_stop
 from mesh.api.protocol import GenerationBody
-from mesh.api.reasoning_fields import ReasoningFields
-from mesh.api.request_parsing import ExactBody, StrictBody, as_invalid_request, describe
+from mesh.api.request_parsing import (
+    SHOWN_CHARS,
+    ExactBody,
+    StopList,
+    StrictBody,
+    TokenLimitOr0,
+    Whole,
+    as_invalid_request,
+    choice_count,
+    describe,
+    parse_stop,
+)
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from mesh.api.message_bodies import (
     Effort,
     FreeText,
     FunctionBody,
+    ReasoningFields,
     TextGrammar,
     ToolName,
     parse_allowed_tools,
@@ -26,10 +27,18 @@ from mesh.api.message_bodies import (
     result_text,
     wrong_type,
 )
-from mesh.api.plain_values import SHOWN_CHARS, NumTopLogprobs, TokenLimit, Whole, choice_count, limit_of
 from mesh.api.protocol import GenerationBody, JsonSchemaBody, ResponseFormatBody, Schema
-from mesh.api.reasoning_fields import ReasoningFields
-from mesh.api.request_parsing import ExactBody, StrictBody, as_invalid_request
+from mesh.api.request_parsing import (
+    SHOWN_CHARS,
+    ExactBody,
+    NumTopLogprobs,
+    StrictBody,
+    TokenLimit,
+    Whole,
+    as_invalid_request,
+    choice_count,
+    limit_of,
+)
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -56,6 +65,7 @@ _HOSTED_ITEMS: Final = frozenset(
 # Calls of tools that the client ran, in forms of their own; their results are named `…_output`.
 _CLIENT_CALLS: Final = frozenset({"local_shell_call", "shell_call", "apply_patch_call", "computer_call"})
 _ABOUT_CALL: Final = frozenset({"type", "id", "call_id", "status", "output"})
+ResultParts = Annotated[Any, PlainValidator(result_text, json_schema_input_type=Any)]
 
 
 class ItemReference(StrictBody):
@@ -233,7 +243,6 @@ def parse_parts(value: Any) -> str:
 
 
 Parts = Annotated[str, PlainValidator(parse_parts, json_schema_input_type=str | list[InputText] | None)]
-ResultParts = Annotated[Any, PlainValidator(result_text, json_schema_input_type=Any)]
 
 
 class MessageItem(StrictBody):
