@@ -115,6 +115,14 @@ class ReasoningItem(StrictBody):
     content: list[ReasoningText] | None = None
 
 
+class FunctionCallOutputItem(StrictBody):
+    """Result of a call."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: ResultParts
+
+
 class _Tool(StrictBody):
     type: Literal["function"]
 
@@ -251,14 +259,6 @@ class MessageItem(StrictBody):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Parts
-
-
-class FunctionCallOutputItem(StrictBody):
-    """Result of a call."""
-
-    type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: str
-    output: ResultParts
 
 
 InputItem = MessageItem | FunctionCallItem | CustomCallItem | FunctionCallOutputItem | ReasoningItem
