@@ -1,4 +1,4 @@
-"""Grammars of answers in the model's own format: calls, an answer of a given form, free reasoning ahead of both."""
+"""Grammars of answers in the model's own format: calls and content of a given form, behind free reasoning."""
 
 from __future__ import annotations
 
@@ -97,10 +97,11 @@ def call_grammar(
 def grammar_in_format(
     grammar: str,
     answer_format: AnswerFormat,
+    *,
     thoughts: Thoughts,
     spelling: Spelling,
     param: str,
-    _client: str | None,
+    client: str | None,  # noqa: ARG001 - a part of the cache's key
     beginning: str = "",
 ) -> str:
     """Grammar of answers whose content matches a grammar.
@@ -111,7 +112,8 @@ def grammar_in_format(
         thoughts: Reasoning ahead of the content.
         spelling: Control tokens, which marks of the format may be.
         param: The request's field with the grammar, for errors.
-        beginning: Content that the prompt ends with: the whole matches, if that can begin so, or else the rest.
+        client: Identity of the API key, or None.
+        beginning: Content that the prompt ends with. The whole matches if it can begin so, else the rest.
 
     Raises:
         InvalidRequest: If the whole is too large for a grammar.
@@ -186,7 +188,10 @@ class _Builder:
             parameters = _ANY_ARGUMENTS
         if is_free or not _takes_nothing(parameters):
             converter = Converter(
-                parameters, f"f{len(self._functions)}-", is_lenient=is_lenient, notation=self._notation_of_values
+                parameters,
+                f"f{len(self._functions)}-",
+                is_lenient=is_lenient,
+                notation=self._notation_of_values,
             )
             arguments = _expression(converter, parameters, what, "tools", self._form)
             self.rules |= converter.rules
@@ -198,7 +203,7 @@ class _Builder:
         calls, spelling = self._calls, self._spelling
         most = 1 if has_one_call or self._ends_with_call else MAX_CALLS
         if all(_takes_nothing(function["parameters"]) for function in tools.functions):
-            # No call differs from an earlier one of the same function, and small models never stop by themselves.
+            # No call differs from an earlier one of its function, and small models never stop by themselves.
             most = min(most, len(tools.functions))
         self.rules[_CALL.name] = either(*(self._call(calls.call, each) for each in self._functions))
         begin = calls.begin + calls.call
@@ -251,7 +256,8 @@ class _Builder:
     def _ends_with_call(self) -> bool:
         """Whether an answer is over with its first call."""
         calls = self._calls
-        return self._format.headers is not None or self._spelling.ends(calls.call_end + calls.separator)
+        has_more = self._format.headers is None or calls.separator
+        return not has_more or self._spelling.ends(calls.call_end + calls.separator)
 
     def _call(self, begin: str, function: tuple[str, Expression | str]) -> Expression:
         name, arguments = function
@@ -299,6 +305,7 @@ class _Builder:
             has_types=bool(by_type),
             ends_by_name=KEY in tags.value_end,
             is_padded=tags.is_padded,
+            item=tags.item,
         )
 
 
@@ -311,9 +318,7 @@ def _takes_nothing(parameters: Mapping[str, Any]) -> bool:
     return is_object and others is False and not beside and is_empty
 
 
-def _expression(
-    converter: Converter, schema: Any, what: str, param: str, form: TagForm | None
-) -> Expression:
+def _expression(converter: Converter, schema: Any, what: str, param: str, form: TagForm | None) -> Expression:
     """Grammar of a schema's values, and rules in the converter.
 
     Raises:

@@ -9,7 +9,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from mesh.text.reasoning_switches import ReasoningWish
 
 
-
 def _whole(value: Any) -> Any:
     """A number without a fraction as an integer; -1, as for no limit, as none."""
     if isinstance(value, float) and value.is_integer():

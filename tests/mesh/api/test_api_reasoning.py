@@ -1,4 +1,4 @@
-"""Reasoning through the API: answers of a given form behind it, and how much of it there is, in all three APIs."""
+"""Reasoning through the API: how much of it there is, and answers of a given form behind it."""
 
 import json
 from pathlib import Path
