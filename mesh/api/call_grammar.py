@@ -237,7 +237,7 @@ class _Builder:
         of = self._spelling.of
         begin = of(marks.begin)
         if self._format.headers is not None:
-            self.rules |= text_rules(_SAID.name, self._format.headers.ends)
+            self.rules |= text_rules(_SAID.name, self._format.header_marks)
             return either(seq(begin, _SAID), calls)
         self.rules |= text_rules(_SAID.name, [_opening(self._calls), *filter(None, (marks.end,))])
         return seq(maybe(begin, _SAID, of(marks.end)) if marks.begin else _SAID, maybe(calls))

@@ -165,6 +165,12 @@ class AnswerFormat:
     """Whether the format of calls was found, rather than that of our own note taken."""
 
     @property
+    def header_marks(self) -> tuple[str, ...]:
+        """Marks that begin and end messages and their headers; none without headers."""
+        headers = self.headers
+        return () if headers is None else (headers.begin, headers.body, *headers.ends)
+
+    @property
     def texts(self) -> tuple[str, ...]:
         """All texts that may hold marks, which may be control tokens of a vocabulary."""
         pairs = [
