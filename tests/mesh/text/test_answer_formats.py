@@ -315,11 +315,36 @@ def differs(case: Mapping[str, Any]) -> tuple[Any, Any] | None:
     return None if told(parts) == meant else (told(parts), meant)
 
 
+MARKED: Final = "where reasoning is not split, the mark that the prompt ends with is no part of the answer"
+FENCED: Final = "an answer that is held to a schema has no fence around it"
+# Texts of llama.cpp's tests that mean something else here, by their beginnings, and why.
+DIFFERENT: Final = {
+    ("Qwen3.5-4B", "I'm"): MARKED,
+    ("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "I'm"): MARKED,
+    ("Cohere2MoE", "I'm"): MARKED,
+    (
+        "Qwen3.5-4B",
+        "<think>",
+    ): "a mark that the model repeats behind the prompt's is no part of its reasoning",
+    ("mistralai-Ministral-3-14B-Reasoning-2512", "[THINK]I need"): FENCED,
+    ("meta-llama-Llama-3.1-8B-Instruct", "```json"): FENCED,
+    ("google-gemma-4-31B-it", "<|channel><|channel>"): "a mark of reasoning without its word is content",
+    ("inclusionai-ling-3.0-flash", "Hello, world!"): "an answer goes on with the reasoning that it continues",
+    ("MiniMax-M3", "<mm:think>Union string"): "tags within a value are an object, as elsewhere",
+    ("CohereForAI-c4ai-command-r-plus-tool_use", "<|CHATBOT_TOKEN|>"): "the prompt ends with this token",
+    ("Apriel-1.6-15b-Thinker-fixed", "I'm"): "the words that the prompt ends with are its mark of reasoning",
+}
+
+
 def test_texts_of_llama_cpps_chat_tests_mean_what_they_mean_there() -> None:
     different = [case for case in CASES if differs(case) is not None]
-    assert len(different) <= len(CASES) * 0.05, "\n".join(
-        f"{case['template']}: {case['text']!r}\n    {differs(case)}" for case in different
-    )
+    strange = [
+        (case["template"], case["text"], differs(case))
+        for case in different
+        if not any(case["template"] == name and case["text"].startswith(begin) for name, begin in DIFFERENT)
+    ]
+    assert strange == []
+    assert len(different) <= len(CASES) * 0.05
 
 
 def test_a_format_goes_from_process_to_process() -> None:
@@ -351,7 +376,7 @@ def test_whatever_a_template_writes_a_format_is_told(fragments: list[str], seed:
     """Without an error, and one that a parser takes."""
     random = Random(seed)
 
-    def render(messages: Any, tools: Any, variables: Any, *, adds_prompt: bool) -> str:  # noqa: ARG001
+    def render(messages: Any, tools: Any, variables: Any, *, adds_prompt: bool) -> str:
         said = "".join(random.sample(fragments, len(fragments)))
         return (
             f"questionone{said}{'' if adds_prompt else 'contentone alphaone reasonone'}{messages[-1]['role']}"
