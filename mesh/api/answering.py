@@ -128,6 +128,7 @@ class _Answer:
     def __init__(self, piece_with: PieceWith, job: GenerationJob) -> None:
         self._job = job
         self._text = AnswerText(piece_with(job.output_format.marks), job.stops)
+        self._plain_piece = piece_with(())
         self._tokens = AnswerTokens(self._text)
         self._reader = OutputParser(job.output_format)
         self._message_parts: list[MessagePart] = []
@@ -153,7 +154,8 @@ class _Answer:
             if token in self._job.request.end_tokens:
                 return
             offset = text.num_decoded
-            self._message_parts += reader.push(text.push(token))
+            is_mark = reader.is_in_header or not self._plain_piece(token)
+            self._message_parts += reader.push(text.push(token, is_mark=is_mark))
             if reader.is_reasoning:
                 self._num_reasoning = len(self._ids)
             if step.logprobs:

@@ -1,4 +1,4 @@
-"""Grammars of answers in the model's own format: calls, an answer of a given form, free reasoning ahead of both."""
+"""Grammars of answers in the model's own format: calls and content of a given form, behind free reasoning."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from mesh.api.structured_output import MAX_CALLS, AlternativeSchema, CallGrammar, ToolUse
+from mesh.structured_output.continuation import rest_of
 from mesh.structured_output.free_text import THOUGHTS, Spelling, Thoughts, text_rules, within
 from mesh.structured_output.gbnf import NOTHING, SchemaError, chars, either, maybe, seq, times, to_gbnf
 from mesh.structured_output.json_schema import Converter, check_size, checked_grammar
@@ -96,10 +97,12 @@ def call_grammar(
 def grammar_in_format(
     grammar: str,
     answer_format: AnswerFormat,
+    *,
     thoughts: Thoughts,
     spelling: Spelling,
     param: str,
-    _client: str | None,
+    client: str | None,  # noqa: ARG001 - a part of the cache's key
+    beginning: str = "",
 ) -> str:
     """Grammar of answers whose content matches a grammar.
 
@@ -109,16 +112,20 @@ def grammar_in_format(
         thoughts: Reasoning ahead of the content.
         spelling: Control tokens, which marks of the format may be.
         param: The request's field with the grammar, for errors.
+        client: Identity of the API key, or None.
+        beginning: Content that the prompt ends with. The whole matches if it can begin so, else the rest.
 
     Raises:
         InvalidRequest: If the whole is too large for a grammar.
     """
     begin, end = answer_format.content.begin, answer_format.content.end
-    if not (begin or end or thoughts.marks):
+    if not (begin or end or thoughts.marks or beginning):
         return grammar
+    content = parse_gbnf(grammar)
+    content = rest_of(content, beginning) or content
     before = seq(THOUGHTS, spelling.of(begin.removeprefix(answer_format.primer)))
     behind = seq(spelling.of(end), maybe(spelling.of(answer_format.end)))
-    rules = within(parse_gbnf(grammar), before, behind) | thoughts.rules(spelling)
+    rules = within(content, before, behind) | thoughts.rules(spelling)
     return checked_grammar(to_gbnf(rules), param=param)
 
 
@@ -181,7 +188,10 @@ class _Builder:
             parameters = _ANY_ARGUMENTS
         if is_free or not _takes_nothing(parameters):
             converter = Converter(
-                parameters, f"f{len(self._functions)}-", is_lenient=is_lenient, notation=self._notation_of_values
+                parameters,
+                f"f{len(self._functions)}-",
+                is_lenient=is_lenient,
+                notation=self._notation_of_values,
             )
             arguments = _expression(converter, parameters, what, "tools", self._form)
             self.rules |= converter.rules
@@ -193,7 +203,7 @@ class _Builder:
         calls, spelling = self._calls, self._spelling
         most = 1 if has_one_call or self._ends_with_call else MAX_CALLS
         if all(_takes_nothing(function["parameters"]) for function in tools.functions):
-            # No call differs from an earlier one of the same function, and small models never stop by themselves.
+            # No call differs from an earlier one of its function, and small models never stop by themselves.
             most = min(most, len(tools.functions))
         self.rules[_CALL.name] = either(*(self._call(calls.call, each) for each in self._functions))
         begin = calls.begin + calls.call
@@ -246,7 +256,8 @@ class _Builder:
     def _ends_with_call(self) -> bool:
         """Whether an answer is over with its first call."""
         calls = self._calls
-        return self._format.headers is not None or self._spelling.ends(calls.call_end + calls.separator)
+        has_more = self._format.headers is None or calls.separator
+        return not has_more or self._spelling.ends(calls.call_end + calls.separator)
 
     def _call(self, begin: str, function: tuple[str, Expression | str]) -> Expression:
         name, arguments = function
@@ -294,6 +305,7 @@ class _Builder:
             has_types=bool(by_type),
             ends_by_name=KEY in tags.value_end,
             is_padded=tags.is_padded,
+            item=tags.item,
         )
 
 
@@ -306,9 +318,7 @@ def _takes_nothing(parameters: Mapping[str, Any]) -> bool:
     return is_object and others is False and not beside and is_empty
 
 
-def _expression(
-    converter: Converter, schema: Any, what: str, param: str, form: TagForm | None
-) -> Expression:
+def _expression(converter: Converter, schema: Any, what: str, param: str, form: TagForm | None) -> Expression:
     """Grammar of a schema's values, and rules in the converter.
 
     Raises:
@@ -329,7 +339,7 @@ def _expression(
 
 def _opening(calls: CallFormat) -> str:
     """Mark with which calls begin."""
-    text = _pieces(calls.begin + calls.call)[0]
+    text = next(iter(_pieces(calls.begin + calls.call)), "")
     found = MARK.match(text)
     return text if found is None else found[0]
 

@@ -78,6 +78,8 @@ class ChatPrompt:
     """Control tokens, which marks of the format may be."""
     warnings: tuple[str, ...] = ()
     """What of the request has no effect."""
+    beginning: str = ""
+    """Content that the answer continues."""
 
     def held_to(self, gbnf: str, client: str | None) -> CallGrammar:
         """Grammar of answers whose content matches a grammar.
@@ -85,9 +87,16 @@ class ChatPrompt:
         Raises:
             InvalidRequest: If the whole is too large for a grammar.
         """
-        param = "response_format"
         return CallGrammar(
-            grammar_in_format(gbnf, self.answer_format, self.thoughts, self.spelling, param, client)
+            grammar_in_format(
+                gbnf,
+                self.answer_format,
+                thoughts=self.thoughts,
+                spelling=self.spelling,
+                param="response_format",
+                client=client,
+                beginning=self.beginning,
+            )
         )
 
     def call_grammar(self, tools: ToolUse, alternative: AlternativeSchema | None) -> CallGrammar:
@@ -189,7 +198,7 @@ async def render_prompt(backend: Backend, conversation: Conversation, client: st
     )
     if conversation.budget_param is not None and not prompt.knows_budget:
         raise InvalidRequest(
-            f"{conversation.budget_param}: this model's chat template knows no limit of reasoning: leave it out"
+            f"{conversation.budget_param}: this model's chat template has no setting for it: leave it out"
             + (", or send reasoning_effort" if prompt.knows_reasoning else ""),
             param=conversation.budget_param,
         )
@@ -220,10 +229,23 @@ async def render_prompt(backend: Backend, conversation: Conversation, client: st
         told,
         _thoughts_of(prompt, told),
         backend.spelling_of(told),
-        ()
-        if conversation.effort_param is None or prompt.knows_reasoning
-        else (f"{conversation.effort_param} has no effect: this model's chat template has no setting for it",),
+        () if prompt.knows_reasoning else _without_effect(conversation.effort_param),
+        _continued(conversation, told) if prompt.thought_end is None else "",
     )
+
+
+def _without_effect(param: str | None) -> tuple[str, ...]:
+    why = "this model's chat template has no setting for it"
+    return () if param is None else (f"{param} has no effect: {why}",)
+
+
+def _continued(conversation: Conversation, answer_format: AnswerFormat) -> str:
+    """Content that an answer continues, behind its reasoning."""
+    if conversation.ending is not Ending.CONTINUED:
+        return ""
+    text: str = conversation.messages[-1]["content"]
+    starts = [text.rfind(each.end) + len(each.end) for each in answer_format.reasoning if each.end in text]
+    return text[max(starts) :].lstrip() if starts else text
 
 
 def _thoughts_of(prompt: PromptIds, answer_format: AnswerFormat) -> Thoughts:
@@ -232,7 +254,8 @@ def _thoughts_of(prompt: PromptIds, answer_format: AnswerFormat) -> Thoughts:
         return Thoughts((("", prompt.thought_end),), is_begun=True)
     if not prompt.may_think or answer_format.reasoning == DEFAULT_REASONING:
         return Thoughts()
-    return Thoughts(tuple((each.begin, each.end) for each in answer_format.reasoning if each.begin and each.end))
+    marks = ((each.begin, each.end) for each in answer_format.reasoning)
+    return Thoughts(tuple(pair for pair in marks if all(pair)))
 
 
 def sampling_of(body: GenerationBody, n_vocab: int, random_bits: Callable[[int], int]) -> SamplingParams:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from mesh.text.reasoning_switches import ReasoningWish
 
-_Tokens = Annotated[int, Field(ge=0)]
+
+def _whole(value: Any) -> Any:
+    """A number without a fraction as an integer; -1, as for no limit, as none."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return None if value == -1 and not isinstance(value, bool) else value
+
+
+_Tokens = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_whole)]
 
 
 class _OwnFields(BaseModel):
@@ -21,15 +29,15 @@ class ThinkingBody(_OwnFields):
     """Whether the model is to reason, as Z.ai, DeepSeek and Moonshot have it in chats."""
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
-    budget_tokens: _Tokens | None = None
+    budget_tokens: _Tokens = None
 
 
 class ReasoningFields(BaseModel):
     """Amount of reasoning; the names are those of Qwen's and vLLM's APIs."""
 
     enable_thinking: bool | None = None
-    thinking_budget: _Tokens | None = None
-    thinking_token_budget: _Tokens | None = None
+    thinking_budget: _Tokens = None
+    thinking_token_budget: _Tokens = None
 
     @property
     def budget_field(self) -> str | None:

@@ -57,6 +57,13 @@ class StopScanner:
         self._held = held[safe:]
         return held[:safe]
 
+    def push_mark(self, mark: str) -> str:
+        """The text held back, and a mark behind it, in which no stop string is looked for; it may be one."""
+        if mark in self._stops:
+            return self.push(mark)
+        text = self.flush()
+        return text if self.stopped else text + mark
+
     def flush(self) -> str:
         """The text held back, at the end."""
         held, self._held = self._held, ""
@@ -116,9 +123,15 @@ class AnswerText:
         """Whether the latest token left a character incomplete."""
         return bool(self._decoder.getstate()[0])
 
-    def push(self, token: int) -> str:
-        """The text that becomes final with this token, often its own, sometimes none."""
-        return self._passed(self._scanner.push(self._decoded(self._piece(token))))
+    def push(self, token: int, *, is_mark: bool = False) -> str:
+        """The text that becomes final with this token, often its own, sometimes none.
+
+        Args:
+            token: Its id.
+            is_mark: Whether it is no part of a text for the client; see `StopScanner.push_mark`.
+        """
+        text = self._decoded(self._piece(token))
+        return self._passed(self._scanner.push_mark(text) if is_mark else self._scanner.push(text))
 
     def flush(self) -> str:
         """The text held back, at the end. May find a last stop string."""

@@ -85,6 +85,11 @@ class HeaderParser:
         return self._kind is _Kind.REASONING
 
     @property
+    def is_in_header(self) -> bool:
+        """Whether the text so far ends within a header."""
+        return self._kind is None
+
+    @property
     def is_over(self) -> bool:
         """Whether all further text is content."""
         return False

@@ -293,6 +293,11 @@ class OutputParser:
         return first is not None and first.is_reasoning
 
     @property
+    def is_in_header(self) -> bool:
+        """Whether the text so far ends within the header of a message."""
+        return self._headers is not None and self._headers.is_in_header
+
+    @property
     def has_calls(self) -> bool:
         """Whether a function was called."""
         return self._calls is not None and self._calls.num_calls > 0

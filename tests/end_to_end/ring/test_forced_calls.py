@@ -1,4 +1,4 @@
-"""Forced calls of random models, each with the template and the control tokens of a real one, in exact mode."""
+"""Forced calls of random models with the templates and the control tokens of real ones, in exact mode."""
 
 import json
 from pathlib import Path

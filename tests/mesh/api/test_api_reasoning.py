@@ -1,4 +1,4 @@
-"""Reasoning through the API: answers of a given form behind it, in all three APIs."""
+"""Reasoning through the API: how much of it there is, and answers of a given form behind it."""
 
 import json
 from pathlib import Path
@@ -9,8 +9,11 @@ import pytest
 from mesh.text.tokenizer import Tokenizer
 from stages.grammar.session_grammar import make_automaton
 from tests.mesh.api.test_api_tools import saying
+from tests.mesh.api.test_tool_grammar import needs_templates
 from tests.stages.grammar.test_grammar import matches
 from tests.support.api_harness import ScriptedEngine, running_api
+from tests.support.chat_templates import collected_templates
+from tests.support.tiny_models import TinyModel
 
 pytestmark = pytest.mark.model
 
@@ -94,3 +97,152 @@ async def test_a_form_is_for_what_follows_reasoning_in_every_api(smollm2_path: P
         ]
         assert allows(engine, text)
         assert not allows(engine, RED)
+
+
+PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "text", "others"),
+    [
+        ('{"colour": "r', 'ed"}', (RED, 'lue"}')),
+        ('<think>Hm.</think>\n{"colour":', '"blue"}', (RED, "1}")),
+        ("Here it is: ", RED, ('ed"}', "red")),
+        ("<think>\nHm", f" well</think>{RED}", (RED, "red")),
+    ],
+)
+async def test_a_form_is_for_a_message_that_is_continued(
+    smollm2_path: Path, said: str, text: str, others: Any
+) -> None:
+    tokenizer = tokenizer_of(smollm2_path, PLAIN)
+    engine = saying(tokenizer, text)
+    turns = [*HELLO, {"role": "assistant", "content": said}]
+    asked = {"messages": turns, "continue_final_message": True, "json_schema": SCHEMA}
+    async with running_api(engine, tokenizer) as api:
+        response = await api.http.post(CHAT, json=asked)
+    assert response.status_code == 200, response.text
+    assert allows(engine, text)
+    assert not any(allows(engine, other) for other in others)
+
+
+KNOWN = (
+    "{{ enable_thinking }}|{{ 'brief' if reasoning_effort == 'low' }}|{{ thinking_budget }}|"
+    "{{ messages[-1].content }}"
+)
+
+
+def shown(engine: ScriptedEngine, tokenizer: Tokenizer) -> str:
+    return "".join(tokenizer.name(token) for token in engine.requests[-1].prompt)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "prompt"),
+    [
+        (CHAT, {}, "||"),
+        (CHAT, {"reasoning_effort": "low"}, "True|brief|"),
+        (CHAT, {"reasoning_effort": "none"}, "False||"),
+        (CHAT, {"enable_thinking": False}, "False||"),
+        (CHAT, {"thinking": {"type": "enabled", "budget_tokens": 7}}, "True||7"),
+        (CHAT, {"thinking": {"type": "auto"}}, "||"),
+        (CHAT, {"thinking_budget": 7, "enable_thinking": False}, "False||7"),
+        (CHAT, {"thinking_token_budget": 7}, "True||7"),
+        (
+            CHAT,
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": "maybe"}},
+            "maybe|brief|",
+        ),
+        ("/v1/responses", {"reasoning": {"effort": "low"}}, "True|brief|"),
+        ("/v1/responses", {"enable_thinking": False}, "False||"),
+        ("/v1/responses", {"thinking_budget": 7}, "True||7"),
+        ("/v1/messages", {}, "False||"),
+        ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 7}}, "True||7"),
+        ("/v1/messages", {"output_config": {"effort": "low"}, "enable_thinking": True}, "True|brief|"),
+    ],
+)
+async def test_the_amount_of_reasoning_reaches_the_template(
+    smollm2_path: Path, path: str, asked: Any, prompt: str
+) -> None:
+    tokenizer = tokenizer_of(smollm2_path, KNOWN)
+    engine = saying(tokenizer, "x")
+    body = {"input": "hi"} if path == "/v1/responses" else {"messages": [{"role": "user", "content": "hi"}]}
+    limit = {"max_tokens": 9} if path == "/v1/messages" else {}
+    async with running_api(engine, tokenizer) as api:
+        response = await api.http.post(path, json={**body, **limit, **asked})
+    assert response.status_code == 200, response.text
+    assert shown(engine, tokenizer) == f"{prompt}|hi"
+    assert "warnings" not in response.json()
+
+
+async def test_what_the_template_has_no_setting_for_is_told(smollm2_path: Path) -> None:
+    tokenizer = tokenizer_of(smollm2_path, "{{ messages[-1].content }}")
+    hello = {"messages": [{"role": "user", "content": "hi"}]}
+    async with running_api(saying(tokenizer, "x"), tokenizer) as api:
+        for path, asked, field in (
+            (CHAT, {**hello, "reasoning_effort": "low"}, "reasoning_effort"),
+            ("/v1/responses", {"input": "hi", "reasoning": {"effort": "low"}}, "reasoning.effort"),
+            (
+                "/v1/messages",
+                {**hello, "max_tokens": 9, "output_config": {"effort": "low"}},
+                "output_config.effort",
+            ),
+        ):
+            response = await api.http.post(path, json=asked)
+            assert response.status_code == 200, response.text
+            assert response.json()["warnings"][0].startswith(f"{field} has no effect")
+        for asked, field in (
+            ({"thinking_budget": 7}, "thinking_budget"),
+            ({"thinking_token_budget": 7}, "thinking_token_budget"),
+            ({"thinking": {"type": "enabled", "budget_tokens": 7}}, "thinking.budget_tokens"),
+        ):
+            response = await api.http.post(CHAT, json={**hello, **asked})
+            assert response.status_code == 400, response.text
+            assert response.json()["error"]["param"] == field
+        # Anthropic's clients must send one.
+        asked = {**hello, "max_tokens": 9, "thinking": {"type": "enabled", "budget_tokens": 7}}
+        assert (await api.http.post("/v1/messages", json=asked)).status_code == 200
+
+
+@needs_templates
+async def test_stop_strings_choices_and_logprobs_with_headers(tmp_path: Path) -> None:
+    source = collected_templates()["openai-gpt-oss-120b"].read_text()
+    controls = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>")
+    tokenizer = Tokenizer(TinyModel("llama", n_layers=1).write(tmp_path / "tiny.gguf", controls=controls))
+    tokenizer.chat_template = source
+    text = (
+        "<|channel|>analysis<|message|>Hm, the final word.<|end|><|start|>assistant"
+        "<|channel|>final<|message|>The end of it."
+    )
+    tokens = tokenizer.encode(text, add_special=False, parse_special=True)
+    engine = ScriptedEngine(
+        [*((token,) for token in tokens), (min(tokenizer.end_tokens),)], context_length=8192
+    )
+    async with running_api(engine, tokenizer) as api:
+
+        async def ask(**asked: Any) -> list[dict[str, Any]]:
+            response = await api.http.post(CHAT, json={"messages": HELLO, **asked})
+            assert response.status_code == 200, response.text
+            choices: list[dict[str, Any]] = response.json()["choices"]
+            return choices
+
+        for stop, said in (("channel", "The end of it."), ("end", "The "), (" of", "The end")):
+            (choice,) = await ask(stop=[stop])
+            message = choice["message"]
+            assert (message["reasoning_content"], message["content"]) == ("Hm, the final word.", said)
+            assert choice["finish_reason"] == "stop"
+        # Reasoning is text.
+        (choice,) = await ask(stop=["final"])
+        assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("Hm, the", "")
+        # The name of a control token is a stop string as a whole.
+        (choice,) = await ask(stop=["<|end|>"])
+        assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == (
+            "Hm, the final word.",
+            "",
+        )
+        both = await ask(n=2, logprobs=True)
+        assert [choice["message"]["content"] for choice in both] == ["The end of it."] * 2
+        for choice in both:
+            told = "".join(entry["token"] for entry in choice["logprobs"]["content"])
+            assert told.endswith("The end of it.")
