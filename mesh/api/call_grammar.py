@@ -1,4 +1,4 @@
-"""Grammars of answers in the model's own format: calls, an answer of a given form, free reasoning ahead of both."""
+"""Grammars of answers in the model's own format: calls and content of a given form, behind free reasoning."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def call_grammar(
     """Grammar of answers with calls, or with content.
 
     Where neither calls are forced nor the answer has another form, it is free text, with calls behind it or
-    without, and functions that are not strict take any arguments.
+    without, functions that are not strict take any arguments, and of the other schemas what no grammar can
+    express is left out.
 
     Args:
         tools: Functions to call.
@@ -72,13 +73,13 @@ def call_grammar(
         alternative: Form of an answer without calls, if it has one.
 
     Raises:
-        InvalidRequest: If a schema is invalid, or that of a strict function cannot be expressed as a grammar.
+        InvalidRequest: If a schema is invalid, or cannot be expressed as a grammar and must be.
     """
     builder = _Builder(answer_format, spelling)
     is_free = not tools.is_forced and alternative is None
     for function in tools.functions:
         is_strict = function["name"] in tools.strict_names
-        builder.add_call(function, is_free=is_free and not is_strict, is_lenient=not is_strict)
+        builder.add_call(function, is_free=is_free and not is_strict, is_lenient=is_free or not is_strict)
     root = builder.calls(tools, has_one_call=has_one_call)
     if not tools.is_forced:
         root = builder.said(root) if alternative is None else either(root, builder.content(alternative))
@@ -97,10 +98,11 @@ def call_grammar(
 def grammar_in_format(
     grammar: str,
     answer_format: AnswerFormat,
+    *,
     thoughts: Thoughts,
     spelling: Spelling,
     param: str,
-    _client: str | None,
+    client: str | None,  # noqa: ARG001 - a part of the cache's key
     beginning: str = "",
 ) -> str:
     """Grammar of answers whose content matches a grammar.
@@ -111,7 +113,8 @@ def grammar_in_format(
         thoughts: Reasoning ahead of the content.
         spelling: Control tokens, which marks of the format may be.
         param: The request's field with the grammar, for errors.
-        beginning: Content that the prompt ends with: the whole matches, if that can begin so, or else the rest.
+        client: Identity of the API key, or None.
+        beginning: Content that the prompt ends with. The whole matches if it can begin so, else the rest.
 
     Raises:
         InvalidRequest: If the whole is too large for a grammar.
@@ -186,7 +189,10 @@ class _Builder:
             parameters = _ANY_ARGUMENTS
         if is_free or not _takes_nothing(parameters):
             converter = Converter(
-                parameters, f"f{len(self._functions)}-", is_lenient=is_lenient, notation=self._notation_of_values
+                parameters,
+                f"f{len(self._functions)}-",
+                is_lenient=is_lenient,
+                notation=self._notation_of_values,
             )
             arguments = _expression(converter, parameters, what, "tools", self._form)
             self.rules |= converter.rules
@@ -198,7 +204,7 @@ class _Builder:
         calls, spelling = self._calls, self._spelling
         most = 1 if has_one_call or self._ends_with_call else MAX_CALLS
         if all(_takes_nothing(function["parameters"]) for function in tools.functions):
-            # No call differs from an earlier one of the same function, and small models never stop by themselves.
+            # No call differs from an earlier one of its function, and small models never stop by themselves.
             most = min(most, len(tools.functions))
         self.rules[_CALL.name] = either(*(self._call(calls.call, each) for each in self._functions))
         begin = calls.begin + calls.call
@@ -231,7 +237,7 @@ class _Builder:
         of = self._spelling.of
         begin = of(marks.begin)
         if self._format.headers is not None:
-            self.rules |= text_rules(_SAID.name, self._format.headers.ends)
+            self.rules |= text_rules(_SAID.name, self._format.header_marks)
             return either(seq(begin, _SAID), calls)
         self.rules |= text_rules(_SAID.name, [_opening(self._calls), *filter(None, (marks.end,))])
         return seq(maybe(begin, _SAID, of(marks.end)) if marks.begin else _SAID, maybe(calls))
@@ -251,7 +257,8 @@ class _Builder:
     def _ends_with_call(self) -> bool:
         """Whether an answer is over with its first call."""
         calls = self._calls
-        return self._format.headers is not None or self._spelling.ends(calls.call_end + calls.separator)
+        has_more = self._format.headers is None or calls.separator
+        return not has_more or self._spelling.ends(calls.call_end + calls.separator)
 
     def _call(self, begin: str, function: tuple[str, Expression | str]) -> Expression:
         name, arguments = function
@@ -299,6 +306,7 @@ class _Builder:
             has_types=bool(by_type),
             ends_by_name=KEY in tags.value_end,
             is_padded=tags.is_padded,
+            item=tags.item,
         )
 
 
@@ -311,9 +319,7 @@ def _takes_nothing(parameters: Mapping[str, Any]) -> bool:
     return is_object and others is False and not beside and is_empty
 
 
-def _expression(
-    converter: Converter, schema: Any, what: str, param: str, form: TagForm | None
-) -> Expression:
+def _expression(converter: Converter, schema: Any, what: str, param: str, form: TagForm | None) -> Expression:
     """Grammar of a schema's values, and rules in the converter.
 
     Raises:

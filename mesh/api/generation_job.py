@@ -98,7 +98,13 @@ class ChatPrompt:
         """
         return CallGrammar(
             grammar_in_format(
-                gbnf, self.answer_format, self.thoughts, self.spelling, param, client, self.beginning
+                gbnf,
+                self.answer_format,
+                thoughts=self.thoughts,
+                spelling=self.spelling,
+                param="response_format",
+                client=client,
+                beginning=self.beginning,
             )
         )
 
@@ -221,7 +227,7 @@ async def render_prompt(backend: Backend, conversation: Conversation, client: st
     )
     if conversation.budget_param is not None and not prompt.knows_budget:
         raise InvalidRequest(
-            f"{conversation.budget_param}: this model's chat template knows no limit of reasoning: leave it out"
+            f"{conversation.budget_param}: this model's chat template has no setting for it: leave it out"
             + (", or send reasoning_effort" if prompt.knows_reasoning else ""),
             param=conversation.budget_param,
         )
@@ -252,13 +258,14 @@ async def render_prompt(backend: Backend, conversation: Conversation, client: st
         told,
         _thoughts_of(prompt, told),
         backend.spelling_of(told),
-        ()
-        if conversation.effort_param is None or prompt.knows_reasoning
-        else (
-            f"{conversation.effort_param} has no effect: this model's chat template has no setting for it",
-        ),
+        () if prompt.knows_reasoning else _without_effect(conversation.effort_param),
         _continued(conversation, told) if prompt.thought_end is None else "",
     )
+
+
+def _without_effect(param: str | None) -> tuple[str, ...]:
+    why = "this model's chat template has no setting for it"
+    return () if param is None else (f"{param} has no effect: {why}",)
 
 
 def _continued(conversation: Conversation, answer_format: AnswerFormat) -> str:
@@ -273,12 +280,11 @@ def _continued(conversation: Conversation, answer_format: AnswerFormat) -> str:
 def _thoughts_of(prompt: PromptIds, answer_format: AnswerFormat) -> Thoughts:
     """Reasoning ahead of an answer: free, as far as the model's template knows any."""
     if prompt.thought_end is not None:
-        return Thoughts((("", prompt.thought_end),), is_begun=True)
+        return Thoughts((("", prompt.thought_end),), is_begun=True, others=answer_format.header_marks)
     if not prompt.may_think or answer_format.reasoning == DEFAULT_REASONING:
         return Thoughts()
-    return Thoughts(
-        tuple((each.begin, each.end) for each in answer_format.reasoning if each.begin and each.end)
-    )
+    marks = ((each.begin, each.end) for each in answer_format.reasoning)
+    return Thoughts(tuple(pair for pair in marks if all(pair)), others=answer_format.header_marks)
 
 
 def sampling_of(body: GenerationBody, n_vocab: int, random_bits: Callable[[int], int]) -> SamplingParams:

@@ -28,13 +28,15 @@ def rest_of(rules: Mapping[str, Expression], beginning: str) -> dict[str, Expres
     """
     if len(beginning) > _MOST_CHARS:
         return None
-    derivation = _Derivation(within(rules, NOTHING))
-    found: Expression | None = Ref(ROOT)
+    own = within(rules, NOTHING)
+    derivation = _Derivation(own)
+    rest = own[ROOT]
     for letter in beginning:
-        found = derivation.after(found, letter)
+        found = derivation.after(rest, letter)
         if found is None:
             return None
-    return derivation.reached_from(found)
+        rest = found
+    return derivation.reached_from(rest)
 
 
 class _Derivation:
@@ -51,24 +53,24 @@ class _Derivation:
 
     def after(self, expression: Expression, letter: str) -> Expression | None:
         """What may follow a character; None if none of the expression's texts begins with it."""
+        found: Expression | None = None
         match expression:
             case Literal(text) if text.startswith(letter):
-                return Literal(text[1:])
+                found = Literal(text[1:])
             case Chars(ranges) if any(low <= ord(letter) <= high for low, high in ranges):
-                return NOTHING
+                found = NOTHING
             case Ref(name):
-                return self._after_rule(name, letter)
+                found = self._after_rule(name, letter)
             case Sequence(items):
-                return self._after_items(items, letter)
+                found = self._after_items(items, letter)
             case Choice(options):
-                found = [self.after(option, letter) for option in options]
-                return _any_of([each for each in found if each is not None])
+                rests = [self.after(option, letter) for option in options]
+                found = _any_of([rest for rest in rests if rest is not None])
             case Repeat(item, least, most) if most != 0:
                 rest = self.after(item, letter)
                 more = Repeat(item, max(0, least - 1), None if most is None else most - 1)
-                return None if rest is None else _joined([rest, more])
-            case _:
-                return None
+                found = None if rest is None else _joined([rest, more])
+        return found
 
     def reached_from(self, root: Expression) -> dict[str, Expression]:
         """An expression as a grammar's root, and the rules that it needs."""

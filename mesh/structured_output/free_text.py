@@ -28,6 +28,7 @@ def text_rules(name: str, marks: Collection[str]) -> dict[str, Expression]:
         name: Name of the first rule, and beginning of the others' names.
         marks: None of them is empty, or begins as it ends: the text may end within one that follows it.
     """
+    marks = [mark for mark in marks if not any(other != mark and other in mark for other in marks)]
     begins = dict.fromkeys(mark[:length] for mark in marks for length in range(len(mark))) or {"": None}
     names = {begin: f"{name}-{number}" if begin else name for number, begin in enumerate(begins)}
     rules: dict[str, Expression] = {}
@@ -89,7 +90,9 @@ class Thoughts:
     marks: tuple[tuple[str, str], ...] = ()
     """Marks before and behind it, any of them; none where there is no reasoning."""
     is_begun: bool = False
-    """Whether the prompt has begun it, so that only the mark behind it follows; otherwise there may be none."""
+    """Whether the prompt has begun it, so that the mark behind it must follow; else there may be none."""
+    others: tuple[str, ...] = ()
+    """Other marks that it must not hold."""
 
     def rules(self, spelling: Spelling) -> dict[str, Expression]:
         """Rules of such reasoning; the first one is the whole.
@@ -101,7 +104,7 @@ class Thoughts:
         options = []
         for number, (begin, end) in enumerate(self.marks):
             name = f"{THOUGHTS.name}-{number}"
-            found |= text_rules(name, (end,))
+            found |= text_rules(name, (end, *self.others))
             opening = [] if self.is_begun else [spelling.of(begin)]
             options.append(seq(*opening, Ref(name), spelling.of(end), _SPACES))
         whole = either(*options) if options else NOTHING

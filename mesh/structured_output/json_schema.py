@@ -29,7 +29,7 @@ from mesh.structured_output.notations import JSON, SPACE_RULE
 from mesh.structured_output.numbers import Bound, integer_between, number_between
 from mesh.structured_output.objects import array_of, free_object, object_of
 from mesh.structured_output.schema_resolver import REFUSED, Flat, Flattener, type_of, types_of
-from mesh.structured_output.tagged import tagged_object_of
+from mesh.structured_output.tagged import tagged_array_of, tagged_object_of
 from spanmesh_proto.errors import InvalidRequest
 from stages.grammar.gbnf_parser import Expression, Ref
 from stages.grammar.session_grammar import make_automaton
@@ -196,29 +196,52 @@ class Converter:
             types = _ANY
         found = [form.string_of(flat)] if "string" in types else []
         rest = sorted(types - {"string"} - ({"integer"} if "number" in types else set()))
-        for kinds in [[kind] for kind in rest] if form.has_types else [rest] if rest else []:
-            value = self._named({**flat, "type": kinds})
+        is_apart = form.has_types or form.item
+        for kinds in [[kind] for kind in rest] if is_apart else [rest] if rest else []:
+            own = {**flat, "type": kinds}
+            if form.item and kinds[0] in {"array", "object"}:
+                value = self._named(own, lambda flat: self._nested(flat, form), "nested-")
+            else:
+                value = self._named(own)
             if value is not None:
                 found.append(seq(form.value(kinds[0]), form.padded(value, is_exact=False)))
         return found
+
+    def _nested(self, flat: Flat, form: TagForm) -> Expression | None:
+        """An object or a list between tags, within a value."""
+
+        def convert(inner: Any, at: str) -> Expression | None:
+            return self._untagged(inner, at, form)
+
+        if flat["type"] == ["array"]:
+            return tagged_array_of(flat, convert, form)
+        return tagged_object_of(flat, convert, self._rule, form)
 
     def _any_of(self, schema: Any) -> list[Expression]:
         options = [self._named(flat) for flat in self._flattener.alternatives(schema)]
         return [option for option in options if option is not None]
 
-    def _named(self, flat: Flat) -> Expression | None:
-        """A rule for a plain schema, shared by equal schemas, within itself, too."""
-        key = json.dumps(flat, sort_keys=False)
+    def _named(
+        self, flat: Flat, plain: Callable[[Flat], Expression | None] | None = None, mark: str = ""
+    ) -> Expression | None:
+        """A rule for a plain schema, shared by equal schemas, within itself, too.
+
+        Args:
+            flat: The schema.
+            plain: Returns its grammar; by default that of the notation.
+            mark: Beginning of the names of rules that this grammar is for.
+        """
+        key = mark + json.dumps(flat, sort_keys=False)
         self._num_chars += len(key)
         if self._num_chars > _MAX_PLAIN_CHARS:
             raise SchemaError("its alternatives are too long when written out: make it smaller")
         name = self._names.get(key)
         if name is None:
             kind = "ref" if "$ref" in flat else "-".join(sorted(types_of(flat) or ["value"]))
-            name = self._names[key] = f"{self._prefix}{kind}-{len(self._names)}"
+            name = self._names[key] = f"{self._prefix}{mark}{kind}-{len(self._names)}"
             self._require_room()
             self.rules[name] = Ref(name)  # reserves the name; not read before it is replaced
-            found = self._plain(flat)
+            found = (plain or self._plain)(flat)
             if found is None:
                 self._impossible.add(name)
                 del self.rules[name]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.structured_output.gbnf import SchemaError, maybe, seq
+from mesh.structured_output.gbnf import SchemaError, maybe, seq, times
 from mesh.structured_output.notations import BARE_KEY, JSON
 from mesh.structured_output.objects import joined_pairs, most_extras, properties_of
 from mesh.structured_output.schema_resolver import type_of
+from stages.grammar.gbnf_parser import MAX_REPEATS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,6 +46,8 @@ class TagForm:
     """Whether what is behind a value has its name."""
     is_padded: bool = False
     """Whether a line break before and behind a value is no part of it."""
+    item: str = ""
+    """Name of a list's items, where objects and lists are values between tags in turn; else empty."""
 
     def padded(self, value: Expression | str, *, is_exact: bool = True) -> Expression:
         """A value with the line breaks around it.
@@ -78,6 +81,29 @@ class TagForm:
         is_raw = self.text is not None and isinstance(value, str)
         written = value if is_raw else self.notation.constant(value)
         return seq(self.value(type_of(value)), self.padded(written))
+
+
+def tagged_array_of(flat: Flat, convert: Convert, form: TagForm) -> Expression | None:
+    """Grammar of an array schema whose items are between tags; None if nothing is valid.
+
+    Args:
+        flat: The schema.
+        convert: As for `tagged_object_of`.
+        form: Form of the arguments, with a name of items.
+
+    Raises:
+        SchemaError: If a grammar cannot express it.
+    """
+    if "prefixItems" in flat or flat.get("uniqueItems"):
+        raise SchemaError("prefixItems and uniqueItems cannot be expressed between tags: leave them out")
+    # Of no items there is nothing to be seen.
+    least, most = max(1, flat.get("minItems", 0)), flat.get("maxItems")
+    if max(least, most or 0) > MAX_REPEATS:
+        raise SchemaError(f"{max(least, most or 0)} items are too many: at most {MAX_REPEATS} work")
+    value = convert(flat.get("items", True), "items")
+    if value is None or (most is not None and most < least):
+        return None
+    return times(seq(form.key, form.item, value, form.end(form.item)), least, most)
 
 
 def tagged_object_of(flat: Flat, convert: Convert, name: Name, form: TagForm) -> Expression | None:

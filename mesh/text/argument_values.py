@@ -172,8 +172,8 @@ class PythonArguments:
                 if len(key) > _MOST_KEY_CHARS:
                     self._argue("{}" if before == "{" else "}")
                     raise UnexpectedText
-            yield from skip_space(characters, _drop)
             self._argue(f"{before}{json.dumps(key.strip(), ensure_ascii=False)}: ")
+            yield from skip_space(characters, _drop)
             before = ", "
             self._argue(_as_json((yield from self._value())))
             if (yield from skip_space(characters, _drop)) == ",":

@@ -98,26 +98,30 @@ class TemplateRenderer:
 
     def __init__(self, source: str, *, bos: str, eos: str, marking: Marking) -> None:
         self._marking = marking
-        self._environment = environment = _Environment(marking)
-        environment.globals.update(bos_token=bos, eos_token=eos, raise_exception=_raise_exception)
+        self._environments = (_Environment(marking), _Environment(marking, undefined=_Nothing))
+        for environment in self._environments:
+            environment.globals.update(bos_token=bos, eos_token=eos, raise_exception=_raise_exception)
         try:
-            self._template = environment.from_string(source)
+            self._template, self._lenient = (each.from_string(source) for each in self._environments)
         except Exception as error:  # noqa: BLE001 - a source may also be too deep for the parser
             raise self._refusal(error) from None
 
-    def render(self, variables: Mapping[str, Any], now: datetime, max_chars: int) -> str | None:
+    def render(
+        self, variables: Mapping[str, Any], now: datetime, max_chars: int, *, is_lenient: bool = False
+    ) -> str | None:
         """The prompt, with the stand-ins of clients' texts; None if it is longer than `max_chars`.
 
         Args:
             variables: `messages`, and others; `add_generation_prompt` is true unless they set it.
             now: The local time, for templates that date their system prompt.
             max_chars: Most characters of the prompt.
+            is_lenient: Whether what is not there is nothing, wherever it is used, as llama.cpp has it.
 
         Raises:
             TemplateRefusal: If the template fails, as it may in any way: it is a program.
         """
         try:
-            return self._rendered(variables, now, max_chars)
+            return self._rendered(self._lenient if is_lenient else self._template, variables, now, max_chars)
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - a template is a program: anything can come out of it
@@ -127,17 +131,31 @@ class TemplateRenderer:
         reason = self._marking.unmarked(str(error) or type(error).__name__)
         return TemplateRefusal(reason[:_MAX_REASON_CHARS])
 
-    def _rendered(self, variables: Mapping[str, Any], now: datetime, max_chars: int) -> str | None:
-        self._environment.given = frozenset(_containers(variables))
+    def _rendered(
+        self, template: jinja2.Template, variables: Mapping[str, Any], now: datetime, max_chars: int
+    ) -> str | None:
+        given = frozenset(_containers(variables))
+        for environment in self._environments:
+            environment.given = given
         values = {"add_generation_prompt": True, **variables, "strftime_now": now.strftime}
         parts: list[str] = []
         num_chars = 0
-        for part in self._template.generate(values):
+        for part in template.generate(values):
             num_chars += len(part)
             if num_chars > max_chars:
                 return None
             parts.append(part)
         return "".join(parts)
+
+
+class _Nothing(jinja2.ChainableUndefined):
+    """What is not there: it has nothing, and adds nothing to a text."""
+
+    def __add__(self, other: Any) -> Any:
+        return other
+
+    def __radd__(self, other: Any) -> Any:
+        return other
 
 
 class _GenerationBlocks(Extension):
@@ -181,6 +199,7 @@ class _Environment(SandboxedEnvironment):
 
     Args:
         marking: Tells texts of clients from the template's own.
+        undefined: What is not there.
 
     Attributes:
         given: Identities of the lists and objects that the template was given.
@@ -189,10 +208,11 @@ class _Environment(SandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "%"})
     code_generator_class = _JoiningGenerator
 
-    def __init__(self, marking: Marking) -> None:
+    def __init__(self, marking: Marking, undefined: type[jinja2.Undefined] = jinja2.Undefined) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
+            undefined=undefined,
             extensions=["jinja2.ext.loopcontrols", _GenerationBlocks],
         )
         self._marking = marking
@@ -378,11 +398,13 @@ class ChatTemplate:
     def _accepted(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
         """The prompt of the first form of a conversation that the template takes."""
         refusals = []
-        for form in self._forms(messages, has_tools=bool(values["tools"])):
-            try:
-                return self._rendered({**values, "messages": form})
-            except TemplateRefusal as refusal:
-                refusals.append(refusal.reason)
+        forms = list(self._forms(messages, has_tools=bool(values["tools"])))
+        for is_lenient in (False, True):
+            for form in forms:
+                try:
+                    return self._rendered({**values, "messages": form}, is_lenient=is_lenient)
+                except TemplateRefusal as refusal:
+                    refusals.append(refusal.reason)
         raise InvalidRequest(
             f"the model's chat template does not accept this conversation: {refusals[0]}", param="messages"
         )
@@ -439,12 +461,14 @@ class ChatTemplate:
             variables: Further variables of the template.
             adds_prompt: Whether an answer begins behind the last message.
         """
-        for form in _with_other_arguments(messages):
-            values = {**variables, "tools": tools or None, "add_generation_prompt": adds_prompt}
-            try:
-                return self._marking.unmarked(self._rendered({**values, "messages": form}))
-            except (TemplateRefusal, InvalidRequest):
-                continue
+        values = {**variables, "tools": tools or None, "add_generation_prompt": adds_prompt}
+        for is_lenient in (False, True):
+            for form in _with_other_arguments(messages):
+                try:
+                    text = self._rendered({**values, "messages": form}, is_lenient=is_lenient)
+                except (TemplateRefusal, InvalidRequest):
+                    continue
+                return self._marking.unmarked(text)
         return None
 
     @cached_property
@@ -462,10 +486,12 @@ class ChatTemplate:
 
         return content_forms_of(render)
 
-    def _rendered(self, values: Mapping[str, Any]) -> str:
-        return self._in_forms(values, self._content_forms.in_parts)
+    def _rendered(self, values: Mapping[str, Any], *, is_lenient: bool = False) -> str:
+        return self._in_forms(values, self._content_forms.in_parts, is_lenient=is_lenient)
 
-    def _in_forms(self, values: Mapping[str, Any], in_parts: frozenset[str]) -> str:
+    def _in_forms(
+        self, values: Mapping[str, Any], in_parts: frozenset[str], *, is_lenient: bool = False
+    ) -> str:
         """The prompt, the texts of messages of some roles given as parts."""
         if in_parts:
             messages = [
@@ -481,7 +507,7 @@ class ChatTemplate:
             {**theirs, "role": message["role"]}
             for theirs, message in zip(marked["messages"], values["messages"], strict=True)
         ]
-        text = self._renderer.render(marked, self._now(), self._max_chars)
+        text = self._renderer.render(marked, self._now(), self._max_chars, is_lenient=is_lenient)
         if text is None:
             raise InvalidRequest(
                 f"the model's chat template wrote more than {self._max_chars} characters: send less",

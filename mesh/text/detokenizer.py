@@ -60,7 +60,7 @@ class StopScanner:
         return held[:safe]
 
     def push_mark(self, mark: str) -> str:
-        """The text held back, and a mark behind it: no stop string is looked for within it, but it may be one."""
+        """The text held back, and a mark behind it, in which no stop string is looked for; it may be one."""
         if mark in self._stops:
             return self.push(mark)
         text = self.flush()

@@ -60,7 +60,8 @@ _ENDS: Final = (
     "<|return|>",
     "<|tool_response>",
 )
-_MOST_BEGIN_CHARS: Final = 60
+# Longer texts of templates are no marks.
+_MOST_MARK_CHARS: Final = 60
 
 
 class Render(Protocol):
@@ -210,7 +211,8 @@ class _Answers:
     @property
     def end(self) -> str:
         """What is behind every answer, before the token that ends it."""
-        return self.until_end(self.tail).strip()
+        end = self.until_end(self.tail).strip()
+        return end if len(end) <= _MOST_MARK_CHARS else ""
 
     def until_end(self, text: str) -> str:
         """A text up to a token that ends answers."""
@@ -236,7 +238,7 @@ class _Answers:
         last = next(reversed(MARK.findall(self.head)), "")
         if last and self.head.rstrip().endswith(last) and f"{last[0]}/{last[1:]}" in behind:
             return last
-        return next((each for each in openings if 0 < len(each) < _MOST_BEGIN_CHARS), "")
+        return next((each for each in openings if 0 < len(each) <= _MOST_MARK_CHARS), "")
 
 
 def _head(prompts: Sequence[str], answers: Sequence[str]) -> str:
@@ -343,6 +345,9 @@ def _with_calls(
         middle = middle[: len(middle) - len(tags.key)]
         rest, between = reading.behind_value(rest), None if between is None else reading.behind_value(between)
     own = _without_empty(before[len(answers.head) :], found)
+    first = MARK.match(own)
+    if first is not None and answers.prompts[0].rstrip().endswith(first[0]):
+        own = own[first.end() :]
     headers = _headers(found, before, answers)
     if headers is None:
         own = own.lstrip()

@@ -142,7 +142,7 @@ class ReasoningParser:
                 self._has_begun = True
             elif self._has_begun:
                 self._held += each
-        if mark in self._calls:
+        if mark is not None and mark in self._calls:
             self._at, self._held = _At.CALLING, self._held + mark
             self._finder = self._finder_with(())
         elif mark is not None:
@@ -165,16 +165,6 @@ class OutputFormat:
 
     call_format: CallFormat | None = None
     """Format of calls; None without calls, so that all is text."""
-    reasoning: tuple[Marks, ...] = DEFAULT_REASONING
-    """Marks of reasoning: any of them."""
-    content: Marks = NO_MARKS
-    """Marks of content, where it has some."""
-    headers: Headers | None = None
-    """Headers of messages, if the answer has any."""
-    end: str = ""
-    """Behind the whole answer."""
-    primer: str = ""
-    """Beginning of a call or of content that the prompt ends with."""
     names: frozenset[str] = frozenset()
     """Names of the functions."""
     has_one_call: bool = False
@@ -187,6 +177,16 @@ class OutputFormat:
     """Whether marks of reasoning stay in the text, where it is not split."""
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """JSON schema of each function's parameters, by its name."""
+    reasoning: tuple[Marks, ...] = DEFAULT_REASONING
+    """Marks of reasoning: any of them."""
+    content: Marks = NO_MARKS
+    """Marks of content, where it has some."""
+    headers: Headers | None = None
+    """Headers of messages, if the answer has any."""
+    end: str = ""
+    """Behind the whole answer."""
+    primer: str = ""
+    """Beginning of a call or of content that the prompt ends with."""
 
     @property
     def marks(self) -> frozenset[str]:

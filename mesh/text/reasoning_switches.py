@@ -1,4 +1,4 @@
-"""Reasoning switches: variables of a chat template that set the amount of reasoning, found by rendering it."""
+"""Reasoning switches: variables of a template that set the amount of reasoning, found by rendering it."""
 
 from __future__ import annotations
 

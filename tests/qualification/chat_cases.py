@@ -35,6 +35,7 @@ _STRING: Final = re.compile(
     r"(?:std::string|const char \*|auto|std::vector<common_chat_tool_call>|common_chat_tool_call)\s+(\w+)\s*="
 )
 _TOOL: Final = re.compile(r"static common_chat_tool (\w+)\s*\{")
+_TOOLS: Final = re.compile(r"std::vector<common_chat_tool> tools\{([^}]*)\}")
 _MESSAGE: Final = re.compile(r"(?:const )?common_chat_msg (\w+)\s*=")
 _LFM2: Final = re.compile(r"for \(const char \* tmpl : \{([^}]*)\}\) \{\s*test_lfm2_parser")
 _PATH: Final = re.compile(r'models/templates/([^"]+)\.jinja')
@@ -167,12 +168,8 @@ def _cases(source: str) -> Iterator[dict[str, Any] | str]:
                 known[found[1]] = _Reader(source, at, known).expression()
             except (ValueError, KeyError, TypeError):
                 continue
-    known["tools"] = [
-        known[name]
-        for name in re.findall(
-            r"\w+", re.search(r"std::vector<common_chat_tool> tools\{([^}]*)\}", source)[1]
-        )
-    ]  # type: ignore[index]
+    listed = _TOOLS.search(source)
+    known["tools"] = [known[name] for name in re.findall(r"\w+", "" if listed is None else listed[1])]
     for name in ("message_user", "message_user_parts", *re.findall(r"common_chat_msg (\w+);", source)):
         known[name] = {}
     templates: list[str] = []

@@ -21,7 +21,7 @@ GRAMMARS = {
     },
     "object": json_object_grammar(),
     "repetitions": 'root ::= ("ab" | "a" "b"?){2,3} [xy]* end\nend ::= "." | ""',
-    "a rule that refers to the root": 'root ::= "(" root? ")" | "[" root "]"',
+    "a rule that refers to the root": 'root ::= "x" | "[" root ("," root)? "]"',
 }
 
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.text.answer_format import (
+    MARK,
     NOTE_FORMAT,
     AnswerFormat,
     CallForm,
@@ -19,11 +20,11 @@ from mesh.text.answer_format import (
     end_of_reasoning,
     format_told,
 )
-from mesh.text.chat_template import ChatTemplate
+from mesh.text.chat_template import CHATML, ChatTemplate
 from mesh.text.format_probes import found_format
 from mesh.text.message_parts import Content, MessagePart, Reasoning, calls_of, joined, knows_tools
 from mesh.text.output_parser import OutputFormat, OutputParser
-from tests.support.chat_templates import CHATML, collected_templates, template_of
+from tests.support.chat_templates import collected_templates, template_of
 
 COLLECTED = collected_templates()
 CASES: Final = [
@@ -37,7 +38,7 @@ ENDS: Final = (
     *("</s>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_text|>", "<|eot|>"),
     *("<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>", "<turn|>", "<|tool_response>", "[e~[", "<|call|>"),
     *("<|return|>", "<|calls|>", "<SPECIAL_12>", "<end_of_sentence>", "<seed:eos>", "<sep>", "<|role_end|>"),
-    *("<｜hy_eos:opensource｜>", "<|end_of_msg|>"),
+    *("<｜hy_eos:opensource｜>", "<|end_of_msg|>", "<|START_OF_TURN_TOKEN|>"),
 )
 USER: Final = {"role": "user", "content": "questionone"}
 PARAMETERS: Final[dict[str, Any]] = {
@@ -56,7 +57,7 @@ TOOLS: Final = [
     for name, schema in FUNCTIONS.items()
 ]
 OSLO: Final = {"place": "Oslo"}
-DEEP: Final = {"place": 'Köln "x" a<b\\', "count": 7, "is_so": True, "deep": {"k": ["é", 1.5, {"z": "y"}]}}
+DEEP: Final = {"place": 'Köln "x" a<b', "count": 7, "is_so": True, "deep": {"k": ["é", 1.5, {"z": "y"}]}}
 # Calls, text and reasoning of one answer.
 ANSWERS: Final[Mapping[str, tuple[Sequence[tuple[str, Any]], str, str]]] = {
     "call": ([("look_up", OSLO)], "", ""),
@@ -71,6 +72,7 @@ KNOWING: Final = sorted(name for name, path in COLLECTED.items() if knows_tools(
 SILENT: Final = {
     "LFM2-8B-A1B": "writes nothing of calls; its text tells of tools",
     "LFM2.5-Instruct": "writes nothing of calls; its text tells of tools",
+    "ibm-granite-granite-3.3-2B-Instruct": "writes nothing of calls; its text tells how to make them",
 }
 
 
@@ -122,14 +124,22 @@ def answer_to(
     if whole:
         return max(whole, key=len), text.removeprefix(max(whole, key=len))
     # The template writes the history otherwise than what is before an answer.
-    head = common_begin(text, prompts[0])
-    at = head.rfind("<")
-    head = head if ">" in head[at:] or at < 0 else head[:at]
+    head = head_of(text, prompts[0])
     return head, text.removeprefix(head)
 
 
-def read(output_format: OutputFormat, texts: Iterable[str]) -> list[MessagePart]:
-    parser = OutputParser(output_format)
+def head_of(text: str, prompt: str) -> str:
+    """What a template writes ahead of an answer, by what it writes behind a prompt."""
+    head = common_begin(text, prompt)
+    at = head.rfind("<")
+    head = head if ">" in head[at:] or at < 0 else head[:at]
+    # Some templates give instructions there, which histories leave out.
+    mark = MARK.match(text, len(head))
+    return head + mark[0] if mark is not None and prompt.endswith(mark[0]) else head
+
+
+def read(reading: OutputFormat, texts: Iterable[str]) -> list[MessagePart]:
+    parser = OutputParser(reading)
     parts = [part for text in texts for part in parser.push(text)]
     return joined([*parts, *parser.flush()])
 
@@ -137,19 +147,30 @@ def read(output_format: OutputFormat, texts: Iterable[str]) -> list[MessagePart]
 def format_for(found: AnswerFormat, head: str, text: str, parameters: Mapping[str, Any]) -> OutputFormat:
     marks = found.reasoning[0]
     # Some histories leave out what begins the reasoning, where a prompt ends with it.
-    is_open = marks.end in text and marks.begin not in text.partition(marks.end)[0]
+    is_open = found.headers is None and marks.end in text and marks.begin not in text.partition(marks.end)[0]
+    is_inside = end_of_reasoning(head, found.reasoning) is not None
+    return output_format(
+        found,
+        parameters,
+        is_in_reasoning=is_inside or (is_open and not text.startswith(marks.end)),
+    )
+
+
+def output_format(found: AnswerFormat, parameters: Mapping[str, Any], **fields: Any) -> OutputFormat:
+    given: dict[str, Any] = {
+        "call_format": found.calls if parameters else None,
+        "names": frozenset(parameters),
+        "parameters": parameters,
+        "splits_reasoning": True,
+        "primer": found.primer,
+        **fields,
+    }
     return OutputFormat(
-        found.calls,
-        found.reasoning,
-        found.content,
-        found.headers,
-        found.end,
-        found.primer,
-        frozenset(parameters),
-        splits_reasoning=True,
-        is_in_reasoning=end_of_reasoning(head, found.reasoning) is not None
-        or (is_open and not text.startswith(marks.end)),
-        parameters=parameters,
+        reasoning=found.reasoning,
+        content=found.content,
+        headers=found.headers,
+        end=found.end,
+        **given,
     )
 
 
@@ -160,8 +181,8 @@ def texts_in(parts: Sequence[MessagePart], kind: type[Content] | type[Reasoning]
 def check_is_read(found: AnswerFormat, head: str, text: str, answer: dict[str, Any]) -> None:
     for end in ENDS:
         text = text.partition(end)[0]
-    output_format = format_for(found, head, text, FUNCTIONS)
-    parts = read(output_format, [text])
+    reading = format_for(found, head, text, FUNCTIONS)
+    parts = read(reading, [text])
     calls = [(name, json.loads(arguments)) for name, arguments in calls_of(parts)]
     written = [call["function"] for call in answer["tool_calls"] if call["function"]["name"] in text]
     assert calls == [(function["name"], function["arguments"]) for function in written], text
@@ -172,12 +193,12 @@ def check_is_read(found: AnswerFormat, head: str, text: str, answer: dict[str, A
         (content if content in text else "", reasoning if reasoning in text else ""),
         ("", content),
     }, text
-    assert read(output_format, text) == parts
+    assert read(reading, text) == parts
     random = Random(text)
     for _ in range(3):
         cuts = sorted(random.choices(range(len(text) + 1), k=5))
         pieces = [text[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        assert read(output_format, pieces) == parts
+        assert read(reading, pieces) == parts
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
@@ -217,9 +238,7 @@ def test_a_second_call_behind_a_result_is_read_back(name: str) -> None:
     behind = text.rpartition("resultone")[2]
     # What the template writes between a result and an answer.
     prompt = template.probed([USER, {**first, "content": ""}, result], TOOLS, {}, adds_prompt=True) or ""
-    head = common_begin(behind, prompt.rpartition("resultone")[2])
-    at = head.rfind("<")
-    head = head if ">" in head[at:] or at < 0 else head[:at]
+    head = head_of(behind, prompt.rpartition("resultone")[2])
     check_is_read(found, head, behind.removeprefix(head), second)
 
 
@@ -227,6 +246,18 @@ def test_every_template_that_knows_tools_is_tried() -> None:
     assert len(KNOWING) == 62
     assert all(known(name)[1].is_found for name in KNOWING)
     assert known("LFM2-8B-A1B")[1].calls == known("LFM2.5-8B-A1B")[1].calls
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_what_only_words_of_a_template_tell_is_read(name: str) -> None:
+    found = known(name)[1]
+    arguments = "place='Oslo'" if found.calls.form is CallForm.FUNCTION else '{"place": "Oslo"}'
+    calls = found.calls
+    call = f"{calls.call}look_up{calls.name_end}{arguments}{calls.call_end}"
+    text = f"Well. {calls.begin}{call}{calls.separator}{call}{calls.end}"
+    parts = read(output_format(found, FUNCTIONS), text)
+    assert [json.loads(told) for _, told in calls_of(parts)] == [OSLO, OSLO]
+    assert texts_in(parts, Content) == "Well."
 
 
 def test_no_template_is_refused_as_a_whole() -> None:
@@ -259,20 +290,16 @@ def differs(case: Mapping[str, Any]) -> tuple[Any, Any] | None:
         said, thought = case["prefill"]
         content, is_inside = content.removeprefix(said), not said
         reasoning = "" if said else reasoning.removeprefix(thought)
-    output_format = OutputFormat(
-        found.calls if case["tools"] else None,
-        found.reasoning,
-        found.content,
-        found.headers,
-        found.end,
-        found.primer if case["prefill"] is None else "",
-        frozenset(case["tools"]),
-        splits_reasoning=case["splits"],
-        is_in_reasoning=is_inside,
-        parameters=case["tools"],
-        shows_think_marks=not case["splits"],
+    parser = OutputParser(
+        output_format(
+            found,
+            case["tools"],
+            primer=found.primer if case["prefill"] is None else "",
+            splits_reasoning=case["splits"],
+            is_in_reasoning=is_inside,
+            shows_think_marks=not case["splits"],
+        )
     )
-    parser = OutputParser(output_format)
     text = case["text"]
     for end in ENDS:
         text = text.removesuffix(end)
@@ -288,11 +315,36 @@ def differs(case: Mapping[str, Any]) -> tuple[Any, Any] | None:
     return None if told(parts) == meant else (told(parts), meant)
 
 
+MARKED: Final = "where reasoning is not split, the mark that the prompt ends with is no part of the answer"
+FENCED: Final = "an answer that is held to a schema has no fence around it"
+# Texts of llama.cpp's tests that mean something else here, by their beginnings, and why.
+DIFFERENT: Final = {
+    ("Qwen3.5-4B", "I'm"): MARKED,
+    ("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "I'm"): MARKED,
+    ("Cohere2MoE", "I'm"): MARKED,
+    (
+        "Qwen3.5-4B",
+        "<think>",
+    ): "a mark that the model repeats behind the prompt's is no part of its reasoning",
+    ("mistralai-Ministral-3-14B-Reasoning-2512", "[THINK]I need"): FENCED,
+    ("meta-llama-Llama-3.1-8B-Instruct", "```json"): FENCED,
+    ("google-gemma-4-31B-it", "<|channel><|channel>"): "a mark of reasoning without its word is content",
+    ("inclusionai-ling-3.0-flash", "Hello, world!"): "an answer goes on with the reasoning that it continues",
+    ("MiniMax-M3", "<mm:think>Union string"): "tags within a value are an object, as elsewhere",
+    ("CohereForAI-c4ai-command-r-plus-tool_use", "<|CHATBOT_TOKEN|>"): "the prompt ends with this token",
+    ("Apriel-1.6-15b-Thinker-fixed", "I'm"): "the words that the prompt ends with are its mark of reasoning",
+}
+
+
 def test_texts_of_llama_cpps_chat_tests_mean_what_they_mean_there() -> None:
     different = [case for case in CASES if differs(case) is not None]
-    assert len(different) <= len(CASES) * 0.05, "\n".join(
-        f"{case['template']}: {case['text']!r}\n    {differs(case)}" for case in different
-    )
+    strange = [
+        (case["template"], case["text"], differs(case))
+        for case in different
+        if not any(case["template"] == name and case["text"].startswith(begin) for name, begin in DIFFERENT)
+    ]
+    assert strange == []
+    assert len(different) <= len(CASES) * 0.05
 
 
 def test_a_format_goes_from_process_to_process() -> None:
@@ -324,16 +376,16 @@ def test_whatever_a_template_writes_a_format_is_told(fragments: list[str], seed:
     """Without an error, and one that a parser takes."""
     random = Random(seed)
 
-    def render(messages: Any, _tools: Any, _variables: Any, *, adds_prompt: bool) -> str:
+    def render(messages: Any, tools: Any, variables: Any, *, adds_prompt: bool) -> str:
         said = "".join(random.sample(fragments, len(fragments)))
         return (
             f"questionone{said}{'' if adds_prompt else 'contentone alphaone reasonone'}{messages[-1]['role']}"
         )
 
     found = found_format(render, "", ("</s>",))
-    output_format = format_for(found, "", "", FUNCTIONS)
+    reading = format_for(found, "", "", FUNCTIONS)
     text = "".join(fragments)
-    assert read(output_format, text) == read(output_format, [text])
+    assert read(reading, text) == read(reading, [text])
 
 
 def test_a_template_without_tools_has_the_format_of_our_note() -> None:
