@@ -102,7 +102,7 @@ class ChatPrompt:
                 self.answer_format,
                 thoughts=self.thoughts,
                 spelling=self.spelling,
-                param="response_format",
+                param=param,
                 client=client,
                 beginning=self.beginning,
             )
