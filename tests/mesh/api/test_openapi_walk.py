@@ -77,7 +77,7 @@ BEYOND_SCHEMAS = (
     "they are the same setting",
     "so there would be no answer",
     "they say nothing",
-    "knows no limit of reasoning",
+    "chat template has no setting for it",
     "is to be continued",
 )
 # What these hold is in a language of its own.
