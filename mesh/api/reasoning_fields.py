@@ -9,6 +9,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from mesh.text.reasoning_switches import ReasoningWish
 
 
+class _OwnFields(BaseModel):
+    """An object without other fields."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
 def _whole(value: Any) -> Any:
     """A number without a fraction as an integer; -1, as for no limit, as none."""
     if isinstance(value, float) and value.is_integer():
@@ -17,12 +23,6 @@ def _whole(value: Any) -> Any:
 
 
 _Tokens = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_whole)]
-
-
-class _OwnFields(BaseModel):
-    """An object without other fields."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 class ThinkingBody(_OwnFields):
