@@ -66,6 +66,7 @@ BEYOND_SCHEMAS = (
     "they are the same setting",
     "so there would be no answer",
     "they say nothing",
+    "has no setting for it",
 )
 # What these hold is in a language of its own.
 LANGUAGES = frozenset({"grammar", "json_schema", "response_format", "text"})
