@@ -21,6 +21,7 @@ import structlog
 
 from mesh.api.event_stream import PING, EventStream, while_connected
 from mesh.api.rate_limit import reservation_of
+from mesh.text.answer_format import marks_in
 from mesh.text.detokenizer import AnswerText
 from mesh.text.message_parts import ToolCallArguments, ToolCallStart, joined
 from mesh.text.output_parser import OutputParser
@@ -128,7 +129,8 @@ class _Answer:
     def __init__(self, piece_with: PieceWith, job: GenerationJob) -> None:
         self._job = job
         self._text = AnswerText(piece_with(job.output_format.marks), job.stops)
-        self._plain_piece = piece_with(())
+        self._piece = piece_with(job.output_format.marks)
+        self._marks = marks_in(job.output_format.marks)
         self._tokens = AnswerTokens(self._text)
         self._reader = OutputParser(job.output_format)
         self._message_parts: list[MessagePart] = []
@@ -154,7 +156,7 @@ class _Answer:
             if token in self._job.request.end_tokens:
                 return
             offset = text.num_decoded
-            is_mark = reader.is_in_header or not self._plain_piece(token)
+            is_mark = reader.is_in_header or self._piece(token) in self._marks
             self._message_parts += reader.push(text.push(token, is_mark=is_mark))
             if reader.is_reasoning:
                 self._num_reasoning = len(self._ids)

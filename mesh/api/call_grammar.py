@@ -61,7 +61,8 @@ def call_grammar(
     """Grammar of answers with calls, or with content.
 
     Where neither calls are forced nor the answer has another form, it is free text, with calls behind it or
-    without, and functions that are not strict take any arguments.
+    without, functions that are not strict take any arguments, and of the other schemas what no grammar can
+    express is left out.
 
     Args:
         tools: Functions to call.
@@ -72,13 +73,13 @@ def call_grammar(
         alternative: Form of an answer without calls, if it has one.
 
     Raises:
-        InvalidRequest: If a schema is invalid, or that of a strict function cannot be expressed as a grammar.
+        InvalidRequest: If a schema is invalid, or cannot be expressed as a grammar and must be.
     """
     builder = _Builder(answer_format, spelling)
     is_free = not tools.is_forced and alternative is None
     for function in tools.functions:
         is_strict = function["name"] in tools.strict_names
-        builder.add_call(function, is_free=is_free and not is_strict, is_lenient=not is_strict)
+        builder.add_call(function, is_free=is_free and not is_strict, is_lenient=is_free or not is_strict)
     root = builder.calls(tools, has_one_call=has_one_call)
     if not tools.is_forced:
         root = builder.said(root) if alternative is None else either(root, builder.content(alternative))
@@ -236,7 +237,7 @@ class _Builder:
         of = self._spelling.of
         begin = of(marks.begin)
         if self._format.headers is not None:
-            self.rules |= text_rules(_SAID.name, self._format.headers.ends)
+            self.rules |= text_rules(_SAID.name, self._format.header_marks)
             return either(seq(begin, _SAID), calls)
         self.rules |= text_rules(_SAID.name, [_opening(self._calls), *filter(None, (marks.end,))])
         return seq(maybe(begin, _SAID, of(marks.end)) if marks.begin else _SAID, maybe(calls))

@@ -251,11 +251,11 @@ def _continued(conversation: Conversation, answer_format: AnswerFormat) -> str:
 def _thoughts_of(prompt: PromptIds, answer_format: AnswerFormat) -> Thoughts:
     """Reasoning ahead of an answer: free, as far as the model's template knows any."""
     if prompt.thought_end is not None:
-        return Thoughts((("", prompt.thought_end),), is_begun=True)
+        return Thoughts((("", prompt.thought_end),), is_begun=True, others=answer_format.header_marks)
     if not prompt.may_think or answer_format.reasoning == DEFAULT_REASONING:
         return Thoughts()
     marks = ((each.begin, each.end) for each in answer_format.reasoning)
-    return Thoughts(tuple(pair for pair in marks if all(pair)))
+    return Thoughts(tuple(pair for pair in marks if all(pair)), others=answer_format.header_marks)
 
 
 def sampling_of(body: GenerationBody, n_vocab: int, random_bits: Callable[[int], int]) -> SamplingParams:

@@ -91,6 +91,8 @@ class Thoughts:
     """Marks before and behind it, any of them; none where there is no reasoning."""
     is_begun: bool = False
     """Whether the prompt has begun it, so that the mark behind it must follow; else there may be none."""
+    others: tuple[str, ...] = ()
+    """Other marks that it must not hold."""
 
     def rules(self, spelling: Spelling) -> dict[str, Expression]:
         """Rules of such reasoning; the first one is the whole.
@@ -102,7 +104,7 @@ class Thoughts:
         options = []
         for number, (begin, end) in enumerate(self.marks):
             name = f"{THOUGHTS.name}-{number}"
-            found |= text_rules(name, (end,))
+            found |= text_rules(name, (end, *self.others))
             opening = [] if self.is_begun else [spelling.of(begin)]
             options.append(seq(*opening, Ref(name), spelling.of(end), _SPACES))
         whole = either(*options) if options else NOTHING

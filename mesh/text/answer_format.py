@@ -10,6 +10,7 @@ import itertools
 import re
 from dataclasses import asdict, dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ CONSTRAIN_MARK: Final = "<|constrain|>"
 """Ahead of the kind of arguments in headers; models write it, and no template does."""
 BARE_MARK: Final = "<|python_tag|>"
 """Before calls that are the whole answer, where templates write nothing there and models do."""
+_MOST_CACHED: Final = 64
 MARK: Final = re.compile(r"<[^<>\n]{1,60}>|\[/?[A-Z_]{2,30}\]")
 """A mark as most templates write them."""
 
@@ -163,6 +165,12 @@ class AnswerFormat:
     """Whether the format of calls was found, rather than that of our own note taken."""
 
     @property
+    def header_marks(self) -> tuple[str, ...]:
+        """Marks that begin and end messages and their headers; none without headers."""
+        headers = self.headers
+        return () if headers is None else (headers.begin, headers.body, *headers.ends)
+
+    @property
     def texts(self) -> tuple[str, ...]:
         """All texts that may hold marks, which may be control tokens of a vocabulary."""
         pairs = [
@@ -241,6 +249,12 @@ def texts_of(calls: CallFormat) -> tuple[str, ...]:
     )
     outer = (calls.begin, calls.call, calls.name_end, calls.call_end, calls.separator, calls.end, calls.quote)
     return (BARE_MARK, *outer, *inner)
+
+
+@lru_cache(_MOST_CACHED)
+def marks_in(texts: frozenset[str]) -> frozenset[bytes]:
+    """Marks in some texts, as vocabularies have tokens for them."""
+    return frozenset(mark.encode() for text in texts for mark in MARK.findall(text))
 
 
 def end_of_reasoning(prompt: str, reasoning: Sequence[Marks]) -> str | None:

@@ -8,7 +8,7 @@ needs while it runs is not part of them.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -119,13 +119,13 @@ class TextService:
         messages: Sequence[Mapping[str, Any]],
         *,
         variables: Mapping[str, Any],
-        reasoning: ReasoningWish,
         tools: Sequence[Mapping[str, Any]],
         ending: str,
         now: datetime,
         most_tokens: int,
         param: str,
         client: str | None,
+        reasoning: ReasoningWish | None = None,
     ) -> PromptIds:
         """Render and tokenize a conversation; see `text_worker.do_prompt`.
 
@@ -137,7 +137,7 @@ class TextService:
         values = {
             "messages": messages,
             "variables": variables,
-            "reasoning": {name: value for name, value in vars(reasoning).items() if value is not None},
+            "reasoning": {} if reasoning is None else asdict(reasoning),
             "tools": tools,
             "ending": ending,
             "now": now.isoformat(),

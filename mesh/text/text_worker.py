@@ -194,12 +194,12 @@ def do_prompt(
     *,
     messages: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any],
-    reasoning: Mapping[str, Any],
     tools: Sequence[Mapping[str, Any]],
     ending: str,
     now: str,
     most_tokens: int,
     param: str,
+    reasoning: Mapping[str, Any] | None = None,
 ) -> bytes:
     """Token ids of a conversation, as 32-bit integers, and how its answer begins.
 
@@ -207,12 +207,12 @@ def do_prompt(
         texts: The model.
         messages: Messages in the form of chat templates.
         variables: Further variables of the template.
-        reasoning: Fields of a `ReasoningWish`, which `variables` go before.
         tools: Functions that the model may call.
         ending: Name of an `Ending`.
         now: The local time, in ISO 8601.
         most_tokens: Positions of a session: what can only be longer is refused before it is counted.
         param: The field that the messages came from, for errors.
+        reasoning: Fields of a `ReasoningWish`, which `variables` go before.
 
     Raises:
         InvalidRequest: If the template rejects them.
@@ -220,8 +220,9 @@ def do_prompt(
     """
     template = texts.template(datetime.fromisoformat(now))
     try:
-        switches = template.reasoning_switches if reasoning else ReasoningSwitches()
-        variables = {**switches.variables(ReasoningWish(**reasoning)), **variables}
+        wish = ReasoningWish(**(reasoning or {}))
+        switches = ReasoningSwitches() if wish == ReasoningWish() else template.reasoning_switches
+        variables = {**switches.variables(wish), **variables}
         prompt = template.render(messages, variables, tools=tools, ending=Ending[ending])
         has_one_call = bool(tools) and template.has_one_call
     except InvalidRequest as error:

@@ -1,6 +1,7 @@
 """Reasoning through the API: how much of it there is, and answers of a given form behind it."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -208,14 +209,20 @@ async def test_what_the_template_has_no_setting_for_is_told(smollm2_path: Path) 
 @needs_templates
 async def test_stop_strings_choices_and_logprobs_with_headers(tmp_path: Path) -> None:
     source = collected_templates()["openai-gpt-oss-120b"].read_text()
-    controls = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>")
+    controls = (*("<|start|>", "<|end|>", "<|message|>", "<|channel|>"), "<|call|>", "<|return|>")
     tokenizer = Tokenizer(TinyModel("llama", n_layers=1).write(tmp_path / "tiny.gguf", controls=controls))
     tokenizer.chat_template = source
     text = (
         "<|channel|>analysis<|message|>Hm, the final word.<|end|><|start|>assistant"
         "<|channel|>final<|message|>The end of it."
     )
-    tokens = tokenizer.encode(text, add_special=False, parse_special=True)
+    known = {name: tokenizer.special_token(name) or 0 for name in controls}
+    # Of other texts each byte is a token.
+    tokens = [
+        token
+        for part in re.split(r"(<\|[a-z]+\|>)", text)
+        for token in ([known[part]] if part in known else (3 + byte for byte in part.encode()))
+    ]
     engine = ScriptedEngine(
         [*((token,) for token in tokens), (min(tokenizer.end_tokens),)], context_length=8192
     )

@@ -278,8 +278,10 @@ async def test_other_formats_are_read_where_the_template_teaches_them(
 TAGS_IN_TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
     "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for call in m.tool_calls or [] %}"
-    "<function={{ call.function.name }}>{% for name, value in call.function.arguments | items %}"
-    "<parameter={{ name }}>\n{{ value }}\n</parameter>{% endfor %}</function>{% endfor %}|{% endfor %}"
+    "<tool_call>\n<function={{ call.function.name }}>\n"
+    "{% for name, value in call.function.arguments | items %}"
+    "<parameter={{ name }}>\n{{ value }}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}|"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
 
@@ -314,7 +316,8 @@ async def test_calls_between_tags_there_and_back(smollm2_path: Path) -> None:
     assert "".join(choice.delta.content or "" for choice in choices) == whole.message.content == "I look."
     assert json.loads(arguments) == {"city": "New\n York", "days": [1, 2]}
     assert called.function.arguments == arguments
-    assert f"assistant:I look.<function=weather>{at}{days}</function>|tool:rain|" in prompt
+    called_again = f"<tool_call>\n<function=weather>\n{at}\n{days}\n</function>\n</tool_call>"
+    assert f"assistant:I look.{called_again}|tool:rain|" in prompt
 
 
 @pytest.mark.parametrize("arguments", ['{"city": "Os', "null", "[1]"])
@@ -328,7 +331,7 @@ async def test_a_call_that_was_cut_does_not_end_the_conversation(smollm2_path: P
         response = await api.http.post(CHAT, json={"messages": turns, "tools": [WEATHER]})
     assert response.status_code == 200, response.text
     said = "None" if arguments == "null" else arguments
-    assert f"<function=weather><parameter=arguments>\n{said}\n</parameter></function>" in shown(
+    assert f"<function=weather>\n<parameter=arguments>\n{said}\n</parameter>\n</function>" in shown(
         engine, tokenizer
     )
 
