@@ -31,6 +31,7 @@ CONSTRAIN_MARK: Final = "<|constrain|>"
 """Ahead of the kind of arguments in headers; models write it, and no template does."""
 BARE_MARK: Final = "<|python_tag|>"
 """Before calls that are the whole answer, where templates write nothing there and models do."""
+_MOST_CACHED: Final = 64
 MARK: Final = re.compile(r"<[^<>\n]{1,60}>|\[/?[A-Z_]{2,30}\]")
 """A mark as most templates write them."""
 _MOST_CACHED: Final = 64
