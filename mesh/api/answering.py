@@ -207,14 +207,6 @@ class _Answer:
         )
 
 
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text, strict=False)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
 @dataclass(frozen=True)
 class Usage:
     """Token counts of one answer, summed over its choices. A prompt with several choices counts once."""
@@ -600,3 +592,11 @@ def _ratio(amount: float, per: float) -> float:
 async def made(is_long: bool, make: Callable[..., Result], *args: Any) -> Result:  # noqa: FBT001
     """Result of a function; in a thread if it takes long, so that other answers continue meanwhile."""
     return await asyncio.to_thread(make, *args) if is_long else make(*args)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -16,7 +16,6 @@ from mesh.api.response_store import ResponseStore
 from mesh.embedding.registry import EmbeddingBackends
 from mesh.metrics.request_metrics import ObservedEngine, RequestStatistics
 from mesh.metrics.tracing import current_span
-from mesh.structured_output.free_text import Spelling
 from mesh.text.chat_template import template_source_of
 from mesh.text.text_jobs import TextModel
 from mesh.text.text_service import TextService
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from mesh.api.request_parsing import Body
     from mesh.engine import Engine
     from mesh.status import MeshStatus, StageCounts
-    from mesh.text.answer_format import AnswerFormat
     from mesh.text.tokenizer import Tokenizer
     from spanmesh_proto.errors import MeshError
 
@@ -103,7 +101,6 @@ class Backend:
     """Request statistics for `/metrics`."""
     texts: TextService = field(init=False)
     """Renders conversations and tokenizes texts of clients."""
-    _spellings: dict[AnswerFormat, Spelling] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.engine = ObservedEngine(self.engine, self.statistics, self.api.steady_s)
@@ -115,13 +112,6 @@ class Backend:
         """Whether ids of calls are nine letters and digits, as the model's chat template wants them."""
         told = self.texts.told_format
         return told is not None and told.has_short_ids
-
-    def spelling_of(self, answer_format: AnswerFormat) -> Spelling:
-        """Control tokens of the model's answers."""
-        if answer_format not in self._spellings:
-            tokens = self.tokenizer.control_tokens(answer_format.texts)
-            self._spellings[answer_format] = Spelling(tokens, self.tokenizer.end_tokens)
-        return self._spellings[answer_format]
 
     def now(self) -> datetime:
         """The local time."""

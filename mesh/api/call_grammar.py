@@ -49,94 +49,6 @@ _COUNT: Final = either("0", seq(chars("19"), times(chars("09"), 0, 3)))
 _IN_SLOTS: Final = {CALL_ID: _ID, INDEX: _COUNT, NUMBER: _COUNT}
 
 
-def call_grammar(
-    tools: ToolUse,
-    answer_format: AnswerFormat,
-    *,
-    has_one_call: bool,
-    thoughts: Thoughts,
-    spelling: Spelling,
-    alternative: AlternativeSchema | None = None,
-) -> CallGrammar:
-    """Grammar of answers with calls, or with content.
-
-    Where neither calls are forced nor the answer has another form, it is free text, with calls behind it or
-    without, functions that are not strict take any arguments, and of the other schemas what no grammar can
-    express is left out.
-
-    Args:
-        tools: Functions to call.
-        answer_format: Format of answers.
-        has_one_call: Whether there is only one call.
-        thoughts: Reasoning ahead of the answer.
-        spelling: Control tokens, which marks of the format may be.
-        alternative: Form of an answer without calls, if it has one.
-
-    Raises:
-        InvalidRequest: If a schema is invalid, or cannot be expressed as a grammar and must be.
-    """
-    builder = _Builder(answer_format, spelling)
-    is_free = not tools.is_forced and alternative is None
-    for function in tools.functions:
-        is_strict = function["name"] in tools.strict_names
-        builder.add_call(function, is_free=is_free and not is_strict, is_lenient=is_free or not is_strict)
-    root = builder.calls(tools, has_one_call=has_one_call)
-    if not tools.is_forced:
-        root = builder.said(root) if alternative is None else either(root, builder.content(alternative))
-    end = maybe(spelling.of(answer_format.end)) if answer_format.end else NOTHING
-    rules = {"root": seq(THOUGHTS, root, end), **builder.rules, **thoughts.rules(spelling)}
-    try:
-        grammar = to_gbnf(rules)
-    except RecursionError:
-        raise InvalidRequest(
-            "tools: their schemas are nested too deep: make them flatter", param="tools"
-        ) from None
-    return CallGrammar(checked_grammar(grammar, param="tools"), builder.told())
-
-
-@lru_cache(_MAX_CACHED)
-def grammar_in_format(
-    grammar: str,
-    answer_format: AnswerFormat,
-    *,
-    thoughts: Thoughts,
-    spelling: Spelling,
-    param: str,
-    client: str | None,  # noqa: ARG001 - a part of the cache's key
-    beginning: str = "",
-) -> str:
-    """Grammar of answers whose content matches a grammar.
-
-    Args:
-        grammar: Grammar of the content, GBNF.
-        answer_format: Format of answers.
-        thoughts: Reasoning ahead of the content.
-        spelling: Control tokens, which marks of the format may be.
-        param: The request's field with the grammar, for errors.
-        client: Identity of the API key, or None.
-        beginning: Content that the prompt ends with. The whole matches if it can begin so, else the rest.
-
-    Raises:
-        InvalidRequest: If the whole is too large for a grammar.
-    """
-    begin, end = answer_format.content.begin, answer_format.content.end
-    if not (begin or end or thoughts.marks or beginning):
-        return grammar
-    content = parse_gbnf(grammar)
-    content = rest_of(content, beginning) or content
-    before = seq(THOUGHTS, spelling.of(begin.removeprefix(answer_format.primer)))
-    behind = seq(spelling.of(end), maybe(spelling.of(answer_format.end)))
-    rules = within(content, before, behind) | thoughts.rules(spelling)
-    return checked_grammar(to_gbnf(rules), param=param)
-
-
-def is_enforceable(answer_format: AnswerFormat) -> bool:
-    """Whether the beginning of a call tells it from a text ahead of it."""
-    if answer_format.primer:
-        return False
-    return answer_format.headers is not None or MARK.search(_opening(answer_format.calls)) is not None
-
-
 class _Builder:
     """Rules of the calls of one request.
 
@@ -308,6 +220,94 @@ class _Builder:
             is_padded=tags.is_padded,
             item=tags.item,
         )
+
+
+def call_grammar(
+    tools: ToolUse,
+    answer_format: AnswerFormat,
+    *,
+    has_one_call: bool,
+    thoughts: Thoughts,
+    spelling: Spelling,
+    alternative: AlternativeSchema | None = None,
+) -> CallGrammar:
+    """Grammar of answers with calls, or with content.
+
+    Where neither calls are forced nor the answer has another form, it is free text, with calls behind it or
+    without, functions that are not strict take any arguments, and of the other schemas what no grammar can
+    express is left out.
+
+    Args:
+        tools: Functions to call.
+        answer_format: Format of answers.
+        has_one_call: Whether there is only one call.
+        thoughts: Reasoning ahead of the answer.
+        spelling: Control tokens, which marks of the format may be.
+        alternative: Form of an answer without calls, if it has one.
+
+    Raises:
+        InvalidRequest: If a schema is invalid, or cannot be expressed as a grammar and must be.
+    """
+    builder = _Builder(answer_format, spelling)
+    is_free = not tools.is_forced and alternative is None
+    for function in tools.functions:
+        is_strict = function["name"] in tools.strict_names
+        builder.add_call(function, is_free=is_free and not is_strict, is_lenient=is_free or not is_strict)
+    root = builder.calls(tools, has_one_call=has_one_call)
+    if not tools.is_forced:
+        root = builder.said(root) if alternative is None else either(root, builder.content(alternative))
+    end = maybe(spelling.of(answer_format.end)) if answer_format.end else NOTHING
+    rules = {"root": seq(THOUGHTS, root, end), **builder.rules, **thoughts.rules(spelling)}
+    try:
+        grammar = to_gbnf(rules)
+    except RecursionError:
+        raise InvalidRequest(
+            "tools: their schemas are nested too deep: make them flatter", param="tools"
+        ) from None
+    return CallGrammar(checked_grammar(grammar, param="tools"), builder.told())
+
+
+@lru_cache(_MAX_CACHED)
+def grammar_in_format(
+    grammar: str,
+    answer_format: AnswerFormat,
+    *,
+    thoughts: Thoughts,
+    spelling: Spelling,
+    param: str,
+    client: str | None,  # noqa: ARG001 - a part of the cache's key
+    beginning: str = "",
+) -> str:
+    """Grammar of answers whose content matches a grammar.
+
+    Args:
+        grammar: Grammar of the content, GBNF.
+        answer_format: Format of answers.
+        thoughts: Reasoning ahead of the content.
+        spelling: Control tokens, which marks of the format may be.
+        param: The request's field with the grammar, for errors.
+        client: Identity of the API key, or None.
+        beginning: Content that the prompt ends with. The whole matches if it can begin so, else the rest.
+
+    Raises:
+        InvalidRequest: If the whole is too large for a grammar.
+    """
+    begin, end = answer_format.content.begin, answer_format.content.end
+    if not (begin or end or thoughts.marks or beginning):
+        return grammar
+    content = parse_gbnf(grammar)
+    content = rest_of(content, beginning) or content
+    before = seq(THOUGHTS, spelling.of(begin.removeprefix(answer_format.primer)))
+    behind = seq(spelling.of(end), maybe(spelling.of(answer_format.end)))
+    rules = within(content, before, behind) | thoughts.rules(spelling)
+    return checked_grammar(to_gbnf(rules), param=param)
+
+
+def is_enforceable(answer_format: AnswerFormat) -> bool:
+    """Whether the beginning of a call tells it from a text ahead of it."""
+    if answer_format.primer:
+        return False
+    return answer_format.headers is not None or MARK.search(_opening(answer_format.calls)) is not None
 
 
 def _takes_nothing(parameters: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mesh.api.call_grammar import call_grammar, grammar_in_format, is_enforceable
 from mesh.api.structured_output import CallGrammar, ToolUse, form_of, grammar_of, schema_of
 from mesh.engine import GenerationRequest, SpeculationLimits
-from mesh.structured_output.free_text import Thoughts
+from mesh.structured_output.free_text import Spelling, Thoughts
 from mesh.text.answer_format import DEFAULT_REASONING
 from mesh.text.chat_template import Ending
 from mesh.text.output_parser import OutputFormat
@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from mesh.api.backend import Backend
     from mesh.api.protocol import GenerationBody, PredictionBody
     from mesh.api.structured_output import AlternativeSchema
-    from mesh.structured_output.free_text import Spelling
     from mesh.text.answer_format import AnswerFormat
-    from mesh.text.text_service import PromptIds
+    from mesh.text.tokenizer import Tokenizer
 
 SEED_BITS: Final = 64
 # llama-server's default window of `repeat_penalty`.
@@ -76,14 +75,35 @@ class ChatPrompt:
     """Functions that it may call; None for none."""
     answer_format: AnswerFormat
     """Format of the model's answers."""
-    thoughts: Thoughts
-    """Reasoning ahead of the answer."""
-    spelling: Spelling
-    """Control tokens, which marks of the format may be."""
+    thought_end: str | None
+    """End mark of the reasoning that the prompt begins, if it does."""
+    may_think: bool
+    """Whether the answer may begin with reasoning."""
+    tokenizer: Tokenizer
+    """Vocabulary of the model."""
     warnings: tuple[str, ...] = ()
     """What of the request has no effect."""
     beginning: str = ""
     """Content that the answer continues."""
+
+    @property
+    def thoughts(self) -> Thoughts:
+        """Reasoning ahead of the answer: free, as far as the model's template knows any."""
+        others = self.answer_format.header_marks
+        if self.thought_end is not None:
+            return Thoughts((("", self.thought_end),), is_begun=True, others=others)
+        known = self.answer_format.reasoning
+        if not self.may_think or known == DEFAULT_REASONING:
+            return Thoughts()
+        return Thoughts(
+            tuple((each.begin, each.end) for each in known if each.begin and each.end), others=others
+        )
+
+    @property
+    def spelling(self) -> Spelling:
+        """Control tokens, which marks of the format may be."""
+        tokens = self.tokenizer.control_tokens(self.answer_format.texts)
+        return Spelling(tuple(tokens.items()), self.tokenizer.end_tokens)
 
     def held_to(self, gbnf: str, param: str, client: str | None) -> CallGrammar:
         """Grammar of answers whose content matches a grammar.
@@ -256,8 +276,9 @@ async def render_prompt(backend: Backend, conversation: Conversation, client: st
         output_format,
         tools,
         told,
-        _thoughts_of(prompt, told),
-        backend.spelling_of(told),
+        prompt.thought_end,
+        prompt.may_think,
+        backend.tokenizer,
         () if prompt.knows_reasoning else _without_effect(conversation.effort_param),
         _continued(conversation, told) if prompt.thought_end is None else "",
     )
@@ -275,16 +296,6 @@ def _continued(conversation: Conversation, answer_format: AnswerFormat) -> str:
     text: str = conversation.messages[-1]["content"]
     starts = [text.rfind(each.end) + len(each.end) for each in answer_format.reasoning if each.end in text]
     return text[max(starts) :].lstrip() if starts else text
-
-
-def _thoughts_of(prompt: PromptIds, answer_format: AnswerFormat) -> Thoughts:
-    """Reasoning ahead of an answer: free, as far as the model's template knows any."""
-    if prompt.thought_end is not None:
-        return Thoughts((("", prompt.thought_end),), is_begun=True, others=answer_format.header_marks)
-    if not prompt.may_think or answer_format.reasoning == DEFAULT_REASONING:
-        return Thoughts()
-    marks = ((each.begin, each.end) for each in answer_format.reasoning)
-    return Thoughts(tuple(pair for pair in marks if all(pair)), others=answer_format.header_marks)
 
 
 def sampling_of(body: GenerationBody, n_vocab: int, random_bits: Callable[[int], int]) -> SamplingParams:

@@ -17,28 +17,6 @@ _REST: Final = "rest-"
 _MOST_CHARS: Final = 4096
 
 
-def rest_of(rules: Mapping[str, Expression], beginning: str) -> dict[str, Expression] | None:
-    """Rules of what may follow the beginning of a text; None if no text of a grammar begins so.
-
-    The derivative by one character after the other (Brzozowski 1964).
-
-    Args:
-        rules: The grammar, without left recursion, one of its rules named `root`.
-        beginning: The beginning.
-    """
-    if len(beginning) > _MOST_CHARS:
-        return None
-    own = within(rules, NOTHING)
-    derivation = _Derivation(own)
-    rest = own[ROOT]
-    for letter in beginning:
-        found = derivation.after(rest, letter)
-        if found is None:
-            return None
-        rest = found
-    return derivation.reached_from(rest)
-
-
 class _Derivation:
     """Derivatives of expressions.
 
@@ -120,6 +98,28 @@ class _Derivation:
                 return least == 0 or self._may_be_empty(item)
             case _:
                 return False
+
+
+def rest_of(rules: Mapping[str, Expression], beginning: str) -> dict[str, Expression] | None:
+    """Rules of what may follow the beginning of a text; None if no text of a grammar begins so.
+
+    The derivative by one character after the other (Brzozowski 1964).
+
+    Args:
+        rules: The grammar, without left recursion, one of its rules named `root`.
+        beginning: The beginning.
+    """
+    if len(beginning) > _MOST_CHARS:
+        return None
+    own = within(rules, NOTHING)
+    derivation = _Derivation(own)
+    rest = own[ROOT]
+    for letter in beginning:
+        found = derivation.after(rest, letter)
+        if found is None:
+            return None
+        rest = found
+    return derivation.reached_from(rest)
 
 
 def _joined(items: list[Expression]) -> Expression:

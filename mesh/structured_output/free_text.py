@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
@@ -17,6 +17,70 @@ THOUGHTS: Final = Ref("thoughts")
 """Reasoning, where `Thoughts.rules` are added."""
 _SPACES: Final = times(chars(" ", "\n"), 0, 4)
 _INNER: Final = "inner-"
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """Control tokens of a vocabulary, which marks of answers may be."""
+
+    tokens: tuple[tuple[str, int], ...] = ()
+    """Name of each, such as `<|im_end|>`, and its id."""
+    end_tokens: frozenset[int] = frozenset()
+    """Those of them that end an answer."""
+
+    def ends(self, text: str) -> bool:
+        """Whether a control token that ends answers is in a text of a template."""
+        return any(self._ids[name] in self.end_tokens for name in self._names.findall(text))
+
+    def of(self, text: str) -> Expression:
+        """Grammar of a text of a template, up to a control token that ends answers."""
+        items: list[Expression] = []
+        at = 0
+        for found in self._names.finditer(text):
+            items.append(Literal(text[at : found.start()]))
+            at = found.end()
+            token = self._ids[found[0]]
+            if token in self.end_tokens:
+                return seq(*items)
+            items.append(Token(token))
+        return seq(*items, text[at:])
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        return dict(self.tokens)
+
+    @cached_property
+    def _names(self) -> re.Pattern[str]:
+        names = sorted(self._ids, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, names)) if names else "(?!)")
+
+
+@dataclass(frozen=True)
+class Thoughts:
+    """Reasoning ahead of an answer."""
+
+    marks: tuple[tuple[str, str], ...] = ()
+    """Marks before and behind it, any of them; none where there is no reasoning."""
+    is_begun: bool = False
+    """Whether the prompt has begun it, so that the mark behind it must follow; else there may be none."""
+    others: tuple[str, ...] = ()
+    """Other marks that it must not hold."""
+
+    def rules(self, spelling: Spelling) -> dict[str, Expression]:
+        """Rules of such reasoning; the first one is the whole.
+
+        Args:
+            spelling: Control tokens.
+        """
+        found: dict[str, Expression] = {}
+        options = []
+        for number, (begin, end) in enumerate(self.marks):
+            name = f"{THOUGHTS.name}-{number}"
+            found |= text_rules(name, (end, *self.others))
+            opening = [] if self.is_begun else [spelling.of(begin)]
+            options.append(seq(*opening, Ref(name), spelling.of(end), _SPACES))
+        whole = either(*options) if options else NOTHING
+        return {THOUGHTS.name: whole if self.is_begun else maybe(whole), **found}
 
 
 def text_rules(name: str, marks: Collection[str]) -> dict[str, Expression]:
@@ -49,66 +113,6 @@ def text_rules(name: str, marks: Collection[str]) -> dict[str, Expression]:
 def any_but(letters: Collection[str]) -> Chars:
     """One character other than these."""
     return Chars(complement([(ord(letter), ord(letter)) for letter in letters]))
-
-
-@dataclass(frozen=True, eq=False)
-class Spelling:
-    """Control tokens of a vocabulary, which marks of answers may be. One object for each vocabulary."""
-
-    tokens: Mapping[str, int] = field(default_factory=dict)
-    """Id of each by its name, such as `<|im_end|>`."""
-    end_tokens: frozenset[int] = frozenset()
-    """Those of them that end an answer."""
-
-    def ends(self, text: str) -> bool:
-        """Whether a control token that ends answers is in a text of a template."""
-        return any(self.tokens[name] in self.end_tokens for name in self._names.findall(text))
-
-    def of(self, text: str) -> Expression:
-        """Grammar of a text of a template, up to a control token that ends answers."""
-        items: list[Expression] = []
-        at = 0
-        for found in self._names.finditer(text):
-            items.append(Literal(text[at : found.start()]))
-            at = found.end()
-            token = self.tokens[found[0]]
-            if token in self.end_tokens:
-                return seq(*items)
-            items.append(Token(token))
-        return seq(*items, text[at:])
-
-    @cached_property
-    def _names(self) -> re.Pattern[str]:
-        names = sorted(self.tokens, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, names)) if names else "(?!)")
-
-
-@dataclass(frozen=True)
-class Thoughts:
-    """Reasoning ahead of an answer."""
-
-    marks: tuple[tuple[str, str], ...] = ()
-    """Marks before and behind it, any of them; none where there is no reasoning."""
-    is_begun: bool = False
-    """Whether the prompt has begun it, so that the mark behind it must follow; else there may be none."""
-    others: tuple[str, ...] = ()
-    """Other marks that it must not hold."""
-
-    def rules(self, spelling: Spelling) -> dict[str, Expression]:
-        """Rules of such reasoning; the first one is the whole.
-
-        Args:
-            spelling: Control tokens.
-        """
-        found: dict[str, Expression] = {}
-        options = []
-        for number, (begin, end) in enumerate(self.marks):
-            name = f"{THOUGHTS.name}-{number}"
-            found |= text_rules(name, (end, *self.others))
-            opening = [] if self.is_begun else [spelling.of(begin)]
-            options.append(seq(*opening, Ref(name), spelling.of(end), _SPACES))
-        whole = either(*options) if options else NOTHING
-        return {THOUGHTS.name: whole if self.is_begun else maybe(whole), **found}
 
 
 def within(

@@ -27,6 +27,14 @@ NUMBER: Final = "\ufdd3"
 KEY: Final = "\ufdd4"
 """Slot of an argument's name, where its tags have it a second time."""
 SLOTS: Final = NAME + CALL_ID + INDEX + NUMBER + KEY
+CONSTRAIN_MARK: Final = "<|constrain|>"
+"""Ahead of the kind of arguments in headers; models write it, and no template does."""
+BARE_MARK: Final = "<|python_tag|>"
+"""Before calls that are the whole answer, where templates write nothing there and models do."""
+_MOST_CACHED: Final = 64
+MARK: Final = re.compile(r"<[^<>\n]{1,60}>|\[/?[A-Z_]{2,30}\]")
+"""A mark as most templates write them."""
+_MOST_CACHED: Final = 64
 
 
 class CallForm(Enum):
@@ -136,13 +144,6 @@ MARKS: Final = frozenset(
     {"<tool_call>", "</tool_call>", *(text for each in DEFAULT_REASONING for text in (each.begin, each.end))}
 )
 """Marks of our own note and of reasoning, which are marks in every vocabulary."""
-CONSTRAIN_MARK: Final = "<|constrain|>"
-"""Ahead of the kind of arguments in headers; models write it, and no template does."""
-BARE_MARK: Final = "<|python_tag|>"
-"""Before calls that are the whole answer, where templates write nothing there and models do."""
-_MOST_CACHED: Final = 64
-MARK: Final = re.compile(r"<[^<>\n]{1,60}>|\[/?[A-Z_]{2,30}\]")
-"""A mark as most templates write them."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ _LIST_BEGIN: Final = re.compile(r"\[\s*$")
 _NAME_KEY: Final = re.compile(r'"(\w+)":\s*"$')
 _ARGUMENTS_KEY: Final = re.compile(r'"(\w+)":\s*$')
 _NAMES: Final = r"([A-Za-z0-9_.-]+)"
+_BLOCK, _BLOCK_END = "<tool_call>", "</tool_call>"
 _MOST_CACHED: Final = 64
 
 
@@ -76,6 +77,9 @@ def call_marks_of(calls: CallFormat) -> CallMarks:
             if parts and not parts[-1].endswith(">"):
                 tag = parts.pop()
                 tag_end = end_parts.pop(0) if end_parts else ""
+                if not parts:
+                    # Some histories leave out what most models write around calls.
+                    parts, end_parts = [_BLOCK], [*end_parts, _BLOCK_END]
             blocks, ends = _marks(*parts), _marks(*end_parts)
     is_bare = not blocks and not tag
     return CallMarks(

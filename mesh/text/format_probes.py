@@ -64,6 +64,24 @@ _ENDS: Final = (
 _MOST_MARK_CHARS: Final = 60
 
 
+# Calls are of other functions, since some templates list tools behind the user's message.
+_TOOLS: Final = tuple(
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "A function.",
+            "parameters": {
+                "type": "object",
+                "properties": {"otherkey": {"type": "string", "description": "A text."}},
+                "required": [],
+            },
+        },
+    }
+    for name in ("otherone", "othertwo")
+)
+
+
 class Render(Protocol):
     """Renderer of conversations."""
 
@@ -76,17 +94,6 @@ class Render(Protocol):
         adds_prompt: bool,
     ) -> str | None:
         """The prompt of a conversation; None if the template refuses it."""
-
-
-def _tool(name: str) -> dict[str, Any]:
-    properties = {"otherkey": {"type": "string", "description": "A text."}}
-    parameters = {"type": "object", "properties": properties, "required": []}
-    function = {"name": name, "description": "A function.", "parameters": parameters}
-    return {"type": "function", "function": function}
-
-
-# Calls are of other functions, since some templates list tools behind the user's message.
-_TOOLS: Final = (_tool("otherone"), _tool("othertwo"))
 
 
 class _Probes:
@@ -135,38 +142,6 @@ class _Probes:
     ) -> str | None:
         text = self._render(messages, _TOOLS, variables, adds_prompt=adds_prompt)
         return None if text is None or _ASKED not in text else text.rpartition(_ASKED)[2]
-
-
-def found_format(render: Render, source: str, ends: Collection[str]) -> AnswerFormat:
-    """Format of the answers of a model, by its chat template.
-
-    Args:
-        render: Renders a conversation.
-        source: Source of the template.
-        ends: Names of the tokens that end answers.
-    """
-    told = format_by_words(source)
-    untold = AnswerFormat() if told is None else AnswerFormat(told, is_found=True)
-    try:
-        return _found(_Probes(render), untold, ends)
-    except (ValueError, IndexError):
-        # A template is a program: what it writes may be like nothing that was thought of.
-        return untold
-
-
-def _found(probes: _Probes, untold: AnswerFormat, ends: Collection[str]) -> AnswerFormat:
-    """The format, or as much of it as is found, beside what is not told by rendering."""
-    said, prompts = probes.said(thought=False), probes.prompts()
-    if said is None or _SAID not in said or not prompts:
-        return untold
-    called = probes.called(_ARGUMENTS)
-    thoughts = (probes.said(thought=True), probes.called(_ARGUMENTS, thought=True))
-    answers = _Answers(
-        said, called, [text for text in thoughts if text is not None and _THOUGHT in text], prompts, ends
-    )
-    found = replace(untold, reasoning=answers.reasoning, content=answers.content, end=answers.end)
-    place = None if called is None else _place(called, _ONE)
-    return found if called is None or place is None else _with_calls(found, answers, probes, called, place)
 
 
 class _Answers:
@@ -241,6 +216,128 @@ class _Answers:
         return next((each for each in openings if 0 < len(each) <= _MOST_MARK_CHARS), "")
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a call is in a text."""
+
+    name: int
+    """Where its name begins."""
+    name_end: int
+    """Where its name ends."""
+    arguments: int
+    """Where its arguments begin; the first name, if they are tagged."""
+    end: int
+    """Where its arguments end; the first value, if they are tagged."""
+    form: CallForm
+    quote: str = '"'
+
+
+class _TagReading:
+    """Reads the tags of arguments.
+
+    Args:
+        probes: Renders calls with other arguments.
+        called: A call with one text.
+        place: Where it is.
+        rest: What is behind the text, up to the end of the answer.
+    """
+
+    def __init__(self, probes: _Probes, called: str, place: _Place, rest: str) -> None:
+        self._key_end = place.arguments + len(_KEY)
+        self._middle = called[place.name_end : place.arguments]
+        self._end = rest.replace(_KEY, KEY)
+        key, separator = self._middle.lstrip(), ""
+        two = probes.called({_KEY: _TEXT, _OTHER_KEY: _TEXT})
+        if two is not None and _OTHER_KEY in two[place.end :]:
+            between = two[place.end : two.index(_OTHER_KEY, place.end)].replace(_KEY, KEY)
+            self._end = _common_begin(between, self._end)
+            if KEY in self._end:
+                self._end = self._end[: self._end.index(">", self._end.index(KEY)) + 1]
+            key = _common_end(self._middle, between[len(self._end) :]).lstrip()
+            separator = between[len(self._end.rstrip()) : len(between) - len(key)]
+        self._before = called[self._key_end : place.end - len(_TEXT)]
+        is_padded = self._end.startswith("\n") and self._before.endswith("\n")
+        self._end = self._end.rstrip()
+        written = dict(self._written(probes))
+        types = tuple((kind, text) for kind, text in written.items() if kind in _VALUES)
+        has_types = len({text for _, text in types}) > 1
+        key_end, sign, begin = self._before.partition(">")
+        self.tags = ArgumentTags(
+            key=key,
+            key_end=self._before if has_types else key_end + sign,
+            value="" if has_types else begin.rstrip(),
+            value_end=self._end.strip(),
+            separator=separator,
+            types=types if has_types else (),
+            is_padded=is_padded,
+            is_python="python" in written,
+            literal=self._literal(probes),
+            item=written.get("item", ""),
+        )
+
+    def behind_value(self, text: str) -> str:
+        """What is behind the end of a value."""
+        return text.replace(_KEY, KEY)[len(self._end) :]
+
+    def _literal(self, probes: _Probes) -> Marks:
+        """What is around a text with a tag in it."""
+        text = (probes.called({_KEY: f"<{_TEXT}>"}) or "")[self._key_end :]
+        begin, _, behind = text.partition(f"<{_TEXT}>")
+        begin = begin.removeprefix(self._before)
+        return Marks(begin, behind.partition(self._end)[0]) if behind and "<" in begin else NO_MARKS
+
+    def _written(self, probes: _Probes) -> Iterator[tuple[str, str]]:
+        """What is between name and value, by the type of the value, and marks of values that are no texts."""
+        end = self._end.strip()
+        for kind, (value, texts) in _VALUES.items():
+            text = (probes.called({_KEY: value}) or "")[self._key_end :]
+            if kind in {"object", "array"}:
+                before = text.partition(_TEXT)[0]
+                if kind == "object" and "{'" in before:
+                    yield "python", ""
+                item = re.search(r"<(\w+)>$", before)
+                if kind == "array" and KEY in end and item is not None:
+                    yield "item", item[1]
+            at = min(
+                (at for each in texts if (at := text.find(each if len(each) == 1 else each + end)) >= 0),
+                default=-1,
+            )
+            if at >= 0:
+                yield kind, text[:at]
+
+
+def found_format(render: Render, source: str, ends: Collection[str]) -> AnswerFormat:
+    """Format of the answers of a model, by its chat template.
+
+    Args:
+        render: Renders a conversation.
+        source: Source of the template.
+        ends: Names of the tokens that end answers.
+    """
+    told = format_by_words(source)
+    untold = AnswerFormat() if told is None else AnswerFormat(told, is_found=True)
+    try:
+        return _found(_Probes(render), untold, ends)
+    except (ValueError, IndexError):
+        # A template is a program: what it writes may be like nothing that was thought of.
+        return untold
+
+
+def _found(probes: _Probes, untold: AnswerFormat, ends: Collection[str]) -> AnswerFormat:
+    """The format, or as much of it as is found, beside what is not told by rendering."""
+    said, prompts = probes.said(thought=False), probes.prompts()
+    if said is None or _SAID not in said or not prompts:
+        return untold
+    called = probes.called(_ARGUMENTS)
+    thoughts = (probes.said(thought=True), probes.called(_ARGUMENTS, thought=True))
+    answers = _Answers(
+        said, called, [text for text in thoughts if text is not None and _THOUGHT in text], prompts, ends
+    )
+    found = replace(untold, reasoning=answers.reasoning, content=answers.content, end=answers.end)
+    place = None if called is None else _place(called, _ONE)
+    return found if called is None or place is None else _with_calls(found, answers, probes, called, place)
+
+
 def _head(prompts: Sequence[str], answers: Sequence[str]) -> str:
     """What is before each answer, whatever the answer is."""
     own = [text[: min(at for at in map(text.find, (_SAID, _THOUGHT, _ONE)) if at >= 0)] for text in answers]
@@ -277,22 +374,6 @@ def _common_begin(first: str, second: str) -> str:
 
 def _common_end(first: str, second: str) -> str:
     return common_begin(first[::-1], second[::-1])[::-1]
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a call is in a text."""
-
-    name: int
-    """Where its name begins."""
-    name_end: int
-    """Where its name ends."""
-    arguments: int
-    """Where its arguments begin; the first name, if they are tagged."""
-    end: int
-    """Where its arguments end; the first value, if they are tagged."""
-    form: CallForm
-    quote: str = '"'
 
 
 def _place(text: str, name: str) -> _Place | None:
@@ -445,77 +526,3 @@ def _call_of(before: str, between: str) -> str:
     if _CUT_MARK.search(between[: len(between) - len(call)]) is not None and ">" in call:
         call = call[call.index(">") + 1 :]
     return call
-
-
-class _TagReading:
-    """Reads the tags of arguments.
-
-    Args:
-        probes: Renders calls with other arguments.
-        called: A call with one text.
-        place: Where it is.
-        rest: What is behind the text, up to the end of the answer.
-    """
-
-    def __init__(self, probes: _Probes, called: str, place: _Place, rest: str) -> None:
-        self._key_end = place.arguments + len(_KEY)
-        self._middle = called[place.name_end : place.arguments]
-        self._end = rest.replace(_KEY, KEY)
-        key, separator = self._middle.lstrip(), ""
-        two = probes.called({_KEY: _TEXT, _OTHER_KEY: _TEXT})
-        if two is not None and _OTHER_KEY in two[place.end :]:
-            between = two[place.end : two.index(_OTHER_KEY, place.end)].replace(_KEY, KEY)
-            self._end = _common_begin(between, self._end)
-            if KEY in self._end:
-                self._end = self._end[: self._end.index(">", self._end.index(KEY)) + 1]
-            key = _common_end(self._middle, between[len(self._end) :]).lstrip()
-            separator = between[len(self._end.rstrip()) : len(between) - len(key)]
-        self._before = called[self._key_end : place.end - len(_TEXT)]
-        is_padded = self._end.startswith("\n") and self._before.endswith("\n")
-        self._end = self._end.rstrip()
-        written = dict(self._written(probes))
-        types = tuple((kind, text) for kind, text in written.items() if kind in _VALUES)
-        has_types = len({text for _, text in types}) > 1
-        key_end, sign, begin = self._before.partition(">")
-        self.tags = ArgumentTags(
-            key=key,
-            key_end=self._before if has_types else key_end + sign,
-            value="" if has_types else begin.rstrip(),
-            value_end=self._end.strip(),
-            separator=separator,
-            types=types if has_types else (),
-            is_padded=is_padded,
-            is_python="python" in written,
-            literal=self._literal(probes),
-            item=written.get("item", ""),
-        )
-
-    def behind_value(self, text: str) -> str:
-        """What is behind the end of a value."""
-        return text.replace(_KEY, KEY)[len(self._end) :]
-
-    def _literal(self, probes: _Probes) -> Marks:
-        """What is around a text with a tag in it."""
-        text = (probes.called({_KEY: f"<{_TEXT}>"}) or "")[self._key_end :]
-        begin, _, behind = text.partition(f"<{_TEXT}>")
-        begin = begin.removeprefix(self._before)
-        return Marks(begin, behind.partition(self._end)[0]) if behind and "<" in begin else NO_MARKS
-
-    def _written(self, probes: _Probes) -> Iterator[tuple[str, str]]:
-        """What is between name and value, by the type of the value, and marks of values that are no texts."""
-        end = self._end.strip()
-        for kind, (value, texts) in _VALUES.items():
-            text = (probes.called({_KEY: value}) or "")[self._key_end :]
-            if kind in {"object", "array"}:
-                before = text.partition(_TEXT)[0]
-                if kind == "object" and "{'" in before:
-                    yield "python", ""
-                item = re.search(r"<(\w+)>$", before)
-                if kind == "array" and KEY in end and item is not None:
-                    yield "item", item[1]
-            at = min(
-                (at for each in texts if (at := text.find(each if len(each) == 1 else each + end)) >= 0),
-                default=-1,
-            )
-            if at >= 0:
-                yield kind, text[:at]

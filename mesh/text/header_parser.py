@@ -30,18 +30,6 @@ class _Kind(Enum):
     DROPPED = auto()
 
 
-def format_of_messages(headers: Headers, calls: CallFormat) -> CallFormat:
-    """Format of calls within messages that have headers."""
-    if is_named_in_header(headers, calls):
-        return CallFormat(CallForm.NAMED, _CALL, "", "")
-    return replace(calls, begin="", call=calls.call.rpartition(headers.body)[2], separator="", end="")
-
-
-def is_named_in_header(headers: Headers, calls: CallFormat) -> bool:
-    """Whether the name of a function is in the header of a message alone."""
-    return headers.body in calls.name_end
-
-
 class HeaderParser:
     """Parser of an answer of several messages: reasoning, texts and calls.
 
@@ -169,3 +157,15 @@ class HeaderParser:
             elif self._has_begun:
                 self._held += char
         return [Reasoning(shown)] if shown else []
+
+
+def format_of_messages(headers: Headers, calls: CallFormat) -> CallFormat:
+    """Format of calls within messages that have headers."""
+    if is_named_in_header(headers, calls):
+        return CallFormat(CallForm.NAMED, _CALL, "", "")
+    return replace(calls, begin="", call=calls.call.rpartition(headers.body)[2], separator="", end="")
+
+
+def is_named_in_header(headers: Headers, calls: CallFormat) -> bool:
+    """Whether the name of a function is in the header of a message alone."""
+    return headers.body in calls.name_end

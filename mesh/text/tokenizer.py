@@ -97,6 +97,7 @@ class Tokenizer:
         self._is_wordpiece = kind == llama_cpp.LLAMA_VOCAB_TYPE_WPM
         self._vocab = vocab
         self._pieces: dict[int, bytes] = {}
+        self._controls: dict[frozenset[str], dict[str, int]] = {}
         self._shown: dict[frozenset[str], dict[int, bytes]] = {}
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(vocab)
         self.n_ctx_train = self._n_ctx_train(path)
@@ -165,8 +166,13 @@ class Tokenizer:
 
     def control_tokens(self, texts: Collection[str]) -> dict[str, int]:
         """Control tokens whose names are in some texts, by their names."""
-        ids = {token for text in texts for token in self.encode(text, add_special=False, parse_special=True)}
-        return {self.name(token): token for token in ids if not self.piece(token)}
+        key = frozenset(texts)
+        if key not in self._controls:
+            ids = {
+                token for text in key for token in self.encode(text, add_special=False, parse_special=True)
+            }
+            self._controls[key] = {self.name(token): token for token in sorted(ids) if not self.piece(token)}
+        return self._controls[key]
 
     @cached_property
     def special_tokens(self) -> tuple[SpecialToken, ...]:

@@ -179,8 +179,9 @@ async def test_the_amount_of_reasoning_reaches_the_template(
 
 async def test_what_the_template_has_no_setting_for_is_told(smollm2_path: Path) -> None:
     tokenizer = tokenizer_of(smollm2_path, "{{ messages[-1].content }}")
-    hello = {"messages": [{"role": "user", "content": "hi"}]}
+    hello: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
     async with running_api(saying(tokenizer, "x"), tokenizer) as api:
+        asked: dict[str, Any]
         for path, asked, field in (
             (CHAT, {**hello, "reasoning_effort": "low"}, "reasoning_effort"),
             ("/v1/responses", {"input": "hi", "reasoning": {"effort": "low"}}, "reasoning.effort"),

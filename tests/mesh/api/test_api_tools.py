@@ -98,7 +98,7 @@ BEHIND = CALL.removeprefix("Let me look.\n")
 
 @pytest.mark.parametrize("text", [BEHIND, SECOND.lstrip() + "\n" + BEHIND])
 async def test_a_call_that_a_stop_string_cuts_is_none_that_was_made(tokenizer: Tokenizer, text: str) -> None:
-    before = [] if text is BEHIND else [("clock", {})]
+    before: list[tuple[str, dict[str, Any]]] = [] if text is BEHIND else [("clock", {})]
     async with running_api(saying(tokenizer, text), tokenizer) as api:
         asked: Any = {"messages": HELLO, "tools": [WEATHER, CLOCK]}
         for stream in (False, True):

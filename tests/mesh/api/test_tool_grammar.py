@@ -413,14 +413,16 @@ def test_an_answer_of_another_form_may_come_instead() -> None:
 
 
 def test_marks_that_are_control_tokens_are_written_as_such() -> None:
-    spelling = Spelling({"<tool_call>": 7, "</tool_call>": 8, "</think>": 9, "<|end|>": 10}, frozenset({10}))
+    spelling = Spelling(
+        (("<tool_call>", 7), ("</tool_call>", 8), ("</think>", 9), ("<|end|>", 10)), frozenset({10})
+    )
     thoughts = Thoughts((("", "</think>"),), is_begun=True)
     grammar = grammar_of((NOTHING,), thoughts=thoughts, spelling=spelling)
     assert [f"<[{token}]>" in grammar for token in (7, 8, 9, 10)] == [True, True, True, False]
     assert '"<tool_call>' not in grammar
     ending = spelling.of("a</think>b<|end|>c")
     assert spelling.ends("a<|end|>c")
-    assert ending == Spelling({"</think>": 9}).of("a</think>b")
+    assert ending == Spelling((("</think>", 9),)).of("a</think>b")
 
 
 SCHEMAS: Any = [

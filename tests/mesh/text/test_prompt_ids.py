@@ -64,6 +64,7 @@ def worker_ids(template: Path, vocabulary: Path) -> IdsOf:
         values = {
             "messages": given.messages,
             "variables": given.variables,
+            "reasoning": {},
             "tools": given.tools,
             "ending": given.ending.name,
             "now": NOW.isoformat(),
