@@ -34,7 +34,6 @@ BARE_MARK: Final = "<|python_tag|>"
 _MOST_CACHED: Final = 64
 MARK: Final = re.compile(r"<[^<>\n]{1,60}>|\[/?[A-Z_]{2,30}\]")
 """A mark as most templates write them."""
-_MOST_CACHED: Final = 64
 
 
 class CallForm(Enum):
