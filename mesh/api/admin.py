@@ -195,9 +195,11 @@ async def load(request: Request) -> Response:
     if on_demand is not None and await on_demand.find(body.model) is not None:
         return await _load_from_library(request, on_demand, body)
     require_own_machine(request, _LOADING)
-    paths = {"model": body.model, "draft_path": body.draft_path, "replay_path": body.replay_path}
+    paths = {"model": PurePath(body.model)} | {
+        name: each for name, each in body if isinstance(each, PurePath)
+    }
     for param, path in paths.items():
-        if path is not None and not PurePath(path).is_absolute():
+        if not path.is_absolute():
             what = "the whole path of the file"
             if param == "model" and on_demand is not None:
                 what += ", or the name of a model of the library, as `/v1/models` lists it"

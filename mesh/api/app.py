@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -15,11 +16,10 @@ from mesh.api.errors import on_http_exception, on_mesh_error
 from mesh.api.event_stream import ClientGoneError, on_client_gone
 from mesh.api.messages import endpoint as messages
 from mesh.api.messages.events import PATH, MessagesResponse
-from mesh.api.middleware import Cors, RequestLog, Rewritten, Traced, Unprefixed
+from mesh.api.middleware import Answered, Cors, RequestLog, Rewritten, Traced, Unprefixed
 from mesh.api.on_demand import ReleasedLeases
 from mesh.api.openapi import DocumentedApp
 from mesh.api.responses import endpoint as responses
-from mesh.api.web_ui import PageFiles
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def create_app(
             Middleware(Rewritten, path=PATH, response=MessagesResponse),
             Middleware(RequestLog, random_bits=api.random_bits),
             Middleware(Cors, origins=cors_origins, has_keys=api_keys is not None),
-            Middleware(PageFiles, has_keys=api_keys is not None),
+            Middleware(Answered, answer=partial(web_ui.page_answer, has_keys=api_keys is not None)),
             Middleware(KeyGate, keys=api_keys, now_s=api.now_s, steady_s=api.steady_s),
             Middleware(BoundedBodies, budget=BodyBudget()),
             Middleware(ReleasedLeases),

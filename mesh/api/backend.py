@@ -15,7 +15,7 @@ from mesh.api.request_parsing import UnknownFields
 from mesh.api.response_store import ResponseStore
 from mesh.embedding.registry import EmbeddingBackends
 from mesh.metrics.request_metrics import ObservedEngine, RequestStatistics
-from mesh.metrics.tracing import current_span
+from mesh.metrics.tracing import CURRENT_SPAN
 from mesh.text.chat_template import template_source_of
 from mesh.text.text_jobs import TextModel
 from mesh.text.text_service import TextService
@@ -213,7 +213,7 @@ class Backends:
             self.first.require_ready()
             raise
         backend.require_ready()
-        if backend is not self.first and (span := current_span()) is not None:
+        if backend is not self.first and (span := CURRENT_SPAN.get()) is not None:
             span.asks(backend.model_id)
         return backend
 

@@ -21,7 +21,7 @@ from mesh.api.protocol import Prompt, parse_several
 from mesh.api.rate_limit import reservation_of
 from mesh.api.request_parsing import AS_WHOLE, StrictBody, describe
 from mesh.api.tokenization import require_ids
-from mesh.metrics.tracing import current_span
+from mesh.metrics.tracing import CURRENT_SPAN
 from mesh.text.text_service import TextRequest
 from spanmesh_proto.errors import InvalidRequest, ModelNotFound, too_long
 from stages.embedding.vectors import shortened, to_base64
@@ -114,7 +114,7 @@ async def embeddings(request: Request) -> Response:
         raise
     if reservation is not None:
         reservation.spend(num_tokens)
-    if (span := current_span()) is not None:
+    if (span := CURRENT_SPAN.get()) is not None:
         span.finished("stop", num_prompt_tokens=num_tokens, num_answer_tokens=0)
     is_base64 = body.encoding_format == "base64"
     rows = shortened(rows, body.dimensions)
@@ -151,7 +151,7 @@ def embedding_model(backends: Backends, name: str | None) -> EmbeddingBackend:
             param="model",
         )
     found.require_ready()
-    if (span := current_span()) is not None:
+    if (span := CURRENT_SPAN.get()) is not None:
         span.asks(found.model_id)
     return found
 

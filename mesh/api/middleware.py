@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from mesh.metrics.tracing import RequestTracer
 
-_HARMLESS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+_READING: Final = frozenset({"GET", "HEAD"})
+_HARMLESS: Final = _READING | {"OPTIONS"}
 _STRANGE_PAGE: Final = Unauthorized(
     "web pages cannot use this server: name their origin with --cors-origin, or give the server API keys"
 )
@@ -145,6 +146,25 @@ class Rewritten:
         if scope["type"] == "http" and (path == self._path or path.startswith(f"{self._path}/")):
             send = self._response(send).send
         await self._app(scope, receive, send)
+
+
+class Answered:
+    """Middleware that has answers of its own to some GET and HEAD.
+
+    Args:
+        app: Next ASGI app.
+        answer: Returns the answer to a request; None to pass it on.
+    """
+
+    def __init__(self, app: ASGIApp, answer: Callable[[Scope], ASGIApp | None]) -> None:
+        self._app = app
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or pass on."""
+        reads = scope["type"] == "http" and scope["method"] in _READING
+        own = self._answer(scope) if reads else None
+        await (own or self._app)(scope, receive, send)
 
 
 class LocalHosts:

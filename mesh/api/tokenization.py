@@ -28,6 +28,7 @@ from mesh.api.request_parsing import AS_WHOLE, StrictBody
 from mesh.text.text_encoder import refuse_too_long_text
 from mesh.text.text_service import TextRequest
 from spanmesh_proto.errors import InvalidRequest
+from spanmesh_proto.row_ids import stray_id
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -129,7 +130,7 @@ def require_ids(tokenizer: Tokenizer, tokens: Sequence[int], *, param: str) -> N
         InvalidRequest: Naming the first missing one.
     """
     n_vocab = tokenizer.n_vocab
-    wrong = next((token for token in tokens if not 0 <= token < n_vocab), None)
+    wrong = stray_id(tokens, n_vocab)
     if wrong is not None:
         raise InvalidRequest(
             f"{param} holds the token id {wrong}: this model's ids go from 0 to {n_vocab - 1}", param=param

@@ -15,7 +15,7 @@ from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annota
 from starlette.responses import Response
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import Scope
 
 router = APIRouter()
 _TYPES: Final = {
@@ -24,7 +24,6 @@ _TYPES: Final = {
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
-_METHODS: Final = frozenset({"GET", "HEAD"})
 _HEADERS: Final = {
     # No foreign resources, nothing inline, no frames; text never becomes markup.
     "Content-Security-Policy": (
@@ -52,30 +51,6 @@ class PageFile(NamedTuple):
     """Hash of its content."""
 
 
-class PageFiles:
-    """Middleware before the key gate: files of the page, and the page as the answer to a missing key.
-
-    Args:
-        app: Next ASGI app.
-        has_keys: Whether the API needs keys.
-    """
-
-    def __init__(self, app: ASGIApp, *, has_keys: bool) -> None:
-        self._app = app
-        self._has_keys = has_keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer requests for the page's files; pass all others on."""
-        app: ASGIApp = self._app
-        if scope["type"] == "http" and scope["method"] in _METHODS and scope["path"] in page_files():
-            if scope["path"] != "/":
-                app = _response(scope["path"], scope)
-            elif self._has_keys and _is_browser_without_key(scope):
-                # It asks for the key; a browser shows the body of a 401.
-                app = _response("/", scope, status=401)
-        await app(scope, receive, send)
-
-
 @cache
 def page_files() -> dict[str, PageFile]:
     """Files by path, `/` first."""
@@ -89,9 +64,25 @@ def page_files() -> dict[str, PageFile]:
     return found
 
 
+def page_answer(scope: Scope, *, has_keys: bool) -> Response | None:
+    """Files of the page, and the page as the answer to a missing key; None for other requests.
+
+    Args:
+        scope: The request, which no key gate has seen.
+        has_keys: Whether the API needs keys.
+    """
+    path = scope["path"]
+    if path not in page_files():
+        return None
+    if path != "/":
+        return _response(path, scope)
+    # The page asks for the key; a browser shows the body of a 401.
+    return _response("/", scope, status=401) if has_keys and _is_browser_without_key(scope) else None
+
+
 @router.get("/", include_in_schema=False, response_model=None)
 async def page(request: Request) -> Response:
-    """The page itself, for those with a key; without one it comes with a 401: see `PageFiles`."""
+    """The page itself, for those with a key; without one it comes with a 401: see `page_answer`."""
     return _response("/", request.scope)
 
 

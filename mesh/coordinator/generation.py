@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from mesh.engine import PrefillProgress
 from spanmesh_proto.errors import ProtocolError
+from spanmesh_proto.row_ids import num_alike
 from speculative.acceptance import Judgement, StageMeasure, WindowOutcome, judge, judge_unread
 from speculative.proposer import EMPTY, Proposal
 
@@ -280,6 +281,8 @@ class Generation:
         if is_scored:
             num_rows = min(num_rows, _MOST_SCORED_ROWS, last - start)
         tokens = self._prefix[start : start + num_rows]
+        # Stages compute rows that are no tokens apart.
+        tokens = tokens[: num_alike(tokens)]
         self._num_prefilled += len(tokens)
         asks: Mapping[str, Any] = {}
         # What stages still hold they do not compute, so nothing would be done there.

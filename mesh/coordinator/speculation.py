@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from spanmesh_proto.row_ids import stray_id
 from speculative.acceptance import Decision, ProposalContext
 from speculative.controller import Controller, SharedMeasures
 from speculative.proposer import EMPTY, ChainProposer, FeatureReader, PartReader, Proposal
@@ -268,7 +269,7 @@ class GuardedProposer:
         except Exception as error:  # noqa: BLE001
             self._switch_off(repr(error))
             return EMPTY
-        stray = next((token for token in tokens if not 0 <= token < self._n_vocab), None)
+        stray = stray_id(tokens, self._n_vocab)
         if stray is not None:
             self._switch_off(f"it proposed token {stray}, which is outside the vocabulary of {self._n_vocab}")
             return EMPTY

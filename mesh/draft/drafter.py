@@ -104,6 +104,13 @@ class Drafter:
         """Whether it reads hidden states of the target."""
         return bool(self.layers)
 
+    @property
+    def num_drafting_layers(self) -> int:
+        """Layers that draft: of a head for multi-token prediction the first one only."""
+        if self.reads_features:
+            return 1
+        return self.header.integer(f"{self.header.architecture}.block_count")
+
 
 def read_drafter(path: Path, target: ModelFacts) -> Drafter:
     """The drafter in a file.

@@ -149,7 +149,7 @@ def check_drafter(path: Path, target: Path, options: DraftOptions) -> CheckedDra
     d2t = drafter.header.tensors.get("d2t")
     return CheckedDrafter(
         kind=drafter.kind,
-        n_layers=_num_layers(drafter),
+        n_layers=drafter.num_drafting_layers,
         read_layers=drafter.layers,
         n_target_layers=model.n_layers,
         feature_bytes_per_token=len(drafter.layers) * HiddenType.F16.row_bytes(drafter.n_embd),
@@ -169,10 +169,3 @@ def _drafter(path: Path, model: ModelFacts) -> Drafter:
     if path.exists() and path.samefile(model.path) and (head := own_head(model)) is not None:
         return head
     return read_drafter(path, model)
-
-
-def _num_layers(drafter: Drafter) -> int:
-    """Layers that draft: of a head for multi-token prediction the first one only."""
-    if drafter.reads_features:
-        return 1
-    return drafter.header.integer(f"{drafter.header.architecture}.block_count")

@@ -8,7 +8,7 @@ from collections import Counter
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Final, Literal
 
-from mesh.metrics.tracing import current_span
+from mesh.metrics.tracing import CURRENT_SPAN
 from mesh.status import EmbeddingCounts
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ class ObservedEngine:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Committed, None]:
         """As the engine does."""
         clock_s = self._clock_s
-        watch = RequestWatch(self._statistics, current_span(), request, clock_s())
+        watch = RequestWatch(self._statistics, CURRENT_SPAN.get(), request, clock_s())
         try:
             async with aclosing(self._engine.generate(request)) as steps:
                 async for step in steps:

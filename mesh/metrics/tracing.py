@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span
 
-_CURRENT: Final[ContextVar[RequestSpan | None]] = ContextVar("request_span", default=None)
+CURRENT_SPAN: Final[ContextVar[RequestSpan | None]] = ContextVar("request_span", default=None)
+"""Span of the request in whose task this is; None where requests are not traced."""
 _SWITCHES: Final = (
     "OTEL_EXPORTER_OTLP_ENDPOINT",
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
@@ -48,12 +49,12 @@ class RequestSpan:
 
     @contextmanager
     def as_current(self) -> Iterator[None]:
-        """Within the block, and in tasks that begin there, `current_span` finds it."""
-        token = _CURRENT.set(self)
+        """Within the block, and in tasks that begin there, `CURRENT_SPAN` holds it."""
+        token = CURRENT_SPAN.set(self)
         try:
             yield
         finally:
-            _CURRENT.reset(token)
+            CURRENT_SPAN.reset(token)
 
     def asks(self, model: str) -> None:
         """The request means another model than the first."""
@@ -131,11 +132,6 @@ class RequestTracer:
     def close(self) -> None:
         """Send what is left."""
         self._provider.shutdown()
-
-
-def current_span() -> RequestSpan | None:
-    """The span of the request that this code runs for; None if it is not traced."""
-    return _CURRENT.get()
 
 
 def open_tracer(environment: Mapping[str, str] = os.environ) -> RequestTracer | None:

@@ -36,6 +36,7 @@ class HostOptions(Options):
         Option(
             section=PLACEMENT,
             metavar="N",
+            is_of_stages=True,
             help="Threads of this host for computing.  [default: one a core]",
         ),
     ] = None
@@ -46,6 +47,7 @@ class HostOptions(Options):
             flag="--memory",
             kind="size",
             metavar="SIZE",
+            is_of_stages=True,
             help="Memory of this host for the mesh, such as 8G: for stages, and on the head for draft model "
             "and texts.  [default: all that is free]",
         ),
@@ -56,6 +58,7 @@ class HostOptions(Options):
             section=PLACEMENT,
             kind="gpu layers",
             metavar="N|all|none|auto",
+            is_of_stages=True,
             help="Layers of each stage on this host's GPUs.  [default: as many as fit]",
         ),
     ] = None
@@ -63,6 +66,7 @@ class HostOptions(Options):
         bool,
         Option(
             section=PLACEMENT,
+            is_of_stages=True,
             help="Keep the experts of all layers with this host's processor, the rest of a layer on its "
             "GPUs.",
         ),
@@ -73,6 +77,7 @@ class HostOptions(Options):
         Option(
             section=PLACEMENT,
             metavar="N",
+            is_of_stages=True,
             help="The same for the model's first N layers only.  [default: as few as give the others room]",
         ),
     ] = None
@@ -126,6 +131,7 @@ class HostOptions(Options):
             flag="--kv-disk",
             kind="disk size",
             metavar="SIZE|none",
+            is_of_stages=True,
             help="Keep the KV cache of prompts and answers on disk, up to SIZE on each host, so that it "
             "outlives the processes; a host's own option wins.  [default: none]",
         ),

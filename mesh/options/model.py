@@ -197,6 +197,7 @@ class ModelOptions(Options):
         Option(
             section=PLACEMENT,
             metavar="N",
+            is_of_stages=True,
             help="Cut the model into N stages.  [default: the planner's choice]",
         ),
     ] = None
@@ -206,6 +207,7 @@ class ModelOptions(Options):
             section=PLACEMENT,
             kind="layer counts",
             metavar="A,B,…",
+            is_of_stages=True,
             help="Layers of each stage, such as 10,10,10.",
         ),
     ] = None
@@ -237,12 +239,17 @@ class ModelOptions(Options):
     ] = 8
     exact: Annotated[
         bool,
-        Option(section=SESSIONS, help="Exact mode: a text never depends on what else is computed."),
+        Option(
+            section=SESSIONS,
+            is_of_stages=True,
+            help="Exact mode: a text never depends on what else is computed.",
+        ),
     ] = False
     wire: Annotated[
         Literal[WireType, "auto"],
         Option(
             section=SESSIONS,
+            is_of_stages=True,
             help="Format of hidden states between hosts: exact, half the bytes, about a quarter, or chosen "
             "per link.",
         ),

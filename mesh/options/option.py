@@ -34,6 +34,8 @@ class Option:
     """The flag switches the field off."""
     is_rare: bool = False
     """Given as `--set KEY=VALUE`: for benchmarks and experts."""
+    is_of_stages: bool = False
+    """Stages are loaded with it: a head takes over only stages that were loaded with the same value."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,11 @@ class Options(BaseModel):
         if unknown := changes.keys() - type(self).model_fields.keys():
             raise TypeError(f"{type(self).__name__} has no field {min(unknown)}")
         return self.model_copy(update=changes)
+
+    def of_stages(self) -> dict[str, Any]:
+        """Values of the options that stages are loaded with, by field."""
+        marked = (each.name for each in option_fields(type(self)) if each.option.is_of_stages)
+        return {name: getattr(self, name) for name in marked}
 
     def require_consistent(self) -> None:
         """Check that no options contradict one another.

@@ -464,18 +464,20 @@ def open_head_state(
 
 def setup_of(options: HeadOptions, known: Preflight) -> str:
     """Fingerprint of all settings that the stages of a model are loaded with."""
+    # As the operator asks for now; a repair may have placed the layers otherwise.
+    given = {"model": options.model, "topology": options.topology, **options.of_stages()}
     return fingerprint(
-        model=str(options.model.resolve()),
-        files=[(stamp.size_bytes, stamp.mtime_ns) for stamp in stamps_of(part_paths(options.model))],
+        **{name: _identified(value) for name, value in given.items()},
         workload=known.workload,
         # The workload has another context if one is chosen once hosts have joined.
         is_context_chosen=options.ctx_size is None,
-        is_exact=options.exact,
-        topology=options.topology,
-        gpu_layers=options.gpu_layers,
-        cpu_moe_layers=options.cpu_moe_layers,
-        # As the operator asks for now; a repair may have placed the layers otherwise.
-        cut=(options.stages, options.split, options.hidden_type),
-        shares=(options.threads, options.memory_bytes, (options.kv_disk_bytes or 0)),
         software=(SOFTWARE_VERSION, PROTOCOL_VERSION),
     )
+
+
+def _identified(value: object) -> object:
+    """A value for a fingerprint; of the path of a model's first file, its files as well."""
+    if not isinstance(value, Path):
+        return value
+    stamps = [(stamp.size_bytes, stamp.mtime_ns) for stamp in stamps_of(part_paths(value))]
+    return str(value.resolve()), stamps

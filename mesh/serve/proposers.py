@@ -11,6 +11,7 @@ from mesh.coordinator.feature_store import FeatureNeeds
 from mesh.draft.loading import load_drafter
 from mesh.serve.preflight import latest_answer
 from spanmesh_proto.errors import ModelError
+from spanmesh_proto.row_ids import has_rows
 from speculative.lookup_proposers import Histories, NgramProposer, PredictionProposer, ReplayProposer
 from stages.sampling.sampler import Sampler
 
@@ -68,11 +69,12 @@ class Proposers:
             if self._histories is not None and request.history_key is not None:
                 proposers.append(self._histories.open(request.history_key))
             proposers.append(NgramProposer())
-        if mode in {"auto", "draft"} and self._draft is not None and self._draft.is_alive:
+        draft = self._draft if mode in {"auto", "draft"} else None
+        if draft is not None and draft.is_alive and not has_rows(request.prompt):
             # The target's own sampler and seed: draft and target then sample differently only where they
             # disagree.
             sampler = Sampler(request.sampling, len(request.prompt))
-            proposers.append(self._draft.open(sampler.sample, request.client))
+            proposers.append(draft.open(sampler.sample, request.client))
         return proposers
 
 

@@ -9,6 +9,7 @@ import llama_cpp
 import numpy as np
 
 from spanmesh_proto.errors import InvalidModel, ModelDoesNotFit, ProtocolError, StageFailed
+from spanmesh_proto.row_ids import stray_id
 from stages.embedding.model_file import POOLINGS, BatchLimits
 from stages.embedding.vectors import normalised
 from stages.runtime.devices import GpuPlacing
@@ -95,8 +96,8 @@ class EmbeddingRuntime:
         for tokens in texts:
             if not 1 <= len(tokens) <= limits.longest:
                 raise ProtocolError(f"a text has {len(tokens)} tokens; 1 to {limits.longest} fit")
-            if min(tokens) < 0 or max(tokens) >= self.n_vocab:
-                raise ProtocolError(f"a text has token {max(tokens)}; the vocabulary has {self.n_vocab}")
+            if (stray := stray_id(tokens, self.n_vocab)) is not None:
+                raise ProtocolError(f"a text has token {stray}; the vocabulary has {self.n_vocab}")
         num_rows = sum(map(len, texts))
         if num_rows > limits.most_rows:
             raise ProtocolError(f"a batch has {num_rows} tokens; {limits.most_rows} fit")

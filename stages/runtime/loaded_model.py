@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
@@ -69,12 +70,12 @@ class StageInfo:
             has_windows=llama_cpp.llama_model_n_swa(model) > 0,
         )
 
-    @property
+    @cached_property
     def is_first(self) -> bool:
         """Whether it takes token ids as input."""
         return self.layers.start == 0
 
-    @property
+    @cached_property
     def is_tail(self) -> bool:
         """Whether it returns logits."""
         return self.layers.stop == self.n_layers

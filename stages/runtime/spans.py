@@ -162,7 +162,7 @@ class Span:
     tokens: Sequence[int]
     """Token ids, one a row."""
     hidden: NDArray[np.float32] | None = None
-    """float32 (rows, n_embd); required except at the first stage."""
+    """float32 (rows, n_embd); required except at the first stage, where they replace embeddings."""
     num_outputs: int = 0
     """At the tail, number of last rows that return logits."""
     checkpoints: tuple[int, ...] = ()
@@ -172,12 +172,13 @@ class Span:
     """Whether other rows may be computed with it, only because that is faster."""
 
     @classmethod
-    def of(cls, slot: int, window: wire.Window) -> Span:
-        """Rows of a window, without hidden states."""
+    def of(cls, slot: int, window: wire.Window, hidden: NDArray[np.float32] | None = None) -> Span:
+        """Rows of a window; without hidden states if they are decoded later."""
         return cls(
             slot,
             window.start,
             list(window.tokens),
+            hidden,
             num_outputs=window.verify_rows,
             checkpoints=tuple(window.checkpoints),
         )

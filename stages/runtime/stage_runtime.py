@@ -13,6 +13,7 @@ import llama_cpp
 import numpy as np
 
 from spanmesh_proto.errors import InvalidWindow, ModelDoesNotFit, StageFailed, UncuttableModel
+from spanmesh_proto.row_ids import stray_id
 from stages.graph_boundary import GraphBoundary
 from stages.runtime.devices import GpuPlacing
 from stages.runtime.hidden_tap import FeatureTaps, LayerTap, StopTap, make_stop_tap
@@ -25,7 +26,7 @@ from stages.runtime.slot_memory import SlotMemory
 from stages.runtime.spans import Span, SpanBatch, SpanBatches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -72,13 +73,16 @@ class Batch:
         hidden: NDArray[np.float32] | None,
         first_output: int,
     ) -> None:
-        """Append rows of one slot; those from `first_output` on return an output."""
+        """Append rows of one slot; those from `first_output` on return an output.
+
+        Where hidden states go in, None stands for zeros.
+        """
         first = self.struct.n_tokens
         stop = first + len(tokens)
         if self._hidden is None:
             self._tokens[first:stop] = tokens
         else:
-            self._hidden[first:stop] = hidden
+            self._hidden[first:stop] = 0 if hidden is None else hidden
         self._positions[first:stop] = np.arange(start, start + len(tokens))
         self._slots[first:stop] = slot
         self._outputs[first : first + first_output] = 0
@@ -192,6 +196,9 @@ class StageRuntime:
             pads_for_speed=self._numerics.pads_for_speed and self.info.can_trim,
             make_filler=self._filler,
         )
+        self._input_width: int = (
+            llama_cpp.llama_model_n_embd_inp(self._model) if self.info.is_first else self.info.n_embd
+        )
         self._batch = Batch(self._numerics.max_rows, self.info.n_embd if self._takes_embeddings else None)
         self._incoming = np.zeros(
             (0 if not self._has_inlet else self._numerics.max_rows, self.info.n_embd), np.float32
@@ -237,13 +244,15 @@ class StageRuntime:
             raise InvalidWindow(f"{span.num_outputs} rows to verify in a window of {rows}")
         # Other stages do not use token ids.
         looks_up = self.info.is_first or self.info.is_tail or self._boundary.takes_tokens
-        if looks_up and (max(span.tokens) >= self.info.n_vocab or min(span.tokens) < 0):
-            raise InvalidWindow(f"token {max(span.tokens)} is outside the vocabulary of {self.info.n_vocab}")
-        if self.info.is_first:
+        may_be_rows = span.hidden is not None and not self._boundary.takes_tokens
+        stray = stray_id(span.tokens, self.info.n_vocab, may_be_rows=may_be_rows) if looks_up else None
+        if stray is not None:
+            raise InvalidWindow(f"token {stray} is outside the vocabulary of {self.info.n_vocab}")
+        if self.info.is_first and span.hidden is None:
             return
-        if span.hidden is None or span.hidden.shape != (rows, self.info.n_embd):
+        if span.hidden is None or span.hidden.shape != (rows, self._input_width):
             shape = None if span.hidden is None else span.hidden.shape
-            raise InvalidWindow(f"hidden states have shape {shape}; expected {(rows, self.info.n_embd)}")
+            raise InvalidWindow(f"hidden states have shape {shape}; expected {(rows, self._input_width)}")
 
     def tap_features(self, layers: Collection[int]) -> tuple[int, ...]:
         """Set the layers whose outputs are features; returns those that this stage gives, in order.
@@ -281,7 +290,7 @@ class StageRuntime:
         is_tapped = is_tapped and bool(self._feature_taps.layers)
         self._feature_taps.begin(are_wanted=is_tapped)
         outputs: dict[int, NDArray[np.float32]] = {}
-        for batch in self._span_batches.divide(spans):
+        for batch in itertools.chain.from_iterable(map(self._span_batches.divide, self._by_input(spans))):
             begun_us = self.decode_cpu_us
             try:
                 computed = self._decode_batch(batch, is_tapped=is_tapped)
@@ -334,11 +343,12 @@ class StageRuntime:
         spans, paddings = batch.spans, batch.paddings
         for span in spans:
             self.memory.prepare(span)
-        num_rows = self._fill(batch)
+        filled = self._fill(batch)
+        num_rows = int(filled.struct.n_tokens)
         incoming = self._incoming[:num_rows] if self._has_inlet else None
         if self._tap is not None:
             self._tap.begin(incoming, is_tapped=is_tapped)
-        self._run()
+        self._run(filled)
         if incoming is not None and (self._tap is None or self._tap.num_given != num_rows):
             raise UncuttableModel(
                 f"llama.cpp's graph has no tensor {self._boundary.inlet!r} of {num_rows} rows where hidden "
@@ -442,29 +452,43 @@ class StageRuntime:
         num_outputs = num_rows if self.info.is_tail else 0
         return Span(slot, self.memory.length(slot), [0] * num_rows, hidden, num_outputs)
 
-    def _fill(self, batch: SpanBatch) -> int:
-        """Write the rows into the batch, and count them."""
-        self._batch.clear()
+    def _by_input(self, spans: Sequence[Span]) -> Iterable[Sequence[Span]]:
+        """The spans, at the first stage those that bring rows apart: llama.cpp takes ids or rows."""
+        if not self.info.is_first or all(span.hidden is None for span in spans):
+            return (spans,)
+        with_ids = [span for span in spans if span.hidden is None]
+        with_rows = [span for span in spans if span.hidden is not None]
+        return filter(None, (with_ids, with_rows))
+
+    @functools.cached_property
+    def _row_batch(self) -> Batch:
+        """Batch of rows at the first stage."""
+        return Batch(self._numerics.max_rows, self._input_width)
+
+    def _fill(self, batch: SpanBatch) -> Batch:
+        """The rows of a batch for llama.cpp."""
+        brings_rows = self.info.is_first and any(span.hidden is not None for span in batch.spans)
+        filled = self._row_batch if brings_rows else self._batch
+        filled.clear()
         looks_up = self.info.is_first or self._boundary.takes_tokens
         for span, padding in zip(batch.spans, batch.paddings, strict=True):
             rows = len(span.tokens)
             first_output = rows - span.num_outputs if self.info.is_tail else 0
             if self._has_inlet:
-                first = self._batch.struct.n_tokens
+                first = filled.struct.n_tokens
                 self._incoming[first : first + rows] = span.hidden
                 self._incoming[first + rows : first + rows + padding] = 0
             # Unused token ids may be beyond the file's placeholder vocabulary.
             tokens = span.tokens if looks_up else [0] * rows
-            self._batch.add(span.slot, span.start, tokens, span.hidden, first_output)
+            filled.add(span.slot, span.start, tokens, span.hidden, first_output)
             if padding:
-                zeros = np.zeros((padding, self.info.n_embd), np.float32) if self._takes_embeddings else None
                 no_output = padding if self.info.is_tail and not batch.pads_logits(span) else 0
-                self._batch.add(span.slot, span.start + rows, [0] * padding, zeros, no_output)
-        return int(self._batch.struct.n_tokens)
+                filled.add(span.slot, span.start + rows, [0] * padding, None, no_output)
+        return filled
 
-    def _run(self) -> None:
+    def _run(self, filled: Batch) -> None:
         started_ns = time.thread_time_ns()
-        status = llama_cpp.llama_decode(self._context, self._batch.struct)
+        status = llama_cpp.llama_decode(self._context, filled.struct)
         self.decode_cpu_us += (time.thread_time_ns() - started_ns) // 1000
         if status != 0:
             # llama.cpp's state of the batch is unknown: these slots are emptied.

@@ -20,6 +20,7 @@ import structlog
 
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import InvalidRequest, StageFailed
+from spanmesh_proto.row_ids import stray_id, tokens_among
 from stages.compiled_extension import REMEDY, load_extension
 from stages.sampling.gumbel import position_key, race_all, race_among
 
@@ -105,7 +106,7 @@ class LogitAdjustment:
         # An id that occurs several times in `seen` or `said` is written as often, each time with the same
         # value.
         if self._counts_all:
-            seen = before[-self._window :] if self._window else before
+            seen = tokens_among(before[-self._window :] if self._window else before)
             values = row[seen]
             row[seen] = np.where(values > 0, values / self._repetition, values * self._repetition)
         if self._counts_answer:
@@ -185,7 +186,7 @@ class SamplingParams:
         Raises:
             InvalidRequest: Naming the first that does not.
         """
-        wrong = next((token for token, _ in self.logit_bias if not 0 <= token < n_vocab), None)
+        wrong = stray_id([token for token, _ in self.logit_bias], n_vocab)
         if wrong is not None:
             raise InvalidRequest(
                 f"logit_bias names the token id {wrong}: this model's ids go from 0 to {n_vocab - 1}",

@@ -7,6 +7,7 @@ from typing import Final
 
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import InvalidRequest, InvalidWindow
+from spanmesh_proto.row_ids import stray_id
 from stages.grammar.gbnf_parser import MAX_GRAMMAR_BYTES, refusal
 from stages.sampling.sampler import MAX_TOP_LOGPROBS, SamplingParams
 
@@ -77,8 +78,12 @@ class SessionSpec:
             InvalidWindow: If one of the cached prefix does not.
         """
         self.sampling.require_vocabulary(n_vocab)
-        if self.cached and max(self.cached) >= n_vocab:
-            raise InvalidWindow(f"token {max(self.cached)} is outside the vocabulary of {n_vocab}")
+        for ids, may_be_rows in (
+            (self.cached[: self.num_prompt], True),
+            (self.cached[self.num_prompt :], False),
+        ):
+            if (stray := stray_id(ids, n_vocab, may_be_rows=may_be_rows)) is not None:
+                raise InvalidWindow(f"token {stray} is outside the vocabulary of {n_vocab}")
 
     def to_wire(self) -> wire.Open:
         """The message."""

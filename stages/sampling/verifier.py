@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from spanmesh_proto.errors import InvalidWindow, StageFailed
+from spanmesh_proto.row_ids import has_rows
 from stages.grammar.session_grammar import GrammarRecord
 from stages.sampling.sampler import Sampler, SamplingParams, TokenLogprobs, token_logprobs
 
@@ -96,6 +97,7 @@ class WindowVerifier:
         open_masks: Callable[[], TokenMasks] | None = None,
     ) -> None:
         self._sampler = Sampler(sampling, num_prompt)
+        self._num_prompt = num_prompt
         self._num_top_logprobs = num_top_logprobs
         self._record = TokenRecord() if self._sampler.needs_history else None
         self._grammar = None if open_masks is None else GrammarRecord(open_masks, num_prompt)
@@ -143,10 +145,13 @@ class WindowVerifier:
             The samples; or the tokens after the rows as they were given, if they are scored.
 
         Raises:
-            InvalidWindow: If there are more rows than tokens, or it leaves a gap before its start.
+            InvalidWindow: If there are more rows than tokens, or it leaves a gap before its start, or what is
+                no token follows the prompt.
             StageFailed: If a row's logits are not finite.
             InvalidRequest: If the session's grammar is invalid, or allows no token.
         """
+        if has_rows(answer := tokens[max(0, self._num_prompt - start) :]):
+            raise InvalidWindow(f"an answer has tokens only, and {max(answer)} is none")
         self._write(start, tokens)
         if scored_next is None:
             drawn = verify(rows_logits, tokens, start, self._sample)

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from spanmesh_proto import windows_pb2 as wire
     from stages.runtime.slot_memory import Prefix
     from stages.sampling.session_spec import SessionSpec
@@ -113,6 +116,13 @@ class StagePlug:
 
     async def stop(self) -> None:
         """End, with the stage."""
+
+    def input_of(self, window: wire.Window) -> NDArray[np.float32] | None:
+        """Rows that enter the first stage in place of a window's ids, float32 (rows, n_embd); None for none.
+
+        They are computed apart from other windows, and ids of theirs need not be those of tokens, see
+        `spanmesh_proto.row_ids`. Must not raise: ids without rows fail their session alone.
+        """
 
     def arriving(self, bundle: wire.WindowBundle) -> Mapping[tuple[int, int], tuple[Any, ...]]:
         """What came with windows and is to go on with them, by the ids of session and window."""

@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -45,22 +45,8 @@ class RowsSetting:
 
     layers: tuple[int, int, int]
     """First layer, last plus one, and layers of the whole model."""
-    exact: bool
-    """Numeric mode."""
-    kv_type: str
-    """Format of the KV cache."""
-    gpu_layers: tuple[tuple[str, int], ...] | None
-    """See `RuntimeOptions`."""
-    repacks: bool
-    """See `RuntimeOptions`."""
-    num_threads: int
-    """Threads in exact mode, whose promise is to the bit; 0 in fast mode."""
-    num_slots: int
-    """Number of slots: llama.cpp's saved state names it."""
-    ctx_size: int
-    """Positions of a slot if rotations may depend on it; else 0."""
-    cpu_moe_layers: int
-    """See `RuntimeOptions`."""
+    options: RuntimeOptions
+    """Options of the runtime; those on which rows do not depend are the same in all settings."""
     devices: tuple[str, ...]
     """Descriptions of the devices with layers: their names stay when a card is exchanged."""
 
@@ -68,18 +54,14 @@ class RowsSetting:
     def of(cls, runtime: StageRuntime, options: RuntimeOptions) -> RowsSetting:
         """Settings of a loaded stage."""
         info = runtime.info
-        return cls(
-            (info.layers.start, info.layers.stop, info.n_layers),
-            options.exact,
-            options.kv_type,
-            options.gpu_layers,
-            options.repacks,
-            options.num_threads if options.exact else 0,
-            options.num_slots,
-            options.ctx_size if runtime.may_scale_rotations else 0,
-            options.cpu_moe_layers,
-            runtime.devices,
+        relevant = replace(
+            options,
+            # Only exact mode promises the same bits.
+            num_threads=options.num_threads if options.exact else 0,
+            ctx_size=options.ctx_size if runtime.may_scale_rotations else 0,
+            num_checkpoints=0,
         )
+        return cls((info.layers.start, info.layers.stop, info.n_layers), relevant, runtime.devices)
 
 
 @dataclass(frozen=True)

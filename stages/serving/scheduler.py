@@ -30,7 +30,7 @@ class QueuedWindow:
     message: wire.Window
     """The window as it came; it goes on as it is."""
     span: Span
-    """Rows for llama.cpp, without hidden states."""
+    """Rows for llama.cpp; those of the stage before are in `hidden` until they are decoded."""
     verifier: WindowVerifier
     """Verifier of its session, at the tail."""
     times: tuple[wire.StageTime, ...]

@@ -27,6 +27,9 @@ from stages.transport.hidden_codec import EncodedHidden
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from stages.runtime.stage_runtime import StageRuntime
     from stages.serving.plugs import StagePlug
     from stages.serving.ring_place import RingPlace
@@ -173,7 +176,7 @@ class StageEngine:
                 queued.append(
                     QueuedWindow(
                         message=window,
-                        span=Span.of(session.slot, window),
+                        span=Span.of(session.slot, window, self._input_of(window)),
                         hidden=hidden,
                         first_row=first_row,
                         verifier=session.verifier,
@@ -194,6 +197,13 @@ class StageEngine:
         # Several windows may be several batches, and what the first gives should leave before the second.
         if not (self._computes_in_loop and len(queued) == 1 and self._worker.compute_in_loop(queued[0])):
             self._scheduler.put(*queued)
+
+    def _input_of(self, window: wire.Window) -> NDArray[np.float32] | None:
+        """Rows that a plug gives the first stage; None for ids, and for rows of the stage before."""
+        if not self._info.is_first:
+            return None
+        found = (plug.input_of(window) for plug in self._plugs)
+        return next((rows for rows in found if rows is not None), None)
 
     def _admit(self, window: wire.Window) -> StageSession | None:
         """The session of a window that can be queued; None if it has ended, or the failure was reported."""

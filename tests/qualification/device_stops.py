@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from stages.runtime.stage_runtime import Batch
+
 WITH_OUTPUT: Final[frozenset[Way]] = frozenset({"ends", "ends, in Python", "runs on"})
 """Ways that give hidden states."""
 _NUM_ROWS: Final = (1, 8, 64)
@@ -102,8 +104,8 @@ class _TimedRuntime(StageRuntime):
             return tap
         return None if self._way == "no callback" else StopTap(None, self._boundary, self.max_rows)
 
-    def _run(self) -> None:
-        super()._run()
+    def _run(self, filled: Batch) -> None:
+        super()._run(filled)
         # Without a callback a device may still compute.
         llama_cpp.llama_synchronize(self._context)
 

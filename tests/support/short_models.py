@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import gguf
+import numpy as np
 import pytest
 
 from stages.files import ModelFile, Region
@@ -11,11 +13,13 @@ from stages.gguf import Value, ValueType, read_header
 from stages.slicing.layout import StageLayout, StageTensor
 from stages.slicing.source_model import count_layers
 from stages.slicing.stage_writer import StageWriter
-from stages.slicing.tensor_names import is_per_layer, layer_of
+from stages.slicing.tensor_names import EMBEDDING, is_per_layer, layer_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from numpy.typing import NDArray
 
 
 def write_short(source: Path, num_layers: int, output: Path, texts: Mapping[str, str] | None = None) -> Path:
@@ -67,3 +71,10 @@ def short_smollm2_path(smollm2_path: Path, tmp_path_factory: pytest.TempPathFact
 def short_gemma3_path(gemma3_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six layers of Gemma 3, the one without a sliding window among them; see `short_smollm2_path`."""
     return write_short(gemma3_path, 6, tmp_path_factory.mktemp("short") / "short-gemma3.gguf")
+
+
+def embedding_of(model: Path) -> NDArray[np.float32]:
+    """Rows of the tokens of a model, as llama.cpp looks them up."""
+    (found,) = (each for each in gguf.GGUFReader(model).tensors if each.name == EMBEDDING)
+    rows: NDArray[np.float32] = gguf.quants.dequantize(found.data, found.tensor_type).astype(np.float32)
+    return rows

@@ -1,5 +1,6 @@
 """What `mesh serve` finds out about memory and formats before any work."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,6 +136,47 @@ def test_a_context_that_nobody_names_is_chosen_later(long: Path) -> None:
     # But a ring with a chosen context is not one of 4096 positions.
     assert setup_of(unnamed, known_of(unnamed)) != setup_of(named, known_of(named))
     assert setup_of(unnamed, known_of(unnamed)) == setup_of(unnamed, known_of(unnamed))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ctx_size": 512},
+        {"parallel": 3},
+        {"kv_type": "f32"},
+        {"exact": True},
+        {"wire": "q8"},
+        {"stages": 1},
+        {"split": (3, 3)},
+        {"threads": 2},
+        {"memory_bytes": 999 * MIB},
+        {"gpu_layers": 0},
+        {"cpu_moe": True},
+        {"n_cpu_moe": 1},
+        {"kv_disk_bytes": MIB},
+        {"repacks": False},
+    ],
+)
+def test_stages_of_other_settings_are_not_taken_over(tiny: Path, change: dict[str, object]) -> None:
+    given = options(tiny)
+    changed = given.changed(**change)
+    assert setup_of(changed, known_of(changed)) != setup_of(given, known_of(given))
+
+
+def test_stages_of_another_file_are_not_taken_over(tiny: Path, tmp_path: Path) -> None:
+    copy = tmp_path / tiny.name
+    copy.write_bytes(tiny.read_bytes())
+    before = setup_of(options(copy), known_of(options(copy)))
+    assert before != setup_of(options(tiny), known_of(options(tiny)))
+    assert before == setup_of(options(copy), known_of(options(copy)))
+    os.utime(copy, (1, 1))
+    assert before != setup_of(options(copy), known_of(options(copy)))
+
+
+def test_stages_are_taken_over_with_other_settings_of_requests(tiny: Path) -> None:
+    given = options(tiny)
+    changed = given.changed(max_waiting=9, speculate="ngram", draft_max=3, port=1, checkpoints=2)
+    assert setup_of(changed, known_of(changed)) == setup_of(given, known_of(given))
 
 
 def test_a_draft_is_loaded_before_the_context_is_chosen(long: Path) -> None:

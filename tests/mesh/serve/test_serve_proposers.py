@@ -7,6 +7,7 @@ import pytest
 
 from mesh.engine import GenerationRequest, SpeculationLimits, SpeculationMode
 from mesh.serve.proposers import Proposers
+from spanmesh_proto.row_ids import FIRST_ROW_ID
 from speculative.draft.context import DraftOptions
 from speculative.draft.worker import DraftProposer
 from tests.support.draft_models import running_draft
@@ -47,6 +48,8 @@ def test_a_draft_model_is_told_whose_text_it_reads(tmp_path: Path) -> None:
             assert isinstance(proposer, DraftProposer)
             assert proposer._session.client == client
             proposer.close()
+        # It knows no rows but those of tokens.
+        assert Proposers("draft", draft=draft)(replace(ASKED, prompt=(1, FIRST_ROW_ID, 3))) == []
 
 
 def test_an_answer_is_proposed_again_to_the_same_key_alone() -> None:

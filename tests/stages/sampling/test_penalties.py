@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spanmesh_proto.errors import InvalidRequest, InvalidWindow
+from spanmesh_proto.row_ids import FIRST_ROW_ID
 from stages.sampling.sampler import (
     MAX_BIASES,
     LogitAdjustment,
@@ -165,6 +166,21 @@ def test_settings_out_of_range_are_refused_by_name(fields: dict[str, object], wo
     with pytest.raises(InvalidRequest, match=words) as caught:
         SamplingParams(**fields)  # type: ignore[arg-type]
     assert caught.value.param == next(iter(fields))
+
+
+def test_rows_that_are_no_tokens_are_not_penalised() -> None:
+    logits = np.arange(1, 5, dtype=np.float32)
+    adjustment = LogitAdjustment(SamplingParams(repetition_penalty=2.0, frequency_penalty=1.0), 3)
+    adjusted = adjustment.apply(logits, [FIRST_ROW_ID, 0, FIRST_ROW_ID + 7, 3])
+    assert adjusted.tolist() == [0.5, 2.0, 3.0, 1.0]
+
+
+def test_a_cached_prefix_has_tokens_and_rows_only() -> None:
+    rows = (9, FIRST_ROW_ID, 2**32 - 1)
+    SessionSpec(1, 0, num_prompt=3, cached=(*rows, 8)).require_vocabulary(10)
+    for wrong, num_prompt in ((10, 4), (FIRST_ROW_ID - 1, 4), (FIRST_ROW_ID, 3)):
+        with pytest.raises(InvalidWindow, match=f"token {wrong} is outside the vocabulary of 10"):
+            SessionSpec(1, 0, num_prompt=num_prompt, cached=(*rows, wrong)).require_vocabulary(10)
 
 
 def test_biased_ids_must_exist() -> None:

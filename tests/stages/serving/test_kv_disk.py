@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from concurrent.futures import Executor, Future
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,7 +16,9 @@ import pytest
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import InvalidWindow, PrefixMismatch, StageFailed, UncuttableModel
 from stages.certification.certify import cut_stage
+from stages.graph_boundary import GraphBoundary
 from stages.layers import LayerRange
+from stages.runtime.loaded_model import StageInfo
 from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.serving.block_store import BlockStore
@@ -396,7 +399,22 @@ def test_rows_that_llama_cpp_refuses_leave_an_empty_slot() -> None:
     assert runtime.memory.length(2) == 0
 
 
-SETTING: Final = RowsSetting((0, 2, 4), True, "f16", None, True, 2, 4, 0, 0, ())  # noqa: FBT003 - a record
+OPTIONS: Final = RuntimeOptions(num_slots=4, num_threads=2, exact=True)
+SETTING: Final = RowsSetting((0, 2, 4), OPTIONS, ())
+# Options of computing, each with another value.
+CHANGES: Final[dict[str, Any]] = {
+    "exact": False,
+    "kv_type": "q8_0",
+    "gpu_layers": (("CUDA0", 1),),
+    "repacks": False,
+    "num_threads": 1,
+    "num_slots": 5,
+    "ctx_size": 4096,
+    "cpu_moe_layers": 1,
+    "num_checkpoints": 3,
+    "observe_layers": (1,),
+    "observe_as": GraphBoundary(64),
+}
 
 
 @pytest.mark.parametrize(
@@ -404,14 +422,7 @@ SETTING: Final = RowsSetting((0, 2, 4), True, "f16", None, True, 2, 4, 0, 0, ())
     [
         {"layers": (0, 3, 4)},
         {"layers": (0, 2, 5)},
-        {"exact": False},
-        {"kv_type": "q8_0"},
-        {"gpu_layers": (("CUDA0", 1),)},
-        {"repacks": False},
-        {"num_threads": 1},
-        {"num_slots": 5},
-        {"ctx_size": 4096},
-        {"cpu_moe_layers": 1},
+        *({"options": replace(OPTIONS, **{name: value})} for name, value in CHANGES.items()),
         {"devices": ("a card",)},
     ],
 )
@@ -420,8 +431,45 @@ def test_whatever_rows_depend_on_is_in_their_identity(change: dict[str, Any]) ->
     assert len(identity) == 32
     assert rows_identity(SETTING, "ab") == identity
     assert rows_identity(SETTING, "ac") != identity
-    fields = {name: getattr(SETTING, name) for name in SETTING.__dataclass_fields__}
-    assert rows_identity(RowsSetting(**{**fields, **change}), "ab") != identity
+    assert rows_identity(replace(SETTING, **change), "ab") != identity
+
+
+def test_every_option_of_computing_is_tried() -> None:
+    """A new one changes the identity of rows unless `RowsSetting.of` says that they do not depend on it."""
+    assert CHANGES.keys() == RuntimeOptions.__dataclass_fields__.keys()
+
+
+class _Loaded:
+    """As much of a loaded stage as its setting is made of."""
+
+    info = StageInfo(LayerRange(0, 2), 4, n_embd=64, n_vocab=8, n_ctx_train=4096, num_bytes=0)
+    devices: tuple[str, ...] = ()
+
+    def __init__(self, *, may_scale_rotations: bool) -> None:
+        self.may_scale_rotations = may_scale_rotations
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "may_scale_rotations"),
+    [
+        (OPTIONS, "num_checkpoints", True),
+        (OPTIONS, "ctx_size", False),
+        (replace(OPTIONS, exact=False), "num_threads", True),
+    ],
+)
+def test_rows_outlive_changes_on_which_they_do_not_depend(
+    base: RuntimeOptions, name: str, *, may_scale_rotations: bool
+) -> None:
+    loaded: Any = _Loaded(may_scale_rotations=may_scale_rotations)
+    changed = replace(base, **{name: CHANGES[name]})
+    assert RowsSetting.of(loaded, changed) == RowsSetting.of(loaded, base)
+
+
+@pytest.mark.parametrize("name", sorted(CHANGES.keys() - {"num_checkpoints"}))
+def test_rows_do_not_outlive_others(name: str) -> None:
+    loaded: Any = _Loaded(may_scale_rotations=True)
+    changed = replace(OPTIONS, **{name: CHANGES[name]})
+    assert RowsSetting.of(loaded, changed) != RowsSetting.of(loaded, OPTIONS)
 
 
 def test_the_build_is_in_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
