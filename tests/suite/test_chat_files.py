@@ -67,7 +67,7 @@ async def test_a_streamed_chat_enters_few_files(smollm2_path: Path, tmp_path: Pa
                 if number >= NUM_BEFORE:
                     entered.append(set())
                 async with api.http.stream("POST", CHAT, json=BODY) as response:
-                    lines = [line.removeprefix("data: ") async for line in response.aiter_lines() if line]
+                    lines = [line[6:] async for line in response.aiter_lines() if line.startswith("data: ")]
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
