@@ -306,6 +306,19 @@ def mesh_checks(
     yield from _order(links)
 
 
+def format_checks(models: Mapping[str, Any]) -> Iterator[Check]:
+    """How models write calls.
+
+    Args:
+        models: What `/v1/models` tells.
+    """
+    for model in models["data"]:
+        if (told := model.get("answer_format")) is not None:
+            found = json.dumps(told["call"], ensure_ascii=False)
+            detail = found if told["is_found"] else f"as our own note asks for them: {found}"
+            yield ok("mesh", f"calls of {model['id']}", detail)
+
+
 def _state(name: str, model: ChatModelStatus | EmbeddingModelStatus) -> Check:
     if model.ready:
         return ok("mesh", "serving", f"{name} in {len(model.stages)} stages")

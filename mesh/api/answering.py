@@ -8,6 +8,7 @@ every API, and is here.
 from __future__ import annotations
 
 import asyncio
+import json
 from abc import ABC, abstractmethod
 from collections import deque
 from contextlib import aclosing
@@ -20,8 +21,9 @@ import structlog
 
 from mesh.api.event_stream import PING, EventStream, while_connected
 from mesh.api.rate_limit import reservation_of
+from mesh.text.answer_format import marks_in
 from mesh.text.detokenizer import AnswerText
-from mesh.text.message_parts import joined
+from mesh.text.message_parts import ToolCallArguments, ToolCallStart, joined
 from mesh.text.output_parser import OutputParser
 from spanmesh_proto.errors import StageFailed
 from speculative.lookup_proposers import PredictionProposer
@@ -114,6 +116,8 @@ class AnswerPart:
     """Tokens of the answer up to here that are reasoning."""
     stop_string: str | None = None
     """The stop string that ended the answer, on its last part."""
+    has_cut_call: bool = False
+    """On the last part, whether the answer ends within a call, whose arguments are not all there."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """On the first part, log probabilities of the prompt's tokens but the first, if the request asked for
     them."""
@@ -124,10 +128,14 @@ class _Answer:
 
     def __init__(self, piece_with: PieceWith, job: GenerationJob) -> None:
         self._job = job
-        self._text = AnswerText(piece_with(job.output_format.marks), job.stops)
+        self._piece = piece_with(job.output_format.marks)
+        self._text = AnswerText(self._piece, job.stops, includes_stop=job.includes_stop)
+        self._marks = marks_in(job.output_format.marks)
         self._tokens = AnswerTokens(self._text)
         self._reader = OutputParser(job.output_format)
         self._message_parts: list[MessagePart] = []
+        # Of the latest call.
+        self._arguments: list[str] = []
         self._ids: list[int] = []
         self._num_passed = 0
         self._num_reasoning = 0
@@ -148,7 +156,8 @@ class _Answer:
             if token in self._job.request.end_tokens:
                 return
             offset = text.num_decoded
-            self._message_parts += reader.push(text.push(token))
+            is_mark = reader.is_in_header or self._piece(token) in self._marks
+            self._message_parts += reader.push(text.push(token, is_mark=is_mark))
             if reader.is_reasoning:
                 self._num_reasoning = len(self._ids)
             if step.logprobs:
@@ -167,12 +176,21 @@ class _Answer:
         finish: FinishReason | None = "stop" if self.is_over else step.finish
         if self._job.is_prompt_only:
             finish = "length"
-        if self._reader.has_calls and finish == "stop":
-            finish = "tool_calls"
-        return self._part(step, finish)
+        part = self._part(step, finish)
+        if not self._reader.has_calls:
+            return part
+        is_cut = self._reader.ends_in_call and not _is_json("".join(self._arguments))
+        return replace(
+            part, finish="tool_calls" if finish == "stop" and not is_cut else finish, has_cut_call=is_cut
+        )
 
     def _part(self, step: Committed, finish: FinishReason | None) -> AnswerPart:
         message_parts, self._message_parts = joined(self._message_parts), []
+        for piece in message_parts:
+            if isinstance(piece, ToolCallStart):
+                self._arguments.clear()
+            elif isinstance(piece, ToolCallArguments):
+                self._arguments.append(piece.text)
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, ()
         new = tuple(self._ids[self._num_passed :])
         self._num_passed = len(self._ids)
@@ -185,7 +203,7 @@ class _Answer:
             new,
             self._num_reasoning,
             self._text.stop_string if finish is not None else None,
-            prompt_logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
 
 
@@ -574,3 +592,11 @@ def _ratio(amount: float, per: float) -> float:
 async def made(is_long: bool, make: Callable[..., Result], *args: Any) -> Result:  # noqa: FBT001
     """Result of a function; in a thread if it takes long, so that other answers continue meanwhile."""
     return await asyncio.to_thread(make, *args) if is_long else make(*args)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -17,7 +17,6 @@ from mesh.embedding.registry import EmbeddingBackends
 from mesh.metrics.request_metrics import ObservedEngine, RequestStatistics
 from mesh.metrics.tracing import CURRENT_SPAN
 from mesh.text.chat_template import template_source_of
-from mesh.text.message_parts import call_format_of
 from mesh.text.text_jobs import TextModel
 from mesh.text.text_service import TextService
 from spanmesh_proto.errors import ClusterError, InvalidRequest, ModelNotFound
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from mesh.api.request_parsing import Body
     from mesh.engine import Engine
     from mesh.status import MeshStatus, StageCounts
-    from mesh.text.message_parts import CallFormat
     from mesh.text.tokenizer import Tokenizer
     from spanmesh_proto.errors import MeshError
 
@@ -103,14 +101,17 @@ class Backend:
     """Request statistics for `/metrics`."""
     texts: TextService = field(init=False)
     """Renders conversations and tokenizes texts of clients."""
-    call_format: CallFormat = field(init=False)
-    """Format of the model's calls, by its chat template."""
 
     def __post_init__(self) -> None:
         self.engine = ObservedEngine(self.engine, self.statistics, self.api.steady_s)
         source = template_source_of(self.tokenizer)
         self.texts = TextService(TextModel(str(self.tokenizer.path), self.tokenizer.stamp, source))
-        self.call_format = call_format_of(source)
+
+    @property
+    def has_short_call_ids(self) -> bool:
+        """Whether ids of calls are nine letters and digits, as the model's chat template wants them."""
+        told = self.texts.told_format
+        return told is not None and told.has_short_ids
 
     def now(self) -> datetime:
         """The local time."""

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from mesh.api.auth import client_of
 from mesh.api.body_worker import REFUSED, decode, job_header
-from mesh.api.request_parsing import NAMES, is_simple, max_values, parse_body
+from mesh.api.request_parsing import is_simple, max_values, parse_body, unknown_names
 from mesh.text.text_service import NUM_BODY_WORKERS
 from mesh.util.fair_queue import FairQueue
 from mesh.util.tasks import first_of
@@ -290,7 +290,7 @@ async def read_body(
         body = parse_body(data, kind, most_values)
     else:
         body = await _parsed_elsewhere(request, data, kind, most_values)
-    unknown.note(name for name in body.model_extra or () if name not in NAMES)
+    unknown.note(unknown_names(body))
     return body
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgpack
 from pydantic import BaseModel
 
-from mesh.api.protocol import AllowedTools
+from mesh.api.message_bodies import AllowedTools
 from mesh.api.request_parsing import parse_body
 from spanmesh_proto.errors import InvalidRequest
 

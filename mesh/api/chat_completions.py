@@ -13,6 +13,7 @@ from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.auth import client_of
 from mesh.api.backend import body_of
+from mesh.api.custom_calls import FreeTextReader, free_text
 from mesh.api.errors import json_response
 from mesh.api.event_stream import while_connected
 from mesh.api.generation_job import (
@@ -21,14 +22,14 @@ from mesh.api.generation_job import (
     make_chat_job,
     render_prompt,
     several,
-    thinking_variables,
 )
 from mesh.api.on_demand import answered
 from mesh.api.openai_format import CallIds, OpenAiAnswer, chat_logprobs, respond_in
 from mesh.api.openapi import ChatCompletion, TokenCount, answers, takes
-from mesh.api.protocol import ChatBody, ConversationBody
+from mesh.api.protocol import ChatBody
 from mesh.api.structured_output import tool_use_of
 from mesh.text.message_parts import Content, Reasoning, ToolCallArguments, ToolCallStart, calls_of
+from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from mesh.api.answering import AnswerToken, FinishReason
     from mesh.api.backend import Backend
     from mesh.api.generation_job import GenerationJob
+    from mesh.api.message_bodies import ConversationBody
     from mesh.text.message_parts import MessagePart
 
 _CALL: Final = ("name", "arguments")
@@ -50,9 +52,13 @@ class ChatFormat:
     chunk_object = "chat.completion.chunk"
     has_prompt_ids_in_choices = False
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, body: ChatBody) -> None:
         self._tokenizer = backend.tokenizer
-        self._new_call_id = CallIds(backend.api.random_bits, backend.call_format)
+        self._new_call_id = CallIds(backend.api.random_bits, is_short=backend.has_short_call_ids)
+        self._is_legacy = body.has_functions
+        self._custom_names = body.custom_names
+        # Of calls of custom tools under way, by choice and index of the call.
+        self._texts: dict[tuple[int, int], FreeTextReader] = {}
 
     def logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
         """Log probabilities of some tokens."""
@@ -72,15 +78,16 @@ class ChatFormat:
             message["reasoning_content"] = reasoning
         if calls := calls_of(message_parts):
             message["content"] = content or None
-            message["tool_calls"] = [
-                {
-                    "id": self._new_call_id(),
-                    "type": "function",
-                    "function": dict(zip(_CALL, call, strict=True)),
-                }
-                for call in calls
-            ]
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
+            if self._is_legacy:
+                message["function_call"] = dict(zip(_CALL, calls[0], strict=True))
+            else:
+                message["tool_calls"] = [self._call(*call) for call in calls]
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": self._told(finish),
+        }
 
     def opening(self, index: int) -> str:
         """First chunk, with the role."""
@@ -94,17 +101,52 @@ class ChatFormat:
             case Reasoning():
                 delta = f'{{"reasoning_content":{_json(piece.text)}}}'
             case ToolCallStart():
-                function = f'{{"name":{_json(piece.name)},"arguments":""}}'
-                head = f'"index":{piece.index},"id":"{self._new_call_id()}","type":"function"'
-                delta = f'{{"tool_calls":[{{{head},"function":{function}}}]}}'
+                delta = self._begun(index, piece)
             case ToolCallArguments():
                 function = f'{{"arguments":{_json(piece.text)}}}'
-                delta = f'{{"tool_calls":[{{"index":{piece.index},"function":{function}}}]}}'
+                text = self._texts.get((index, piece.index))
+                if self._is_legacy:
+                    delta = f'{{"function_call":{function}}}'
+                elif text is not None:
+                    custom = f'"custom":{{"input":{_json(text.push(piece.text))}}}'
+                    delta = f'{{"tool_calls":[{{"index":{piece.index},{custom}}}]}}'
+                else:
+                    delta = f'{{"tool_calls":[{{"index":{piece.index},"function":{function}}}]}}'
         return self._chunk(index, delta, logprobs=logprobs_json)
 
     def closing(self, index: int, finish: FinishReason) -> str:
-        """Last chunk, with the finish reason."""
-        return self._chunk(index, "{}", finish=json.dumps(finish))
+        """Last chunk, with the finish reason, and what was held back of custom tools' texts."""
+        rests = [
+            f'{{"index":{call},"custom":{{"input":{_json(rest)}}}}}'
+            for (choice, call), text in self._texts.items()
+            if choice == index and (rest := text.flush())
+        ]
+        delta = f'{{"tool_calls":[{",".join(rests)}]}}' if rests else "{}"
+        return self._chunk(index, delta, finish=json.dumps(self._told(finish)))
+
+    def _call(self, name: str, arguments: str) -> dict[str, Any]:
+        call_id = self._new_call_id()
+        if name in self._custom_names:
+            custom = {"name": name, "input": free_text(arguments)}
+            return {"id": call_id, "type": "custom", "custom": custom}
+        function = dict(zip(_CALL, (name, arguments), strict=True))
+        return {"id": call_id, "type": "function", "function": function}
+
+    def _begun(self, index: int, call: ToolCallStart) -> str:
+        """Delta with which a call begins."""
+        function = f'{{"name":{_json(call.name)},"arguments":""}}'
+        if self._is_legacy:
+            return f'{{"function_call":{function}}}'
+        head = f'"index":{call.index},"id":"{self._new_call_id()}"'
+        if call.name in self._custom_names:
+            self._texts[index, call.index] = FreeTextReader()
+            custom = f'{{"name":{_json(call.name)},"input":""}}'
+            return f'{{"tool_calls":[{{{head},"type":"custom","custom":{custom}}}]}}'
+        return f'{{"tool_calls":[{{{head},"type":"function","function":{function}}}]}}'
+
+    def _told(self, finish: FinishReason) -> str:
+        """The reason in the words of the request."""
+        return "function_call" if self._is_legacy and finish == "tool_calls" else finish
 
     def _chunk(self, index: int, delta: str, *, logprobs: str = "null", finish: str = "null") -> str:
         return f'{{"index":{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{finish}}}'
@@ -122,7 +164,7 @@ async def chat_completions(request: Request) -> Response:
 
     async def answer(backend: Backend) -> Response:
         jobs = await while_connected(request, _jobs(backend, body, client_of(request.scope)))
-        return await respond_in(request, backend, body, ChatFormat(backend), jobs)
+        return await respond_in(request, backend, body, ChatFormat(backend, body), jobs)
 
     return await answered(request, body.model, answer, form=OpenAiAnswer.form if body.stream else None)
 
@@ -149,7 +191,7 @@ async def count_input_tokens(request: Request) -> Response:
 async def _jobs(backend: Backend, body: ChatBody, client: str | None) -> list[GenerationJob]:
     # In a thread, since a conversation of thousands of messages takes a while.
     conversation = await asyncio.to_thread(conversation_of, body)
-    conversation = replace(conversation, splits_reasoning=body.reasoning_format != "none")
+    conversation = replace(conversation, splits_reasoning=body.splits_reasoning)
     prompt = await render_prompt(backend, conversation, client)
     job = await make_chat_job(backend, body, prompt, param="messages", client=client)
     return several([job], body.num_choices)
@@ -162,19 +204,30 @@ def conversation_of(body: ConversationBody) -> Conversation:
         InvalidRequest: If fields contradict each other.
     """
     messages = [message.for_template() for message in body.messages]
+    continued = [index for index, message in enumerate(body.messages) if message.is_continued]
+    if continued and (continued[0] < len(messages) - 1 or body.messages[-1].role != "assistant"):
+        where = f"messages[{continued[0]}]"
+        raise InvalidRequest(
+            f"{where} is to be continued, and is not the assistant's last message: leave prefix or partial"
+            " out",
+            param=where,
+        )
     return Conversation(
         messages=messages,
         tools=tool_use_of(
-            [tool.function for tool in body.tools or ()],
-            body.tool_choice,
-            is_parallel=body.parallel_tool_calls,
-            name_param="tools[{}].function.name",
+            body.offered,
+            body.choice,
+            is_parallel=False if body.has_functions else body.parallel_tool_calls,
+            name_param="functions[{}].name" if body.has_functions else "tools[{}].function.name",
         ),
-        variables={**thinking_variables(body.reasoning_effort), **(body.chat_template_kwargs or {})},
+        variables=body.chat_template_kwargs or {},
+        reasoning=body.reasoning_wish,
+        effort_param=None if body.reasoning_effort is None else "reasoning_effort",
+        budget_param=body.budget_field,
         ending=ending_of(
             messages,
             adds_generation_prompt=body.add_generation_prompt,
-            continues_final_message=body.continue_final_message,
+            continues_final_message=body.continue_final_message or bool(continued),
         ),
     )
 

@@ -103,7 +103,8 @@ async def _jobs(backend: Backend, body: CompletionBody, client: str | None) -> l
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
     for text in texts:
         refuse_too_long_text(backend.tokenizer, len(text), most_tokens, param="prompt", what="the prompt")
-    wanted = [TextRequest(text, "prompt") for text in texts]
+    adds_special = body.add_special_tokens is not False
+    wanted = [TextRequest(text, "prompt", add_special=adds_special) for text in texts]
     of_texts = iter(await backend.texts.ids(wanted, most_tokens=most_tokens, client=client) if wanted else ())
     prediction = await encode_prediction(backend, body.prediction, client)
     jobs = []

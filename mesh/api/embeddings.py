@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from fastapi import APIRouter
-from pydantic import Field, PlainValidator
+from pydantic import ConfigDict, Field, PlainValidator
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
 from starlette.responses import Response
 
@@ -17,12 +17,13 @@ from mesh.api.bodies import read_body
 from mesh.api.errors import json_bytes
 from mesh.api.event_stream import ClientGoneError, while_connected
 from mesh.api.openapi import EmbeddingList, answers, takes
-from mesh.api.protocol import Prompt, StrictBody, parse_several
+from mesh.api.protocol import Prompt, parse_several
 from mesh.api.rate_limit import reservation_of
+from mesh.api.request_parsing import AS_WHOLE, StrictBody, describe
 from mesh.api.tokenization import require_ids
 from mesh.metrics.tracing import CURRENT_SPAN
 from mesh.text.text_service import TextRequest
-from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from spanmesh_proto.errors import InvalidRequest, ModelNotFound, too_long
 from stages.embedding.vectors import shortened, to_base64
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ _POSITIONS: Final = 65_536
 _SUSPICIOUS: Final = 16
 _Several = Field(min_length=1, max_length=MAX_TEXTS)
 
-_Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+_Ids = Annotated[list[Annotated[int, Field(ge=0), AS_WHOLE]], Field(min_length=1)]
 
 _Input = str | _Ids | Annotated[list[str], _Several] | Annotated[list[_Ids], _Several]
 
@@ -55,10 +56,25 @@ def parse_input(value: Any) -> tuple[Prompt, ...]:
 class EmbeddingsBody(StrictBody):
     """`POST /v1/embeddings`. `user` is not used."""
 
+    model_config = ConfigDict(json_schema_extra=describe)
+    neutral: ClassVar = {
+        "add_special_tokens": (True,),
+        "embd_normalize": (2,),
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+        "input_type": (),
+        "instruction": (),
+        "late_chunking": (False,),
+        "normalize": (True,),
+        "output_dtype": ("float",),
+        "prompt_name": (),
+        "task": (),
+    }
+
     model: str | None = None
     input: Annotated[tuple[Prompt, ...], PlainValidator(parse_input, json_schema_input_type=_Input)]
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1)] | None = None
+    dimensions: Annotated[int, Field(ge=1), AS_WHOLE] | None = None
     user: str | None = None
 
 
@@ -158,7 +174,7 @@ async def _tokenised(
             require_ids(tokenizer, given, param=param)
             continue
         if tokenizer.is_lossless and len(given) > _SUSPICIOUS * backend.longest:
-            _refuse_long(backend, -(-len(given) // tokenizer.longest_piece_bytes), param, "at least ")
+            _refuse_long(backend, -(-len(given) // tokenizer.longest_piece_bytes), param, is_least=True)
         wanted.append(TextRequest(given, param))
     of_texts = iter(
         await backend.texts.ids(wanted, most_tokens=backend.longest, client=client) if wanted else ()
@@ -173,11 +189,15 @@ async def _tokenised(
     return texts
 
 
-def _refuse_long(backend: EmbeddingBackend, num_tokens: int, param: str, bound: str = "") -> None:
+def _refuse_long(backend: EmbeddingBackend, num_tokens: int, param: str, *, is_least: bool = False) -> None:
     if num_tokens > backend.longest:
-        raise ContextLengthExceeded(
-            f"{param} has {bound}{num_tokens} tokens, and this model's context holds {backend.longest}: "
+        raise too_long(
+            num_tokens,
+            backend.longest,
             "divide the text, or load the model with a larger --ctx-size",
+            what=param,
+            most=backend.longest,
+            is_least=is_least,
             param=param,
         )
 

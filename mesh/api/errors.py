@@ -30,6 +30,12 @@ _CHARS_OF_VALUE: Final = 16
 # Too many requests, or no stage to answer: both are temporary.
 _WORTH_A_RETRY: Final = frozenset({429, 503})
 _RETRY_AFTER_S: Final = 5
+# Paths of OpenAI's API that this server lacks, and what to do instead.
+_MISSING: Final = {
+    "/conversations": "send previous_response_id, or keep conversations at the client, as SQLiteSession of"
+    " openai-agents does",
+    "/responses/compact": "send truncation auto with a response, which leaves out the oldest turns",
+}
 _UNEXPECTED: Final = "internal error: the server's log has the reason under this request's id"
 
 
@@ -161,6 +167,12 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     """Exception handler for errors of the framework: unknown routes, wrong methods."""
     http: HTTPException = error  # type: ignore[assignment]
     what = f"{request.method} {request.url.path}"
+    path = request.url.path.removeprefix("/v1")
+    instead = next((why for begin, why in _MISSING.items() if f"{path}/".startswith(f"{begin}/")), None)
+    if instead is not None:
+        message = f"{what} is not supported: {instead}"
+        body = _error_object(message, "invalid_request_error", "not_found", None)
+        return json_response(body, HTTPStatus.NOT_FOUND)
     code, message = {
         404: (
             "not_found",

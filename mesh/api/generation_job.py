@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.api.structured_output import CallGrammar, ToolUse, call_grammar, grammar_of, schema_of
+from mesh.api.call_grammar import call_grammar, grammar_in_format, is_enforceable
+from mesh.api.structured_output import CallGrammar, ToolUse, form_of, grammar_of, schema_of
 from mesh.engine import GenerationRequest, SpeculationLimits
+from mesh.structured_output.free_text import Spelling, Thoughts
+from mesh.text.answer_format import DEFAULT_REASONING
 from mesh.text.chat_template import Ending
 from mesh.text.output_parser import OutputFormat
+from mesh.text.reasoning_switches import ReasoningWish
 from mesh.text.text_encoder import refuse_too_long_text
 from mesh.text.text_service import TextRequest
-from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest
+from spanmesh_proto.errors import InvalidRequest, too_long
 from stages.sampling.sampler import SamplingParams
 
 if TYPE_CHECKING:
@@ -21,13 +26,17 @@ if TYPE_CHECKING:
     from mesh.api.backend import Backend
     from mesh.api.protocol import GenerationBody, PredictionBody
     from mesh.api.structured_output import AlternativeSchema
-    from mesh.text.message_parts import CallFormat
+    from mesh.text.answer_format import AnswerFormat
+    from mesh.text.tokenizer import Tokenizer
 
 SEED_BITS: Final = 64
 # llama-server's default window of `repeat_penalty`.
 _LLAMA_LAST_N: Final = 64
 _ALL: Final = 0
 MAX_ANSWERS: Final = 64
+# A client puts a line about itself into its instructions, another one with each request; routers pass it on.
+_BILLING: Final = "x-anthropic-billing-header:"
+_BILLING_LINES: Final = re.compile(rf"^{_BILLING}[^\n]*(?:\n+|\Z)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,12 @@ class Conversation:
     """Functions that the answer may call; None for none."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the template."""
+    reasoning: ReasoningWish = field(default_factory=ReasoningWish)
+    """Wanted amount of reasoning."""
+    effort_param: str | None = None
+    """The field with the amount of reasoning, if there is one."""
+    budget_param: str | None = None
+    """The field with the most tokens of reasoning, if the template must know them."""
     ending: Ending = Ending.ANSWER
     """Where the prompt ends."""
     splits_reasoning: bool = True
@@ -58,22 +73,73 @@ class ChatPrompt:
     """Format of the answer."""
     tools: ToolUse | None
     """Functions that it may call; None for none."""
-    call_format: CallFormat
-    """Format of calls."""
+    answer_format: AnswerFormat
+    """Format of the model's answers."""
     thought_end: str | None
     """End mark of the reasoning that the prompt begins, if it does."""
+    may_think: bool
+    """Whether the answer may begin with reasoning."""
+    tokenizer: Tokenizer
+    """Vocabulary of the model."""
+    warnings: tuple[str, ...] = ()
+    """What of the request has no effect."""
+    beginning: str = ""
+    """Content that the answer continues."""
 
-    def call_grammar(self, alternative: AlternativeSchema | None = None) -> CallGrammar:
+    @property
+    def thoughts(self) -> Thoughts:
+        """Reasoning ahead of the answer: free, as far as the model's template knows any."""
+        others = self.answer_format.header_marks
+        if self.thought_end is not None:
+            return Thoughts((("", self.thought_end),), is_begun=True, others=others)
+        known = self.answer_format.reasoning
+        if not self.may_think or known == DEFAULT_REASONING:
+            return Thoughts()
+        return Thoughts(
+            tuple((each.begin, each.end) for each in known if each.begin and each.end), others=others
+        )
+
+    @property
+    def spelling(self) -> Spelling:
+        """Control tokens, which marks of the format may be."""
+        tokens = self.tokenizer.control_tokens(self.answer_format.texts)
+        return Spelling(tuple(tokens.items()), self.tokenizer.end_tokens)
+
+    def held_to(self, gbnf: str, param: str, client: str | None) -> CallGrammar:
+        """Grammar of answers whose content matches a grammar.
+
+        Args:
+            gbnf: The grammar.
+            param: The request's field with it, for errors.
+            client: Identity of the API key, or None.
+
+        Raises:
+            InvalidRequest: If the whole is too large for a grammar.
+        """
+        return CallGrammar(
+            grammar_in_format(
+                gbnf,
+                self.answer_format,
+                thoughts=self.thoughts,
+                spelling=self.spelling,
+                param=param,
+                client=client,
+                beginning=self.beginning,
+            )
+        )
+
+    def call_grammar(self, tools: ToolUse, alternative: AlternativeSchema | None) -> CallGrammar:
         """Grammar of answers that call a function, or that follow an alternative schema.
 
         Raises:
             InvalidRequest: If a schema cannot be expressed as a grammar.
         """
         return call_grammar(
-            ToolUse(()) if self.tools is None else self.tools,
-            self.call_format,
+            tools,
+            self.answer_format,
             has_one_call=self.output_format.has_one_call,
-            thought_end=self.thought_end,
+            thoughts=self.thoughts,
+            spelling=self.spelling,
             alternative=alternative,
         )
 
@@ -98,6 +164,8 @@ class GenerationJob:
     """Whether it is a further answer to the prompt of the job before it."""
     warnings: tuple[str, ...] = ()
     """What of the request is not enforced."""
+    includes_stop: bool = False
+    """Whether the stop string that ends the answer is a part of it."""
 
     @property
     def wants_logprobs(self) -> bool:
@@ -134,11 +202,22 @@ def ending_of(
     return Ending.CONTINUED
 
 
-def thinking_variables(effort: str | None) -> dict[str, Any]:
-    """Template variables that set the amount of reasoning."""
-    if effort is None:
-        return {}
-    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+def without_changing_lines(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The conversation without lines of instructions that are others with each request.
+
+    With them no prefix of a prompt would ever be in a cache. Instructions that hold nothing else are left
+    out.
+    """
+    found = []
+    for message in messages:
+        content = message.get("content")
+        if message["role"] == "system" and isinstance(content, str) and _BILLING in content:
+            content = _BILLING_LINES.sub("", content)
+            if not content.strip():
+                continue
+            message = {**message, "content": content}  # noqa: PLW2901 - the same without the line
+        found.append(message)
+    return found
 
 
 async def render_prompt(backend: Backend, conversation: Conversation, client: str | None) -> ChatPrompt:
@@ -156,8 +235,9 @@ async def render_prompt(backend: Backend, conversation: Conversation, client: st
     """
     tools = conversation.tools
     prompt = await backend.texts.prompt(
-        conversation.messages,
+        without_changing_lines(conversation.messages),
         variables=conversation.variables,
+        reasoning=conversation.reasoning,
         tools=[] if tools is None else tools.for_template(),
         ending=conversation.ending.name,
         now=backend.now(),
@@ -165,8 +245,21 @@ async def render_prompt(backend: Backend, conversation: Conversation, client: st
         param=conversation.param,
         client=client,
     )
+    if conversation.budget_param is not None and not prompt.knows_budget:
+        raise InvalidRequest(
+            f"{conversation.budget_param}: this model's chat template has no setting for it: leave it out"
+            + (", or send reasoning_effort" if prompt.knows_reasoning else ""),
+            param=conversation.budget_param,
+        )
+    told = (await backend.texts.answer_format(backend.now(), client=client)).format
     output_format = OutputFormat(
-        call_format=None if tools is None else backend.call_format,
+        call_format=None if tools is None else told.calls,
+        reasoning=told.reasoning,
+        content=told.content,
+        headers=told.headers,
+        end=told.end,
+        # A prompt that ends otherwise has no beginning of a call.
+        primer=told.primer if conversation.ending is Ending.ANSWER else "",
         names=frozenset() if tools is None else tools.names,
         # A template that takes one call a message could not show two in the next turn.
         has_one_call=tools is not None and (tools.has_one_call or prompt.has_one_call),
@@ -175,7 +268,34 @@ async def render_prompt(backend: Backend, conversation: Conversation, client: st
         shows_think_marks=not conversation.splits_reasoning,
         parameters={} if tools is None else tools.parameters,
     )
-    return ChatPrompt(prompt.tokens, output_format, tools, backend.call_format, prompt.thought_end)
+    if conversation.ending is not Ending.ANSWER:
+        # The answer goes on within what these begin.
+        told = replace(told, primer="", content=replace(told.content, begin=""))
+    return ChatPrompt(
+        prompt.tokens,
+        output_format,
+        tools,
+        told,
+        prompt.thought_end,
+        prompt.may_think,
+        backend.tokenizer,
+        () if prompt.knows_reasoning else _without_effect(conversation.effort_param),
+        _continued(conversation, told) if prompt.thought_end is None else "",
+    )
+
+
+def _without_effect(param: str | None) -> tuple[str, ...]:
+    why = "this model's chat template has no setting for it"
+    return () if param is None else (f"{param} has no effect: {why}",)
+
+
+def _continued(conversation: Conversation, answer_format: AnswerFormat) -> str:
+    """Content that an answer continues, behind its reasoning."""
+    if conversation.ending is not Ending.CONTINUED:
+        return ""
+    text: str = conversation.messages[-1]["content"]
+    starts = [text.rfind(each.end) + len(each.end) for each in answer_format.reasoning if each.end in text]
+    return text[max(starts) :].lstrip() if starts else text
 
 
 def sampling_of(body: GenerationBody, n_vocab: int, random_bits: Callable[[int], int]) -> SamplingParams:
@@ -301,9 +421,12 @@ def make_job(
     context_length = backend.engine.context_length
     room = context_length - len(prompt)
     if room < 1:
-        raise ContextLengthExceeded(
-            f"the prompt has {len(prompt)} tokens and this model's context holds {context_length}, the answer"
-            f" included: send at most {context_length - 1} tokens, or serve it with a larger --ctx-size",
+        raise too_long(
+            len(prompt),
+            context_length,
+            "send less, as the answer needs room too, or serve the model with a larger --ctx-size",
+            what=f"your {prompt_param}",
+            most=context_length - 1,
             param=prompt_param,
         )
     held_to, output_format = _held_to(body, chat, client)
@@ -335,7 +458,12 @@ def make_job(
         wanted == 0,
         bool(body.return_token_ids),
         output_format,
-        warnings=() if held_to is None else held_to.left_out,
+        warnings=(
+            *body.warnings,
+            *(() if chat is None else chat.warnings),
+            *(() if held_to is None else held_to.left_out),
+        ),
+        includes_stop=body.includes_stop,
     )
 
 
@@ -364,24 +492,28 @@ def _held_to(
     body: GenerationBody, chat: ChatPrompt | None, client: str | None
 ) -> tuple[CallGrammar | None, OutputFormat]:
     """The grammar that the answer must match, if any, and the format of the answer."""
-    gbnf = grammar_of(body, client)
-    grammar = None if gbnf is None else CallGrammar(gbnf)
+    form = form_of(body)
+    gbnf = grammar_of(form, client)
     if chat is None:
-        return grammar, OutputFormat()
-    if chat.tools is None:
-        # An answer that follows a grammar has no room for reasoning: all of it is content.
-        return grammar, chat.output_format if grammar is None else replace(
-            chat.output_format, splits_reasoning=False
+        return None if gbnf is None else CallGrammar(gbnf), OutputFormat()
+    tools, answer_format = chat.tools, chat.output_format
+    if tools is None:
+        return chat.held_to(gbnf, form.param, client) if form is not None and gbnf is not None else None, (
+            # Without reasoning ahead of it, all of the answer is content.
+            answer_format
+            if gbnf is None or chat.thoughts.marks
+            else replace(answer_format, splits_reasoning=False)
         )
-    if grammar is None:
-        return chat.call_grammar() if chat.tools.is_forced else None, chat.output_format
-    alternative = schema_of(body)
-    if alternative is None:
+    alternative = schema_of(form)
+    if form is not None and alternative is None:
+        param = form.param
         raise InvalidRequest(
-            "grammar and tools exclude each other, since a call would not match the grammar: leave one out",
-            param="grammar",
+            f"{param} and tools exclude each other, since a call would not match the grammar: leave one out",
+            param=param,
         )
-    return chat.call_grammar(None if chat.tools.is_forced else alternative), chat.output_format
+    is_strict = bool(tools.names & tools.strict_names) and is_enforceable(chat.answer_format)
+    is_free = alternative is None and not (tools.is_forced or is_strict)
+    return None if is_free else chat.call_grammar(tools, alternative), answer_format
 
 
 def several(jobs: Sequence[GenerationJob], num_choices: int) -> list[GenerationJob]:

@@ -15,10 +15,10 @@ from mesh.api import server_sent_events
 from mesh.api.answering import Answer, echoed_tokens, made, respond, timings, usage_of
 from mesh.api.errors import error_body, json_bytes, json_response, json_steps, large_json_bytes
 from mesh.api.event_stream import PING, StreamForm
-from mesh.text.message_parts import CallFormat, Content, joined
+from mesh.text.message_parts import Content, joined
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from starlette.requests import Request
 
@@ -49,7 +49,7 @@ _IMPOSSIBLE: Final = -9999.0
 _ALPHABET: Final = string.ascii_letters + string.digits
 _NUM_CHARS: Final = 24
 # Mistral's templates reject ids of any other length.
-_MISTRAL_CHARS: Final = 9
+_SHORT_CHARS: Final = 9
 _BITS: Final = 160
 
 
@@ -123,6 +123,12 @@ class ResponseWriter:
     def whole(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """The whole answer."""
         return {**self._fields(self.endpoint_format.whole_object), "choices": choices, **more}
+
+    def with_usage(self, usage: Mapping[str, Any]) -> ResponseWriter:
+        """The same with another `usage` in chunks."""
+        told = replace(self)
+        object.__setattr__(told, "_tail", f'],"usage":{json.dumps(usage)}')
+        return told
 
     def opening_event(self, index: int, prompt_ids: Sequence[int] | None = None) -> bytes:
         """Event before a choice's first text, or empty.
@@ -228,26 +234,24 @@ class CallIds:
 
     Args:
         random_bits: Returns a random integer of the given number of bits.
-        call_format: Format of the model's calls, with its rules for ids.
+        is_short: Whether an id is nine letters and digits, as Mistral's templates want them.
         prefix: Beginning of an id, where the rules allow one.
     """
 
-    def __init__(
-        self, random_bits: Callable[[int], int], call_format: CallFormat, *, prefix: str = "call_"
-    ) -> None:
+    def __init__(self, random_bits: Callable[[int], int], *, is_short: bool, prefix: str = "call_") -> None:
         self._random_bits = random_bits
         self._prefix = prefix
-        self._is_mistral = call_format is CallFormat.MISTRAL
+        self._is_short = is_short
 
     def __call__(self) -> str:
         """A new id, such as `call_…`."""
         rest = self._random_bits(_BITS)
         chars = []
-        for _ in range(_MISTRAL_CHARS if self._is_mistral else _NUM_CHARS):
+        for _ in range(_SHORT_CHARS if self._is_short else _NUM_CHARS):
             rest, place = divmod(rest, len(_ALPHABET))
             chars.append(_ALPHABET[place])
         text = "".join(chars)
-        return text if self._is_mistral else f"{self._prefix}{text}"
+        return text if self._is_short else f"{self._prefix}{text}"
 
 
 def error_event(error: BaseException) -> bytes:
@@ -281,6 +285,7 @@ class OpenAiAnswer(Answer):
         super().__init__(choices)
         backend = choices.backend
         self._includes_usage = body.includes_usage
+        self._has_continuous_usage = body.has_continuous_usage
         self._returns_progress = bool(body.return_progress)
         self._writer = ResponseWriter(
             endpoint_format=endpoint_format,
@@ -323,13 +328,17 @@ class OpenAiAnswer(Answer):
         writer, job = self._writer, self.choices.jobs[index]
         wants_ids = job.wants_token_ids
         is_long = _num_reported(job) > MOST_AT_ONCE
-        opening = await made(is_long, writer.opening_event, index, job.request.prompt if wants_ids else None)
+        prompt_ids = job.request.prompt if wants_ids else None
+        opening = await made(is_long, writer.opening_event, index, prompt_ids)
         is_first = True
         async with aclosing(self.choices.parts(index)) as parts:
             async for part in parts:
+                if self._has_continuous_usage:
+                    writer = self._writer.with_usage(usage_fields(usage_of([job], [part])))
+                    opening = writer.opening_event(index, prompt_ids) if is_first else b""
                 events = opening
                 if is_first and (job.echo or job.request.scores_prompt):
-                    events += await made(is_long, self._echo, index, job, part)
+                    events += await made(is_long, self._echo, writer, index, job, part)
                 is_first = False
                 ids = part.token_ids if wants_ids else None
                 if part.message_parts or part.tokens or ids:
@@ -346,11 +355,11 @@ class OpenAiAnswer(Answer):
                 await emit(events)
         return part
 
-    def _echo(self, index: int, job: GenerationJob, first: AnswerPart) -> bytes:
+    def _echo(self, writer: ResponseWriter, index: int, job: GenerationJob, first: AnswerPart) -> bytes:
         """The prompt, which the answer begins with. Thread-safe."""
         echoed = self._echoed(job, first) if job.wants_logprobs else None
         none = () if job.wants_token_ids else None
-        return self._writer.part_events(index, [Content(job.echo)], echoed, none)
+        return writer.part_events(index, [Content(job.echo)], echoed, none)
 
     def _echoed(self, job: GenerationJob, first: AnswerPart) -> list[AnswerToken]:
         """Scored tokens of the prompt that an answer begins with."""

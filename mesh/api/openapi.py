@@ -67,12 +67,20 @@ class Function(_Answer):
     arguments: str
 
 
+class CustomInput(_Answer):
+    """A called custom tool, with its text."""
+
+    name: str
+    input: str
+
+
 class ToolCall(_Answer):
-    """A call that the model made."""
+    """A call that the model made, of a function or of a custom tool."""
 
     id: str
-    type: Literal["function"]
-    function: Function
+    type: Literal["function", "custom"]
+    function: Function | None = None
+    custom: CustomInput | None = None
 
 
 class AssistantMessage(_Answer):
@@ -83,6 +91,7 @@ class AssistantMessage(_Answer):
     refusal: None
     reasoning_content: str = ""
     tool_calls: list[ToolCall] = []
+    function_call: Function | None = None
 
 
 class ChatChoice(_Answer):
@@ -91,7 +100,7 @@ class ChatChoice(_Answer):
     index: int
     message: AssistantMessage
     logprobs: dict[str, Any] | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
+    finish_reason: Literal["stop", "length", "tool_calls", "function_call"]
 
 
 class TextChoice(_Answer):
@@ -142,6 +151,14 @@ class EmbeddingList(_Answer):
     usage: dict[str, int]
 
 
+class AnswerFormat(_Answer):
+    """How a model writes calls and reasoning, by its chat template."""
+
+    is_found: bool
+    call: str
+    reasoning: list[str]
+
+
 class ModelCard(_Answer):
     """A model that is served, or that a request would have loaded."""
 
@@ -153,6 +170,7 @@ class ModelCard(_Answer):
     max_model_len: int
     meta: dict[str, int]
     loaded: bool
+    answer_format: AnswerFormat | None = None
 
 
 class ModelList(_Answer):

@@ -71,13 +71,15 @@ async def get_model(request: Request, model_id: str) -> Response:
 
 
 def _model(backend: Backend) -> dict[str, Any]:
-    return _card(
+    card = _card(
         backend.model_id,
         backend.created,
         backend.engine.context_length,
         backend.tokenizer,
         phase="loaded" if backend.ready() else "loading",
     )
+    told = backend.texts.told_format
+    return card if told is None else {**card, "answer_format": told.format.shown()}
 
 
 def _embedding_model(backend: EmbeddingBackend) -> dict[str, Any]:

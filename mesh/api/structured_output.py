@@ -1,43 +1,56 @@
-"""Structured output: response format, grammar and tools of a request as one grammar."""
+"""Structured output: what a request asks for, as a form of the answer and as functions that it may call."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.api.protocol import AllowedTools
-from mesh.structured_output.gbnf import SchemaError, chars, either, maybe, seq, times, to_gbnf
-from mesh.structured_output.json_schema import (
-    Converter,
-    check_size,
-    checked_grammar,
-    json_object_grammar,
-    schema_grammar,
-)
-from mesh.structured_output.objects import TagForm, text_without
-from mesh.structured_output.strings import quoted
-from mesh.text.message_parts import CallFormat
+from mesh.api.message_bodies import AllowedTools
+from mesh.structured_output.gbnf import SchemaError, either, to_gbnf
+from mesh.structured_output.json_schema import checked_grammar, json_object_grammar, schema_grammar
+from mesh.structured_output.strings import parse_pattern
 from spanmesh_proto.errors import InvalidRequest
-from stages.grammar.gbnf_parser import Chars, Expression, Ref, complement
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from mesh.api.protocol import ChosenTools, FunctionBody, GenerationBody, ResponseFormatBody
-    from mesh.text.message_parts import CallTags
+    from mesh.api.message_bodies import ChosenTools, FunctionBody
+    from mesh.api.protocol import GenerationBody, ResponseFormatBody, StructuredOutputsBody
 
 # Bound for a model that never stops calling.
 MAX_CALLS: Final = 16
-_CALL: Final = Ref("call")
-_TEXT: Final = Ref("text")
-# Keywords of a schema that constrain nothing.
-_NOTES: Final = frozenset({"$schema", "$id", "title", "description", "$defs", "definitions"})
-_MOST_LEFT_OUT: Final = 16
-_SPACES: Final = times(chars(" ", "\n"), 0, 4)
 # Requests repeat their schemas. Each client's are kept apart: how long one takes shows whether it is known.
 _MAX_CACHED: Final = 64
+
+
+class FormKind(Enum):
+    """What describes a form."""
+
+    SCHEMA = auto()
+    """A JSON Schema."""
+    OBJECT = auto()
+    """Nothing: it is any JSON object."""
+    PATTERN = auto()
+    """A regular expression of the whole answer."""
+    CHOICE = auto()
+    """Texts, one of which is the answer."""
+    GRAMMAR = auto()
+    """A grammar in GBNF."""
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """A form that an answer must have."""
+
+    param: str
+    """The request's field that describes it, for errors."""
+    kind: FormKind
+    """What describes it."""
+    value: Any = None
+    """The description."""
 
 
 @dataclass(frozen=True)
@@ -88,189 +101,115 @@ class ToolUse:
         return [{"type": "function", "function": dict(function)} for function in self.functions]
 
 
-def call_grammar(
-    tools: ToolUse,
-    call_format: CallFormat,
-    *,
-    has_one_call: bool,
-    thought_end: str | None = None,
-    alternative: AlternativeSchema | None = None,
-) -> CallGrammar:
-    """Grammar of one or more calls.
-
-    Args:
-        tools: Functions to call.
-        call_format: Format of calls.
-        has_one_call: Whether there is only one call.
-        thought_end: End mark of the reasoning that the prompt begins, if it does: the calls follow it.
-        alternative: Alternative to calls, if there is one.
+def form_of(body: GenerationBody) -> AnswerForm | None:
+    """The form that a request gives its answer; None if that is free.
 
     Raises:
-        InvalidRequest: If a schema is invalid, or that of a strict function cannot be expressed as a grammar.
+        InvalidRequest: If there are two, or one is incomplete.
     """
-    rules: dict[str, Expression] = {}
-    form = None if call_format.tags is None else _form_of(call_format.tags)
-    if form is not None:
-        rules[_TEXT.name] = text_without(call_format.marks)
-    calls = []
-    left_out: list[str] = []
-    for index, function in enumerate(tools.functions):
-        what = f"the parameters of the function {function['name']}"
-        is_strict = function["name"] in tools.strict_names
-        arguments: Expression | str = "{}" if form is None else ""
-        if not _takes_nothing(function["parameters"]):
-            arguments, converter = _value(
-                function["parameters"], f"f{index}-", what, "tools", is_lenient=not is_strict, form=form
-            )
-            rules |= converter.rules
-            left_out += [f"{what}, {each}" for each in converter.left_out]
-        calls.append(_call_of(function["name"], arguments, call_format))
-    most_calls = 1 if has_one_call else MAX_CALLS
-    if all(_takes_nothing(function["parameters"]) for function in tools.functions):
-        # No call differs from an earlier one of the same function, and small models never stop by themselves.
-        most_calls = min(most_calls, len(tools.functions))
-    root = _in_format(call_format, most_calls - 1)
-    if alternative is not None:
-        answer, converter = _value(
-            alternative.schema, "answer-", alternative.param, alternative.param, is_lenient=False
-        )
-        rules |= converter.rules
-        root = either(root, answer)
-    if thought_end is not None:
-        root = seq(_thoughts(thought_end), thought_end, _SPACES, root)
-    rules["call"] = either(*calls)
-    try:
-        grammar = to_gbnf({"root": root, **rules})
-    except RecursionError:
+    found = [
+        *_of_response_format(body.response_format),
+        *_given("json_schema", FormKind.SCHEMA, body.json_schema),
+        *_given("grammar", FormKind.GRAMMAR, body.grammar),
+        *_given("regex", FormKind.PATTERN, body.regex),
+        *_given("ebnf", FormKind.GRAMMAR, body.ebnf),
+        *_of_structured_outputs(body.structured_outputs),
+        *_given("guided_json", FormKind.SCHEMA, body.guided_json),
+        *_given("guided_regex", FormKind.PATTERN, body.guided_regex),
+        *_given("guided_choice", FormKind.CHOICE, body.guided_choice),
+        *_given("guided_grammar", FormKind.GRAMMAR, body.guided_grammar),
+    ]
+    if len(found) > 1:
+        first, second = (form.param.partition(".")[0] for form in found[:2])
+        names = (found[1].param, found[0].param) if first == second else (second, first)
         raise InvalidRequest(
-            "tools: their schemas are nested too deep: make them flatter", param="tools"
-        ) from None
-    if (num_more := len(left_out) - _MOST_LEFT_OUT) > 0:
-        left_out[_MOST_LEFT_OUT:] = [f"{num_more} more parts of schemas"]
-    return CallGrammar(checked_grammar(grammar, param="tools"), tuple(left_out))
+            f"{names[0]} and {names[1]} both give a format for the answer: send one of them", param=names[0]
+        )
+    return found[0] if found else None
 
 
-def _takes_nothing(parameters: Mapping[str, Any]) -> bool:
-    """Whether the schema of a function's parameters names none, and permits no others by name."""
-    is_object = parameters.get("type", "object") in ("object", ["object"])
-    others = parameters.get("additionalProperties", False)
-    beside = parameters.keys() - {"type", "properties", "required", "additionalProperties", *_NOTES}
-    is_empty = parameters.get("properties", {}) == {} and parameters.get("required", []) == []
-    return is_object and others is False and not beside and is_empty
+def _given(param: str, kind: FormKind, value: Any) -> Iterator[AnswerForm]:
+    if value is not None and value not in ("", []):
+        yield AnswerForm(param, kind, value)
 
 
-def _value(
-    schema: Any, prefix: str, what: str, param: str, *, is_lenient: bool, form: TagForm | None = None
-) -> tuple[Expression, Converter]:
-    converter = Converter(schema, prefix, is_lenient=is_lenient)
-    try:
-        check_size(schema)
-        expression = converter.expression(schema) if form is None else converter.tagged(schema, form)
-    except SchemaError as error:
-        where = f" at `{error.where}`" if error.where else ""
-        raise InvalidRequest(f"{what}{where}: {error.reason}", param=param) from None
-    except RecursionError:
-        raise InvalidRequest(f"{what}: it is nested too deep: make it flatter", param=param) from None
-    if expression is None:
-        raise InvalidRequest(f"{what}: it allows no value at all", param=param)
-    return expression, converter
+def _of_response_format(wanted: ResponseFormatBody | None) -> Iterator[AnswerForm]:
+    param = "response_format"
+    if wanted is None or wanted.type == "text":
+        return
+    if wanted.type == "json_schema":
+        param = f"{param}.json_schema"
+        if wanted.json_schema is None:
+            raise InvalidRequest(
+                f"{param} is missing: response_format.type json_schema needs it", param=param
+            )
+        if "schema_" not in wanted.json_schema.model_fields_set:
+            raise InvalidRequest(f"{param}.schema is missing: send a JSON Schema", param=f"{param}.schema")
+        yield AnswerForm(f"{param}.schema", FormKind.SCHEMA, wanted.json_schema.schema_)
+    elif wanted.type == "json_object" and wanted.schema_ is None:
+        yield AnswerForm(param, FormKind.OBJECT)
+    elif wanted.type == "json_object":
+        yield AnswerForm(f"{param}.schema", FormKind.SCHEMA, wanted.schema_)
+    elif wanted.type == "grammar":
+        yield _required(f"{param}.grammar", FormKind.GRAMMAR, wanted.grammar, str)
+    elif wanted.type == "regex":
+        yield _required(f"{param}.value", FormKind.PATTERN, wanted.value, str)
+    else:
+        yield _required(f"{param}.value", FormKind.SCHEMA, wanted.value, dict)
 
 
-def _call_of(name: str, arguments: Expression | str, call_format: CallFormat) -> Expression:
-    """One call without the marks around it."""
-    tags = call_format.tags
-    if tags is not None:
-        return seq(f"{tags.call}{name}{tags.name_end}", maybe("\n"), arguments, tags.call_end)
-    key = "parameters" if call_format is CallFormat.LLAMA else "arguments"
-    return seq(f'{{"name": {quoted(name)}, "{key}": ', arguments, "}")
+def _required(param: str, kind: FormKind, value: Any, type_: type) -> AnswerForm:
+    if not isinstance(value, type_) or not value:
+        what = "an object" if type_ is dict else "a text"
+        raise InvalidRequest(f"{param} must be {what}: this type of response_format needs it", param=param)
+    return AnswerForm(param, kind, value)
 
 
-def _form_of(tags: CallTags) -> TagForm:
-    value = seq(tags.key_end, maybe("\n"), tags.value) if tags.value else seq(tags.key_end)
-    return TagForm(tags.key, value, tags.value_end, _TEXT, tags.is_padded)
+def _of_structured_outputs(wanted: StructuredOutputsBody | None) -> Iterator[AnswerForm]:
+    if wanted is None:
+        return
+    param = "structured_outputs"
+    yield from _given(f"{param}.json", FormKind.SCHEMA, wanted.json_)
+    yield from _given(f"{param}.regex", FormKind.PATTERN, wanted.regex)
+    yield from _given(f"{param}.choice", FormKind.CHOICE, wanted.choice)
+    yield from _given(f"{param}.grammar", FormKind.GRAMMAR, wanted.grammar)
+    if wanted.json_object:
+        yield AnswerForm(f"{param}.json_object", FormKind.OBJECT)
 
 
-def _in_format(call_format: CallFormat, most_more: int) -> Expression:
-    match call_format:
-        case CallFormat.HERMES | CallFormat.QWEN:
-            one = seq("<tool_call>\n", _CALL, "\n</tool_call>")
-            return _several(one, "\n", most_more)
-        case CallFormat.LLAMA:
-            return _several(_CALL, "; ", most_more)
-        case CallFormat.MISTRAL:
-            return seq("[TOOL_CALLS][", _several(_CALL, ", ", most_more), "]")
-        case CallFormat.GLM:
-            return _several(seq("<tool_call>", _CALL, "</tool_call>"), "\n", most_more)
-        case CallFormat.MINIMAX:
-            calls = _several(_CALL, "\n", most_more)
-            return seq("<minimax:tool_call>\n", calls, "\n</minimax:tool_call>")
-
-
-def _several(one: Expression, between: str, most_more: int) -> Expression:
-    return seq(one, times(seq(between, one), 0, most_more)) if most_more else one
-
-
-def _thoughts(end: str) -> Expression:
-    """Any text without the beginning of the end mark."""
-    first, second = (_but(letter) for letter in end[:2])
-    return times(either(first, seq(end[0], second)), 0, None)
-
-
-def _but(letter: str) -> Chars:
-    return Chars(complement(((ord(letter), ord(letter)),)))
-
-
-def grammar_of(body: GenerationBody, client: str | None = None) -> str | None:
+def grammar_of(form: AnswerForm | None, client: str | None = None) -> str | None:
     """GBNF that an answer must match; None if it is free.
 
     A large schema takes a second: not to be called in the event loop.
 
     Args:
-        body: The checked body.
+        form: Form of the answer.
         client: Identity of the API key, or None.
 
     Raises:
-        InvalidRequest: If a schema cannot be expressed as a grammar, a grammar is invalid, or two are given.
+        InvalidRequest: If a schema cannot be expressed as a grammar, or a grammar is invalid.
     """
-    found = {
-        "response_format": _of_format(body.response_format, client),
-        "json_schema": (
-            None if body.json_schema is None else _of_schema(body.json_schema, "json_schema", client)
-        ),
-        "grammar": _checked(body.grammar, client) if body.grammar else None,
-    }
-    given = [name for name, grammar in found.items() if grammar is not None]
-    if len(given) > 1:
-        raise InvalidRequest(
-            f"{given[1]} and {given[0]} both give a format for the answer: send one of them",
-            param=given[1],
-        )
-    return found[given[0]] if given else None
-
-
-def schema_of(body: GenerationBody) -> AlternativeSchema | None:
-    """The schema that an answer must match; None if the body has a grammar instead."""
-    if body.json_schema is not None:
-        return AlternativeSchema(body.json_schema, "json_schema")
-    wanted = body.response_format
-    if wanted is None or wanted.type == "text":
+    if form is None:
         return None
-    if wanted.json_schema is None or wanted.type == "json_object":
-        return AlternativeSchema({"type": "object"}, "response_format")
-    return AlternativeSchema(wanted.json_schema.schema_, "response_format.json_schema.schema")
+    match form.kind:
+        case FormKind.OBJECT:
+            return json_object_grammar()
+        case FormKind.SCHEMA:
+            return _of_schema(form.value, form.param, client)
+        case FormKind.PATTERN:
+            return _of_pattern(form.value, form.param, client)
+        case FormKind.CHOICE:
+            return checked_grammar(to_gbnf({"root": either(*form.value)}), param=form.param)
+        case FormKind.GRAMMAR:
+            return _checked(form.value, form.param, client)
 
 
-def _of_format(wanted: ResponseFormatBody | None, client: str | None) -> str | None:
-    if wanted is None or wanted.type == "text":
+def schema_of(form: AnswerForm | None) -> AlternativeSchema | None:
+    """The schema that an answer must match; None if it is free, or something else describes it."""
+    if form is None or form.kind not in (FormKind.SCHEMA, FormKind.OBJECT):
         return None
-    if wanted.type == "json_object":
-        return json_object_grammar()
-    param = "response_format.json_schema"
-    if wanted.json_schema is None:
-        raise InvalidRequest(f"{param} is missing: response_format.type json_schema needs it", param=param)
-    if "schema_" not in wanted.json_schema.model_fields_set:
-        raise InvalidRequest(f"{param}.schema is missing: send a JSON Schema", param=f"{param}.schema")
-    return _of_schema(wanted.json_schema.schema_, f"{param}.schema", client)
+    schema = {"type": "object"} if form.kind is FormKind.OBJECT else form.value
+    return AlternativeSchema(schema, form.param)
 
 
 def _of_schema(schema: Any, param: str, client: str | None) -> str:
@@ -282,8 +221,17 @@ def _of_schema(schema: Any, param: str, client: str | None) -> str:
 
 
 @lru_cache(_MAX_CACHED)
-def _checked(grammar: str, _client: str | None) -> str:
-    return checked_grammar(grammar, param="grammar")
+def _checked(grammar: str, param: str, _client: str | None) -> str:
+    return checked_grammar(grammar, param=param)
+
+
+@lru_cache(_MAX_CACHED)
+def _of_pattern(pattern: str, param: str, _client: str | None) -> str:
+    try:
+        grammar = to_gbnf({"root": parse_pattern(pattern, is_whole=True)})
+    except (SchemaError, RecursionError) as error:
+        raise InvalidRequest(f"{param}: {error}", param=param) from None
+    return checked_grammar(grammar, param=param)
 
 
 @lru_cache(_MAX_CACHED)

@@ -16,9 +16,15 @@ from mesh.api.chat_completions import conversation_of
 from mesh.api.errors import json_response
 from mesh.api.event_stream import while_connected
 from mesh.api.generation_job import render_prompt
+from mesh.api.message_bodies import (
+    MAX_MESSAGES,
+    ConversationBody,
+    Message,
+    refuse_too_many_messages,
+)
 from mesh.api.on_demand import answered
 from mesh.api.openapi import Detokenized, Tokenized, TokenizerFacts, answers, takes
-from mesh.api.protocol import MAX_MESSAGES, ConversationBody, Message, StrictBody, refuse_too_many_messages
+from mesh.api.request_parsing import AS_WHOLE, StrictBody
 from mesh.text.text_encoder import refuse_too_long_text
 from mesh.text.text_service import TextRequest
 from spanmesh_proto.errors import InvalidRequest
@@ -51,7 +57,7 @@ class DetokenizeBody(StrictBody):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: list[Annotated[int, Field(ge=0), AS_WHOLE]]
 
 
 @router.post(

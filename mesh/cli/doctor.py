@@ -78,19 +78,20 @@ def doctor(
 
 
 def _of_mesh(url: str, key: str | None) -> Iterable[Check]:
-    from mesh.doctor import fail, mesh_checks  # noqa: PLC0415 - keeps --help quick
+    from mesh.doctor import fail, format_checks, mesh_checks  # noqa: PLC0415 - keeps --help quick
     from mesh.status import read_status  # noqa: PLC0415
 
     try:
         status = read_status(ask_head(f"{url}/mesh/status", key))
         wish = f"{url}/mesh/links?probes={_NUM_PROBES}&bulk_bytes={_BULK_BYTES}&ports=1"
         links = ask_head(wish, key, method="POST", timeout_s=_PATIENCE_S)
+        models = ask_head(f"{url}/v1/models", key)
         found = ask_head(f"{url}/mesh/examine", key, method="POST", timeout_s=_PATIENCE_S)
     except MeshError as error:
         return [
             fail("mesh", "answer", error.message, "start it, name where it is with --url, or wait for it")
         ]
-    return mesh_checks(status, links, found["hosts"])
+    return [*mesh_checks(status, links, found["hosts"]), *format_checks(models)]
 
 
 def _print(checks: Sequence[Check]) -> None:

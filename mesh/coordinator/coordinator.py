@@ -23,12 +23,12 @@ from mesh.engine import GenerationStats, SpeculationReport
 from mesh.status import MeshStatus, PrefillStatus, SessionsStatus
 from spanmesh_proto.errors import (
     ClusterError,
-    ContextLengthExceeded,
     InvalidRequest,
     MeshError,
     PrefixMismatch,
     StageFailed,
     from_code,
+    too_long,
 )
 from stages.host.cpu_latency import CpuLatencyRequest
 
@@ -607,9 +607,12 @@ def check_request(request: GenerationRequest, options: CoordinatorOptions) -> No
     if request.max_tokens < 1:
         raise InvalidRequest(f"max_tokens is {request.max_tokens}; ask for at least 1", param="max_tokens")
     if len(request.prompt) + 1 > options.context_length:
-        raise ContextLengthExceeded(
-            f"the prompt has {len(request.prompt)} tokens; the context served is {options.context_length}, "
-            "and the answer needs at least 1: shorten the prompt or serve with a larger --ctx-size"
+        raise too_long(
+            len(request.prompt),
+            options.context_length,
+            "send less, as the answer needs room too, or serve the model with a larger --ctx-size",
+            what="the prompt",
+            most=options.context_length - 1,
         )
     if request.grammar is not None and options.token_texts is None:
         raise InvalidRequest("grammar: not supported by these stages: leave it out", param="grammar")

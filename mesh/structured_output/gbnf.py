@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from stages.grammar.gbnf_parser import Chars, Choice, Expression, Literal, Ref, Repeat, Sequence
+from stages.grammar.gbnf_parser import (
+    Chars,
+    Choice,
+    Expression,
+    Literal,
+    Ref,
+    Repeat,
+    Sequence,
+    Token,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 _ESCAPES: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t", '"': '\\"', "\\": "\\\\"}
 _IN_CLASS: Final = {**_ESCAPES, '"': '"', "[": "\\[", "]": "\\]", "-": "\\-", "^": "\\x5E"}
@@ -58,6 +67,8 @@ def _item(expression: Expression) -> str:
             return '"' + "".join(_letter(letter, _ESCAPES) for letter in text) + '"'
         case Chars(ranges):
             return "[" + "".join(_range(low, high) for low, high in ranges) + "]"
+        case Token(number):
+            return f"<[{number}]>"
         case Ref(name):
             return name
         case Repeat(item, least, most):
@@ -88,6 +99,19 @@ def _letter(letter: str, escapes: Mapping[str, str]) -> str:
         return letter
     code = ord(letter)
     return f"\\x{code:02X}" if code < 0x100 else f"\\u{code:04X}" if code < 0x10000 else f"\\U{code:08X}"
+
+
+def mapped(expression: Expression, change: Callable[[Expression], Expression]) -> Expression:
+    """An expression with a change of all that has no parts: texts, characters, tokens and references."""
+    match expression:
+        case Sequence(items):
+            return Sequence(tuple(mapped(item, change) for item in items))
+        case Choice(options):
+            return Choice(tuple(mapped(option, change) for option in options))
+        case Repeat(item, least, most):
+            return Repeat(mapped(item, change), least, most)
+        case _:
+            return change(expression)
 
 
 def seq(*items: Expression | str) -> Expression:

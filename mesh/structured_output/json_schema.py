@@ -16,19 +16,20 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from mesh.structured_output.gbnf import (
+    NOTHING,
     InvalidSchemaError,
     SchemaError,
-    chars,
     either,
     maybe,
     seq,
     times,
     to_gbnf,
 )
+from mesh.structured_output.notations import JSON, SPACE_RULE
 from mesh.structured_output.numbers import Bound, integer_between, number_between
-from mesh.structured_output.objects import array_of, free_object, object_of, tagged_object_of
+from mesh.structured_output.objects import array_of, free_object, object_of
 from mesh.structured_output.schema_resolver import REFUSED, Flat, Flattener, type_of, types_of
-from mesh.structured_output.strings import CHAR, string_of
+from mesh.structured_output.tagged import tagged_array_of, tagged_object_of
 from spanmesh_proto.errors import InvalidRequest
 from stages.grammar.gbnf_parser import Expression, Ref
 from stages.grammar.session_grammar import make_automaton
@@ -36,7 +37,8 @@ from stages.grammar.session_grammar import make_automaton
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    from mesh.structured_output.objects import TagForm
+    from mesh.structured_output.notations import Notation
+    from mesh.structured_output.tagged import TagForm
     from stages.grammar.automaton import Automaton
 
 _MAX_RULES: Final = 4000
@@ -60,9 +62,8 @@ _NARROWING: Final = (
         "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
     }),
 )  # fmt: skip
+_ANY: Final = frozenset({"string", "number", "boolean", "null", "object", "array"})
 _BRANCHES: Final = ("allOf", "anyOf", "oneOf")
-SPACE: Final = Ref("space")
-_SPACE_RULE: Final = maybe(either(" ", seq("\n", times(chars(" ", "\t"), 0, 20))))
 _MOST_WHERE_CHARS: Final = 120
 
 
@@ -73,16 +74,20 @@ class Converter:
         document: The document to which `#` refers.
         prefix: Beginning of the names of its rules, so that several converters can share a grammar.
         is_lenient: Whether what no grammar can express is left out.
+        notation: Notation of values.
 
     Attributes:
         rules: By name.
         left_out: Place and reason of what was left out.
     """
 
-    def __init__(self, document: Any, prefix: str = "", *, is_lenient: bool = False) -> None:
+    def __init__(
+        self, document: Any, prefix: str = "", *, is_lenient: bool = False, notation: Notation = JSON
+    ) -> None:
+        self._notation = notation
         self.left_out: list[str] = []
         self._is_lenient = is_lenient
-        self.rules: dict[str, Expression] = {"space": _SPACE_RULE}
+        self.rules: dict[str, Expression] = {"space": SPACE_RULE}
         self._prefix = prefix
         self._flattener = Flattener(document)
         self._names: dict[str, str] = {}
@@ -159,7 +164,9 @@ class Converter:
                     raise SchemaError("enum: an object between tags cannot be one of several")
                 elif types is None or "object" in types:
                     options.append(
-                        tagged_object_of(flat, lambda inner, at: self._untagged(inner, at, form), form)
+                        tagged_object_of(
+                            flat, lambda inner, at: self._untagged(inner, at, form), self._rule, form
+                        )
                     )
             return [option for option in options if option is not None]
 
@@ -174,10 +181,7 @@ class Converter:
                 if "$ref" in flat:
                     options.append(self._untagged(self._flattener.target(flat["$ref"]), flat["$ref"], form))
                 elif "enum" in flat:
-                    options += (
-                        form.closed(value if isinstance(value, str) else _constant(value))
-                        for value in self._enum_values(flat)
-                    )
+                    options += map(form.constant, self._enum_values(flat))
                 else:
                     options += self._untagged_types(flat, form)
             return [option for option in options if option is not None]
@@ -187,30 +191,57 @@ class Converter:
     def _untagged_types(self, flat: Flat, form: TagForm) -> list[Expression | None]:
         types = _types_or_hints(flat)
         if not types:
-            return [form.string_of({})]
+            if not form.has_types:
+                return [form.string_of({})]
+            types = _ANY
         found = [form.string_of(flat)] if "string" in types else []
-        if rest := types - {"string"}:
-            value = self._named({**flat, "type": sorted(rest)})
-            found.append(None if value is None else form.closed(value, is_exact=False))
+        rest = sorted(types - {"string"} - ({"integer"} if "number" in types else set()))
+        is_apart = form.has_types or form.item
+        for kinds in [[kind] for kind in rest] if is_apart else [rest] if rest else []:
+            own = {**flat, "type": kinds}
+            if form.item and kinds[0] in {"array", "object"}:
+                value = self._named(own, lambda flat: self._nested(flat, form), "nested-")
+            else:
+                value = self._named(own)
+            if value is not None:
+                found.append(seq(form.value(kinds[0]), form.padded(value, is_exact=False)))
         return found
+
+    def _nested(self, flat: Flat, form: TagForm) -> Expression | None:
+        """An object or a list between tags, within a value."""
+
+        def convert(inner: Any, at: str) -> Expression | None:
+            return self._untagged(inner, at, form)
+
+        if flat["type"] == ["array"]:
+            return tagged_array_of(flat, convert, form)
+        return tagged_object_of(flat, convert, self._rule, form)
 
     def _any_of(self, schema: Any) -> list[Expression]:
         options = [self._named(flat) for flat in self._flattener.alternatives(schema)]
         return [option for option in options if option is not None]
 
-    def _named(self, flat: Flat) -> Expression | None:
-        """A rule for a plain schema, shared by equal schemas, within itself, too."""
-        key = json.dumps(flat, sort_keys=False)
+    def _named(
+        self, flat: Flat, plain: Callable[[Flat], Expression | None] | None = None, mark: str = ""
+    ) -> Expression | None:
+        """A rule for a plain schema, shared by equal schemas, within itself, too.
+
+        Args:
+            flat: The schema.
+            plain: Returns its grammar; by default that of the notation.
+            mark: Beginning of the names of rules that this grammar is for.
+        """
+        key = mark + json.dumps(flat, sort_keys=False)
         self._num_chars += len(key)
         if self._num_chars > _MAX_PLAIN_CHARS:
             raise SchemaError("its alternatives are too long when written out: make it smaller")
         name = self._names.get(key)
         if name is None:
             kind = "ref" if "$ref" in flat else "-".join(sorted(types_of(flat) or ["value"]))
-            name = self._names[key] = f"{self._prefix}{kind}-{len(self._names)}"
+            name = self._names[key] = f"{self._prefix}{mark}{kind}-{len(self._names)}"
             self._require_room()
             self.rules[name] = Ref(name)  # reserves the name; not read before it is replaced
-            found = self._plain(flat)
+            found = (plain or self._plain)(flat)
             if found is None:
                 self._impossible.add(name)
                 del self.rules[name]
@@ -235,17 +266,18 @@ class Converter:
     def _of_type(self, kind: str, flat: Flat) -> Expression | None:
         match kind:
             case "object":
-                found = object_of(flat, self.expression, self._rule, SPACE)
+                found = object_of(flat, self.expression, self._rule, self._notation)
             case "array":
-                found = array_of(flat, self.expression, self._rule, SPACE)
+                found = array_of(flat, self.expression, self._rule, self._notation.space)
             case "string":
-                found = string_of(flat)
+                found = self._notation.text(flat)
             case "integer":
                 found = _integer(flat)
             case "number":
                 found = _number(flat)
             case _:
-                found = either("true", "false") if kind == "boolean" else seq("null")
+                words = self._notation
+                found = either(words.true, words.false) if kind == "boolean" else seq(words.null)
         return found
 
     def _rule(self, expression: Expression) -> Expression:
@@ -265,24 +297,25 @@ class Converter:
 
     def any_value(self) -> Expression:
         """Any JSON."""
-        name = f"{self._prefix}any"
+        name, notation = f"{self._prefix}any", self._notation
+        space = notation.space
         if name not in self.rules:
             value = Ref(name)
             self.rules[name] = either(
-                free_object(value, SPACE),
-                seq("[", SPACE, maybe(value, times(seq(",", SPACE, value), 0, None), SPACE), "]"),
-                seq('"', times(CHAR, 0, None), '"'),
+                free_object(value, notation),
+                seq("[", space, maybe(value, times(seq(",", space, value), 0, None), space), "]"),
+                notation.text({}) or NOTHING,
                 number_between(None, None) or "0",
-                either("true", "false", "null"),
+                either(notation.true, notation.false, notation.null),
             )
         return Ref(name)
 
     def any_object(self) -> Expression:
         """Any JSON object."""
-        return free_object(self.any_value(), SPACE)
+        return free_object(self.any_value(), self._notation)
 
     def _enum(self, flat: Flat) -> Expression | None:
-        found = dict.fromkeys(_constant(value) for value in self._enum_values(flat))
+        found = dict.fromkeys(self._notation.constant(value) for value in self._enum_values(flat))
         return either(*found) if found else None
 
     def _enum_values(self, flat: Flat) -> list[Any]:
@@ -362,19 +395,6 @@ def _automaton(schema: Flat) -> Automaton | None:
 
 def _takes(automaton: Automaton, text: str) -> bool:
     return automaton.may_end(automaton.after(automaton.start, text.encode()))
-
-
-def _constant(value: Any) -> Expression:
-    """One value, with optional spaces."""
-    if isinstance(value, dict):
-        items = [seq(f"{_compact(key)}:", SPACE, _constant(item)) for key, item in value.items()]
-    elif isinstance(value, list):
-        items = [_constant(item) for item in value]
-    else:
-        return seq(_compact(value))
-    begin, end = "{}" if isinstance(value, dict) else "[]"
-    separated = [part for item in items for part in (seq(",", SPACE), item)][1:]
-    return seq(begin, SPACE, *separated, *([SPACE] if items else []), end)
 
 
 def _compact(value: Any) -> str:

@@ -1,105 +1,56 @@
-"""Grammars of objects and arrays, in JSON or with values between tags."""
+"""Grammars of objects and arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.structured_output.gbnf import NOTHING, SchemaError, chars, either, maybe, seq, times
-from mesh.structured_output.strings import CHAR, lengths_of, of_length, pattern_of, quoted
-from stages.grammar.gbnf_parser import MAX_REPEATS, Chars, Choice, Expression, Repeat, Sequence, complement
+from mesh.structured_output.gbnf import NOTHING, SchemaError, either, maybe, seq, times
+from stages.grammar.gbnf_parser import MAX_REPEATS, Expression
 
 if TYPE_CHECKING:
+    from mesh.structured_output.notations import Notation
     from mesh.structured_output.schema_resolver import Flat
 
 Convert = Callable[[Any, str], Expression | None]
 Name = Callable[[Expression], Expression]
-_MAX_NAME_CHARS: Final = 256
 _MAX_PROPERTIES: Final = 1000
-_ESCAPED: Final = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F))
-_SHORT_ESCAPES: Final = {'"': '"', "\\": "\\", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
-_TAG_START: Final = "<"
-_BREAK: Final = "\n"
-_KEY: Final = times(chars("az", "AZ", "09", "_", "-"), 1, 64)
-_NOT_IN_KEYS: Final = frozenset("<>\"'\n")
-_MAX_KEY_CHARS: Final = 128
 
 
-@dataclass(frozen=True)
-class TagForm:
-    """Form of the arguments of a call."""
-
-    key: str
-    """Tag before a name."""
-    value: Expression
-    """What comes between the name and the value."""
-    end: str
-    """Tag behind the value."""
-    text: Expression
-    """Grammar of any text that holds no tag of a call."""
-    is_padded: bool
-    """Whether a line break before and behind a value is no part of it."""
-
-    def closed(self, value: Expression | str, *, is_exact: bool = True) -> Expression:
-        """A value with all that comes before and behind it.
-
-        Args:
-            value: Grammar of the value.
-            is_exact: Whether a line break that is left out behind it would make a difference.
-        """
-        padding = _BREAK if self.is_padded else NOTHING
-        last = padding if is_exact or not self.is_padded else maybe(_BREAK)
-        return seq(padding, value, last, self.end, maybe(_BREAK))
-
-    def string_of(self, flat: Flat) -> Expression | None:
-        """Grammar of a string schema, with its end tag; None if nothing is valid.
-
-        Raises:
-            SchemaError: If a grammar cannot express it.
-        """
-        least, most = lengths_of(flat)
-        if most is not None and least > most:
-            return None
-        pattern = pattern_of(flat)
-        if pattern is not None:
-            return self.closed(_without_tags(of_length(pattern, least, most)))
-        if (least, most) == (0, None):
-            return self.closed(self.text, is_exact=False)
-        return self.closed(times(_but(_TAG_START), least, most))
-
-
-def free_object(value: Expression, space: Expression) -> Expression:
+def free_object(value: Expression, notation: Notation) -> Expression:
     """Any names, each with such a value."""
-    pair = seq('"', times(CHAR, 0, None), '":', space, value)
+    space = notation.space
+    pair = seq(notation.any_key() or NOTHING, ":", space, value)
     return seq("{", space, maybe(pair, times(seq(",", space, pair), 0, None), space), "}")
 
 
-def object_of(flat: Flat, convert: Convert, name: Name, space: Expression) -> Expression | None:
+def object_of(flat: Flat, convert: Convert, name: Name, notation: Notation) -> Expression | None:
     """Grammar of an object schema; None if nothing is valid.
 
     Args:
         flat: The schema.
         convert: Returns the grammar of a schema, given its path from here.
         name: Makes a rule of an expression, and returns a reference to it.
-        space: Grammar of white space between tokens.
+        notation: Notation of values.
 
     Raises:
         SchemaError: If a grammar cannot express it.
     """
+    space = notation.space
     schemas, others = properties_of(flat)
     required = set(flat.get("required", ()))
     pairs: list[tuple[Expression, bool]] = []
     for key, schema in schemas.items():
         value = convert(schema, f"properties/{key}")
         if value is not None:
-            pairs.append((seq(f"{quoted(key)}:", space, value), key in required))
+            pairs.append((seq(notation.key(key), ":", space, value), key in required))
         elif key in required:
             return None
     other = None if others is False else convert(others, "additionalProperties")
-    extra = None if other is None else seq('"', _any_name_but(schemas, name), '":', space, other)
+    other_key = None if other is None else notation.other_key(schemas, name)
+    extra = None if other is None or other_key is None else seq(other_key, ":", space, other)
     most = most_extras(flat, pairs, has_extras=extra is not None)
-    body = _pairs(pairs, extra, most, name, space)
+    body = joined_pairs(pairs, extra, most, name, comma=seq(",", space), space=space)
     return seq("{", space, "}") if body == NOTHING else seq("{", space, body, "}")
 
 
@@ -140,19 +91,28 @@ def most_extras(flat: Flat, pairs: list[tuple[Expression, bool]], *, has_extras:
     return int(most) - len(pairs)
 
 
-def _pairs(
+def joined_pairs(
     pairs: list[tuple[Expression, bool]],
     extra: Expression | None,
     most: int | None,
     name: Name,
-    space: Expression,
+    *,
+    comma: Expression,
+    space: Expression = NOTHING,
 ) -> Expression:
     """Everything between the braces, the last space included.
 
     Built from the last pair to the first, in two forms: `rest` follows a pair, comma first; `first` is used
     where there is no pair before.
+
+    Args:
+        pairs: Known properties, and whether each is required.
+        extra: Any other property; None for none.
+        most: Most other properties; None is no bound.
+        name: Makes a rule of an expression, and returns a reference to it.
+        comma: What is between two properties.
+        space: What is behind the last one.
     """
-    comma = seq(",", space)
     rest: Expression = NOTHING
     firsts: list[Expression] = []
     may_be_empty = True
@@ -172,35 +132,6 @@ def _pairs(
         return NOTHING
     whole = seq(either(*firsts), space)
     return maybe(whole) if may_be_empty else whole
-
-
-def _any_name_but(names: dict[str, Any], name: Name) -> Expression:
-    """A name other than these. Each letter has a single form, so no name can be written with escapes."""
-    tree: dict[str, Any] = {}
-    for known in names:
-        if len(known) > _MAX_NAME_CHARS:
-            raise SchemaError(f"properties has a name of more than {_MAX_NAME_CHARS} characters")
-        node = tree
-        for letter in known:
-            node = node.setdefault(letter, {})
-        node[""] = {}
-    return _not_in(tree, name(times(_letter_but(()), 0, None)), name)
-
-
-def _not_in(tree: dict[str, Any], any_letters: Expression, name: Name) -> Expression:
-    letters = [letter for letter in tree if letter]
-    options: list[Expression] = [seq(_letter_but(letters), any_letters)]
-    if "" not in tree:
-        options.append(NOTHING)
-    options += [seq(quoted(letter)[1:-1], _not_in(tree[letter], any_letters, name)) for letter in letters]
-    return name(either(*options))
-
-
-def _letter_but(letters: Collection[str]) -> Expression:
-    """A letter other than these; those without a short escape are left out."""
-    plain = Chars(complement([*_ESCAPED, *((ord(letter), ord(letter)) for letter in letters)]))
-    signs = [sign for letter, sign in _SHORT_ESCAPES.items() if letter not in letters]
-    return either(plain, seq("\\", chars(*signs))) if signs else plain
 
 
 def array_of(flat: Flat, convert: Convert, name: Name, space: Expression) -> Expression | None:
@@ -258,86 +189,3 @@ def _body(
     if known:
         return seq(known[0], rest)
     return None if other is None else seq(other, rest)
-
-
-def text_without(marks: Collection[str]) -> Expression:
-    """Any text in which none of the marks occurs.
-
-    Args:
-        marks: Each begins with `<` and has no other one.
-    """
-    tree: dict[str, Any] = {}
-    for mark in marks:
-        node = tree
-        for letter in mark[1:]:
-            node = node.setdefault(letter, {})
-        node[""] = {}
-    plain = times(_but(_TAG_START), 0, None)
-    return seq(plain, times(seq(_TAG_START, _behind(tree, plain)), 0, None))
-
-
-def _behind(node: dict[str, Any], plain: Expression) -> Expression:
-    """What may follow the beginning of a mark: nothing more of it, or more that is not all of it."""
-    longer = [
-        seq(letter, _behind(inner, plain)) for letter, inner in node.items() if letter and "" not in inner
-    ]
-    # Nothing follows before the end, or before the beginning of another.
-    return either(NOTHING, seq(_but(_TAG_START, *filter(None, node)), plain), *longer)
-
-
-def _but(*letters: str) -> Chars:
-    return Chars(complement([(ord(letter), ord(letter)) for letter in letters]))
-
-
-def _without_tags(expression: Expression) -> Expression:
-    """An expression without `<` where it allows other letters in its place."""
-    match expression:
-        case Chars(ranges):
-            start = ord(_TAG_START)
-            rest = [
-                part
-                for low, high in ranges
-                for part in ((low, min(high, start - 1)), (max(low, start + 1), high))
-                if part[0] <= part[1]
-            ]
-            return Chars(tuple(rest)) if rest else expression
-        case Sequence(items):
-            return Sequence(tuple(_without_tags(item) for item in items))
-        case Choice(options):
-            return Choice(tuple(_without_tags(option) for option in options))
-        case Repeat(item, least, most):
-            return Repeat(_without_tags(item), least, most)
-        case _:
-            return expression
-
-
-def tagged_object_of(flat: Flat, convert: Convert, form: TagForm) -> Expression | None:
-    """Grammar of an object schema; None if nothing is valid.
-
-    Names that the schema lacks are written only where it has none at all.
-
-    Args:
-        flat: The schema.
-        convert: Returns the grammar of a schema's values, with their tags, given its path from here.
-        form: Form of the arguments.
-
-    Raises:
-        SchemaError: If a grammar cannot express it.
-    """
-    schemas, others = properties_of(flat)
-    required = set(flat.get("required", ()))
-    pairs: list[tuple[Expression, bool]] = []
-    for key, schema in schemas.items():
-        if not key or key != key.strip() or len(key) > _MAX_KEY_CHARS or _NOT_IN_KEYS & set(key):
-            raise SchemaError(f"properties: the name {key[:64]!r} cannot be written in a tag")
-        value = convert(schema, f"properties/{key}")
-        if value is not None:
-            pairs.append((seq(f"{form.key}{key}", form.value, value), key in required))
-        elif key in required:
-            return None
-    other = None if schemas or others is False else convert(others, "additionalProperties")
-    most = most_extras(flat, pairs, has_extras=other is not None)
-    found = [pair if is_required else maybe(pair) for pair, is_required in pairs]
-    if other is not None and most != 0:
-        found.append(times(seq(form.key, _KEY, form.value, other), 0, most))
-    return seq(*found) if found else NOTHING

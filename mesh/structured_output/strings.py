@@ -11,7 +11,7 @@ import json
 import string
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from mesh.structured_output.gbnf import HEX_DIGIT, NOTHING, SchemaError, chars, either, seq, times
+from mesh.structured_output.gbnf import HEX_DIGIT, NOTHING, SchemaError, chars, either, mapped, seq, times
 from stages.grammar.gbnf_parser import (
     MAX_CODE_POINT,
     MAX_NESTING,
@@ -21,7 +21,6 @@ from stages.grammar.gbnf_parser import (
     CodeRange,
     Expression,
     Literal,
-    Ref,
     Repeat,
     Sequence,
     complement,
@@ -29,6 +28,8 @@ from stages.grammar.gbnf_parser import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mesh.structured_output.schema_resolver import Flat
 
 _DIGITS: Final = ((0x30, 0x39),)
@@ -40,14 +41,14 @@ _LINE_ENDS: Final = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 _ANY: Final = Chars(((0, MAX_CODE_POINT),))
 _MAX_CHARS: Final = 4096
 # Characters without escapes. JSON allows DEL, but terminals do not show it.
-_PLAIN: Final = complement([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)])
+PLAIN: Final = complement([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)])
 # A UTF-16 code unit that is no surrogate, as an escape.
 _ESCAPED_UNIT: Final = either(
     seq(chars("09", "ac", "ef", "AC", "EF"), times(HEX_DIGIT, 3, 3)),
     seq(chars("d", "D"), chars("07"), times(HEX_DIGIT, 2, 2)),
 )
 CHAR: Final[Expression] = either(
-    Chars(_PLAIN), seq("\\", either(chars('"', "\\", "b", "f", "n", "r", "t"), seq("u", _ESCAPED_UNIT)))
+    Chars(PLAIN), seq("\\", either(chars('"', "\\", "b", "f", "n", "r", "t"), seq("u", _ESCAPED_UNIT)))
 )
 """Any one character of a string."""
 _BYTE: Final = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
@@ -80,12 +81,12 @@ class _Parser:
         self._at = 0
         self._depth = 0
 
-    def whole(self) -> Expression:
+    def whole(self, *, is_anchored: bool) -> Expression:
         options: list[Expression] = []
         while True:
-            starts = self._skip("^")
+            starts = self._skip("^") or is_anchored
             inner = self._sequence()
-            ends = self._skip("$")
+            ends = self._skip("$") or is_anchored
             anything = times(_ANY, 0, None)
             options.append(seq(*([] if starts else [anything]), inner, *([] if ends else [anything])))
             if not self._skip("|"):
@@ -236,15 +237,19 @@ class _Parser:
         return least, most
 
 
-def parse_pattern(pattern: str) -> Expression:
+def parse_pattern(pattern: str, *, is_whole: bool = False) -> Expression:
     """Grammar of the strings that match a pattern, from beginning to end.
+
+    Args:
+        pattern: The pattern.
+        is_whole: Whether it describes the whole string, without anchors as well.
 
     Raises:
         SchemaError: If it is no regular expression, or a grammar cannot express it.
     """
     if len(pattern) > _MAX_CHARS:
         raise SchemaError(f"pattern has {len(pattern)} characters: at most {_MAX_CHARS} work")
-    return _Parser(pattern).whole()
+    return _Parser(pattern).whole(is_anchored=is_whole)
 
 
 def _is_count(digits: str) -> bool:
@@ -256,28 +261,33 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def in_string(expression: Expression) -> Expression:
-    """An expression over characters with each character as JSON writes it."""
-    match expression:
-        case Literal(text):
-            return Literal(quoted(text)[1:-1])
-        case Chars(ranges):
-            return _one_of(ranges)
-        case Sequence(items):
-            return Sequence(tuple(in_string(item) for item in items))
-        case Choice(options):
-            return Choice(tuple(in_string(option) for option in options))
-        case Repeat(item, least, most):
-            return Repeat(in_string(item), least, most)
-        case Ref():
-            return expression
+def in_string(
+    expression: Expression,
+    written: Callable[[str], str] | None = None,
+    plain: tuple[CodeRange, ...] = PLAIN,
+) -> Expression:
+    """An expression over characters with each character as a notation writes it.
 
+    Args:
+        expression: The expression.
+        written: Returns a text as it is written between quotes; by default as in JSON.
+        plain: Characters that are written as they are.
+    """
+    write = written or (lambda text: quoted(text)[1:-1])
 
-def _one_of(ranges: tuple[tuple[int, int], ...]) -> Expression:
-    plain = _intersection(ranges, _PLAIN)
-    special = _intersection(ranges, complement(_PLAIN))
-    escaped = [quoted(chr(code))[1:-1] for low, high in special for code in range(low, high + 1)]
-    return either(*([Chars(plain)] if plain else []), *escaped)
+    def change(each: Expression) -> Expression:
+        match each:
+            case Literal(text):
+                return Literal(write(text))
+            case Chars(ranges):
+                usual = _intersection(ranges, plain)
+                special = _intersection(ranges, complement(plain))
+                escaped = [write(chr(code)) for low, high in special for code in range(low, high + 1)]
+                return either(*([Chars(usual)] if usual else []), *escaped)
+            case _:
+                return each
+
+    return mapped(expression, change)
 
 
 def _intersection(
@@ -317,21 +327,6 @@ def text_length(expression: Expression) -> tuple[int, int | None]:
 def _total(spans: list[tuple[int, int | None]]) -> tuple[int, int | None]:
     known = [most for _, most in spans if most is not None]
     return sum(least for least, _ in spans), sum(known) if len(known) == len(spans) else None
-
-
-def string_of(flat: Flat) -> Expression | None:
-    """Grammar of a string schema, quotes included; None if nothing is valid. Unknown formats have no effect.
-
-    Raises:
-        SchemaError: If a grammar cannot express it.
-    """
-    least, most = lengths_of(flat)
-    if most is not None and least > most:
-        return None
-    pattern = pattern_of(flat)
-    if pattern is None:
-        return seq('"', times(CHAR, least, most), '"')
-    return seq('"', in_string(of_length(pattern, least, most)), '"')
 
 
 def lengths_of(flat: Flat) -> tuple[int, int | None]:

@@ -54,25 +54,26 @@ class Characters:
         return self._ahead.popleft()
 
     def match(self, texts: Collection[str]) -> Generator[None, str, str | None]:
-        """Consume one of these texts if it comes next; returns which, or None.
+        """Consume the longest of these texts that comes next; returns which, or None.
 
         Args:
-            texts: None of them is a prefix of another.
+            texts: Not empty.
 
         Raises:
             EndOfText: If the text ends with the beginning of one, which is left there.
         """
-        taken = ""
+        taken, found = "", None
         try:
-            while any(text.startswith(taken) for text in texts):
+            while any(text.startswith(taken) for text in texts if text != found):
                 taken += yield from self.take()
                 if taken in texts:
-                    return taken
+                    found = taken
         except EndOfText:
-            self.unread(taken)
-            raise
-        self.unread(taken)
-        return None
+            if found is None:
+                self.unread(taken)
+                raise
+        self.unread(taken[len(found or "") :])
+        return found
 
     def unread(self, text: str) -> None:
         """Put characters back before the next one."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from enum import Enum, auto
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -13,16 +15,19 @@ import structlog
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator
 from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import SandboxedEnvironment, modifies_known_mutable
 from markupsafe import Markup
 
+from mesh.text.answer_format import NOTE_FORMAT, AnswerFormat
 from mesh.text.client_text import Marking
 from mesh.text.conversation_repair import EVERY, Repair, content_forms_of, needs_of, repaired
-from mesh.text.message_parts import call_format_of, knows_tools
+from mesh.text.format_probes import found_format
+from mesh.text.message_parts import knows_tools
+from mesh.text.reasoning_switches import switches_of
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from datetime import datetime
 
     from jinja2.compiler import Frame
@@ -30,7 +35,7 @@ if TYPE_CHECKING:
     from jinja2.runtime import Context
 
     from mesh.text.conversation_repair import ContentForms, Needs
-    from mesh.text.message_parts import CallFormat
+    from mesh.text.reasoning_switches import ReasoningSwitches
     from mesh.text.tokenizer import Tokenizer
 
 _MAX_REASON_CHARS: Final = 300
@@ -43,6 +48,10 @@ _AFTER: Final = (
     "\n</tools>\nTo call one, write nothing but its name and its arguments as JSON between these tags:\n"
     '<tool_call>\n{"name": "…", "arguments": {…}}\n</tool_call>\n'
     "You will be told the result between <tool_response> and </tool_response>."
+)
+_ASKED: Final[tuple[tuple[Mapping[str, Any], ...], ...]] = (
+    ({"role": "user", "content": "Hello"},),
+    ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}),
 )
 MAX_PROMPT_CHARS: Final = 16 * 1024 * 1024
 CHATML: Final = (
@@ -89,26 +98,30 @@ class TemplateRenderer:
 
     def __init__(self, source: str, *, bos: str, eos: str, marking: Marking) -> None:
         self._marking = marking
-        environment = _Environment(marking)
-        environment.globals.update(bos_token=bos, eos_token=eos, raise_exception=_raise_exception)
+        self._environments = (_Environment(marking), _Environment(marking, undefined=_Nothing))
+        for environment in self._environments:
+            environment.globals.update(bos_token=bos, eos_token=eos, raise_exception=_raise_exception)
         try:
-            self._template = environment.from_string(source)
+            self._template, self._lenient = (each.from_string(source) for each in self._environments)
         except Exception as error:  # noqa: BLE001 - a source may also be too deep for the parser
             raise self._refusal(error) from None
 
-    def render(self, variables: Mapping[str, Any], now: datetime, max_chars: int) -> str | None:
+    def render(
+        self, variables: Mapping[str, Any], now: datetime, max_chars: int, *, is_lenient: bool = False
+    ) -> str | None:
         """The prompt, with the stand-ins of clients' texts; None if it is longer than `max_chars`.
 
         Args:
             variables: `messages`, and others; `add_generation_prompt` is true unless they set it.
             now: The local time, for templates that date their system prompt.
             max_chars: Most characters of the prompt.
+            is_lenient: Whether what is not there is nothing, wherever it is used, as llama.cpp has it.
 
         Raises:
             TemplateRefusal: If the template fails, as it may in any way: it is a program.
         """
         try:
-            return self._rendered(variables, now, max_chars)
+            return self._rendered(self._lenient if is_lenient else self._template, variables, now, max_chars)
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - a template is a program: anything can come out of it
@@ -118,16 +131,31 @@ class TemplateRenderer:
         reason = self._marking.unmarked(str(error) or type(error).__name__)
         return TemplateRefusal(reason[:_MAX_REASON_CHARS])
 
-    def _rendered(self, variables: Mapping[str, Any], now: datetime, max_chars: int) -> str | None:
+    def _rendered(
+        self, template: jinja2.Template, variables: Mapping[str, Any], now: datetime, max_chars: int
+    ) -> str | None:
+        given = frozenset(_containers(variables))
+        for environment in self._environments:
+            environment.given = given
         values = {"add_generation_prompt": True, **variables, "strftime_now": now.strftime}
         parts: list[str] = []
         num_chars = 0
-        for part in self._template.generate(values):
+        for part in template.generate(values):
             num_chars += len(part)
             if num_chars > max_chars:
                 return None
             parts.append(part)
         return "".join(parts)
+
+
+class _Nothing(jinja2.ChainableUndefined):
+    """What is not there: it has nothing, and adds nothing to a text."""
+
+    def __add__(self, other: Any) -> Any:
+        return other
+
+    def __radd__(self, other: Any) -> Any:
+        return other
 
 
 class _GenerationBlocks(Extension):
@@ -164,28 +192,41 @@ class _JoiningGenerator(CodeGenerator):
         self.write("))")
 
 
-class _Environment(ImmutableSandboxedEnvironment):
+class _Environment(SandboxedEnvironment):
     """Sandbox in which what is computed from texts of clients stays theirs.
+
+    A template may change lists and objects that it has made itself, and none that it was given.
 
     Args:
         marking: Tells texts of clients from the template's own.
+        undefined: What is not there.
+
+    Attributes:
+        given: Identities of the lists and objects that the template was given.
     """
 
     intercepted_binops = frozenset({"+", "*", "%"})
     code_generator_class = _JoiningGenerator
 
-    def __init__(self, marking: Marking) -> None:
+    def __init__(self, marking: Marking, undefined: type[jinja2.Undefined] = jinja2.Undefined) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
+            undefined=undefined,
             extensions=["jinja2.ext.loopcontrols", _GenerationBlocks],
         )
         self._marking = marking
+        self.given: frozenset[int] = frozenset()
         self.filters["tojson"] = functools.partial(_to_json, marking)
         self.filters["safe"] = _mark_safe
         self.filters = {name: self._recognising(made) for name, made in self.filters.items()}
         self.filters |= {name: self._of_original(self.filters[name]) for name in ("int", "float")}
         self.tests["in"] = self.has
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Whether a template may use an attribute, as `append` of a list."""
+        is_changing = modifies_known_mutable(obj, attr) and id(obj) in self.given
+        return not is_changing and super().is_safe_attribute(obj, attr, value)
 
     def concat(self, parts: Iterable[str]) -> str:
         """Texts one behind the other: of macros, blocks that are set, and `~`."""
@@ -243,6 +284,7 @@ class ChatTemplate:
         bos: Text of the token that begins a sequence.
         eos: Text of the token that ends a sequence.
         now: Returns the local time, for templates that date their system prompt.
+        ends: Names of further tokens that end answers.
         max_chars: Most characters of the prompt.
         marking: Tells texts of clients from the template's own; by default nothing is told apart.
     """
@@ -254,6 +296,7 @@ class ChatTemplate:
         bos: str,
         eos: str,
         now: Callable[[], datetime],
+        ends: Collection[str] = (),
         max_chars: int = MAX_PROMPT_CHARS,
         marking: Marking | None = None,
     ) -> None:
@@ -261,13 +304,16 @@ class ChatTemplate:
         self._bos = bos
         self._eos = eos
         self._now = now
+        self._ends = ends
         self._max_chars = max_chars
         self._marking = Marking(()) if marking is None else marking
 
-    @property
-    def call_format(self) -> CallFormat:
-        """Format of the model's calls."""
-        return call_format_of(self._source)
+    @cached_property
+    def answer_format(self) -> AnswerFormat:
+        """Format of the model's answers, by what the template writes; see `found_format`."""
+        found = found_format(self.probed, self._source, (self._eos, *self._ends))
+        # Without tools in the prompt, calls are those of our own note.
+        return found if knows_tools(self._source) else replace(found, calls=NOTE_FORMAT, is_found=False)
 
     @cached_property
     def needs(self) -> Needs:
@@ -278,10 +324,25 @@ class ChatTemplate:
         """
         return needs_of(self._tried, knows_tools=knows_tools(self._source))
 
+    @cached_property
+    def reasoning_switches(self) -> ReasoningSwitches:
+        """Variables that set the amount of reasoning; see `switches_of`."""
+
+        def render(variables: Mapping[str, Any]) -> str | None:
+            prompts = [self.probed(messages, (), variables, adds_prompt=True) for messages in _ASKED]
+            return None if prompts[0] is None else "".join(filter(None, prompts))
+
+        return switches_of(render)
+
     @property
     def hidden_roles(self) -> frozenset[str]:
         """Roles of messages whose texts the template shows in no form; see `content_forms_of`."""
         return self._content_forms.hidden - (frozenset() if knows_tools(self._source) else {"tool"})
+
+    @property
+    def has_short_ids(self) -> bool:
+        """Whether ids of calls are nine letters and digits for this template; see `needs`."""
+        return Repair.SHORT_IDS in self.needs.with_tools
 
     @property
     def has_one_call(self) -> bool:
@@ -337,11 +398,13 @@ class ChatTemplate:
     def _accepted(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
         """The prompt of the first form of a conversation that the template takes."""
         refusals = []
-        for form in self._forms(messages, has_tools=bool(values["tools"])):
-            try:
-                return self._rendered({**values, "messages": form})
-            except TemplateRefusal as refusal:
-                refusals.append(refusal.reason)
+        forms = list(self._forms(messages, has_tools=bool(values["tools"])))
+        for is_lenient in (False, True):
+            for form in forms:
+                try:
+                    return self._rendered({**values, "messages": form}, is_lenient=is_lenient)
+                except TemplateRefusal as refusal:
+                    refusals.append(refusal.reason)
         raise InvalidRequest(
             f"the model's chat template does not accept this conversation: {refusals[0]}", param="messages"
         )
@@ -382,6 +445,32 @@ class ChatTemplate:
                 continue
         return None
 
+    def probed(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        adds_prompt: bool,
+    ) -> str | None:
+        """The prompt of a conversation as it is, to find out about the template; None if it is refused.
+
+        Args:
+            messages: Messages in the form of chat templates.
+            tools: Functions that the model may call.
+            variables: Further variables of the template.
+            adds_prompt: Whether an answer begins behind the last message.
+        """
+        values = {**variables, "tools": tools or None, "add_generation_prompt": adds_prompt}
+        for is_lenient in (False, True):
+            for form in _with_other_arguments(messages):
+                try:
+                    text = self._rendered({**values, "messages": form}, is_lenient=is_lenient)
+                except (TemplateRefusal, InvalidRequest):
+                    continue
+                return self._marking.unmarked(text)
+        return None
+
     @cached_property
     def _content_forms(self) -> ContentForms:
         def render(
@@ -397,10 +486,12 @@ class ChatTemplate:
 
         return content_forms_of(render)
 
-    def _rendered(self, values: Mapping[str, Any]) -> str:
-        return self._in_forms(values, self._content_forms.in_parts)
+    def _rendered(self, values: Mapping[str, Any], *, is_lenient: bool = False) -> str:
+        return self._in_forms(values, self._content_forms.in_parts, is_lenient=is_lenient)
 
-    def _in_forms(self, values: Mapping[str, Any], in_parts: frozenset[str]) -> str:
+    def _in_forms(
+        self, values: Mapping[str, Any], in_parts: frozenset[str], *, is_lenient: bool = False
+    ) -> str:
         """The prompt, the texts of messages of some roles given as parts."""
         if in_parts:
             messages = [
@@ -416,7 +507,7 @@ class ChatTemplate:
             {**theirs, "role": message["role"]}
             for theirs, message in zip(marked["messages"], values["messages"], strict=True)
         ]
-        text = self._renderer.render(marked, self._now(), self._max_chars)
+        text = self._renderer.render(marked, self._now(), self._max_chars, is_lenient=is_lenient)
         if text is None:
             raise InvalidRequest(
                 f"the model's chat template wrote more than {self._max_chars} characters: send less",
@@ -427,6 +518,14 @@ class ChatTemplate:
     @cached_property
     def _renderer(self) -> TemplateRenderer:
         return TemplateRenderer(self._source, bos=self._bos, eos=self._eos, marking=self._marking)
+
+
+def _containers(value: Any) -> Iterator[int]:
+    """Identities of a value's lists and objects, at all depths."""
+    if isinstance(value, Mapping | list | tuple):
+        yield id(value)
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _containers(each)
 
 
 def _mark_safe(value: Any) -> Markup:
@@ -445,12 +544,20 @@ def _to_json(  # noqa: PLR0917
     # Escapes would hide the stand-ins: the whole is then a client's text.
     text = json.dumps(
         marking.original_of(value) if ensure_ascii else value,
+        # What filters such as `map` return.
+        default=_as_list,
         ensure_ascii=ensure_ascii,
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
     )
     return marking.marked(text) if ensure_ascii else text
+
+
+def _as_list(value: Any) -> list[Any]:
+    if not isinstance(value, Iterator):
+        raise TypeError(f"{type(value).__name__} is no JSON")
+    return list(value)
 
 
 def _raise_exception(message: str) -> None:

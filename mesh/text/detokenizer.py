@@ -25,13 +25,15 @@ class StopScanner:
 
     Args:
         stops: Non-empty strings.
+        includes_stop: Whether the stop string that ends the text is passed on as well.
 
     Attributes:
         found: The stop string that ended the text; None before.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, includes_stop: bool = False) -> None:
         self._stops = tuple(stops)
+        self._includes_stop = includes_stop
         self._held = ""
         self.found: str | None = None
 
@@ -57,6 +59,13 @@ class StopScanner:
         self._held = held[safe:]
         return held[:safe]
 
+    def push_mark(self, mark: str) -> str:
+        """The text held back, and a mark behind it, in which no stop string is looked for; it may be one."""
+        if mark in self._stops:
+            return self.push(mark)
+        text = self.flush()
+        return text if self.stopped else text + mark
+
     def flush(self) -> str:
         """The text held back, at the end."""
         held, self._held = self._held, ""
@@ -65,7 +74,7 @@ class StopScanner:
 
     def _cut(self, text: str, match: int) -> str:
         self.found = next(stop for stop in self._stops if text.startswith(stop, match))
-        return text[:match]
+        return text[: match + len(self.found) * self._includes_stop]
 
     def _earliest_match(self, text: str) -> int | None:
         return min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
@@ -87,17 +96,20 @@ class AnswerText:
 
     Args:
         piece: Returns the bytes of a token.
-        stops: Strings that end the answer; no part of one is passed on.
+        stops: Strings that end the answer; no part of one is passed on, unless the next says so.
+        includes_stop: Whether the one that ends the answer is passed on.
 
     Attributes:
         num_decoded: Number of decoded characters.
         num_passed: Number of those passed on.
     """
 
-    def __init__(self, piece: Callable[[int], bytes], stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, piece: Callable[[int], bytes], stops: Sequence[str] = (), *, includes_stop: bool = False
+    ) -> None:
         self._piece = piece
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._scanner = StopScanner(stops)
+        self._scanner = StopScanner(stops, includes_stop=includes_stop)
         self.num_decoded = 0
         self.num_passed = 0
 
@@ -116,9 +128,15 @@ class AnswerText:
         """Whether the latest token left a character incomplete."""
         return bool(self._decoder.getstate()[0])
 
-    def push(self, token: int) -> str:
-        """The text that becomes final with this token, often its own, sometimes none."""
-        return self._passed(self._scanner.push(self._decoded(self._piece(token))))
+    def push(self, token: int, *, is_mark: bool = False) -> str:
+        """The text that becomes final with this token, often its own, sometimes none.
+
+        Args:
+            token: Its id.
+            is_mark: Whether it is no part of a text for the client; see `StopScanner.push_mark`.
+        """
+        text = self._decoded(self._piece(token))
+        return self._passed(self._scanner.push_mark(text) if is_mark else self._scanner.push(text))
 
     def flush(self) -> str:
         """The text held back, at the end. May find a last stop string."""

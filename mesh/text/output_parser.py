@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
-from mesh.text.message_parts import THINK_MARKS, Content, MarkFinder, MessagePart, Reasoning, joined
+from mesh.text.answer_format import DEFAULT_REASONING, NO_MARKS, Marks, texts_of
+from mesh.text.call_marks import call_marks_of
+from mesh.text.header_parser import HeaderParser, format_of_messages, is_named_in_header
+from mesh.text.message_parts import Content, MarkFinder, MessagePart, Reasoning, joined
 from mesh.text.tool_call_parser import ToolCallParser
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from mesh.text.message_parts import CallFormat
+    from mesh.text.answer_format import CallFormat, Headers
 
 
 class _At(Enum):
     BEGINNING = auto()
     INSIDE = auto()
+    CALLING = auto()
     BEHIND = auto()
     CONTENT = auto()
 
@@ -25,28 +29,41 @@ class _At(Enum):
 class ReasoningParser:
     """Splits reasoning, which comes first if at all, from what follows.
 
-    White space at its ends is dropped. Later marks are content.
+    White space at its ends is dropped. Later marks are content, unless they have the form of control tokens.
+    Some models call without ending their reasoning, and some only think about a call: what begins like one is
+    held back until reasoning ends, or the answer.
 
     Args:
+        reasoning: Marks of reasoning: any of them.
+        calls: Marks with which calls begin.
         is_inside: Whether the prompt ends within reasoning, so that no mark begins it.
     """
 
-    def __init__(self, *, is_inside: bool) -> None:
+    def __init__(self, reasoning: Sequence[Marks], calls: Sequence[str] = (), *, is_inside: bool) -> None:
+        self._marks = reasoning
+        self._calls = calls
         self._is_inside = is_inside
+        # Other marks may be letters of a text.
+        self._comes_again = all("|" in each.begin for each in reasoning)
+        self._again = MarkFinder([text for each in reasoning for text in (each.begin, each.end)])
         self._at = _At.BEGINNING
         self._held = ""
         self._has_begun = False
-        self._finder = MarkFinder([end for _, end in THINK_MARKS])
+        self._finder = self._finder_with(calls)
+
+    def _finder_with(self, calls: Sequence[str]) -> MarkFinder:
+        return MarkFinder(list(dict.fromkeys((*(each.end for each in self._marks), *calls))))
 
     @property
     def is_reasoning(self) -> bool:
         """Whether the text so far ends within reasoning."""
-        return self._at is _At.INSIDE or (self._is_inside and self._at is _At.BEGINNING)
+        is_begun = self._is_inside and self._at is _At.BEGINNING
+        return is_begun or self._at in {_At.INSIDE, _At.CALLING}
 
     @property
     def is_over(self) -> bool:
         """Whether all further text is content."""
-        return self._at is _At.CONTENT
+        return self._at is _At.CONTENT and not self._comes_again
 
     def push(self, char: str) -> list[MessagePart]:
         """The parts that become final with one more character."""
@@ -55,16 +72,35 @@ class ReasoningParser:
                 return self._begin(char)
             case _At.INSIDE:
                 return self._go_on(char)
+            case _At.CALLING:
+                return self._call_on(char)
             case _At.BEHIND if char.isspace():
                 return []
         self._at = _At.CONTENT
-        return [Content(char)]
+        return self._content(char)
+
+    def _content(self, char: str) -> list[MessagePart]:
+        if not self._comes_again:
+            return [Content(char)]
+        text, mark = self._again.push(char)
+        if any(mark == each.begin for each in self._marks):
+            self._at, self._held, self._has_begun = _At.INSIDE, "", False
+        return [Content(text)] if text else []
+
+    def take_call(self) -> str:
+        """Consume what began like a call within reasoning that has not ended; empty if there is nothing."""
+        if self._at is not _At.CALLING:
+            return ""
+        held, self._held = self._held + self._finder.flush(), ""
+        return held
 
     def flush(self) -> list[MessagePart]:
         """The parts held back, at the end."""
         held, self._held = self._held, ""
-        if self._at is _At.INSIDE:
+        if self._at in {_At.INSIDE, _At.CALLING}:
             held += self._finder.flush()
+        elif self._at is _At.CONTENT:
+            held += self._again.flush()
         if self.is_reasoning:
             held = held.rstrip() if self._has_begun else held.strip()
             return [Reasoning(held)] if held else []
@@ -75,16 +111,21 @@ class ReasoningParser:
         said = self._held.lstrip()
         if not said:
             return []
-        if any(said == begin for begin, _ in THINK_MARKS):
+        if any(said == each.begin for each in self._marks):
             self._at, self._held = _At.INSIDE, ""
             self._is_inside = False
             return []
-        if any(begin.startswith(said) for begin, _ in THINK_MARKS):
+        if not self._is_inside and any(said == each.end for each in self._marks):
+            # Templates write this before answers without reasoning, and models repeat it.
+            self._at, self._held = _At.BEHIND, ""
+            return []
+        ends = () if self._is_inside else tuple(each.end for each in self._marks)
+        if any(mark.startswith(said) for mark in (*(each.begin for each in self._marks), *ends)):
             return []
         held, self._held = self._held, ""
         if not self._is_inside:
             self._at = _At.CONTENT
-            return [Content(held)]
+            return [piece for each in held for piece in self.push(each)]
         self._at, self._is_inside = _At.INSIDE, False
         return [piece for each in held for piece in self._go_on(each)]
 
@@ -101,9 +142,21 @@ class ReasoningParser:
                 self._has_begun = True
             elif self._has_begun:
                 self._held += each
-        if mark is not None:
+        if mark is not None and mark in self._calls:
+            self._at, self._held = _At.CALLING, self._held + mark
+            self._finder = self._finder_with(())
+        elif mark is not None:
             self._at, self._held = _At.BEHIND, ""
         return [Reasoning(shown)] if shown else []
+
+    def _call_on(self, char: str) -> list[MessagePart]:
+        text, mark = self._finder.push(char)
+        self._held += text
+        if mark is None:
+            return []
+        held, self._held = self._held.rstrip(), ""
+        self._at, self._finder = _At.BEHIND, self._finder_with(self._calls)
+        return [Reasoning(held if self._has_begun else held.lstrip())]
 
 
 @dataclass(frozen=True)
@@ -124,13 +177,67 @@ class OutputFormat:
     """Whether marks of reasoning stay in the text, where it is not split."""
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """JSON schema of each function's parameters, by its name."""
+    reasoning: tuple[Marks, ...] = DEFAULT_REASONING
+    """Marks of reasoning: any of them."""
+    content: Marks = NO_MARKS
+    """Marks of content, where it has some."""
+    headers: Headers | None = None
+    """Headers of messages, if the answer has any."""
+    end: str = ""
+    """Behind the whole answer."""
+    primer: str = ""
+    """Beginning of a call or of content that the prompt ends with."""
 
     @property
     def marks(self) -> frozenset[str]:
-        """Marks that must be seen, though they may be control tokens, which have no text."""
-        sees_reasoning = self.splits_reasoning or self.shows_think_marks
-        found = {mark for pair in THINK_MARKS for mark in pair} if sees_reasoning else set()
-        return frozenset(found if self.call_format is None else found | self.call_format.marks)
+        """Texts with the marks that must be seen, though they may be control tokens, which have no text."""
+        pairs: list[Marks] = [self.content, Marks(self.primer, self.end)]
+        if self.splits_reasoning or self.shows_think_marks:
+            pairs += self.reasoning
+        found = {text for each in pairs for text in (each.begin, each.end)}
+        if self.headers is not None:
+            found |= {self.headers.begin, self.headers.body, self.headers.reasoning, *self.headers.ends}
+        if self.call_format is not None:
+            found |= set(texts_of(self.call_format))
+        return frozenset(filter(None, found))
+
+
+class _ContentMarks:
+    """Drops the marks of content, and what is behind the whole answer.
+
+    Args:
+        content: The marks.
+        primer: Beginning of the first of them that the prompt ends with.
+        end: What is behind the whole answer.
+    """
+
+    def __init__(self, content: Marks, primer: str, end: str) -> None:
+        begin = primer + content.begin if content.begin else ""
+        self._finder = MarkFinder(list(dict.fromkeys(filter(None, (begin, content.end, end)))))
+        self._end = end
+        # What may be the end of the answer.
+        self._held = ""
+        self.num_found = 0
+
+    def push(self, char: str) -> str:
+        if self._held and char.isspace():
+            self._held += char
+            return ""
+        text, mark = self._finder.push(char)
+        if text or mark is not None:
+            text, self._held = self._held + text, ""
+        if mark == self._end:
+            self._held = mark
+        elif mark is not None:
+            self.num_found += 1
+        return text
+
+    def flush(self) -> str:
+        rest = self._finder.flush()
+        if not rest:
+            return ""
+        held, self._held = self._held, ""
+        return held + rest
 
 
 class OutputParser:
@@ -141,27 +248,64 @@ class OutputParser:
     """
 
     def __init__(self, output_format: OutputFormat) -> None:
-        self._reasoning = (
-            ReasoningParser(is_inside=output_format.is_in_reasoning)
-            if output_format.splits_reasoning
-            else None
+        calls, headers = output_format.call_format, output_format.headers
+        if calls is not None and headers is not None:
+            calls = format_of_messages(headers, calls)
+        self._calls = (
+            None if calls is None else ToolCallParser(calls, output_format.names, output_format.parameters)
         )
-        self._calls = None
-        if output_format.call_format is not None:
-            self._calls = ToolCallParser(
-                output_format.call_format, output_format.names, output_format.parameters
+        self._headers = (
+            None
+            if headers is None
+            else HeaderParser(
+                headers,
+                self._calls,
+                output_format.names,
+                is_named_in_header=output_format.call_format is not None
+                and is_named_in_header(headers, output_format.call_format),
+                splits_reasoning=output_format.splits_reasoning,
+                is_inside=output_format.is_in_reasoning,
             )
+        )
+        self._reasoning: ReasoningParser | None = None
+        self._content: _ContentMarks | None = None
+        if headers is None:
+            if output_format.splits_reasoning:
+                self._reasoning = ReasoningParser(
+                    output_format.reasoning,
+                    () if calls is None else call_marks_of(calls).openings,
+                    is_inside=output_format.is_in_reasoning,
+                )
+            if output_format.content.begin or output_format.end:
+                self._content = _ContentMarks(output_format.content, output_format.primer, output_format.end)
+        self._output_format = output_format
         self._has_one_call = output_format.has_one_call
+        # Characters of the primer that have come back as content.
+        self._num_primed = 0
+        if output_format.primer and headers is None:
+            self._num_primed = len(output_format.primer)
+            self.push(output_format.primer)
 
     @property
     def is_reasoning(self) -> bool:
         """Whether the text so far ends in reasoning."""
-        return self._reasoning is not None and self._reasoning.is_reasoning
+        first = self._headers or self._reasoning
+        return first is not None and first.is_reasoning
+
+    @property
+    def is_in_header(self) -> bool:
+        """Whether the text so far ends within the header of a message."""
+        return self._headers is not None and self._headers.is_in_header
 
     @property
     def has_calls(self) -> bool:
         """Whether a function was called."""
         return self._calls is not None and self._calls.num_calls > 0
+
+    @property
+    def ends_in_call(self) -> bool:
+        """Whether the text so far ends within a call."""
+        return self._calls is not None and self._calls.num_calls > self._calls.num_complete
 
     @property
     def is_over(self) -> bool:
@@ -170,15 +314,19 @@ class OutputParser:
 
     def push(self, text: str) -> list[MessagePart]:
         """The parts that become final with this text, sometimes none."""
-        if self._calls is None and (self._reasoning is None or self._reasoning.is_over):
+        is_plain = self._calls is None and self._content is None and self._headers is None
+        if is_plain and (self._reasoning is None or self._reasoning.is_over):
             return [Content(text)] if text else []
         message_parts: list[MessagePart] = []
         for char in text:
-            whole: list[MessagePart] = [Content(char)]
-            message_parts += self._with_calls(
-                whole if self._reasoning is None else self._reasoning.push(char)
-            )
-        return joined(message_parts)
+            if self._headers is not None:
+                message_parts += [] if self.is_over else self._headers.push(char)
+            else:
+                whole: list[MessagePart] = [Content(char)]
+                message_parts += self._with_calls(
+                    whole if self._reasoning is None else self._reasoning.push(char)
+                )
+        return joined(self._without_primer(message_parts))
 
     def flush(self, *, is_cut: bool = False, is_stopped: bool = False) -> list[MessagePart]:
         """The parts held back, at the end.
@@ -187,21 +335,62 @@ class OutputParser:
             is_cut: Whether a limit ended the answer: then a call without its end tags stays incomplete.
             is_stopped: Whether a stop string ended the answer: then a call stays incomplete within a value.
         """
-        message_parts = [] if self._reasoning is None else self._with_calls(self._reasoning.flush())
+        message_parts: list[MessagePart] = [] if self._headers is None else self._headers.flush()
+        if self._reasoning is not None:
+            if not (is_cut or is_stopped):
+                message_parts += self._called_in_reasoning(self._reasoning.take_call())
+            message_parts += self._with_calls(self._reasoning.flush())
+        if self._content is not None:
+            message_parts += self._called(self._content.flush())
         if self._calls is not None and not self.is_over:
             message_parts += self._calls.flush(is_cut=is_cut, is_stopped=is_stopped)
-        return joined(message_parts)
+        return joined(self._without_primer(message_parts))
+
+    def _called_in_reasoning(self, text: str) -> list[MessagePart]:
+        """Calls that a model has made without ending its reasoning; what is none is reasoning."""
+        if self._output_format.call_format is None or not text:
+            return []
+        trial = OutputParser(replace(self._output_format, splits_reasoning=False, primer="", end=""))
+        trial.push(text)
+        trial.flush()
+        return self._called(text) if trial.has_calls else [Reasoning(text.rstrip())]
 
     def _with_calls(self, pieces: list[MessagePart]) -> list[MessagePart]:
-        if self._calls is None:
-            return pieces
         message_parts: list[MessagePart] = []
         for piece in pieces:
             if not isinstance(piece, Content):
                 message_parts.append(piece)
                 continue
-            for char in piece.text:
-                if self.is_over:
-                    break
-                message_parts += self._calls.push(char)
+            text = piece.text
+            if self._content is not None:
+                num_marks = self._content.num_found
+                text = "".join(map(self._content.push, text))
+                if self._content.num_found > num_marks:
+                    self._num_primed = 0
+            message_parts += self._called(text)
         return message_parts
+
+    def _called(self, text: str) -> list[MessagePart]:
+        if self._calls is None:
+            return [Content(text)] if text else []
+        message_parts: list[MessagePart] = []
+        for char in text:
+            if self.is_over:
+                break
+            message_parts += self._calls.push(char)
+        return message_parts
+
+    def _without_primer(self, message_parts: list[MessagePart]) -> list[MessagePart]:
+        """The same without what has come back of the primer, which is no part of the answer."""
+        if not self._num_primed:
+            return message_parts
+        found: list[MessagePart] = []
+        for piece in message_parts:
+            if isinstance(piece, Content):
+                text = piece.text[self._num_primed :]
+                self._num_primed -= len(piece.text) - len(text)
+                found.append(Content(text))
+            else:
+                self._num_primed = 0
+                found.append(piece)
+        return found

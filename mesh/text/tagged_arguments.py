@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import string
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from mesh.text.answer_characters import EndOfText, StringEscaper, skip_space
-from mesh.text.message_parts import BLOCKS
+from mesh.text.answer_format import KEY, common_begin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Sequence
 
     from mesh.text.answer_characters import Characters
-    from mesh.text.message_parts import CallFormat, CallTags
+    from mesh.text.answer_format import ArgumentTags
+    from mesh.text.call_marks import CallMarks
 
 _STRING: Final = frozenset({"string"})
 _ALL: Final = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
@@ -36,6 +39,8 @@ _MAX_VISITS: Final = 10_000
 # Templates that write earlier calls write these values as Python does, and models follow.
 _PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 _MAX_NAME_CHARS: Final = 256
+# Reading Python takes longer than reading JSON.
+_MOST_PYTHON_CHARS: Final = 100_000
 _NAME: Final = re.compile(r"[\w.:/-]+")
 
 
@@ -218,9 +223,9 @@ class TaggedArguments:
 
     Args:
         characters: The next one is the first behind the name of the function.
-        call_format: Format of the answer, whose blocks begin and end calls.
+        marks: Marks of the call.
+        tags: Tags of its arguments.
         names: Names of the functions.
-        tags: Tags of the call.
         schemas: Schemas of the function's parameters.
         argue: Called with each piece of the JSON object.
         is_cut: Tells at the end of the text whether a limit ended it: then the object stays incomplete.
@@ -231,9 +236,9 @@ class TaggedArguments:
     def __init__(
         self,
         characters: Characters,
-        call_format: CallFormat,
+        marks: CallMarks,
+        tags: ArgumentTags,
         names: Collection[str],
-        tags: CallTags,
         *,
         schemas: ParameterSchemas,
         argue: Callable[[str], None],
@@ -242,6 +247,7 @@ class TaggedArguments:
     ) -> None:
         self._characters = characters
         self._names = names
+        self._marks = marks
         self._tags = tags
         self._schemas = schemas
         self._argue = argue
@@ -251,13 +257,15 @@ class TaggedArguments:
         # Calls within the value that have begun and not ended.
         self._num_shown = 0
         self._given: set[str] = set()
-        self._block_begins = tuple(begin for begin, _ in BLOCKS if begin in call_format.openings)
-        self._block_ends = call_format.endings
-        self._behind_argument = _present(tags.key, tags.call_end, *self._block_ends)
+        self._block_begins = marks.blocks
+        self._block_ends = marks.ends
+        self._behind_argument = _present(tags.key, marks.tag_end, *self._block_ends)
         # With these a call begins, and with those it ends.
-        self._begins = _present(tags.call) or self._block_begins
-        self._ends = _present(tags.call_end) or self._block_ends
-        self._in_value = _present(tags.value_end, tags.key, tags.call_end, *self._block_ends, *self._begins)
+        self._begins = _present(marks.tag) or self._block_begins
+        self._ends = _present(marks.tag_end) or self._block_ends
+        # Of the argument that is being read.
+        self._value_end = tags.value_end
+        self._in_value: tuple[str, ...] = ()
 
     def read(self) -> Generator[None, str, None]:
         """Consume all arguments, and the tag that ends the call; whatever else is there ends it as well."""
@@ -270,6 +278,12 @@ class TaggedArguments:
             raise
         self._close()
 
+    @property
+    def _key_end(self) -> str:
+        """Behind the name of an argument, whatever the type of its value."""
+        types = self._tags.types
+        return common_begin(*(text for _, text in types)) if types else self._tags.key_end
+
     def _close(self) -> None:
         self._argue("}" if self._given else "{}")
 
@@ -279,13 +293,14 @@ class TaggedArguments:
         yield from skip_space(characters, _drop)
         mark = yield from characters.match(self._behind_argument)
         if mark != tags.key:
-            if mark is not None and mark != tags.call_end:
+            if mark is not None and mark != self._marks.tag_end:
                 characters.unread(mark)
             return False
-        name = yield from read_name(characters, tags.key_end, _drop)
-        if tags.value:
+        name = yield from read_name(characters, self._key_end, _drop)
+        kind = (yield from self._kind()) if tags.types else None
+        if value := tags.value.strip():
             yield from skip_space(characters, _drop)
-            if (yield from characters.match((tags.value,))) is None:
+            if (yield from characters.match((value,))) is None:
                 return False
         if not name:
             return False
@@ -293,18 +308,32 @@ class TaggedArguments:
         argue = _drop if name in self._given else self._argue
         argue(f"{', ' if self._given else '{'}{json.dumps(name, ensure_ascii=False)}: ")
         self._given.add(name)
-        yield from self._value(name, argue)
+        yield from self._value(name, kind, argue)
         return True
 
-    def _value(self, name: str, argue: Callable[[str], None]) -> Generator[None, str, None]:
-        is_text = self._schemas.is_text(name)
+    def _kind(self) -> Generator[None, str, str | None]:
+        """Consume what tells the type of a value; returns its name, None if it is not known."""
+        written = {text[len(self._key_end) :]: kind for kind, text in reversed(self._tags.types)}
+        end = common_begin(*(text[::-1] for text in written))[::-1].lstrip(string.ascii_letters)
+        told = ""
+        while not told.endswith(end) and len(told) < _MAX_NAME_CHARS:
+            told += yield from self._characters.take()
+        return written.get(told)
+
+    def _value(self, name: str, kind: str | None, argue: Callable[[str], None]) -> Generator[None, str, None]:
+        tags = self._tags
+        self._expect_end(tags.value_end.replace(KEY, name))
+        is_text = self._schemas.is_text(name) if kind is None else kind == "string"
         value = _Value(
             argue,
-            None if is_text else lambda text: self._schemas.as_json(name, text),
+            None if is_text and not tags.item else lambda text: self._as_json(name, kind, text),
             is_padded=self._tags.is_padded,
         )
         self._is_in_value, self._num_shown = True, 0
         try:
+            literal = tags.literal
+            if literal.begin and (yield from self._characters.match((literal.begin,))) is not None:
+                self._expect_end(literal.end + self._value_end)
             while not (yield from self._part_ends(value)):
                 pass
         except EndOfText:
@@ -317,6 +346,21 @@ class TaggedArguments:
         self._is_in_value = False
         value.end()
 
+    def _expect_end(self, value_end: str) -> None:
+        # What is nested has keys as well.
+        key = () if self._tags.item else (self._tags.key,)
+        marks = (value_end, *key, self._marks.tag_end, *self._block_ends, *self._begins)
+        self._value_end, self._in_value = value_end, _present(*marks)
+
+    def _as_json(self, name: str, kind: str | None, text: str) -> str:
+        tags = self._tags
+        if tags.item and tags.key and tags.key_end and tags.key in text:
+            return json.dumps(_nested(text, tags), ensure_ascii=False)
+        if kind is None:
+            return self._schemas.as_json(name, text)
+        found = _read(text)
+        return json.dumps(text, ensure_ascii=False) if found is None else found[0]
+
     def _part_ends(self, value: _Value) -> Generator[None, str, bool]:
         """Consume a part of a value, or its end tag; returns whether it has ended."""
         characters = self._characters
@@ -325,7 +369,7 @@ class TaggedArguments:
             value.add((yield from characters.take()))
             return False
         if (yield from self._counts(mark, value)):
-            if mark != self._tags.value_end:
+            if mark != self._value_end:
                 characters.unread(mark)
             return True
         for char in mark:
@@ -337,7 +381,7 @@ class TaggedArguments:
     def _end_shown(self, value: _Value) -> Generator[None, str, None]:
         """Consume the end of the block behind a call within a value, which is part of it as well."""
         self._num_shown -= 1
-        if self._tags.call_end and (yield from self._look(self._block_ends_next, at_end=False)):
+        if self._marks.tag_end and (yield from self._look(self._block_ends_next, at_end=False)):
             yield from skip_space(self._characters, value.add)
             for char in (yield from self._characters.match(self._block_ends)) or "":
                 value.add(char)
@@ -353,9 +397,9 @@ class TaggedArguments:
             return mark != tags.key and (yield from self._look(self._text_ends, at_end=True))
         if mark == tags.key:
             return value.is_at_line_start and (yield from self._names_another())
-        if mark == tags.value_end:
+        if mark == self._value_end:
             return (yield from self._look(self._argument_ends, at_end=True, is_behind_value=True))
-        if mark == tags.call_end:
+        if mark == self._marks.tag_end:
             return (yield from self._look(self._call_follows_block, at_end=True))
         return (yield from self._look(self._call_follows, at_end=True))
 
@@ -363,7 +407,7 @@ class TaggedArguments:
         """Whether the tag that has begun is that of a parameter without a value so far."""
         taken: list[str] = []
         try:
-            name = yield from read_name(self._characters, self._tags.key_end, taken.append)
+            name = yield from read_name(self._characters, self._key_end, taken.append)
         except EndOfText:
             name = ""
         self._characters.unread("".join(taken))
@@ -406,8 +450,10 @@ class TaggedArguments:
 
     def _argument_ends(self, ahead: _Lookahead) -> Generator[None, str, bool]:
         yield from ahead.skip_space()
-        if (yield from ahead.match(self._behind_argument)) is not None:
-            return True
+        mark = yield from ahead.match(self._behind_argument)
+        if mark is not None:
+            # Where names are tags, an end begins as a tag does.
+            return not (mark == self._tags.key and self._tags.item and (yield from ahead.match(("/",))))
         return (yield from self._call_follows(ahead))
 
     def _call_follows_block(self, ahead: _Lookahead) -> Generator[None, str, bool]:
@@ -419,18 +465,18 @@ class TaggedArguments:
         """Whether a call of a known function, in tags of this kind, comes next."""
         yield from ahead.skip_space()
         found = yield from ahead.match(self._block_begins)
-        if self._tags.call:
+        if self._marks.tag:
             yield from ahead.skip_space()
-            found = yield from ahead.match((self._tags.call,))
+            found = yield from ahead.match((self._marks.tag,))
         return found is not None and (yield from self._is_call(ahead, only_known=True))
 
     def _is_call(self, ahead: _Lookahead, *, only_known: bool = False) -> Generator[None, str, bool]:
         """Whether a name and what follows that of a function come next."""
         yield from ahead.skip_space()
-        name = yield from ahead.read_name(self._tags.name_end)
+        name = yield from ahead.read_name(self._marks.name_end)
         if not is_name(name) or (only_known and name not in self._names):
             return False
-        if only_known and self._tags.call:
+        if only_known and self._marks.tag:
             return True
         yield from ahead.skip_space()
         behind = (self._tags.key,) if only_known else (self._tags.key, *self._ends, "{")
@@ -541,7 +587,42 @@ def _read(text: str) -> tuple[str, Any] | None:
     try:
         return written, json.loads(written, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
+        return _read_python(text)
+
+
+def _read_python(text: str) -> tuple[str, Any] | None:
+    """JSON of a list or an object that is written as Python does, and its value; None if it is none."""
+    if text[:1] not in {"{", "["} or len(text) > _MOST_PYTHON_CHARS:
         return None
+    try:
+        value = ast.literal_eval(text)
+        written = json.dumps(value, ensure_ascii=False)
+        return written, json.loads(written, parse_constant=_refuse_constant)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
+
+
+def _nested(text: str, tags: ArgumentTags, depth_left: int = _MAX_DEPTH) -> Any:
+    """Value of what is written between tags in turn: an object, a list, a text, or what JSON reads in it."""
+    found: list[tuple[str, Any]] = []
+    rest = text.strip()
+    while depth_left and rest.startswith(tags.key):
+        name, _, rest = rest.removeprefix(tags.key).partition(tags.key_end)
+        begin, end = f"{tags.key}{name}{tags.key_end}", tags.value_end.replace(KEY, name)
+        at, depth = 0, 1
+        while depth:
+            next_end, next_begin = rest.find(end, at), rest.find(begin, at)
+            if next_end < 0:
+                return text
+            is_end = next_begin < 0 or next_end < next_begin
+            depth += -1 if is_end else 1
+            at = next_end + len(end) if is_end else next_begin + len(begin)
+        found.append((name, _nested(rest[: at - len(end)], tags, depth_left - 1)))
+        rest = rest[at:].lstrip()
+    if not found:
+        read = _read(text)
+        return text if read is None else read[1]
+    return [value for _, value in found] if all(name == tags.item for name, _ in found) else dict(found)
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -13,9 +13,9 @@ import threading
 from array import array
 from typing import TYPE_CHECKING, Final
 
+from mesh.text.answer_format import MARKS
 from mesh.text.client_text import Marking, alternatives
-from mesh.text.message_parts import MARKS
-from spanmesh_proto.errors import ContextLengthExceeded
+from spanmesh_proto.errors import too_long
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -90,9 +90,13 @@ class TextEncoder:
         pieces = list(self._marks.pieces(text))
         num_special = sum(not isinstance(piece, str) for piece in pieces)
         if most_tokens is not None and num_special > most_tokens:
-            raise ContextLengthExceeded(
-                f"the text has {num_special} control tokens, and this model's context holds {most_tokens}:"
-                " send less"
+            raise too_long(
+                num_special,
+                most_tokens,
+                "that many are control tokens alone, send less",
+                what="your text",
+                most=most_tokens,
+                is_least=True,
             )
         for piece in pieces:
             if isinstance(piece, str):
@@ -191,9 +195,13 @@ def refuse_too_long_text(
         return
     least_tokens = -(-num_chars // tokenizer.longest_piece_bytes)
     if least_tokens >= context_length:
-        raise ContextLengthExceeded(
-            f"{what} has {num_chars} characters, which are {least_tokens} tokens or more, and this model's "
-            f"context holds {context_length}: send less, or serve it with a larger --ctx-size",
+        raise too_long(
+            least_tokens,
+            context_length,
+            f"it has {num_chars} characters, send less, or serve the model with a larger --ctx-size",
+            what=what,
+            most=context_length - 1,
+            is_least=True,
             param=param,
         )
 

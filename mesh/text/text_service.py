@@ -8,12 +8,13 @@ took. What a job needs while it runs is not part of them.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from mesh.text.answer_format import format_told
 from mesh.text.text_jobs import packed_job, unpacked_answer
 from mesh.util.worker_pool import WorkerEnded, WorkerPool
 from spanmesh_proto.errors import InvalidRequest, RequestError
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from datetime import datetime
     from pathlib import Path
 
+    from mesh.text.answer_format import AnswerFormat
+    from mesh.text.reasoning_switches import ReasoningWish
     from mesh.text.text_jobs import TextModel
     from stages.gguf import GgufHeader
 
@@ -71,6 +74,16 @@ class TextRequest:
 
 
 @dataclass(frozen=True)
+class ToldFormat:
+    """What was found out of a model's answers."""
+
+    format: AnswerFormat
+    """Their format."""
+    has_short_ids: bool
+    """Whether ids of calls are nine letters and digits."""
+
+
+@dataclass(frozen=True)
 class PromptIds:
     """A rendered conversation."""
 
@@ -78,8 +91,14 @@ class PromptIds:
     """Token ids."""
     thought_end: str | None
     """End mark of the reasoning that the prompt begins, if it does."""
+    may_think: bool
+    """Whether the answer may begin with reasoning."""
     has_one_call: bool
     """Whether a message holds at most one call for the template."""
+    knows_reasoning: bool
+    """Whether the template has a setting for the amount of reasoning, if one was wanted."""
+    knows_budget: bool
+    """Whether it has one for the most tokens of reasoning, likewise."""
 
 
 class TextService:
@@ -92,6 +111,7 @@ class TextService:
 
     def __init__(self, model: TextModel, pool: WorkerPool | None = None) -> None:
         self._model = model
+        self._told: ToldFormat | None = None
         self._pool = shared_text_pool() if pool is None else pool
 
     async def prompt(
@@ -105,6 +125,7 @@ class TextService:
         most_tokens: int,
         param: str,
         client: str | None,
+        reasoning: ReasoningWish | None = None,
     ) -> PromptIds:
         """Render and tokenize a conversation; see `text_worker.do_prompt`.
 
@@ -116,6 +137,7 @@ class TextService:
         values = {
             "messages": messages,
             "variables": variables,
+            "reasoning": {} if reasoning is None else asdict(reasoning),
             "tools": tools,
             "ending": ending,
             "now": now.isoformat(),
@@ -123,7 +145,7 @@ class TextService:
             "param": param,
         }
         told, data = await self._run("prompt", values, client, param=param)
-        return PromptIds(_ids(data).tolist(), told["thought_end"], told["has_one_call"])
+        return PromptIds(_ids(data).tolist(), **told)
 
     async def ids(
         self, texts: Sequence[TextRequest], *, most_tokens: int, client: str | None
@@ -161,10 +183,28 @@ class TextService:
         _, data = await self._run("text", {"ids": ids}, client)
         return str(data, "utf-8")
 
+    @property
+    def told_format(self) -> ToldFormat | None:
+        """What was found out of the model's answers; None before."""
+        return self._told
+
+    async def answer_format(self, now: datetime, *, client: str | None = None) -> ToldFormat:
+        """What is found out of the model's answers, once.
+
+        Raises:
+            InvalidRequest: If it took too much time or memory.
+            Overloaded: If too many texts wait.
+        """
+        if self._told is None:
+            told, _ = await self._run("format", {"now": now.isoformat()}, client)
+            self._told = ToldFormat(format_told(told["format"]), told["has_short_ids"])
+        return self._told
+
     async def check(self, now: datetime) -> None:
         """Render and tokenize short conversations; logs what is wrong. Starts the processes."""
         self._pool.start()
         try:
+            await self.answer_format(now)
             told, _ = await self._run("check", {"now": now.isoformat()}, None)
         except RequestError as error:
             log.warning("chat_template_fails", reason=error.message)

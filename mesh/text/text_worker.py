@@ -17,10 +17,17 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from mesh.text.answer_format import (
+    AnswerFormat,
+    end_of_reasoning,
+    has_ended_reasoning,
+    unended_reasoning,
+)
 from mesh.text.chat_template import ChatTemplate, Ending
 from mesh.text.client_text import require_unicode
 from mesh.text.detokenizer import AnswerText
-from mesh.text.message_parts import end_of_reasoning
+from mesh.text.known_formats import has_short_ids
+from mesh.text.reasoning_switches import ReasoningSwitches, ReasoningWish
 from mesh.text.text_encoder import TextEncoder, refuse_too_long_text
 from mesh.text.text_jobs import packed_answer, packed_error, unpacked_job
 from mesh.text.tokenizer import Tokenizer
@@ -99,6 +106,7 @@ class ModelTexts:
             bos=tokenizer.bos,
             eos=tokenizer.eos,
             now=lambda: self._now,
+            ends=[tokenizer.name(token) for token in sorted(tokenizer.end_tokens)],
             marking=self.encoder.marking,
         )
 
@@ -191,6 +199,7 @@ def do_prompt(
     now: str,
     most_tokens: int,
     param: str,
+    reasoning: Mapping[str, Any] | None = None,
 ) -> bytes:
     """Token ids of a conversation, as 32-bit integers, and how its answer begins.
 
@@ -203,6 +212,7 @@ def do_prompt(
         now: The local time, in ISO 8601.
         most_tokens: Positions of a session: what can only be longer is refused before it is counted.
         param: The field that the messages came from, for errors.
+        reasoning: Fields of a `ReasoningWish`, which `variables` go before.
 
     Raises:
         InvalidRequest: If the template rejects them.
@@ -210,6 +220,9 @@ def do_prompt(
     """
     template = texts.template(datetime.fromisoformat(now))
     try:
+        wish = ReasoningWish(**(reasoning or {}))
+        switches = ReasoningSwitches() if wish == ReasoningWish() else template.reasoning_switches
+        variables = {**switches.variables(wish), **variables}
         prompt = template.render(messages, variables, tools=tools, ending=Ending[ending])
         has_one_call = bool(tools) and template.has_one_call
     except InvalidRequest as error:
@@ -220,7 +233,15 @@ def do_prompt(
     ids = texts.prompt_ids(prompt, most_tokens)
     # A mark that the template wrote begins reasoning; of a text that is continued, one in it does, too.
     shown = texts.encoder.marking.unmarked(prompt) if ending == Ending.CONTINUED.name else prompt
-    told = {"thought_end": end_of_reasoning(shown), "has_one_call": has_one_call}
+    reasoning_marks = template.answer_format.reasoning
+    said = messages[-1]["content"] if ending == Ending.CONTINUED.name else ""
+    told = {
+        "thought_end": end_of_reasoning(shown, reasoning_marks) or unended_reasoning(said, reasoning_marks),
+        "may_think": ending == Ending.ANSWER.name and not has_ended_reasoning(shown, reasoning_marks),
+        "has_one_call": has_one_call,
+        "knows_reasoning": switches.has_any,
+        "knows_budget": switches.has_budget,
+    }
     return packed_answer(told, [ids.tobytes()])
 
 
@@ -279,8 +300,21 @@ def do_check(texts: ModelTexts, *, now: str) -> bytes:
     return packed_answer({"problems": problems})
 
 
+def do_format(texts: ModelTexts, *, now: str) -> bytes:
+    """Format of the model's answers, and whether ids of calls must be short ones."""
+    template = texts.template(datetime.fromisoformat(now))
+    try:
+        found = template.answer_format
+        needs_short_ids = template.has_short_ids or has_short_ids(found.calls)
+    except RequestError:
+        # It renders nothing: the check has told so.
+        found, needs_short_ids = AnswerFormat(), False
+    return packed_answer({"format": found.told(), "has_short_ids": needs_short_ids})
+
+
 _KINDS: Final[dict[str, Callable[..., bytes]]] = {
-    made.__name__.removeprefix("do_"): made for made in (do_prompt, do_ids, do_listing, do_text, do_check)
+    made.__name__.removeprefix("do_"): made
+    for made in (do_prompt, do_ids, do_listing, do_text, do_check, do_format)
 }
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 
 import llama_cpp
 
-from mesh.text.message_parts import MARKS
 from spanmesh_proto.errors import InvalidModel, InvalidRequest
 from stages.grammar.automaton import TokenTexts
 from stages.runtime.llama import init_backend, last_complaint
@@ -98,6 +97,8 @@ class Tokenizer:
         self._is_wordpiece = kind == llama_cpp.LLAMA_VOCAB_TYPE_WPM
         self._vocab = vocab
         self._pieces: dict[int, bytes] = {}
+        self._controls: dict[frozenset[str], dict[str, int]] = {}
+        self._shown: dict[frozenset[str], dict[int, bytes]] = {}
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(vocab)
         self.n_ctx_train = self._n_ctx_train(path)
         self.end_tokens = frozenset(
@@ -150,20 +151,28 @@ class Tokenizer:
         return self._token_text(token)
 
     def piece_with(self, marks: Collection[str]) -> Callable[[int], bytes]:
-        """`piece`, but with the names of control tokens among these marks of `output_parser`.
+        """`piece`, but with the names of control tokens in these texts with marks.
 
         Args:
-            marks: Such as `<tool_call>`.
+            marks: Such as `<tool_call>`, also several in one text.
         """
-        shown = {token: text.encode() for token, text in self._control_marks.items() if text in marks}
+        key = frozenset(marks)
+        if key not in self._shown:
+            self._shown[key] = {token: name.encode() for name, token in self.control_tokens(key).items()}
+        shown = self._shown[key]
         if not shown:
             return self.piece
         return lambda token: shown.get(token) or self.piece(token)
 
-    @cached_property
-    def _control_marks(self) -> dict[int, str]:
-        tokens = {mark: self.special_token(mark) for mark in MARKS}
-        return {token: mark for mark, token in tokens.items() if token is not None and not self.piece(token)}
+    def control_tokens(self, texts: Collection[str]) -> dict[str, int]:
+        """Control tokens whose names are in some texts, by their names."""
+        key = frozenset(texts)
+        if key not in self._controls:
+            ids = {
+                token for text in key for token in self.encode(text, add_special=False, parse_special=True)
+            }
+            self._controls[key] = {self.name(token): token for token in sorted(ids) if not self.piece(token)}
+        return self._controls[key]
 
     @cached_property
     def special_tokens(self) -> tuple[SpecialToken, ...]:

@@ -228,6 +228,39 @@ WIRE: Final[dict[type[MeshError], Wire]] = {
 BY_CODE: Final[dict[str, type[MeshError]]] = {wire.code: kind for kind, wire in reversed(WIRE.items())}
 
 
+def too_long(
+    num_tokens: int,
+    context_length: int,
+    remedy: str,
+    *,
+    what: str,
+    most: int,
+    is_least: bool = False,
+    param: str | None = None,
+) -> ContextLengthExceeded:
+    """The error of a text that does not fit the context.
+
+    Clients know it by words of the message, and then shorten the conversation: some by Anthropic's, which it
+    begins with, others by OpenAI's.
+
+    Args:
+        num_tokens: Tokens of the text.
+        context_length: Positions of the context.
+        remedy: What to do about it.
+        what: Name of the text.
+        most: Most tokens that the text may have.
+        is_least: Whether it may have more tokens than that.
+        param: The request's field with the text.
+    """
+    least = "at least " if is_least else ""
+    return ContextLengthExceeded(
+        f"prompt is too long: {least}{num_tokens} tokens > {most} maximum. This model's maximum context"
+        f" length is {context_length} tokens. However, {what} resulted in {least}{num_tokens} tokens:"
+        f" {remedy}",
+        param=param,
+    )
+
+
 def _rebuild(kind: type[MeshError], message: str, param: str | None, retry_after_s: int | None) -> MeshError:
     return kind(message, param=param, retry_after_s=retry_after_s)
 

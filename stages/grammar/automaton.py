@@ -27,6 +27,8 @@ from stages.grammar.gbnf_parser import (
     MAX_RECURSION,
     MAX_STATES,
     MAX_TABLE_CELLS,
+    NOT_UTF8,
+    Token,
     refusal,
 )
 from stages.grammar.graph import END, Graph, Kind, recursion_of
@@ -45,6 +47,8 @@ _MOST_MASKS: Final = 64
 # grammar.
 _MAX_TEXT_BYTES: Final = 64 * 1024 * 1024
 _QUICKEST: Final = 1
+# No text has this byte, and no code begins with it.
+_NEVER_READ: Final = b"\xfe"
 
 
 class Automaton:
@@ -235,7 +239,7 @@ class TokenMasks:
     def __init__(self, automaton: Automaton, tree: TokenTree) -> None:
         self.automaton = automaton
         self._tree = tree
-        self._pieces = tree.texts.pieces
+        self._pieces = tree.pieces
         self._end_tokens = tree.texts.end_tokens
         self._masks: OrderedDict[int, NDArray[np.bool_]] = OrderedDict()
 
@@ -243,8 +247,7 @@ class TokenMasks:
         """The state after a token; `DEAD` if it may not come there."""
         if token in self._end_tokens:
             return state if self.automaton.may_end(state) else DEAD
-        piece = self._pieces[token]
-        return self.automaton.after(state, piece) if piece else DEAD
+        return self.automaton.after(state, self._pieces[token])
 
     def allows(self, state: int, token: int) -> bool:
         """Whether a token may come in a state."""
@@ -348,6 +351,8 @@ class TokenTree:
 
     texts: TokenTexts
     """The vocabulary by token."""
+    pieces: tuple[bytes, ...]
+    """Bytes of each token id; the codes of grammars for tokens without text."""
     levels: tuple[Level, ...]
     """Prefixes of 1, 2, … bytes."""
     end_tokens: NDArray[np.int64]
@@ -355,11 +360,10 @@ class TokenTree:
 
     @classmethod
     def of(cls, texts: TokenTexts) -> TokenTree:
-        """The tree of a vocabulary; without tokens that have no text or end it."""
-        pieces = texts.pieces
+        """The tree of a vocabulary; without tokens that end an answer."""
+        pieces = tuple(_readable(token, piece) for token, piece in enumerate(texts.pieces))
         ids = sorted(
-            (token for token, piece in enumerate(pieces) if piece and token not in texts.end_tokens),
-            key=pieces.__getitem__,
+            (token for token in range(len(pieces)) if token not in texts.end_tokens), key=pieces.__getitem__
         )
         flat = np.frombuffer(b"".join(pieces[token] for token in ids), np.uint8)
         lengths = np.array([len(pieces[token]) for token in ids], np.int64)
@@ -375,7 +379,15 @@ class TokenTree:
             ends = lengths == len(levels) + 1
             levels.append(Level(parents[is_new], values[is_new], tokens[ends], nodes[ends]))
             tokens, starts, lengths, parents = (each[~ends] for each in (tokens, starts, lengths, nodes))
-        return cls(texts, tuple(levels), np.array(sorted(texts.end_tokens), np.int64))
+        return cls(texts, pieces, tuple(levels), np.array(sorted(texts.end_tokens), np.int64))
+
+
+def _readable(token: int, piece: bytes) -> bytes:
+    """A token's bytes for grammars: its code if it has no text."""
+    if NOT_UTF8 in piece:
+        # Of no text, and not to be taken for the beginning of a code.
+        return _NEVER_READ
+    return piece or Token(token).code
 
 
 def _byte_classes(sets: list[int]) -> tuple[NDArray[np.int64], list[int]]:

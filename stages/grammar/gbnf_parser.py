@@ -2,13 +2,15 @@
 
 The notation: `name ::= alternatives`, with "literals", [a-z] and [^a-z] character classes, `.`, (groups), the
 repetitions `* + ? {m} {m,} {m,n}`, and comments from `#` to the end of the line. A rule ends with its line,
-unless a group is open or the line ends with `::=` or `|`. llama.cpp's terminals for single tokens, `<…>`,
-need a vocabulary and are refused.
+unless a group is open or the line ends with `::=` or `|`. `<[7]>` is the control token with the id 7, as in
+llama.cpp; its other terminals for single tokens are refused.
 """
 
 from __future__ import annotations
 
+import re
 import string
+import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -49,6 +51,10 @@ _DIGITS: Final = frozenset(string.digits)
 _HEX_LENGTHS: Final = {"x": 2, "u": 4, "U": 8}
 _ESCAPES: Final = {"t": "\t", "r": "\r", "n": "\n", **{letter: letter for letter in '\\"[]-'}}
 _SHOWN_CHARS: Final = 24
+_TOKEN: Final = re.compile(r"<\[([0-9]{1,9})\]>")
+NOT_UTF8: Final = 0xFF
+"""A byte that no text has."""
+_TOKEN_CODE: Final = struct.Struct(">BI")
 _MAX_REPEATS_IN_A_ROW: Final = 4
 
 
@@ -64,6 +70,19 @@ class Chars:
     """One code point of these ranges: disjoint, ascending, not empty."""
 
     ranges: tuple[CodeRange, ...]
+
+
+@dataclass(frozen=True)
+class Token:
+    """A control token, which has no text."""
+
+    id: int
+    """Its id."""
+
+    @property
+    def code(self) -> bytes:
+        """Bytes that stand for it: no text has them, since UTF-8 never begins so."""
+        return _TOKEN_CODE.pack(NOT_UTF8, self.id)
 
 
 @dataclass(frozen=True)
@@ -96,7 +115,7 @@ class Repeat:
     most: int | None
 
 
-Expression = Literal | Chars | Ref | Sequence | Choice | Repeat
+Expression = Literal | Chars | Token | Ref | Sequence | Choice | Repeat
 
 
 class _Parser:
@@ -184,7 +203,7 @@ class _Parser:
         if letter in _NAME_LETTERS:
             return Ref(self._name())
         if letter in "<!":
-            raise self._error("terminals for single tokens are not supported: write their text")
+            return self._token()
         known: dict[str, Callable[[], Expression]] = {
             '"': self._literal,
             "[": self._chars,
@@ -192,6 +211,15 @@ class _Parser:
             "(": self._group,
         }
         return known[letter]() if letter in known else None
+
+    def _token(self) -> Token:
+        found = _TOKEN.match(self._text, self._at)
+        if found is None:
+            raise self._error(
+                "of terminals for single tokens only `<[ID]>` works, for a control token: write others' text"
+            )
+        self._at = found.end()
+        return Token(int(found[1]))
 
     def _any(self) -> Chars:
         self._at += 1

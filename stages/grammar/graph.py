@@ -21,6 +21,7 @@ from stages.grammar.gbnf_parser import (
     Literal,
     Ref,
     Repeat,
+    Token,
     byte_sequences,
     refusal,
 )
@@ -128,8 +129,9 @@ class _Builder:
 
     def _build(self, expression: Expression, following: int) -> int:
         match expression:
-            case Literal(text):
-                for byte in reversed(text.encode()):
+            case Literal() | Token():
+                code = expression.code if isinstance(expression, Token) else expression.text.encode()
+                for byte in reversed(code):
                     following = self._byte(1 << byte, following)
                 return following
             case Chars(ranges):

@@ -203,7 +203,7 @@ def _refused() -> Iterator[Exchange]:
         messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}],
     )
     yield _chat("refused: temperature", temperature=3)
-    yield _chat("refused: max_tokens", max_tokens=-1)
+    yield _chat("refused: max_tokens", max_tokens=-2)
     yield _chat("refused: a field that would change the answer", audio={"voice": "alto"})
     yield _chat(
         "refused: schema",

@@ -18,6 +18,7 @@ from mesh.doctor import (
     Outcome,
     agreement_checks,
     exit_code,
+    format_checks,
     host_checks,
     mesh_checks,
     this_host_checks,
@@ -320,3 +321,16 @@ def test_a_token_whose_head_is_not_there_fails(age_s: int, says: str) -> None:
     (check,) = token_checks("me", token)
     assert check.outcome is Outcome.FAIL
     assert says in check.detail
+
+
+def test_how_models_call_is_told() -> None:
+    told = {"is_found": True, "call": "<tool_call>\nNAME{…}", "reasoning": []}
+    models = [
+        {"id": "a", "answer_format": told},
+        {"id": "b", "answer_format": {**told, "is_found": False}},
+        {"id": "embeddings"},
+    ]
+    checks = list(format_checks({"data": models}))
+    assert [(check.what, check.outcome) for check in checks] == [("calls of a", "ok"), ("calls of b", "ok")]
+    assert checks[0].detail == '"<tool_call>\\nNAME{…}"'
+    assert "note" in checks[1].detail

@@ -36,7 +36,13 @@ async def main(url: str, key: str) -> dict[str, Any]:
         refusal = ""
     except litellm.BadRequestError as error:
         refusal = str(error)
+    try:
+        litellm.completion(**{**asked, "messages": [{"role": "user", "content": "x " * 40_000}]})
+        overflow = ""
+    except litellm.BadRequestError as error:
+        overflow = type(error).__name__
     return {
+        "overflow": overflow,
         "whole": whole.choices[0].message.content,
         "streamed": "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices),
         "later": later.choices[0].message.content,

@@ -74,8 +74,6 @@ async def count_tokens(request: Request) -> Response:
 
 def _conversation(body: ConversationParams) -> Conversation:
     messages = messages_of(body.messages, body.system)
-    thinking = {"enable_thinking": body.is_thinking}
-    effort = {} if body.effort is None else {"reasoning_effort": body.effort}
     last = messages[-1]
     continues = last["role"] == "assistant" and "tool_calls" not in last and bool(last["content"])
     return Conversation(
@@ -83,7 +81,10 @@ def _conversation(body: ConversationParams) -> Conversation:
         tools=tool_use_of(
             body.functions, body.choice, is_parallel=body.is_parallel, name_param="tools[{}].name"
         ),
-        variables={**thinking, **effort, **(body.chat_template_kwargs or {})},
+        variables=body.chat_template_kwargs or {},
+        reasoning=body.reasoning_wish,
+        effort_param=None if body.effort is None else "output_config.effort",
+        budget_param=body.budget_field,
         ending=Ending.CONTINUED if continues else Ending.ANSWER,
     )
 
@@ -99,7 +100,7 @@ def _as_chat_body(body: MessagesBody) -> MessagesBody:
     changes: dict[str, object] = {}
     if body.stop_sequences:
         changes["stop"] = body.stop_sequences
-    wanted = None if body.output_config is None else body.output_config.format
+    wanted = body.schema_format
     if wanted is not None:
         schema = JsonSchemaBody.model_validate({"schema": wanted.schema_})
         changes["response_format"] = ResponseFormatBody(type="json_schema", json_schema=schema)

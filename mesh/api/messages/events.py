@@ -40,7 +40,6 @@ _KINDS: Final = {
     503: "overloaded_error",
 }
 _ELSE: Final = "api_error"
-_TOO_LONG: Final = "context_length_exceeded"
 _BY_TYPE: Final = {
     "invalid_request_error": "invalid_request_error",
     "rate_limit_error": "rate_limit_error",
@@ -84,9 +83,6 @@ class MessagesResponse:
         try:
             refused = json.loads(body)["error"]
             message = refused["message"]
-            if refused.get("code") == _TOO_LONG:
-                # Clients look for these words, and compact the conversation.
-                message = f"prompt is too long: {message}"
         except (ValueError, KeyError, TypeError):
             pass
         else:
@@ -144,8 +140,12 @@ class ContentBlocks:
                     )
         return events
 
-    def close(self) -> list[Event]:
-        """End the open block, if there is one."""
+    def close(self, *, is_cut: bool = False) -> list[Event]:
+        """End the open block, if there is one.
+
+        Args:
+            is_cut: Whether it is a call that was cut: no object is what was generated, so it is left out.
+        """
         block, text = self._open, "".join(self._texts)
         if block is None:
             return []
@@ -159,7 +159,8 @@ class ContentBlocks:
         else:
             block["text"] = text
         events.append({"type": "content_block_stop", "index": len(self.blocks)})
-        self.blocks.append(block)
+        if not is_cut:
+            self.blocks.append(block)
         self._open, self._texts = None, []
         return events
 
@@ -201,10 +202,10 @@ class MessagesAnswer(Answer):
         super().__init__(choices)
         backend = choices.backend
         self._model = backend.model_id
-        self._max_tokens = body.max_tokens
+        self._max_tokens = body.token_limit or 0
         (self._job,) = choices.jobs
         self._id = choices.new_id("msg_")
-        call_ids = CallIds(backend.api.random_bits, backend.call_format, prefix="toolu_")
+        call_ids = CallIds(backend.api.random_bits, is_short=backend.has_short_call_ids, prefix="toolu_")
         self._content = ContentBlocks(call_ids, shows_thinking=body.shows_thinking)
         self._has_begun = False
 
@@ -213,7 +214,7 @@ class MessagesAnswer(Answer):
         async with aclosing(self.choices.parts()) as parts:
             async for part in parts:
                 self._content.add(part.message_parts)
-        self._content.close()
+        self._content.close(is_cut=part.has_cut_call)
         fields = self._fields(self._content.blocks, part)
         return json_response({**fields, **self._ending(part), "timings": timings(self._job, part)})
 
@@ -278,7 +279,7 @@ def encoded(events: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def _object(arguments: str) -> Any:
-    """Arguments of a call; empty if the limit cut them, or they are no JSON."""
+    """Arguments of a call; empty if they are no object."""
     try:
         found = json.loads(arguments or "{}", strict=False, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):

@@ -3,33 +3,49 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field, PlainValidator, ValidationError
+from pydantic import ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
-from mesh.api.protocol import (
+from mesh.api.message_bodies import (
     MAX_MESSAGES,
-    MAX_NAME_CHARS,
     MAX_TOOLS,
+    Arguments,
+    CalledFunction,
     Effort,
     FunctionBody,
-    GenerationBody,
+    ReasoningFields,
+    ToolName,
+    note_of,
+    refuse_others,
+    result_text,
+)
+from mesh.api.messages.client_tools import described, is_client_tool
+from mesh.api.protocol import GenerationBody
+from mesh.api.request_parsing import (
+    SHOWN_CHARS,
+    ExactBody,
     StopList,
     StrictBody,
-    between,
-    note_of,
+    TokenLimitOr0,
+    Whole,
+    as_invalid_request,
+    choice_count,
+    describe,
     parse_stop,
 )
-from mesh.api.request_parsing import as_invalid_request
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# A client puts a line about itself into the system prompt, another one with each request: no prefix of the
-# prompt would ever be in a cache.
-_BILLING: Final = "x-anthropic-billing-header:"
+    from mesh.text.reasoning_switches import ReasoningWish
+
+# Blocks about calls that Anthropic ran hold nothing for the model here; their results are named
+# `…_tool_result`.
+_HOSTED_CALLS: Final = frozenset({"server_tool_use", "mcp_tool_use", "container_upload"})
+_RESULT: Final = "_tool_result"
 
 
 class TextBlock(StrictBody):
@@ -45,7 +61,7 @@ class ToolUseBlock(StrictBody):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: Arguments
 
 
 class ToolResultBlock(StrictBody):
@@ -53,14 +69,15 @@ class ToolResultBlock(StrictBody):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: Annotated[
+        str, PlainValidator(result_text, json_schema_input_type=str | list[TextBlock] | dict[str, Any] | None)
+    ] = ""
     is_error: bool | None = None
 
     @property
     def text(self) -> str:
         """Text for the model."""
-        parts = self.content or ""
-        text = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+        text = self.content
         return f"Error: {text}" if self.is_error and not text.startswith("Error") else text
 
 
@@ -130,21 +147,21 @@ Turns = Annotated[list[SystemTurn | UserTurn | AssistantTurn], Field(min_length=
 class ToolParam(StrictBody):
     """A tool that the client runs."""
 
-    name: Annotated[str, Field(pattern=rf"^[a-zA-Z0-9_.-]{{1,{MAX_NAME_CHARS}}}$")]
+    name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
     type: Literal["custom"] | None = None
 
 
-class AnyToolChoice(StrictBody):
+class AnyToolChoice(ExactBody):
     """Whether tools may or must be called."""
 
     type: Literal["auto", "any", "none"]
     disable_parallel_tool_use: bool | None = None
 
 
-class NamedToolChoice(StrictBody):
+class NamedToolChoice(ExactBody):
     """The tool to call."""
 
     type: Literal["tool"]
@@ -152,23 +169,24 @@ class NamedToolChoice(StrictBody):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(StrictBody):
+class Thinking(ExactBody):
     """Whether the model is to reason first, for templates that ask, and whether the client is shown it."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: int | None = None
+    budget_tokens: Whole | None = None
     # Clients send values that are newer than this server, such as `updates`: only `omitted` hides anything.
     display: str | None = None
 
 
-class OutputFormat(StrictBody):
+class OutputFormat(ExactBody):
     """A JSON schema that the answer must match."""
 
     type: Literal["json_schema"]
+    name: str | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class OutputConfig(StrictBody):
+class OutputConfig(ExactBody):
     """Amount of reasoning, and format of the answer."""
 
     effort: Effort | None = None
@@ -184,12 +202,16 @@ def parse_choice(value: Any) -> AnyToolChoice | NamedToolChoice | None:
         if isinstance(value, dict)
         else (None, None, None)
     )
+    if value == "":
+        return None
     if not isinstance(kind, str) or kind not in {"auto", "any", "none", "tool"}:
         raise PydanticCustomError(
             "tool_choice", 'must be {"type": "auto"}, "any" or "none", or {"type": "tool", "name": …}'
         )
     if is_alone is not None and not isinstance(is_alone, bool):
         raise PydanticCustomError("tool_choice", "has disable_parallel_tool_use, which must be true or false")
+    known = {"type", "disable_parallel_tool_use"}
+    refuse_others("tool_choice", value, known if kind != "tool" else known | {"name"})
     if kind != "tool":
         return AnyToolChoice(type=kind, disable_parallel_tool_use=is_alone)  # type: ignore[arg-type]
     if not isinstance(name, str):
@@ -222,18 +244,20 @@ def parse_tools(value: Any) -> list[Any]:
         )
     for index, tool in enumerate(value):
         kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind not in (None, "custom"):
+        if kind not in (None, "custom", "function") and not is_client_tool(str(kind)):
             raise PydanticCustomError(
                 "tools",
                 "tool {index} has the type {kind}: this server runs no tools, and knows those with an "
-                "input_schema only: leave it out",
+                "input_schema, bash, text_editor and memory only: leave it out",
                 {"index": index, "kind": repr(kind)[:64]},
             )
     return value
 
 
-class ConversationParams(StrictBody):
+class ConversationParams(ReasoningFields, StrictBody):
     """Fields that make the prompt."""
+
+    model_config = ConfigDict(json_schema_extra=describe)
 
     model: str | None = None
     messages: Annotated[list[Any], PlainValidator(parse_turns, json_schema_input_type=Turns)]
@@ -243,7 +267,9 @@ class ConversationParams(StrictBody):
     ] = Field(default_factory=list)
     tool_choice: Annotated[
         AnyToolChoice | NamedToolChoice | None,
-        PlainValidator(parse_choice, json_schema_input_type=AnyToolChoice | NamedToolChoice | None),
+        PlainValidator(
+            parse_choice, json_schema_input_type=AnyToolChoice | NamedToolChoice | Literal[""] | None
+        ),
     ] = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -258,7 +284,8 @@ class ConversationParams(StrictBody):
         """
         found = []
         for index, raw in enumerate(self.tools):
-            tool = _checked(ToolParam, raw, f"tools[{index}]")
+            given = described(raw) if isinstance(raw, dict) else raw
+            tool = _checked(ToolParam, given, f"tools[{index}]")
             found.append(
                 FunctionBody(
                     name=tool.name,
@@ -290,6 +317,12 @@ class ConversationParams(StrictBody):
         return None if self.output_config is None else self.output_config.effort
 
     @property
+    def reasoning_wish(self) -> ReasoningWish:
+        """Wanted amount of reasoning."""
+        budget_tokens = None if self.thinking is None else self.thinking.budget_tokens
+        return self.wish(effort=self.effort, is_on=self.is_thinking, budget_tokens=budget_tokens)
+
+    @property
     def shows_thinking(self) -> bool:
         """Whether the client is shown the reasoning."""
         return self.thinking is None or self.thinking.display != "omitted"
@@ -306,7 +339,7 @@ class CountBody(ConversationParams):
 
 def parse_stops(value: Any) -> tuple[str, ...]:
     """A list of strings that end the answer."""
-    if isinstance(value, str):
+    if isinstance(value, str) and value:
         raise PydanticCustomError("stop_sequences", "must be a list of strings")
     return parse_stop(value)
 
@@ -315,14 +348,42 @@ class MessagesBody(GenerationBody, ConversationParams):
     """`POST /v1/messages`."""
 
     # 0 reads the prompt into the caches, and answers nothing.
-    max_tokens: Annotated[int, Field(ge=0)]
+    max_tokens: TokenLimitOr0
+    output_format: OutputFormat | None = None
     stop_sequences: Annotated[
-        tuple[str, ...], PlainValidator(parse_stops, json_schema_input_type=StopList | None)
+        tuple[str, ...], PlainValidator(parse_stops, json_schema_input_type=StopList | Literal[""] | None)
     ] = ()
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
+    # Edits of the conversation that Anthropic's servers would make.
+    context_management: dict[str, Any] | None = None
     # One answer.
-    n: Annotated[int | None, between(1, 1), Field(json_schema_extra={"minimum": 1, "maximum": 1})] = None
+    n: choice_count(1) = None  # type: ignore[valid-type]
+
+    neutral: ClassVar = {"container": (), "functions": (), "mcp_servers": (), "prompt": ()}
+
+    @property
+    def schema_format(self) -> OutputFormat | None:
+        """The schema that the answer must match.
+
+        Raises:
+            InvalidRequest: If there are two.
+        """
+        inner = None if self.output_config is None else self.output_config.format
+        if inner is not None and self.output_format is not None:
+            raise InvalidRequest(
+                "output_format and output_config.format are the same: send the latter", param="output_format"
+            )
+        return self.output_format if inner is None else inner
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What of the request has no effect."""
+        edits = (self.context_management or {}).get("edits")
+        # Reasoning of earlier answers is kept, or not, as the model's template has it.
+        kinds = [edit.get("type") for edit in edits or () if isinstance(edit, dict)]
+        others = [str(kind)[:SHOWN_CHARS] for kind in kinds if not str(kind).startswith("clear_thinking")]
+        return (f"context_management: {', '.join(others)} has no effect",) if others else ()
 
     @property
     def token_limit(self) -> int | None:
@@ -345,7 +406,7 @@ def messages_of(turns: list[Any], system: str | list[TextBlock] | None) -> list[
         InvalidRequest: Naming the block at fault, or if nothing is left.
     """
     texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
-    instructions = [text for text in map(_without_billing, texts) if text]
+    instructions = [text for text in texts if text]
     messages: list[dict[str, Any]] = []
     for role, same in itertools.groupby(_shown_turns(turns), key=lambda turn: turn[0]):
         blocks = [block for _role, found in same for block in found]
@@ -390,10 +451,6 @@ def _is_cleared_by_user(turn: dict[str, Any], where: str) -> bool:
     return clear_at == "next_user_message"
 
 
-def _without_billing(text: str) -> str:
-    return text.partition("\n")[2].lstrip("\n") if text.startswith(_BILLING) else text
-
-
 def _blocks_of(turn: Any, where: str) -> tuple[str, list[Block]]:
     if not isinstance(turn, dict):
         raise InvalidRequest(f"{where}: must be an object", param=where)
@@ -402,7 +459,7 @@ def _blocks_of(turn: Any, where: str) -> tuple[str, list[Block]]:
         raise InvalidRequest(f"{where}.role: must be user, assistant or system", param=f"{where}.role")
     if isinstance(content, str):
         return role, [TextBlock(type="text", text=content)]
-    if content is None and role == "system":
+    if content is None and ("content" in turn or role == "system"):
         return role, []
     if not isinstance(content, list):
         raise InvalidRequest(
@@ -410,13 +467,19 @@ def _blocks_of(turn: Any, where: str) -> tuple[str, list[Block]]:
         )
     if not content and role == "user":
         raise InvalidRequest(f"{where}.content: must not be empty", param=f"{where}.content")
-    return role, [_block(raw, role, f"{where}.content[{place}]") for place, raw in enumerate(content)]
+    found = (_block(raw, role, f"{where}.content[{place}]") for place, raw in enumerate(content))
+    return role, [block for block in found if block is not None]
 
 
-def _block(raw: Any, role: str, where: str) -> Block:
+def _block(raw: Any, role: str, where: str) -> Block | None:
     if not isinstance(raw, dict):
         raise InvalidRequest(f"{where}: must be an object", param=where)
     name = raw.get("type")
+    if role == "assistant" and isinstance(name, str):
+        if name in _HOSTED_CALLS:
+            return None
+        if name.endswith(_RESULT):
+            return TextBlock(type="text", text=note_of(name))
     kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None or kind not in _BY_ROLE[role]:
         names = ", ".join(name for name, each in _KINDS.items() if each in _BY_ROLE[role])
@@ -424,16 +487,8 @@ def _block(raw: Any, role: str, where: str) -> Block:
             f"{where}.type: this server reads text only: blocks of the {role} are {names}",
             param=f"{where}.type",
         )
-    if kind is ToolResultBlock and isinstance(parts := raw.get("content"), list):
-        raw = {**raw, "content": [_as_text(part) for part in parts]}
     found: Block = _checked(kind, raw, where)
     return found
-
-
-def _as_text(part: Any) -> Any:
-    """A part of a tool's result; a note if it is no text."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    return {"type": "text", "text": note_of(kind)} if isinstance(kind, str) and kind != "text" else part
 
 
 def _checked(kind: Any, raw: Any, where: str) -> Any:
@@ -464,7 +519,11 @@ def _assistant_message(blocks: list[Block]) -> dict[str, Any]:
     calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
     if calls:
         message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.input}}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": CalledFunction(name=call.name, arguments=call.input).for_template(),
+            }
             for call in calls
         ]
     return message

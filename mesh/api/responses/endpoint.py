@@ -14,7 +14,7 @@ from mesh.api.auth import client_of
 from mesh.api.backend import backend_of, body_of
 from mesh.api.errors import json_response, written_response
 from mesh.api.event_stream import while_connected
-from mesh.api.generation_job import ChatPrompt, Conversation, make_chat_job, render_prompt, thinking_variables
+from mesh.api.generation_job import ChatPrompt, Conversation, make_chat_job, render_prompt
 from mesh.api.on_demand import answered
 from mesh.api.openapi import Deleted, InputItems, ResponseAnswer, TokenCount, answers, takes
 from mesh.api.responses.events import ResponsesAnswer, Turn, as_responses_error, repeated_fields
@@ -139,7 +139,7 @@ def _with_items(backend: Backend, body: ResponsesBody, client: str | None) -> Re
 def _messages(backend: Backend, body: ResponsesBody, client: str | None) -> list[Mapping[str, Any]]:
     """The conversation, without the request's instructions."""
     messages: list[Mapping[str, Any]] = []
-    if body.previous_response_id is not None:
+    if body.previous_response_id:
         stored = backend.api.responses.get(client, body.previous_response_id)
         if stored is None:
             raise InvalidRequest(
@@ -214,7 +214,10 @@ def _conversation(body: ResponsesBody, messages: Sequence[Mapping[str, Any]]) ->
             # The place of a function among all is no place in the request where some are in a namespace.
             name_param="tools" if body.namespaced else "tools[{}].name",
         ),
-        variables={**thinking_variables(effort), **(body.chat_template_kwargs or {})},
+        variables=body.chat_template_kwargs or {},
+        reasoning=body.wish(effort=effort),
+        effort_param=None if effort is None else "reasoning.effort",
+        budget_param=body.budget_field,
         param="input",
     )
 
@@ -233,7 +236,7 @@ async def _turn(backend: Backend, body: ResponsesBody, client: str | None) -> Tu
 
 def _instructed(messages: Sequence[Mapping[str, Any]], instructions: str | None) -> list[Mapping[str, Any]]:
     """The conversation with all leading instructions in one system message, as many templates need."""
-    texts = [] if instructions is None else [instructions]
+    texts = [instructions] if instructions else []
     num_system = _num_system(messages)
     texts += [message["content"] for message in messages[:num_system]]
     system = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mesh.api import server_sent_events
 from mesh.api.answering import Answer, made, timings, usage_of
+from mesh.api.custom_calls import FreeTextReader
 from mesh.api.errors import error_body, is_large_json, json_bytes, large_json_bytes, written_response
 from mesh.api.event_stream import StreamForm
+from mesh.api.message_bodies import AllowedTools
 from mesh.api.openai_format import CallIds, chat_logprobs, usage_fields
-from mesh.api.protocol import AllowedTools
 from mesh.api.response_store import StoredResponse
-from mesh.api.responses.protocol import messages_of
+from mesh.api.responses.protocol import HostedTool, messages_of
 from mesh.text.message_parts import Content, Reasoning, ToolCallArguments, ToolCallStart
 from spanmesh_proto.errors import InvalidRequest
 
@@ -36,9 +37,13 @@ _THOUGHT: Final = "reasoning_text"
 _REPEATED: Final = (
     *("instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature", "tool_choice"),
     *("tools", "top_p", "truncation", "parallel_tool_calls", "reasoning", "store", "text", "top_logprobs"),
+    *("frequency_penalty", "presence_penalty", "max_tool_calls", "prompt_cache_key", "safety_identifier"),
 )
 _DEFAULTS: Final[Mapping[str, Any]] = {
+    "frequency_penalty": 0.0,
     "metadata": {},
+    "presence_penalty": 0.0,
+    "service_tier": "default",
     "temperature": 1.0,
     "tool_choice": "auto",
     "tools": [],
@@ -62,6 +67,7 @@ class Output:
         new_id: Makes an id with a given prefix.
         new_call_id: Makes the id of a call, to which its result will refer.
         namespaced: Namespace and own name of functions that have one, by the name that the model calls.
+        custom_names: Names of custom tools, which are called with a text.
 
     Attributes:
         items: Current items.
@@ -72,9 +78,13 @@ class Output:
         new_id: Callable[[str], str],
         new_call_id: Callable[[], str],
         namespaced: Mapping[str, tuple[str, str]],
+        custom_names: frozenset[str] = frozenset(),
     ) -> None:
         self.items: list[dict[str, Any]] = []
         self._namespaced = namespaced
+        self._custom_names = custom_names
+        # Of the open call of a custom tool.
+        self._free_text = FreeTextReader()
         self._new_id = new_id
         self._new_call_id = new_call_id
         self._open: dict[str, Any] | None = None
@@ -105,15 +115,14 @@ class Output:
                 case ToolCallStart():
                     events += self._begin_call(piece.name)
                 case ToolCallArguments():
-                    self._texts.append(piece.text)
-                    events.append(self._event("response.function_call_arguments.delta", delta=piece.text))
+                    events += self._argue(piece.text)
         return events
 
     def end(self, *, is_cut: bool) -> list[Event]:
         """End the answer. An empty one has an empty message.
 
         Args:
-            is_cut: Whether the limit ended it: then the last item is incomplete.
+            is_cut: Whether a limit ended it, or a stop string within a call: the last item is incomplete.
         """
         events = [] if self.items else self._begin_text("message", _TEXT)
         return events + self._close("incomplete" if is_cut else "completed")
@@ -139,8 +148,20 @@ class Output:
         part = _part(part_type, "", [])
         return [opened, self._event("response.content_part.added", content_index=0, part=part)]
 
+    def _argue(self, text: str) -> list[Event]:
+        """More arguments of the open call."""
+        kind = "response.function_call_arguments.delta"
+        if self._open is not None and self._open["type"] == "custom_tool_call":
+            kind, text = "response.custom_tool_call_input.delta", self._free_text.push(text)
+        self._texts.append(text)
+        return [self._event(kind, delta=text)] if text else []
+
     def _begin_call(self, name: str) -> list[Event]:
         events = self._close("completed")
+        if name in self._custom_names:
+            self._free_text = FreeTextReader()
+            item = {"type": "custom_tool_call", "id": self._new_id("ctc_"), "call_id": self._new_call_id()}
+            return [*events, self._begin({**item, "name": name, "input": "", "status": "in_progress"})]
         item = {"type": "function_call", "id": self._new_id("fc_"), "call_id": self._new_call_id()}
         if name in self._namespaced:
             item["namespace"], name = self._namespaced[name]
@@ -161,7 +182,10 @@ class Output:
         item, text = self._open, "".join(self._texts)
         if item is None:
             return []
-        if item["type"] == "function_call":
+        if item["type"] == "custom_tool_call":
+            item["input"] = text + self._free_text.flush()
+            events = [self._event("response.custom_tool_call_input.done", input=item["input"])]
+        elif item["type"] == "function_call":
             item["arguments"] = text
             events = [self._event("response.function_call_arguments.done", name=item["name"], arguments=text)]
         else:
@@ -230,8 +254,8 @@ class ResponsesAnswer(Answer):
         self._keeps = body.store is not False
         self._num_events = 0
         self._base = self._base_of()
-        call_ids = CallIds(backend.api.random_bits, backend.call_format)
-        self._output = Output(choices.new_id, call_ids, body.namespaced)
+        call_ids = CallIds(backend.api.random_bits, is_short=backend.has_short_call_ids)
+        self._output = Output(choices.new_id, call_ids, body.namespaced, body.custom_names)
 
     async def whole(self) -> Response:
         """The whole response."""
@@ -267,7 +291,7 @@ class ResponsesAnswer(Answer):
                 each["bytes"] = each["bytes"] or []
         events = self._output.add(part.message_parts, logprobs)
         if part.finish is not None:
-            events += self._output.end(is_cut=part.finish == "length")
+            events += self._output.end(is_cut=part.finish == "length" or part.has_cut_call)
         return events
 
     def _opened(self, events: list[Event]) -> bytes:
@@ -361,12 +385,26 @@ def repeated_fields(body: ResponsesBody) -> dict[str, Any]:
     """Fields of a request as its response repeats them; for a thread, as a schema may have many values."""
     repeated = set(_REPEATED) - {"tool_choice"}
     said = body.model_dump(include=repeated, exclude_none=True, exclude_unset=True, by_alias=True)
+    if body.tools:
+        kept = zip(body.tools, said["tools"], strict=True)
+        said["tools"] = [_with_strict(told) for tool, told in kept if not isinstance(tool, HostedTool)]
     choice = body.tool_choice
     if isinstance(choice, str):
         said["tool_choice"] = choice
     elif isinstance(choice, tuple):
-        said["tool_choice"] = {"type": "function", "name": choice[0]}
+        said["tool_choice"] = {"type": _kind_of(body, choice[0]), "name": choice[0]}
     elif isinstance(choice, AllowedTools):
-        tools = [{"type": "function", "name": name} for name in choice.names]
+        tools = [{"type": _kind_of(body, name), "name": name} for name in choice.names]
         said["tool_choice"] = {"type": "allowed_tools", "mode": choice.mode, "tools": tools}
     return said
+
+
+def _kind_of(body: ResponsesBody, name: str) -> str:
+    return "custom" if name in body.custom_names else "function"
+
+
+def _with_strict(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as its response repeats it: a function says whether its schema is enforced."""
+    if tool["type"] == "namespace":
+        return {**tool, "tools": [_with_strict(each) for each in tool["tools"]]}
+    return tool if tool["type"] == "custom" else {**tool, "strict": tool.get("strict", False)}

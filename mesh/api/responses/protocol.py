@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field, PlainValidator, ValidationError
+from pydantic import Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from mesh.api.protocol import (
+from mesh.api.message_bodies import (
+    FREE_TEXT,
     MAX_MESSAGES,
     MAX_TOOLS,
+    Arguments,
     CalledFunction,
     ChosenTools,
+    CustomFunction,
     Effort,
+    FreeText,
     FunctionBody,
-    GenerationBody,
-    JsonSchemaBody,
-    NumTopLogprobs,
-    ResponseFormatBody,
-    StrictBody,
+    ReasoningFields,
+    TextGrammar,
     ToolName,
-    between,
-    note_of,
     parse_allowed_tools,
+    refuse_others,
+    require_grammar,
+    result_text,
+    wrong_type,
 )
-from mesh.api.request_parsing import as_invalid_request
+from mesh.api.protocol import GenerationBody, JsonSchemaBody, ResponseFormatBody, Schema
+from mesh.api.request_parsing import (
+    SHOWN_CHARS,
+    ExactBody,
+    NumTopLogprobs,
+    StrictBody,
+    TokenLimit,
+    Whole,
+    as_invalid_request,
+    choice_count,
+    limit_of,
+)
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -35,6 +49,23 @@ if TYPE_CHECKING:
 _TEXT_TYPES: Final = frozenset({"input_text", "output_text", "text"})
 MAX_METADATA: Final = 16
 WANTS_LOGPROBS: Final = "message.output_text.logprobs"
+# Tools that OpenAI runs, or whose form only it has; in names with a date as well.
+_HOSTED: Final = (
+    *("web_search", "file_search", "code_interpreter", "computer", "image_generation", "mcp", "tool_search"),
+    *("local_shell", "shell", "apply_patch"),
+)
+# Items of a conversation at OpenAI that hold nothing for the model here.
+_HOSTED_ITEMS: Final = frozenset(
+    {
+        *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
+        *("mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "compaction"),
+        *("tool_search_call", "tool_search_output"),
+    }
+)
+# Calls of tools that the client ran, in forms of their own; their results are named `…_output`.
+_CLIENT_CALLS: Final = frozenset({"local_shell_call", "shell_call", "apply_patch_call", "computer_call"})
+_ABOUT_CALL: Final = frozenset({"type", "id", "call_id", "status", "output"})
+ResultParts = Annotated[Any, PlainValidator(result_text, json_schema_input_type=Any)]
 
 
 class ItemReference(StrictBody):
@@ -58,13 +89,22 @@ class FunctionCallItem(StrictBody):
     call_id: str
     name: str
     namespace: str | None = None
-    arguments: str
+    arguments: Arguments
+
+
+class CustomCallItem(StrictBody):
+    """A call of a custom tool that the model made."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str | None = None
 
 
 class ReasoningText(StrictBody):
     """A piece of reasoning."""
 
-    type: Literal["reasoning_text"]
+    type: Literal["reasoning_text", "text"]
     text: str
 
 
@@ -75,12 +115,58 @@ class ReasoningItem(StrictBody):
     content: list[ReasoningText] | None = None
 
 
+class FunctionCallOutputItem(StrictBody):
+    """Result of a call."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: ResultParts
+
+
 class _Tool(StrictBody):
     type: Literal["function"]
 
 
 class ResponsesTool(FunctionBody, _Tool):
-    """A function that the model may call: the only kind of tool, since nothing is run here."""
+    """A function that the model may call."""
+
+
+class CustomFormat(ExactBody):
+    """Input of a custom tool: any text, or one that a grammar describes."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+    @model_validator(mode="after")
+    def _require_its_own(self) -> CustomFormat:
+        require_grammar(self.type, is_given=self.syntax is not None and self.definition is not None)
+        return self
+
+
+class CustomTool(StrictBody):
+    """A tool that takes one text."""
+
+    type: Literal["custom"]
+    name: ToolName
+    description: str | None = None
+    format: CustomFormat | None = None
+
+    @property
+    def custom(self) -> CustomFunction:
+        """The same as chats have it."""
+        given = self.format
+        text = None
+        if given is not None and given.syntax is not None and given.definition is not None:
+            grammar = TextGrammar(syntax=given.syntax, definition=given.definition)
+            text = FreeText(type="grammar", grammar=grammar)
+        return CustomFunction(name=self.name, description=self.description, format=text)
+
+
+class HostedTool(StrictBody):
+    """A tool that OpenAI would run: it is passed over."""
+
+    type: str
 
 
 class NamespaceTool(StrictBody):
@@ -92,14 +178,14 @@ class NamespaceTool(StrictBody):
     tools: Annotated[list[ResponsesTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
-class NamedResponsesTool(StrictBody):
-    """The one function that the model is to call."""
+class NamedResponsesTool(ExactBody):
+    """The one tool that the model is to call."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
 
 
-class AllowedResponsesTools(StrictBody):
+class AllowedResponsesTools(ExactBody):
     """A choice among some of the tools."""
 
     type: Literal["allowed_tools"]
@@ -107,23 +193,31 @@ class AllowedResponsesTools(StrictBody):
     tools: Annotated[list[NamedResponsesTool], Field(min_length=1)]
 
 
-class ReasoningBody(StrictBody):
-    """Reasoning effort, for templates that ask."""
+class ReasoningBody(ExactBody):
+    """Reasoning effort, for templates that ask. Of summaries there are none."""
 
     effort: Effort | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class TextFormat(StrictBody):
+class TextFormat(ExactBody):
     """Form of the text; OpenAI's `strict` makes no difference, as answers always keep to it."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
-    schema_: Annotated[Any, Field(alias="schema")] = None
+    description: str | None = None
+    schema_: Annotated[Schema, Field(alias="schema")] = None
     strict: bool | None = None
 
+    @model_validator(mode="after")
+    def _require_its_own(self) -> TextFormat:
+        if self.type == "text" and self.schema_ is not None:
+            raise PydanticCustomError("format", "of type text has no schema: send type json_schema")
+        return self
 
-class TextBody(StrictBody):
+
+class TextBody(ExactBody):
     """Form and length of the text."""
 
     format: TextFormat | None = None
@@ -132,6 +226,8 @@ class TextBody(StrictBody):
 
 def parse_parts(value: Any) -> str:
     """Text given as a string or as a list of parts, each on a line of its own."""
+    if value is None:
+        return ""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -140,36 +236,21 @@ def parse_parts(value: Any) -> str:
     for index, part in enumerate(value):
         if not isinstance(part, dict):
             raise PydanticCustomError("content", "part {index} must be an object", {"index": index})
-        if part.get("type") not in _TEXT_TYPES:
+        kind = part.get("type")
+        if kind != "refusal" and kind not in _TEXT_TYPES:
             raise PydanticCustomError(
                 "content",
                 "part {index} is not of type input_text or output_text: this server accepts text only",
                 {"index": index},
             )
-        if not isinstance(part.get("text"), str):
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str):
             raise PydanticCustomError("content", "part {index} has no text, a string", {"index": index})
-        texts.append(part["text"])
+        texts.append(text)
     return "\n".join(texts)
 
 
-def parse_result(value: Any) -> str:
-    """A tool's result: as `parse_parts`, with a note for each part that is no text."""
-    if isinstance(value, list):
-        value = [
-            {"type": "text", "text": note_of(part["type"])} if _is_other(part) else part for part in value
-        ]
-    return parse_parts(value)
-
-
-def _is_other(part: Any) -> bool:
-    kind = part.get("type") if isinstance(part, dict) else None
-    return isinstance(kind, str) and kind not in _TEXT_TYPES
-
-
-Parts = Annotated[str, PlainValidator(parse_parts, json_schema_input_type=str | list[InputText])]
-
-
-ResultParts = Annotated[str, PlainValidator(parse_result, json_schema_input_type=str | list[InputText])]
+Parts = Annotated[str, PlainValidator(parse_parts, json_schema_input_type=str | list[InputText] | None)]
 
 
 class MessageItem(StrictBody):
@@ -180,21 +261,15 @@ class MessageItem(StrictBody):
     content: Parts
 
 
-class FunctionCallOutputItem(StrictBody):
-    """Result of a call."""
-
-    type: Literal["function_call_output"]
-    call_id: str
-    output: ResultParts
-
-
-InputItem = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+InputItem = MessageItem | FunctionCallItem | CustomCallItem | FunctionCallOutputItem | ReasoningItem
 
 
 _KINDS: Final[dict[str, type[InputItem]]] = {
     "message": MessageItem,
     "function_call": FunctionCallItem,
     "function_call_output": FunctionCallOutputItem,
+    "custom_tool_call": CustomCallItem,
+    "custom_tool_call_output": FunctionCallOutputItem,
     "reasoning": ReasoningItem,
 }
 
@@ -217,8 +292,33 @@ def messages_of(value: str | list[Any]) -> list[dict[str, Any]]:
         return [{"role": "user", "content": value}]
     messages: list[dict[str, Any]] = []
     for index, raw in enumerate(value):
-        _add(messages, _parsed(raw, f"input[{index}]"))
+        for item in _of_elsewhere(raw):
+            _add(messages, _parsed(item, f"input[{index}]"))
     return messages
+
+
+def _of_elsewhere(raw: Any) -> list[Any]:
+    """An item as those that this server knows; tools that OpenAI or its clients run have others."""
+    kind = raw.get("type") if isinstance(raw, dict) else None
+    if not isinstance(kind, str) or kind in _KINDS:
+        return [raw]
+    if kind in _HOSTED_ITEMS:
+        return []
+    call_id = raw.get("call_id") or raw.get("id")
+    if kind == "mcp_call":
+        call = {"type": "function_call", "call_id": call_id, "name": raw.get("name")}
+        result = raw.get("output") if raw.get("error") is None else raw.get("error")
+        return [
+            {**call, "arguments": raw.get("arguments")},
+            {"type": "function_call_output", "call_id": call_id, "output": result},
+        ]
+    if kind in _CLIENT_CALLS:
+        arguments = {name: value for name, value in raw.items() if name not in _ABOUT_CALL}
+        name = kind.removesuffix("_call")
+        return [{"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}]
+    if kind.removesuffix("_output") in _CLIENT_CALLS:
+        return [{"type": "function_call_output", "call_id": call_id, "output": raw.get("output")}]
+    return [raw]
 
 
 def input_items_of(value: str | list[Any]) -> list[dict[str, Any]]:
@@ -267,6 +367,10 @@ def _add(messages: list[dict[str, Any]], item: InputItem) -> None:
             function = CalledFunction(name=name, arguments=item.arguments).for_template()
             call = {"id": item.call_id, "type": "function", "function": function}
             _turn(messages, lambda _last: True).setdefault("tool_calls", []).append(call)
+        case CustomCallItem():
+            function = {"name": item.name, "arguments": {FREE_TEXT: item.input or ""}}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            _turn(messages, lambda _last: True).setdefault("tool_calls", []).append(call)
         case FunctionCallOutputItem():
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
         case ReasoningItem():
@@ -296,7 +400,9 @@ def parse_input(value: Any) -> str | list[Any]:
 
 def parse_choice(value: Any) -> ChosenTools:
     """The choice of tools of a response."""
-    if value is None or (isinstance(value, str) and value in {"none", "auto", "required"}):
+    if value in (None, ""):
+        return None
+    if isinstance(value, str) and value in {"none", "auto", "required"}:
         return value
     if isinstance(value, dict) and value.get("type") == "allowed_tools":
         return parse_allowed_tools(value, _function_name)
@@ -310,32 +416,48 @@ def parse_choice(value: Any) -> ChosenTools:
 
 
 def _function_name(tool: Any) -> str | None:
-    is_function = isinstance(tool, dict) and tool.get("type") == "function"
-    return tool["name"] if is_function and isinstance(tool.get("name"), str) else None
+    is_tool = isinstance(tool, dict) and tool.get("type") in ("function", "custom")
+    if not is_tool or not isinstance(tool.get("name"), str):
+        return None
+    refuse_others("tool_choice", tool, {"type", "name"})
+    name: str = tool["name"]
+    return name
 
 
-def parse_tool(value: Any) -> ResponsesTool | NamespaceTool:
+def parse_tool(value: Any) -> ResponsesTool | NamespaceTool | CustomTool | HostedTool:
     """One entry of `tools`."""
-    if isinstance(value, dict) and value.get("type") == "namespace":
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "namespace":
         return NamespaceTool.model_validate(value)
+    if kind == "custom":
+        return CustomTool.model_validate(value)
+    if isinstance(kind, str) and kind.startswith(_HOSTED):
+        return HostedTool.model_validate(value)
+    if isinstance(kind, str) and kind != "function":
+        raise wrong_type(kind, "this server knows no such tools, send those of type function or custom")
     return ResponsesTool.model_validate(value)
 
 
-_AnyTool = Annotated[Any, PlainValidator(parse_tool, json_schema_input_type=ResponsesTool | NamespaceTool)]
+_AnyTool = Annotated[
+    Any,
+    PlainValidator(
+        parse_tool, json_schema_input_type=ResponsesTool | NamespaceTool | CustomTool | HostedTool
+    ),
+]
 
 
-class ResponsesBody(GenerationBody):
+class ResponsesBody(ReasoningFields, GenerationBody):
     """`POST /v1/responses`."""
 
     input: Annotated[str | list[Any], PlainValidator(parse_input, json_schema_input_type=ItemsInput)]
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_output_tokens: TokenLimit | None = None
     tools: Annotated[list[_AnyTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[
         ChosenTools,
         PlainValidator(
             parse_choice,
-            json_schema_input_type=Literal["none", "auto", "required"]
+            json_schema_input_type=Literal["", "none", "auto", "required"]
             | NamedResponsesTool
             | AllowedResponsesTools
             | None,
@@ -351,11 +473,22 @@ class ResponsesBody(GenerationBody):
     top_logprobs: NumTopLogprobs = None
     truncation: Literal["auto", "disabled"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    # Answered to the client as they came; nothing here depends on them.
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # Of calls that OpenAI would run: there are none.
+    max_tool_calls: Whole | None = None
     # One answer, generated while its client waits.
-    n: Annotated[int | None, between(1, 1), Field(json_schema_extra={"minimum": 1, "maximum": 1})] = None
-    background: Literal[False] | None = None
-    conversation: None = None
-    prompt: None = None
+    n: choice_count(1) = None  # type: ignore[valid-type]
+
+    neutral: ClassVar = {
+        "background": (False,),
+        "context_management": (),
+        "conversation": (),
+        "moderation": (),
+        "prompt": (),
+    }
 
     @property
     def functions(self) -> list[FunctionBody]:
@@ -370,7 +503,9 @@ class ResponsesBody(GenerationBody):
                 found += (
                     each.model_copy(update={"name": flat_name(tool.name, each.name)}) for each in tool.tools
                 )
-            else:
+            elif isinstance(tool, CustomTool):
+                found.append(tool.custom.function)
+            elif isinstance(tool, ResponsesTool):
                 found.append(tool)
         if len(found) > MAX_TOOLS:
             raise InvalidRequest(
@@ -389,9 +524,29 @@ class ResponsesBody(GenerationBody):
         }
 
     @property
+    def custom_names(self) -> frozenset[str]:
+        """Names of custom tools."""
+        return frozenset(tool.name for tool in self.tools or () if isinstance(tool, CustomTool))
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What of the request has no effect."""
+        found = []
+        for index, tool in enumerate(self.tools or ()):
+            if isinstance(tool, HostedTool):
+                found.append(
+                    f"tools[{index}]: {tool.type[:SHOWN_CHARS]} is left out, as this server runs no tools"
+                )
+            elif isinstance(tool, CustomTool) and (warning := tool.custom.warning) is not None:
+                found.append(warning)
+        if self.text is not None and self.text.verbosity not in (None, "medium"):
+            found.append("text.verbosity has no effect: no model here is told how much to write")
+        return tuple(found)
+
+    @property
     def token_limit(self) -> int | None:
         """Most tokens of the answer."""
-        newer = self.max_output_tokens
+        newer = limit_of("max_output_tokens", self.max_output_tokens, permits_none=False)
         return super().token_limit if newer is None else newer
 
     @property
@@ -413,11 +568,15 @@ class ResponsesBody(GenerationBody):
             raise InvalidRequest(
                 "text.format and response_format are the same: send one of them", param="text.format"
             )
-        schema = None
-        if wanted.type == "json_schema":
+        schema, of_object = None, None
+        if wanted.type == "json_object":
+            of_object = wanted.schema_
+        else:
             given = {"schema": wanted.schema_} if "schema_" in wanted.model_fields_set else {}
             schema = JsonSchemaBody.model_validate({"name": wanted.name, **given})
-        as_chat = ResponseFormatBody(type=wanted.type, json_schema=schema)
+        as_chat = ResponseFormatBody.model_validate(
+            {"type": wanted.type, "json_schema": schema, "schema": of_object}
+        )
         return self.model_copy(update={"response_format": as_chat})
 
 

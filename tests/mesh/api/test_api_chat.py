@@ -171,8 +171,8 @@ async def test_an_over_long_prompt_is_refused_with_the_numbers(api: Api) -> None
     with pytest.raises(openai.BadRequestError) as caught:
         await _ask(api, messages=[{"role": "user", "content": "word " * 300}])
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
-    assert "context holds 256" in caught.value.message
-    assert "has 3" in caught.value.message
+    assert "prompt is too long: 331 tokens > 255 maximum" in caught.value.message
+    assert "maximum context length is 256 tokens. However, " in caught.value.message
 
 
 async def test_a_limit_beyond_the_room_left_is_cut_to_it(api: Api) -> None:

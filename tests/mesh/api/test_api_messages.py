@@ -200,7 +200,7 @@ def test_turns_of_one_role_are_one_turn() -> None:
             {"role": "assistant", "content": "Three."},
             {"role": "assistant", "content": [{"type": "text", "text": "Four."}]},
         ],
-        "x-anthropic-billing-header: 1\n\nBe brief.",
+        "Be brief.",
     )
     assert [(message["role"], message["content"]) for message in found] == [
         ("system", "Be brief.\n\nNow."),
@@ -225,11 +225,20 @@ def test_a_picture_in_a_result_does_not_end_the_conversation() -> None:
     )
 
 
-@pytest.mark.parametrize("part", [3, {"text": "x"}, {"type": 3}, {"type": "text"}])
-def test_a_part_of_a_result_without_a_type_is_named(part: Any) -> None:
-    turn = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [part]}]}
-    with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[0\].content\[?\.?0"):
-        messages_of([turn], None)
+def _result_of(content: Any) -> list[dict[str, Any]]:
+    block = {"type": "tool_result", "tool_use_id": "t", "content": content}
+    return messages_of([{"role": "user", "content": [block]}], None)
+
+
+@pytest.mark.parametrize("content", [[3], [{"text": "x"}], [{"type": 3}], {"rows": 2}, 5])
+def test_a_result_that_is_json_is_shown_as_it_is(content: Any) -> None:
+    (result,) = _result_of(content)
+    assert json.loads(result["content"]) == content
+
+
+def test_a_text_of_a_result_without_a_text_is_named() -> None:
+    with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[0\].content: part 0 has no text"):
+        _result_of([{"type": "text"}])
 
 
 def test_a_turn_of_many_blocks_is_read_in_one_pass() -> None:

@@ -236,7 +236,8 @@ async def test_calls_of_functions_in_a_namespace_have_both_names(tokenizer: Toke
     assert json.loads(call["arguments"]) == {"city": "Oslo"}
     added = next(event["item"] for event in events if event["type"] == "response.output_item.added")
     assert (added["namespace"], added["name"]) == ("crew", "spawn")
-    assert response["tools"] == [WEATHER, CREW]
+    crew = {**CREW, "tools": [{"strict": False, **tool} for tool in CREW["tools"]]}
+    assert response["tools"] == [{"strict": False, **WEATHER}, crew]
     for again in (by_items, by_id):
         assert '<tool_call>\n{"name": "crew__spawn", "arguments": {"city": "Oslo"}}\n</tool_call>' in again
 
@@ -369,11 +370,14 @@ async def test_the_store_has_bounds() -> None:
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
-        ({"input": [{"type": "function_call_output", "call_id": "c", "output": 5}]}, "input[0].output"),
+        ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
         ({"input": [{"type": "reasoning", "content": "x"}]}, "input[0].content"),
         ({"instructions": 5}, "instructions"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "websearch"}]}, "tools[0].type"),
+        ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format"),
+        ({"text": {"colour": "red"}}, "text.colour"),
+        ({"reasoning": {"length": 3}}, "reasoning.length"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
         ({"tools": [WEATHER, {"type": "namespace", "name": "crew"}]}, "tools[1].tools"),

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from mesh.text.message_parts import CallFormat
+from mesh.text.answer_format import CallFormat
 from mesh.text.tokenizer import Tokenizer
 from stages.grammar.session_grammar import make_automaton
 from tests.stages.grammar.test_grammar import matches
 from tests.support import api_harness
 from tests.support.api_harness import MODEL, Api, ScriptedEngine, running_api
+from tests.support.call_formats import GLM, LLAMA, MINIMAX, MISTRAL, QWEN
 
 pytestmark = pytest.mark.model
 
@@ -90,6 +91,61 @@ async def test_a_call_that_the_limit_cuts_ends_with_length(tokenizer: Tokenizer)
     choice = response.json()["choices"][0]
     assert choice["finish_reason"] == "length"
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "'
+
+
+BEHIND = CALL.removeprefix("Let me look.\n")
+
+
+@pytest.mark.parametrize("text", [BEHIND, SECOND.lstrip() + "\n" + BEHIND])
+async def test_a_call_that_a_stop_string_cuts_is_none_that_was_made(tokenizer: Tokenizer, text: str) -> None:
+    before: list[tuple[str, dict[str, Any]]] = [] if text is BEHIND else [("clock", {})]
+    async with running_api(saying(tokenizer, text), tokenizer) as api:
+        asked: Any = {"messages": HELLO, "tools": [WEATHER, CLOCK]}
+        for stream in (False, True):
+            response = await api.http.post(CHAT, json={**asked, "stop": ["Osl"], "stream": stream})
+            assert '"finish_reason":"stop"' in response.text
+            assert '"finish_reason":"tool_calls"' not in response.text
+        whole = (await api.http.post(CHAT, json={**asked, "stop": "Osl"})).json()["choices"][0]["message"]
+        assert whole["tool_calls"][-1]["function"]["arguments"] == '{"city": "'
+        shown = {"name": "weather", "input_schema": PARAMETERS}
+        theirs = {"messages": HELLO, "max_tokens": 99, "tools": [shown, {**shown, "name": "clock"}]}
+        message = (await api.http.post("/v1/messages", json={**theirs, "stop_sequences": ["Osl"]})).json()
+        assert [(block["name"], block["input"]) for block in message["content"]] == before
+        assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "Osl")
+        own = [{"type": "function", **tool["function"]} for tool in (WEATHER, CLOCK)]
+        response = await api.http.post("/v1/responses", json={"input": "Hi", "tools": own, "stop": ["Osl"]})
+        assert [item["status"] for item in response.json()["output"]] == [
+            *("completed" for _ in before),
+            "incomplete",
+        ]
+        # Behind the end of its arguments a call is whole.
+        response = await api.http.post(CHAT, json={**asked, "stop": ["</tool_call>"]})
+        calls = response.json()["choices"][0]["message"]["tool_calls"]
+        assert response.json()["choices"][0]["finish_reason"] == "tool_calls"
+        assert (
+            json.loads(calls[0]["function"]["arguments"]) == (before or [("weather", {"city": "Oslo"})])[0][1]
+        )
+
+
+@pytest.mark.parametrize("end", ["<tool_c", "<tool_call>", '<tool_call>\n{"name": "wea', '{"name"'])
+async def test_the_beginning_of_a_call_is_no_text(tokenizer: Tokenizer, end: str) -> None:
+    asked: Any = {"messages": HELLO, "tools": [WEATHER]}
+    at = CALL.index(end) + len(end)
+    async with running_api(saying(tokenizer, CALL[:at], ends=False), tokenizer) as api:
+        cut = (await api.http.post(CHAT, json=asked)).json()["choices"][0]
+    assert (cut["finish_reason"], cut["message"]["content"]) == ("length", "Let me look.")
+    assert "tool_calls" not in cut["message"]
+    async with running_api(saying(tokenizer, CALL), tokenizer) as api:
+        stopped = (await api.http.post(CHAT, json={**asked, "stop": CALL[at : at + 3]})).json()["choices"][0]
+    assert (stopped["finish_reason"], stopped["message"]["content"]) == ("stop", "Let me look.")
+
+
+async def test_text_that_only_might_become_a_mark_stays(tokenizer: Tokenizer) -> None:
+    async with running_api(saying(tokenizer, "1 <", ends=False), tokenizer) as api:
+        choice = (await api.http.post(CHAT, json={"messages": HELLO, "tools": [WEATHER]})).json()["choices"][
+            0
+        ]
+    assert choice["message"]["content"] == "1 <"
 
 
 @pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tools": [WEATHER], "tool_choice": "none"}])
@@ -181,26 +237,26 @@ async def test_a_template_that_knows_tools_gets_them(smollm2_path: Path, argumen
 @pytest.mark.parametrize(
     ("template", "text", "call_format"),
     [
-        ("<|python_tag|>", '{"name": "weather", "parameters": {"city": "Oslo"}}', CallFormat.LLAMA),
+        ("<|python_tag|>", '{"name": "weather", "parameters": {"city": "Oslo"}}', LLAMA),
         (
             "[TOOL_CALLS]",
             '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}]',
-            CallFormat.MISTRAL,
+            MISTRAL,
         ),
         (
             "<function=",
             "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>",
-            CallFormat.QWEN,
+            QWEN,
         ),
         (
             "<arg_key>",
             "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call>",
-            CallFormat.GLM,
+            GLM,
         ),
         (
             "<minimax:tool_call>",
             '<minimax:tool_call><invoke name="weather"><parameter name="city">Oslo</parameter></invoke>',
-            CallFormat.MINIMAX,
+            MINIMAX,
         ),
     ],
 )
@@ -215,15 +271,17 @@ async def test_other_formats_are_read_where_the_template_teaches_them(
     [call] = choice["message"]["tool_calls"]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
     assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
-    assert (len(call["id"]) == 9) is (call_format is CallFormat.MISTRAL)
+    assert (len(call["id"]) == 9) is (call_format == MISTRAL)
 
 
 # As Qwen3-Coder's: calls of earlier turns are written value by value.
 TAGS_IN_TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
     "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for call in m.tool_calls or [] %}"
-    "<function={{ call.function.name }}>{% for name, value in call.function.arguments | items %}"
-    "<parameter={{ name }}>\n{{ value }}\n</parameter>{% endfor %}</function>{% endfor %}|{% endfor %}"
+    "<tool_call>\n<function={{ call.function.name }}>\n"
+    "{% for name, value in call.function.arguments | items %}"
+    "<parameter={{ name }}>\n{{ value }}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}|"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
 
@@ -258,7 +316,8 @@ async def test_calls_between_tags_there_and_back(smollm2_path: Path) -> None:
     assert "".join(choice.delta.content or "" for choice in choices) == whole.message.content == "I look."
     assert json.loads(arguments) == {"city": "New\n York", "days": [1, 2]}
     assert called.function.arguments == arguments
-    assert f"assistant:I look.<function=weather>{at}{days}</function>|tool:rain|" in prompt
+    called_again = f"<tool_call>\n<function=weather>\n{at}\n{days}\n</function>\n</tool_call>"
+    assert f"assistant:I look.{called_again}|tool:rain|" in prompt
 
 
 @pytest.mark.parametrize("arguments", ['{"city": "Os', "null", "[1]"])
@@ -272,7 +331,7 @@ async def test_a_call_that_was_cut_does_not_end_the_conversation(smollm2_path: P
         response = await api.http.post(CHAT, json={"messages": turns, "tools": [WEATHER]})
     assert response.status_code == 200, response.text
     said = "None" if arguments == "null" else arguments
-    assert f"<function=weather><parameter=arguments>\n{said}\n</parameter></function>" in shown(
+    assert f"<function=weather>\n<parameter=arguments>\n{said}\n</parameter>\n</function>" in shown(
         engine, tokenizer
     )
 
@@ -327,7 +386,7 @@ CALLED = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
     [
         ({"tools": {}}, "tools"),
         ({"tools": ["weather"]}, "tools[0]"),
-        ({"tools": [{}]}, "tools[0].type"),
+        ({"tools": [{}]}, "tools[0].function"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [WEATHER, {"type": "function", "function": {}}]}, "tools[1].function.name"),
@@ -342,7 +401,7 @@ CALLED = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
         ({"tools": [WEATHER], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
-        ({"functions": [{"name": "weather"}]}, "functions"),
+        ({"functions": [{"name": "weather"}], "tools": [WEATHER]}, "functions"),
         ({"messages": [*HELLO, CALLED]}, "messages[1].tool_calls[0].function.arguments"),
         ({"messages": [{"role": "tool", "tool_call_id": 5, "content": "x"}]}, "messages[0].tool_call_id"),
     ],

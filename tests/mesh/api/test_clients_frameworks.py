@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -61,6 +62,13 @@ def test_langchain_gets_the_call_that_it_wants(mesh_url: str, *, responses: bool
     assert all(isinstance(call["args"][name], int) for name in ("a", "b"))
 
 
+@pytest.mark.parametrize("responses", [False, True])
+def test_langchain_knows_a_conversation_that_is_too_long(mesh_url: str, *, responses: bool) -> None:
+    """Its middleware then summarizes."""
+    with pytest.raises(ContextOverflowError):
+        langchain(mesh_url, use_responses_api=responses).invoke("x " * 40_000)
+
+
 async def test_langchain_asks_several_at_once(mesh_url: str) -> None:
     model = langchain(mesh_url)
     answers = await model.abatch([QUESTION, "Name three trees."])
@@ -84,3 +92,4 @@ def test_litellm(mesh_url: str) -> None:
     assert json.loads(found["arguments"])["of"] in {"apple", "plum"}
     assert 3 < found["tokens"] <= 32
     assert "temperature" in found["refusal"]
+    assert found["overflow"] == "ContextWindowExceededError"

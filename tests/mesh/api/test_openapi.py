@@ -107,7 +107,6 @@ async def test_a_key_that_is_used_up_gets_what_it_says(shared: Api, document: di
     [
         {"temperature": 2.5},
         {"max_tokens": 0},
-        {"stop": [""]},
         {"stop": ["x"] * 17},
         {"logit_bias": {"5": 101}},
         {"frequency_penalty": 3},
@@ -120,6 +119,8 @@ async def test_a_key_that_is_used_up_gets_what_it_says(shared: Api, document: di
         {"messages": [{"role": "boss", "content": ""}]},
         {"messages": []},
         {"seed": 2**64},
+        {"stream_options": {"include_usages": True}},
+        {"response_format": {"type": "json_object", "shema": {}}},
     ],
 )
 async def test_what_it_forbids_is_refused(

@@ -37,6 +37,17 @@ LEAST: dict[str, dict[str, Any]] = {
 # What some fields mean nothing without.
 COMPANIONS: dict[tuple[str, str], dict[str, Any]] = {
     ("/v1/chat/completions", "top_logprobs"): {"logprobs": True},
+    **{
+        (f"/v1/{path}", "stream_options"): {"stream": True}
+        for path in ("chat/completions", "chat/completions/input_tokens", "completions", "messages")
+    },
+    **{
+        (f"/v1/{path}", "stream_options"): {"stream": True}
+        for path in ("responses", "responses/input_tokens")
+    },
+    ("/v1/chat/completions", "function_call"): {"functions": [{"name": "look"}]},
+    ("/v1/chat/completions/input_tokens", "function_call"): {"functions": [{"name": "look"}]},
+    ("/tokenize", "function_call"): {"functions": [{"name": "look"}]},
     ("/v1/chat/completions", "tool_choice"): {"tools": [TOOL]},
     ("/v1/chat/completions/input_tokens", "top_logprobs"): {"logprobs": True},
     ("/v1/chat/completions/input_tokens", "tool_choice"): {"tools": [TOOL]},
@@ -48,7 +59,7 @@ COMPANIONS: dict[tuple[str, str], dict[str, Any]] = {
 }
 # What no schema can say: that values fit this model, this server, or each other.
 BEYOND_SCHEMAS = (
-    "context holds",
+    "prompt is too long",
     "is not served here",
     "ids go from",
     "does not have",
@@ -66,9 +77,16 @@ BEYOND_SCHEMAS = (
     "they are the same setting",
     "so there would be no answer",
     "they say nothing",
+    "chat template has no setting for it",
+    "is to be continued",
 )
 # What these hold is in a language of its own.
-LANGUAGES = frozenset({"grammar", "json_schema", "response_format", "text"})
+LANGUAGES = frozenset(
+    {
+        *("grammar", "json_schema", "response_format", "text", "regex", "ebnf", "structured_outputs"),
+        *("guided_json", "guided_regex", "guided_grammar", "output_format", "output_config"),
+    }
+)
 WRONG: tuple[Any, ...] = (True, -5, 10**6, 1.5, "x", "", [], {}, [[]], [None], {"a": 1}, [1.5], ["x"] * 300)
 
 

@@ -3,6 +3,7 @@
 import json
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,11 +56,48 @@ def test_loop_controls_and_generation_blocks_work() -> None:
 
 
 @pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{% set made = [] %}{% set _ = made.append(1) %}{{ made }}", "[1]"),
+        ("{% set made = {} %}{% set _ = made.update(a=1) %}{{ made }}", "{'a': 1}"),
+        ("{% set ns = namespace(made=[]) %}{% set _ = ns.made.append(2) %}{{ ns.made.pop() }}", "2"),
+        ("{% set rest = messages[1:] %}{% set _ = rest.append('x') %}{{ rest | length }}", "2"),
+        ("{% set rest = messages | list %}{% set _ = rest.clear() %}{{ messages | length }}", "2"),
+        ("{{ messages | map(attribute='role') | tojson }}", '["user", "assistant"]'),
+        ("{{ (messages | selectattr('content') | list)[0].content }}", "Hello"),
+    ],
+)
+def test_a_template_changes_what_it_made_itself(source: str, text: str) -> None:
+    assert _template(source).render([*HELLO, {"role": "assistant", "content": ""}]) == text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "messages.append(1)",
+        "messages[0].update(content='x')",
+        "(messages | list)[0].clear()",
+        "messages[1].tool_calls.pop()",
+        "messages[1].tool_calls[0].function.arguments.setdefault('b', 1)",
+        "tools[0].clear()",
+        "deep.inner.append(1)",
+        "messages[0].__class__.update(messages[0], content='x')",
+    ],
+)
+def test_a_template_changes_nothing_that_it_was_given(change: str) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": {"a": 1}}}
+    messages: list[dict[str, Any]] = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    with pytest.raises(InvalidRequest, match=r"(?i)unsafe|undefined|no attribute"):
+        _template(f"{{{{ {change} }}}}").render(messages, {"deep": {"inner": []}}, tools=[tool])
+
+
+@pytest.mark.parametrize(
     ("source", "reason"),
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{% for %}", "end of statement"),
-        ("{{ messages[0].missing.deeper }}", "no attribute"),
+        ("{{ messages[0].missing() }}", "no attribute"),
         ("{{ 1 / 0 }}", "division"),
         ("{{ messages.append(1) }}", "unsafe|append"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe|undefined"),
@@ -71,6 +109,11 @@ def test_what_goes_wrong_in_a_template_is_the_requests_error(source: str, reason
     with pytest.raises(InvalidRequest, match=f"(?i){reason}") as caught:
         _template(source).render(HELLO)
     assert caught.value.param == "messages"
+
+
+def test_what_is_not_there_is_nothing_where_a_template_needs_it() -> None:
+    source = "{{ messages[0].missing.deeper }}{{ 'a' + missing + 'b' }}{{ messages[0].content }}"
+    assert _template(source).render(HELLO) == "abHello"
 
 
 def test_output_is_bounded() -> None:

@@ -9,24 +9,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mesh.text.answer_format import CallFormat
 from mesh.text.message_parts import (
-    CallFormat,
     Content,
     MessagePart,
     Reasoning,
     ToolCallArguments,
     ToolCallStart,
-    call_format_of,
     calls_of,
     joined,
     knows_tools,
 )
 from mesh.text.output_parser import OutputFormat, OutputParser
+from tests.support import call_formats
+from tests.support.chat_templates import template_of
 
 INSIDE = OutputFormat(splits_reasoning=True, is_in_reasoning=True)
-HERMES = OutputFormat(CallFormat.HERMES, frozenset({"look", "add"}), splits_reasoning=True)
-LLAMA = OutputFormat(CallFormat.LLAMA, frozenset({"look", "add"}), splits_reasoning=True)
-MISTRAL = OutputFormat(CallFormat.MISTRAL, frozenset({"look", "add"}), splits_reasoning=True)
+HERMES = OutputFormat(call_formats.HERMES, frozenset({"look", "add"}), splits_reasoning=True)
+LLAMA = OutputFormat(call_formats.LLAMA, frozenset({"look", "add"}), splits_reasoning=True)
+MISTRAL = OutputFormat(call_formats.MISTRAL, frozenset({"look", "add"}), splits_reasoning=True)
 PLAIN = OutputFormat(splits_reasoning=True)
 
 
@@ -203,12 +204,30 @@ FRAGMENTS = (
     *("<think>", "</think>", "{", "}", "[", "]", '"', ":", ",", ";", " ", "\n", "\\", "<", "1", "é", "text "),
     *("name", "arguments", "parameters", "look", '"name"', '"look"', "\\u0", "\\d", "\t"),
     *('{"name": "look", "arguments": ', '{"name": "add", "parameters": {"a": 1}}'),
+    *("<|tool_call_begin|>", "functions.look:0", "<|tool_call_end|>", "<|tool_call>", "call:look", '<|"|>'),
+    *("<|tool_call_start|>[", "look(a=1", "look(", "='", "'", ")", "]<|tool_call_end|>", "<|tools_prefix|>["),
+    *(
+        "<｜DSML｜tool_calls>",
+        '<｜DSML｜invoke name="look">',
+        '<｜DSML｜parameter name="a"',
+        ' string="true">',
+    ),
+    *(
+        "</｜DSML｜parameter>",
+        "</｜DSML｜invoke>",
+        "<calls>",
+        '<invoke name="look">',
+        "[<a>",
+        "[</a>",
+        "[<item>",
+    ),
+    *("[</item>", "</invoke>", "</calls>", "<seed:tool_call>", "<function=look>", "<parameter=a>"),
 )
 
 
 @given(
     fragments=st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=25),
-    call_format=st.sampled_from([None, *CallFormat]),
+    call_format=st.sampled_from([None, *call_formats.ALL, *call_formats.MORE]),
     in_reasoning=st.booleans(),
     has_one_call=st.booleans(),
     seed=st.integers(0, 2**32),
@@ -298,7 +317,7 @@ def test_the_name_comes_before_the_arguments_are_complete() -> None:
 
 
 def test_what_follows_the_only_call_is_not_read() -> None:
-    output_format = OutputFormat(CallFormat.HERMES, frozenset(), has_one_call=True)
+    output_format = OutputFormat(call_formats.HERMES, frozenset(), has_one_call=True)
     reader = OutputParser(output_format)
     assert joined(reader.push(f"Well. <tool_call>{LOOK}</tool_call> And <tool_call>{LOOK}")) == [
         Content("Well."),
@@ -315,15 +334,15 @@ def test_a_thousand_calls_in_a_row() -> None:
 @pytest.mark.parametrize(
     ("template", "knows", "call_format"),
     [
-        ("{{ messages }}", False, CallFormat.HERMES),
-        ("{{ mytools }}", False, CallFormat.HERMES),
-        ("{% if tools %}<tool_call>{% endif %}", True, CallFormat.HERMES),
-        ("{% if tools %}[TOOL_CALLS]{% endif %}", True, CallFormat.MISTRAL),
-        ('{% if tools %}<|python_tag|>{"name": {% endif %}', True, CallFormat.LLAMA),
-        ('{% if tools %}{"name": "", "parameters": {}}{% endif %}', True, CallFormat.LLAMA),
-        ("{% if tools %}{{ tools }}{% endif %}", True, CallFormat.HERMES),
+        ("{{ messages }}", False, call_formats.HERMES),
+        ("{{ mytools }}", False, call_formats.HERMES),
+        ("{% if tools %}<tool_call>{% endif %}", True, call_formats.HERMES),
+        ("{% if tools %}[TOOL_CALLS]{% endif %}", True, call_formats.MISTRAL),
+        ('{% if tools %}<|python_tag|>{"name": {% endif %}', True, call_formats.LLAMA),
+        ('{% if tools %}{"name": "", "parameters": {}}{% endif %}', True, call_formats.LLAMA),
+        ("{% if tools %}{{ tools }}{% endif %}", True, call_formats.HERMES),
     ],
 )
 def test_the_format_that_a_template_teaches(template: str, knows: bool, call_format: CallFormat) -> None:  # noqa: FBT001
     assert knows_tools(template) is knows
-    assert call_format_of(template) is call_format
+    assert template_of(template).answer_format.calls == call_format

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mesh.text import text_worker
-from mesh.text.message_parts import MARKS
+from mesh.text.answer_format import MARKS
 from mesh.text.text_jobs import TextModel, packed_job, unpacked_answer
 from mesh.text.tokenizer import Tokenizer, stamp_of
 from tests.support.chat_templates import collected_templates
@@ -64,6 +64,7 @@ def worker_ids(template: Path, vocabulary: Path) -> IdsOf:
         values = {
             "messages": given.messages,
             "variables": given.variables,
+            "reasoning": {},
             "tools": given.tools,
             "ending": given.ending.name,
             "now": NOW.isoformat(),

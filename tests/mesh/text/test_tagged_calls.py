@@ -9,19 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.text.answer_characters import Characters, skip_space
+from mesh.text.answer_format import CallFormat
 from mesh.text.message_parts import (
-    MARKS,
-    CallFormat,
     Content,
     MessagePart,
     ToolCallArguments,
     ToolCallStart,
-    call_format_of,
     calls_of,
     joined,
 )
 from mesh.text.output_parser import OutputFormat, OutputParser
 from mesh.text.tagged_arguments import ParameterSchemas
+from tests.support.call_formats import GLM, HERMES, MARKS, MINIMAX, QWEN, SEED, TAGGED
+from tests.support.chat_templates import template_of
 
 LOOK: Any = {
     "type": "object",
@@ -39,7 +39,6 @@ LOOK: Any = {
     "$defs": {"deep": {"type": "object"}},
 }
 FUNCTIONS = {"look": LOOK, "add": {}}
-TAGGED = (CallFormat.QWEN, CallFormat.GLM, CallFormat.MINIMAX)
 
 
 def format_of(call_format: CallFormat, *, has_one_call: bool = False) -> OutputFormat:
@@ -78,7 +77,6 @@ QWEN_CASES: list[tuple[str, list[MessagePart]]] = [
     ("<tool_call>\n<function=add>\n</function>\n</tool_call>", call("add", "{}")),
     ("<tool_call><function=look><parameter=at>x</parameter></function></tool_call>", SAID),
     (block(("at", "a"), ("times", "3"), name="other"), call("other", '{"at": "a", "times": 3}')),
-    (AT.replace("tool_call>", "seed:tool_call>"), SAID),
     # values
     (block(("at", "")), call("look", '{"at": ""}')),
     (block(("at", "\nx\n")), call("look", '{"at": "\\nx\\n"}')),
@@ -138,10 +136,15 @@ QWEN_CASES: list[tuple[str, list[MessagePart]]] = [
 ]  # fmt: skip
 
 
+def test_the_tag_around_calls_may_be_another_one() -> None:
+    text = AT.replace("tool_call>", "seed:tool_call>")
+    assert read(SEED, text) == read(SEED, *text) == SAID
+
+
 @pytest.mark.parametrize(("text", "said"), QWEN_CASES)
 def test_calls_in_qwens_format(text: str, said: list[MessagePart]) -> None:
-    assert read(CallFormat.QWEN, text) == said
-    assert read(CallFormat.QWEN, *text) == said
+    assert read(QWEN, text) == said
+    assert read(QWEN, *text) == said
 
 
 def glm(*pairs: tuple[str, str], name: str = "look", between: str = "\n") -> str:
@@ -168,8 +171,8 @@ GLM_CASES: list[tuple[str, list[MessagePart]]] = [
 
 @pytest.mark.parametrize(("text", "said"), GLM_CASES)
 def test_calls_in_glms_format(text: str, said: list[MessagePart]) -> None:
-    assert read(CallFormat.GLM, text) == said
-    assert read(CallFormat.GLM, *text) == said
+    assert read(GLM, text) == said
+    assert read(GLM, *text) == said
 
 
 def minimax(*pairs: tuple[str, str], name: str = "look") -> str:
@@ -195,8 +198,8 @@ MINIMAX_CASES: list[tuple[str, list[MessagePart]]] = [
 
 @pytest.mark.parametrize(("text", "said"), MINIMAX_CASES)
 def test_calls_in_minimaxs_format(text: str, said: list[MessagePart]) -> None:
-    assert read(CallFormat.MINIMAX, text) == said
-    assert read(CallFormat.MINIMAX, *text) == said
+    assert read(MINIMAX, text) == said
+    assert read(MINIMAX, *text) == said
 
 
 JSON_CALLS = """# Calls
@@ -227,9 +230,9 @@ def test_calls_that_a_value_shows_are_part_of_it(shown: str) -> None:
     arguments = json.dumps({"how": "x", "at": shown})
     pairs = (("how", "x"), ("at", shown))
     for call_format, text in (
-        (CallFormat.QWEN, block(*pairs)),
-        (CallFormat.GLM, glm(*pairs)),
-        (CallFormat.MINIMAX, minimax_block(*pairs)),
+        (QWEN, block(*pairs)),
+        (GLM, glm(*pairs)),
+        (MINIMAX, minimax_block(*pairs)),
     ):
         assert read(call_format, text) == call("look", arguments)
         assert read(call_format, *f"{text}\n{text}") == [
@@ -243,21 +246,19 @@ def test_a_value_without_an_end_ends_where_another_call_begins() -> None:
     bare = AT.replace("</parameter>\n</function>\n", "")
     shows = "<tool_call>\n<function=other>\n<parameter=a>\nx"
     for text in (qwen, bare):
-        assert read(CallFormat.QWEN, f"{text}\n{AT}") == [*SAID, *call("look", '{"at": "x"}', 1)]
-    assert read(
-        CallFormat.GLM, glm(("at", "x"), between="").replace("</arg_value>", "") + glm(("at", "x"))
-    ) == [
+        assert read(QWEN, f"{text}\n{AT}") == [*SAID, *call("look", '{"at": "x"}', 1)]
+    assert read(GLM, glm(("at", "x"), between="").replace("</arg_value>", "") + glm(("at", "x"))) == [
         *SAID,
         *call("look", '{"at": "x"}', 1),
     ]
     # The call that it shows has no end, but the text has.
-    assert read(CallFormat.QWEN, block(("at", shows))) == call("look", json.dumps({"at": shows}))
+    assert read(QWEN, block(("at", shows))) == call("look", json.dumps({"at": shows}))
 
 
 @pytest.mark.parametrize("length", range(len(AT)))
 def test_a_stop_string_completes_no_value(length: int) -> None:
     text = AT[:length]
-    reader = OutputParser(format_of(CallFormat.QWEN))
+    reader = OutputParser(format_of(QWEN))
     message_parts = [*reader.push(text), *reader.flush(is_stopped=True)]
     if "<parameter=at>" in text:
         [(_, arguments)] = calls_of(message_parts)
@@ -266,7 +267,7 @@ def test_a_stop_string_completes_no_value(length: int) -> None:
 
 
 def test_a_block_that_ends_within_a_value_is_no_end_before_a_stop_string() -> None:
-    reader = OutputParser(format_of(CallFormat.QWEN))
+    reader = OutputParser(format_of(QWEN))
     text = "<tool_call>\n<function=look>\n<parameter=at>\nx\n</tool_call>\n"
     [(_, arguments)] = calls_of([*reader.push(text), *reader.flush(is_stopped=True)])
     assert arguments.startswith('{"at": "x')
@@ -285,18 +286,19 @@ def test_lookahead_takes_time_in_proportion() -> None:
 
 
 def test_models_whose_template_describes_json_are_read_too() -> None:
-    assert read(CallFormat.HERMES, f"{AT}\n{glm(('at', 'x'))}") == [*SAID, *call("look", '{"at": "x"}', 1)]
-    assert read(CallFormat.HERMES, function(("at", "x"))) == [Content(function(("at", "x")))]
+    assert read(HERMES, f"{AT}\n{glm(('at', 'x'))}") == [*SAID, *call("look", '{"at": "x"}', 1)]
+    assert read(HERMES, function(("at", "x"))) == [Content(function(("at", "x")))]
 
 
 @pytest.mark.parametrize("length", range(len(AT)))
 def test_what_a_limit_cut_is_no_complete_call(length: int) -> None:
     text = AT[:length]
-    message_parts = read(CallFormat.QWEN, text, is_cut=True)
+    message_parts = read(QWEN, text, is_cut=True)
     begun = "<parameter=at>" in text
-    assert joined(message_parts) == read(CallFormat.QWEN, *text, is_cut=True)
+    assert joined(message_parts) == read(QWEN, *text, is_cut=True)
     if "<function=look>" not in text:
-        assert message_parts == ([Content(text)] if text else [])
+        # One character is more often one of a text.
+        assert message_parts == ([Content(text)] if length == 1 else [])
         return
     [start, *rest] = message_parts
     assert start == ToolCallStart(0, "look")
@@ -307,7 +309,7 @@ def test_what_a_limit_cut_is_no_complete_call(length: int) -> None:
 
 
 def test_texts_come_as_they_are_written_and_other_values_once_they_are_whole() -> None:
-    reader = OutputParser(format_of(CallFormat.QWEN))
+    reader = OutputParser(format_of(QWEN))
     assert reader.push("<tool_call>\n<function=look>") == [ToolCallStart(0, "look")]
     assert reader.push("\n<parameter=at>\nab") == [ToolCallArguments(0, '{"at": "ab')]
     assert reader.push("c\n") == [ToolCallArguments(0, "c")]
@@ -320,9 +322,9 @@ def test_texts_come_as_they_are_written_and_other_values_once_they_are_whole() -
 @pytest.mark.parametrize("call_format", TAGGED)
 def test_what_follows_the_only_call_is_not_read(call_format: CallFormat) -> None:
     texts = {
-        CallFormat.QWEN: AT + AT,
-        CallFormat.GLM: glm(("at", "x")) * 2,
-        CallFormat.MINIMAX: f"<minimax:tool_call>{minimax(('at', 'x')) * 2}</minimax:tool_call>",
+        QWEN: AT + AT,
+        GLM: glm(("at", "x")) * 2,
+        MINIMAX: f"<minimax:tool_call>{minimax(('at', 'x')) * 2}</minimax:tool_call>",
     }
     reader = OutputParser(format_of(call_format, has_one_call=True))
     assert joined(reader.push(texts[call_format])) == SAID
@@ -465,9 +467,9 @@ def test_calls_that_are_written_are_read(texts: list[str], value: dict[str, Any]
     arguments: dict[str, Any] = {**dict(zip(("at", "how"), texts, strict=False)), "deep": value}
     pairs = [(name, each if isinstance(each, str) else json.dumps(each)) for name, each in arguments.items()]
     for call_format, text in (
-        (CallFormat.QWEN, f"{block(*pairs)}\n{block(*pairs)}"),
-        (CallFormat.GLM, f"{glm(*pairs)}\n{glm(*pairs, between='')}"),
-        (CallFormat.MINIMAX, f"<minimax:tool_call>{minimax(*pairs)}\n{minimax(*pairs)}</minimax:tool_call>"),
+        (QWEN, f"{block(*pairs)}\n{block(*pairs)}"),
+        (GLM, f"{glm(*pairs)}\n{glm(*pairs, between='')}"),
+        (MINIMAX, f"<minimax:tool_call>{minimax(*pairs)}\n{minimax(*pairs)}</minimax:tool_call>"),
     ):
         message_parts = read(call_format, before + text)
         calls = [(name, json.loads(each)) for name, each in calls_of(message_parts)]
@@ -509,12 +511,12 @@ def test_how_the_text_is_cut_changes_nothing(
 @pytest.mark.parametrize(
     ("template", "call_format"),
     [
-        ("<tool_call>\\n<function=example_function_name>\\n<parameter=a>", CallFormat.QWEN),
-        ("<seed:tool_call>\\n<function=f>", CallFormat.QWEN),
-        ("'<function=' + name + '>' + arguments | tojson <|python_tag|>", CallFormat.QWEN),
-        ("<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key>", CallFormat.GLM),
-        ("<minimax:tool_call>\\n<invoke name=", CallFormat.MINIMAX),
+        ("<tool_call>\\n<function=example_function_name>\\n<parameter=a>", QWEN),
+        ("<seed:tool_call>\\n<function=f>", QWEN),
+        ("'<function=' + name + '>' + arguments | tojson <|python_tag|>", QWEN),
+        ("<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key>", GLM),
+        ("<minimax:tool_call>\\n<invoke name=", MINIMAX),
     ],
 )
 def test_the_format_that_a_template_teaches(template: str, call_format: CallFormat) -> None:
-    assert call_format_of(f"{{% if tools %}}{template}{{% endif %}}") is call_format
+    assert template_of(f"{{% if tools %}}{template}{{% endif %}}").answer_format.calls == call_format

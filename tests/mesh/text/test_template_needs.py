@@ -236,17 +236,16 @@ def test_an_interrupted_call_leaves_the_instructions_a_system_message(source: st
     assert "[SYSTEM_PROMPT]sys1[/SYSTEM_PROMPT]" in text
 
 
-# Without a form for results, or with one that Jinja's sandbox refuses, as Kimi's.
+# Without a form for results.
 NO_RESULTS = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no results') }}{% endif %}"
     "<|{{ m.role }}|>{{ m.content }}{% endfor %}{# tools #}"
 )
 
 
-@pytest.mark.parametrize("source", [NO_RESULTS, *sources(["Kimi-K2-Instruct", "Kimi-K2-Thinking"])])
-def test_calls_are_written_out_where_nothing_else_helps(source: str) -> None:
+def test_calls_are_written_out_where_nothing_else_helps() -> None:
     """The beginning stays as it was before the first call."""
-    template = template_of(source)
+    template = template_of(NO_RESULTS)
     before = template.render([SYSTEM, USER], ending=Ending.MESSAGES)
     text = template.render([SYSTEM, USER, calling(OSLO), SUN, MORE], ending=Ending.MESSAGES)
     assert text.startswith(before)

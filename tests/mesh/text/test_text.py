@@ -54,6 +54,15 @@ def test_what_was_passed_on_never_has_to_be_taken_back(text: str, stops: list[st
         assert _cut_at_earliest(text, stops).startswith(passed_on)
 
 
+@given(_crowded_text, _crowded_stops, st.lists(st.integers(min_value=0)))
+def test_the_stop_string_is_passed_on_for_those_who_want_it(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
+    scanner = StopScanner(stops, includes_stop=True)
+    passed_on = "".join(map(scanner.push, _split(text, cuts))) + scanner.flush()
+    assert passed_on == _cut_at_earliest(text, stops) + (scanner.found or "")
+
+
 def test_holds_back_no_more_than_the_start_of_a_stop() -> None:
     scanner = StopScanner(["END"])
     assert scanner.push("the E") == "the "

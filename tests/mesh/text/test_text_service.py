@@ -17,6 +17,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from mesh.text import text_service
+from mesh.text.reasoning_switches import ReasoningWish
 from mesh.text.text_encoder import with_stack
 from mesh.text.text_jobs import TextModel
 from mesh.text.text_service import PromptIds, TextRequest, TextService, shared_text_pool
@@ -69,6 +70,7 @@ async def prompt_of(
     return await service.prompt(
         messages,
         variables={},
+        reasoning=ReasoningWish(),
         tools=tools or [],
         ending="ANSWER",
         now=NOW,

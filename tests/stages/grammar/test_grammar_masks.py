@@ -153,8 +153,30 @@ def test_all_at_once_is_one_after_the_other(
         if token in texts.end_tokens:
             expected = automaton.may_end(state)
         else:
-            expected = bool(piece) and automaton.after(state, piece) != DEAD
+            expected = bool(piece) and b"\xff" not in piece and automaton.after(state, piece) != DEAD
         assert masks.mask(state)[token] == masks.allows(state, token) == expected
+
+
+def test_control_tokens_come_only_where_a_grammar_names_them() -> None:
+    pieces = (b"", b"a", b"<", b"", b"\xff", b"\x00", b"\x03", b"")
+    tree = TokenTree.of(TokenTexts(pieces, frozenset({7})))
+
+    def allowed(grammar: str, *before: int) -> set[int]:
+        masks = TokenMasks(make_automaton(grammar), tree)
+        state = masks.automaton.start
+        for token in before:
+            state = masks.after(state, token)
+        found = set(np.flatnonzero(masks.mask(state)).tolist())
+        assert found == {token for token in range(len(pieces)) if masks.allows(state, token)}
+        return found
+
+    assert allowed("root ::= .*") == {1, 2, 5, 6, 7}
+    assert allowed('root ::= <[3]> "a"? | "<"') == {2, 3}
+    assert allowed('root ::= <[3]> "a"? | "<"', 3) == {1, 7}
+    assert allowed("root ::= [^b]* <[0]> .*", 1) == {0, 1, 2, 5, 6}
+    assert allowed("root ::= [^b]* <[0]> .*", 1, 0) == {1, 2, 5, 6, 7}
+    # A token with a text is its text, and one that ends answers is no part of them.
+    assert allowed("root ::= <[1]> | <[7]> | <[9]>") == set()
 
 
 @given(pieces=PIECES, ends=st.sets(st.integers(0, 39), max_size=3))

@@ -1,0 +1,92 @@
+"""Forced calls of random models with the templates and the control tokens of real ones, in exact mode."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from mesh.text.answer_format import BARE_MARK, MARK, texts_of
+from mesh.text.tokenizer import Tokenizer
+from speculative.controller import ControllerOptions
+from stages.runtime.stage_runtime import RuntimeOptions
+from tests.mesh.api.test_tool_grammar import CHOSEN, LOOK, NOTHING, needs_templates
+from tests.support.api_harness import running_api
+from tests.support.chat_templates import collected_templates, template_of
+from tests.support.proposers import Parrot
+from tests.support.ring_harness import running_coordinator, running_stages
+from tests.support.tiny_models import TinyModel
+
+CTX_SIZE = 8192
+MAX_TOKENS = 700
+TOOLS: Any = [
+    {"type": "function", "function": {"strict": True, "description": "Looks.", **function}}
+    for function in (LOOK, NOTHING)
+]
+VALID = {function["name"]: Draft202012Validator(function["parameters"]) for function in (LOOK, NOTHING)}
+# So that a model without sense ends its reasoning at all.
+BIAS = 12
+
+
+async def answers_of(api: Any, seeds: range, **fields: Any) -> list[dict[str, Any]]:
+    found = []
+    for seed in seeds:
+        body = {
+            "messages": [{"role": "user", "content": "Look at it."}],
+            "tools": TOOLS,
+            "tool_choice": "required",
+            "max_tokens": MAX_TOKENS,
+            "seed": seed,
+            "return_token_ids": True,
+            **fields,
+        }
+        response = await api.http.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200, response.text
+        found.append(response.json()["choices"][0])
+    return found
+
+
+@needs_templates
+@pytest.mark.parametrize("number", [2, pytest.param(200, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("name", CHOSEN)
+async def test_forced_calls_are_valid_with_speculation_and_without(
+    name: str, number: int, tmp_path: Path
+) -> None:
+    source = collected_templates()[name].read_text()
+    answer_format = template_of(source).answer_format
+    controls = tuple(dict.fromkeys(mark for text in answer_format.texts for mark in MARK.findall(text)))
+    model = TinyModel("llama", n_layers=2, n_ctx_train=CTX_SIZE).write(tmp_path / "m.gguf", controls=controls)
+    tokenizer = Tokenizer(model)
+    tokenizer.chat_template = source
+    ends = tokenizer.control_tokens([each.end for each in answer_format.reasoning])
+    bias = {str(token): BIAS for token in ends.values()}
+    found = []
+    options = RuntimeOptions(ctx_size=CTX_SIZE, num_slots=1, exact=True)
+    async with running_stages(model, (1,), options, tmp_path / "cache") as stages:
+        for make_proposer in (None, Parrot):
+            async with (
+                running_coordinator(
+                    stages,
+                    context_length=CTX_SIZE,
+                    num_slots=1,
+                    make_proposer=make_proposer,
+                    controller=ControllerOptions(fixed_width=3, fixed_depth=2),
+                    n_vocab=tokenizer.n_vocab,
+                    token_texts=tokenizer.texts,
+                ) as coordinator,
+                running_api(coordinator, tokenizer) as api,
+            ):
+                found.append(await answers_of(api, range(number), logit_bias=bias))
+    off, on = found
+    assert [choice["token_ids"] for choice in on] == [choice["token_ids"] for choice in off]
+    for choice in off:
+        assert choice["finish_reason"] == "tool_calls", choice
+        assert not choice["message"]["content"]
+        for call in choice["message"]["tool_calls"]:
+            function = call["function"]
+            VALID[function["name"]].validate(json.loads(function["arguments"]))
+    # Marks are written as tokens, not in letters, unless llama.cpp gives their tokens a text.
+    texts = set(texts_of(answer_format.calls)) - {BARE_MARK}
+    marks = set(tokenizer.control_tokens(texts).values())
+    assert not marks or all(marks & set(choice["token_ids"]) for choice in off)
