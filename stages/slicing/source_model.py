@@ -42,7 +42,7 @@ class SourceModel:
     @property
     def is_known(self) -> bool:
         """Whether the registry has its certified rules, so that no self-check is needed."""
-        return self.family.architecture in FAMILIES and self.family.is_certified
+        return self.family.architecture in FAMILIES
 
     @property
     def rules_used(self) -> tuple[Rule, ...]:
