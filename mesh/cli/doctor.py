@@ -11,7 +11,7 @@ import click
 
 from mesh.cli.head_client import ask_head
 from mesh.cli.options import options_of
-from mesh.cli.shared_options import int_option, key_of
+from mesh.cli.shared_options import int_option, key_of, local_model
 from mesh.options.host import HostOptions
 from mesh.util.child_environment import API_KEY
 from mesh.util.printable import say
@@ -55,17 +55,21 @@ def doctor(
 ) -> None:
     """Check this host, MODEL if it is named, and a running mesh if --url is given.
 
-    Versions, llama.cpp's devices, memory, disk, ports and addresses; of a mesh every host and every link in
-    both directions: round trips, bandwidth, port ranges, clocks, and the hashes of stage files. Each failure
-    comes with a remedy. Exits with 1 if anything failed.
+    MODEL is a GGUF file or hf:org/repo:QUANT; drafters beside it are named, with the command that serves
+    both. Versions, llama.cpp's devices, memory, disk, ports and addresses; of a mesh every host and every
+    link in both directions: round trips, bandwidth, port ranges, clocks, and the hashes of stage files. Each
+    failure comes with a remedy. Exits with 1 if anything failed.
     """
     from mesh.cluster.join_token import read_token  # noqa: PLC0415 - keeps --help quick
     from mesh.doctor import exit_code, this_host_checks, token_checks  # noqa: PLC0415
 
     name = socket.gethostname()
+    pulled = None if model is None else local_model(model).path
     checks = [
-        *this_host_checks(name, port=port, advertise=advertise, model=model, url=url, port_range=port_range)
+        *this_host_checks(name, port=port, advertise=advertise, model=pulled, url=url, port_range=port_range)
     ]
+    if model is not None:
+        checks += _of_repository(name, str(model))
     if token_file is not None:
         checks += token_checks(name, read_token(token_file))
     if url is not None:
@@ -75,6 +79,19 @@ def doctor(
     else:
         _print(checks)
     click.get_current_context().exit(exit_code(checks))
+
+
+def _of_repository(name: str, model: str) -> Iterable[Check]:
+    """Drafters in a model's repository at the hub."""
+    from mesh.doctor import hub_checks  # noqa: PLC0415 - keeps --help quick
+    from mesh.hub import HubLibrary, is_reference, parse_reference  # noqa: PLC0415
+    from stages.weights.disk_cache import default_root  # noqa: PLC0415
+
+    if not is_reference(model):
+        return ()
+    reference = parse_reference(model)
+    drafters = HubLibrary(default_root()).drafters(reference)
+    return hub_checks(name, model, {drafter.wanted or "": str(drafter) for drafter in drafters})
 
 
 def _of_mesh(url: str, key: str | None) -> Iterable[Check]:

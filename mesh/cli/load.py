@@ -47,6 +47,8 @@ def load(model: Path, url: str, api_key_file: Path | None, **values: Any) -> Non
     wanted = {name: _whole(value) if isinstance(value, Path) else value for name, value in values.items()}
     # Refused here, if it contradicts itself, before a model is fetched.
     made(LoadRequest, {**wanted, "model": str(model)})
+    if (drafter := values.get("draft_path")) is not None:
+        wanted["draft_path"] = _whole(local_model(drafter).path)
     request = made(LoadRequest, {**wanted, "model": str(_whole(local_model(model).path))})
     order = request.model_dump(mode="json")
     head, key = url.rstrip("/"), key_of(api_key_file)

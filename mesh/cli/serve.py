@@ -66,8 +66,10 @@ def _on_this_host(options: HeadOptions, model: Path | None) -> HeadOptions:
     else:
         address, others = advertised(options.advertise), []
     pulled = local_model(model or (_library_model(folders) if folders else demo_model()))
+    drafter = options.draft_path
     return options.changed(
         model=pulled.path,
+        draft_path=None if drafter is None else local_model(drafter).path,
         hub=pulled.hub,
         name=name,
         address=address,
