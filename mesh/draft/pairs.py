@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from mesh.draft.drafter import read_drafter, serving_command
 from mesh.hub import HubLibrary
-from spanmesh_proto.errors import MeshError, ModelError
+from spanmesh_proto.errors import MeshError, ModelError, UncuttableModel
 from stages.gguf import is_further_part, read_header
 from stages.slicing.drafter_files import drafter_label
 from stages.slicing.model_facts import read_model_facts
@@ -47,10 +47,7 @@ def drafters_beside(model: ModelFacts) -> Iterator[DrafterBeside]:
         model: The model.
     """
     for path in _beside(model.path):
-        try:
-            label = drafter_label(read_header(path))
-        except (ModelError, OSError):
-            continue
+        label = _label(path)
         if not label:
             continue
         try:
@@ -81,12 +78,29 @@ def command_with_model(drafter: Path) -> str:
     Args:
         drafter: Perhaps the file of a drafter.
     """
+    return serving_command(next(models_beside(drafter), "MODEL"), drafter) if _label(drafter) else ""
+
+
+def require_model(path: Path) -> None:
+    """Check that a file is none of a drafter, before it is served or loaded as a model.
+
+    Args:
+        path: A file, which may be missing or damaged.
+
+    Raises:
+        UncuttableModel: If it is, with the command that serves it with the model beside it.
+    """
+    if label := _label(path):
+        raise UncuttableModel(
+            f"{path.name} is {label} and drafts for another model: {command_with_model(path)}"
+        )
+
+
+def _label(path: Path) -> str:
     try:
-        if not drafter_label(read_header(drafter)):
-            return ""
+        return drafter_label(read_header(path))
     except (ModelError, OSError):
         return ""
-    return serving_command(next(models_beside(drafter), "MODEL"), drafter)
 
 
 def _beside(path: Path) -> Iterator[Path]:

@@ -7,7 +7,7 @@ import json
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
@@ -32,6 +32,7 @@ from stages.weights.fetch import fetch_stage
 from stages.weights.piece_sources import HubFile
 from stages.weights.virtual_stages import StageCache
 from tests.mesh.cluster.test_membership import head
+from tests.support.eagle3 import DRAFTER
 from tests.support.hub_server import COMMIT, running_hub
 from tests.support.tiny_families import TINY_FAMILIES
 from tests.support.tiny_models import TinyModel
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from mesh.options.host import HeadOptions
     from tests.support.hub_server import Hub
 
 REFERENCE = HubReference("org/tiny-GGUF", wanted="Q8_0")
@@ -445,6 +447,38 @@ def test_a_pair_of_one_repository_is_offered_and_checked(
     assert run(["draft", "check", drafter]) == 0
     assert "fits glm-Q8_0.gguf" in capsys.readouterr().out
     assert not HubLibrary(tmp_path).drafters(HubReference("org/none"))
+
+
+def test_a_drafter_of_the_hub_is_fetched_for_the_model_that_is_served_or_loaded(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    hub.files["eagle3-tiny.gguf"] = DRAFTER.read_bytes()
+    served: list[HeadOptions] = []
+    loaded: list[dict[str, str]] = []
+
+    async def serve(options: HeadOptions, _interruption: object) -> None:
+        served.append(options)
+
+    def load(_head: str, _key: str | None, order: dict[str, str]) -> dict[str, Any]:
+        loaded.append(order)
+        return {"stages": [], "model": "tiny", "plan": "one stage"}
+
+    monkeypatch.setattr("mesh.cli.serve._serve", serve)
+    monkeypatch.setattr("mesh.cli.load._watched", load)
+    pair = ["hf:org/tiny-GGUF:Q8_0", "--draft", "hf:org/tiny-GGUF:eagle3-tiny"]
+    assert run(["serve", *pair, "--advertise", "127.0.0.1"]) == 0
+    assert run(["load", *pair]) == 0
+    folder = tmp_path / "user" / "spanmesh" / "models" / "org" / "tiny-GGUF" / COMMIT
+    (options,), (order,) = served, loaded
+    assert (options.model, options.draft_path) == (folder / "tiny-Q8_0.gguf", folder / "eagle3-tiny.gguf")
+    assert (order["model"], order["draft_path"]) == (str(options.model), str(options.draft_path))
+    capsys.readouterr()
+    # It is no model, whatever asks for it.
+    for verb in ("serve", "load"):
+        assert run([verb, pair[-1]]) == 1
+        assert "is an EAGLE-3 drafter and drafts for another model" in capsys.readouterr().err
+    assert (len(served), len(loaded)) == (1, 1)
 
 
 def test_drafters_of_a_repository_are_no_models_of_it() -> None:

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from spanmesh_proto.errors import MeshError
+from stages.slicing.architectures.cutting_rules import FAMILIES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,11 +35,10 @@ WITHOUT_MODEL: Final[Mapping[str, str]] = {
         _VECTORS,
     ),
     **dict.fromkeys(("dflash", "eagle3", "gemma4-assistant"), _DRAFTER),
-    "clip": "llama.cpp can quantise these files, no more",
-    "gptj": "llama.cpp has the name only",
-    "t5": "cannot be served: an encoder-decoder model reads all of its input before it answers",
-    "t5encoder": "is an encoder only: it writes no text, and llama.cpp does not pool its rows to a vector",
-    "wavtokenizer-dec": "makes sound of codes, not text",
+    **{
+        name: f"cannot be served: {FAMILIES[name].not_served}"
+        for name in ("clip", "gptj", "t5", "t5encoder", "wavtokenizer-dec")
+    },
 }
 """By architecture."""
 

@@ -371,6 +371,10 @@ _TABLE: Final = (
         not_served="llama.cpp aborts on it: its graph gives values a shape that the KV cache does not take",
     ),
     Family("t5", not_served="an encoder-decoder model reads all of its input before it answers"),
+    Family("t5encoder", not_served="it is an encoder only and writes no text"),
+    Family("clip", not_served="it encodes pictures for a model beside it"),
+    Family("wavtokenizer-dec", not_served="it makes sound of codes, and no text"),
+    Family("gptj", not_served="llama.cpp has the name of this architecture only"),
 )
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: replace(family, rules=(LEADING_LAYERS, *family.rules)) for family in _TABLE

@@ -77,11 +77,15 @@ def test_the_model_beside_a_drafter_is_found(
     assert run(["draft", "check", str(drafter), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["command"] == command
     # What it says when it is taken for a model, by whichever command, and what a doctor does.
-    for command_line in (["serve", str(drafter)], ["certify", str(drafter)]):
-        assert run(command_line) == 1
-        refusal = capsys.readouterr().err.strip()
-        assert "head.gguf is a head for multi-token prediction and drafts for another model" in refusal
-        assert "\n" not in refusal
+    refusal = "error: head.gguf is a head for multi-token prediction and drafts for another model: "
+    for verb in ("serve", "load"):
+        assert run([verb, str(drafter)]) == 1
+        assert capsys.readouterr().err == f"{refusal}{command}\n"
+    assert run(["certify", str(drafter)]) == 1
+    assert capsys.readouterr().err == (
+        f"{refusal}`mesh draft check head.gguf` looks for that model beside it, and names the command that "
+        "serves both\n"
+    )
     assert run(["doctor", str(drafter), "--advertise", "127.0.0.1"]) == 1
     assert f"to do: {command}\n" in capsys.readouterr().out
     assert run(["doctor", str(model), "--advertise", "127.0.0.1"]) in {0, 1}
@@ -90,12 +94,14 @@ def test_the_model_beside_a_drafter_is_found(
     )
     TINY_FAMILIES["glm4moe"].with_prediction_layer().write(folder / "same.gguf")
     assert run(["draft", "check", str(drafter)]) == 1
-    assert "2 models beside" in (refusal := capsys.readouterr().err)
-    assert "could draft for: model.gguf, same.gguf; name one with --for" in refusal
+    assert "2 models beside" in (err := capsys.readouterr().err)
+    assert "could draft for: model.gguf, same.gguf; name one with --for" in err
     alone = tmp_path / "alone.gguf"
     alone.write_bytes(drafter.read_bytes())
     assert run(["draft", "check", str(alone)]) == 1
     assert "no model beside" in capsys.readouterr().err
+    assert run(["serve", str(alone)]) == 1
+    assert capsys.readouterr().err.endswith(f" drafts for another model: mesh serve MODEL --draft {alone}\n")
 
 
 def test_what_does_not_fit_is_refused_with_the_reason(
