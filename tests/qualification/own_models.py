@@ -119,9 +119,9 @@ def _gemma4(windows: Sequence[bool], layer: Callable[[Noise, int], Tensors]) -> 
     )
 
 
-def _gemma4_common(noise: Noise) -> Tensors:
+def _gemma4_common(noise: Noise, n_ff: int = _N_FF) -> Tensors:
     norms = _norms(noise, "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
-    return norms | dense(noise, n_ff=_N_FF) | {"layer_output_scale.weight": noise.vector(1)}
+    return norms | dense(noise, n_ff=n_ff) | {"layer_output_scale.weight": noise.vector(1)}
 
 
 def gemma4_dense(depth: int) -> TinyFamily:
@@ -148,6 +148,7 @@ def gemma4_moe(depth: int) -> TinyFamily:
             | {
                 "ffn_gate_inp.weight": noise.matrix(N_EXPERT, N_EMBD),
                 "ffn_gate_inp.scale": noise.vector(N_EMBD),
+                "ffn_down_exps.scale": noise.vector(N_EXPERT),
                 "ffn_gate_up_exps.weight": noise.matrix(N_EXPERT, 2 * _N_FF_EXP, N_EMBD),
                 "ffn_down_exps.weight": noise.matrix(N_EXPERT, N_EMBD, _N_FF_EXP),
             }
@@ -157,16 +158,17 @@ def gemma4_moe(depth: int) -> TinyFamily:
 
 
 def gemma4_e(depth: int) -> TinyFamily:
-    """As E2B and E4B: the last layers share the KV caches of the two before them, and each layer takes an
-    embedding of its own."""
+    """As E2B and E4B: the last layers share the KV caches of the two before them and are wider inside, and
+    each layer takes an embedding of its own."""
     own = (True, True, False) * depth + (True, False)
     windows = own + (True, False) * depth
     width, n_layers = _LORA, len(windows)
+    inner = [_N_FF if number < len(own) else 2 * _N_FF for number in range(n_layers)]
 
     def layer(noise: Noise, number: int) -> Tensors:
         is_own = number < len(own)
         return (
-            _gemma4_common(noise)
+            _gemma4_common(noise, inner[number])
             | _gemma4_attention(noise, is_windowed=windows[number], has_own_kv=is_own, has_values=is_own)
             | {
                 "inp_gate.weight": noise.matrix(width, N_EMBD),
@@ -185,6 +187,7 @@ def gemma4_e(depth: int) -> TinyFamily:
 
     shared: Metadata = {
         "attention.shared_kv_layers": n_layers - len(own),
+        "feed_forward_length": inner,
         "embedding_length_per_layer_input": width,
     }
     return _with(_gemma4(windows, layer), metadata=shared, outside=outside)
