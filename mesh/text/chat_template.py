@@ -380,10 +380,9 @@ class ChatTemplate:
             messages = [*messages[:-1], {**last, "content": last["content"] + mark}]
         values = {
             **(variables or {}),
-            "tools": tools or None,
             "add_generation_prompt": ending is Ending.ANSWER,
         }
-        text = self._accepted(messages, values)
+        text = self._accepted(messages, tools, values)
         if ending is Ending.CONTINUED:
             place = self._marking.unmarked(text).rfind(mark)
             if place < 0:
@@ -395,16 +394,24 @@ class ChatTemplate:
             return text[:place]
         return text
 
-    def _accepted(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
+    def _accepted(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        values: Mapping[str, Any],
+    ) -> str:
         """The prompt of the first form of a conversation that the template takes."""
         refusals = []
-        forms = list(self._forms(messages, has_tools=bool(values["tools"])))
+        forms = list(self._forms(messages, has_tools=bool(tools)))
+        completed = _completed(tools)
         for is_lenient in (False, True):
-            for form in forms:
-                try:
-                    return self._rendered({**values, "messages": form}, is_lenient=is_lenient)
-                except TemplateRefusal as refusal:
-                    refusals.append(refusal.reason)
+            for offered in [tools] if completed == list(tools) else [tools, completed]:
+                for form in forms:
+                    given = {**values, "messages": form, "tools": offered or self._no_tools}
+                    try:
+                        return self._rendered(given, is_lenient=is_lenient)
+                    except TemplateRefusal as refusal:
+                        refusals.append(refusal.reason)
         raise InvalidRequest(
             f"the model's chat template does not accept this conversation: {refusals[0]}", param="messages"
         )
@@ -439,7 +446,7 @@ class ChatTemplate:
         for form in _with_other_arguments(messages):
             try:
                 return self._rendered(
-                    {"messages": form, "tools": tools or None, "add_generation_prompt": True}
+                    {"messages": form, "tools": tools or self._no_tools, "add_generation_prompt": True}
                 )
             except TemplateRefusal:
                 continue
@@ -461,7 +468,7 @@ class ChatTemplate:
             variables: Further variables of the template.
             adds_prompt: Whether an answer begins behind the last message.
         """
-        values = {**variables, "tools": tools or None, "add_generation_prompt": adds_prompt}
+        values = {**variables, "tools": tools or self._no_tools, "add_generation_prompt": adds_prompt}
         for is_lenient in (False, True):
             for form in _with_other_arguments(messages):
                 try:
@@ -472,13 +479,25 @@ class ChatTemplate:
         return None
 
     @cached_property
+    def _no_tools(self) -> Sequence[Mapping[str, Any]] | None:
+        """`tools` of a conversation without any: none, or an empty list if the template lists them anyhow."""
+        for nothing in (None, ()):
+            values = {"messages": _ASKED[0], "tools": nothing, "add_generation_prompt": True}
+            try:
+                self._in_forms(values, frozenset(), is_lenient=True)
+            except (TemplateRefusal, InvalidRequest):
+                continue
+            return nothing
+        return None
+
+    @cached_property
     def _content_forms(self) -> ContentForms:
         def render(
             messages: Sequence[Mapping[str, Any]],
             tools: Sequence[Mapping[str, Any]],
             in_parts: frozenset[str],
         ) -> str | None:
-            values = {"messages": messages, "tools": tools or None, "add_generation_prompt": True}
+            values = {"messages": messages, "tools": tools or self._no_tools, "add_generation_prompt": True}
             try:
                 return self._in_forms(values, in_parts)
             except TemplateRefusal:
@@ -518,6 +537,16 @@ class ChatTemplate:
     @cached_property
     def _renderer(self) -> TemplateRenderer:
         return TemplateRenderer(self._source, bos=self._bos, eos=self._eos, marking=self._marking)
+
+
+def _completed(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Functions with a description and properties, if empty ones, which some templates take for granted."""
+    found = []
+    for tool in tools:
+        function = {"description": "", **tool["function"]}
+        parameters = {"type": "object", "properties": {}, **function.get("parameters", {})}
+        found.append({**tool, "function": {**function, "parameters": parameters}})
+    return found
 
 
 def _containers(value: Any) -> Iterator[int]:

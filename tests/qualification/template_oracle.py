@@ -1,0 +1,356 @@
+"""Conversations that llama.cpp's own template code renders: whether they are rendered here too, and alike.
+
+    python -m tests.qualification.template_oracle
+
+Its `llama-server` of the version that is installed is the oracle: it is built once, in about eight minutes,
+unless `--server` names one. Each template of its source is tried with each conversation, which both get as the
+body of a request. A row is a conversation that is refused here and rendered there, or is another text.
+The exit status is 1 if any is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from mesh.api.chat_completions import conversation_of
+from mesh.api.protocol import ChatBody
+from mesh.cluster.addresses import free_port
+from mesh.text.chat_template import ChatTemplate
+from meshbench.lab.llama_cpp_build import build_llama_rpc
+from spanmesh_proto.errors import InvalidRequest, MeshError
+from tests.support.chat_templates import collected_templates
+from tests.support.tiny_models import TinyModel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_PATIENCE_S: Final = 30.0
+_PAUSE_S: Final = 0.01
+_SHOWN_CHARS: Final = 400
+# Of the vocabulary of tiny models.
+_BOS: Final = "<s>"
+_EOS: Final = "</s>"
+# llama.cpp has values of its own for these.
+_VARIABLES: Final = {"enable_thinking": True, "date_string": "30 Nov 2026", "datetime": "Nov 30 2026"}
+
+
+def _said(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _call(number: int, name: str, arguments: Any) -> dict[str, Any]:
+    return {
+        "id": f"{number}abcdefgh",
+        "type": "function",
+        "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
+    }
+
+
+def _calls(*calls: dict[str, Any], content: str | None = "", **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, "tool_calls": list(calls), **fields}
+
+
+def _result(number: int, name: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": f"{number}abcdefgh", "name": name, "content": f"result {number}"}
+
+
+def _tool(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+_USER: Final = _said("user", "What is the weather?")
+_MORE: Final = _said("user", "And now?")
+_ANSWER: Final = _said("assistant", "It is fine.")
+_SYSTEM: Final = _said("system", "Be brief.")
+_OSLO: Final = _call(1, "look_up", {"place": "Oslo"})
+_DEEP: Final = _call(
+    1, "look_up", {"place": 'Köln "x" a<b', "count": 7, "is_so": True, "deep": {"k": ["é", 1.5, {"z": "y"}]}}
+)
+_FOUND: Final = _result(1, "look_up")
+_PARAMETERS: Final = {
+    "type": "object",
+    "properties": {
+        "place": {"type": "string", "description": "A place."},
+        "count": {"type": "integer", "description": "A number."},
+        "deep": {"type": "object", "properties": {}, "description": "An object."},
+        "is_so": {"type": "boolean", "description": "Whether it is so."},
+    },
+    "required": ["place"],
+}
+_TOOLS: Final = [
+    _tool("look_up", description="Looks something up.", parameters=_PARAMETERS),
+    _tool("find", description="Finds something.", parameters=_PARAMETERS),
+]
+CONVERSATIONS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "plain": {"messages": [_USER]},
+    "answered": {"messages": [_USER, _ANSWER, _MORE]},
+    "system": {"messages": [_SYSTEM, _USER]},
+    "system, tools": {"messages": [_SYSTEM, _USER], "tools": _TOOLS},
+    "developer": {"messages": [_said("developer", "Be brief."), _USER]},
+    "parts": {
+        "messages": [
+            _said("system", [{"type": "text", "text": "Be brief."}]),
+            _said("user", [{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}]),
+        ]
+    },
+    "tools": {"messages": [_USER], "tools": _TOOLS},
+    "no description": {"messages": [_USER], "tools": [_tool("look_up", parameters=_PARAMETERS)]},
+    "no descriptions within": {
+        "messages": [_USER],
+        "tools": [
+            _tool(
+                "look_up",
+                description="Looks something up.",
+                parameters={"type": "object", "properties": {"place": {"type": "string"}, "any": {}}},
+            )
+        ],
+    },
+    "no properties": {
+        "messages": [_USER],
+        "tools": [_tool("look_up", description="Looks something up.", parameters={"type": "object"})],
+    },
+    "no parameters": {
+        "messages": [_USER],
+        "tools": [_tool("look_up", description="Looks something up."), _tool("find")],
+    },
+    "empty parameters": {
+        "messages": [_USER],
+        "tools": [_tool("look_up", description="Looks something up.", parameters={})],
+    },
+    "call": {"messages": [_USER, _calls(_OSLO), _FOUND], "tools": _TOOLS},
+    "call, null": {"messages": [_USER, _calls(_OSLO, content=None), _FOUND], "tools": _TOOLS},
+    "call, last": {"messages": [_USER, _calls(_OSLO)], "tools": _TOOLS},
+    "call, last, null": {"messages": [_USER, _calls(_OSLO, content=None)], "tools": _TOOLS},
+    "call, no tools": {"messages": [_USER, _calls(_OSLO), _FOUND]},
+    "text and call": {"messages": [_USER, _calls(_OSLO, content="I look."), _FOUND], "tools": _TOOLS},
+    "two calls": {
+        "messages": [
+            _USER,
+            _calls(_OSLO, _call(2, "find", {"count": 3})),
+            _FOUND,
+            _result(2, "find"),
+        ],
+        "tools": _TOOLS,
+    },
+    "nested": {"messages": [_USER, _calls(_DEEP), _FOUND], "tools": _TOOLS},
+    "no arguments": {"messages": [_USER, _calls(_call(1, "find", {})), _result(1, "find")], "tools": _TOOLS},
+    "result, answer": {"messages": [_USER, _calls(_OSLO), _FOUND, _ANSWER, _MORE], "tools": _TOOLS},
+    "second call": {
+        "messages": [
+            _USER,
+            _calls(_OSLO),
+            _FOUND,
+            _calls(_call(2, "find", {"count": 3})),
+            _result(2, "find"),
+        ],
+        "tools": _TOOLS,
+    },
+    "second call, null": {
+        "messages": [
+            _USER,
+            _calls(_OSLO, content=None),
+            _FOUND,
+            _calls(_call(2, "find", {"count": 3}), content=None),
+            _result(2, "find"),
+        ],
+        "tools": _TOOLS,
+    },
+    "reasoning": {"messages": [_USER, {**_ANSWER, "reasoning_content": "I think."}, _MORE]},
+    "reasoning and call": {
+        "messages": [_USER, _calls(_OSLO, reasoning_content="I think."), _FOUND],
+        "tools": _TOOLS,
+    },
+    "reasoning, call, answer": {
+        "messages": [
+            _USER,
+            _calls(_OSLO, reasoning_content="I think."),
+            _FOUND,
+            {**_ANSWER, "reasoning_content": "I think again."},
+            _MORE,
+        ],
+        "tools": _TOOLS,
+    },
+    "answer, last": {"messages": [_USER, _ANSWER]},
+    "continued": {
+        "messages": [_USER, _ANSWER],
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    },
+}
+"""Bodies of requests, by what they have."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a server makes of a conversation."""
+
+    prompt: str | None
+    """The prompt; None if the conversation is refused."""
+    reason: str = ""
+    """Why it is refused."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A conversation, rendered here and by llama.cpp."""
+
+    template: str
+    """Name of the template."""
+    conversation: str
+    """Name of the conversation."""
+    ours: Outcome
+    """What is made of it here."""
+    theirs: Outcome
+    """What llama.cpp makes of it."""
+
+    @property
+    def is_refused_here_only(self) -> bool:
+        """Whether llama.cpp alone renders it."""
+        return self.ours.prompt is None and self.theirs.prompt is not None
+
+    @property
+    def outcome(self) -> str:
+        """`equal`, `differs`, or who refuses it."""
+        if self.ours.prompt is None:
+            return "refused by both" if self.theirs.prompt is None else "refused here"
+        if self.theirs.prompt is None:
+            return "refused there"
+        return "equal" if self.ours.prompt == self.theirs.prompt else "differs"
+
+    def difference(self) -> str:
+        """Lines that differ."""
+        theirs, ours = (side.prompt or side.reason for side in (self.theirs, self.ours))
+        lines = difflib.unified_diff(
+            theirs.splitlines(), ours.splitlines(), "llama.cpp", "here", lineterm="", n=1
+        )
+        return "\n".join(lines)
+
+
+def compared(name: str, source: Path, server: Path) -> Iterator[Comparison]:
+    """Each conversation with a template.
+
+    Args:
+        name: Name of the template.
+        source: File with its Jinja source.
+        server: `llama-server`.
+
+    Raises:
+        MeshError: If the server does not start.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        model = TinyModel("llama", n_layers=1).write(Path(folder, "tiny.gguf"))
+        yield from _compared(name, source, server, model)
+
+
+def _compared(name: str, source: Path, server: Path, model: Path) -> Iterator[Comparison]:
+    with _llama_server(server, model, source) as url:
+        template = ChatTemplate(
+            source.read_text(), bos=_BOS, eos=_EOS, now=lambda: datetime.now().astimezone()
+        )
+        for conversation, given in CONVERSATIONS.items():
+            body = {**given, "chat_template_kwargs": _VARIABLES}
+            yield Comparison(name, conversation, _ours(template, body), _theirs(url, body))
+
+
+def _ours(template: ChatTemplate, body: Mapping[str, Any]) -> Outcome:
+    try:
+        conversation = conversation_of(ChatBody.model_validate(body))
+        tools = [] if conversation.tools is None else conversation.tools.for_template()
+        prompt = template.render(
+            conversation.messages, conversation.variables, tools=tools, ending=conversation.ending
+        )
+    except InvalidRequest as error:
+        return Outcome(None, error.message)
+    # The vocabulary adds it, to the prompts of both.
+    return Outcome(prompt.removeprefix(_BOS))
+
+
+@contextmanager
+def _llama_server(server: Path, model: Path, template: Path) -> Iterator[str]:
+    """A server with a template; its URL.
+
+    Raises:
+        MeshError: If it does not start.
+    """
+    port = free_port("127.0.0.1")
+    url = f"http://127.0.0.1:{port}"
+    options = ["--jinja", "--chat-template-file", str(template), "--no-prefill-assistant", "--offline"]
+    small = ["--ctx-size", "512", "--threads", "1", "--no-warmup", "--no-ui"]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [str(server), "--model", str(model), "--port", str(port), *options, *small],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+        try:
+            if not _is_healthy(url, process):
+                log.seek(0)
+                said = log.read().decode(errors="replace").strip()
+                raise MeshError(f"llama-server does not start with {template.name}: {said[-_SHOWN_CHARS:]}")
+            yield url
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _is_healthy(url: str, process: subprocess.Popen[bytes]) -> bool:
+    """Whether a server answers before it ends or patience does."""
+    end_s = time.monotonic() + _PATIENCE_S
+    while process.poll() is None and time.monotonic() < end_s:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=_PATIENCE_S):
+                return True
+        except OSError:
+            time.sleep(_PAUSE_S)
+    return False
+
+
+def _theirs(url: str, body: Mapping[str, Any]) -> Outcome:
+    request = urllib.request.Request(f"{url}/apply-template", json.dumps(body).encode())
+    try:
+        with urllib.request.urlopen(request, timeout=_PATIENCE_S) as answer:
+            prompt = json.load(answer)["prompt"]
+    except urllib.error.HTTPError as error:
+        return Outcome(None, json.load(error)["error"]["message"])
+    return Outcome(prompt.removeprefix(_BOS))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--server", type=Path, help="llama-server of the version that is installed")
+    parser.add_argument("--template", action="append", help="name of a template; by default all")
+    parser.add_argument("--differences", action="store_true", help="show lines that differ")
+    options = parser.parse_args()
+    server = options.server or build_llama_rpc().server
+    found = [
+        each
+        for name, source in sorted(collected_templates().items())
+        if not options.template or name in options.template
+        for each in compared(name, source, server)
+    ]
+    for each in found:
+        if each.outcome not in {"equal", "refused by both"}:
+            print(f"{each.template:45} {each.conversation:25} {each.outcome}")
+            if options.differences:
+                print(each.difference())
+    print(", ".join(f"{number} {outcome}" for outcome, number in Counter(each.outcome for each in found).items()))
+    sys.exit(any(each.is_refused_here_only for each in found))
+
+
+if __name__ == "__main__":
+    main()
