@@ -20,10 +20,22 @@ from markupsafe import Markup
 
 from mesh.text.answer_format import NOTE_FORMAT, AnswerFormat
 from mesh.text.client_text import Marking
-from mesh.text.conversation_repair import EVERY, Repair, content_forms_of, needs_of, repaired
+from mesh.text.conversation_repair import (
+    EVERY,
+    PROBED_TOOL,
+    Repair,
+    ThoughtForm,
+    content_forms_of,
+    hides_calls,
+    needs_of,
+    repaired,
+    thought_form_of,
+)
 from mesh.text.format_probes import found_format
+from mesh.text.known_formats import format_by_words
 from mesh.text.message_parts import knows_tools
 from mesh.text.reasoning_switches import switches_of
+from mesh.text.written_calls import written_calls
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -34,6 +46,7 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
     from jinja2.runtime import Context
 
+    from mesh.text.answer_format import CallFormat
     from mesh.text.conversation_repair import ContentForms, Needs
     from mesh.text.reasoning_switches import ReasoningSwitches
     from mesh.text.tokenizer import Tokenizer
@@ -392,7 +405,25 @@ class ChatTemplate:
                     param="continue_final_message",
                 )
             return text[:place]
-        return text
+        return text + self._left_out(text, values) if ending is Ending.ANSWER else text
+
+    def _left_out(self, prompt: str, values: Mapping[str, Any]) -> str:
+        """What begins an answer, where a template ends a turn and does not begin the next one.
+
+        Some do so behind results with text beside their calls.
+        """
+        ends = tuple(filter(None, (self._eos, *self._ends)))
+        if not prompt.rstrip().endswith(ends):
+            return ""
+        given = {**values, "messages": _ASKED[0], "tools": self._no_tools}
+        try:
+            before, whole = (
+                self._rendered({**given, "add_generation_prompt": adds}, is_lenient=True)
+                for adds in (False, True)
+            )
+        except (TemplateRefusal, InvalidRequest):
+            return ""
+        return whole.removeprefix(before) if whole.startswith(before) else ""
 
     def _accepted(
         self,
@@ -484,7 +515,7 @@ class ChatTemplate:
         for nothing in (None, ()):
             values = {"messages": _ASKED[0], "tools": nothing, "add_generation_prompt": True}
             try:
-                self._in_forms(values, frozenset(), is_lenient=True)
+                self._in_forms(values, frozenset(), ThoughtForm(), is_lenient=True)
             except (TemplateRefusal, InvalidRequest):
                 continue
             return nothing
@@ -499,33 +530,74 @@ class ChatTemplate:
         ) -> str | None:
             values = {"messages": messages, "tools": tools or self._no_tools, "add_generation_prompt": True}
             try:
-                return self._in_forms(values, in_parts)
+                return self._in_forms(values, in_parts, ThoughtForm())
             except TemplateRefusal:
                 return None
 
         return content_forms_of(render)
 
+    @cached_property
+    def _thought_form(self) -> ThoughtForm:
+        return thought_form_of(self._in_thought_form)
+
+    @cached_property
+    def _silent_format(self) -> CallFormat | None:
+        """Format of calls that the template tells of and leaves out; None if it writes calls."""
+        told = format_by_words(self._source) if knows_tools(self._source) else None
+        return told if told is not None and hides_calls(self._in_thought_form) else None
+
+    def _in_thought_form(self, form: ThoughtForm, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        """The prompt of a conversation with a tool; None if the template refuses it."""
+        values = {"tools": (PROBED_TOOL,), "add_generation_prompt": True}
+        for same in _with_other_arguments(messages):
+            try:
+                return self._in_forms({**values, "messages": same}, self._content_forms.in_parts, form)
+            except TemplateRefusal:
+                continue
+        return None
+
     def _rendered(self, values: Mapping[str, Any], *, is_lenient: bool = False) -> str:
-        return self._in_forms(values, self._content_forms.in_parts, is_lenient=is_lenient)
+        return self._in_forms(
+            values,
+            self._content_forms.in_parts,
+            self._thought_form,
+            silent=self._silent_format,
+            is_lenient=is_lenient,
+        )
 
     def _in_forms(
-        self, values: Mapping[str, Any], in_parts: frozenset[str], *, is_lenient: bool = False
+        self,
+        values: Mapping[str, Any],
+        in_parts: frozenset[str],
+        thoughts: ThoughtForm,
+        *,
+        silent: CallFormat | None = None,
+        is_lenient: bool = False,
     ) -> str:
-        """The prompt, the texts of messages of some roles given as parts."""
-        if in_parts:
-            messages = [
-                {**message, "content": [{"type": "text", "text": message["content"]}]}
-                if message["role"] in in_parts
-                else message
-                for message in values["messages"]
-            ]
-            values = {**values, "messages": messages}
+        """The prompt of a conversation in certain forms.
+
+        Args:
+            values: Variables of the template.
+            in_parts: Roles whose messages have their texts as parts.
+            thoughts: Form of reasoning.
+            silent: Format in which calls become text; None for calls as such.
+            is_lenient: See `TemplateRenderer.render`.
+        """
+        messages = [
+            {**message, "content": [{"type": "text", "text": message["content"]}]}
+            if message["role"] in in_parts
+            else message
+            for message in values["messages"]
+        ]
+        values = {**values, "messages": list(map(thoughts.apply, messages))}
         marked = self._marking.marked_all(values)
         # Roles are names of ours: a template may make marks of them.
         marked["messages"] = [
             {**theirs, "role": message["role"]}
             for theirs, message in zip(marked["messages"], values["messages"], strict=True)
         ]
+        if silent is not None:
+            marked["messages"] = [self._with_text_of_calls(each, silent) for each in marked["messages"]]
         text = self._renderer.render(marked, self._now(), self._max_chars, is_lenient=is_lenient)
         if text is None:
             raise InvalidRequest(
@@ -533,6 +605,18 @@ class ChatTemplate:
                 param="messages",
             )
         return text
+
+    def _with_text_of_calls(self, message: Mapping[str, Any], calls: CallFormat) -> Mapping[str, Any]:
+        """A message with its calls as text, whose marks are those of the template."""
+        made = message.get("tool_calls")
+        if not made:
+            return message
+        text = self._marking.recognised(written_calls(calls, made))
+        content = message["content"] or ""
+        rest = {name: value for name, value in message.items() if name != "tool_calls"}
+        if isinstance(content, list):
+            return {**rest, "content": [*content, {"type": "text", "text": text}]}
+        return {**rest, "content": self._marking.recognised(f"{content}{text}")}
 
     @cached_property
     def _renderer(self) -> TemplateRenderer:
@@ -635,8 +719,7 @@ def _written_out(message: Mapping[str, Any]) -> dict[str, Any]:
         return dict(message)
     texts = [message["content"]] if message["content"] else []
     for call in calls:
-        function = {name: call["function"][name] for name in ("name", "arguments")}
-        texts.append(f"<tool_call>\n{json.dumps(function, ensure_ascii=False)}\n</tool_call>")
+        texts.append(written_calls(NOTE_FORMAT, [call]))
     rest = {name: value for name, value in message.items() if name != "tool_calls"}
     return {**rest, "content": "\n".join(texts)}
 

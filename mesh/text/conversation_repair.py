@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Flag, auto
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,7 +31,7 @@ _OPENING: Final = "(The user has said nothing yet.)"
 _NO_RESULT: Final = "(no result)"
 # Mistral's templates want ids of nine letters and digits.
 _ONE, _TWO, _LONG = "1abcdefgh", "2abcdefgh", "call_0123456789abcdef"
-_TOOL: Final[Mapping[str, Any]] = {
+PROBED_TOOL: Final[Mapping[str, Any]] = {
     "type": "function",
     "function": {
         "name": "look",
@@ -42,6 +43,7 @@ _TOOL: Final[Mapping[str, Any]] = {
         },
     },
 }
+"""The function that is offered where a template is tried."""
 
 
 class Repair(Flag):
@@ -86,6 +88,36 @@ class Needs:
     """For conversations in which the model may call nothing."""
     with_tools: Repair
     """For others."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtForm:
+    """Form in which a template shows earlier reasoning."""
+
+    field: str = "reasoning_content"
+    """Field of the message that holds it, or the type of a part of `content`."""
+    is_part: bool = False
+    """Whether it is a part of `content`: `{"type": "thinking", "thinking": …}`, ahead of the text."""
+    is_alone: bool = False
+    """Whether a message that calls holds either reasoning or text."""
+
+    def apply(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A message with its reasoning in this form."""
+        thought = message.get("reasoning_content")
+        if message["role"] != "assistant" or not thought or self == _USUAL:
+            return message
+        content = message["content"]
+        if self.is_part:
+            parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            shown = [{"type": self.field, self.field: thought}, *(parts if content else ())]
+            return {**message, "content": shown}
+        if self.is_alone and content and message.get("tool_calls"):
+            # Such a template writes the one as it writes the other.
+            return {**message, self.field: _text((thought, content)), "content": ""}
+        return {**message, self.field: thought}
+
+
+_USUAL: Final = ThoughtForm()
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,7 +403,7 @@ def needs_of(render: Render, *, knows_tools: bool) -> Needs:
     talk = _needs(render, _TALK, _TALK_PROBES, ()) or Repair(0)
     if not knows_tools:
         return Needs(talk, talk)
-    calls = _needs(render, _CALLED, _CALL_PROBES, (_TOOL,))
+    calls = _needs(render, _CALLED, _CALL_PROBES, (PROBED_TOOL,))
     if calls is None:
         return Needs(talk, talk)
     calls_without_tools = _needs(render, _CALLED, _CALL_PROBES, ())
@@ -405,6 +437,36 @@ def content_forms_of(
         elif text is not None or other is not None:
             hidden |= {role}
     return ContentForms(in_parts, hidden)
+
+
+def thought_form_of(render: Callable[[ThoughtForm, Conversation], str | None]) -> ThoughtForm:
+    """Form in which a template shows earlier reasoning, found by what comes out; the usual one without any.
+
+    Args:
+        render: Returns the prompt of a conversation whose reasoning is in a form, with a tool; None if the
+            template refuses it.
+    """
+
+    def shows(form: ThoughtForm) -> bool:
+        texts = [render(form, conversation) for conversation in _THOUGHT_PROBES]
+        # In quotes it is a part that is printed as it is.
+        return any(text is not None and _SHOWN_THOUGHT.search(text) is not None for text in texts)
+
+    found = next(filter(shows, _THOUGHT_FORMS), None)
+    if found is None:
+        return _USUAL
+    return replace(found, is_alone=render(found, _THOUGHT_BESIDE_TEXT) is None)
+
+
+def hides_calls(render: Callable[[ThoughtForm, Conversation], str | None]) -> bool:
+    """Whether a template takes calls and shows nothing of them.
+
+    Args:
+        render: See `thought_form_of`.
+    """
+    texts = [render(_USUAL, conversation) for conversation in _CALLED_OR_NOTHING]
+    shown = [text for text in texts if text is not None]
+    return bool(shown) and not any(_shows(text, (_calls(_ONE),)) for text in shown)
 
 
 def _needs(
@@ -512,6 +574,13 @@ _TALK_PROBES: Final[Probes] = {
 _CALLED: Final[Conversation] = (_USER, _calls(_ONE), _result(_ONE), _ANSWER, _MORE)
 
 
+# Some templates write calls only where there is no content at all.
+_CALLED_OR_NOTHING: Final[tuple[Conversation, ...]] = (
+    _CALLED,
+    (_USER, {**_calls(_ONE), "content": None}, *_CALLED[2:]),
+)
+
+
 _CALL_PROBES: Final[Probes] = {
     Repair.RESULTS_FIRST: ((_USER, _calls(_ONE), _MORE, _result(_ONE), _ANSWER, _LAST),),
     Repair.ADD_RESULTS: (
@@ -538,9 +607,34 @@ _CALL_PROBES: Final[Probes] = {
 }
 
 
+_THOUGHT: Final = "reasonone"
+_SHOWN_THOUGHT: Final = re.compile(rf"(?<!['\"]){_THOUGHT}(?!['\"])")
+
+
+# With a call that the conversation goes on from, and in an earlier turn: many templates drop the latter.
+_THOUGHT_PROBES: Final[tuple[Conversation, ...]] = (
+    (_USER, {**_calls(_ONE), "reasoning_content": _THOUGHT}, _result(_ONE)),
+    (_USER, {**_ANSWER, "reasoning_content": _THOUGHT}, _MORE),
+)
+
+
+_THOUGHT_BESIDE_TEXT: Final[Conversation] = (
+    _USER,
+    {**_calls(_ONE), "reasoning_content": _THOUGHT, "content": _ANSWER["content"]},
+    _result(_ONE),
+)
+
+
+_THOUGHT_FORMS: Final = (
+    _USUAL,
+    *(ThoughtForm(name) for name in ("reasoning", "thinking", "thought")),
+    ThoughtForm("thinking", is_part=True),
+)
+
+
 _FORM_PROBES: Final[Mapping[str, tuple[Conversation, Sequence[Mapping[str, Any]]]]] = {
     "user": ((_USER,), ()),
     "assistant": (_TALK, ()),
     "system": ((_SYSTEM, _USER), ()),
-    "tool": (_CALLED, (_TOOL,)),
+    "tool": (_CALLED, (PROBED_TOOL,)),
 }

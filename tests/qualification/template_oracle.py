@@ -44,6 +44,8 @@ _SHOWN_CHARS: Final = 400
 # Of the vocabulary of tiny models.
 _BOS: Final = "<s>"
 _EOS: Final = "</s>"
+# Ends of answers of models that are tried.
+_ENDS: Final = ("<turn|>",)
 # llama.cpp has values of its own for these.
 _VARIABLES: Final = {"enable_thinking": True, "date_string": "30 Nov 2026", "datetime": "Nov 30 2026"}
 
@@ -259,7 +261,7 @@ def compared(name: str, source: Path, server: Path) -> Iterator[Comparison]:
 def _compared(name: str, source: Path, server: Path, model: Path) -> Iterator[Comparison]:
     with _llama_server(server, model, source) as url:
         template = ChatTemplate(
-            source.read_text(), bos=_BOS, eos=_EOS, now=lambda: datetime.now().astimezone()
+            source.read_text(), bos=_BOS, eos=_EOS, ends=_ENDS, now=lambda: datetime.now().astimezone()
         )
         for conversation, given in CONVERSATIONS.items():
             body = {**given, "chat_template_kwargs": _VARIABLES}
