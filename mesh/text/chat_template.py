@@ -718,8 +718,7 @@ def _written_out(message: Mapping[str, Any]) -> dict[str, Any]:
     if not calls:
         return dict(message)
     texts = [message["content"]] if message["content"] else []
-    for call in calls:
-        texts.append(written_calls(NOTE_FORMAT, [call]))
+    texts.append(written_calls(NOTE_FORMAT, calls))
     rest = {name: value for name, value in message.items() if name != "tool_calls"}
     return {**rest, "content": "\n".join(texts)}
 

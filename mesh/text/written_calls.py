@@ -26,14 +26,14 @@ def written_calls(calls: CallFormat, made: Sequence[Mapping[str, Any]]) -> str:
 
 def _written(calls: CallFormat, call: Mapping[str, Any], index: int) -> str:
     name, arguments = call["function"]["name"], call["function"]["arguments"]
-    match calls.form:
-        case CallForm.OBJECT | CallForm.NAMED:
-            text = json.dumps(arguments, ensure_ascii=False)
-        case CallForm.FUNCTION:
-            text = ", ".join(f"{key}={_python(value, calls.quote)}" for key, value in _members(arguments).items())
-        case CallForm.TAGGED:
-            assert calls.tags is not None
-            text = _tagged(calls.tags, _members(arguments))
+    # A text that is no JSON is one argument.
+    members = arguments if isinstance(arguments, dict) else {"arguments": arguments}
+    if calls.tags is not None:
+        text = _tagged(calls.tags, members)
+    elif calls.form is CallForm.FUNCTION:
+        text = ", ".join(f"{key}={_python(value, calls.quote)}" for key, value in members.items())
+    else:
+        text = json.dumps(arguments, ensure_ascii=False)
     before, behind, end = (
         _filled(part, call, index) for part in (calls.call, calls.name_end, calls.call_end)
     )
@@ -50,11 +50,6 @@ def _filled(text: str, call: Mapping[str, Any], index: int) -> str:
     for slot, value in slots:
         text = text.replace(slot, value)
     return text
-
-
-def _members(arguments: Any) -> Mapping[str, Any]:
-    """Arguments by name; a text that is no JSON is one of them."""
-    return arguments if isinstance(arguments, dict) else {"arguments": arguments}
 
 
 def _tagged(tags: ArgumentTags, arguments: Mapping[str, Any]) -> str:

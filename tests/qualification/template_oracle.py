@@ -3,8 +3,8 @@
     python -m tests.qualification.template_oracle
 
 Its `llama-server` of the version that is installed is the oracle: it is built once, in about eight minutes,
-unless `--server` names one. Each template of its source is tried with each conversation, which both get as the
-body of a request. A row is a conversation that is refused here and rendered there, or is another text.
+unless `--server` names one. Each template of its source is tried with each conversation, which both get as
+the body of a request. A row is a conversation that is refused here and rendered there, or is another text.
 The exit status is 1 if any is refused.
 """
 
@@ -350,7 +350,11 @@ def main() -> None:
             print(f"{each.template:45} {each.conversation:25} {each.outcome}")
             if options.differences:
                 print(each.difference())
-    print(", ".join(f"{number} {outcome}" for outcome, number in Counter(each.outcome for each in found).items()))
+    print(
+        ", ".join(
+            f"{number} {outcome}" for outcome, number in Counter(each.outcome for each in found).items()
+        )
+    )
     sys.exit(any(each.is_refused_here_only for each in found))
 
 
