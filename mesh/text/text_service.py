@@ -143,6 +143,8 @@ class TextService:
             "now": now.isoformat(),
             "most_tokens": most_tokens,
             "param": param,
+            # Found once: other processes need not find them again.
+            "marks": None if self._told is None else list(map(asdict, self._told.format.reasoning)),
         }
         told, data = await self._run("prompt", values, client, param=param)
         return PromptIds(_ids(data).tolist(), **told)
