@@ -405,7 +405,8 @@ class ChatTemplate:
                     param="continue_final_message",
                 )
             return text[:place]
-        return text + self._left_out(text, values) if ending is Ending.ANSWER else text
+        goes_on = ending is Ending.ANSWER and messages[-1]["role"] != "assistant"
+        return text + self._left_out(text, values) if goes_on else text
 
     def _left_out(self, prompt: str, values: Mapping[str, Any]) -> str:
         """What begins an answer, where a template ends a turn and does not begin the next one.
@@ -451,19 +452,19 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], *, has_tools: bool
     ) -> Iterator[Sequence[Mapping[str, Any]]]:
         """Forms of a conversation: with the repairs that the template needs, then with more."""
-        every = repaired(messages, EVERY)
-        if every == list(messages):
+        if repaired(messages, ~Repair(0)) == list(messages):
             yield from _with_other_arguments(messages)
             return
         needs = self.needs.with_tools if has_tools else self.needs.without_tools
+        most = EVERY | needs
         form: Sequence[Mapping[str, Any]] = repaired(messages, needs)
         yield from _with_other_arguments(form)
         # For shapes that nothing was found out about, and for templates that take no calls at all.
         seen = [form]
         written_out = with_tool_note(messages, ())
         for form in (
-            repaired(messages, EVERY & ~Repair.FOLD_SYSTEM),
-            every,
+            repaired(messages, most & ~Repair.FOLD_SYSTEM),
+            repaired(messages, most),
             repaired(written_out, needs),
             repaired(written_out, EVERY & ~Repair.FOLD_SYSTEM),
             repaired(written_out, EVERY),
@@ -627,7 +628,7 @@ def _completed(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Functions with a description and properties, if empty ones, which some templates take for granted."""
     found = []
     for tool in tools:
-        function = {"description": "", **tool["function"]}
+        function = {"name": tool["function"]["name"], "description": "", **tool["function"]}
         parameters = {"type": "object", "properties": {}, **function.get("parameters", {})}
         found.append({**tool, "function": {**function, "parameters": parameters}})
     return found

@@ -75,9 +75,13 @@ class Repair(Flag):
     """Neighbouring messages of the user become one, and so do those of the assistant."""
     SHORT_IDS = auto()
     """Ids of calls become nine letters and digits, as Mistral's templates want them."""
+    RESULTS_INSIDE = auto()
+    """Results become `tool_responses` of the message with their calls, and the answer behind them its text,
+    as Gemma 4's first templates want them."""
 
 
-EVERY: Final = ~Repair(0)
+EVERY: Final = ~Repair.RESULTS_INSIDE
+"""All but the one with which other templates show no results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +294,27 @@ def _short_ids(messages: Messages) -> Messages:
     return found
 
 
+def _results_inside(messages: Messages) -> Messages:
+    found: Messages = []
+    is_answered = False
+    for turn in _turns(messages):
+        calls, results = turn[0].get("tool_calls") or [], _results(turn)
+        if is_answered and turn[0]["role"] == "assistant" and not calls:
+            found[-1] = {**found[-1], "content": _text((found[-1]["content"], turn[0]["content"]))}
+            found += turn[1:]
+        elif calls and results:
+            names = [calls[owner]["function"]["name"] for owner in _owners(calls, results)]
+            responses = [
+                {"name": name, "response": result["content"]}
+                for name, result in zip(names, results, strict=True)
+            ]
+            found += [{**turn[0], "tool_responses": responses}, *_others(turn)]
+        else:
+            found += turn
+        is_answered = bool(calls and results) and not _others(turn)
+    return found
+
+
 _STEPS: Final[dict[Repair, Callable[[Messages], Messages]]] = {
     Repair.DROP_EMPTY: _drop_empty,
     Repair.RESULTS_FIRST: _results_first,
@@ -304,6 +329,7 @@ _STEPS: Final[dict[Repair, Callable[[Messages], Messages]]] = {
     Repair.FOLD_AFTER_RESULTS: _fold_after_results,
     Repair.JOIN_NEIGHBOURS: _join_neighbours,
     Repair.SHORT_IDS: _short_ids,
+    Repair.RESULTS_INSIDE: _results_inside,
 }
 
 
@@ -406,10 +432,13 @@ def needs_of(render: Render, *, knows_tools: bool) -> Needs:
     calls = _needs(render, _CALLED, _CALL_PROBES, (PROBED_TOOL,))
     if calls is None:
         return Needs(talk, talk)
+    if _takes_results_inside(render):
+        calls |= Repair.RESULTS_INSIDE
     calls_without_tools = _needs(render, _CALLED, _CALL_PROBES, ())
     # Some templates place tools in the user's message: they refuse instructions alone with tools only.
     return Needs(
-        without_tools=talk | (calls if calls_without_tools is None else calls_without_tools),
+        without_tools=talk
+        | (calls if calls_without_tools is None else calls_without_tools | (calls & Repair.RESULTS_INSIDE)),
         with_tools=(talk & ~Repair.SYSTEM_AS_USER) | calls,
     )
 
@@ -437,6 +466,21 @@ def content_forms_of(
         elif text is not None or other is not None:
             hidden |= {role}
     return ContentForms(in_parts, hidden)
+
+
+def _takes_results_inside(render: Render) -> bool:
+    """Whether a template knows no messages with results, and shows those within the message of a call."""
+    role, result = "stranger", _result(_ONE)
+    as_role, as_stranger, inside = (
+        render(conversation, (PROBED_TOOL,))
+        for conversation in (
+            _CALLED[:3],
+            (*_CALLED[:2], {**result, "role": role}),
+            repaired(_CALLED[:3], Repair.RESULTS_INSIDE),
+        )
+    )
+    is_known = as_role is None or as_stranger is None or as_stranger.replace(role, "tool") != as_role
+    return not is_known and inside is not None and result["content"] in inside
 
 
 def thought_form_of(render: Callable[[ThoughtForm, Conversation], str | None]) -> ThoughtForm:

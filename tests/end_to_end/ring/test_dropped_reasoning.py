@@ -23,7 +23,8 @@ TEMPLATE: Final = (
     "{% set last = namespace(user=0) %}"
     "{% for m in messages %}{% if m.role == 'user' %}{% set last.user = loop.index %}{% endif %}{% endfor %}"
     "{% for m in messages %}<|{{ m.role }}|>"
-    "{% if m.reasoning_content and loop.index > last.user %}<think>\n{{ m.reasoning_content }}\n</think>{% endif %}"
+    "{% if m.reasoning_content and loop.index > last.user %}"
+    "<think>\n{{ m.reasoning_content }}\n</think>{% endif %}"
     "{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>" + OPENING + "{% endif %}"
 )
