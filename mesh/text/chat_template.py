@@ -128,7 +128,8 @@ class TemplateRenderer:
             variables: `messages`, and others; `add_generation_prompt` is true unless they set it.
             now: The local time, for templates that date their system prompt.
             max_chars: Most characters of the prompt.
-            is_lenient: Whether what is not there is nothing, wherever it is used, as llama.cpp has it.
+            is_lenient: Whether what is not there is nothing, wherever it is used, as llama.cpp has it, and a
+                number that is added to a text becomes one.
 
         Raises:
             TemplateRefusal: If the template fails, as it may in any way: it is a program.
@@ -229,6 +230,7 @@ class _Environment(SandboxedEnvironment):
             extensions=["jinja2.ext.loopcontrols", _GenerationBlocks],
         )
         self._marking = marking
+        self._is_lenient = undefined is _Nothing
         self.given: frozenset[int] = frozenset()
         self.filters["tojson"] = functools.partial(_to_json, marking)
         self.filters["safe"] = _mark_safe
@@ -258,6 +260,9 @@ class _Environment(SandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """An operator, as `%` between a text and its values."""
+        if self._is_lenient and operator == "+" and isinstance(left, str) and isinstance(right, int | float):
+            # As a schema's default behind its description.
+            right = _json_text(right)
         return self._marking.recognised(super().call_binop(context, operator, left, right))
 
     def _of_original(self, made: Callable[..., Any]) -> Callable[..., Any]:

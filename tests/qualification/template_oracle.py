@@ -75,6 +75,18 @@ def _tool(name: str, **fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **fields}}
 
 
+def _given_as(arguments: str) -> dict[str, Any]:
+    """A call whose arguments are a text that need not be JSON."""
+    call = _call(1, "look_up", {})
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def _without_id(message: dict[str, Any]) -> dict[str, Any]:
+    rest = {name: value for name, value in message.items() if name != "tool_call_id"}
+    calls = [{**call, "id": ""} for call in message.get("tool_calls", ())]
+    return {**rest, "tool_calls": calls} if calls else rest
+
+
 _USER: Final = _said("user", "What is the weather?")
 _MORE: Final = _said("user", "And now?")
 _ANSWER: Final = _said("assistant", "It is fine.")
@@ -98,6 +110,25 @@ _TOOLS: Final = [
     _tool("look_up", description="Looks something up.", parameters=_PARAMETERS),
     _tool("find", description="Finds something.", parameters=_PARAMETERS),
 ]
+# Schemas that have more, or less, than a type each.
+_TYPES: Final = {
+    "type": "object",
+    "properties": {
+        "either": {"type": ["string", "null"], "description": "One of two."},
+        "any_of": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
+        "one_of": {"oneOf": [{"type": "string"}, {"const": 1}], "default": 1},
+        "word": {"enum": ["a", "b"]},
+        "number": {"type": "number", "enum": [1, 2.5], "default": 1, "minimum": 0},
+        "items": {"type": "array"},
+        "texts": {"type": "array", "items": {"type": "string"}},
+        "deep": {"type": "object", "properties": {"in": {"type": "boolean"}}, "required": ["in"]},
+        "free": {"type": "object", "additionalProperties": {"type": "string"}},
+        "other": {"$ref": "#/$defs/other"},
+        "anything": {},
+    },
+    "additionalProperties": False,
+    "$defs": {"other": {"type": "null"}},
+}
 CONVERSATIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "plain": {"messages": [_USER]},
     "answered": {"messages": [_USER, _ANSWER, _MORE]},
@@ -134,7 +165,19 @@ CONVERSATIONS: Final[Mapping[str, Mapping[str, Any]]] = {
         "messages": [_USER],
         "tools": [_tool("look_up", description="Looks something up.", parameters={})],
     },
+    "types": {"messages": [_USER], "tools": [_tool("look_up", description="Looks.", parameters=_TYPES)]},
+    "user twice": {"messages": [_USER, _MORE]},
+    "assistant first": {"messages": [_ANSWER, _MORE]},
+    "system later": {"messages": [_USER, _ANSWER, _SYSTEM, _MORE]},
+    "system alone": {"messages": [_SYSTEM]},
     "call": {"messages": [_USER, _calls(_OSLO), _FOUND], "tools": _TOOLS},
+    "call, no ids": {"messages": [_USER, _without_id(_calls(_OSLO)), _without_id(_FOUND)], "tools": _TOOLS},
+    "call, no result": {"messages": [_USER, _calls(_OSLO), _MORE], "tools": _TOOLS},
+    "call, arguments cut": {
+        "messages": [_USER, _calls(_given_as('{"place": "Os')), _FOUND],
+        "tools": _TOOLS,
+    },
+    "call, no result and no user": {"messages": [_calls(_OSLO)], "tools": _TOOLS},
     "call, null": {"messages": [_USER, _calls(_OSLO, content=None), _FOUND], "tools": _TOOLS},
     "call, last": {"messages": [_USER, _calls(_OSLO)], "tools": _TOOLS},
     "call, last, null": {"messages": [_USER, _calls(_OSLO, content=None)], "tools": _TOOLS},
@@ -209,6 +252,10 @@ _EVERYWHERE: Final[Mapping[str, str]] = {
     "no description": "there it is an empty one",
     "no parameters": "there they are {}, here an object without properties",
     "empty parameters": "there they are {}, here an object without properties",
+    "system later": "the template moves instructions ahead or leaves them out: here they stay in place",
+    "system alone": "the template leaves out what no user follows: here the user says it",
+    "call, no ids": "the template wants ids: here they are made, or empty",
+    "call, no result and no user": "the template wants a user ahead: here a note is there",
 }
 # Templates whose text tells of calls, and which write none.
 _SILENT: Final = frozenset({"LFM2-8B-A1B", "LFM2.5-Instruct", "ibm-granite-granite-3.3-2B-Instruct"})
