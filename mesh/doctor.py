@@ -27,7 +27,6 @@ from mesh.cluster.host_facts import try_llama_cpp
 from mesh.cluster.port_plan import plan_ports
 from mesh.status import ChatModelStatus
 from mesh.text.answer_format import AnswerFormat
-from mesh.text.text_jobs import TextModel
 from mesh.util.child_environment import inherited_environment, module_command, relative_entries
 from spanmesh_proto.addresses import PortRange, is_loopback
 from spanmesh_proto.errors import MeshError
@@ -651,14 +650,10 @@ def _family(address: str) -> socket.AddressFamily:
 
 def _texts(name: str, path: Path) -> Iterator[Check]:
     """How a model writes calls and reasoning, found in a process with bounds."""
-    from mesh.text.chat_template import template_source_of  # noqa: PLC0415 - loads llama.cpp
-    from mesh.text.text_service import TextService  # noqa: PLC0415
-    from mesh.text.tokenizer import Tokenizer  # noqa: PLC0415
+    from mesh.text.text_service import told_format_of  # noqa: PLC0415 - loads llama.cpp
 
     try:
-        tokenizer = Tokenizer(path)
-        model = TextModel(str(tokenizer.path), tokenizer.stamp, template_source_of(tokenizer))
-        told = asyncio.run(TextService(model).answer_format(datetime.now().astimezone()))
+        told = told_format_of(path, datetime.now().astimezone())
     except MeshError as error:
         yield warn(name, f"calls of {path.name}", error.message, "give the model another chat template")
         return

@@ -29,6 +29,8 @@ _SYSTEM_BEGIN: Final = "[System message]\n"
 _SYSTEM_END: Final = "\n[End of system message]"
 _OPENING: Final = "(The user has said nothing yet.)"
 _NO_RESULT: Final = "(no result)"
+_THOUGHT: Final = "reasonone"
+_SHOWN_THOUGHT: Final = re.compile(rf"(?<!['\"]){_THOUGHT}(?!['\"])")
 # Mistral's templates want ids of nine letters and digits.
 _ONE, _TWO, _LONG = "1abcdefgh", "2abcdefgh", "call_0123456789abcdef"
 PROBED_TOOL: Final[Mapping[str, Any]] = {
@@ -122,6 +124,11 @@ class ThoughtForm:
 
 
 _USUAL: Final = ThoughtForm()
+_THOUGHT_FORMS: Final = (
+    _USUAL,
+    *(ThoughtForm(name) for name in ("reasoning", "thinking", "thought")),
+    ThoughtForm("thinking", is_part=True),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -651,10 +658,6 @@ _CALL_PROBES: Final[Probes] = {
 }
 
 
-_THOUGHT: Final = "reasonone"
-_SHOWN_THOUGHT: Final = re.compile(rf"(?<!['\"]){_THOUGHT}(?!['\"])")
-
-
 # With a call that the conversation goes on from, and in an earlier turn: many templates drop the latter.
 _THOUGHT_PROBES: Final[tuple[Conversation, ...]] = (
     (_USER, {**_calls(_ONE), "reasoning_content": _THOUGHT}, _result(_ONE)),
@@ -666,13 +669,6 @@ _THOUGHT_BESIDE_TEXT: Final[Conversation] = (
     _USER,
     {**_calls(_ONE), "reasoning_content": _THOUGHT, "content": _ANSWER["content"]},
     _result(_ONE),
-)
-
-
-_THOUGHT_FORMS: Final = (
-    _USUAL,
-    *(ThoughtForm(name) for name in ("reasoning", "thinking", "thought")),
-    ThoughtForm("thinking", is_part=True),
 )
 
 
