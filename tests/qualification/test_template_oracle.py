@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import pytest
 
 from meshbench.lab.llama_cpp_build import build_llama_rpc
@@ -15,6 +17,12 @@ from tests.qualification.template_oracle import (
 from tests.support.chat_templates import collected_templates, template_of
 
 TEMPLATES = collected_templates()
+# A macro of theirs calls itself for each letter of `null`, without an end, here as with llama.cpp.
+ENDLESS: Final = {
+    "CohereForAI-c4ai-command-r-plus-tool_use",
+    "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use",
+    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use",
+}
 pytestmark = pytest.mark.skipif(not TEMPLATES, reason="no source of llama.cpp: see SPANMESH_LLAMA_CPP")
 
 
@@ -22,7 +30,8 @@ pytestmark = pytest.mark.skipif(not TEMPLATES, reason="no source of llama.cpp: s
 def test_no_conversation_is_refused(name: str) -> None:
     template = template_of(TEMPLATES[name].read_text())
     found = {each: rendered_here(template, body) for each, body in CONVERSATIONS.items()}
-    assert {each: outcome.reason for each, outcome in found.items() if outcome.prompt is None} == {}
+    refused = {each: outcome.reason for each, outcome in found.items() if outcome.prompt is None}
+    assert refused.keys() == ({"types"} if name in ENDLESS else set()), refused
 
 
 @pytest.mark.parametrize(
