@@ -329,6 +329,8 @@ class OutputParser:
         for char in text:
             if self._headers is not None:
                 message_parts += [] if self.is_over else self._headers.push(char)
+            elif self._calls is not None and self._calls.is_in_value:
+                message_parts += self._called(char)
             else:
                 whole: list[MessagePart] = [Content(char)]
                 found = self._with_calls(whole if self._reasoning is None else self._reasoning.push(char))

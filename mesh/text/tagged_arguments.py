@@ -228,6 +228,9 @@ class TaggedArguments:
         is_cut: Tells at the end of the text whether a limit ended it: then the object stays incomplete.
         is_stopped: Tells at the end of the text whether a stop string ended it: then the object stays
             incomplete if a value is open.
+
+    Attributes:
+        is_in_value: Whether the text so far ends within a value.
     """
 
     def __init__(
@@ -250,7 +253,7 @@ class TaggedArguments:
         self._argue = argue
         self._is_cut = is_cut
         self._is_stopped = is_stopped
-        self._is_in_value = False
+        self.is_in_value = False
         # Calls within the value that have begun and not ended.
         self._num_shown = 0
         self._given: set[str] = set()
@@ -270,7 +273,7 @@ class TaggedArguments:
             while (yield from self._argument()):
                 pass
         except EndOfText:
-            if not (self._is_cut() or (self._is_in_value and self._is_stopped())):
+            if not (self._is_cut() or (self.is_in_value and self._is_stopped())):
                 self._close()
             raise
         self._close()
@@ -326,7 +329,7 @@ class TaggedArguments:
             None if is_text and not tags.item else lambda text: self._as_json(name, kind, text),
             is_padded=self._tags.is_padded,
         )
-        self._is_in_value, self._num_shown = True, 0
+        self.is_in_value, self._num_shown = True, 0
         try:
             literal = tags.literal
             if literal.begin and (yield from self._characters.match((literal.begin,))) is not None:
@@ -340,7 +343,7 @@ class TaggedArguments:
                     value.add(char)
                 value.end()
             raise
-        self._is_in_value = False
+        self.is_in_value = False
         value.end()
 
     def _expect_end(self, value_end: str) -> None:
