@@ -21,6 +21,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from mesh.api.request_parsing import AS_WHOLE, SHOWN_CHARS, ExactBody, StrictBody, describe, none_if_minus_one
+from mesh.text.conversation_repair import THOUGHT_FIELDS
 from mesh.text.reasoning_switches import ReasoningWish
 from spanmesh_proto.errors import InvalidRequest
 
@@ -35,9 +36,8 @@ FREE_TEXT: Final = "input"
 CONTINUES: Final = ("prefix", "partial")
 """Fields of a last message that the answer goes on with: DeepSeek's and Mistral's, Qwen's and Moonshot's."""
 _TEXT_TYPES: Final = frozenset({"text", "input_text", "output_text"})
-# Parts of an assistant's message that hold reasoning, and fields of a message that do.
+# Parts of an assistant's message that hold reasoning.
 _THOUGHT_TYPES: Final = frozenset({"thinking", "reasoning"})
-_THOUGHTS: Final = ("reasoning_content", "reasoning", "thinking")
 # The default of `content`: a message without one is a mistake, unlike one with null.
 _ABSENT: Final = False
 
@@ -433,7 +433,7 @@ class Message(StrictBody):
         if call is not None and not fields.get("tool_calls"):
             fields["tool_calls"] = [{"type": "function", "function": call}]
         if fields.get("role") == "assistant":
-            thoughts = [fields[name] for name in _THOUGHTS if isinstance(fields.get(name), str)]
+            thoughts = [fields[name] for name in THOUGHT_FIELDS if isinstance(fields.get(name), str)]
             thoughts += thoughts_of(fields.get("content"))
             if thoughts and fields.get("reasoning_content") is None:
                 fields["reasoning_content"] = thoughts[0]

@@ -20,7 +20,14 @@ from markupsafe import Markup
 
 from mesh.text.answer_format import NOTE_FORMAT, AnswerFormat
 from mesh.text.client_text import Marking
-from mesh.text.conversation_repair import EVERY, Repair, content_forms_of, needs_of, repaired
+from mesh.text.conversation_repair import (
+    EVERY,
+    Repair,
+    content_forms_of,
+    needs_of,
+    repaired,
+    thought_field_of,
+)
 from mesh.text.format_probes import found_format
 from mesh.text.message_parts import knows_tools
 from mesh.text.reasoning_switches import switches_of
@@ -413,8 +420,7 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], *, has_tools: bool
     ) -> Iterator[Sequence[Mapping[str, Any]]]:
         """Forms of a conversation: with the repairs that the template needs, then with more."""
-        every = repaired(messages, EVERY)
-        if every == list(messages):
+        if repaired(messages, EVERY) == list(messages):
             yield from _with_other_arguments(messages)
             return
         needs = self.needs.with_tools if has_tools else self.needs.without_tools
@@ -422,13 +428,14 @@ class ChatTemplate:
         yield from _with_other_arguments(form)
         # For shapes that nothing was found out about, and for templates that take no calls at all.
         seen = [form]
+        most = needs | ~Repair.TEXT_AS_THOUGHT
         written_out = with_tool_note(messages, ())
         for form in (
-            repaired(messages, EVERY & ~Repair.FOLD_SYSTEM),
-            every,
+            repaired(messages, most & ~Repair.FOLD_SYSTEM),
+            repaired(messages, most),
             repaired(written_out, needs),
-            repaired(written_out, EVERY & ~Repair.FOLD_SYSTEM),
-            repaired(written_out, EVERY),
+            repaired(written_out, most & ~Repair.FOLD_SYSTEM),
+            repaired(written_out, most),
         ):
             if form not in seen:
                 seen.append(form)
@@ -486,8 +493,26 @@ class ChatTemplate:
 
         return content_forms_of(render)
 
+    @cached_property
+    def _thought_field(self) -> str:
+        def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str | None:
+            values = {"messages": messages, "tools": tools or None, "add_generation_prompt": False}
+            try:
+                return self._in_forms(values, self._content_forms.in_parts)
+            except TemplateRefusal:
+                return None
+
+        return thought_field_of(render)
+
     def _rendered(self, values: Mapping[str, Any], *, is_lenient: bool = False) -> str:
-        return self._in_forms(values, self._content_forms.in_parts, is_lenient=is_lenient)
+        messages = [
+            {self._thought_field: message["reasoning_content"], **message}
+            if "reasoning_content" in message
+            else message
+            for message in values["messages"]
+        ]
+        in_parts = self._content_forms.in_parts
+        return self._in_forms({**values, "messages": messages}, in_parts, is_lenient=is_lenient)
 
     def _in_forms(
         self, values: Mapping[str, Any], in_parts: frozenset[str], *, is_lenient: bool = False

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 _BETWEEN: Final = "\n\n"
 _ID_CHARS: Final = 9
+THOUGHT_FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
+"""Fields of a message that hold reasoning, by the names that templates and clients use; the first is the
+usual one."""
 # Around instructions within the conversation, in plain words: tags are control tokens of some vocabularies.
 _SYSTEM_BEGIN: Final = "[System message]\n"
 _SYSTEM_END: Final = "\n[End of system message]"
@@ -73,6 +76,8 @@ class Repair(Flag):
     """Neighbouring messages of the user become one, and so do those of the assistant."""
     SHORT_IDS = auto()
     """Ids of calls become nine letters and digits, as Mistral's templates want them."""
+    TEXT_AS_THOUGHT = auto()
+    """Text beside calls becomes the end of the reasoning ahead of them."""
 
 
 EVERY: Final = ~Repair(0)
@@ -258,6 +263,16 @@ def _short_ids(messages: Messages) -> Messages:
     return found
 
 
+def _text_as_thought(messages: Messages) -> Messages:
+    found: Messages = []
+    for message in messages:
+        if message.get("tool_calls") and message["content"]:
+            thought = _text((message.get("reasoning_content"), message["content"]))
+            message = {**message, "content": "", "reasoning_content": thought}  # noqa: PLW2901 - the same
+        found.append(message)
+    return found
+
+
 _STEPS: Final[dict[Repair, Callable[[Messages], Messages]]] = {
     Repair.DROP_EMPTY: _drop_empty,
     Repair.RESULTS_FIRST: _results_first,
@@ -272,6 +287,7 @@ _STEPS: Final[dict[Repair, Callable[[Messages], Messages]]] = {
     Repair.FOLD_AFTER_RESULTS: _fold_after_results,
     Repair.JOIN_NEIGHBOURS: _join_neighbours,
     Repair.SHORT_IDS: _short_ids,
+    Repair.TEXT_AS_THOUGHT: _text_as_thought,
 }
 
 
@@ -375,6 +391,11 @@ def needs_of(render: Render, *, knows_tools: bool) -> Needs:
     if calls is None:
         return Needs(talk, talk)
     calls_without_tools = _needs(render, _CALLED, _CALL_PROBES, ())
+    thinking = render(_THINKING, (_TOOL,))
+    if thinking is None or _THOUGHT not in thinking:
+        # Text that is not shown beside calls would not be shown as reasoning either.
+        calls &= ~Repair.TEXT_AS_THOUGHT
+        calls_without_tools = calls_without_tools and calls_without_tools & ~Repair.TEXT_AS_THOUGHT
     # Some templates place tools in the user's message: they refuse instructions alone with tools only.
     return Needs(
         without_tools=talk | (calls if calls_without_tools is None else calls_without_tools),
@@ -405,6 +426,27 @@ def content_forms_of(
         elif text is not None or other is not None:
             hidden |= {role}
     return ContentForms(in_parts, hidden)
+
+
+def thought_field_of(
+    render: Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str | None],
+) -> str:
+    """Field of a message in which a template shows reasoning; the usual one if it shows none.
+
+    Args:
+        render: Returns the prompt of a conversation with some tools, as it is; None if the template refuses
+            it.
+    """
+    for conversation, tools in ((_THINKING, (_TOOL,)), ((_USER, {**_ANSWER, **_THOUGHTS}), ())):
+        for field in THOUGHT_FIELDS:
+            named = [
+                {field if name == "reasoning_content" else name: value for name, value in message.items()}
+                for message in conversation
+            ]
+            text = render(named, tools)
+            if text is not None and _THOUGHT in text:
+                return field
+    return THOUGHT_FIELDS[0]
 
 
 def _needs(
@@ -512,6 +554,15 @@ _TALK_PROBES: Final[Probes] = {
 _CALLED: Final[Conversation] = (_USER, _calls(_ONE), _result(_ONE), _ANSWER, _MORE)
 
 
+_THOUGHT: Final = "thoughtone"
+
+
+_THOUGHTS: Final = {"reasoning_content": _THOUGHT}
+
+
+_THINKING: Final[Conversation] = (_USER, {**_calls(_ONE), **_THOUGHTS}, _result(_ONE))
+
+
 _CALL_PROBES: Final[Probes] = {
     Repair.RESULTS_FIRST: ((_USER, _calls(_ONE), _MORE, _result(_ONE), _ANSWER, _LAST),),
     Repair.ADD_RESULTS: (
@@ -535,6 +586,10 @@ _CALL_PROBES: Final[Probes] = {
         (_USER, _calls(_ONE), _result(_ONE), _MORE, _ANSWER, _LAST),
     ),
     Repair.SHORT_IDS: ((_USER, _calls(_LONG), _result(_LONG), _ANSWER, _MORE),),
+    Repair.TEXT_AS_THOUGHT: (
+        (_USER, {**_calls(_ONE), "content": "textone"}, _result(_ONE)),
+        (_USER, {**_calls(_ONE), "content": "textone", **_THOUGHTS}, _result(_ONE)),
+    ),
 }
 
 
