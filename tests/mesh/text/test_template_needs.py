@@ -185,7 +185,7 @@ def test_instructions_behind_results_leave_reasoning_where_it_was() -> None:
     assert "think1" in prompt
 
 
-# What each writes of a message with reasoning, a text and a call, and how the prompt goes on behind its result.
+# What each writes of a message with reasoning, a text and a call, and how its prompt ends behind the result.
 BESIDE_CALLS = {
     "openai-gpt-oss-120b": (
         "<|start|>assistant<|channel|>analysis<|message|>think1\n\nsay1<|end|><|start|>assistant to=",
