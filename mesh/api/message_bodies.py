@@ -93,16 +93,18 @@ class FunctionBody(StrictBody):
     strict: bool | None = None
 
 
+class FreeTextFunction(FunctionBody):
+    """A custom tool as a function, which is how the model is shown it."""
+
+    lark: str | None = None
+    """Grammar of its text in Lark's notation, if it has one."""
+
+
 class ToolBody(StrictBody):
     """A function, which runs at the client as all tools do."""
 
     type: Literal["function"] = "function"
     function: FunctionBody
-
-    @property
-    def warning(self) -> str | None:
-        """What of it is not enforced."""
-        return None
 
 
 class TextGrammar(ExactBody):
@@ -132,28 +134,24 @@ class CustomFunction(StrictBody):
     format: FreeText | None = None
 
     @property
-    def function(self) -> FunctionBody:
-        """The tool as a function, which is how the model is shown it."""
+    def function(self) -> FreeTextFunction:
+        """The tool as a function."""
         grammar = None if self.format is None else self.format.grammar
         text: dict[str, Any] = {"type": "string"}
-        description = self.description
+        description, lark = self.description, None
         if grammar is not None and grammar.syntax == "regex":
             text["pattern"] = f"^(?:{grammar.definition})$"
         elif grammar is not None:
-            shown = f"The input follows this Lark grammar:\n{grammar.definition}"
+            lark = grammar.definition
+            shown = f"The input follows this Lark grammar:\n{lark}"
             description = shown if description is None else f"{description}\n\n{shown}"
-        parameters = {"type": "object", "properties": {FREE_TEXT: text}, "required": [FREE_TEXT]}
-        return FunctionBody(
-            name=self.name, description=description, parameters=parameters, strict="pattern" in text or None
+        return FreeTextFunction(
+            name=self.name,
+            description=description,
+            parameters={"type": "object", "properties": {FREE_TEXT: text}, "required": [FREE_TEXT]},
+            strict=grammar is not None or None,
+            lark=lark,
         )
-
-    @property
-    def warning(self) -> str | None:
-        """What of it is not enforced."""
-        grammar = None if self.format is None else self.format.grammar
-        if grammar is None or grammar.syntax == "regex":
-            return None
-        return f"the custom tool {self.name}: its Lark grammar is shown to the model, and not enforced"
 
 
 class CustomToolBody(StrictBody):
@@ -166,11 +164,6 @@ class CustomToolBody(StrictBody):
     def function(self) -> FunctionBody:
         """The tool as a function."""
         return self.custom.function
-
-    @property
-    def warning(self) -> str | None:
-        """What of it is not enforced."""
-        return self.custom.warning
 
 
 class FunctionName(ExactBody):

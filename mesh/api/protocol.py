@@ -335,11 +335,6 @@ class ChatBody(GenerationBody, ConversationBody):
         return self.reasoning_format != "none" and self.separate_reasoning is not False
 
     @property
-    def warnings(self) -> tuple[str, ...]:
-        """What of the request has no effect."""
-        return tuple(tool.warning for tool in self.tools or () if tool.warning is not None)
-
-    @property
     def token_limit(self) -> int | None:
         """Most tokens of the answer: the newer of the two fields goes first."""
         newer = limit_of("max_completion_tokens", self.max_completion_tokens, permits_none=False)

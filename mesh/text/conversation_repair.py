@@ -33,6 +33,8 @@ _OPENING: Final = "(The user has said nothing yet.)"
 _NO_RESULT: Final = "(no result)"
 # Mistral's templates want ids of nine letters and digits.
 _ONE, _TWO, _LONG = "1abcdefgh", "2abcdefgh", "call_0123456789abcdef"
+_THOUGHT: Final = "thoughtone"
+_THOUGHTS: Final = {THOUGHT_FIELDS[0]: _THOUGHT}
 _TOOL: Final[Mapping[str, Any]] = {
     "type": "function",
     "function": {
@@ -440,7 +442,7 @@ def thought_field_of(
     for conversation, tools in ((_THINKING, (_TOOL,)), ((_USER, {**_ANSWER, **_THOUGHTS}), ())):
         for field in THOUGHT_FIELDS:
             named = [
-                {field if name == "reasoning_content" else name: value for name, value in message.items()}
+                {field if name == THOUGHT_FIELDS[0] else name: value for name, value in message.items()}
                 for message in conversation
             ]
             text = render(named, tools)
@@ -552,12 +554,6 @@ _TALK_PROBES: Final[Probes] = {
 
 
 _CALLED: Final[Conversation] = (_USER, _calls(_ONE), _result(_ONE), _ANSWER, _MORE)
-
-
-_THOUGHT: Final = "thoughtone"
-
-
-_THOUGHTS: Final = {"reasoning_content": _THOUGHT}
 
 
 _THINKING: Final[Conversation] = (_USER, {**_calls(_ONE), **_THOUGHTS}, _result(_ONE))

@@ -537,8 +537,6 @@ class ResponsesBody(ReasoningFields, GenerationBody):
                 found.append(
                     f"tools[{index}]: {tool.type[:SHOWN_CHARS]} is left out, as this server runs no tools"
                 )
-            elif isinstance(tool, CustomTool) and (warning := tool.custom.warning) is not None:
-                found.append(warning)
         if self.text is not None and self.text.verbosity not in (None, "medium"):
             found.append("text.verbosity has no effect: no model here is told how much to write")
         return tuple(found)
