@@ -26,11 +26,16 @@ from mesh.text.reasoning_switches import ReasoningWish
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 MAX_TOOLS: Final = 256
 MAX_NAME_CHARS: Final = 128
 MAX_MESSAGES: Final = 4096
+SERVER_TOOLS: Final = (
+    *("web_search", "web_fetch", "file_search", "code_interpreter", "code_execution", "image_generation"),
+    *("mcp", "tool_search"),
+)
+"""Beginnings of the types of tools that servers of OpenAI and Anthropic run; most go on with a date."""
 FREE_TEXT: Final = "input"
 """The one parameter of a custom tool, as the model is shown it."""
 CONTINUES: Final = ("prefix", "partial")
@@ -51,6 +56,15 @@ class ThinkingBody(ExactBody):
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
     budget_tokens: _Tokens = None
+
+
+class ReasoningObject(ExactBody):
+    """Amount of reasoning in chats, as OpenRouter has it, and whether the client is shown it."""
+
+    effort: Effort | None = None
+    max_tokens: _Tokens = None
+    enabled: bool | None = None
+    exclude: bool | None = None
 
 
 class ReasoningFields(BaseModel):
@@ -166,6 +180,12 @@ class CustomToolBody(StrictBody):
         return self.custom.function
 
 
+class HostedTool(StrictBody):
+    """A tool that a server of its maker would run: it is passed over."""
+
+    type: str
+
+
 class FunctionName(ExactBody):
     """The one function that the model is to call."""
 
@@ -226,6 +246,18 @@ class TextPart(StrictBody):
     text: str
 
 
+def hosted_warnings(types: Iterable[tuple[int, str]]) -> tuple[str, ...]:
+    """What is told of tools that are passed over.
+
+    Args:
+        types: Place of each in `tools`, and its type.
+    """
+    return tuple(
+        f"tools[{index}]: {kind[:SHOWN_CHARS]} is left out, as this server runs no tools"
+        for index, kind in types
+    )
+
+
 def require_grammar(kind: str, *, is_given: bool) -> None:
     """Check that the format of a custom tool has a grammar if, and only if, it is one.
 
@@ -252,17 +284,21 @@ def wrong_type(kind: str, reason: str) -> ValidationError:
     return ValidationError.from_exception_data("tool", [error])
 
 
-def parse_tool(value: Any) -> ToolBody | CustomToolBody:
+def parse_tool(value: Any) -> ToolBody | CustomToolBody | HostedTool:
     """One entry of `tools` of a chat."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "custom":
         return CustomToolBody.model_validate(value)
+    if isinstance(kind, str) and kind.startswith(SERVER_TOOLS):
+        return HostedTool.model_validate(value)
     if isinstance(kind, str) and kind != "function":
         raise wrong_type(kind, "this server runs no tools, send those of type function or custom")
     return ToolBody.model_validate(value)
 
 
-_AnyTool = Annotated[Any, PlainValidator(parse_tool, json_schema_input_type=ToolBody | CustomToolBody)]
+_AnyTool = Annotated[
+    Any, PlainValidator(parse_tool, json_schema_input_type=ToolBody | CustomToolBody | HostedTool)
+]
 
 
 def parse_arguments(value: Any) -> Any:
@@ -557,22 +593,48 @@ class ConversationBody(ReasoningFields, StrictBody):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
+    reasoning: ReasoningObject | None = None
     thinking: ThinkingBody | None = None
 
     @property
     def budget_field(self) -> str | None:
         """Name of the field with the most tokens of reasoning; None without one."""
-        is_given = self.thinking is not None and self.thinking.budget_tokens is not None
-        return super().budget_field or ("thinking.budget_tokens" if is_given else None)
+        if (found := super().budget_field) is not None:
+            return found
+        if self.thinking is not None and self.thinking.budget_tokens is not None:
+            return "thinking.budget_tokens"
+        return "reasoning.max_tokens" if self._reasoning.max_tokens is not None else None
+
+    @property
+    def effort_field(self) -> str | None:
+        """Name of the field with the amount of reasoning as a word; None without one.
+
+        Raises:
+            InvalidRequest: If there are two, and they differ.
+        """
+        ours, theirs = self.reasoning_effort, self._reasoning.effort
+        if ours is not None and theirs not in (None, ours):
+            raise InvalidRequest(
+                f"reasoning.effort is {theirs} and reasoning_effort {ours}: they are the same setting, send"
+                " one of them",
+                param="reasoning.effort",
+            )
+        return "reasoning_effort" if ours is not None else "reasoning.effort" if theirs is not None else None
 
     @property
     def reasoning_wish(self) -> ReasoningWish:
         """Wanted amount of reasoning."""
-        said = self.thinking
-        if said is None:
-            return self.wish(effort=self.reasoning_effort)
-        is_on = None if said.type == "auto" else said.type != "disabled"
-        return self.wish(effort=self.reasoning_effort, is_on=is_on, budget_tokens=said.budget_tokens)
+        said, of_object = self.thinking, self._reasoning
+        is_on, budget_tokens = of_object.enabled, of_object.max_tokens
+        if said is not None:
+            is_on = is_on if said.type == "auto" else said.type != "disabled"
+            budget_tokens = budget_tokens if said.budget_tokens is None else said.budget_tokens
+        effort = self.reasoning_effort or of_object.effort
+        return self.wish(effort=effort, is_on=is_on, budget_tokens=budget_tokens)
+
+    @property
+    def _reasoning(self) -> ReasoningObject:
+        return self.reasoning or ReasoningObject()
 
     @property
     def has_functions(self) -> bool:
@@ -592,7 +654,7 @@ class ConversationBody(ReasoningFields, StrictBody):
         """All functions that the request offers."""
         if self.has_functions:
             return list(self.functions or ())
-        return [tool.function for tool in self.tools or ()]
+        return [tool.function for tool in self.tools or () if not isinstance(tool, HostedTool)]
 
     @property
     def choice(self) -> ChosenTools:

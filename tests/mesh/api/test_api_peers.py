@@ -424,6 +424,26 @@ async def test_a_tool_that_openai_runs_is_passed_over_with_a_warning(api: Api, k
     assert message.startswith("tool_choice")
 
 
+@pytest.mark.parametrize("kind", ["web_search_20250305", "web_fetch_20250910", "code_execution_20250825"])
+async def test_such_tools_are_passed_over_at_every_door(api: Api, engine: ScriptedEngine, kind: str) -> None:
+    own = {"name": "weather", "input_schema": CITY}
+    given: dict[str, list[dict[str, Any]]] = {
+        MESSAGES: [own, {"type": kind, "name": "web", "max_uses": 3}],
+        CHAT: [{"type": "function", "function": FUNCTION}, {"type": kind}],
+    }
+    for path, tools in given.items():
+        answer = await ask(api, path, tools=tools)
+        assert answer["warnings"] == [f"tools[1]: {kind} is left out, as this server runs no tools"]
+        with_both = engine.requests[-1].prompt
+        await ask(api, path, tools=tools[:1])
+        assert engine.requests[-1].prompt == with_both
+        answer = await ask(api, path, tools=tools[1:])
+        assert len(answer["warnings"]) == 1
+    choice = {"type": "tool", "name": "web"}
+    _, message = await refused(api, MESSAGES, tools=given[MESSAGES], tool_choice=choice)
+    assert message.startswith("tool_choice names 'web', but tools has weather")
+
+
 async def test_a_tool_of_an_unknown_type_is_named(api: Api) -> None:
     for path in (CHAT, RESPONSES):
         param, message = await refused(api, path, tools=[{"type": "websearch"}])
@@ -444,10 +464,9 @@ async def test_tools_that_anthropic_s_clients_run_are_known_by_type(
 ) -> None:
     await ask(api, MESSAGES, tools=[{"type": kind, "name": name}], tool_choice={"type": "any"})
     assert allows(engine, f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>')
-    assert (
-        "'computer_20250124'"
-        in (await refused(api, MESSAGES, tools=[{"type": "computer_20250124", "name": "computer"}]))[1]
-    )
+    _, message = await refused(api, MESSAGES, tools=[{"type": "computer_20250124", "name": "computer"}])
+    assert "'computer_20250124'" in message
+    assert message.endswith("describe the tool by its input_schema")
 
 
 # Responses.
