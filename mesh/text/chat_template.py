@@ -471,8 +471,8 @@ class ChatTemplate:
             repaired(messages, most & ~Repair.FOLD_SYSTEM),
             repaired(messages, most),
             repaired(written_out, needs),
-            repaired(written_out, EVERY & ~Repair.FOLD_SYSTEM),
-            repaired(written_out, EVERY),
+            repaired(written_out, most & ~Repair.FOLD_SYSTEM),
+            repaired(written_out, most),
         ):
             if form not in seen:
                 seen.append(form)

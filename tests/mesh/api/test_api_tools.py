@@ -387,7 +387,7 @@ CALLED = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
         ({"tools": {}}, "tools"),
         ({"tools": ["weather"]}, "tools[0]"),
         ({"tools": [{}]}, "tools[0].function"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "websearch"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [WEATHER, {"type": "function", "function": {}}]}, "tools[1].function.name"),
         (function(name="a b"), "tools[0].function.name"),

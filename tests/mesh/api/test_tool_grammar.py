@@ -13,6 +13,7 @@ from jsonschema import Draft202012Validator
 from mesh.api.call_grammar import call_grammar, grammar_in_format, is_enforceable
 from mesh.api.structured_output import AlternativeSchema, CallGrammar, ToolUse
 from mesh.structured_output.free_text import Spelling, Thoughts
+from mesh.structured_output.lark import gbnf_of
 from mesh.text.answer_format import NOTE_FORMAT, SLOTS, AnswerFormat, CallForm
 from mesh.text.chat_template import ChatTemplate
 from mesh.text.message_parts import Content, MessagePart, Reasoning, calls_of, joined
@@ -561,3 +562,36 @@ def test_parameters_that_cannot_be_a_grammar_name_their_function(parameters: Any
 def test_forms_of_calls_are_all_tried() -> None:
     found = {template(name).answer_format.calls.form for name in ALL}
     assert not ALL or found == set(CallForm)
+
+
+EDIT: dict[str, Any] = {
+    "name": "edit",
+    "parameters": {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]},
+}
+LARK = 'start: line{1,3}\nline: ("+" | "-") /["\\\\a-c]{0,4}/ LF\n%import common.LF'
+
+
+@pytest.mark.parametrize("name", [None, *(pytest.param(name, marks=needs_templates) for name in CHOSEN)])
+def test_the_text_of_a_custom_tool_follows_its_grammar(name: str | None) -> None:
+    answer_format = NOTE if name is None else format_of(name)
+    tools = ToolUse((EDIT,), is_forced=True, strict_names=frozenset(("edit",)), grammars={"edit": LARK})
+    found = made(tools, answer_format)
+    assert found.left_out == ()
+    automaton, grammar = make_automaton(found.gbnf), make_automaton(gbnf_of(LARK))
+    texts = list(filter(None, (random_text(automaton, Random(seed)) for seed in range(20))))
+    assert len(texts) > 10
+    for text in texts:
+        ((called, arguments),) = calls_of(read(answer_format, text, (EDIT,)))
+        assert called == "edit"
+        assert matches(grammar, json.loads(arguments)["input"]), text
+
+
+@needs_templates
+@pytest.mark.parametrize("name", ["google-gemma-4-31B-it", "Qwen3.5-4B"])
+def test_a_grammar_that_a_format_cannot_hold_is_left_out_with_a_warning(name: str) -> None:
+    answer_format = format_of(name)
+    found = made(ToolUse((EDIT,), is_forced=True, grammars={"edit": "start: /.+/"}), answer_format)
+    (told,) = found.left_out
+    assert told.startswith("the grammar of the custom tool edit: texts in which < may be cannot be held to")
+    free = made(ToolUse((EDIT,), is_forced=True), answer_format)
+    assert found.gbnf == free.gbnf
