@@ -115,6 +115,12 @@ async def test_a_text_to_be_counted_may_be_too_long_as_well(api: Api, engine: Sc
         ({"guided_grammar": 'root ::= "x"+'}, "xx", "y"),
         ({"structured_outputs": {"grammar": 'root ::= "x"'}}, "x", "xx"),
         ({"response_format": {"type": "grammar", "grammar": 'root ::= "x"'}}, "x", "xx"),
+        # The same by an older and a newer name, as Guidance's client for vLLM sends it.
+        (
+            {"guided_grammar": 'start: "x"', "structured_outputs": {"grammar": 'start: "x"'}},
+            "x",
+            "xx",
+        ),
         ({"guided_choice": ["red", "blue"]}, "blue", "green"),
         ({"structured_outputs": {"choice": ["red", "blue"]}}, "red", "red blue"),
         ({"guided_json": COLOUR}, '{"colour": "red"}', '{"colour": "green"}'),
