@@ -373,10 +373,10 @@ async def test_the_grammar_of_a_custom_tool_holds(api: Api, engine: ScriptedEngi
         assert "warnings" not in answer
         assert allows(engine, call.format("say it\\n"))
         assert not allows(engine, call.format("say 1\\n"))
-    nested = {"name": "run", "format": {"type": "grammar", "grammar": lark}}
-    await ask(api, CHAT, tools=[{"type": "custom", "custom": nested}])
-    assert allows(engine, "Well. " + call.format("say it\\n"))
-    assert not allows(engine, call.format("it"))
+    for form in ({"type": "grammar", "grammar": lark}, {"type": "grammar", **lark}):
+        await ask(api, CHAT, tools=[{"type": "custom", "custom": {"name": "run", "format": form}}])
+        assert allows(engine, "Well. " + call.format("say it\\n"))
+        assert not allows(engine, call.format("it"))
 
 
 async def test_a_grammar_in_lark_s_notation_holds(api: Api, engine: ScriptedEngine) -> None:
