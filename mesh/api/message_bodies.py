@@ -192,7 +192,7 @@ class CustomToolBody(StrictBody):
 class HostedTool(StrictBody):
     """A tool that a server of its maker would run: it is passed over."""
 
-    type: str
+    type: Annotated[str, Field(pattern=f"^({'|'.join(SERVER_TOOLS)})")]
 
 
 class FunctionName(ExactBody):
