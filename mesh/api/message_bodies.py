@@ -134,6 +134,15 @@ class FreeText(ExactBody):
     type: Literal["text", "grammar"]
     grammar: TextGrammar | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_responses(cls, value: Any) -> Any:
+        """The flat form of responses as the nested one of chats."""
+        if not isinstance(value, dict) or value.get("grammar") is not None or "definition" not in value:
+            return value
+        rest = {name: each for name, each in value.items() if name not in TextGrammar.model_fields}
+        return {**rest, "grammar": {name: value.get(name) for name in TextGrammar.model_fields}}
+
     @model_validator(mode="after")
     def _require_its_own(self) -> FreeText:
         require_grammar(self.type, is_given=self.grammar is not None)
@@ -183,7 +192,7 @@ class CustomToolBody(StrictBody):
 class HostedTool(StrictBody):
     """A tool that a server of its maker would run: it is passed over."""
 
-    type: str
+    type: Annotated[str, Field(pattern=f"^({'|'.join(SERVER_TOOLS)})")]
 
 
 class FunctionName(ExactBody):

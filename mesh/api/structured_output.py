@@ -107,6 +107,8 @@ class ToolUse:
 def form_of(body: GenerationBody) -> AnswerForm | None:
     """The form that a request gives its answer; None if that is free.
 
+    By several names it may be given if it is the same: clients write for older and newer servers at once.
+
     Raises:
         InvalidRequest: If there are two, or one is incomplete.
     """
@@ -122,9 +124,10 @@ def form_of(body: GenerationBody) -> AnswerForm | None:
         *_given("guided_choice", FormKind.CHOICE, body.guided_choice),
         *_given("guided_grammar", FormKind.GRAMMAR, body.guided_grammar),
     ]
-    if len(found) > 1:
-        first, second = (form.param.partition(".")[0] for form in found[:2])
-        names = (found[1].param, found[0].param) if first == second else (second, first)
+    others = [form for form in found[1:] if (form.kind, form.value) != (found[0].kind, found[0].value)]
+    if others:
+        first, second = (form.param.partition(".")[0] for form in (found[0], others[0]))
+        names = (others[0].param, found[0].param) if first == second else (second, first)
         raise InvalidRequest(
             f"{names[0]} and {names[1]} both give a format for the answer: send one of them", param=names[0]
         )

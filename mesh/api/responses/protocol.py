@@ -162,6 +162,12 @@ class CustomTool(StrictBody):
         return CustomFunction(name=self.name, description=self.description, format=text)
 
 
+class PassedOverTool(HostedTool):
+    """A tool that OpenAI would run, or whose form only it has: it is passed over."""
+
+    type: Annotated[str, Field(pattern=f"^({'|'.join(_HOSTED)})")]
+
+
 class NamespaceTool(StrictBody):
     """Functions under a common name, which their calls have beside the function's own."""
 
@@ -417,7 +423,7 @@ def _function_name(tool: Any) -> str | None:
     return name
 
 
-def parse_tool(value: Any) -> ResponsesTool | NamespaceTool | CustomTool | HostedTool:
+def parse_tool(value: Any) -> ResponsesTool | NamespaceTool | CustomTool | PassedOverTool:
     """One entry of `tools`."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "namespace":
@@ -425,7 +431,7 @@ def parse_tool(value: Any) -> ResponsesTool | NamespaceTool | CustomTool | Hoste
     if kind == "custom":
         return CustomTool.model_validate(value)
     if isinstance(kind, str) and kind.startswith(_HOSTED):
-        return HostedTool.model_validate(value)
+        return PassedOverTool.model_validate(value)
     if isinstance(kind, str) and kind != "function":
         raise wrong_type(kind, "this server knows no such tools, send those of type function or custom")
     return ResponsesTool.model_validate(value)
@@ -434,7 +440,7 @@ def parse_tool(value: Any) -> ResponsesTool | NamespaceTool | CustomTool | Hoste
 _AnyTool = Annotated[
     Any,
     PlainValidator(
-        parse_tool, json_schema_input_type=ResponsesTool | NamespaceTool | CustomTool | HostedTool
+        parse_tool, json_schema_input_type=ResponsesTool | NamespaceTool | CustomTool | PassedOverTool
     ),
 ]
 

@@ -115,6 +115,12 @@ async def test_a_text_to_be_counted_may_be_too_long_as_well(api: Api, engine: Sc
         ({"guided_grammar": 'root ::= "x"+'}, "xx", "y"),
         ({"structured_outputs": {"grammar": 'root ::= "x"'}}, "x", "xx"),
         ({"response_format": {"type": "grammar", "grammar": 'root ::= "x"'}}, "x", "xx"),
+        # The same by an older and a newer name, as Guidance's client for vLLM sends it.
+        (
+            {"guided_grammar": 'start: "x"', "structured_outputs": {"grammar": 'start: "x"'}},
+            "x",
+            "xx",
+        ),
         ({"guided_choice": ["red", "blue"]}, "blue", "green"),
         ({"structured_outputs": {"choice": ["red", "blue"]}}, "red", "red blue"),
         ({"guided_json": COLOUR}, '{"colour": "red"}', '{"colour": "green"}'),
@@ -367,10 +373,10 @@ async def test_the_grammar_of_a_custom_tool_holds(api: Api, engine: ScriptedEngi
         assert "warnings" not in answer
         assert allows(engine, call.format("say it\\n"))
         assert not allows(engine, call.format("say 1\\n"))
-    nested = {"name": "run", "format": {"type": "grammar", "grammar": lark}}
-    await ask(api, CHAT, tools=[{"type": "custom", "custom": nested}])
-    assert allows(engine, "Well. " + call.format("say it\\n"))
-    assert not allows(engine, call.format("it"))
+    for form in ({"type": "grammar", "grammar": lark}, {"type": "grammar", **lark}):
+        await ask(api, CHAT, tools=[{"type": "custom", "custom": {"name": "run", "format": form}}])
+        assert allows(engine, "Well. " + call.format("say it\\n"))
+        assert not allows(engine, call.format("it"))
 
 
 async def test_a_grammar_in_lark_s_notation_holds(api: Api, engine: ScriptedEngine) -> None:
