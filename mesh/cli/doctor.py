@@ -55,10 +55,12 @@ def doctor(
 ) -> None:
     """Check this host, MODEL if it is named, and a running mesh if --url is given.
 
-    MODEL is a GGUF file or hf:org/repo:QUANT; drafters beside it are named, with the command that serves
-    both. Versions, llama.cpp's devices, memory, disk, ports and addresses; of a mesh every host and every
-    link in both directions: round trips, bandwidth, port ranges, clocks, and the hashes of stage files. Each
-    failure comes with a remedy. Exits with 1 if anything failed.
+    MODEL is a GGUF file, the first one if there are several, or hf:org/repo:QUANT: how it writes calls and
+    reasoning is shown, and drafters beside it are named, with the command that serves both.
+
+    Versions, llama.cpp's devices, memory, disk, ports and addresses; of a mesh every host and every link in
+    both directions: round trips, bandwidth, port ranges, clocks, and the hashes of stage files. Each failure
+    comes with a remedy. Exits with 1 if anything failed.
     """
     from mesh.cluster.join_token import read_token  # noqa: PLC0415 - keeps --help quick
     from mesh.doctor import exit_code, this_host_checks, token_checks  # noqa: PLC0415
