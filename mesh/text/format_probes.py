@@ -375,15 +375,16 @@ def _is_certain(found: AnswerFormat, answers: _Answers, probes: _Probes, called:
         written.append((two, [(_ONE, _ARGUMENTS), (_TWO, _ARGUMENTS)]))
     return (
         _is_short(found)
-        and _has_signs(found.calls.tags)
+        and _has_signs(found.calls)
         and all(_read(found, answers, text) == calls for text, calls in written)
     )
 
 
-def _has_signs(tags: ArgumentTags | None) -> bool:
-    """Whether no tags are of letters and white space alone, as names and values may be."""
-    texts = () if tags is None else (tags.key, tags.key_end, tags.value, tags.value_end)
-    return all(_SIGN.search(text) is not None for text in texts if text)
+def _has_signs(calls: CallFormat) -> bool:
+    """Whether no mark of arguments is of letters and white space alone, as names and values may be."""
+    tags = calls.tags
+    of_tags = () if tags is None else (tags.key, tags.key_end, tags.value, tags.value_end)
+    return all(_SIGN.search(text) is not None for text in (calls.quote, *of_tags) if text)
 
 
 def _read(found: AnswerFormat, answers: _Answers, text: str) -> list[tuple[str, Any]]:
