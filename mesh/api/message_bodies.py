@@ -550,8 +550,13 @@ def note_of(part_type: object) -> str:
     return f"[{name[:SHOWN_CHARS]} left out: this model reads text only]"
 
 
-def part_text(part: Any, index: int) -> str:
+def part_text(part: Any, index: int, wanted: str = "text") -> str:
     """Text of a part of a message.
+
+    Args:
+        part: The part, any JSON.
+        index: Its index in the message, for errors.
+        wanted: Types of parts that the API knows, for errors.
 
     Raises:
         PydanticCustomError: If it is no text.
@@ -561,7 +566,9 @@ def part_text(part: Any, index: int) -> str:
     kind = part.get("type")
     if kind != "refusal" and kind not in _TEXT_TYPES:
         raise PydanticCustomError(
-            "content", "part {index} is not of type text: this server accepts text only", {"index": index}
+            "content",
+            "part {index} is not of type {wanted}: this server accepts text only",
+            {"index": index, "wanted": wanted},
         )
     text = part.get("refusal" if kind == "refusal" else "text")
     if not isinstance(text, str):

@@ -158,6 +158,10 @@ class StringEscaper:
         return _CONTROLS.get(char, char)
 
 
+def drop(_char: str) -> None:
+    """Pass a character on to nothing."""
+
+
 def skip_space(characters: Characters, pass_on: Callable[[str], None]) -> Generator[None, str, str]:
     """Consume white space; returns the next character, without consuming it."""
     while (char := (yield from characters.peek())) in SPACE:

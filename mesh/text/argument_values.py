@@ -7,7 +7,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from mesh.text.answer_characters import SPACE, StringEscaper, UnexpectedText, skip_space
+from mesh.text.answer_characters import SPACE, StringEscaper, UnexpectedText, drop, skip_space
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -55,7 +55,7 @@ class BareObject:
 
     def _value(self) -> Generator[None, str, None]:
         characters = self._characters
-        char = yield from skip_space(characters, _drop)
+        char = yield from skip_space(characters, drop)
         if (yield from characters.match((self._quote,))) is not None:
             self._lacks_value = False
             yield from self._pass_text()
@@ -80,7 +80,7 @@ class BareObject:
         self._closing.append(end)
         self._lacks_value = False
         separator = ""
-        while (yield from skip_space(characters, _drop)) != end:
+        while (yield from skip_space(characters, drop)) != end:
             if has_keys:
                 yield from self._key(separator)
             else:
@@ -88,7 +88,7 @@ class BareObject:
                 self._lacks_value = separator != ""
             yield from self._value()
             separator = ", "
-            char = yield from skip_space(characters, _drop)
+            char = yield from skip_space(characters, drop)
             if char == ",":
                 yield from characters.take()
             elif char != end:
@@ -104,7 +104,7 @@ class BareObject:
             key = yield from self._quoted()
         else:
             key = (yield from self._bare(":")).strip()
-        if (yield from skip_space(characters, _drop)) != ":":
+        if (yield from skip_space(characters, drop)) != ":":
             raise UnexpectedText
         yield from characters.take()
         self._argue(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
@@ -167,7 +167,7 @@ class PythonArguments:
         """
         characters = self._characters
         before = "{"
-        while (yield from skip_space(characters, _drop)) != ")":
+        while (yield from skip_space(characters, drop)) != ")":
             key = ""
             while (char := (yield from characters.take())) != "=":
                 key += char
@@ -175,12 +175,12 @@ class PythonArguments:
                     self._argue("{}" if before == "{" else "}")
                     raise UnexpectedText
             self._argue(f"{before}{json.dumps(key.strip(), ensure_ascii=False)}: ")
-            yield from skip_space(characters, _drop)
+            yield from skip_space(characters, drop)
             before = ", "
             text = yield from self._value()
             found = read_value(text, is_expression=True)
             self._argue(json.dumps(text.strip(), ensure_ascii=False) if found is None else found[0])
-            if (yield from skip_space(characters, _drop)) == ",":
+            if (yield from skip_space(characters, drop)) == ",":
                 yield from characters.take()
         yield from characters.take()
         self._argue("{}" if before == "{" else "}")
@@ -258,7 +258,3 @@ def _evaluated(expression: str) -> Any:
         if isinstance(node, ast.Name) and node.id in _WORDS:
             node.id = _WORDS[node.id]
     return ast.literal_eval(ast.unparse(tree))
-
-
-def _drop(_char: str) -> None:
-    pass

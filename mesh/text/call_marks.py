@@ -54,6 +54,11 @@ class CallMarks:
         return _shortest((*self.blocks, *filter(None, (self.tag,))))
 
 
+def present(*texts: str) -> tuple[str, ...]:
+    """Those that are not empty, each once."""
+    return tuple(dict.fromkeys(filter(None, texts)))
+
+
 @lru_cache(_MOST_CACHED)
 def call_marks_of(calls: CallFormat) -> CallMarks:
     """Marks of a format of calls."""
@@ -62,17 +67,17 @@ def call_marks_of(calls: CallFormat) -> CallMarks:
     before = calls.begin + calls.call
     match calls.form:
         case CallForm.OBJECT:
-            blocks = _marks(_OBJECT_BEGIN.sub("", before).strip())
-            ends = _marks(calls.call_end.rpartition("}")[2].strip(), calls.end.strip().lstrip("]").strip())
+            blocks = present(_OBJECT_BEGIN.sub("", before).strip())
+            ends = present(calls.call_end.rpartition("}")[2].strip(), calls.end.strip().lstrip("]").strip())
         case CallForm.FUNCTION:
-            blocks = _marks(_LIST_BEGIN.sub("", before).strip())
-            ends = _marks(calls.end.strip().lstrip("]").strip())
+            blocks = present(_LIST_BEGIN.sub("", before).strip())
+            ends = present(calls.end.strip().lstrip("]").strip())
         case CallForm.NAMED:
             first = MARK.match(calls.call.strip())
             opening = _literal(calls.call).strip() if first is None else first[0]
-            blocks = _marks(*_parts(calls.begin), opening)
+            blocks = present(*_parts(calls.begin), opening)
             whole = (calls.call_end.strip(), calls.end.strip())
-            ends = _marks(*whole, *(mark for text in whole for mark in MARK.findall(text)))
+            ends = present(*whole, *(mark for text in whole for mark in MARK.findall(text)))
         case CallForm.TAGGED:
             parts = [*_parts(calls.begin), *_parts(calls.call)]
             end_parts = [*_parts(calls.call_end), *_parts(calls.end)]
@@ -82,7 +87,7 @@ def call_marks_of(calls: CallFormat) -> CallMarks:
                 if not parts:
                     # Some histories leave out what most models write around calls.
                     parts, end_parts = [_BLOCK], [*end_parts, _BLOCK_END]
-            blocks, ends = _marks(*parts), _marks(*end_parts)
+            blocks, ends = present(*parts), present(*end_parts)
     is_bare = not blocks and not tag
     return CallMarks(
         (BARE_MARK,) if is_bare else blocks,
@@ -130,12 +135,7 @@ def _literal(text: str) -> str:
 
 def _parts(text: str) -> tuple[str, ...]:
     """Marks of a text, which white space divides, up to its first slot."""
-    return _marks(*_BETWEEN_TAGS.split(_literal(text).strip()))
-
-
-def _marks(*texts: str) -> tuple[str, ...]:
-    """Those that are not empty, each once."""
-    return tuple(dict.fromkeys(filter(None, texts)))
+    return present(*_BETWEEN_TAGS.split(_literal(text).strip()))
 
 
 def _shortest(marks: tuple[str, ...]) -> tuple[str, ...]:

@@ -55,6 +55,7 @@ _VALUES: Final[Mapping[str, tuple[Any, tuple[str, ...]]]] = {
     "object": ({_OTHER_KEY: [_TEXT]}, ("{",)),
     "array": ([_TEXT, _TEXT], ("[",)),
 }
+_SIGN: Final = re.compile(rf"[^\w\s{SLOTS}]")
 _CUT_MARK: Final = re.compile(r"<[^<>\n]{0,60}$|\[/?[A-Z_]*$")
 # What ends an answer that calls, beside the token that ends all others.
 _ENDS: Final = (
@@ -372,7 +373,18 @@ def _is_certain(found: AnswerFormat, answers: _Answers, probes: _Probes, called:
         written.append((other, [(_ONE, _SIGNS)]))
     if (two := probes.called(_ARGUMENTS, _ARGUMENTS)) is not None and _TWO in two:
         written.append((two, [(_ONE, _ARGUMENTS), (_TWO, _ARGUMENTS)]))
-    return _is_short(found) and all(_read(found, answers, text) == calls for text, calls in written)
+    return (
+        _is_short(found)
+        and _has_signs(found.calls)
+        and all(_read(found, answers, text) == calls for text, calls in written)
+    )
+
+
+def _has_signs(calls: CallFormat) -> bool:
+    """Whether no mark of arguments is of letters and white space alone, as names and values may be."""
+    tags = calls.tags
+    of_tags = () if tags is None else (tags.key, tags.key_end, tags.value, tags.value_end)
+    return all(_SIGN.search(text) is not None for text in (calls.quote, *of_tags) if text)
 
 
 def _read(found: AnswerFormat, answers: _Answers, text: str) -> list[tuple[str, Any]]:

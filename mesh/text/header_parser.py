@@ -8,6 +8,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
 from mesh.text.answer_format import CallForm, CallFormat, Headers
+from mesh.text.call_marks import present
 from mesh.text.message_parts import Content, MarkFinder, Reasoning
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class HeaderParser:
         self._is_named_in_header = is_named_in_header
         field, _, self._prefix = headers.recipient.rpartition("=")
         self._recipient = re.compile(rf"{re.escape(field)}=([^\s<]+)")
-        self._finder = MarkFinder(list(dict.fromkeys((headers.begin, *headers.ends))))
+        self._finder = MarkFinder(present(headers.begin, *headers.ends))
         self._kind = _Kind.REASONING if is_inside else None
         # So far, of a header; of reasoning what may be white space at its end.
         self._header = ""
@@ -133,7 +134,7 @@ class HeaderParser:
         if self._headers.reasoning in header:
             return _Kind.REASONING, ""
         if to and to not in _OF_PEOPLE:
-            # It has nobody to answer it.
+            # The name of a function that was not offered, which the client is told.
             return (_Kind.DROPPED if self._calls is None else _Kind.CALL), name
         return _Kind.CONTENT, ""
 

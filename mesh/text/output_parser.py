@@ -7,7 +7,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from mesh.text.answer_format import DEFAULT_REASONING, NO_MARKS, Marks, texts_of
-from mesh.text.call_marks import call_marks_of
+from mesh.text.call_marks import call_marks_of, present
 from mesh.text.header_parser import HeaderParser, format_of_messages, is_named_in_header
 from mesh.text.message_parts import Content, MarkFinder, MessagePart, Reasoning, joined
 from mesh.text.tool_call_parser import ToolCallParser
@@ -54,7 +54,7 @@ class ReasoningParser:
         self._finder = self._finder_with(calls)
 
     def _finder_with(self, calls: Sequence[str]) -> MarkFinder:
-        return MarkFinder(list(dict.fromkeys((*(each.end for each in self._marks), *calls))))
+        return MarkFinder(present(*(each.end for each in self._marks), *calls))
 
     @property
     def is_reasoning(self) -> bool:
@@ -219,7 +219,7 @@ class _ContentMarks:
 
     def __init__(self, content: Marks, primer: str, end: str) -> None:
         begin = primer + content.begin if content.begin else ""
-        self._finder = MarkFinder(list(dict.fromkeys(filter(None, (begin, content.end, end)))))
+        self._finder = MarkFinder(present(begin, content.end, end))
         self._end = end
         # What may be the end of the answer.
         self._held: list[str] = []

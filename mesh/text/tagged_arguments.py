@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.text.answer_characters import EndOfText, skip_space
+from mesh.text.answer_characters import EndOfText, drop, skip_space
 from mesh.text.answer_format import KEY, common_begin
 from mesh.text.argument_values import read_value
+from mesh.text.call_marks import present
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Sequence
@@ -259,10 +260,10 @@ class TaggedArguments:
         self._given: set[str] = set()
         self._block_begins = marks.blocks
         self._block_ends = marks.ends
-        self._behind_argument = _present(tags.key, marks.tag_end, *self._block_ends)
+        self._behind_argument = present(tags.key, marks.tag_end, *self._block_ends)
         # With these a call begins, and with those it ends.
-        self._begins = _present(marks.tag) or self._block_begins
-        self._ends = _present(marks.tag_end) or self._block_ends
+        self._begins = present(marks.tag) or self._block_begins
+        self._ends = present(marks.tag_end) or self._block_ends
         # Of the argument that is being read.
         self._value_end = tags.value_end
         self._in_value: tuple[str, ...] = ()
@@ -290,22 +291,22 @@ class TaggedArguments:
     def _argument(self) -> Generator[None, str, bool]:
         """Consume one more argument; returns whether there is one."""
         characters, tags = self._characters, self._tags
-        yield from skip_space(characters, _drop)
+        yield from skip_space(characters, drop)
         mark = yield from characters.match(self._behind_argument)
         if mark != tags.key:
             if mark is not None and mark != self._marks.tag_end:
                 characters.unread(mark)
             return False
-        name = yield from read_name(characters, self._key_end, _drop)
+        name = yield from read_name(characters, self._key_end, drop)
         kind = (yield from self._kind()) if tags.types else None
         if value := tags.value.strip():
-            yield from skip_space(characters, _drop)
+            yield from skip_space(characters, drop)
             if (yield from characters.match((value,))) is None:
                 return False
         if not name:
             return False
         # Of values of one name the first counts.
-        argue = _drop if name in self._given else self._argue
+        argue = drop if name in self._given else self._argue
         argue(f"{', ' if self._given else '{'}{json.dumps(name, ensure_ascii=False)}: ")
         self._given.add(name)
         yield from self._value(name, kind, argue)
@@ -350,7 +351,7 @@ class TaggedArguments:
         # What is nested has keys as well.
         key = () if self._tags.item else (self._tags.key,)
         marks = (value_end, *key, self._marks.tag_end, *self._block_ends, *self._begins)
-        self._value_end, self._in_value = value_end, _present(*marks)
+        self._value_end, self._in_value = value_end, present(*marks)
 
     def _as_json(self, name: str, kind: str | None, text: str) -> str:
         tags = self._tags
@@ -654,12 +655,3 @@ def read_name(characters: Characters, end: str, pass_on: Callable[[str], None]) 
 
 def _plain(name: str) -> str:
     return name.strip().strip("\"'")
-
-
-def _present(*marks: str) -> tuple[str, ...]:
-    """Those that are not empty, each once."""
-    return tuple(dict.fromkeys(filter(None, marks)))
-
-
-def _drop(_char: str) -> None:
-    pass

@@ -20,7 +20,7 @@ from mesh.text.answer_characters import (
 )
 from mesh.text.answer_format import SLOTS, CallForm
 from mesh.text.argument_values import BareObject, PythonArguments
-from mesh.text.call_marks import call_marks_of
+from mesh.text.call_marks import call_marks_of, present
 from mesh.text.known_formats import KEY_TAGS, PARAMETER_TAGS
 from mesh.text.message_parts import Content, MarkFinder, ToolCallArguments, ToolCallStart
 from mesh.text.tagged_arguments import ParameterSchemas, TaggedArguments, is_name, read_name
@@ -77,7 +77,7 @@ class ToolCallParser:
         self._awaited: set[str] = set()
         self._is_cut = False
         self._is_stopped = False
-        self._finder = MarkFinder(list(dict.fromkeys((*self._marks.openings, *self._marks.ends))))
+        self._finder = MarkFinder(present(*self._marks.openings, *self._marks.ends))
         self._characters = Characters()
         self._machine = self._read()
         next(self._machine)

@@ -25,6 +25,7 @@ from mesh.api.message_bodies import (
     ToolName,
     hosted_warnings,
     parse_allowed_tools,
+    part_text,
     refuse_others,
     require_grammar,
     result_text,
@@ -48,8 +49,6 @@ if TYPE_CHECKING:
 
     from mesh.api.response_store import ResponseStore
 
-# Compared, not looked up: a client may send a list or an object in their place.
-_TEXT_TYPES: Final = ("input_text", "output_text", "text")
 MAX_METADATA: Final = 16
 WANTS_LOGPROBS: Final = "message.output_text.logprobs"
 # Tools that OpenAI runs, or whose form only it has; in names with a date as well.
@@ -232,22 +231,8 @@ def parse_parts(value: Any) -> str:
         return value
     if not isinstance(value, list):
         raise PydanticCustomError("content", "must be a string or a list of text parts")
-    texts = []
-    for index, part in enumerate(value):
-        if not isinstance(part, dict):
-            raise PydanticCustomError("content", "part {index} must be an object", {"index": index})
-        kind = part.get("type")
-        if kind != "refusal" and kind not in _TEXT_TYPES:
-            raise PydanticCustomError(
-                "content",
-                "part {index} is not of type input_text or output_text: this server accepts text only",
-                {"index": index},
-            )
-        text = part.get("refusal" if kind == "refusal" else "text")
-        if not isinstance(text, str):
-            raise PydanticCustomError("content", "part {index} has no text, a string", {"index": index})
-        texts.append(text)
-    return "\n".join(texts)
+    wanted = "input_text or output_text"
+    return "\n".join(part_text(part, index, wanted) for index, part in enumerate(value))
 
 
 Parts = Annotated[str, PlainValidator(parse_parts, json_schema_input_type=str | list[InputText] | None)]
