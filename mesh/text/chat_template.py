@@ -410,8 +410,8 @@ class ChatTemplate:
                     param="continue_final_message",
                 )
             return text[:place]
-        goes_on = ending is Ending.ANSWER and messages[-1]["role"] != "assistant"
-        return text + self._left_out(text, values) if goes_on else text
+        is_said = any(message["role"] == "assistant" for message in messages[-1:])
+        return text if is_said or ending is not Ending.ANSWER else text + self._left_out(text, values)
 
     def _left_out(self, prompt: str, values: Mapping[str, Any]) -> str:
         """What begins an answer, where a template ends a turn and does not begin the next one.
