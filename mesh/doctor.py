@@ -661,7 +661,9 @@ def _texts(name: str, path: Path) -> Iterator[Check]:
 
 
 def _model(name: str, path: Path, free_disk_bytes: int | None) -> Iterator[Check]:
-    from stages.slicing.model_facts import read_model_facts  # noqa: PLC0415 - brings numpy
+    from mesh.draft.drafter import serving_command  # noqa: PLC0415 - brings numpy
+    from mesh.draft.pairs import command_with_model, drafters_beside  # noqa: PLC0415
+    from stages.slicing.model_facts import read_model_facts  # noqa: PLC0415
 
     what = f"model {path.name}"
     try:
@@ -672,7 +674,7 @@ def _model(name: str, path: Path, free_disk_bytes: int | None) -> Iterator[Check
         yield fail(name, what, f"{path} cannot be read: {error.strerror or error}", "check its disk")
         return
     except MeshError as error:
-        yield fail(name, what, error.message, "fetch it again")
+        yield fail(name, what, error.message, command_with_model(path) or "fetch it again")
         return
     cuts = f"{len(facts.allowed_cuts)} places to cut at" if facts.allowed_cuts else "cannot be cut"
     yield ok(name, what, f"{facts.architecture}, {facts.layer_count}, {cuts}; sha256 {sha256}")
@@ -684,3 +686,20 @@ def _model(name: str, path: Path, free_disk_bytes: int | None) -> Iterator[Check
             f"{format_size(free_disk_bytes)} free, cutting takes up to {format_size(facts.file_bytes)}",
             "make room, or set XDG_CACHE_HOME to a larger disk",
         )
+    for drafter in drafters_beside(facts):
+        command = serving_command(path, drafter.path)
+        detail = drafter.misfit or f"{drafter.label} for it: {command}"
+        yield ok(name, f"drafter {drafter.path.name}", detail)
+
+
+def hub_checks(name: str, model: str, drafters: Mapping[str, str]) -> Iterator[Check]:
+    """Drafters in the repository of a model.
+
+    Args:
+        name: Name of this host.
+        model: Reference of the model.
+        drafters: References of what has the name of a drafter there, by that name.
+    """
+    for called, reference in drafters.items():
+        detail = f"the name of a drafter: mesh draft check {reference} --for {model} says whether it fits"
+        yield ok(name, f"drafter {called}", detail)

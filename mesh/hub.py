@@ -8,7 +8,7 @@ import re
 import shutil
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,6 +29,9 @@ _PART: Final = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})")
 _USUAL: Final = "Q4_K_M"
 # Files beside models that are none.
 _NO_MODEL: Final = re.compile(r"mmproj|imatrix", re.IGNORECASE)
+# Drafters beside them, by the names that repositories and llama.cpp's own commands give them. A whole model
+# with a head may have `MTP` in its name.
+_DRAFTER: Final = re.compile(r"(?:^|/)mtp-|(?:^|[-._/])(?i:eagle3?|dflash2?|dspark|assistant)(?:$|[-._])")
 _QUANT: Final = re.compile(r"(?:^|[-._/])((?:I?Q[0-9]|TQ[0-9]|BF16|F16|F32|MXFP4)[A-Z0-9_]*)", re.IGNORECASE)
 PREFIX: Final = "hf:"
 # The hub's own rule; folders here use the name, too.
@@ -131,24 +134,33 @@ def choose(reference: HubReference, files: Sequence[RepoFile]) -> tuple[RepoFile
     Raises:
         HubUnavailable: If there is no such model, there are several, or parts of it are missing.
     """
-    models = _models(files)
-    if not models:
+    every = _models(files)
+    if not every:
         raise HubUnavailable(
             f"{reference.repo} has no GGUF file: name a repository with GGUFs, often called "
             f"{reference.repo}-GGUF"
         )
+    # A repository of drafters has no others.
+    models = {name: parts for name, parts in every.items() if not _DRAFTER.search(name)} or every
     wanted = reference.wanted
     if wanted is None:
         found = list(models) if len(models) == 1 else [name for name in models if _has(name, _USUAL)]
     else:
-        found = [name for name in models if _is_called(name, wanted)] or [
+        found = [name for name in every if _is_called(name, wanted)] or [
             name for name in models if _has(name, wanted)
         ]
     if len(found) != 1:
         among = ", ".join(sorted({_label(name) for name in (found or models)}))
         trouble = f"{len(found)} models fit" if found else "no model fits"
         raise HubUnavailable(f"{trouble} {reference}: choose one after a colon; there are {among}")
-    return _parts(reference, found[0], models[found[0]])
+    return _parts(reference, found[0], every[found[0]])
+
+
+def drafters_in(repository: Repository) -> tuple[str, ...]:
+    """Names of a repository's drafters, as their files are called; none where it has nothing else."""
+    names = _models(repository.files)
+    drafters = tuple(sorted(name for name in names if _DRAFTER.search(name)))
+    return drafters if len(drafters) < len(names) else ()
 
 
 def _models(files: Sequence[RepoFile]) -> dict[str, list[RepoFile]]:
@@ -303,6 +315,22 @@ class HubLibrary:
                     all(path.suffix == ".gguf" for path in paths)
                     and all(part.is_file() for part in part_paths(paths[0])),
                 )
+
+    def folder_of(self, path: Path) -> Path | None:
+        """Folder of the repository that a file in the cache is of; None for other files."""
+        root, whole = self._root.absolute(), path.absolute()
+        parts = whole.relative_to(root).parts if whole.is_relative_to(root) else ()
+        # Organisation, repository, commit, and the name.
+        return root.joinpath(*parts[:2]) if len(parts) >= 4 else None
+
+    def drafters(self, reference: HubReference) -> tuple[HubReference, ...]:
+        """Drafters in the repository of a model, by their names; none if the hub does not answer."""
+        try:
+            repository = self._read(reference)
+        except HubUnavailable as error:
+            log.info("hub_not_asked", model=str(reference), reason=error.message)
+            return ()
+        return tuple(replace(reference, wanted=name) for name in drafters_in(repository))
 
     def remove(self, model: CachedModel) -> bool:
         """Remove a model's files, and the folder if nothing else is in it.

@@ -26,6 +26,8 @@ class GraphBoundary:
     """float32 values of one row of hidden states."""
     outlet: str = DEFAULT_OUTLET
     """Name of the tensor that is a layer's output, without the layer's number."""
+    outlet_shift: int = 0
+    """1 if that tensor has the number of the next layer, whose input it is."""
     inlet: str | None = None
     """Name of the tensor that hidden states replace; None if they go in as embeddings."""
     takes_tokens: bool = False
@@ -38,7 +40,7 @@ class GraphBoundary:
 
     def outlet_of(self, layer: int) -> str:
         """Name of one layer's output in llama.cpp's graph, counted from 0 within the stage."""
-        return f"{self.outlet}-{self.blanks_before + layer}"
+        return f"{self.outlet}-{self.blanks_before + layer + self.outlet_shift}"
 
     def to_metadata(self, n_embd: int) -> Mapping[str, str | int | bool]:
         """Metadata of a stage file; empty for the usual values, so for most files."""
@@ -60,6 +62,7 @@ class GraphBoundary:
         return cls(
             row_width=int(text_of(_PREFIX + "row_width") or n_embd),
             outlet=text_of(_PREFIX + "outlet") or DEFAULT_OUTLET,
+            outlet_shift=int(text_of(_PREFIX + "outlet_shift") or 0),
             inlet=text_of(_PREFIX + "inlet"),
             takes_tokens=text_of(_PREFIX + "takes_tokens") == "true",
             blanks_before=int(text_of(_PREFIX + "blanks_before") or 0),

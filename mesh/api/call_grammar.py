@@ -8,10 +8,22 @@ from typing import TYPE_CHECKING, Any, Final
 from mesh.api.structured_output import MAX_CALLS, AlternativeSchema, CallGrammar, ToolUse
 from mesh.structured_output.continuation import rest_of
 from mesh.structured_output.free_text import THOUGHTS, Spelling, Thoughts, text_rules, within
-from mesh.structured_output.gbnf import NOTHING, SchemaError, chars, either, maybe, seq, times, to_gbnf
+from mesh.structured_output.gbnf import (
+    NOTHING,
+    SchemaError,
+    chars,
+    either,
+    mapped,
+    maybe,
+    seq,
+    times,
+    to_gbnf,
+)
 from mesh.structured_output.json_schema import Converter, check_size, checked_grammar
-from mesh.structured_output.notations import JSON, PYTHON, BareKeys, RawText
-from mesh.structured_output.tagged import TagForm
+from mesh.structured_output.lark import lark_rules
+from mesh.structured_output.notations import JSON, PYTHON, SPACE, SPACE_RULE, BareKeys, RawText
+from mesh.structured_output.objects import object_of
+from mesh.structured_output.tagged import TagForm, tagged_object_of
 from mesh.text.answer_format import (
     CALL_ID,
     CONSTRAIN_MARK,
@@ -110,6 +122,56 @@ class _Builder:
             self.rules |= converter.rules
             self._left_out += [f"{what}, {each}" for each in converter.left_out]
         self._functions.append((name, arguments))
+
+    def add_text_call(self, function: Mapping[str, Any], grammar: str) -> None:
+        """Add a custom tool, whose one argument is a text.
+
+        Args:
+            function: Name and parameters.
+            grammar: Grammar of the text, in Lark's notation.
+
+        Raises:
+            InvalidRequest: If the grammar is invalid, or has something that is not supported.
+        """
+        name, prefix = function["name"], f"f{len(self._functions)}-"
+        what = f"the grammar of the custom tool {name}"
+        try:
+            rules = lark_rules(grammar)
+        except (SchemaError, RecursionError) as error:
+            raise InvalidRequest(f"{what}: {error}", param="tools") from None
+
+        def renamed(each: Expression) -> Expression:
+            return Ref(prefix + each.name) if isinstance(each, Ref) else each
+
+        try:
+            written = {
+                prefix + rule: self._letters(mapped(expression, renamed))
+                for rule, expression in rules.items()
+            }
+        except SchemaError as error:
+            self._left_out.append(f"{what}: {error.reason}")
+            self.add_call(function, is_free=False, is_lenient=True)
+            return
+        self.rules |= {SPACE.name: SPACE_RULE, **written}
+        arguments = self._text_argument(function["parameters"], Ref(f"{prefix}root"))
+        self._functions.append((name, arguments))
+
+    def _letters(self, expression: Expression) -> Expression:
+        """A part of a text that is an argument."""
+        form = self._form
+        return (self._notation_of_values if form is None or form.text is None else form.text).letters(
+            expression
+        )
+
+    def _text_argument(self, parameters: Mapping[str, Any], letters: Expression) -> Expression:
+        """Arguments that are one text."""
+        form, notation = self._form, self._notation_of_values
+        if form is None:
+            text = notation.enclosed(letters)
+            return object_of(dict(parameters), lambda *_: text, seq, notation) or NOTHING
+        raw = letters if form.text is not None else notation.enclosed(letters)
+        value = seq(form.value("string"), form.padded(raw))
+        return tagged_object_of(dict(parameters), lambda *_: value, seq, form) or NOTHING
 
     def calls(self, tools: ToolUse, *, has_one_call: bool) -> Expression:
         """One or more calls."""
@@ -251,6 +313,9 @@ def call_grammar(
     builder = _Builder(answer_format, spelling)
     is_free = not tools.is_forced and alternative is None
     for function in tools.functions:
+        if (grammar := tools.grammars.get(function["name"])) is not None:
+            builder.add_text_call(function, grammar)
+            continue
         is_strict = function["name"] in tools.strict_names
         builder.add_call(function, is_free=is_free and not is_strict, is_lenient=is_free or not is_strict)
     root = builder.calls(tools, has_one_call=has_one_call)

@@ -56,6 +56,7 @@ class ChatFormat:
         self._tokenizer = backend.tokenizer
         self._new_call_id = CallIds(backend.api.random_bits, is_short=backend.has_short_call_ids)
         self._is_legacy = body.has_functions
+        self._shows_reasoning = body.shows_reasoning
         self._custom_names = body.custom_names
         # Of calls of custom tools under way, by choice and index of the call.
         self._texts: dict[tuple[int, int], FreeTextReader] = {}
@@ -74,7 +75,8 @@ class ChatFormat:
         """A choice with the whole message."""
         content = "".join(piece.text for piece in message_parts if isinstance(piece, Content))
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if reasoning := "".join(piece.text for piece in message_parts if isinstance(piece, Reasoning)):
+        reasoning = "".join(piece.text for piece in message_parts if isinstance(piece, Reasoning))
+        if reasoning and self._shows_reasoning:
             message["reasoning_content"] = reasoning
         if calls := calls_of(message_parts):
             message["content"] = content or None
@@ -99,16 +101,17 @@ class ChatFormat:
             case Content():
                 delta = f'{{"content":{_json(piece.text)}}}'
             case Reasoning():
-                delta = f'{{"reasoning_content":{_json(piece.text)}}}'
+                text = piece.text
+                delta = f'{{"reasoning_content":{_json(text)}}}' if self._shows_reasoning else "{}"
             case ToolCallStart():
                 delta = self._begun(index, piece)
             case ToolCallArguments():
                 function = f'{{"arguments":{_json(piece.text)}}}'
-                text = self._texts.get((index, piece.index))
+                free = self._texts.get((index, piece.index))
                 if self._is_legacy:
                     delta = f'{{"function_call":{function}}}'
-                elif text is not None:
-                    custom = f'"custom":{{"input":{_json(text.push(piece.text))}}}'
+                elif free is not None:
+                    custom = f'"custom":{{"input":{_json(free.push(piece.text))}}}'
                     delta = f'{{"tool_calls":[{{"index":{piece.index},{custom}}}]}}'
                 else:
                     delta = f'{{"tool_calls":[{{"index":{piece.index},"function":{function}}}]}}'
@@ -222,7 +225,7 @@ def conversation_of(body: ConversationBody) -> Conversation:
         ),
         variables=body.chat_template_kwargs or {},
         reasoning=body.reasoning_wish,
-        effort_param=None if body.reasoning_effort is None else "reasoning_effort",
+        effort_param=body.effort_field,
         budget_param=body.budget_field,
         ending=ending_of(
             messages,

@@ -27,11 +27,14 @@ NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "num_predict": (),
     "output_config": ({},),
     "output_format": (),
+    "reasoning": ({},),
+    "reasoning_effort": (),
     "reasoning_format": ("auto", "deepseek"),
     "separate_reasoning": (True,),
     "stop_sequences": (),
     "system": (),
     "text": ({},),
+    "thinking": (),
     # vLLM
     "add_special_tokens": (False,),
     "allowed_token_ids": (),
@@ -106,6 +109,14 @@ NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "top_n_tokens": (0,),
     "truncate": (),
     "watermark": (False,),
+    # OpenRouter, xAI, Qwen, Fireworks
+    "context_length_exceeded_behavior": ("error",),
+    "enable_search": (False,),
+    "plugins": (),
+    "prompt_truncate_len": (),
+    "search_options": ({},),
+    "search_parameters": ({"mode": "off"},),
+    "transforms": (),
     # Others: Mistral, text-generation-webui, KoboldCpp
     "encoder_repetition_penalty": (1,),
     "epsilon_cutoff": (0,),
@@ -129,7 +140,17 @@ OF_PROMPTS: Final = frozenset(
     {
         *("adapter_id", "add_special_tokens", "chat_template", "documents", "function_call", "functions"),
         *("guideline", "input_embeds", "input_ids", "instructions", "lora", "lora_path", "prompt_embeds"),
-        *("prompt_mode", "safe_prompt", "session_params", "suffix", "system", "tool_choice", "tool_prompt"),
+        *(
+            "plugins",
+            "prompt_mode",
+            "prompt_truncate_len",
+            "safe_prompt",
+            "session_params",
+            "suffix",
+            "system",
+            "tool_choice",
+            "tool_prompt",
+        ),
         *("tools", "truncate", "truncate_prompt_tokens"),
     }
 )
@@ -149,7 +170,10 @@ INSTEAD: Final = {
     "num_predict": "send max_tokens",
     "output_config": "send response_format",
     "output_format": "send response_format",
+    "prompt_truncate_len": "shorten the prompt",
     "random_seed": "send seed",
+    "reasoning": "send enable_thinking, or thinking",
+    "reasoning_effort": "send reasoning.effort to /v1/responses, output_config.effort to /v1/messages",
     "return_full_text": "send echo to /v1/completions",
     "return_tokens": "send return_token_ids",
     "return_tokens_as_token_ids": "send return_token_ids",
@@ -158,7 +182,9 @@ INSTEAD: Final = {
     "suffix": "this server fills in nothing",
     "system": "send a message of that role",
     "text": "send response_format",
+    "thinking": "send enable_thinking",
     "top_n_tokens": "send top_logprobs",
+    "transforms": "shorten the prompt",
     "truncate_prompt_tokens": "shorten the prompt",
 }
 """What to do where leaving it out is not the best."""

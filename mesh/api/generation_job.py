@@ -461,7 +461,7 @@ def make_job(
         warnings=(
             *body.warnings,
             *(() if chat is None else chat.warnings),
-            *(() if held_to is None else held_to.left_out),
+            *(_unheld(chat) if held_to is None else held_to.left_out),
         ),
         includes_stop=body.includes_stop,
     )
@@ -514,6 +514,14 @@ def _held_to(
     is_strict = bool(tools.names & tools.strict_names) and is_enforceable(chat.answer_format)
     is_free = alternative is None and not (tools.is_forced or is_strict)
     return None if is_free else chat.call_grammar(tools, alternative), answer_format
+
+
+def _unheld(chat: ChatPrompt | None) -> tuple[str, ...]:
+    """What is told of strict functions whose calls no grammar holds."""
+    tools = None if chat is None else chat.tools
+    if tools is None or not tools.names & tools.strict_names:
+        return ()
+    return ("strict has no effect: calls of this model are told from text with tool_choice required only",)
 
 
 def several(jobs: Sequence[GenerationJob], num_choices: int) -> list[GenerationJob]:

@@ -21,23 +21,29 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from mesh.api.request_parsing import AS_WHOLE, SHOWN_CHARS, ExactBody, StrictBody, describe, none_if_minus_one
+from mesh.text.conversation_repair import THOUGHT_FIELDS
 from mesh.text.reasoning_switches import ReasoningWish
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 MAX_TOOLS: Final = 256
 MAX_NAME_CHARS: Final = 128
 MAX_MESSAGES: Final = 4096
+SERVER_TOOLS: Final = (
+    *("web_search", "web_fetch", "file_search", "code_interpreter", "code_execution", "image_generation"),
+    *("mcp", "tool_search"),
+)
+"""Beginnings of the types of tools that servers of OpenAI and Anthropic run; most go on with a date."""
 FREE_TEXT: Final = "input"
 """The one parameter of a custom tool, as the model is shown it."""
 CONTINUES: Final = ("prefix", "partial")
 """Fields of a last message that the answer goes on with: DeepSeek's and Mistral's, Qwen's and Moonshot's."""
-_TEXT_TYPES: Final = frozenset({"text", "input_text", "output_text"})
-# Parts of an assistant's message that hold reasoning, and fields of a message that do.
-_THOUGHT_TYPES: Final = frozenset({"thinking", "reasoning"})
-_THOUGHTS: Final = ("reasoning_content", "reasoning", "thinking")
+# Compared, not looked up: a client may send a list or an object in their place.
+_TEXT_TYPES: Final = ("text", "input_text", "output_text")
+# Parts of an assistant's message that hold reasoning.
+_THOUGHT_TYPES: Final = ("thinking", "reasoning")
 # The default of `content`: a message without one is a mistake, unlike one with null.
 _ABSENT: Final = False
 
@@ -51,6 +57,15 @@ class ThinkingBody(ExactBody):
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
     budget_tokens: _Tokens = None
+
+
+class ReasoningObject(ExactBody):
+    """Amount of reasoning in chats, as OpenRouter has it, and whether the client is shown it."""
+
+    effort: Effort | None = None
+    max_tokens: _Tokens = None
+    enabled: bool | None = None
+    exclude: bool | None = None
 
 
 class ReasoningFields(BaseModel):
@@ -93,16 +108,18 @@ class FunctionBody(StrictBody):
     strict: bool | None = None
 
 
+class FreeTextFunction(FunctionBody):
+    """A custom tool as a function, which is how the model is shown it."""
+
+    lark: str | None = None
+    """Grammar of its text in Lark's notation, if it has one."""
+
+
 class ToolBody(StrictBody):
     """A function, which runs at the client as all tools do."""
 
     type: Literal["function"] = "function"
     function: FunctionBody
-
-    @property
-    def warning(self) -> str | None:
-        """What of it is not enforced."""
-        return None
 
 
 class TextGrammar(ExactBody):
@@ -118,6 +135,15 @@ class FreeText(ExactBody):
     type: Literal["text", "grammar"]
     grammar: TextGrammar | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_responses(cls, value: Any) -> Any:
+        """The flat form of responses as the nested one of chats."""
+        if not isinstance(value, dict) or value.get("grammar") is not None or "definition" not in value:
+            return value
+        rest = {name: each for name, each in value.items() if name not in TextGrammar.model_fields}
+        return {**rest, "grammar": {name: value.get(name) for name in TextGrammar.model_fields}}
+
     @model_validator(mode="after")
     def _require_its_own(self) -> FreeText:
         require_grammar(self.type, is_given=self.grammar is not None)
@@ -132,28 +158,24 @@ class CustomFunction(StrictBody):
     format: FreeText | None = None
 
     @property
-    def function(self) -> FunctionBody:
-        """The tool as a function, which is how the model is shown it."""
+    def function(self) -> FreeTextFunction:
+        """The tool as a function."""
         grammar = None if self.format is None else self.format.grammar
         text: dict[str, Any] = {"type": "string"}
-        description = self.description
+        description, lark = self.description, None
         if grammar is not None and grammar.syntax == "regex":
             text["pattern"] = f"^(?:{grammar.definition})$"
         elif grammar is not None:
-            shown = f"The input follows this Lark grammar:\n{grammar.definition}"
+            lark = grammar.definition
+            shown = f"The input follows this Lark grammar:\n{lark}"
             description = shown if description is None else f"{description}\n\n{shown}"
-        parameters = {"type": "object", "properties": {FREE_TEXT: text}, "required": [FREE_TEXT]}
-        return FunctionBody(
-            name=self.name, description=description, parameters=parameters, strict="pattern" in text or None
+        return FreeTextFunction(
+            name=self.name,
+            description=description,
+            parameters={"type": "object", "properties": {FREE_TEXT: text}, "required": [FREE_TEXT]},
+            strict=grammar is not None or None,
+            lark=lark,
         )
-
-    @property
-    def warning(self) -> str | None:
-        """What of it is not enforced."""
-        grammar = None if self.format is None else self.format.grammar
-        if grammar is None or grammar.syntax == "regex":
-            return None
-        return f"the custom tool {self.name}: its Lark grammar is shown to the model, and not enforced"
 
 
 class CustomToolBody(StrictBody):
@@ -167,10 +189,11 @@ class CustomToolBody(StrictBody):
         """The tool as a function."""
         return self.custom.function
 
-    @property
-    def warning(self) -> str | None:
-        """What of it is not enforced."""
-        return self.custom.warning
+
+class HostedTool(StrictBody):
+    """A tool that a server of its maker would run: it is passed over."""
+
+    type: Annotated[str, Field(pattern=f"^({'|'.join(SERVER_TOOLS)})")]
 
 
 class FunctionName(ExactBody):
@@ -233,6 +256,18 @@ class TextPart(StrictBody):
     text: str
 
 
+def hosted_warnings(types: Iterable[tuple[int, str]]) -> tuple[str, ...]:
+    """What is told of tools that are passed over.
+
+    Args:
+        types: Place of each in `tools`, and its type.
+    """
+    return tuple(
+        f"tools[{index}]: {kind[:SHOWN_CHARS]} is left out, as this server runs no tools"
+        for index, kind in types
+    )
+
+
 def require_grammar(kind: str, *, is_given: bool) -> None:
     """Check that the format of a custom tool has a grammar if, and only if, it is one.
 
@@ -259,17 +294,21 @@ def wrong_type(kind: str, reason: str) -> ValidationError:
     return ValidationError.from_exception_data("tool", [error])
 
 
-def parse_tool(value: Any) -> ToolBody | CustomToolBody:
+def parse_tool(value: Any) -> ToolBody | CustomToolBody | HostedTool:
     """One entry of `tools` of a chat."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "custom":
         return CustomToolBody.model_validate(value)
+    if isinstance(kind, str) and kind.startswith(SERVER_TOOLS):
+        return HostedTool.model_validate(value)
     if isinstance(kind, str) and kind != "function":
         raise wrong_type(kind, "this server runs no tools, send those of type function or custom")
     return ToolBody.model_validate(value)
 
 
-_AnyTool = Annotated[Any, PlainValidator(parse_tool, json_schema_input_type=ToolBody | CustomToolBody)]
+_AnyTool = Annotated[
+    Any, PlainValidator(parse_tool, json_schema_input_type=ToolBody | CustomToolBody | HostedTool)
+]
 
 
 def parse_arguments(value: Any) -> Any:
@@ -350,8 +389,10 @@ def refuse_others(kind: str, value: dict[str, Any], known: set[str]) -> None:
     """
     for name, each in value.items():
         if name not in known and each is not None:
+            # Half a surrogate pair would be an error of its own.
+            shown = name[:SHOWN_CHARS].encode(errors="backslashreplace").decode()
             raise PydanticCustomError(
-                kind, "has a field {name}, which is not supported: leave it out", {"name": name[:SHOWN_CHARS]}
+                kind, "has a field {name}, which is not supported: leave it out", {"name": shown}
             )
 
 
@@ -433,7 +474,7 @@ class Message(StrictBody):
         if call is not None and not fields.get("tool_calls"):
             fields["tool_calls"] = [{"type": "function", "function": call}]
         if fields.get("role") == "assistant":
-            thoughts = [fields[name] for name in _THOUGHTS if isinstance(fields.get(name), str)]
+            thoughts = [fields[name] for name in THOUGHT_FIELDS if isinstance(fields.get(name), str)]
             thoughts += thoughts_of(fields.get("content"))
             if thoughts and fields.get("reasoning_content") is None:
                 fields["reasoning_content"] = thoughts[0]
@@ -564,22 +605,48 @@ class ConversationBody(ReasoningFields, StrictBody):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
+    reasoning: ReasoningObject | None = None
     thinking: ThinkingBody | None = None
 
     @property
     def budget_field(self) -> str | None:
         """Name of the field with the most tokens of reasoning; None without one."""
-        is_given = self.thinking is not None and self.thinking.budget_tokens is not None
-        return super().budget_field or ("thinking.budget_tokens" if is_given else None)
+        if (found := super().budget_field) is not None:
+            return found
+        if self.thinking is not None and self.thinking.budget_tokens is not None:
+            return "thinking.budget_tokens"
+        return "reasoning.max_tokens" if self._reasoning.max_tokens is not None else None
+
+    @property
+    def effort_field(self) -> str | None:
+        """Name of the field with the amount of reasoning as a word; None without one.
+
+        Raises:
+            InvalidRequest: If there are two, and they differ.
+        """
+        ours, theirs = self.reasoning_effort, self._reasoning.effort
+        if ours is not None and theirs not in (None, ours):
+            raise InvalidRequest(
+                f"reasoning.effort is {theirs} and reasoning_effort {ours}: they are the same setting, send"
+                " one of them",
+                param="reasoning.effort",
+            )
+        return "reasoning_effort" if ours is not None else "reasoning.effort" if theirs is not None else None
 
     @property
     def reasoning_wish(self) -> ReasoningWish:
         """Wanted amount of reasoning."""
-        said = self.thinking
-        if said is None:
-            return self.wish(effort=self.reasoning_effort)
-        is_on = None if said.type == "auto" else said.type != "disabled"
-        return self.wish(effort=self.reasoning_effort, is_on=is_on, budget_tokens=said.budget_tokens)
+        said, of_object = self.thinking, self._reasoning
+        is_on, budget_tokens = of_object.enabled, of_object.max_tokens
+        if said is not None:
+            is_on = is_on if said.type == "auto" else said.type != "disabled"
+            budget_tokens = budget_tokens if said.budget_tokens is None else said.budget_tokens
+        effort = self.reasoning_effort or of_object.effort
+        return self.wish(effort=effort, is_on=is_on, budget_tokens=budget_tokens)
+
+    @property
+    def _reasoning(self) -> ReasoningObject:
+        return self.reasoning or ReasoningObject()
 
     @property
     def has_functions(self) -> bool:
@@ -599,7 +666,7 @@ class ConversationBody(ReasoningFields, StrictBody):
         """All functions that the request offers."""
         if self.has_functions:
             return list(self.functions or ())
-        return [tool.function for tool in self.tools or ()]
+        return [tool.function for tool in self.tools or () if not isinstance(tool, HostedTool)]
 
     @property
     def choice(self) -> ChosenTools:

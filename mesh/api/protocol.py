@@ -21,7 +21,9 @@ from pydantic_core import PydanticCustomError
 
 from mesh.api.message_bodies import (
     ConversationBody,
+    HostedTool,
     TextPart,
+    hosted_warnings,
     part_text,
 )
 from mesh.api.request_parsing import (
@@ -324,20 +326,30 @@ class ChatBody(GenerationBody, ConversationBody):
 
     max_completion_tokens: TokenLimit | None = None
     reasoning_format: Literal["auto", "none", "deepseek"] | None = None
+    # vLLM's and OpenRouter's, as `reasoning.exclude`.
+    include_reasoning: bool | None = None
     # SGLang's: `false` is `reasoning_format` `none`.
     separate_reasoning: bool | None = None
     logprobs: bool | None = None
     top_logprobs: NumTopLogprobs = None
 
     @property
+    def shows_reasoning(self) -> bool:
+        """Whether the client is shown the reasoning."""
+        is_excluded = self.reasoning is not None and self.reasoning.exclude
+        return self.include_reasoning is not False and not is_excluded
+
+    @property
     def splits_reasoning(self) -> bool:
         """Whether reasoning is split from content."""
-        return self.reasoning_format != "none" and self.separate_reasoning is not False
+        is_whole = self.reasoning_format == "none" or self.separate_reasoning is False
+        return not (is_whole and self.shows_reasoning)
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """What of the request has no effect."""
-        return tuple(tool.warning for tool in self.tools or () if tool.warning is not None)
+        tools = enumerate(self.tools or ())
+        return hosted_warnings((index, tool.type) for index, tool in tools if isinstance(tool, HostedTool))
 
     @property
     def token_limit(self) -> int | None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.api.message_bodies import AllowedTools
+from mesh.api.message_bodies import AllowedTools, FreeTextFunction
 from mesh.structured_output.gbnf import SchemaError, either, to_gbnf
 from mesh.structured_output.json_schema import checked_grammar, json_object_grammar, schema_grammar
+from mesh.structured_output.lark import gbnf_of
 from mesh.structured_output.strings import parse_pattern
 from spanmesh_proto.errors import InvalidRequest
 
@@ -38,7 +39,7 @@ class FormKind(Enum):
     CHOICE = auto()
     """Texts, one of which is the answer."""
     GRAMMAR = auto()
-    """A grammar in GBNF."""
+    """A grammar in GBNF, or in Lark's notation."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ class ToolUse:
     """Whether the answer ends with its first call."""
     strict_names: frozenset[str] = frozenset()
     """Names of functions whose schema must be enforced as a whole."""
+    grammars: Mapping[str, str] = field(default_factory=dict)
+    """Of custom tools that have one, by name: grammar of the text, in Lark's notation."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -104,6 +107,8 @@ class ToolUse:
 def form_of(body: GenerationBody) -> AnswerForm | None:
     """The form that a request gives its answer; None if that is free.
 
+    By several names it may be given if it is the same: clients write for older and newer servers at once.
+
     Raises:
         InvalidRequest: If there are two, or one is incomplete.
     """
@@ -119,9 +124,10 @@ def form_of(body: GenerationBody) -> AnswerForm | None:
         *_given("guided_choice", FormKind.CHOICE, body.guided_choice),
         *_given("guided_grammar", FormKind.GRAMMAR, body.guided_grammar),
     ]
-    if len(found) > 1:
-        first, second = (form.param.partition(".")[0] for form in found[:2])
-        names = (found[1].param, found[0].param) if first == second else (second, first)
+    others = [form for form in found[1:] if (form.kind, form.value) != (found[0].kind, found[0].value)]
+    if others:
+        first, second = (form.param.partition(".")[0] for form in (found[0], others[0]))
+        names = (others[0].param, found[0].param) if first == second else (second, first)
         raise InvalidRequest(
             f"{names[0]} and {names[1]} both give a format for the answer: send one of them", param=names[0]
         )
@@ -222,7 +228,11 @@ def _of_schema(schema: Any, param: str, client: str | None) -> str:
 
 @lru_cache(_MAX_CACHED)
 def _checked(grammar: str, param: str, _client: str | None) -> str:
-    return checked_grammar(grammar, param=param)
+    try:
+        gbnf = gbnf_of(grammar)
+    except (SchemaError, RecursionError) as error:
+        raise InvalidRequest(f"{param}: {error}", param=param) from None
+    return checked_grammar(gbnf, param=param)
 
 
 @lru_cache(_MAX_CACHED)
@@ -282,15 +292,18 @@ def tool_use_of(
         )
     if named:
         shown = [function for function in shown if function["name"] in named]
-    strict = frozenset(function.name for function in functions if function.strict)
-    if isinstance(choice, tuple):
-        return ToolUse(tuple(shown), is_forced=True, has_one_call=True, strict_names=strict)
     mode = choice.mode if isinstance(choice, AllowedTools) else choice
+    is_named = isinstance(choice, tuple)
     return ToolUse(
         tuple(shown),
-        is_forced=mode == "required",
-        has_one_call=is_parallel is False,
-        strict_names=strict,
+        is_forced=is_named or mode == "required",
+        has_one_call=is_named or is_parallel is False,
+        strict_names=frozenset(function.name for function in functions if function.strict),
+        grammars={
+            function.name: function.lark
+            for function in functions
+            if isinstance(function, FreeTextFunction) and function.lark is not None
+        },
     )
 
 

@@ -117,7 +117,6 @@ def codex_setup(endpoint: MeshEndpoint) -> AgentSetup:
         "model": endpoint.model,
         "model_provider": "mesh",
         "model_context_window": endpoint.context_length,
-        "web_search": "disabled",
         **{f"model_providers.mesh.{name}": value for name, value in provider.items()},
     }
     # A value is TOML, of which JSON's strings and numbers are a part.

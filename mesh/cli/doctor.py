@@ -56,7 +56,7 @@ def doctor(
     """Check this host, MODEL if it is named, and a running mesh if --url is given.
 
     MODEL is a GGUF file, the first one if there are several, or hf:org/repo:QUANT: how it writes calls and
-    reasoning is shown, too.
+    reasoning is shown, and drafters beside it are named, with the command that serves both.
 
     Versions, llama.cpp's devices, memory, disk, ports and addresses; of a mesh every host and every link in
     both directions: round trips, bandwidth, port ranges, clocks, and the hashes of stage files. Each failure
@@ -66,10 +66,12 @@ def doctor(
     from mesh.doctor import exit_code, this_host_checks, token_checks  # noqa: PLC0415
 
     name = socket.gethostname()
-    model = None if model is None else local_model(model).path
+    pulled = None if model is None else local_model(model).path
     checks = [
-        *this_host_checks(name, port=port, advertise=advertise, model=model, url=url, port_range=port_range)
+        *this_host_checks(name, port=port, advertise=advertise, model=pulled, url=url, port_range=port_range)
     ]
+    if model is not None:
+        checks += _of_repository(name, str(model))
     if token_file is not None:
         checks += token_checks(name, read_token(token_file))
     if url is not None:
@@ -79,6 +81,19 @@ def doctor(
     else:
         _print(checks)
     click.get_current_context().exit(exit_code(checks))
+
+
+def _of_repository(name: str, model: str) -> Iterable[Check]:
+    """Drafters in a model's repository at the hub."""
+    from mesh.doctor import hub_checks  # noqa: PLC0415 - keeps --help quick
+    from mesh.hub import HubLibrary, is_reference, parse_reference  # noqa: PLC0415
+    from stages.weights.disk_cache import default_root  # noqa: PLC0415
+
+    if not is_reference(model):
+        return ()
+    reference = parse_reference(model)
+    drafters = HubLibrary(default_root()).drafters(reference)
+    return hub_checks(name, model, {drafter.wanted or "": str(drafter) for drafter in drafters})
 
 
 def _of_mesh(url: str, key: str | None) -> Iterable[Check]:

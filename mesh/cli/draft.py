@@ -64,34 +64,63 @@ def make(model: Path, quant_type: str, output: Path, *, plain: bool, force: bool
 
 
 @draft.command()
-@click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument("file", type=click.Path(path_type=Path))
 @click.option(
     "--for",
     "target",
     type=click.Path(path_type=Path),
-    required=True,
     metavar="MODEL",
-    help="The model that it is to draft for: a GGUF file or hf:org/repo:QUANT.",
+    help="The model that it is to draft for: a GGUF file or hf:org/repo:QUANT; the one beside FILE unless "
+    "given.",
 )
 @int_option("--ctx-size", default=4096, least=16, metavar="N", help="Positions of one session.")
 @int_option("--parallel", default=4, most=64, metavar="N", help="Concurrent sessions.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def check(file: Path, target: Path, *, ctx_size: int, parallel: int, as_json: bool) -> None:
+def check(file: Path, target: Path | None, *, ctx_size: int, parallel: int, as_json: bool) -> None:
     """Check that FILE can draft for MODEL, and show what it costs.
 
-    FILE is a small model, an EAGLE-3 drafter, or a head for multi-token prediction; MODEL itself stands for
-    the head that it brings. It is loaded in a process of its own and drafts a few tokens. What does not fit
-    is refused with the reason, as `mesh serve` would.
+    FILE is a small model, an EAGLE-3 drafter, or a head for multi-token prediction, as a GGUF file or
+    hf:org/repo:NAME; MODEL itself stands for the head that it brings. It is loaded in a process of its own
+    and drafts a few tokens. What does not fit is refused with the reason, as `mesh serve` would.
     """
     from mesh.draft.loading import check_drafter  # noqa: PLC0415 - keeps --help quick
     from speculative.draft.context import DraftOptions  # noqa: PLC0415
 
-    model = local_model(target).path
-    found = check_drafter(file, model, DraftOptions(ctx_size=ctx_size, num_sessions=parallel))
-    say(json.dumps(asdict(found), indent=2) if as_json else _as_text(found, file, model))
+    path = local_model(file).path
+    model = _model_beside(path) if target is None else local_model(target).path
+    found = check_drafter(path, model, DraftOptions(ctx_size=ctx_size, num_sessions=parallel))
+    command = _command(file, path, target or model, model)
+    if as_json:
+        say(json.dumps({**asdict(found), "command": command or None}, indent=2))
+    else:
+        say(_as_text(found, path, model, command))
 
 
-def _as_text(found: CheckedDrafter, file: Path, model: Path) -> str:
+def _model_beside(drafter: Path) -> Path:
+    """The only model beside a drafter that it fits.
+
+    Raises:
+        ModelError: If there is none, or several.
+    """
+    from mesh.draft.pairs import models_beside  # noqa: PLC0415 - keeps --help quick
+
+    read_header(drafter)
+    found = list(models_beside(drafter))
+    if len(found) == 1:
+        return found[0]
+    trouble = f"{len(found)} models" if found else "no model"
+    among = f": {', '.join(path.name for path in found)}" if found else ""
+    raise ModelError(f"{trouble} beside {drafter} that it could draft for{among}; name one with --for")
+
+
+def _command(file: Path, path: Path, target: Path, model: Path) -> str:
+    """The command that serves the pair; empty for a model's own head, which needs none."""
+    from mesh.draft.drafter import serving_command  # noqa: PLC0415 - keeps --help quick
+
+    return "" if path.samefile(model) else serving_command(target, file)
+
+
+def _as_text(found: CheckedDrafter, file: Path, model: Path, command: str) -> str:
     lines = [f"{file.name}: {found.kind.label} that fits {model.name}"]
     rows = [("layers", f"{found.n_layers}")]
     if found.read_layers:
@@ -106,4 +135,6 @@ def _as_text(found: CheckedDrafter, file: Path, model: Path) -> str:
     sessions = f"{found.num_sessions} sessions of {found.ctx_size:,} positions"
     rows.append(("memory", f"{format_size(found.memory_bytes)} on the head for {sessions}"))
     rows.append(("speed", f"{found.draft_ms_per_token:.2f} ms a drafted token on this host"))
+    if command:
+        rows.append(("command", command))
     return "\n".join([*lines, *(f"  {name:<11}{text}" for name, text in rows)])

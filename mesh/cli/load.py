@@ -11,7 +11,7 @@ import click
 
 from mesh.cli.head_client import ask_head
 from mesh.cli.options import OptionsCommand, made
-from mesh.cli.shared_options import head_options, key_of, local_model
+from mesh.cli.shared_options import head_options, key_of, local_model, served_model
 from mesh.options.model import API, PLACEMENT, SESSIONS, SPECULATION, LoadRequest
 from mesh.status import read_status
 from mesh.util.printable import say
@@ -47,7 +47,9 @@ def load(model: Path, url: str, api_key_file: Path | None, **values: Any) -> Non
     wanted = {name: _whole(value) if isinstance(value, Path) else value for name, value in values.items()}
     # Refused here, if it contradicts itself, before a model is fetched.
     made(LoadRequest, {**wanted, "model": str(model)})
-    request = made(LoadRequest, {**wanted, "model": str(_whole(local_model(model).path))})
+    if (drafter := values.get("draft_path")) is not None:
+        wanted["draft_path"] = _whole(local_model(drafter).path)
+    request = made(LoadRequest, {**wanted, "model": str(_whole(served_model(model).path))})
     order = request.model_dump(mode="json")
     head, key = url.rstrip("/"), key_of(api_key_file)
     answer = _watched(head, key, order)

@@ -127,25 +127,30 @@ def _entries() -> list[_Entry]:
 
 
 def _model_entry(library: HubLibrary, model: CachedModel) -> _Entry:
+    kind, content = _content(model.paths[0]) if model.is_whole else ("part of a model", "")
     return _Entry(
         model.name,
-        "model" if model.is_whole else "part of a model",
-        _content(model.paths[0]) if model.is_whole else "",
+        kind,
+        content,
         model.size_bytes,
         model.used_at_s,
         lambda: library.remove(model),
     )
 
 
-def _content(path: Path) -> str:
-    """Architecture and layers of a model; nothing for a file that is no model that can be served."""
-    from stages.slicing.model_facts import read_model_facts  # noqa: PLC0415 - keeps --help quick
+def _content(path: Path) -> tuple[str, str]:
+    """Kind of a file, and architecture and layers of a model that can be served, or what a drafter is."""
+    from stages.gguf import read_header  # noqa: PLC0415 - keeps --help quick
+    from stages.slicing.drafter_files import drafter_label  # noqa: PLC0415
+    from stages.slicing.model_facts import read_model_facts  # noqa: PLC0415
 
     try:
+        if label := drafter_label(read_header(path)):
+            return "drafter", label
         facts = read_model_facts(path)
     except (ModelError, OSError):
-        return ""
-    return f"{facts.architecture}, {facts.layer_count}"
+        return "model", ""
+    return "model", f"{facts.architecture}, {facts.layer_count}"
 
 
 def _stage_entry(store: StageStore, stage: StoredStage) -> _Entry:

@@ -338,6 +338,19 @@ def local_model(model: Path) -> PulledModel:
         return HubLibrary(default_root()).pull(reference, _in_bytes(bars))
 
 
+def served_model(model: Path) -> PulledModel:
+    """A model on this host that is to be served; see `local_model`.
+
+    Raises:
+        ModelError: If it is at the hub, and cannot be had there, or is a drafter.
+    """
+    from mesh.draft.pairs import require_model  # noqa: PLC0415 - keeps --help quick
+
+    pulled = local_model(model)
+    require_model(pulled.path)
+    return pulled
+
+
 def _in_bytes(bars: ProgressBars) -> Callable[[str], Callable[[int, int], None]]:
     def begin(label: str) -> Callable[[int, int], None]:
         bar = bars.add(label)

@@ -11,6 +11,7 @@ model's file. Such files are made once, in the cache beside stage files.
 from __future__ import annotations
 
 import hashlib
+import shlex
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
@@ -139,6 +140,11 @@ def read_drafter(path: Path, target: ModelFacts) -> Drafter:
             f"{path.name} is the served model itself: leave out --draft, its own head drafts without it"
         )
     return Drafter(DrafterKind.MODEL, header)
+
+
+def serving_command(model: Path | str, drafter: Path | str) -> str:
+    """The command that serves a model with a drafter, for a shell."""
+    return f"mesh serve {shlex.quote(str(model))} --draft {shlex.quote(str(drafter))}"
 
 
 def own_head(target: ModelFacts) -> Drafter | None:

@@ -72,8 +72,9 @@ class ModelOptions(Options):
         Option(
             section=SPECULATION,
             flag="--draft",
-            metavar="PATH",
-            help="GGUF file of a drafter: a small model, EAGLE-3, or a head for multi-token prediction.",
+            metavar="FILE",
+            help="Drafter, a GGUF file or hf:org/repo:NAME: a small model, EAGLE-3, or a head for "
+            "multi-token prediction.",
         ),
     ] = None
     draft_head: Annotated[

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mesh.structured_output.free_text import any_but
 from mesh.structured_output.gbnf import NOTHING, SchemaError, chars, either, mapped, maybe, seq, times
 from mesh.structured_output.strings import CHAR, in_string, lengths_of, of_length, pattern_of, quoted
-from stages.grammar.gbnf_parser import Chars, Expression, Ref, complement
+from stages.grammar.gbnf_parser import Chars, Expression, Literal, Ref, complement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -57,6 +57,24 @@ class RawText:
             return self._without_starts(of_length(pattern, least, most))
         return self.whole if (least, most) == (0, None) else times(any_but(self.starts), least, most)
 
+    def letters(self, expression: Expression) -> Expression:
+        """A part of a text, given as an expression over its characters.
+
+        Raises:
+            SchemaError: If a mark could begin in it.
+        """
+
+        def require_none(each: Expression) -> Expression:
+            if isinstance(each, Literal) and self.starts & set(each.text):
+                raise SchemaError(reason)
+            return each
+
+        starts = " ".join(sorted(self.starts))
+        reason = f"texts in which {starts} may be cannot be held to a grammar in this model's format of calls"
+        if self._without_starts(mapped(expression, require_none)) != expression:
+            raise SchemaError(reason)
+        return expression
+
     def _without_starts(self, expression: Expression) -> Expression:
         """An expression without beginnings of marks where it allows other characters in their place."""
         allowed = any_but(self.starts)
@@ -99,6 +117,18 @@ class Notation(ABC):
         Raises:
             SchemaError: If it cannot be written.
         """
+
+    @abstractmethod
+    def letters(self, expression: Expression) -> Expression:
+        """A part of a text, given as an expression over its characters.
+
+        Raises:
+            SchemaError: If it cannot be written.
+        """
+
+    @abstractmethod
+    def enclosed(self, letters: Expression) -> Expression:
+        """A text of such parts, with what is around it."""
 
     def key(self, name: str) -> Expression | str:
         """Name of a property.
@@ -159,11 +189,17 @@ class _Json(Notation):
             return None
         pattern = pattern_of(flat)
         if pattern is None:
-            return seq('"', times(CHAR, least, most), '"')
-        return seq('"', in_string(of_length(pattern, least, most)), '"')
+            return self.enclosed(times(CHAR, least, most))
+        return self.enclosed(self.letters(of_length(pattern, least, most)))
 
     def text_of(self, value: str) -> str:
         return quoted(value)
+
+    def letters(self, expression: Expression) -> Expression:
+        return in_string(expression)
+
+    def enclosed(self, letters: Expression) -> Expression:
+        return seq('"', letters, '"')
 
     def other_key(self, names: Collection[str], rule: Rule) -> Expression:
         return seq('"', _any_name_but(names, rule), '"')
@@ -181,12 +217,17 @@ class _Python(Notation):
             return None
         pattern = pattern_of(flat)
         if pattern is None:
-            return seq(_PYTHON_QUOTE, times(_PYTHON_CHAR, least, most), _PYTHON_QUOTE)
-        inner = in_string(of_length(pattern, least, most), _python_letters, _PYTHON_PLAIN)
-        return seq(_PYTHON_QUOTE, inner, _PYTHON_QUOTE)
+            return self.enclosed(times(_PYTHON_CHAR, least, most))
+        return self.enclosed(self.letters(of_length(pattern, least, most)))
 
     def text_of(self, value: str) -> str:
         return f"{_PYTHON_QUOTE}{_python_letters(value)}{_PYTHON_QUOTE}"
+
+    def letters(self, expression: Expression) -> Expression:
+        return in_string(expression, _python_letters, _PYTHON_PLAIN)
+
+    def enclosed(self, letters: Expression) -> Expression:
+        return seq(_PYTHON_QUOTE, letters, _PYTHON_QUOTE)
 
 
 PYTHON: Final[Notation] = _Python()
@@ -207,13 +248,21 @@ class BareKeys(Notation):
     def text(self, flat: Flat) -> Expression | None:
         """See `Notation`."""
         found = self.raw.string_of(flat)
-        return None if found is None else seq(self.quote_rule, found, self.quote_rule)
+        return None if found is None else self.enclosed(found)
 
     def text_of(self, value: str) -> Expression:
         """See `Notation`."""
         if self.quote in value:
             raise SchemaError(f"enum: {value[:64]!r} cannot be written between {self.quote}")
         return seq(self.quote_rule, value, self.quote_rule)
+
+    def letters(self, expression: Expression) -> Expression:
+        """See `Notation`."""
+        return self.raw.letters(expression)
+
+    def enclosed(self, letters: Expression) -> Expression:
+        """See `Notation`."""
+        return seq(self.quote_rule, letters, self.quote_rule)
 
     def key(self, name: str) -> str:
         """See `Notation`."""

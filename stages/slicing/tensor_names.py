@@ -31,6 +31,8 @@ _NOT_PER_LAYER: Final = (
     "ple.layer_multipliers",
     "ple.head_offsets",
     "ple.head_vocab_sizes",
+    "adapters.token_ids_activate",
+    "adapters.token_ids_substitute",
 )
 _COUNT: Final = "nextn_predict_layers"
 

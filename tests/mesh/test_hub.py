@@ -7,28 +7,41 @@ import json
 import os
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
 from mesh.cli.main import run
-from mesh.hub import HubLibrary, HubReference, RepoFile, choose, parse_reference
+from mesh.draft.drafter import loadable_file, own_head
+from mesh.hub import (
+    HubLibrary,
+    HubReference,
+    RepoFile,
+    Repository,
+    choose,
+    drafters_in,
+    parse_reference,
+)
 from spanmesh_proto.errors import HubUnavailable, InvalidModel, ModelError
 from stages.certification.certify import cut_stage
 from stages.layers import LayerRange
+from stages.slicing.model_facts import read_model_facts
 from stages.weights import http_download
 from stages.weights.disk_cache import StageStore, hold
 from stages.weights.fetch import fetch_stage
 from stages.weights.piece_sources import HubFile
 from stages.weights.virtual_stages import StageCache
 from tests.mesh.cluster.test_membership import head
+from tests.support.eagle3 import DRAFTER
 from tests.support.hub_server import COMMIT, running_hub
+from tests.support.tiny_families import TINY_FAMILIES
 from tests.support.tiny_models import TinyModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from mesh.options.host import HeadOptions
     from tests.support.hub_server import Hub
 
 REFERENCE = HubReference("org/tiny-GGUF", wanted="Q8_0")
@@ -405,6 +418,82 @@ def test_files_that_are_not_there_or_not_one() -> None:
         choose(HubReference("org/m", wanted="BF16"), REPO[:-1])
     with pytest.raises(HubUnavailable, match="2 models fit"):
         choose(HubReference("org/m", wanted="Q8_0"), files("a-Q8_0.gguf", "b-Q8_0.gguf"))
+
+
+BESIDE: Final = ("mtp-m-Q8_0.gguf", "eagle3-m-Q4_K_M.gguf", "m-DFlash-Q8_0.gguf", "m-it-assistant.Q8_0.gguf")
+
+
+def test_a_pair_of_one_repository_is_offered_and_checked(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    model = TINY_FAMILIES["glm4moe"].with_prediction_layer().write(tmp_path / "glm.gguf")
+    head = own_head(read_model_facts(model))
+    assert head is not None
+    hub.files = {
+        "glm-Q8_0.gguf": model.read_bytes(),
+        "mtp-glm.gguf": loadable_file(head, model, tmp_path).read_bytes(),
+    }
+    served, drafter = "hf:org/tiny-GGUF", "hf:org/tiny-GGUF:mtp-glm"
+    run(["doctor", served, "--advertise", "127.0.0.1"])
+    told = capsys.readouterr().out
+    assert f"ok   drafter mtp-glm: the name of a drafter: mesh draft check {drafter} --for {served}" in told
+    assert run(["draft", "check", drafter, "--for", served]) == 0
+    assert f"  command    mesh serve {served} --draft {drafter}\n" in capsys.readouterr().out
+    # Both are here now: told by their headers.
+    run(["doctor", served, "--advertise", "127.0.0.1"])
+    told = capsys.readouterr().out
+    assert "ok   drafter mtp-glm.gguf: a head for multi-token prediction for it: mesh serve " in told
+    assert run(["draft", "check", drafter]) == 0
+    assert "fits glm-Q8_0.gguf" in capsys.readouterr().out
+    assert not HubLibrary(tmp_path).drafters(HubReference("org/none"))
+
+
+def test_a_drafter_of_the_hub_is_fetched_for_the_model_that_is_served_or_loaded(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    hub.files["eagle3-tiny.gguf"] = DRAFTER.read_bytes()
+    served: list[HeadOptions] = []
+    loaded: list[dict[str, str]] = []
+
+    async def serve(options: HeadOptions, _interruption: object) -> None:
+        served.append(options)
+
+    def load(_head: str, _key: str | None, order: dict[str, str]) -> dict[str, Any]:
+        loaded.append(order)
+        return {"stages": [], "model": "tiny", "plan": "one stage"}
+
+    monkeypatch.setattr("mesh.cli.serve._serve", serve)
+    monkeypatch.setattr("mesh.cli.load._watched", load)
+    pair = ["hf:org/tiny-GGUF:Q8_0", "--draft", "hf:org/tiny-GGUF:eagle3-tiny"]
+    assert run(["serve", *pair, "--advertise", "127.0.0.1"]) == 0
+    assert run(["load", *pair]) == 0
+    folder = tmp_path / "user" / "spanmesh" / "models" / "org" / "tiny-GGUF" / COMMIT
+    (options,), (order,) = served, loaded
+    assert (options.model, options.draft_path) == (folder / "tiny-Q8_0.gguf", folder / "eagle3-tiny.gguf")
+    assert (order["model"], order["draft_path"]) == (str(options.model), str(options.draft_path))
+    capsys.readouterr()
+    # It is no model, whatever asks for it.
+    for verb in ("serve", "load"):
+        assert run([verb, pair[-1]]) == 1
+        assert "is an EAGLE-3 drafter and drafts for another model" in capsys.readouterr().err
+    assert (len(served), len(loaded)) == (1, 1)
+
+
+def test_drafters_of_a_repository_are_no_models_of_it() -> None:
+    repo = files("m-Q4_K_M.gguf", "m-MTP-Q8_0.gguf", *BESIDE)
+    assert [file.name for file in choose(HubReference("org/m"), repo)] == ["m-Q4_K_M.gguf"]
+    assert [file.name for file in choose(HubReference("org/m", wanted="Q8_0"), repo)] == ["m-MTP-Q8_0.gguf"]
+    for name in BESIDE:
+        assert [file.name for file in choose(HubReference("org/m", wanted=name), repo)] == [name]
+    assert drafters_in(Repository("org/m", "c" * 40, tuple(repo))) == tuple(
+        sorted(name.removesuffix(".gguf") for name in BESIDE)
+    )
+    # Of drafters alone they are what is meant.
+    alone = files("m-eagle3-Q8_0.gguf")
+    assert [file.name for file in choose(HubReference("org/m"), alone)] == ["m-eagle3-Q8_0.gguf"]
+    assert drafters_in(Repository("org/m", "c" * 40, tuple(alone))) == ()
 
 
 def test_references() -> None:

@@ -26,13 +26,16 @@ import click
 
 from mesh.util.logs import set_up_logs
 from mesh.util.terminal import progress_bars
+from meshbench.lab.llama_cpp_build import unpacked_source
 from spanmesh_proto.errors import MeshError
 from stages.certification.certify import CertifyOptions, certify, certify_isolated
+from stages.gguf import read_header
 from stages.slicing.source_model import read_source
+from tests.qualification.architectures import WITHOUT_MODEL, listed_architectures
 from tests.qualification.families_table import FamilyRecord, GoesBack, Outcome, counts, to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from stages.certification.comparison import EquivalenceReport
     from stages.slicing.source_model import SourceModel
@@ -81,13 +84,20 @@ def examine(model: Path, certified: Callable[[Path], EquivalenceReport]) -> Fami
     try:
         source = read_source(model)
     except MeshError as error:
-        return FamilyRecord(model.name, Outcome.REFUSED, reason=error.message)
+        return FamilyRecord(model.name, Outcome.REFUSED, error.message, _architecture(model))
     record = _before(source)
     try:
         report = certified(model)
     except MeshError as error:
         return record.failed(error.message, is_known=source.is_known)
     return _after(record, report, is_known=source.is_known)
+
+
+def _architecture(model: Path) -> str:
+    try:
+        return read_header(model).architecture
+    except MeshError:
+        return ""
 
 
 def _before(source: SourceModel) -> FamilyRecord:
@@ -143,8 +153,16 @@ def _with_checkpoints(record: FamilyRecord, report: EquivalenceReport) -> Family
 @click.option("--output", type=click.Path(path_type=Path), help="Write the record there, as JSON.")
 @click.option("--only", default="", help="Only models whose names contain this.")
 def main(folders: tuple[Path, ...], output: Path | None, only: str) -> None:
-    """Certify every GGUF file in FOLDERS at every cut that its family's rules allow."""
+    """Certify every GGUF file in FOLDERS at every cut that its family's rules allow.
+
+    The record has llama.cpp's list of architectures as well, from the source that `SPANMESH_LLAMA_CPP` names
+    or that the lab has unpacked.
+    """
     set_up_logs()
+    source = unpacked_source()
+    if output is not None and source is None:
+        raise click.UsageError("there is no source of llama.cpp: name its folder in SPANMESH_LLAMA_CPP")
+    listed = () if source is None else listed_architectures(source)
     recorded: dict[str, list[FamilyRecord]] = {}
     models = [
         (folder, model) for folder in folders for model in sorted(folder.glob("*.gguf")) if only in model.name
@@ -164,14 +182,16 @@ def main(folders: tuple[Path, ...], output: Path | None, only: str) -> None:
     for name, records in recorded.items():
         click.echo(f"{name}: {counts(records)}")
     if output is not None:
-        output.write_text(json.dumps(_document(recorded), indent=1) + "\n", encoding="utf-8")
+        output.write_text(json.dumps(_document(recorded, listed), indent=1) + "\n", encoding="utf-8")
     if any(record.outcome is Outcome.WRONG for records in recorded.values() for record in records):
         click.get_current_context().exit(1)
 
 
-def _document(recorded: dict[str, list[FamilyRecord]]) -> dict[str, Any]:
+def _document(recorded: dict[str, list[FamilyRecord]], listed: Sequence[str]) -> dict[str, Any]:
     return {
         "llama_cpp_python": version("llama-cpp-python"),
+        "architectures": [*listed],
+        "without_model": dict(sorted(WITHOUT_MODEL.items())),
         "runs": {name: [to_json(record) for record in records] for name, records in recorded.items()},
     }
 

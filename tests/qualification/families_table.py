@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 _HEAD: Final = """\
 # Families
 
-Which families of models can be cut, found out by cutting llama.cpp's own tiny random model of each
-architecture at every place that the rules allow, alone and all at once, and comparing bits with the model
-whole: prefill, decode, long prompts in chunks, spans after going back, and, with recurrent layers, up to 63
-rows at once with the same rows one by one. Written by
+Which families of models can be cut, found out by cutting a tiny random model of each architecture at every
+place that the rules allow, alone and all at once, and comparing bits with the model whole: prefill, decode,
+long prompts in chunks, spans after going back, and, with recurrent layers, up to 63 rows at once with the
+same rows one by one. The models are llama.cpp's own, and this project's where its program makes none. Written
+by
 
 ```sh
 python -m tests.qualification.tiny_models models/d1
@@ -37,7 +38,9 @@ python -m tests.qualification.families_table tests/qualification/families_record
 """
 _TAIL: Final = """
 **d2-mtp**: the same models with a layer for multi-token prediction behind their own, which no stage holds;
-those that llama.cpp's program can write with one.
+those that can be written with one.
+
+**no model**: llama.cpp's list has the architecture, and there is no tiny model of it, for the reason given.
 
 **goes back**: how a session returns to before a rejected token. *position*: its rows are dropped.
 *checkpoints*: a recurrent state has no rows, so stages copy it now and then, and go on from a copy. *no*:
@@ -45,11 +48,10 @@ not in exact mode, where nothing is proposed then.{refusals}
 {wrong}
 Rules are in [stages/slicing/architectures/cutting_rules.py](stages/slicing/architectures/cutting_rules.py),
 each with its reason. A family that is not in the table of rules is cut by the generic ones, and only after a
-self-check at the very cut; so is one whose rules no run has tried.
+self-check at the very cut.
 """
 _WRONG: Final = """
-**wrong**: found not to be exact, or to abort, by the rules of that run. Such families have new rules, which
-no run has tried.
+**wrong**: found not to be exact, or to abort, by the rules of that run. Such families have no rules any more.
 """
 
 
@@ -87,7 +89,7 @@ class FamilyRecord:
     reason: str = ""
     """Why, unless it is bit-equal."""
     architecture: str = ""
-    """`general.architecture`; empty if its header was refused."""
+    """`general.architecture`; empty if its header cannot be read."""
     n_layers: int = 0
     """Layers."""
     rules: tuple[str, ...] = ()
@@ -152,13 +154,23 @@ def markdown(document: Mapping[str, Any]) -> str:
     lines = [_HEAD + f"llama-cpp-python {document['llama_cpp_python']}.", ""]
     lines += [f"- {name}: {counts(records)}" for name, records in runs.items()]
     names = list(runs)
+    without = document["without_model"]
+    lines.append(
+        f"- llama.cpp's list: {len(document['architectures'])} architectures, "
+        f"{len(document['architectures']) - len(without)} with a model here, {len(without)} without one"
+    )
     lines += [
         "",
         f"| model | {' | '.join(names)} | rules | goes back | why not |",
         "|---" * (len(names) + 4) + "|",
     ]
-    for model in sorted({record.model for records in runs.values() for record in records}):
-        lines.append(_row(model, [_find(runs[name], model) for name in names]))
+    rows = {
+        model: _row(model, [_find(runs[name], model) for name in names])
+        for model in {record.model for records in runs.values() for record in records}
+    }
+    for architecture, reason in without.items():
+        rows[architecture] = f"| {architecture} | {'no model | ' * len(names)} |  | {reason} |"
+    lines += [rows[name] for name in sorted(rows)]
     is_any_wrong = any(record.outcome is Outcome.WRONG for records in runs.values() for record in records)
     tail = _TAIL.format(wrong=_WRONG if is_any_wrong else "", refusals=_refusals(runs.values()))
     return "\n".join(lines) + "\n" + tail

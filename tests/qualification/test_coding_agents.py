@@ -18,6 +18,7 @@ from mesh.api.http_server import serve_api
 from mesh.engine import Committed, GenerationRequest
 from mesh.text.chat_template import with_tool_note
 from mesh.text.tokenizer import Tokenizer
+from meshbench.lab.llama_cpp_build import unpacked_source
 from spanmesh_proto.errors import ContextLengthExceeded, MeshError
 from tests.qualification.coding_agents import npm_install
 from tests.qualification.coding_agents.agents import CLAUDE, CODEX, OPENCODE, PROGRAMS, AgentOutput
@@ -27,8 +28,16 @@ from tests.qualification.coding_agents.engines import (
     BoundedAnswers,
     ScriptedModel,
     answer_to,
+    last_words,
     note_text,
-    offered_tools,
+)
+from tests.qualification.coding_agents.model_kinds import (
+    GEMMA_4,
+    HARMONY,
+    NOTE,
+    PREAMBLE,
+    THOUGHT,
+    ModelKind,
 )
 from tests.qualification.coding_agents.npm_install import (
     installed_version,
@@ -46,7 +55,7 @@ from tests.support.lab_fixtures import require_lab
 
 tokenizer = api_harness.tokenizer
 TEXT = {"type": "string"}
-BASH = {"name": "Bash", "parameters": {"properties": {"command": TEXT, "timeout": {"type": "number"}}}}
+BASH: Any = {"name": "Bash", "parameters": {"properties": {"command": TEXT, "timeout": {"type": "number"}}}}
 EXEC = {"name": "exec_command", "parameters": {"properties": {"cmd": TEXT, "tty": {"type": "boolean"}}}}
 SHELL = {"name": "shell", "parameters": {"properties": {"command": {"type": "array", "items": TEXT}}}}
 DESCRIBED: Any = {
@@ -100,6 +109,7 @@ text, _ = ask(turns)
 print(json.dumps({"type": "result", "subtype": "success", "is_error": False, "result": text}))
 """
 SLEEP = ["sleep", "98765"]
+LAST = last_words("cafe")
 
 
 def prompt_of(*messages: dict[str, Any], tools: Any = ()) -> str:
@@ -120,7 +130,7 @@ def prompt_of(*messages: dict[str, Any], tools: Any = ()) -> str:
 def test_the_script_calls_the_shell_that_is_offered(tool: Any, arguments: dict[str, Any]) -> None:
     other = {"name": "write", "description": "Writes.", "parameters": {"type": "object"}}
     prompt = prompt_of({"role": "system", "content": "You are an agent."}, USER, tools=[other, tool])
-    assert [offered["name"] for offered in offered_tools(prompt)] == ["write", tool["name"]]
+    assert list(NOTE.offered(prompt)) == ["write", tool["name"]]
     text, _, call = answer_to(prompt, is_json=False).partition("<tool_call>\n")
     assert text == "I copy it.\n"
     assert json.loads(call.removesuffix("\n</tool_call>")) == {"name": tool["name"], "arguments": arguments}
@@ -145,8 +155,10 @@ def test_the_script_answers_what_agents_ask_beside_their_work() -> None:
 
 
 @asynccontextmanager
-async def scripted_server(tokenizer: Tokenizer, recording: Path) -> AsyncIterator[httpx.AsyncClient]:
-    app = app_of(ScriptedModel(tokenizer, 4096), tokenizer)
+async def scripted_server(
+    tokenizer: Tokenizer, recording: Path, kind: ModelKind = NOTE
+) -> AsyncIterator[httpx.AsyncClient]:
+    app = app_of(ScriptedModel(tokenizer, 4096, kind), tokenizer)
     async with (
         serve_api(recorded(app, recording), "127.0.0.1", 0) as url,
         httpx.AsyncClient(base_url=url, timeout=60, verify=NO_AUTHORITIES) as client,
@@ -207,6 +219,50 @@ async def test_a_turn_by_responses_and_chats_is_recorded(tokenizer: Tokenizer, t
     assert (chat_call.text, title.text) == ("I copy it.", TITLE)
     assert chat_call.last_event == title.last_event == "[DONE]"
     assert title.events["chat.completion.chunk"] > 1
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("kind", [HARMONY, GEMMA_4], ids=lambda kind: kind.name)
+@pytest.mark.skipif(unpacked_source() is None, reason="no source of llama.cpp: see SPANMESH_LLAMA_CPP")
+async def test_models_with_templates_take_a_turn(smollm2_path: Path, tmp_path: Path, kind: ModelKind) -> None:
+    tokenizer = Tokenizer(kind.write_model(smollm2_path, tmp_path))
+    recording = tmp_path / "requests.jsonl"
+    tool = {"name": "Bash", "input_schema": BASH["parameters"] | {"required": ["command"]}}
+    user: Any = {"role": "user", "content": "Copy the note."}
+    asked: Any = {"max_tokens": 500, "tools": [tool], "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    async with scripted_server(tokenizer, recording, kind) as client:
+        called = await client.post("/v1/messages", json={**asked, "messages": [user]})
+        blocks = called.json()["content"]
+        assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use"]
+        assert (blocks[0]["thinking"].strip(), blocks[1]["text"].strip()) == (THOUGHT, PREAMBLE)
+        assert blocks[2]["input"] == {"command": COMMAND}
+        assert called.json()["stop_reason"] == "tool_use"
+        result = {"type": "tool_result", "tool_use_id": blocks[2]["id"], "content": note_text("beef")}
+        turns = [user, {"role": "assistant", "content": blocks}, {"role": "user", "content": [result]}]
+        await client.post("/v1/messages", json={**asked, "messages": turns, "stream": True})
+        # Without reasoning in the history, and in another API.
+        function = {"name": "exec_command", "arguments": json.dumps({"cmd": COMMAND})}
+        items = [
+            {"role": "user", "content": "Copy."},
+            {"type": "function_call", "call_id": "c1", **function},
+            {"type": "function_call_output", "call_id": "c1", "output": note_text("feed")},
+        ]
+        tools = [{"type": "function", **EXEC}]
+        await client.post("/v1/responses", json={"input": items, "tools": tools, "stream": True})
+        await client.post("/v1/chat/completions", json={"messages": [user], "stream": True})
+    _, told, without, title = read_recording(recording)
+    assert told.text == last_words("beef")
+    assert told.last_event == "message_stop"
+    missing = "The reasoning ahead of the call is not there."
+    assert without.text == (missing if kind.reasons else last_words("feed"))
+    assert title.text == TITLE
+    assert title.reasoning == (THOUGHT if kind.reasons else "")
+
+
+def test_a_template_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPANMESH_LLAMA_CPP", str(tmp_path))
+    with pytest.raises(MeshError, match="SPANMESH_LLAMA_CPP, or choose --template note"):
+        HARMONY.write_model(tmp_path / "model.gguf", tmp_path)
 
 
 @pytest.mark.model
@@ -345,10 +401,11 @@ def good_turn(**changes: Any) -> Turn:
         program=CLAUDE,
         version="1.0",
         kind=TurnKind.TOOL,
+        model=NOTE,
         exit_code=0,
         seconds=3.0,
-        output=AgentOutput("Its code word is\ncafe.", ("Bash",), (), {"result": 1}),
-        exchanges=[good_exchange("I copy it."), good_exchange("Its code word is cafe. ")],
+        output=AgentOutput(LAST.replace(" ", "\n", 1), ("Bash",), (), {"result": 1}),
+        exchanges=[good_exchange(PREAMBLE), good_exchange(f"{LAST} ")],
         code_word="cafe",
         copied=note_text("cafe"),
         last_words="",
@@ -363,7 +420,7 @@ def failing(turn: Turn) -> list[str]:
 
 def test_a_good_turn_passes() -> None:
     assert failing(good_turn()) == []
-    plain = good_turn(kind=TurnKind.PLAIN, copied=None, exchanges=[good_exchange("Its code word is cafe.")])
+    plain = good_turn(kind=TurnKind.PLAIN, model=None, copied=None, exchanges=[good_exchange(LAST)])
     assert failing(plain) == []
 
 
@@ -374,14 +431,19 @@ def test_a_good_turn_passes() -> None:
         ({"exit_code": None}, ["the agent ends with code 0"]),
         ({"copied": None}, ["the command was run"]),
         ({"copied": "else"}, ["the command was run"]),
-        ({"code_word": "beef", "copied": note_text("beef")}, ["its result came back to the model"]),
-        ({"exchanges": [good_exchange("Its code word is cafe.")]}, ["/v1/messages was used"]),
-        ({"exchanges": [good_exchange("a"), good_exchange("b")]}, ["the answer came out"]),
         (
-            {"output": AgentOutput("Its code word is cafe.", ("Bash",), ("retried",))},
-            ["no errors told by the agent"],
+            {"code_word": "beef", "copied": note_text("beef")},
+            ["its result came back to the model", "text, reasoning and calls are told apart"],
         ),
-        ({"output": AgentOutput("Its code word is cafe.")}, ["the command was run"]),
+        ({"exchanges": [good_exchange(LAST)]}, ["/v1/messages was used"]),
+        ({"exchanges": [good_exchange(PREAMBLE), good_exchange(TITLE)]}, ["the answer came out"]),
+        (
+            {"exchanges": [good_exchange(f"<|message|>{PREAMBLE}"), good_exchange(LAST)]},
+            ["text, reasoning and calls are told apart"],
+        ),
+        ({"model": HARMONY}, ["text, reasoning and calls are told apart"]),
+        ({"output": AgentOutput(LAST, ("Bash",), ("retried",))}, ["no errors told by the agent"]),
+        ({"output": AgentOutput(LAST)}, ["the command was run"]),
     ],
 )
 def test_what_goes_wrong_is_named(changes: dict[str, Any], failed: list[str]) -> None:
@@ -401,7 +463,7 @@ def test_what_goes_wrong_is_named(changes: dict[str, Any], failed: list[str]) ->
     ],
 )
 def test_further_requests_are_judged(exchange: dict[str, Any], failed: list[str]) -> None:
-    further = replace(good_exchange(""), **exchange)
+    further = replace(good_exchange(PREAMBLE), **exchange)
     assert failing(good_turn(exchanges=[*good_turn().exchanges, further])) == failed
 
 
@@ -412,7 +474,7 @@ def test_the_report_tells_requests_events_and_versions() -> None:
     report = agents_report(turns, versions, conditions, failures)
     page, text, found = report.markdown(), report.text(), json.loads(report.json())
     assert "| Claude Code | @anthropic-ai/claude-code | 2.1.0 | 1.0 |" in page
-    assert "## Claude Code, tool turn" in page
+    assert "## Claude Code, tool turn, the note on tools" in page
     assert "| POST /v1/messages | 200 | 1 | message_start 1, message_stop 1 | claude-cli/1 |" in page
     assert "FAILS" in page
     assert "it crashed" in page
@@ -494,7 +556,7 @@ def test_an_agent_takes_its_turn_with_loopback_alone(tmp_path: Path) -> None:
         agents=agents, output=output, ctx_size=4096, time_limit_s=60, kinds=(TurnKind.TOOL,)
     )
     (turn,) = take_turns(CLAUDE, options)
-    assert failing(turn) == [], (turn, (output / "claude-tool.errors.txt").read_text())
+    assert failing(turn) == [], (turn, (output / "claude-tool-note.errors.txt").read_text())
     assert turn.version == "0.0 (stand-in)"
     asked = [exchange for exchange in turn.exchanges if exchange.path == "/v1/messages"]
     assert [exchange.num_tools for exchange in asked] == [1, 1]

@@ -1,9 +1,10 @@
-"""Tiny models of llama.cpp, one per architecture.
+"""Tiny models, one per architecture or more.
 
-Its test program `test-llama-archs` writes them. It is built from the source inside llama-cpp-python's source
-package, of the installed version. To have deeper models, and models with layers for multi-token prediction, a
-copy of that program is built which multiplies the number of layers and adds such layers; llama.cpp itself
-stays as it is.
+llama.cpp's test program `test-llama-archs` writes most of them. It is built from the source inside
+llama-cpp-python's source package, of the installed version. To have deeper models, and models with layers for
+multi-token prediction, a copy of that program is built which multiplies the number of layers and adds such
+layers; llama.cpp itself stays as it is. `tests.qualification.own_models` writes those that the program leaves
+out.
 
     python -m tests.qualification.tiny_models DIR --depth 2 --prediction-layers 1
 """
@@ -30,6 +31,7 @@ from stages.process_limits import num_usable
 from stages.slicing.layout import StageLayout, StageTensor
 from stages.slicing.stage_writer import StageWriter
 from stages.slicing.tensor_names import is_per_layer, layer_of
+from tests.qualification.own_models import write_own_models
 
 if TYPE_CHECKING:
     from stages.gguf import Value
@@ -229,18 +231,19 @@ def _lengthened(value: Value, count: int) -> Value:
 @click.option("--depth", type=click.IntRange(min=1), default=1, show_default=True, help="Times the layers.")
 @click.option(
     "--prediction-layers",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, 1),
     default=0,
     show_default=True,
     help="Layers for multi-token prediction.",
 )
 def main(folder: Path, depth: int, prediction_layers: int) -> None:
-    """Write llama.cpp's tiny model of each architecture to FOLDER."""
+    """Write tiny models of each architecture that can have one to FOLDER."""
     try:
-        count = generate(build_generator(), folder, depth, prediction_layers)
+        generate(build_generator(), folder, depth, prediction_layers)
     except MeshError as error:
         raise click.ClickException(error.message) from error
-    sys.stdout.write(f"{count} models in {folder}\n")
+    write_own_models(folder, depth, prediction_layers)
+    sys.stdout.write(f"{len([*folder.glob('*.gguf')])} models in {folder}\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Tiny random models of families whose layers are unlike llama's, made by gguf-py."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import gguf
@@ -12,12 +12,15 @@ from numpy.typing import NDArray
 from tests.support.tiny_models import N_VOCAB, add_vocabulary
 
 Tensors = dict[str, NDArray[np.float32]]
-Metadata = dict[str, int | float | bool | list[int] | list[bool]]
+Metadata = dict[str, int | float | bool | list[int] | list[float] | list[bool]]
 
 N_EMBD, N_FF, N_FF_EXP, HEADS, HEADS_KV, HEAD = 64, 96, 32, 4, 2, 16
 N_EXPERT, N_STATE, N_INNER, WINDOW = 4, 16, 128, 16
 # What llama.cpp computes with as it is, or looks into, whatever its shape.
-_UNQUANTISED = ("conv1d", "ssm_a", "ssm_d", "ssm_norm", "gate_inp", "k_b", "bias", "sinks")
+_UNQUANTISED = (
+    *("conv1d", "ssm_a", "ssm_d", "ssm_norm", "gate_inp", "k_b", "bias", "sinks"),
+    *("lerp", "time_mix_first", "q_norm", "k_norm"),
+)
 
 
 class Noise:
@@ -130,6 +133,8 @@ def _phi3(noise: Noise, _layer: int) -> Tensors:
 # Two of three layers have a window, and smaller heads; the last two have no keys and values of their own.
 _GEMMA4_WINDOWS = [True, True, False, True, True, False, True, False]
 _GEMMA4_SHARED = 2
+# Of 32 inputs in Q8_0 fast kernels compute many rows wrongly.
+_GEMMA4_PER_LAYER = 64
 
 
 def _gemma4(noise: Noise, layer: int) -> Tensors:
@@ -145,19 +150,19 @@ def _gemma4(noise: Noise, layer: int) -> Tensors:
 
 def _gemma4_e(noise: Noise, layer: int) -> Tensors:
     return _gemma4(noise, layer) | {
-        "inp_gate.weight": noise.matrix(N_FF_EXP, N_EMBD),
-        "proj.weight": noise.matrix(N_EMBD, N_FF_EXP),
+        "inp_gate.weight": noise.matrix(_GEMMA4_PER_LAYER, N_EMBD),
+        "proj.weight": noise.matrix(N_EMBD, _GEMMA4_PER_LAYER),
         "post_norm.weight": noise.vector(N_EMBD),
     }
 
 
 def _gemma4_e_outside(noise: Noise) -> Tensors:
-    rows = N_FF_EXP * len(_GEMMA4_WINDOWS)
+    rows = _GEMMA4_PER_LAYER * len(_GEMMA4_WINDOWS)
     return {
         "rope_freqs.weight": noise.vector(HEAD),
         "per_layer_token_embd.weight": noise.matrix(N_VOCAB, rows),
         "per_layer_model_proj.weight": noise.matrix(rows, N_EMBD),
-        "per_layer_proj_norm.weight": noise.vector(N_FF_EXP),
+        "per_layer_proj_norm.weight": noise.vector(_GEMMA4_PER_LAYER),
     }
 
 
@@ -316,6 +321,10 @@ class TinyFamily:
     """Gives tensors outside the layers, beyond embedding and head."""
     has_head: bool = True
     """Whether its head is not its embedding."""
+    general: Metadata = field(default_factory=dict)
+    """Not below the architecture's name."""
+    n_vocab: int = N_VOCAB
+    """Tokens; those beyond the usual ones are controls."""
 
     def with_prediction_layer(self) -> "TinyFamily":
         """The same trunk, followed by a layer for multi-token prediction."""
@@ -344,7 +353,9 @@ class TinyFamily:
         }
         for key, value in {**common, **self.metadata, **(more or {})}.items():
             _add(writer, f"{self.architecture}.{key}", value)
-        add_vocabulary(writer)
+        for key, value in self.general.items():
+            _add(writer, key, value)
+        add_vocabulary(writer, n_vocab=self.n_vocab)
         for name, weights in self._weights().items():
             is_kept = weights.shape[-1] % 32 or any(part in name for part in _UNQUANTISED)
             if is_float or weights.ndim == 1 or is_kept:
@@ -361,18 +372,18 @@ class TinyFamily:
     def _weights(self) -> Tensors:
         noise = Noise(seed=1)
         weights = {
-            "token_embd.weight": noise.matrix(N_VOCAB, N_EMBD),
+            "token_embd.weight": noise.matrix(self.n_vocab, N_EMBD),
             "output_norm.weight": noise.vector(N_EMBD),
         }
         if self.has_head:
-            weights["output.weight"] = noise.matrix(N_VOCAB, N_EMBD)
+            weights["output.weight"] = noise.matrix(self.n_vocab, N_EMBD)
         weights |= self.outside(noise)
         for layer in range(self.n_layers):
             weights |= {f"blk.{layer}.{kind}": part for kind, part in self.layer(noise, layer).items()}
         return weights
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: float | list[int] | list[bool]) -> None:
+def _add(writer: gguf.GGUFWriter, key: str, value: float | list[int] | list[float] | list[bool]) -> None:
     if isinstance(value, list):
         writer.add_array(key, value)
     elif isinstance(value, bool):
@@ -412,7 +423,7 @@ TINY_FAMILIES = {
         "gemma4",
         8,
         _gemma4_e,
-        _GEMMA4 | {"embedding_length_per_layer_input": N_FF_EXP},
+        _GEMMA4 | {"embedding_length_per_layer_input": _GEMMA4_PER_LAYER},
         (1, 2, 3, 4),
         _gemma4_e_outside,
         has_head=False,

@@ -138,18 +138,24 @@ class TinyModel:
         return weights
 
 
-def add_vocabulary(writer: gguf.GGUFWriter, controls: tuple[str, ...] = ()) -> None:
-    """A SentencePiece vocabulary: three special tokens, every byte, some letters, and further controls."""
+def add_vocabulary(
+    writer: gguf.GGUFWriter, controls: tuple[str, ...] = (), *, n_vocab: int = N_VOCAB
+) -> None:
+    """A SentencePiece vocabulary: three special tokens, every byte, some letters, and further controls.
+
+    Tokens beyond `N_VOCAB` are controls as well.
+    """
+    unused = tuple(f"<unused{number}>" for number in range(n_vocab - N_VOCAB))
     special = ["<unk>", "<s>", "</s>"]
     encoded_bytes = [f"<0x{number:02X}>" for number in range(256)]
     num_letters = N_VOCAB - len(special) - len(encoded_bytes) - len(controls)
     letters = [chr(ord("A") + number) for number in range(num_letters)]
     kinds = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
     kinds += [gguf.TokenType.BYTE] * len(encoded_bytes) + [gguf.TokenType.NORMAL] * len(letters)
-    kinds += [gguf.TokenType.CONTROL] * len(controls)
+    kinds += [gguf.TokenType.CONTROL] * (len(controls) + len(unused))
     writer.add_tokenizer_model("llama")
-    writer.add_token_list([*special, *encoded_bytes, *letters, *controls])
-    writer.add_token_scores([-float(number) for number in range(N_VOCAB)])
+    writer.add_token_list([*special, *encoded_bytes, *letters, *controls, *unused])
+    writer.add_token_scores([-float(number) for number in range(n_vocab)])
     writer.add_token_types(kinds)
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)

@@ -11,12 +11,14 @@ from pydantic_core import PydanticCustomError
 from mesh.api.message_bodies import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    SERVER_TOOLS,
     Arguments,
     CalledFunction,
     Effort,
     FunctionBody,
     ReasoningFields,
     ToolName,
+    hosted_warnings,
     note_of,
     refuse_others,
     result_text,
@@ -232,8 +234,14 @@ def parse_turns(value: Any) -> list[Any]:
     return value
 
 
+def is_hosted(tool: Any) -> bool:
+    """Whether a tool is one that Anthropic's servers run."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return isinstance(kind, str) and kind.startswith(SERVER_TOOLS)
+
+
 def parse_tools(value: Any) -> list[Any]:
-    """A list of tools; those that a server would run are refused by name."""
+    """A list of tools; those that clients run in a form that is not known here are refused by name."""
     if value is None:
         return []
     if not isinstance(value, list):
@@ -244,11 +252,11 @@ def parse_tools(value: Any) -> list[Any]:
         )
     for index, tool in enumerate(value):
         kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind not in (None, "custom", "function") and not is_client_tool(str(kind)):
+        if kind not in (None, "custom", "function") and not (is_client_tool(str(kind)) or is_hosted(tool)):
             raise PydanticCustomError(
                 "tools",
-                "tool {index} has the type {kind}: this server runs no tools, and knows those with an "
-                "input_schema, bash, text_editor and memory only: leave it out",
+                "tool {index} has the type {kind}, of which this server knows bash, text_editor and memory "
+                "only: leave the type out, and describe the tool by its input_schema",
                 {"index": index, "kind": repr(kind)[:64]},
             )
     return value
@@ -284,6 +292,8 @@ class ConversationParams(ReasoningFields, StrictBody):
         """
         found = []
         for index, raw in enumerate(self.tools):
+            if is_hosted(raw):
+                continue
             given = described(raw) if isinstance(raw, dict) else raw
             tool = _checked(ToolParam, given, f"tools[{index}]")
             found.append(
@@ -383,7 +393,9 @@ class MessagesBody(GenerationBody, ConversationParams):
         # Reasoning of earlier answers is kept, or not, as the model's template has it.
         kinds = [edit.get("type") for edit in edits or () if isinstance(edit, dict)]
         others = [str(kind)[:SHOWN_CHARS] for kind in kinds if not str(kind).startswith("clear_thinking")]
-        return (f"context_management: {', '.join(others)} has no effect",) if others else ()
+        hosted = ((index, tool["type"]) for index, tool in enumerate(self.tools) if is_hosted(tool))
+        told = (f"context_management: {', '.join(others)} has no effect",) if others else ()
+        return (*hosted_warnings(hosted), *told)
 
     @property
     def token_limit(self) -> int | None:

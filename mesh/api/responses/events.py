@@ -11,10 +11,10 @@ from mesh.api.answering import Answer, made, timings, usage_of
 from mesh.api.custom_calls import FreeTextReader
 from mesh.api.errors import error_body, is_large_json, json_bytes, large_json_bytes, written_response
 from mesh.api.event_stream import StreamForm
-from mesh.api.message_bodies import AllowedTools
+from mesh.api.message_bodies import AllowedTools, HostedTool
 from mesh.api.openai_format import CallIds, chat_logprobs, usage_fields
 from mesh.api.response_store import StoredResponse
-from mesh.api.responses.protocol import HostedTool, messages_of
+from mesh.api.responses.protocol import messages_of
 from mesh.text.message_parts import Content, Reasoning, ToolCallArguments, ToolCallStart
 from spanmesh_proto.errors import InvalidRequest
 

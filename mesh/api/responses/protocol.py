@@ -11,6 +11,7 @@ from mesh.api.message_bodies import (
     FREE_TEXT,
     MAX_MESSAGES,
     MAX_TOOLS,
+    SERVER_TOOLS,
     Arguments,
     CalledFunction,
     ChosenTools,
@@ -18,9 +19,11 @@ from mesh.api.message_bodies import (
     Effort,
     FreeText,
     FunctionBody,
+    HostedTool,
     ReasoningFields,
     TextGrammar,
     ToolName,
+    hosted_warnings,
     parse_allowed_tools,
     refuse_others,
     require_grammar,
@@ -29,7 +32,6 @@ from mesh.api.message_bodies import (
 )
 from mesh.api.protocol import GenerationBody, JsonSchemaBody, ResponseFormatBody, Schema
 from mesh.api.request_parsing import (
-    SHOWN_CHARS,
     ExactBody,
     NumTopLogprobs,
     StrictBody,
@@ -46,14 +48,12 @@ if TYPE_CHECKING:
 
     from mesh.api.response_store import ResponseStore
 
-_TEXT_TYPES: Final = frozenset({"input_text", "output_text", "text"})
+# Compared, not looked up: a client may send a list or an object in their place.
+_TEXT_TYPES: Final = ("input_text", "output_text", "text")
 MAX_METADATA: Final = 16
 WANTS_LOGPROBS: Final = "message.output_text.logprobs"
 # Tools that OpenAI runs, or whose form only it has; in names with a date as well.
-_HOSTED: Final = (
-    *("web_search", "file_search", "code_interpreter", "computer", "image_generation", "mcp", "tool_search"),
-    *("local_shell", "shell", "apply_patch"),
-)
+_HOSTED: Final = (*SERVER_TOOLS, "computer", "local_shell", "shell", "apply_patch")
 # Items of a conversation at OpenAI that hold nothing for the model here.
 _HOSTED_ITEMS: Final = frozenset(
     {
@@ -163,10 +163,10 @@ class CustomTool(StrictBody):
         return CustomFunction(name=self.name, description=self.description, format=text)
 
 
-class HostedTool(StrictBody):
-    """A tool that OpenAI would run: it is passed over."""
+class PassedOverTool(HostedTool):
+    """A tool that OpenAI would run, or whose form only it has: it is passed over."""
 
-    type: str
+    type: Annotated[str, Field(pattern=f"^({'|'.join(_HOSTED)})")]
 
 
 class NamespaceTool(StrictBody):
@@ -424,7 +424,7 @@ def _function_name(tool: Any) -> str | None:
     return name
 
 
-def parse_tool(value: Any) -> ResponsesTool | NamespaceTool | CustomTool | HostedTool:
+def parse_tool(value: Any) -> ResponsesTool | NamespaceTool | CustomTool | PassedOverTool:
     """One entry of `tools`."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "namespace":
@@ -432,7 +432,7 @@ def parse_tool(value: Any) -> ResponsesTool | NamespaceTool | CustomTool | Hoste
     if kind == "custom":
         return CustomTool.model_validate(value)
     if isinstance(kind, str) and kind.startswith(_HOSTED):
-        return HostedTool.model_validate(value)
+        return PassedOverTool.model_validate(value)
     if isinstance(kind, str) and kind != "function":
         raise wrong_type(kind, "this server knows no such tools, send those of type function or custom")
     return ResponsesTool.model_validate(value)
@@ -441,7 +441,7 @@ def parse_tool(value: Any) -> ResponsesTool | NamespaceTool | CustomTool | Hoste
 _AnyTool = Annotated[
     Any,
     PlainValidator(
-        parse_tool, json_schema_input_type=ResponsesTool | NamespaceTool | CustomTool | HostedTool
+        parse_tool, json_schema_input_type=ResponsesTool | NamespaceTool | CustomTool | PassedOverTool
     ),
 ]
 
@@ -531,14 +531,9 @@ class ResponsesBody(ReasoningFields, GenerationBody):
     @property
     def warnings(self) -> tuple[str, ...]:
         """What of the request has no effect."""
-        found = []
-        for index, tool in enumerate(self.tools or ()):
-            if isinstance(tool, HostedTool):
-                found.append(
-                    f"tools[{index}]: {tool.type[:SHOWN_CHARS]} is left out, as this server runs no tools"
-                )
-            elif isinstance(tool, CustomTool) and (warning := tool.custom.warning) is not None:
-                found.append(warning)
+        tools = enumerate(self.tools or ())
+        hosted = ((index, tool.type) for index, tool in tools if isinstance(tool, HostedTool))
+        found = [*hosted_warnings(hosted)]
         if self.text is not None and self.text.verbosity not in (None, "medium"):
             found.append("text.verbosity has no effect: no model here is told how much to write")
         return tuple(found)

@@ -4,8 +4,7 @@ The generic rules (`stages.slicing.layout`) renumber layers and cut per-layer me
 llama.cpp uses a layer's own tensors and metadata only. A family that is not in this table is cut by them
 after a self-check that compares the cut model with the whole one.
 
-Entries are certified, see `tests.qualification.families`, except `_UNCERTIFIED`: these are cut after a
-self-check, too.
+Entries are certified, see `tests.qualification.families`.
 """
 
 from __future__ import annotations
@@ -23,12 +22,14 @@ from stages.slicing.architectures.layer_counts import (
     known_by_layers,
 )
 from stages.slicing.architectures.layer_patterns import (
+    ACTIVATIONS,
     COMPRESSED,
     DEEPSTACK,
     HEADS_EVERYWHERE,
     HYBRID,
     HYBRID_BY_INTERVAL,
     HYBRID_WITH_FFN,
+    LAST_LAYER_RENAMED,
     LEADING_LAYERS,
     NGRAM_LAYER,
     NO_WINDOW,
@@ -62,11 +63,13 @@ _PLAIN: Final = (
     "arctic",
     "bailingmoe",
     "bailingmoe2",
+    "bitnet",
     "chatglm",
     "codeshell",
     "command-r",
     "dbrx",
     "deepseek",
+    "deepseek2-ocr",
     "deepseek32",
     "dots1",
     "ernie4_5",
@@ -103,8 +106,6 @@ _PLAIN: Final = (
     "starcoder2",
     "xverse",
 )
-# Rules that no run has tested: llama.cpp makes no tiny models of them, and neither do the tests.
-_UNCERTIFIED: Final = frozenset({"step35"})
 
 
 def _enters_at(name: str, **more: object) -> Entry:
@@ -199,7 +200,11 @@ _TABLE: Final = (
     Family("cohere2moe", (windows(4, dense_first=True, are_always_on=True),)),
     Family("exaone-moe", (windows(4, are_always_on=True),)),
     Family("mimo2", (windows(are_always_on=True),)),
-    Family("step35", (windows(are_always_on=True),)),
+    Family(
+        "step35",
+        (windows(are_always_on=True), LAST_LAYER_RENAMED),
+        Entry(outlet="attn_norm_in", outlet_shift=1),
+    ),
     Family("spark2_5", (windows(are_always_on=True),)),
     Family("maple", (windows(are_always_on=True),)),
     Family("dots3note", (windows(are_always_on=True), NO_WINDOW)),
@@ -219,6 +224,7 @@ _TABLE: Final = (
         "mpt", (), Entry(inlet=lambda header: "inpL" if "position_embd.weight" in header.tensors else None)
     ),
     Family("cogvlm", (), _AT_EMBEDDING),
+    Family("chameleon", head_rows_are_fixed=True),
     Family("muse-glimmer", (windows(4, are_always_on=True),), _enters_at("embd_norm")),
     # Positions have four parts, which only token ids make of one.
     Family("qwen2vl", (), _AT_EMBEDDING),
@@ -303,6 +309,7 @@ _TABLE: Final = (
     Family("qwen3next", (RECURRENT_LAYERS, HYBRID_BY_INTERVAL), has_recurrent_state=True),
     Family("qwen35", (RECURRENT_LAYERS, HYBRID_BY_INTERVAL), _MODEL_INPUT, has_recurrent_state=True),
     Family("qwen35moe", (RECURRENT_LAYERS, HYBRID_BY_INTERVAL), _MODEL_INPUT, has_recurrent_state=True),
+    Family("rwkv6qwen2", has_recurrent_state=True),
     # The first layer determines the size of a head.
     Family("deci", (STARTS_WITH_HEADS,)),
     # Layers take the token's embedding again.
@@ -311,6 +318,13 @@ _TABLE: Final = (
         (embedding_again(),),
         Entry(takes_tokens=lambda _header, _layers: True, needs_embedding=True),
     ),
+    # The graph looks up tokens itself, and chooses adapters by them in a layer of its own.
+    Family(
+        "graniteswitch",
+        (),
+        _enters_at("inp_embd", takes_tokens=lambda _header, _layers: True, needs_embedding=True),
+    ),
+    Family("apertus", (ACTIVATIONS,)),
     # Uncuttable models.
     Family("nanbeige", (in_one_piece("it runs through all its layers several times", _loops),)),
     Family("hrm_text", (in_one_piece("it runs through its two stacks of layers several times"),)),
@@ -329,13 +343,22 @@ _TABLE: Final = (
         (in_one_piece("layers mix in what earlier ones put aside, which does not leave the graph"),),
         has_recurrent_state=True,
     ),
+    Family(
+        "rwkv6",
+        (
+            in_one_piece(
+                "the embedding is normed, in a tensor without a name that hidden states could replace"
+            ),
+        ),
+        has_recurrent_state=True,
+    ),
     *(
         Family(
             name,
-            (in_one_piece("its cuts are not certified: llama.cpp's tests do not include it"),),
+            (in_one_piece("every layer mixes in the values of the first one"),),
             has_recurrent_state=True,
         )
-        for name in ("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7")
+        for name in ("rwkv7", "arwkv7")
     ),
     *(Family(name) for name in _PLAIN),
     # Unsupported models.
@@ -343,15 +366,18 @@ _TABLE: Final = (
     Family("llada", not_served=_DIFFUSION),
     Family("llada-moe", not_served=_DIFFUSION),
     Family("rnd1", not_served=_DIFFUSION),
+    Family(
+        "plm",
+        not_served="llama.cpp aborts on it: its graph gives values a shape that the KV cache does not take",
+    ),
     Family("t5", not_served="an encoder-decoder model reads all of its input before it answers"),
+    Family("t5encoder", not_served="it is an encoder only and writes no text"),
+    Family("clip", not_served="it encodes pictures for a model beside it"),
+    Family("wavtokenizer-dec", not_served="it makes sound of codes, and no text"),
+    Family("gptj", not_served="llama.cpp has the name of this architecture only"),
 )
 FAMILIES: Final[Mapping[str, Family]] = {
-    family.architecture: replace(
-        family,
-        rules=(LEADING_LAYERS, *family.rules),
-        is_certified=family.architecture not in _UNCERTIFIED,
-    )
-    for family in _TABLE
+    family.architecture: replace(family, rules=(LEADING_LAYERS, *family.rules)) for family in _TABLE
 }
 
 

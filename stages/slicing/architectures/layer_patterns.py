@@ -28,6 +28,7 @@ _LEADING: Final = ("leading_dense_block_count", "hash_layer_count")
 _ATTENTION_INTERVAL: Final = 4
 _BOTH: Final = "attention and recurrent layers"
 _PLE_TABLE: Final = "per_layer_token_embd.weight"
+_ACTIVATIONS: Final = "xielu."
 
 
 class Bare(Enum):
@@ -501,4 +502,33 @@ DEEPSTACK: Final = Rule(
     "the first layers take what an image adds to the embedding: they stay in one stage",
     derived=_deepstack_derived,
     refused=_deepstack_refused,
+)
+
+
+def _activations(header: GgufHeader, layers: LayerRange) -> Mapping[str, Value | None]:
+    n_layers = _n_layers(header)
+    return {
+        key: value.cut(layers.start, layers.stop)
+        for key, value in header.metadata.items()
+        if key.startswith(_ACTIVATIONS) and value.count == n_layers
+    }
+
+
+ACTIVATIONS: Final = Rule(
+    "activations",
+    "each layer's activation has numbers of its own, listed outside the architecture's metadata: a stage has "
+    "those of its layers",
+    derived=_activations,
+)
+
+
+def _before_last(header: GgufHeader, layers: LayerRange) -> Blanks:
+    return Blanks(after=1) if layers.stop < _n_layers(header) else NO_BLANKS
+
+
+LAST_LAYER_RENAMED: Final = Rule(
+    "last layer renamed",
+    "llama.cpp names a layer's output as the input of the next one, which the last layer of a file does not "
+    "have: a blank layer follows those of a stage",
+    blanks=_before_last,
 )

@@ -43,6 +43,8 @@ class Entry:
     """Name of the tensor that they replace, by model; None if they go in as embeddings."""
     outlet: str = DEFAULT_OUTLET
     """Name of a layer's output."""
+    outlet_shift: int = 0
+    """1 if it has the number of the next layer, as the input of which llama.cpp names it."""
     streams: Callable[[GgufHeader], int] = field(default=lambda _header: 1)
     """Number of rows of the model's width that make one row of hidden states."""
     takes_tokens: Callable[[GgufHeader, LayerRange], bool] = field(default=lambda _header, _layers: False)
@@ -69,10 +71,12 @@ class Entry:
             blanks: What the stage's file holds besides.
         """
         is_first = layers.start == 0
-        inlet = f"{self.outlet}-{blanks.before - 1}" if blanks.before else self.inlet(header)
+        after_blanks = f"{self.outlet}-{blanks.before - 1 + self.outlet_shift}"
+        inlet = after_blanks if blanks.before else self.inlet(header)
         return GraphBoundary(
             row_width=header.integer(f"{header.architecture}.embedding_length") * self.streams(header),
             outlet=self.outlet,
+            outlet_shift=self.outlet_shift,
             inlet=None if is_first else inlet,
             takes_tokens=not is_first and self.takes_tokens(header, layers),
             blanks_before=blanks.before,
@@ -90,8 +94,6 @@ class Family:
     """Its habits."""
     entry: Entry = field(default_factory=Entry)
     """How hidden states enter and leave its graph."""
-    is_certified: bool = True
-    """Its rules have been found exact. One whose have not is cut after a self-check only."""
     has_uniform_layers: bool = False
     """Every layer has the same kinds of tensors, so one that lacks a kind is damaged."""
     head_falls_back_to_embedding: bool = False

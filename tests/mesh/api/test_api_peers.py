@@ -115,6 +115,12 @@ async def test_a_text_to_be_counted_may_be_too_long_as_well(api: Api, engine: Sc
         ({"guided_grammar": 'root ::= "x"+'}, "xx", "y"),
         ({"structured_outputs": {"grammar": 'root ::= "x"'}}, "x", "xx"),
         ({"response_format": {"type": "grammar", "grammar": 'root ::= "x"'}}, "x", "xx"),
+        # The same by an older and a newer name, as Guidance's client for vLLM sends it.
+        (
+            {"guided_grammar": 'start: "x"', "structured_outputs": {"grammar": 'start: "x"'}},
+            "x",
+            "xx",
+        ),
         ({"guided_choice": ["red", "blue"]}, "blue", "green"),
         ({"structured_outputs": {"choice": ["red", "blue"]}}, "red", "red blue"),
         ({"guided_json": COLOUR}, '{"colour": "red"}', '{"colour": "green"}'),
@@ -354,17 +360,54 @@ async def test_a_custom_tool_of_a_response_gets_a_text(tokenizer: Tokenizer) -> 
     assert events[-1]["response"]["tool_choice"] == {"type": "custom", "name": "run"}
 
 
-async def test_a_custom_tool_s_grammar_holds_or_is_told(api: Api, engine: ScriptedEngine) -> None:
+async def test_the_grammar_of_a_custom_tool_holds(api: Api, engine: ScriptedEngine) -> None:
     tool = {"type": "custom", "name": "run", "format": {"type": "grammar", **REGEX}}
     await ask(api, RESPONSES, tools=[tool], tool_choice="required")
     call = '<tool_call>\n{{"name": "run", "arguments": {{"input": "{}"}}}}\n</tool_call>'
     assert allows(engine, call.format("ls"))
     assert not allows(engine, call.format("LS"))
-    lark = {**tool, "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}}
-    answer = await ask(api, RESPONSES, tools=[lark])
-    assert answer["warnings"] == [
-        "the custom tool run: its Lark grammar is shown to the model, and not enforced"
-    ]
+    lark = {"syntax": "lark", "definition": 'start: "say " WORD "\\n"\n%import common.WORD'}
+    tool["format"] = {"type": "grammar", **lark}
+    for choice in ("required", "auto"):
+        answer = await ask(api, RESPONSES, tools=[tool], tool_choice=choice)
+        assert "warnings" not in answer
+        assert allows(engine, call.format("say it\\n"))
+        assert not allows(engine, call.format("say 1\\n"))
+    for form in ({"type": "grammar", "grammar": lark}, {"type": "grammar", **lark}):
+        await ask(api, CHAT, tools=[{"type": "custom", "custom": {"name": "run", "format": form}}])
+        assert allows(engine, "Well. " + call.format("say it\\n"))
+        assert not allows(engine, call.format("it"))
+
+
+async def test_a_grammar_in_lark_s_notation_holds(api: Api, engine: ScriptedEngine) -> None:
+    # As Guidance's clients write it.
+    grammar = '%llguidance {}\n\nstart: picked\npicked[capture]: PICKED\n\nPICKED: "red"\n     | "blue"\n\n\n'
+    for given in (
+        {"guided_grammar": grammar},
+        {"structured_outputs": {"grammar": grammar}},
+        {"ebnf": grammar},
+        {"grammar": grammar},
+    ):
+        await ask(api, CHAT, **given)
+        assert allows(engine, "red")
+        assert not allows(engine, "green")
+
+
+@pytest.mark.parametrize(
+    ("definition", "message"),
+    [
+        ("start: /a(?=b)/", "line 1: pattern 'a(?=b)' has a look-around"),
+        ('start: x\nx[stop="y"]: /a/', "line 2: the attribute stop of a rule is not supported: leave it out"),
+    ],
+)
+async def test_what_lark_has_beyond_is_refused_by_name(api: Api, definition: str, message: str) -> None:
+    param, told = await refused(api, CHAT, guided_grammar=definition)
+    assert (param, told[: len(message) + 16]) == ("guided_grammar", f"guided_grammar: {message}")
+    form = {"type": "grammar", "syntax": "lark", "definition": definition}
+    tool = {"type": "custom", "name": "run", "format": form}
+    param, told = await refused(api, RESPONSES, tools=[tool])
+    assert param == "tools"
+    assert told.startswith(f"the grammar of the custom tool run: {message}")
 
 
 async def test_a_custom_tool_without_its_grammar_is_refused(api: Api) -> None:
@@ -387,6 +430,26 @@ async def test_a_tool_that_openai_runs_is_passed_over_with_a_warning(api: Api, k
     assert message.startswith("tool_choice")
 
 
+@pytest.mark.parametrize("kind", ["web_search_20250305", "web_fetch_20250910", "code_execution_20250825"])
+async def test_such_tools_are_passed_over_at_every_door(api: Api, engine: ScriptedEngine, kind: str) -> None:
+    own = {"name": "weather", "input_schema": CITY}
+    given: dict[str, list[dict[str, Any]]] = {
+        MESSAGES: [own, {"type": kind, "name": "web", "max_uses": 3}],
+        CHAT: [{"type": "function", "function": FUNCTION}, {"type": kind}],
+    }
+    for path, tools in given.items():
+        answer = await ask(api, path, tools=tools)
+        assert answer["warnings"] == [f"tools[1]: {kind} is left out, as this server runs no tools"]
+        with_both = engine.requests[-1].prompt
+        await ask(api, path, tools=tools[:1])
+        assert engine.requests[-1].prompt == with_both
+        answer = await ask(api, path, tools=tools[1:])
+        assert len(answer["warnings"]) == 1
+    choice = {"type": "tool", "name": "web"}
+    _, message = await refused(api, MESSAGES, tools=given[MESSAGES], tool_choice=choice)
+    assert message.startswith("tool_choice names 'web', but tools has weather")
+
+
 async def test_a_tool_of_an_unknown_type_is_named(api: Api) -> None:
     for path in (CHAT, RESPONSES):
         param, message = await refused(api, path, tools=[{"type": "websearch"}])
@@ -407,10 +470,9 @@ async def test_tools_that_anthropic_s_clients_run_are_known_by_type(
 ) -> None:
     await ask(api, MESSAGES, tools=[{"type": kind, "name": name}], tool_choice={"type": "any"})
     assert allows(engine, f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>')
-    assert (
-        "'computer_20250124'"
-        in (await refused(api, MESSAGES, tools=[{"type": "computer_20250124", "name": "computer"}]))[1]
-    )
+    _, message = await refused(api, MESSAGES, tools=[{"type": "computer_20250124", "name": "computer"}])
+    assert "'computer_20250124'" in message
+    assert message.endswith("describe the tool by its input_schema")
 
 
 # Responses.

@@ -254,3 +254,56 @@ async def test_stop_strings_choices_and_logprobs_with_headers(tmp_path: Path) ->
         for choice in both:
             told = "".join(entry["token"] for entry in choice["logprobs"]["content"])
             assert told.endswith("The end of it.")
+
+
+SWITCHED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if reasoning_effort is defined %}Effort: {{ reasoning_effort }}\n{% endif %}"
+    "{% if thinking_budget is defined %}Budget: {{ thinking_budget }}\n{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n</think>\n{% else %}<think>\n"
+    "{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("of_openrouter", "others"),
+    [
+        ({"effort": "high"}, {"reasoning_effort": "high"}),
+        ({"effort": "high"}, {"reasoning_effort": "high", "reasoning": {"effort": "high"}}),
+        ({"enabled": False}, {"enable_thinking": False}),
+        ({"enabled": True}, {"thinking": {"type": "enabled"}}),
+        ({"max_tokens": 64}, {"thinking_budget": 64}),
+        ({}, {}),
+    ],
+)
+async def test_openrouter_s_object_says_how_much_a_model_reasons(
+    smollm2_path: Path, of_openrouter: dict[str, Any], others: dict[str, Any]
+) -> None:
+    tokenizer = tokenizer_of(smollm2_path, SWITCHED)
+    engine = saying(tokenizer, "Hm.</think>Red.")
+    async with running_api(engine, tokenizer) as api:
+        for fields in ({"reasoning": of_openrouter}, others):
+            response = await api.http.post(CHAT, json={"messages": HELLO, **fields})
+            assert response.status_code == 200, response.text
+        two = {"reasoning": {"effort": "low"}, "reasoning_effort": "high"}
+        refused = await api.http.post(CHAT, json={"messages": HELLO, **two})
+    first, second = (request.prompt for request in engine.requests)
+    assert first == second
+    assert refused.json()["error"]["param"] == "reasoning.effort"
+
+
+@pytest.mark.parametrize("asked", [{"reasoning": {"exclude": True}}, {"include_reasoning": False}])
+async def test_reasoning_is_left_out_for_those_who_do_not_want_it(smollm2_path: Path, asked: Any) -> None:
+    tokenizer = tokenizer_of(smollm2_path, SWITCHED)
+    async with running_api(saying(tokenizer, "Hm.</think>Red."), tokenizer) as api:
+        for more in ({}, {"reasoning_format": "none"}):
+            response = await api.http.post(CHAT, json={"messages": HELLO, **asked, **more})
+            assert response.status_code == 200, response.text
+            message = response.json()["choices"][0]["message"]
+            assert message == {"role": "assistant", "content": "Red.", "refusal": None}
+        streamed = await api.http.post(CHAT, json={"messages": HELLO, **asked, "stream": True})
+    assert "Hm" not in streamed.text
+    lines = [line[6:] for line in streamed.text.splitlines() if line.startswith("data: {")]
+    deltas = [choice["delta"] for line in lines for choice in json.loads(line)["choices"]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Red."

@@ -13,6 +13,7 @@ from tests.stages.grammar.test_grammar import matches
 from tests.support import api_harness
 from tests.support.api_harness import MODEL, Api, ScriptedEngine, running_api
 from tests.support.call_formats import GLM, LLAMA, MINIMAX, MISTRAL, QWEN
+from tests.support.chat_templates import ONE_CALL
 
 pytestmark = pytest.mark.model
 
@@ -387,7 +388,7 @@ CALLED = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
         ({"tools": {}}, "tools"),
         ({"tools": ["weather"]}, "tools[0]"),
         ({"tools": [{}]}, "tools[0].function"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "websearch"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [WEATHER, {"type": "function", "function": {}}]}, "tools[1].function.name"),
         (function(name="a b"), "tools[0].function.name"),
@@ -614,3 +615,18 @@ async def test_a_choice_among_some_of_the_tools(tokenizer: Tokenizer) -> None:
         )
     assert response.status_code == 400
     assert "'weather'" in response.json()["error"]["message"]
+
+
+async def test_strict_without_effect_is_told(smollm2_path: Path) -> None:
+    """Calls that are the whole answer begin as a text may."""
+    tokenizer = Tokenizer(smollm2_path)
+    tokenizer.chat_template = ONE_CALL
+    asked = {"messages": HELLO, **function(name="look", strict=True)}
+    async with running_api(saying(tokenizer, "Hm."), tokenizer) as api:
+        free = (await api.http.post(CHAT, json=asked)).json()
+        forced = (await api.http.post(CHAT, json={**asked, "tool_choice": "required"})).json()
+        lenient = (await api.http.post(CHAT, json={"messages": HELLO, **function(name="look")})).json()
+    (warning,) = free["warnings"]
+    assert warning.startswith("strict has no effect")
+    assert "warnings" not in forced
+    assert "warnings" not in lenient

@@ -13,6 +13,7 @@ from jsonschema import Draft202012Validator
 from mesh.api.call_grammar import call_grammar, grammar_in_format, is_enforceable
 from mesh.api.structured_output import AlternativeSchema, CallGrammar, ToolUse
 from mesh.structured_output.free_text import Spelling, Thoughts
+from mesh.structured_output.lark import gbnf_of
 from mesh.text.answer_format import NOTE_FORMAT, SLOTS, AnswerFormat, CallForm
 from mesh.text.chat_template import ChatTemplate
 from mesh.text.message_parts import Content, MessagePart, Reasoning, calls_of, joined
@@ -279,6 +280,61 @@ def test_values_are_read_as_their_schema_wants(name: str, schema: Any) -> None:
 
 
 @needs_templates
+@pytest.mark.parametrize("name", ALL)
+def test_values_may_hold_marks_of_all_that_is_no_call(name: str) -> None:
+    answer_format = format_of(name)
+    around = (*answer_format.reasoning, answer_format.content)
+    marks = sorted(
+        filter(
+            None, {*answer_format.header_marks, *(text for each in around for text in (each.begin, each.end))}
+        )
+    )
+    schema = {
+        "type": "object",
+        "properties": {"at": {"enum": [marks]}, "text": {"enum": ["\n".join(marks)]}},
+        "required": ["at", "text"],
+    }
+    function = {"name": "look", "parameters": schema}
+    automaton = make_automaton(grammar_of((function,), answer_format))
+    text = random_text(automaton, Random(3), 4000)
+    assert text is not None
+    (call,) = calls_of(read(answer_format, text, (function,)))
+    assert json.loads(call[1]) == {"at": marks, "text": "\n".join(marks)}, text
+
+
+EMPTY: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "some": {"type": "object", "properties": {"a": {"type": "integer"}}},
+        "none": {"type": "object", "properties": {}, "additionalProperties": False},
+        "any": {"type": "object"},
+        "list": {
+            "type": "array",
+            "items": {"type": "object", "properties": {"a": {"type": "null"}}},
+            "maxItems": 1,
+        },
+    },
+    "required": ["some", "none", "any", "list"],
+}
+
+
+@needs_templates
+@pytest.mark.parametrize("name", ["MiniMax-M3", "MiniMax-M2", "Kimi-K3"])
+def test_objects_and_lists_may_be_empty(name: str) -> None:
+    answer_format = format_of(name)
+    function = {"name": "look", "parameters": EMPTY}
+    automaton = make_automaton(grammar_of((function,), answer_format))
+    random = Random(11)
+    found: list[Any] = []
+    for text in filter(None, (random_text(automaton, random) for _ in range(60))):
+        (call,) = calls_of(read(answer_format, text, (function,)))
+        found.append(json.loads(call[1]))
+        Draft202012Validator(EMPTY).validate(found[-1])
+    for key in EMPTY["properties"]:
+        assert any(not each[key] for each in found)
+
+
+@needs_templates
 def test_a_text_between_tags_holds_all_but_tags() -> None:
     function = {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}
     automaton = make_automaton(grammar_of((function,), format_of("Qwen3-Coder")))
@@ -506,3 +562,36 @@ def test_parameters_that_cannot_be_a_grammar_name_their_function(parameters: Any
 def test_forms_of_calls_are_all_tried() -> None:
     found = {template(name).answer_format.calls.form for name in ALL}
     assert not ALL or found == set(CallForm)
+
+
+EDIT: dict[str, Any] = {
+    "name": "edit",
+    "parameters": {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]},
+}
+LARK = 'start: line{1,3}\nline: ("+" | "-") /["\\\\a-c]{0,4}/ LF\n%import common.LF'
+
+
+@pytest.mark.parametrize("name", [None, *(pytest.param(name, marks=needs_templates) for name in CHOSEN)])
+def test_the_text_of_a_custom_tool_follows_its_grammar(name: str | None) -> None:
+    answer_format = NOTE if name is None else format_of(name)
+    tools = ToolUse((EDIT,), is_forced=True, strict_names=frozenset(("edit",)), grammars={"edit": LARK})
+    found = made(tools, answer_format)
+    assert found.left_out == ()
+    automaton, grammar = make_automaton(found.gbnf), make_automaton(gbnf_of(LARK))
+    texts = list(filter(None, (random_text(automaton, Random(seed)) for seed in range(20))))
+    assert len(texts) > 10
+    for text in texts:
+        ((called, arguments),) = calls_of(read(answer_format, text, (EDIT,)))
+        assert called == "edit"
+        assert matches(grammar, json.loads(arguments)["input"]), text
+
+
+@needs_templates
+@pytest.mark.parametrize("name", ["google-gemma-4-31B-it", "Qwen3.5-4B"])
+def test_a_grammar_that_a_format_cannot_hold_is_left_out_with_a_warning(name: str) -> None:
+    answer_format = format_of(name)
+    found = made(ToolUse((EDIT,), is_forced=True, grammars={"edit": "start: /.+/"}), answer_format)
+    (told,) = found.left_out
+    assert told.startswith("the grammar of the custom tool edit: texts in which < may be cannot be held to")
+    free = made(ToolUse((EDIT,), is_forced=True), answer_format)
+    assert found.gbnf == free.gbnf

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mesh.cli.main import run
+from mesh.draft.drafter import loadable_file, own_head
 from stages.gguf import read_header
+from stages.slicing.model_facts import read_model_facts
 from tests.mesh.cli.test_readme import told
 from tests.support.eagle3 import DRAFTER
 from tests.support.tiny_families import TINY_FAMILIES
@@ -53,6 +55,53 @@ def test_a_models_own_head_and_a_small_model(
     assert run(["draft", "check", str(small), "--for", str(small), "--parallel", "2"]) == 0
     assert "a draft model that fits small.gguf" in (out := capsys.readouterr().out)
     assert "for 2 sessions" in out
+
+
+def test_the_model_beside_a_drafter_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "models"
+    folder.mkdir()
+    model = TINY_FAMILIES["glm4moe"].with_prediction_layer().write(folder / "model.gguf")
+    head = own_head(read_model_facts(model))
+    assert head is not None
+    drafter = folder / "head.gguf"
+    drafter.write_bytes(loadable_file(head, model, tmp_path).read_bytes())
+    TinyModel("llama").write(folder / "other.gguf")
+    command = f"mesh serve {model} --draft {drafter}"
+    assert run(["draft", "check", str(drafter)]) == 0
+    out = capsys.readouterr().out
+    assert "a head for multi-token prediction that fits model.gguf\n" in out
+    assert f"  command    {command}\n" in out
+    assert run(["draft", "check", str(drafter), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["command"] == command
+    # What it says when it is taken for a model, by whichever command, and what a doctor does.
+    refusal = "error: head.gguf is a head for multi-token prediction and drafts for another model: "
+    for verb in ("serve", "load"):
+        assert run([verb, str(drafter)]) == 1
+        assert capsys.readouterr().err == f"{refusal}{command}\n"
+    assert run(["certify", str(drafter)]) == 1
+    assert capsys.readouterr().err == (
+        f"{refusal}`mesh draft check head.gguf` looks for that model beside it, and names the command that "
+        "serves both\n"
+    )
+    assert run(["doctor", str(drafter), "--advertise", "127.0.0.1"]) == 1
+    assert f"to do: {command}\n" in capsys.readouterr().out
+    assert run(["doctor", str(model), "--advertise", "127.0.0.1"]) in {0, 1}
+    assert f"ok   drafter head.gguf: a head for multi-token prediction for it: {command}\n" in (
+        capsys.readouterr().out
+    )
+    TINY_FAMILIES["glm4moe"].with_prediction_layer().write(folder / "same.gguf")
+    assert run(["draft", "check", str(drafter)]) == 1
+    assert "2 models beside" in (err := capsys.readouterr().err)
+    assert "could draft for: model.gguf, same.gguf; name one with --for" in err
+    alone = tmp_path / "alone.gguf"
+    alone.write_bytes(drafter.read_bytes())
+    assert run(["draft", "check", str(alone)]) == 1
+    assert "no model beside" in capsys.readouterr().err
+    assert run(["serve", str(alone)]) == 1
+    assert capsys.readouterr().err.endswith(f" drafts for another model: mesh serve MODEL --draft {alone}\n")
 
 
 def test_what_does_not_fit_is_refused_with_the_reason(

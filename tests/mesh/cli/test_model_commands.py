@@ -9,6 +9,7 @@ from mesh.cli.main import run
 from stages.certification.certify import certify
 from stages.gguf import read_header
 from stages.slicing.architectures import cutting_rules
+from tests.support.eagle3 import DRAFTER
 from tests.support.tiny_families import TINY_FAMILIES
 from tests.support.tiny_models import TinyModel
 
@@ -128,5 +129,10 @@ def test_prediction_layers_are_named_by_the_commands(
     assert run(["models", "list", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["models"]
     assert [model["what"] for model in listed] == ["glm4moe, 4 layers and 1 for multi-token prediction"]
+    (folder / "eagle3.gguf").symlink_to(DRAFTER)
+    assert run(["models", "list", "--json"]) == 0
+    drafter, model = json.loads(capsys.readouterr().out)["models"]
+    assert (drafter["kind"], drafter["what"]) == ("drafter", "an EAGLE-3 drafter")
+    assert model["kind"] == "model"
     assert run(["certify", str(glm), "--cuts", "2"]) == 0
     assert "glm.gguf: glm4moe, 4 layers, exact mode" in capsys.readouterr().out

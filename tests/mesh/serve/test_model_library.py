@@ -15,6 +15,8 @@ from mesh.serve.on_demand.library import Library, files_of, load_request_of, sma
 from mesh.serve.options import options_of_load
 from stages.slicing.model_facts import read_model_facts
 from stages.transport.hidden_codec import HiddenType
+from tests.support.drafter_files import write_header
+from tests.support.eagle3 import DRAFTER
 from tests.support.on_demand import Clock, head_options
 from tests.support.tiny_models import TinyModel
 
@@ -42,6 +44,10 @@ def folder(tmp_path: Path) -> Path:
     hidden = tmp_path / ".cache"
     hidden.mkdir()
     TINY.write(hidden / "hidden.gguf")
+    # Drafters are no models, also where they are the smallest files.
+    write_header(tmp_path / "dflash.gguf", "dflash")
+    write_header(tmp_path / "assistant.gguf", "gemma4-assistant", n_prediction_layers=1)
+    (tmp_path / "eagle3.gguf").symlink_to(DRAFTER)
     return tmp_path
 
 

@@ -141,6 +141,17 @@ NOTE = said("user", "(The user has said nothing yet.)")
             [USER, calling(OSLO), ANSWER, said("assistant", "", reasoning_content="think1")],
             [USER, calling(OSLO), {**ANSWER, "reasoning_content": "think1"}],
         ),
+        (
+            Repair.TEXT_AS_THOUGHT,
+            [
+                *[USER, {**calling(OSLO, content="say1"), "reasoning_content": "think1"}, SUN],
+                *[calling(ROME, content="say2"), RAIN, calling(OSLO), SUN, ANSWER],
+            ],
+            [
+                *[USER, {**calling(OSLO), "reasoning_content": "think1\n\nsay1"}, SUN],
+                *[{**calling(ROME), "reasoning_content": "say2"}, RAIN, calling(OSLO), SUN, ANSWER],
+            ],
+        ),
     ],
 )  # fmt: skip
 def test_what_each_changes(repair: Repair, conversation: Conversation, expected: Conversation) -> None:
@@ -216,8 +227,9 @@ def test_all_of_them_together_give_what_the_strictest_templates_want(chat: list[
     ids = [each["id"] for message in found for each in message.get("tool_calls", ())]
     ids += [message["tool_call_id"] for message in found if message["role"] == "tool"]
     assert all(len(each) == 9 for each in ids)
+    texts = words_of(found) | {message.get("reasoning_content", "") for message in found}
     for word in words_of(conversation):
-        assert any(word in text for text in words_of(found))
+        assert any(word in text for text in texts)
     assert repaired(found, EVERY) == found
 
 

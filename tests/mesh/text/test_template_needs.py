@@ -65,7 +65,7 @@ COLLECTED_NEEDS = {
     "mistralai-Mistral-Nemo-Instruct-2407": WITH_CALLS | Repair.SYSTEM_AS_USER,
     "meta-llama-Llama-3.1-8B-Instruct": Repair.SPLIT_CALLS,
     "meta-llama-Llama-3.3-70B-Instruct": Repair.SPLIT_CALLS,
-    "openai-gpt-oss-120b": STRICT_SYSTEM | Repair.SPLIT_CALLS,
+    "openai-gpt-oss-120b": STRICT_SYSTEM | Repair.SPLIT_CALLS | Repair.TEXT_AS_THOUGHT,
     "deepseek-ai-DeepSeek-V3.1": Repair.PLACE_LATER_SYSTEM,
     "Qwen-Qwen3-0.6B": Repair(0),
 }
@@ -183,6 +183,38 @@ def test_instructions_behind_results_leave_reasoning_where_it_was() -> None:
     before, prompt = (template.render(each, tools=[TOOL], ending=Ending.MESSAGES) for each in (first, second))
     assert prompt.startswith(before)
     assert "think1" in prompt
+
+
+# What each writes of a message with reasoning, a text and a call, and how its prompt ends behind the result.
+BESIDE_CALLS = {
+    "openai-gpt-oss-120b": (
+        "<|start|>assistant<|channel|>analysis<|message|>think1\n\nsay1<|end|><|start|>assistant to=",
+        '"sun"<|end|><|start|>assistant',
+    ),
+    "google-gemma-4-31B-it": (
+        "<|turn>model\n<|channel>thought\nthink1\n\nsay1\n<channel|><|tool_call>",
+        '<|"|>sun<|"|>}<tool_response|>',
+    ),
+    "upstage-Solar-Open-100B": (
+        "<|begin|>assistant<|think|>think1\n\nsay1<|end|><|begin|>assistant<|tool_calls|>",
+        "sun<|tool_response:end|><|end|><|begin|>assistant",
+    ),
+    "LFM2.5-8B-A1B": (
+        "<|im_start|>assistant\n<think>think1</think>say1<|tool_call_start|>",
+        "sun<|im_end|>\n<|im_start|>assistant\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_CALLS)
+@pytest.mark.skipif(not COLLECTED, reason="no source of llama.cpp: see SPANMESH_LLAMA_CPP")
+def test_reasoning_and_text_beside_a_call_stay_ahead_of_it(name: str) -> None:
+    template = template_of(COLLECTED[name].read_text())
+    turn = {**calling(OSLO, content="say1"), "reasoning_content": "think1"}
+    before, end = BESIDE_CALLS[name]
+    prompt = template.render([USER, turn, SUN], tools=[TOOL])
+    assert before in prompt
+    assert prompt.endswith(end)
 
 
 def test_in_place_means_in_place() -> None:

@@ -2,9 +2,10 @@
 
     python -m tests.qualification.coding_agents --install ~/agents
 
-Claude Code, Codex and OpenCode each take a plain turn, with the demo model on a real mesh, and a turn with a
-tool, with a scripted model behind the same HTTP server. They are started by `mesh agent`, in a network of
-loopback alone.
+Claude Code, Codex and OpenCode each take a plain turn, with the demo model on a real mesh, and turns with a
+tool, with scripted models behind the same HTTP server: one that is told of tools by the server's note, one
+with the template of gpt-oss (Harmony), and one with Gemma 4's. They are started by `mesh agent`, in a network
+of loopback alone. The templates are those of llama.cpp's source; `SPANMESH_LLAMA_CPP` names its folder.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import MeshError
 from stages.process_limits import processor_name
 from tests.qualification.coding_agents.agents import PROGRAMS
+from tests.qualification.coding_agents.model_kinds import MODEL_KINDS
 from tests.qualification.coding_agents.npm_install import (
     install,
     installed_version,
@@ -58,6 +60,13 @@ if TYPE_CHECKING:
     type=click.Choice([kind.name.lower() for kind in TurnKind]),
     help="Only this kind of turn.",
 )
+@click.option(
+    "--template",
+    "models",
+    multiple=True,
+    type=click.Choice(list(MODEL_KINDS)),
+    help="Only this kind of scripted model; may be given several times.",
+)
 @int_option("--ctx-size", default=65_536, metavar="N", help="Positions of a session of the real mesh.")
 @float_option("--time-limit", default=1800.0, help="Longest turn, in seconds.")
 @output_option("coding-agents", "Folder of the report, the recordings and the logs.")
@@ -69,6 +78,7 @@ def main(
     is_installing: bool,
     names: tuple[str, ...],
     kinds: tuple[str, ...],
+    models: tuple[str, ...],
     ctx_size: int,
     time_limit: float,
     output: Path,
@@ -84,6 +94,7 @@ def main(
         ctx_size=ctx_size,
         time_limit_s=time_limit,
         kinds=[kind for kind in TurnKind if not kinds or kind.name.lower() in kinds],
+        models=[MODEL_KINDS[name] for name in models or MODEL_KINDS],
     )
     turns, failures = _all_turns(programs, options)
     conditions = {

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mesh.engine import Committed, GenerationStats
 from spanmesh_proto.errors import ContextLengthExceeded
+from tests.qualification.coding_agents.model_kinds import NOTE as NOTED
+from tests.qualification.coding_agents.model_kinds import THOUGHT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from mesh.engine import Engine, GenerationRequest
     from mesh.text.tokenizer import Tokenizer
+    from tests.qualification.coding_agents.model_kinds import ModelKind
 
 NOTE: Final = "note.txt"
 COPY: Final = "copy.txt"
@@ -24,10 +27,6 @@ COMMAND: Final = f"cat {NOTE} | tee {COPY}"
 # Answers to requests without tools, such as for a title; as JSON where a schema is given.
 TITLE: Final = "A copied note"
 _CODE_WORD: Final = re.compile(r"The code word is (\w+)\.")
-# As `mesh.text.chat_template` writes them out for a model whose template knows no tools.
-_TOOLS_BEGIN: Final = "<tools>\n"
-_TOOLS_END: Final = "\n</tools>\nTo call one"
-_RESULT: Final = re.compile(r"<tool_response>\n(.*?)\n</tool_response>", re.DOTALL)
 _SHELLS: Final = ("Bash", "bash", "exec_command", "shell_command", "shell")
 _PURPOSE: Final = "Copy the note"
 _WAIT_MS: Final = 60_000
@@ -40,13 +39,15 @@ class ScriptedModel:
     """Engine that answers by `answer_to`, token by token.
 
     Args:
-        tokenizer: Tokenizer of a model whose template knows no tools.
+        tokenizer: Tokenizer of a model of that kind.
         context_length: Positions of a session; none of them takes memory.
+        kind: Kind of the model.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context_length: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, context_length: int, kind: ModelKind = NOTED) -> None:
         self._tokenizer = tokenizer
         self._context_length = context_length
+        self._kind = kind
 
     @property
     def context_length(self) -> int:
@@ -63,9 +64,11 @@ class ScriptedModel:
             raise ContextLengthExceeded(
                 f"the prompt has {len(request.prompt)} tokens, and the context holds {self._context_length}"
             )
-        text = answer_to(self._text(request.prompt), is_json=request.grammar is not None)
-        tokens = self._tokenizer.encode(text, add_special=False, parse_special=False)
-        steps = [*tokens, *sorted(request.end_tokens)[:1]][: request.max_tokens]
+        text = answer_to(self._text(request.prompt), self._kind, is_json=request.grammar is not None)
+        tokens = self._tokenizer.encode(text, add_special=False, parse_special=True)
+        if tokens[-1] not in request.end_tokens:
+            tokens += sorted(request.end_tokens)[:1]
+        steps = tokens[: request.max_tokens]
         for token in steps[:-1]:
             yield Committed((token,), None, GenerationStats())
             # Other requests are answered meanwhile.
@@ -123,43 +126,38 @@ def note_text(word: str) -> str:
     return f"The code word is {word}.\n"
 
 
-def answer_to(prompt: str, *, is_json: bool) -> str:
+def last_words(word: str) -> str:
+    """Answer that ends the turn."""
+    return f"The note is copied. Its code word is {word}."
+
+
+def answer_to(prompt: str, kind: ModelKind = NOTED, *, is_json: bool) -> str:
     """Next answer of the scripted turn.
 
     First the shell is called to copy the note and to print it. The code word of the last answer is read from
-    the result, so only an agent that has run the command and sent what it printed gets one.
+    the result, so only an agent that has run the command and sent what it printed gets one. Reasoning ahead
+    of the call must be in the prompt, of models that have it there.
 
     Args:
-        prompt: Rendered prompt, with tools written out as text.
+        prompt: Rendered prompt.
+        kind: Kind of the model.
         is_json: Whether a grammar asks for JSON.
     """
-    tools = offered_tools(prompt)
-    if not tools:
-        return json.dumps({"title": TITLE}) if is_json else TITLE
-    results = _RESULT.findall(prompt)
-    if not results:
-        return _shell_call(tools)
-    word = _CODE_WORD.search(results[-1])
-    if word is None:
-        return f"The command printed something else: {results[-1][:200]}"
-    return f"The note is copied. Its code word is {word[1]}."
-
-
-def offered_tools(prompt: str) -> list[dict[str, Any]]:
-    """Functions that a prompt offers, each with `name` and `parameters`."""
-    before, end, _after = prompt.partition(_TOOLS_END)
-    if not end:
-        return []
-    return [json.loads(line) for line in before.rpartition(_TOOLS_BEGIN)[2].split("\n")]
-
-
-def _shell_call(tools: Sequence[Mapping[str, Any]]) -> str:
-    parameters = {tool["name"]: tool["parameters"] for tool in tools}
-    name = next((name for name in _SHELLS if name in parameters), None)
+    functions = kind.offered(prompt)
+    if not functions:
+        return kind.say(prompt, json.dumps({"title": TITLE}) if is_json else TITLE)
+    results = kind.results(prompt)
+    if results:
+        if kind.reasons and THOUGHT not in prompt:
+            return kind.say(prompt, "The reasoning ahead of the call is not there.")
+        word = _CODE_WORD.search(results[-1])
+        if word is None:
+            return kind.say(prompt, f"The command printed something else: {results[-1][:200]}")
+        return kind.say(prompt, last_words(word[1]))
+    name = next((name for name in _SHELLS if name in functions), None)
     if name is None:
-        return f"There is no shell among the tools: {', '.join(sorted(parameters))}"
-    call = {"name": name, "arguments": _shell_arguments(parameters[name])}
-    return f"I copy it.\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
+        return kind.say(prompt, f"There is no shell among the tools: {', '.join(sorted(functions))}")
+    return kind.call(prompt, name, _shell_arguments(functions[name]))
 
 
 def _shell_arguments(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Servers of the turns, as child processes that record what they are asked.
 
     python -m tests.qualification.coding_agents.recorded_server mesh RECORDING NUM_TOKENS [OPTIONS]...
-    python -m tests.qualification.coding_agents.recorded_server scripted RECORDING PORT KEYS
+    python -m tests.qualification.coding_agents.recorded_server scripted RECORDING PORT KEYS KIND MODEL
 
 The first is `mesh serve` with two changes: exchanges are recorded, and free answers end after a number of
 tokens. The second is the same HTTP app over a scripted model.
@@ -22,16 +22,18 @@ from mesh.api.backend import ApiContext, Backend, Backends
 from mesh.api.http_server import serve_api
 from mesh.cli import main as command_line
 from mesh.serve import main as serving
-from mesh.serve.options import demo_model
 from mesh.status import MeshStatus
 from mesh.text.tokenizer import Tokenizer
 from mesh.util.tasks import run_interruptible
 from stages.gguf import model_name
 from tests.qualification.coding_agents.engines import BoundedAnswers, ScriptedModel
+from tests.qualification.coding_agents.model_kinds import MODEL_KINDS
 from tests.qualification.coding_agents.recording import ExchangeRecorder
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+    from tests.qualification.coding_agents.model_kinds import ModelKind
 
 # No agent's prompt should fill it.
 _SCRIPTED_CONTEXT: Final = 131_072
@@ -60,22 +62,23 @@ def recorded(app: FastAPI, recording: Path) -> FastAPI:
     return app
 
 
-async def serve_scripted(recording: Path, port: int, keys: Path) -> None:
+async def serve_scripted(recording: Path, port: int, keys: Path, kind: ModelKind, model: Path) -> None:
     """Serve the scripted model, recorded, until cancelled.
 
     Args:
         recording: File of the recording.
         port: Port on 127.0.0.1.
         keys: File of API keys.
+        kind: Kind of the model.
+        model: File with its vocabulary and its template.
 
     Raises:
         MeshError: If it cannot be served.
     """
-    model = demo_model()
     tokenizer = Tokenizer(model)
     backend = Backend(
         api=ApiContext(),
-        engine=ScriptedModel(tokenizer, _SCRIPTED_CONTEXT),
+        engine=ScriptedModel(tokenizer, _SCRIPTED_CONTEXT, kind),
         tokenizer=tokenizer,
         model_id=model_name(model),
         created=int(time.time()),
@@ -94,8 +97,9 @@ def main() -> None:
         num_tokens, *options = arguments
         serve_recorded(Path(recording), int(num_tokens), options)
         return
-    port, keys = arguments
-    sys.exit(run_interruptible(lambda _interruption: serve_scripted(Path(recording), int(port), Path(keys))))
+    port, keys, model_kind, model = arguments
+    given = (Path(recording), int(port), Path(keys), MODEL_KINDS[model_kind], Path(model))
+    sys.exit(run_interruptible(lambda _interruption: serve_scripted(*given)))
 
 
 if __name__ == "__main__":

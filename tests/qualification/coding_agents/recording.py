@@ -44,6 +44,8 @@ class Exchange:
     """Type of the last one."""
     text: str = ""
     """Text of the answer, without reasoning and calls."""
+    reasoning: str = ""
+    """Reasoning of an answer in a stream."""
     error: str = ""
     """Body of a response with an error status."""
     is_complete: bool = False
@@ -136,6 +138,7 @@ def exchange_of(
         events=dict(Counter(name for name, _event in events)),
         last_event=events[-1][0] if events else "",
         text="".join(_event_text(event) for _name, event in events) or _whole_text(_object(response)),
+        reasoning="".join(_event_reasoning(event) for _name, event in events),
         error=response.decode("utf-8", "replace") if is_refused else "",
         is_complete=is_complete,
     )
@@ -182,6 +185,15 @@ def _event_text(event: Mapping[str, Any]) -> str:
     if event.get("type") == "response.output_text.delta":
         return str(event["delta"])
     return "".join(choice["delta"].get("content") or "" for choice in event.get("choices", ()))
+
+
+def _event_reasoning(event: Mapping[str, Any]) -> str:
+    """What an event adds to the answer's reasoning, likewise."""
+    if event.get("type") == "content_block_delta":
+        return str(event["delta"].get("thinking", ""))
+    if event.get("type") == "response.reasoning_text.delta":
+        return str(event["delta"])
+    return "".join(choice["delta"].get("reasoning_content") or "" for choice in event.get("choices", ()))
 
 
 def _whole_text(answer: Mapping[str, Any]) -> str:

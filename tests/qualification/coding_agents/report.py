@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from meshbench.report_tools import Check, Report, Section, checks_section, markdown_table
-from tests.qualification.coding_agents.engines import note_text
+from tests.qualification.coding_agents.engines import TITLE, last_words, note_text
+from tests.qualification.coding_agents.model_kinds import PREAMBLE, THOUGHT
 from tests.qualification.coding_agents.recording import DONE
 from tests.qualification.coding_agents.turns import TurnKind
 
@@ -40,7 +42,7 @@ def checks_of(turn: Turn) -> list[Check]:
         _answered(turn),
     ]
     if turn.kind is TurnKind.TOOL:
-        checks += [_ran_tool(turn), _knows_word(turn)]
+        checks += [_ran_tool(turn), _knows_word(turn), _told_apart(turn)]
     return checks
 
 
@@ -85,7 +87,7 @@ def agents_report(
 
 
 def _sections(turn: Turn) -> list[Section]:
-    kind = _TITLES[turn.kind]
+    kind = _TITLES[turn.kind] if turn.model is None else f"{_TITLES[turn.kind]}, {turn.model.title}"
     checks = checks_section(f"## {turn.program.title}, {kind}", checks_of(turn))
     headline = f"{turn.program.title} {turn.version}, {kind}, {turn.seconds:.0f} s"
     return [
@@ -102,6 +104,7 @@ def _turn_as_dict(turn: Turn) -> dict[str, Any]:
         "agent": turn.program.title,
         "version": turn.version,
         "kind": turn.kind.name.lower(),
+        "model": None if turn.model is None else turn.model.name,
         "exit_code": turn.exit_code,
         "seconds": turn.seconds,
         "output": turn.output,
@@ -169,6 +172,19 @@ def _knows_word(turn: Turn) -> Check:
     return Check(
         "its result came back to the model", turn.code_word in turn.output.text, f"word {turn.code_word}"
     )
+
+
+def _told_apart(turn: Turn) -> Check:
+    """Whether texts and reasoning are the script's, without marks of the model's format."""
+    answers = [each for each in turn.exchanges if each.path == turn.program.path and each.status == 200]
+    told = (PREAMBLE, TITLE, json.dumps({"title": TITLE}), last_words(turn.code_word))
+    thoughts = (THOUGHT,) if turn.model is not None and turn.model.reasons else ("", THOUGHT)
+    strange = [each.text for each in answers if each.text.strip() not in told]
+    strange += [each.reasoning for each in answers if each.reasoning.strip() not in thoughts]
+    detail = (
+        "; ".join(map(repr, strange)) or f"{sum(bool(each.reasoning) for each in answers)} with reasoning"
+    )
+    return Check("text, reasoning and calls are told apart", not strange, _shown(detail))
 
 
 def _versions_table(turns: Sequence[Turn], versions: Mapping[str, str]) -> str:

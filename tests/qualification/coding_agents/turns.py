@@ -16,10 +16,12 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final
 
 from mesh.api.api_keys import KeyRecord, add_key, digest_of
+from mesh.serve.options import demo_model
 from meshbench.lab.host import Host
 from meshbench.lab.systems import COMMAND, health_watcher, wait_until
 from stages.files import write_private_file
 from tests.qualification.coding_agents.engines import COPY, NOTE, note_text
+from tests.qualification.coding_agents.model_kinds import NOTE as NOTED
 from tests.qualification.coding_agents.npm_install import programs_folder
 from tests.qualification.coding_agents.recording import read_recording
 from tests.qualification.programs import program_command
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping, Sequence
 
     from tests.qualification.coding_agents.agents import AgentOutput, AgentProgram
+    from tests.qualification.coding_agents.model_kinds import ModelKind
     from tests.qualification.coding_agents.recording import Exchange
 
 _PORT: Final = 8000
@@ -64,6 +67,8 @@ class TurnOptions:
     """Longest turn."""
     kinds: Sequence[TurnKind] = tuple(TurnKind)
     """Kinds of turn, in order."""
+    models: Sequence[ModelKind] = (NOTED,)
+    """Kinds of scripted models, each for a turn with a tool."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +81,8 @@ class Turn:
     """What it says of its version."""
     kind: TurnKind
     """Kind of turn."""
+    model: ModelKind | None
+    """Kind of the scripted model; None of a turn on a real mesh."""
     exit_code: int | None
     """Its exit code; None if the time limit ended it."""
     seconds: float
@@ -125,9 +132,11 @@ class _Setting:
             printed, _errors = process.communicate()
         return printed.decode("utf-8", "replace").strip()
 
-    def turn(self, kind: TurnKind, version: str) -> Turn:
+    def turn(self, kind: TurnKind, model: ModelKind | None, version: str) -> Turn:
         """One turn, against a server of its own."""
         name = f"{self._program.name}-{kind.name.lower()}"
+        if model is not None:
+            name += f"-{model.name}"
         recording = self._options.output / f"{name}.requests.jsonl"
         recording.unlink(missing_ok=True)
         home, work = self._scratch / f"{name}-home", self._scratch / f"{name}-work"
@@ -135,7 +144,7 @@ class _Setting:
         work.mkdir()
         word = secrets.token_hex(4)
         (work / NOTE).write_text(note_text(word), encoding="utf-8")
-        with self._server(kind, recording, self._options.output / f"{name}.server.log"):
+        with self._server(model, recording, self._options.output / f"{name}.server.log"):
             began_s = time.monotonic()
             exit_code, printed, errors = self._run_agent(kind, name, home, work)
             seconds = time.monotonic() - began_s
@@ -146,6 +155,7 @@ class _Setting:
             program=self._program,
             version=version,
             kind=kind,
+            model=model,
             exit_code=exit_code,
             seconds=seconds,
             output=self._program.output(printed),
@@ -157,18 +167,19 @@ class _Setting:
         )
 
     @contextmanager
-    def _server(self, kind: TurnKind, recording: Path, log: Path) -> Iterator[None]:
-        arguments = {TurnKind.PLAIN: self._mesh_arguments, TurnKind.TOOL: self._scripted_arguments}[kind]
+    def _server(self, model: ModelKind | None, recording: Path, log: Path) -> Iterator[None]:
+        if model is None:
+            arguments = self._mesh_arguments(recording)
+        else:
+            arguments = self._scripted_arguments(recording, model)
         with log.open("wb") as output:
-            server = self._host.run(
-                program_command(_SERVER, *arguments(recording)), stdout=output, stderr=output
-            )
+            server = self._host.run(program_command(_SERVER, *arguments), stdout=output, stderr=output)
         try:
             watcher = self._host.run(health_watcher(_PORT))
             try:
                 wait_until(
                     lambda: watcher.poll() == 0,
-                    f"the server of the {kind.name.lower()} turn",
+                    "the server of the turn",
                     server,
                     log,
                     _START_S,
@@ -187,8 +198,9 @@ class _Setting:
             *("--ctx-size", str(self._options.ctx_size), "--parallel", str(_SLOTS)),
         ]
 
-    def _scripted_arguments(self, recording: Path) -> list[str]:
-        return ["scripted", str(recording), str(_PORT), str(self._server_keys)]
+    def _scripted_arguments(self, recording: Path, model: ModelKind) -> list[str]:
+        file = model.write_model(demo_model(), self._scratch)
+        return ["scripted", str(recording), str(_PORT), str(self._server_keys), model.name, str(file)]
 
     def _run_agent(self, kind: TurnKind, name: str, home: Path, work: Path) -> tuple[int | None, str, str]:
         """Run the agent to its end; returns its exit code and both outputs."""
@@ -230,7 +242,8 @@ def take_turns(program: AgentProgram, options: TurnOptions) -> Generator[Turn, N
             setting = _Setting(host, program, options, scratch)
             version = setting.version()
             for kind in options.kinds:
-                yield setting.turn(kind, version)
+                for model in options.models if kind is TurnKind.TOOL else (None,):
+                    yield setting.turn(kind, model, version)
 
 
 @contextmanager

@@ -20,8 +20,8 @@ TEXTS: Final = (
     "é", "e\u0301" * 5, "\u202e abc", "\ufeff", "\uffff", "\ud800", "\udc00\ud800",
     "\U0001f9d1\u200d\U0001f680",    "\u0000\u0001", "日本語", "\u200b" * 30, "a" * 300, "ab " * 100,
 )  # fmt: skip
-# For patterns, which are those of names.
-_VALUE_NAMES: Final = ("look", "f-1_x.y", "Z" * 64)
+# For patterns, which are those of names and of types of tools.
+_VALUE_NAMES: Final = ("look", "f-1_x.y", "Z" * 64, "web_search")
 # Where a schema says nothing.
 _ANY: Final[tuple[Any, ...]] = (None, True, 0, 1.5, "text", [], {})
 _DEPTH: Final = 6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import llama_cpp
 import numpy as np
@@ -14,6 +14,7 @@ from stages.layers import ranges_from_cuts
 from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.weights.virtual_stages import StageCache
+from tests.qualification.own_models import step35
 from tests.support.tiny_families import TINY_FAMILIES
 
 if TYPE_CHECKING:
@@ -103,6 +104,23 @@ def test_features_are_what_llama_cpp_itself_would_give(smollm2_path: Path) -> No
         assert np.array_equal(ours[:5], theirs[:5])
     finally:
         runtime.close()
+
+
+def test_features_that_are_named_as_the_next_layer_s_input(tmp_path: Path) -> None:
+    family = step35(2)
+    model = family.write(tmp_path / "model.gguf")
+    cache = StageCache(tmp_path / "stages")
+
+    def features(*cuts: int) -> list[NDArray[np.float32]]:
+        paths = [cache.cut(model, layers).path for layers in ranges_from_cuts(cuts, family.n_layers)]
+        _, rows, _ = run(paths, (0, 1, 2))
+        return cast("list[NDArray[np.float32]]", rows)
+
+    whole = features()
+    assert [rows.shape for rows in whole] == [(5, 192), (1, 192), (3, 192), (3, 192)]
+    assert len(np.unique(whole[0])) > 900
+    for cuts in ((1,), (2,), (1, 2, 3)):
+        assert all(np.array_equal(ours, theirs) for ours, theirs in zip(features(*cuts), whole, strict=True))
 
 
 @pytest.mark.parametrize("name", ["glm4moe", "deepseek2"])

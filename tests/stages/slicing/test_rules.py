@@ -2,12 +2,14 @@
 
 import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from spanmesh_proto.errors import UncuttableModel
 from stages.gguf import GgufHeader, Value, ValueType
+from stages.graph_boundary import GraphBoundary
 from stages.layers import LayerRange
 from stages.slicing.architectures.cutting_rules import FAMILIES
 from stages.slicing.architectures.rule_types import Blanks
@@ -132,6 +134,46 @@ def test_blanks_are_entered_behind() -> None:
     entry = source.family.entry.handover(source.header, layers, source.blanks(layers))
     assert entry.inlet == "l_out-1"
     assert entry.outlet_of(0) == "l_out-2"
+
+
+def test_an_output_that_is_named_as_the_next_layer_s_input() -> None:
+    source = model("step35", 6, attention__sliding_window_pattern=[0, 1, 1, 0, 1, 0])
+    for layers, blanks, outlet, inlet in (
+        (LayerRange(0, 3), Blanks(after=1), "attn_norm_in-3", None),
+        (LayerRange(3, 5), Blanks(after=1), "attn_norm_in-2", None),
+        # Without a window of its own: one before it, behind which hidden states enter.
+        (LayerRange(5, 6), Blanks(before=1), "attn_norm_in-2", "attn_norm_in-1"),
+    ):
+        assert source.blanks(layers) == blanks
+        boundary = source.family.entry.handover(source.header, layers, blanks)
+        assert boundary.outlet_of(len(layers) - 1) == outlet
+        assert boundary.inlet == inlet
+        saved = {name: str(value) for name, value in boundary.to_metadata(64).items()}
+        assert GraphBoundary.from_metadata(saved.get, 64) == boundary
+
+
+def test_numbers_of_activations_go_with_their_layers() -> None:
+    source = model("apertus", 4)
+    numbers = Value.array(ValueType.FLOAT32, (1.0, 2.0, 3.0, 4.0))
+    metadata = {
+        **source.header.metadata,
+        "xielu.alpha_n": numbers,
+        "xielu.eps": Value.of(ValueType.FLOAT32, 0.5),
+    }
+    found = source.family.derived(replace(source.header, metadata=metadata), LayerRange(1, 3))
+    assert {key: value.decode() for key, value in found.items() if value is not None} == {
+        "xielu.alpha_n": (2.0, 3.0)
+    }
+
+
+def test_layers_that_share_caches_stay_with_those_that_have_them() -> None:
+    source = model("gemma4", 12, attention__shared_kv_layers=4)
+    assert source.allowed_cuts == (1, 2, 3, 4, 5, 6)
+    assert source.refused_cuts[7] == "the last 4 layers share the KV caches of layers 6 and 7"
+    assert derived(source, LayerRange(0, 6), "attention.shared_kv_layers") == 0
+    assert derived(source, LayerRange(6, 12), "attention.shared_kv_layers") == 4
+    with_own = model("gemma4", 12, attention__shared_kv_layers=0)
+    assert with_own.allowed_cuts == tuple(range(1, 12))
 
 
 def test_deepstack_layers_stay_together() -> None:
