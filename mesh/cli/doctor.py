@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -72,6 +73,8 @@ def doctor(
     ]
     if model is not None:
         checks += _of_repository(name, str(model))
+    if model is not None:
+        checks += _of_texts(name, model)
     if token_file is not None:
         checks += token_checks(name, read_token(token_file))
     if url is not None:
@@ -110,7 +113,20 @@ def _of_mesh(url: str, key: str | None) -> Iterable[Check]:
         return [
             fail("mesh", "answer", error.message, "start it, name where it is with --url, or wait for it")
         ]
-    return [*mesh_checks(status, links, found["hosts"]), *format_checks(models)]
+    return [*mesh_checks(status, links, found["hosts"]), *format_checks("mesh", models)]
+
+
+def _of_texts(name: str, model: Path) -> Iterable[Check]:
+    """How a model writes calls and reasoning, found in a process with bounds."""
+    from mesh.doctor import format_checks, warn  # noqa: PLC0415 - keeps --help quick
+    from mesh.text.text_service import told_format_of  # noqa: PLC0415
+
+    try:
+        told = told_format_of(model, datetime.now().astimezone())
+    except MeshError as error:
+        return [warn(name, f"calls of {model.name}", error.message, "fetch the model again")]
+    shown = {"id": model.name, "answer_format": told.format.shown()}
+    return format_checks(name, {"data": [shown]})
 
 
 def _print(checks: Sequence[Check]) -> None:

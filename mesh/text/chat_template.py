@@ -411,8 +411,8 @@ class ChatTemplate:
                     param="continue_final_message",
                 )
             return text[:place]
-        goes_on = ending is Ending.ANSWER and messages[-1]["role"] != "assistant"
-        return text + self._left_out(text, values) if goes_on else text
+        is_said = any(message["role"] == "assistant" for message in messages[-1:])
+        return text if is_said or ending is not Ending.ANSWER else text + self._left_out(text, values)
 
     def _left_out(self, prompt: str, values: Mapping[str, Any]) -> str:
         """What begins an answer, where a template ends a turn and does not begin the next one.
@@ -441,9 +441,8 @@ class ChatTemplate:
         """The prompt of the first form of a conversation that the template takes."""
         refusals = []
         forms = list(self._forms(messages, has_tools=bool(tools)))
-        completed = _completed(tools)
         for is_lenient in (False, True):
-            for offered in [tools] if completed == list(tools) else [tools, completed]:
+            for offered in _offers(tools):
                 for form in forms:
                     given = {**values, "messages": form, "tools": offered or self._no_tools}
                     try:
@@ -630,14 +629,16 @@ class ChatTemplate:
         return TemplateRenderer(self._source, bos=self._bos, eos=self._eos, marking=self._marking)
 
 
-def _completed(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Functions with a description and properties, if empty ones, which some templates take for granted."""
-    found = []
+def _offers(tools: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
+    """Functions, and the same with a description and properties, if empty ones, as some templates want."""
+    yield tools
+    completed = []
     for tool in tools:
         function = {"name": tool["function"]["name"], "description": "", **tool["function"]}
         parameters = {"type": "object", "properties": {}, **function.get("parameters", {})}
-        found.append({**tool, "function": {**function, "parameters": parameters}})
-    return found
+        completed.append({**tool, "function": {**function, "parameters": parameters}})
+    if completed != list(tools):
+        yield completed
 
 
 def _containers(value: Any) -> Iterator[int]:

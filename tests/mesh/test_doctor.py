@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mesh import doctor
+from mesh.cli.doctor import _of_texts
 from mesh.cluster.certificates import make_certificate
 from mesh.cluster.join_token import JoinToken, encode
 from mesh.cluster.port_plan import own_part
@@ -332,7 +333,7 @@ def test_how_models_call_and_reason_is_told() -> None:
         {"id": "b", "answer_format": AnswerFormat().shown()},
         {"id": "embeddings"},
     ]
-    found = {check.what: check for check in format_checks({"data": models})}
+    found = {check.what: check for check in format_checks("mesh", {"data": models})}
     assert {check.outcome for check in found.values()} == {Outcome.OK}
     details = {what: check.detail for what, check in found.items()}
     assert details["calls of a"] == 'written as "<tool_call>\\nNAME{…}"'
@@ -352,7 +353,7 @@ def test_of_a_file_it_is_told_how_its_model_calls_and_reasons(tmp_path: Path) ->
     )
     own = tmp_path / "own.gguf"
     write_vocabulary(plain, own, {"tokenizer.chat_template": text_value(template)})
-    details = {check.what: check.detail for path in (own, plain) for check in doctor._texts("me", path)}
+    details = {check.what: check.detail for path in (own, plain) for check in _of_texts("me", path)}
     assert details["calls of own.gguf"].startswith('written as "<call>{')
     assert details["reasoning of own.gguf"] == 'written as "<think>…</think>"'
     assert "nothing certain" in details["calls of plain.gguf"]

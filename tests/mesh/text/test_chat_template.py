@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mesh.text.chat_template import CHATML, PLAIN, ChatTemplate, template_source_of
-from mesh.text.text_jobs import TextModel
-from mesh.text.text_worker import ModelTexts
+from mesh.text.text_jobs import TextModel, unpacked_answer
+from mesh.text.text_worker import ModelTexts, do_prompt
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import InvalidRequest
 
@@ -153,3 +153,24 @@ def test_bos_comes_once(gemma3_path: Path) -> None:
     written, added = texts.prompt_ids("<bos>Hello"), texts.prompt_ids("Hello")
     assert written == added
     assert written.count(bos or -1) == 1
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("marks", "end"), [(None, None), ([{"begin": "<t>", "end": "</t>"}], "</t>")])
+def test_marks_of_reasoning_that_are_known_are_not_found_again(
+    smollm2_path: Path, marks: Any, end: str | None
+) -> None:
+    tokenizer = Tokenizer(smollm2_path)
+    texts = ModelTexts(TextModel(str(tokenizer.path), tokenizer.stamp, "{{ messages[0].content }}<t>"))
+    answer = do_prompt(
+        texts,
+        messages=HELLO,
+        variables={},
+        tools=(),
+        ending="ANSWER",
+        now=NOW.isoformat(),
+        most_tokens=99,
+        param="messages",
+        marks=marks,
+    )
+    assert unpacked_answer(answer)[0]["thought_end"] == end

@@ -193,6 +193,11 @@ def test_results_go_into_the_message_of_their_calls_where_a_template_knows_no_ot
     assert "<t>It rains." in other.render(before, tools=BARE)
 
 
+def test_a_conversation_without_messages_is_one() -> None:
+    assert template_of(TALK).render([]) == "<|assistant|>"
+    assert template_of(SILENT).render([], tools=BARE).endswith("]<|assistant|>")
+
+
 def test_an_answer_begins_behind_a_turn_that_a_template_ends() -> None:
     source = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
