@@ -8,6 +8,7 @@ import json
 import socket
 import subprocess
 from dataclasses import dataclass
+from datetime import datetime
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -25,6 +26,7 @@ from mesh.cluster.addresses import (
 from mesh.cluster.host_facts import try_llama_cpp
 from mesh.cluster.port_plan import plan_ports
 from mesh.status import ChatModelStatus
+from mesh.text.answer_format import AnswerFormat
 from mesh.util.child_environment import inherited_environment, module_command, relative_entries
 from spanmesh_proto.addresses import PortRange, is_loopback
 from spanmesh_proto.errors import MeshError
@@ -307,16 +309,41 @@ def mesh_checks(
 
 
 def format_checks(models: Mapping[str, Any]) -> Iterator[Check]:
-    """How models write calls.
+    """How models write calls and reasoning.
 
     Args:
         models: What `/v1/models` tells.
     """
     for model in models["data"]:
         if (told := model.get("answer_format")) is not None:
-            found = json.dumps(told["call"], ensure_ascii=False)
-            detail = found if told["is_found"] else f"as our own note asks for them: {found}"
-            yield ok("mesh", f"calls of {model['id']}", detail)
+            yield from _format("mesh", model["id"], told)
+
+
+def _format(where: str, model: str, told: Mapping[str, Any]) -> Iterator[Check]:
+    """How a model writes calls and reasoning.
+
+    Args:
+        where: Where that was found out.
+        model: The model.
+        told: What `AnswerFormat.shown` tells.
+    """
+    call = json.dumps(told["call"], ensure_ascii=False)
+    yield ok(
+        where,
+        f"calls of {model}",
+        f"written as {call}"
+        if told["is_found"]
+        else f"nothing certain is found in the chat template: a note of ours asks for them as {call}",
+    )
+    reasoning = " or ".join(json.dumps(each, ensure_ascii=False) for each in told["reasoning"])
+    is_found = told["reasoning"] != AnswerFormat().shown()["reasoning"]
+    yield ok(
+        where,
+        f"reasoning of {model}",
+        f"written as {reasoning}"
+        if is_found
+        else f"nothing certain is found in the chat template: {reasoning} would be read as reasoning",
+    )
 
 
 def _state(name: str, model: ChatModelStatus | EmbeddingModelStatus) -> Check:
@@ -621,6 +648,18 @@ def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
+def _texts(name: str, path: Path) -> Iterator[Check]:
+    """How a model writes calls and reasoning, found in a process with bounds."""
+    from mesh.text.text_service import told_format_of  # noqa: PLC0415 - loads llama.cpp
+
+    try:
+        told = told_format_of(path, datetime.now().astimezone())
+    except MeshError as error:
+        yield warn(name, f"calls of {path.name}", error.message, "give the model another chat template")
+        return
+    yield from _format(name, path.name, told.format.shown())
+
+
 def _model(name: str, path: Path, free_disk_bytes: int | None) -> Iterator[Check]:
     from stages.slicing.model_facts import read_model_facts  # noqa: PLC0415 - brings numpy
 
@@ -637,6 +676,7 @@ def _model(name: str, path: Path, free_disk_bytes: int | None) -> Iterator[Check
         return
     cuts = f"{len(facts.allowed_cuts)} places to cut at" if facts.allowed_cuts else "cannot be cut"
     yield ok(name, what, f"{facts.architecture}, {facts.layer_count}, {cuts}; sha256 {sha256}")
+    yield from _texts(name, path)
     if free_disk_bytes is not None and free_disk_bytes < facts.file_bytes:
         yield warn(
             name,

@@ -40,9 +40,10 @@ FREE_TEXT: Final = "input"
 """The one parameter of a custom tool, as the model is shown it."""
 CONTINUES: Final = ("prefix", "partial")
 """Fields of a last message that the answer goes on with: DeepSeek's and Mistral's, Qwen's and Moonshot's."""
-_TEXT_TYPES: Final = frozenset({"text", "input_text", "output_text"})
+# Compared, not looked up: a client may send a list or an object in their place.
+_TEXT_TYPES: Final = ("text", "input_text", "output_text")
 # Parts of an assistant's message that hold reasoning.
-_THOUGHT_TYPES: Final = frozenset({"thinking", "reasoning"})
+_THOUGHT_TYPES: Final = ("thinking", "reasoning")
 # The default of `content`: a message without one is a mistake, unlike one with null.
 _ABSENT: Final = False
 
@@ -388,8 +389,10 @@ def refuse_others(kind: str, value: dict[str, Any], known: set[str]) -> None:
     """
     for name, each in value.items():
         if name not in known and each is not None:
+            # Half a surrogate pair would be an error of its own.
+            shown = name[:SHOWN_CHARS].encode(errors="backslashreplace").decode()
             raise PydanticCustomError(
-                kind, "has a field {name}, which is not supported: leave it out", {"name": name[:SHOWN_CHARS]}
+                kind, "has a field {name}, which is not supported: leave it out", {"name": shown}
             )
 
 

@@ -11,7 +11,7 @@ import click
 
 from mesh.cli.head_client import ask_head
 from mesh.cli.options import options_of
-from mesh.cli.shared_options import int_option, key_of
+from mesh.cli.shared_options import int_option, key_of, local_model
 from mesh.options.host import HostOptions
 from mesh.util.child_environment import API_KEY
 from mesh.util.printable import say
@@ -55,6 +55,9 @@ def doctor(
 ) -> None:
     """Check this host, MODEL if it is named, and a running mesh if --url is given.
 
+    MODEL is a GGUF file, the first one if there are several, or hf:org/repo:QUANT: how it writes calls and
+    reasoning is shown, too.
+
     Versions, llama.cpp's devices, memory, disk, ports and addresses; of a mesh every host and every link in
     both directions: round trips, bandwidth, port ranges, clocks, and the hashes of stage files. Each failure
     comes with a remedy. Exits with 1 if anything failed.
@@ -63,6 +66,7 @@ def doctor(
     from mesh.doctor import exit_code, this_host_checks, token_checks  # noqa: PLC0415
 
     name = socket.gethostname()
+    model = None if model is None else local_model(model).path
     checks = [
         *this_host_checks(name, port=port, advertise=advertise, model=model, url=url, port_range=port_range)
     ]

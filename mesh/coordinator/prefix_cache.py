@@ -102,12 +102,13 @@ class PrefixCache:
                 for slot, num in common.items()
                 if slot in free and slot in self._cached
             }
-        common = {
-            slot: num
-            for slot, num in common.items()
-            if num >= self._least_copied or self._is_reused(slot, num, free)
-        }
         slot = min(free, key=lambda each: (self._used(each), each))
+        common = {
+            source: num
+            for source, num in common.items()
+            # What the chosen slot itself begins with costs no copy.
+            if num >= self._least_copied or source == slot or self._is_reused(source, num, free)
+        }
         source = max(common, key=lambda each: (common[each], each in free), default=slot)
         num_cached = common.get(source, 0)
         if num_cached < _WORTHWHILE:

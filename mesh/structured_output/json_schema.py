@@ -31,7 +31,7 @@ from mesh.structured_output.objects import array_of, free_object, object_of
 from mesh.structured_output.schema_resolver import REFUSED, Flat, Flattener, type_of, types_of
 from mesh.structured_output.tagged import tagged_array_of, tagged_object_of
 from spanmesh_proto.errors import InvalidRequest
-from stages.grammar.gbnf_parser import Expression, Ref
+from stages.grammar.gbnf_parser import Expression, Ref, Repeat
 from stages.grammar.session_grammar import make_automaton
 
 if TYPE_CHECKING:
@@ -215,7 +215,11 @@ class Converter:
 
         if flat["type"] == ["array"]:
             return tagged_array_of(flat, convert, form)
-        return tagged_object_of(flat, convert, self._rule, form)
+        found = tagged_object_of(flat, convert, self._rule, form)
+        # Of no members nothing is to be seen between tags.
+        if found == NOTHING:
+            return self._plain(flat)
+        return either(found.item, "{}") if isinstance(found, Repeat) and not found.least else found
 
     def _any_of(self, schema: Any) -> list[Expression]:
         options = [self._named(flat) for flat in self._flattener.alternatives(schema)]

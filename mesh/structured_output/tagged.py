@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.structured_output.gbnf import SchemaError, maybe, seq, times
+from mesh.structured_output.gbnf import SchemaError, either, maybe, seq, times
 from mesh.structured_output.notations import BARE_KEY, JSON
 from mesh.structured_output.objects import joined_pairs, most_extras, properties_of
 from mesh.structured_output.schema_resolver import type_of
@@ -96,14 +96,17 @@ def tagged_array_of(flat: Flat, convert: Convert, form: TagForm) -> Expression |
     """
     if "prefixItems" in flat or flat.get("uniqueItems"):
         raise SchemaError("prefixItems and uniqueItems cannot be expressed between tags: leave them out")
-    # Of no items there is nothing to be seen.
-    least, most = max(1, flat.get("minItems", 0)), flat.get("maxItems")
+    least, most = flat.get("minItems", 0), flat.get("maxItems")
     if max(least, most or 0) > MAX_REPEATS:
         raise SchemaError(f"{max(least, most or 0)} items are too many: at most {MAX_REPEATS} work")
-    value = convert(flat.get("items", True), "items")
-    if value is None or (most is not None and most < least):
+    if most is not None and most < least:
         return None
-    return times(seq(form.key, form.item, value, form.end(form.item)), least, most)
+    value = convert(flat.get("items", True), "items")
+    if value is None or most == 0:
+        return None if least else seq("[]")
+    items = times(seq(form.key, form.item, value, form.end(form.item)), max(1, least), most)
+    # Of no items nothing is to be seen between tags.
+    return items if least else either(items, "[]")
 
 
 def tagged_object_of(flat: Flat, convert: Convert, name: Name, form: TagForm) -> Expression | None:

@@ -119,6 +119,11 @@ class StringEscaper:
         # Of an escape by number, what follows the backslash.
         self._unicode = ""
 
+    @property
+    def is_in_string(self) -> bool:
+        """Whether the text so far ends within a string."""
+        return self._is_in_string
+
     def escaped(self, text: str) -> str:
         """More of the text; an escape by number only once it is whole."""
         return "".join(map(self._escaped, text))

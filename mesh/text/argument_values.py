@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import json
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+import math
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from mesh.text.answer_characters import SPACE, UnexpectedText, skip_space
+from mesh.text.answer_characters import SPACE, StringEscaper, UnexpectedText, skip_space
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -67,7 +67,9 @@ class BareObject:
         elif char == "[":
             yield from self._members("]", has_keys=False)
         else:
-            self._argue(_word((yield from self._bare(_ENDS_BARE))))
+            word = yield from self._bare(_ENDS_BARE)
+            found = read_value(word)
+            self._argue(json.dumps(word, ensure_ascii=False) if found is None else found[0])
         self._lacks_value = False
 
     def _members(self, end: str, *, has_keys: bool) -> Generator[None, str, None]:
@@ -175,7 +177,9 @@ class PythonArguments:
             self._argue(f"{before}{json.dumps(key.strip(), ensure_ascii=False)}: ")
             yield from skip_space(characters, _drop)
             before = ", "
-            self._argue(_as_json((yield from self._value())))
+            text = yield from self._value()
+            found = read_value(text, is_expression=True)
+            self._argue(json.dumps(text.strip(), ensure_ascii=False) if found is None else found[0])
             if (yield from skip_space(characters, _drop)) == ",":
                 yield from characters.take()
         yield from characters.take()
@@ -208,34 +212,39 @@ class PythonArguments:
                 return
 
 
-def _word(text: str) -> str:
-    """JSON of a value without quotes: of a number or a word what it is, of anything else a text."""
-    text = _OF_PYTHON.get(text, text)
+def read_value(text: str, *, is_expression: bool = False) -> tuple[str, Any] | None:
+    """JSON of a value that is written as JSON or as Python has it, and the value; None if it is neither.
+
+    Args:
+        text: The value as it is written; in its texts line breaks may stand as they are.
+        is_expression: Whether texts and numbers may be as Python has them, too, beside lists and objects.
+    """
+    text = text.strip()
+    written = StringEscaper().escaped(_OF_PYTHON.get(text, text))
     try:
-        json.loads(text, parse_constant=_refuse)
-    except ValueError:
-        return json.dumps(text, ensure_ascii=False)
-    return text
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(name)
-
-
-def _as_json(expression: str) -> str:
-    """JSON of an expression of Python or of JSON; of any other its text."""
-    text = expression.strip()
-    try:
-        json.loads(text, parse_constant=_refuse)
-    except ValueError:
+        return written, json.loads(written, parse_constant=_refuse, parse_float=_finite)
+    except (ValueError, RecursionError):
         pass
-    else:
-        return text
-    # Models write line breaks in texts as they are.
-    for written in (text, text.replace("\n", "\\n")) if len(text) < _MOST_PYTHON_CHARS else ():
-        with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            return json.dumps(_evaluated(written), ensure_ascii=False)
-    return json.dumps(text, ensure_ascii=False)
+    if not (is_expression or text[:1] in {"{", "["}) or len(text) > _MOST_PYTHON_CHARS:
+        return None
+    for each in (text, text.replace("\n", "\\n")):
+        try:
+            written = json.dumps(_evaluated(each), ensure_ascii=False, allow_nan=False)
+            return written, json.loads(written)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            continue
+    return None
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return number
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _evaluated(expression: str) -> Any:

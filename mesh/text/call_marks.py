@@ -17,6 +17,8 @@ _LIST_BEGIN: Final = re.compile(r"\[\s*$")
 _NAME_KEY: Final = re.compile(r'"(\w+)":\s*"$')
 _ARGUMENTS_KEY: Final = re.compile(r'"(\w+)":\s*$')
 _NAMES: Final = r"([A-Za-z0-9_.-]+)"
+# Never given back: several in a row would be tried in all divisions of the white space among them.
+_SPACES: Final = r"\s*+"
 _BLOCK, _BLOCK_END = "<tool_call>", "</tool_call>"
 _MOST_CACHED: Final = 64
 
@@ -100,9 +102,11 @@ def _head(calls: CallFormat, blocks: tuple[str, ...]) -> re.Pattern[str]:
     """All of what is before a brace is optional but for the name, as models leave out much of it."""
     call = calls.call.strip()
     mark = next((each for each in blocks if call.startswith(each)), "")
-    rest = call.removeprefix(mark)
+    ahead = f"(?:{_flexible(call.removeprefix(mark))})?"
     behind = "".join(f"(?:{_flexible(part)})?" for part in _segments(calls.name_end.strip()))
-    return re.compile(rf"\s*(?:{re.escape(mark)})?\s*(?:{_flexible(rest)})?\s*{_NAMES}\s*{behind}\s*")
+    return re.compile(
+        rf"{_SPACES}(?:{re.escape(mark)})?{_SPACES}{ahead}{_SPACES}{_NAMES}{_SPACES}{behind}{_SPACES}"
+    )
 
 
 def _segments(text: str) -> list[str]:
@@ -116,7 +120,7 @@ def _flexible(text: str) -> str:
         _SLOT.sub(r"[^\\s<>\\[\\]{}\"]*", re.sub(rf"([^{SLOTS}]+)", lambda found: re.escape(found[0]), word))
         for word in text.split()
     )
-    return r"\s*" + r"\s*".join(words) + r"\s*"
+    return "".join(f"{_SPACES}{word}" for word in words) + _SPACES
 
 
 def _literal(text: str) -> str:

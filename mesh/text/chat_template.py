@@ -22,15 +22,20 @@ from mesh.text.answer_format import NOTE_FORMAT, AnswerFormat
 from mesh.text.client_text import Marking
 from mesh.text.conversation_repair import (
     EVERY,
+    PROBED_TOOL,
     Repair,
+    ThoughtForm,
     content_forms_of,
+    hides_calls,
     needs_of,
     repaired,
-    thought_field_of,
+    thought_form_of,
 )
 from mesh.text.format_probes import found_format
+from mesh.text.known_formats import format_by_words
 from mesh.text.message_parts import knows_tools
 from mesh.text.reasoning_switches import switches_of
+from mesh.text.written_calls import written_calls
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -41,6 +46,7 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
     from jinja2.runtime import Context
 
+    from mesh.text.answer_format import CallFormat
     from mesh.text.conversation_repair import ContentForms, Needs
     from mesh.text.reasoning_switches import ReasoningSwitches
     from mesh.text.tokenizer import Tokenizer
@@ -122,7 +128,8 @@ class TemplateRenderer:
             variables: `messages`, and others; `add_generation_prompt` is true unless they set it.
             now: The local time, for templates that date their system prompt.
             max_chars: Most characters of the prompt.
-            is_lenient: Whether what is not there is nothing, wherever it is used, as llama.cpp has it.
+            is_lenient: Whether what is not there is nothing, wherever it is used, as llama.cpp has it, and a
+                number that is added to a text becomes one.
 
         Raises:
             TemplateRefusal: If the template fails, as it may in any way: it is a program.
@@ -223,6 +230,7 @@ class _Environment(SandboxedEnvironment):
             extensions=["jinja2.ext.loopcontrols", _GenerationBlocks],
         )
         self._marking = marking
+        self._is_lenient = undefined is _Nothing
         self.given: frozenset[int] = frozenset()
         self.filters["tojson"] = functools.partial(_to_json, marking)
         self.filters["safe"] = _mark_safe
@@ -233,7 +241,8 @@ class _Environment(SandboxedEnvironment):
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Whether a template may use an attribute, as `append` of a list."""
         is_changing = modifies_known_mutable(obj, attr) and id(obj) in self.given
-        return not is_changing and super().is_safe_attribute(obj, attr, value)
+        # `dict.update` would change whatever it is called with.
+        return not is_changing and not isinstance(obj, type) and super().is_safe_attribute(obj, attr, value)
 
     def concat(self, parts: Iterable[str]) -> str:
         """Texts one behind the other: of macros, blocks that are set, and `~`."""
@@ -252,6 +261,9 @@ class _Environment(SandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """An operator, as `%` between a text and its values."""
+        if self._is_lenient and operator == "+" and isinstance(left, str) and isinstance(right, int | float):
+            # As a schema's default behind its description.
+            right = _json_text(right)
         return self._marking.recognised(super().call_binop(context, operator, left, right))
 
     def _of_original(self, made: Callable[..., Any]) -> Callable[..., Any]:
@@ -387,10 +399,9 @@ class ChatTemplate:
             messages = [*messages[:-1], {**last, "content": last["content"] + mark}]
         values = {
             **(variables or {}),
-            "tools": tools or None,
             "add_generation_prompt": ending is Ending.ANSWER,
         }
-        text = self._accepted(messages, values)
+        text = self._accepted(messages, tools, values)
         if ending is Ending.CONTINUED:
             place = self._marking.unmarked(text).rfind(mark)
             if place < 0:
@@ -400,18 +411,45 @@ class ChatTemplate:
                     param="continue_final_message",
                 )
             return text[:place]
-        return text
+        goes_on = ending is Ending.ANSWER and messages[-1]["role"] != "assistant"
+        return text + self._left_out(text, values) if goes_on else text
 
-    def _accepted(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
+    def _left_out(self, prompt: str, values: Mapping[str, Any]) -> str:
+        """What begins an answer, where a template ends a turn and does not begin the next one.
+
+        Some do so behind results with text beside their calls.
+        """
+        ends = tuple(filter(None, (self._eos, *self._ends)))
+        if not prompt.rstrip().endswith(ends):
+            return ""
+        given = {**values, "messages": _ASKED[0], "tools": self._no_tools}
+        try:
+            before, whole = (
+                self._rendered({**given, "add_generation_prompt": adds}, is_lenient=True)
+                for adds in (False, True)
+            )
+        except (TemplateRefusal, InvalidRequest):
+            return ""
+        return whole.removeprefix(before) if whole.startswith(before) else ""
+
+    def _accepted(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        values: Mapping[str, Any],
+    ) -> str:
         """The prompt of the first form of a conversation that the template takes."""
         refusals = []
-        forms = list(self._forms(messages, has_tools=bool(values["tools"])))
+        forms = list(self._forms(messages, has_tools=bool(tools)))
+        completed = _completed(tools)
         for is_lenient in (False, True):
-            for form in forms:
-                try:
-                    return self._rendered({**values, "messages": form}, is_lenient=is_lenient)
-                except TemplateRefusal as refusal:
-                    refusals.append(refusal.reason)
+            for offered in [tools] if completed == list(tools) else [tools, completed]:
+                for form in forms:
+                    given = {**values, "messages": form, "tools": offered or self._no_tools}
+                    try:
+                        return self._rendered(given, is_lenient=is_lenient)
+                    except TemplateRefusal as refusal:
+                        refusals.append(refusal.reason)
         raise InvalidRequest(
             f"the model's chat template does not accept this conversation: {refusals[0]}", param="messages"
         )
@@ -420,15 +458,15 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], *, has_tools: bool
     ) -> Iterator[Sequence[Mapping[str, Any]]]:
         """Forms of a conversation: with the repairs that the template needs, then with more."""
-        if repaired(messages, EVERY) == list(messages):
+        if repaired(messages, ~Repair(0)) == list(messages):
             yield from _with_other_arguments(messages)
             return
         needs = self.needs.with_tools if has_tools else self.needs.without_tools
+        most = EVERY | needs
         form: Sequence[Mapping[str, Any]] = repaired(messages, needs)
         yield from _with_other_arguments(form)
         # For shapes that nothing was found out about, and for templates that take no calls at all.
         seen = [form]
-        most = needs | ~Repair.TEXT_AS_THOUGHT
         written_out = with_tool_note(messages, ())
         for form in (
             repaired(messages, most & ~Repair.FOLD_SYSTEM),
@@ -446,7 +484,7 @@ class ChatTemplate:
         for form in _with_other_arguments(messages):
             try:
                 return self._rendered(
-                    {"messages": form, "tools": tools or None, "add_generation_prompt": True}
+                    {"messages": form, "tools": tools or self._no_tools, "add_generation_prompt": True}
                 )
             except TemplateRefusal:
                 continue
@@ -468,7 +506,7 @@ class ChatTemplate:
             variables: Further variables of the template.
             adds_prompt: Whether an answer begins behind the last message.
         """
-        values = {**variables, "tools": tools or None, "add_generation_prompt": adds_prompt}
+        values = {**variables, "tools": tools or self._no_tools, "add_generation_prompt": adds_prompt}
         for is_lenient in (False, True):
             for form in _with_other_arguments(messages):
                 try:
@@ -479,59 +517,94 @@ class ChatTemplate:
         return None
 
     @cached_property
+    def _no_tools(self) -> Sequence[Mapping[str, Any]] | None:
+        """`tools` of a conversation without any: none, or an empty list if the template lists them anyhow."""
+        for nothing in (None, ()):
+            values = {"messages": _ASKED[0], "tools": nothing, "add_generation_prompt": True}
+            try:
+                self._in_forms(values, frozenset(), ThoughtForm(), is_lenient=True)
+            except (TemplateRefusal, InvalidRequest):
+                continue
+            return nothing
+        return None
+
+    @cached_property
     def _content_forms(self) -> ContentForms:
         def render(
             messages: Sequence[Mapping[str, Any]],
             tools: Sequence[Mapping[str, Any]],
             in_parts: frozenset[str],
         ) -> str | None:
-            values = {"messages": messages, "tools": tools or None, "add_generation_prompt": True}
+            values = {"messages": messages, "tools": tools or self._no_tools, "add_generation_prompt": True}
             try:
-                return self._in_forms(values, in_parts)
+                return self._in_forms(values, in_parts, ThoughtForm())
             except TemplateRefusal:
                 return None
 
         return content_forms_of(render)
 
     @cached_property
-    def _thought_field(self) -> str:
-        def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str | None:
-            values = {"messages": messages, "tools": tools or None, "add_generation_prompt": False}
-            try:
-                return self._in_forms(values, self._content_forms.in_parts)
-            except TemplateRefusal:
-                return None
+    def _thought_form(self) -> ThoughtForm:
+        return thought_form_of(self._in_thought_form)
 
-        return thought_field_of(render)
+    @cached_property
+    def _silent_format(self) -> CallFormat | None:
+        """Format of calls that the template tells of and leaves out; None if it writes calls."""
+        told = format_by_words(self._source) if knows_tools(self._source) else None
+        return told if told is not None and hides_calls(self._in_thought_form) else None
+
+    def _in_thought_form(self, form: ThoughtForm, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        """The prompt of a conversation with a tool; None if the template refuses it."""
+        values = {"tools": (PROBED_TOOL,), "add_generation_prompt": True}
+        for same in _with_other_arguments(messages):
+            try:
+                return self._in_forms({**values, "messages": same}, self._content_forms.in_parts, form)
+            except TemplateRefusal:
+                continue
+        return None
 
     def _rendered(self, values: Mapping[str, Any], *, is_lenient: bool = False) -> str:
+        return self._in_forms(
+            values,
+            self._content_forms.in_parts,
+            self._thought_form,
+            silent=self._silent_format,
+            is_lenient=is_lenient,
+        )
+
+    def _in_forms(
+        self,
+        values: Mapping[str, Any],
+        in_parts: frozenset[str],
+        thoughts: ThoughtForm,
+        *,
+        silent: CallFormat | None = None,
+        is_lenient: bool = False,
+    ) -> str:
+        """The prompt of a conversation in certain forms.
+
+        Args:
+            values: Variables of the template.
+            in_parts: Roles whose messages have their texts as parts.
+            thoughts: Form of reasoning.
+            silent: Format in which calls become text; None for calls as such.
+            is_lenient: See `TemplateRenderer.render`.
+        """
         messages = [
-            {self._thought_field: message["reasoning_content"], **message}
-            if "reasoning_content" in message
+            {**message, "content": [{"type": "text", "text": message["content"]}]}
+            if message["role"] in in_parts
             else message
             for message in values["messages"]
         ]
-        in_parts = self._content_forms.in_parts
-        return self._in_forms({**values, "messages": messages}, in_parts, is_lenient=is_lenient)
-
-    def _in_forms(
-        self, values: Mapping[str, Any], in_parts: frozenset[str], *, is_lenient: bool = False
-    ) -> str:
-        """The prompt, the texts of messages of some roles given as parts."""
-        if in_parts:
-            messages = [
-                {**message, "content": [{"type": "text", "text": message["content"]}]}
-                if message["role"] in in_parts
-                else message
-                for message in values["messages"]
-            ]
-            values = {**values, "messages": messages}
+        values = {**values, "messages": list(map(thoughts.apply, messages))}
         marked = self._marking.marked_all(values)
         # Roles are names of ours: a template may make marks of them.
         marked["messages"] = [
             {**theirs, "role": message["role"]}
             for theirs, message in zip(marked["messages"], values["messages"], strict=True)
         ]
+        if silent is not None:
+            marked["messages"] = [self._with_text_of_calls(each, silent) for each in marked["messages"]]
         text = self._renderer.render(marked, self._now(), self._max_chars, is_lenient=is_lenient)
         if text is None:
             raise InvalidRequest(
@@ -540,9 +613,31 @@ class ChatTemplate:
             )
         return text
 
+    def _with_text_of_calls(self, message: Mapping[str, Any], calls: CallFormat) -> Mapping[str, Any]:
+        """A message with its calls as text, whose marks are those of the template."""
+        made = message.get("tool_calls")
+        if not made:
+            return message
+        text = self._marking.recognised(written_calls(calls, made))
+        content = message["content"] or ""
+        rest = {name: value for name, value in message.items() if name != "tool_calls"}
+        if isinstance(content, list):
+            return {**rest, "content": [*content, {"type": "text", "text": text}]}
+        return {**rest, "content": self._marking.recognised(f"{content}{text}")}
+
     @cached_property
     def _renderer(self) -> TemplateRenderer:
         return TemplateRenderer(self._source, bos=self._bos, eos=self._eos, marking=self._marking)
+
+
+def _completed(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Functions with a description and properties, if empty ones, which some templates take for granted."""
+    found = []
+    for tool in tools:
+        function = {"name": tool["function"]["name"], "description": "", **tool["function"]}
+        parameters = {"type": "object", "properties": {}, **function.get("parameters", {})}
+        found.append({**tool, "function": {**function, "parameters": parameters}})
+    return found
 
 
 def _containers(value: Any) -> Iterator[int]:
@@ -630,9 +725,7 @@ def _written_out(message: Mapping[str, Any]) -> dict[str, Any]:
     if not calls:
         return dict(message)
     texts = [message["content"]] if message["content"] else []
-    for call in calls:
-        function = {name: call["function"][name] for name in ("name", "arguments")}
-        texts.append(f"<tool_call>\n{json.dumps(function, ensure_ascii=False)}\n</tool_call>")
+    texts.append(written_calls(NOTE_FORMAT, calls))
     rest = {name: value for name, value in message.items() if name != "tool_calls"}
     return {**rest, "content": "\n".join(texts)}
 

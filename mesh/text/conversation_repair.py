@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 from collections import deque
 from dataclasses import dataclass
 from enum import Flag, auto
@@ -31,11 +32,11 @@ _SYSTEM_BEGIN: Final = "[System message]\n"
 _SYSTEM_END: Final = "\n[End of system message]"
 _OPENING: Final = "(The user has said nothing yet.)"
 _NO_RESULT: Final = "(no result)"
+_THOUGHT: Final = "reasonone"
+_SHOWN_THOUGHT: Final = re.compile(rf"(?<!['\"]){_THOUGHT}(?!['\"])")
 # Mistral's templates want ids of nine letters and digits.
 _ONE, _TWO, _LONG = "1abcdefgh", "2abcdefgh", "call_0123456789abcdef"
-_THOUGHT: Final = "thoughtone"
-_THOUGHTS: Final = {THOUGHT_FIELDS[0]: _THOUGHT}
-_TOOL: Final[Mapping[str, Any]] = {
+PROBED_TOOL: Final[Mapping[str, Any]] = {
     "type": "function",
     "function": {
         "name": "look",
@@ -47,6 +48,7 @@ _TOOL: Final[Mapping[str, Any]] = {
         },
     },
 }
+"""The function that is offered where a template is tried."""
 
 
 class Repair(Flag):
@@ -80,9 +82,13 @@ class Repair(Flag):
     """Ids of calls become nine letters and digits, as Mistral's templates want them."""
     TEXT_AS_THOUGHT = auto()
     """Text beside calls becomes the end of the reasoning ahead of them."""
+    RESULTS_INSIDE = auto()
+    """Results become `tool_responses` of the message with their calls, and the answer behind them its text,
+    as Gemma 4's first templates want them."""
 
 
-EVERY: Final = ~Repair(0)
+EVERY: Final = ~(Repair.TEXT_AS_THOUGHT | Repair.RESULTS_INSIDE)
+"""All but those with which other templates show no texts beside calls, or no results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,36 @@ class Needs:
     """For conversations in which the model may call nothing."""
     with_tools: Repair
     """For others."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtForm:
+    """Form in which a template shows earlier reasoning."""
+
+    field: str = "reasoning_content"
+    """Field of the message that holds it, or the type of a part of `content`."""
+    is_part: bool = False
+    """Whether it is a part of `content`: `{"type": "thinking", "thinking": …}`, ahead of the text."""
+
+    def apply(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A message with its reasoning in this form."""
+        thought = message.get("reasoning_content")
+        if message["role"] != "assistant" or not thought or self == _USUAL:
+            return message
+        content = message["content"]
+        if self.is_part:
+            parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            shown = [{"type": self.field, self.field: thought}, *(parts if content else ())]
+            return {**message, "content": shown}
+        return {**message, self.field: thought}
+
+
+_USUAL: Final = ThoughtForm()
+_THOUGHT_FORMS: Final = (
+    _USUAL,
+    *(ThoughtForm(name) for name in (*THOUGHT_FIELDS[1:], "thought")),
+    ThoughtForm("thinking", is_part=True),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +311,27 @@ def _text_as_thought(messages: Messages) -> Messages:
     return found
 
 
+def _results_inside(messages: Messages) -> Messages:
+    found: Messages = []
+    is_answered = False
+    for turn in _turns(messages):
+        calls, results = turn[0].get("tool_calls") or [], _results(turn)
+        if is_answered and turn[0]["role"] == "assistant" and not calls:
+            found[-1] = {**found[-1], "content": _text((found[-1]["content"], turn[0]["content"]))}
+            found += turn[1:]
+        elif calls and results:
+            names = [calls[owner]["function"]["name"] for owner in _owners(calls, results)]
+            responses = [
+                {"name": name, "response": result["content"]}
+                for name, result in zip(names, results, strict=True)
+            ]
+            found += [{**turn[0], "tool_responses": responses}, *_others(turn)]
+        else:
+            found += turn
+        is_answered = bool(calls and results) and not _others(turn)
+    return found
+
+
 _STEPS: Final[dict[Repair, Callable[[Messages], Messages]]] = {
     Repair.DROP_EMPTY: _drop_empty,
     Repair.RESULTS_FIRST: _results_first,
@@ -290,6 +347,7 @@ _STEPS: Final[dict[Repair, Callable[[Messages], Messages]]] = {
     Repair.JOIN_NEIGHBOURS: _join_neighbours,
     Repair.SHORT_IDS: _short_ids,
     Repair.TEXT_AS_THOUGHT: _text_as_thought,
+    Repair.RESULTS_INSIDE: _results_inside,
 }
 
 
@@ -389,18 +447,21 @@ def needs_of(render: Render, *, knows_tools: bool) -> Needs:
     talk = _needs(render, _TALK, _TALK_PROBES, ()) or Repair(0)
     if not knows_tools:
         return Needs(talk, talk)
-    calls = _needs(render, _CALLED, _CALL_PROBES, (_TOOL,))
+    calls = _needs(render, _CALLED, _CALL_PROBES, (PROBED_TOOL,))
     if calls is None:
         return Needs(talk, talk)
+    if _takes_results_inside(render):
+        calls |= Repair.RESULTS_INSIDE
     calls_without_tools = _needs(render, _CALLED, _CALL_PROBES, ())
-    thinking = render(_THINKING, (_TOOL,))
+    thinking = render(_THOUGHT_PROBES[0], (PROBED_TOOL,))
     if thinking is None or _THOUGHT not in thinking:
         # Text that is not shown beside calls would not be shown as reasoning either.
         calls &= ~Repair.TEXT_AS_THOUGHT
         calls_without_tools = calls_without_tools and calls_without_tools & ~Repair.TEXT_AS_THOUGHT
     # Some templates place tools in the user's message: they refuse instructions alone with tools only.
     return Needs(
-        without_tools=talk | (calls if calls_without_tools is None else calls_without_tools),
+        without_tools=talk
+        | (calls if calls_without_tools is None else calls_without_tools | (calls & Repair.RESULTS_INSIDE)),
         with_tools=(talk & ~Repair.SYSTEM_AS_USER) | calls,
     )
 
@@ -430,25 +491,46 @@ def content_forms_of(
     return ContentForms(in_parts, hidden)
 
 
-def thought_field_of(
-    render: Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str | None],
-) -> str:
-    """Field of a message in which a template shows reasoning; the usual one if it shows none.
+def _takes_results_inside(render: Render) -> bool:
+    """Whether a template knows no messages with results, and shows those within the message of a call."""
+    role, result = "stranger", _result(_ONE)
+    as_role, as_stranger, inside = (
+        render(conversation, (PROBED_TOOL,))
+        for conversation in (
+            _CALLED[:3],
+            (*_CALLED[:2], {**result, "role": role}),
+            repaired(_CALLED[:3], Repair.RESULTS_INSIDE),
+        )
+    )
+    is_known = as_role is None or as_stranger is None or as_stranger.replace(role, "tool") != as_role
+    return not is_known and inside is not None and result["content"] in inside
+
+
+def thought_form_of(render: Callable[[ThoughtForm, Conversation], str | None]) -> ThoughtForm:
+    """Form in which a template shows earlier reasoning, found by what comes out; the usual one without any.
 
     Args:
-        render: Returns the prompt of a conversation with some tools, as it is; None if the template refuses
-            it.
+        render: Returns the prompt of a conversation whose reasoning is in a form, with a tool; None if the
+            template refuses it.
     """
-    for conversation, tools in ((_THINKING, (_TOOL,)), ((_USER, {**_ANSWER, **_THOUGHTS}), ())):
-        for field in THOUGHT_FIELDS:
-            named = [
-                {field if name == THOUGHT_FIELDS[0] else name: value for name, value in message.items()}
-                for message in conversation
-            ]
-            text = render(named, tools)
-            if text is not None and _THOUGHT in text:
-                return field
-    return THOUGHT_FIELDS[0]
+
+    def shows(form: ThoughtForm) -> bool:
+        texts = [render(form, conversation) for conversation in _THOUGHT_PROBES]
+        # In quotes it is a part that is printed as it is.
+        return any(text is not None and _SHOWN_THOUGHT.search(text) is not None for text in texts)
+
+    return next(filter(shows, _THOUGHT_FORMS), _USUAL)
+
+
+def hides_calls(render: Callable[[ThoughtForm, Conversation], str | None]) -> bool:
+    """Whether a template takes calls and shows nothing of them.
+
+    Args:
+        render: See `thought_form_of`.
+    """
+    texts = [render(_USUAL, conversation) for conversation in _CALLED_OR_NOTHING]
+    shown = [text for text in texts if text is not None]
+    return bool(shown) and not any(_shows(text, (_calls(_ONE),)) for text in shown)
 
 
 def _needs(
@@ -556,7 +638,11 @@ _TALK_PROBES: Final[Probes] = {
 _CALLED: Final[Conversation] = (_USER, _calls(_ONE), _result(_ONE), _ANSWER, _MORE)
 
 
-_THINKING: Final[Conversation] = (_USER, {**_calls(_ONE), **_THOUGHTS}, _result(_ONE))
+# Some templates write calls only where there is no content at all.
+_CALLED_OR_NOTHING: Final[tuple[Conversation, ...]] = (
+    _CALLED,
+    (_USER, {**_calls(_ONE), "content": None}, *_CALLED[2:]),
+)
 
 
 _CALL_PROBES: Final[Probes] = {
@@ -584,14 +670,21 @@ _CALL_PROBES: Final[Probes] = {
     Repair.SHORT_IDS: ((_USER, _calls(_LONG), _result(_LONG), _ANSWER, _MORE),),
     Repair.TEXT_AS_THOUGHT: (
         (_USER, {**_calls(_ONE), "content": "textone"}, _result(_ONE)),
-        (_USER, {**_calls(_ONE), "content": "textone", **_THOUGHTS}, _result(_ONE)),
+        (_USER, {**_calls(_ONE), "content": "textone", "reasoning_content": _THOUGHT}, _result(_ONE)),
     ),
 }
+
+
+# With a call that the conversation goes on from, and in an earlier turn: many templates drop the latter.
+_THOUGHT_PROBES: Final[tuple[Conversation, ...]] = (
+    (_USER, {**_calls(_ONE), "reasoning_content": _THOUGHT}, _result(_ONE)),
+    (_USER, {**_ANSWER, "reasoning_content": _THOUGHT}, _MORE),
+)
 
 
 _FORM_PROBES: Final[Mapping[str, tuple[Conversation, Sequence[Mapping[str, Any]]]]] = {
     "user": ((_USER,), ()),
     "assistant": (_TALK, ()),
     "system": ((_SYSTEM, _USER), ()),
-    "tool": (_CALLED, (_TOOL,)),
+    "tool": (_CALLED, (PROBED_TOOL,)),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -15,6 +16,7 @@ from mesh.text.answer_format import (
     NAME,
     NO_MARKS,
     NUMBER,
+    SLOTS,
     AnswerFormat,
     ArgumentTags,
     CallForm,
@@ -24,6 +26,8 @@ from mesh.text.answer_format import (
     common_begin,
 )
 from mesh.text.known_formats import format_by_words
+from mesh.text.message_parts import calls_of
+from mesh.text.output_parser import OutputFormat, OutputParser
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -39,6 +43,8 @@ _OTHER_KEY: Final = "keytwo"
 _TEXT: Final = "textone"
 _IDS: Final = ("1abcdefgh", "2abcdefgh")
 _ARGUMENTS: Final[Mapping[str, Any]] = {_KEY: _TEXT}
+# A text with signs that marks are made of.
+_SIGNS: Final[Mapping[str, Any]] = {_KEY: 'one "two" <three>, [four] {five}: (six) = it\'s 7'}
 # A value of each type, and how it may be written.
 _VALUES: Final[Mapping[str, tuple[Any, tuple[str, ...]]]] = {
     "string": (_TEXT, (_TEXT,)),
@@ -62,6 +68,11 @@ _ENDS: Final = (
 )
 # Longer texts of templates are no marks.
 _MOST_MARK_CHARS: Final = 60
+# What stands between the parts of an answer; parsers compare each character with it.
+_MOST_TEXT_CHARS: Final = 256
+_MOST_SLOTS: Final = 2
+# Calls and texts of a few words make no longer ones.
+_MOST_ANSWER_CHARS: Final = 20_000
 
 
 # Calls are of other functions, since some templates list tools behind the user's message.
@@ -141,7 +152,10 @@ class _Probes:
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, adds_prompt: bool
     ) -> str | None:
         text = self._render(messages, _TOOLS, variables, adds_prompt=adds_prompt)
-        return None if text is None or _ASKED not in text else text.rpartition(_ASKED)[2]
+        if text is None or _ASKED not in text:
+            return None
+        behind = text.rpartition(_ASKED)[2]
+        return behind if len(behind) <= _MOST_ANSWER_CHARS else None
 
 
 class _Answers:
@@ -170,7 +184,9 @@ class _Answers:
         self.tail = behind if called is None else _tail(behind, called.rstrip())
         self._before = said[len(self.head) : said.index(_SAID)]
         self._content_end = self.until_end(behind.removesuffix(self.tail)).strip()
-        self.reasoning = (self._reasoning(thoughts[0]),) if thoughts else DEFAULT_REASONING
+        reasoning = self._reasoning(thoughts[0]) if thoughts else NO_MARKS
+        # Without a mark behind it, it cannot be told from what follows.
+        self.reasoning = (reasoning,) if reasoning.end else DEFAULT_REASONING
 
     @property
     def content(self) -> Marks:
@@ -317,10 +333,18 @@ def found_format(render: Render, source: str, ends: Collection[str]) -> AnswerFo
     told = format_by_words(source)
     untold = AnswerFormat() if told is None else AnswerFormat(told, is_found=True)
     try:
-        return _found(_Probes(render), untold, ends)
+        found = _found(_Probes(render), untold, ends)
     except (ValueError, IndexError):
         # A template is a program: what it writes may be like nothing that was thought of.
         return untold
+    return found if _is_short(found) else untold
+
+
+def _is_short(found: AnswerFormat) -> bool:
+    """Whether all texts of a format are short enough to be looked for in an answer as it comes."""
+    return all(
+        len(text) <= _MOST_TEXT_CHARS and sum(map(text.count, SLOTS)) <= _MOST_SLOTS for text in found.texts
+    )
 
 
 def _found(probes: _Probes, untold: AnswerFormat, ends: Collection[str]) -> AnswerFormat:
@@ -335,7 +359,41 @@ def _found(probes: _Probes, untold: AnswerFormat, ends: Collection[str]) -> Answ
     )
     found = replace(untold, reasoning=answers.reasoning, content=answers.content, end=answers.end)
     place = None if called is None else _place(called, _ONE)
-    return found if called is None or place is None else _with_calls(found, answers, probes, called, place)
+    if called is None or place is None:
+        return found
+    with_calls = _with_calls(found, answers, probes, called, place)
+    return with_calls if _is_certain(with_calls, answers, probes, called) else found
+
+
+def _is_certain(found: AnswerFormat, answers: _Answers, probes: _Probes, called: str) -> bool:
+    """Whether a parser reads the calls that a template writes, one and two in an answer, as what they are."""
+    written = [(called, [(_ONE, _ARGUMENTS)])]
+    if (other := probes.called(_SIGNS)) is not None:
+        written.append((other, [(_ONE, _SIGNS)]))
+    if (two := probes.called(_ARGUMENTS, _ARGUMENTS)) is not None and _TWO in two:
+        written.append((two, [(_ONE, _ARGUMENTS), (_TWO, _ARGUMENTS)]))
+    return _is_short(found) and all(_read(found, answers, text) == calls for text, calls in written)
+
+
+def _read(found: AnswerFormat, answers: _Answers, text: str) -> list[tuple[str, Any]]:
+    """Calls in an answer; none where arguments are no JSON."""
+    parser = OutputParser(
+        OutputFormat(
+            found.calls,
+            frozenset({_ONE, _TWO}),
+            splits_reasoning=True,
+            reasoning=found.reasoning,
+            content=found.content,
+            headers=found.headers,
+            end=found.end,
+            primer=found.primer,
+        )
+    )
+    parts = [*parser.push(answers.until_end(text[len(answers.head) :])), *parser.flush()]
+    try:
+        return [(name, json.loads(arguments)) for name, arguments in calls_of(parts)]
+    except ValueError:
+        return []
 
 
 def _head(prompts: Sequence[str], answers: Sequence[str]) -> str:

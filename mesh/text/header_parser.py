@@ -86,6 +86,8 @@ class HeaderParser:
         """The parts that become final with one more character."""
         if self._kind is None:
             return self._in_header(char)
+        if self._calls is not None and self._kind is _Kind.CALL and self._calls.is_in_value:
+            return self._calls.push(char)
         text, mark = self._finder.push(char)
         parts = self._said(text)
         if mark is not None:

@@ -47,7 +47,9 @@ class ReasoningParser:
         self._comes_again = all("|" in each.begin for each in reasoning)
         self._again = MarkFinder([text for each in reasoning for text in (each.begin, each.end)])
         self._at = _At.BEGINNING
-        self._held = ""
+        # What is not told yet; at the beginning white space, too, and what may be a mark.
+        self._held: list[str] = []
+        self._opening = ""
         self._has_begun = False
         self._finder = self._finder_with(calls)
 
@@ -84,19 +86,16 @@ class ReasoningParser:
             return [Content(char)]
         text, mark = self._again.push(char)
         if any(mark == each.begin for each in self._marks):
-            self._at, self._held, self._has_begun = _At.INSIDE, "", False
+            self._at, self._has_begun = _At.INSIDE, False
         return [Content(text)] if text else []
 
     def take_call(self) -> str:
         """Consume what began like a call within reasoning that has not ended; empty if there is nothing."""
-        if self._at is not _At.CALLING:
-            return ""
-        held, self._held = self._held + self._finder.flush(), ""
-        return held
+        return self._taken() + self._finder.flush() if self._at is _At.CALLING else ""
 
     def flush(self) -> list[MessagePart]:
         """The parts held back, at the end."""
-        held, self._held = self._held, ""
+        held = self._taken()
         if self._at in {_At.INSIDE, _At.CALLING}:
             held += self._finder.flush()
         elif self._at is _At.CONTENT:
@@ -107,22 +106,23 @@ class ReasoningParser:
         return [Content(held)] if held else []
 
     def _begin(self, char: str) -> list[MessagePart]:
-        self._held += char
-        said = self._held.lstrip()
-        if not said:
+        self._held.append(char)
+        if not self._opening and char.isspace():
             return []
+        self._opening = said = self._opening + char
         if any(said == each.begin for each in self._marks):
-            self._at, self._held = _At.INSIDE, ""
-            self._is_inside = False
+            self._at, self._is_inside = _At.INSIDE, False
+            self._held.clear()
             return []
         if not self._is_inside and any(said == each.end for each in self._marks):
             # Templates write this before answers without reasoning, and models repeat it.
-            self._at, self._held = _At.BEHIND, ""
+            self._at = _At.BEHIND
+            self._held.clear()
             return []
         ends = () if self._is_inside else tuple(each.end for each in self._marks)
         if any(mark.startswith(said) for mark in (*(each.begin for each in self._marks), *ends)):
             return []
-        held, self._held = self._held, ""
+        held = self._taken()
         if not self._is_inside:
             self._at = _At.CONTENT
             return [piece for each in held for piece in self.push(each)]
@@ -137,26 +137,32 @@ class ReasoningParser:
         shown = ""
         for each in text:
             if not each.isspace():
-                shown += self._held + each
-                self._held = ""
+                shown += self._taken() + each
                 self._has_begun = True
             elif self._has_begun:
-                self._held += each
+                self._held.append(each)
         if mark is not None and mark in self._calls:
-            self._at, self._held = _At.CALLING, self._held + mark
-            self._finder = self._finder_with(())
+            self._at, self._finder = _At.CALLING, self._finder_with(())
+            self._held.append(mark)
         elif mark is not None:
-            self._at, self._held = _At.BEHIND, ""
+            self._at = _At.BEHIND
+            self._held.clear()
         return [Reasoning(shown)] if shown else []
 
     def _call_on(self, char: str) -> list[MessagePart]:
         text, mark = self._finder.push(char)
-        self._held += text
+        self._held.append(text)
         if mark is None:
             return []
-        held, self._held = self._held.rstrip(), ""
+        held = self._taken().rstrip()
         self._at, self._finder = _At.BEHIND, self._finder_with(self._calls)
         return [Reasoning(held if self._has_begun else held.lstrip())]
+
+    def _taken(self) -> str:
+        """Consume what is held."""
+        held = "".join(self._held)
+        self._held.clear()
+        return held
 
 
 @dataclass(frozen=True)
@@ -216,28 +222,30 @@ class _ContentMarks:
         self._finder = MarkFinder(list(dict.fromkeys(filter(None, (begin, content.end, end)))))
         self._end = end
         # What may be the end of the answer.
-        self._held = ""
+        self._held: list[str] = []
         self.num_found = 0
 
     def push(self, char: str) -> str:
         if self._held and char.isspace():
-            self._held += char
+            self._held.append(char)
             return ""
         text, mark = self._finder.push(char)
         if text or mark is not None:
-            text, self._held = self._held + text, ""
-        if mark == self._end:
-            self._held = mark
+            text = self._taken() + text
+        if mark is not None and mark == self._end:
+            self._held.append(mark)
         elif mark is not None:
             self.num_found += 1
         return text
 
     def flush(self) -> str:
         rest = self._finder.flush()
-        if not rest:
-            return ""
-        held, self._held = self._held, ""
-        return held + rest
+        return self._taken() + rest if rest else ""
+
+    def _taken(self) -> str:
+        held = "".join(self._held)
+        self._held.clear()
+        return held
 
 
 class OutputParser:
@@ -321,12 +329,13 @@ class OutputParser:
         for char in text:
             if self._headers is not None:
                 message_parts += [] if self.is_over else self._headers.push(char)
+            elif self._calls is not None and self._calls.is_in_value:
+                message_parts += self._called(char)
             else:
                 whole: list[MessagePart] = [Content(char)]
-                message_parts += self._with_calls(
-                    whole if self._reasoning is None else self._reasoning.push(char)
-                )
-        return joined(self._without_primer(message_parts))
+                found = self._with_calls(whole if self._reasoning is None else self._reasoning.push(char))
+                message_parts += self._without_primer(found) if self._num_primed else found
+        return joined(message_parts)
 
     def flush(self, *, is_cut: bool = False, is_stopped: bool = False) -> list[MessagePart]:
         """The parts held back, at the end.
@@ -382,8 +391,6 @@ class OutputParser:
 
     def _without_primer(self, message_parts: list[MessagePart]) -> list[MessagePart]:
         """The same without what has come back of the primer, which is no part of the answer."""
-        if not self._num_primed:
-            return message_parts
         found: list[MessagePart] = []
         for piece in message_parts:
             if isinstance(piece, Content):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import string
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
-from mesh.text.answer_characters import EndOfText, StringEscaper, skip_space
+from mesh.text.answer_characters import EndOfText, skip_space
 from mesh.text.answer_format import KEY, common_begin
+from mesh.text.argument_values import read_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Sequence
@@ -36,12 +36,9 @@ _OPTIONS: Final = ("anyOf", "oneOf")
 _MAX_DEPTH: Final = 16
 # Schemas, properties and constants that one walk may meet: it runs between the tokens of all answers.
 _MAX_VISITS: Final = 10_000
-# Templates that write earlier calls write these values as Python does, and models follow.
-_PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 _MAX_NAME_CHARS: Final = 256
-# Reading Python takes longer than reading JSON.
-_MOST_PYTHON_CHARS: Final = 100_000
 _NAME: Final = re.compile(r"[\w.:/-]+")
+_SPACES: Final = re.compile(r"\s*")
 
 
 class ParameterSchemas:
@@ -76,13 +73,13 @@ class ParameterSchemas:
         as_text = json.dumps(text, ensure_ascii=False)
         if types == _STRING or ("string" in types and text in kind.texts):
             return as_text
-        found = _read(text)
+        found = read_value(text)
         if found is None:
             return as_text
         written, value = found
         if isinstance(value, str) and "string" not in types:
             # JSON within JSON, as some models write it.
-            inner = _read(value)
+            inner = read_value(value)
             return inner[0] if inner is not None and _type_of(inner[1]) in types else written
         is_other = _type_of(value) not in types or isinstance(value, str)
         return as_text if is_other and "string" in types else written
@@ -231,6 +228,9 @@ class TaggedArguments:
         is_cut: Tells at the end of the text whether a limit ended it: then the object stays incomplete.
         is_stopped: Tells at the end of the text whether a stop string ended it: then the object stays
             incomplete if a value is open.
+
+    Attributes:
+        is_in_value: Whether the text so far ends within a value.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class TaggedArguments:
         self._argue = argue
         self._is_cut = is_cut
         self._is_stopped = is_stopped
-        self._is_in_value = False
+        self.is_in_value = False
         # Calls within the value that have begun and not ended.
         self._num_shown = 0
         self._given: set[str] = set()
@@ -273,7 +273,7 @@ class TaggedArguments:
             while (yield from self._argument()):
                 pass
         except EndOfText:
-            if not (self._is_cut() or (self._is_in_value and self._is_stopped())):
+            if not (self._is_cut() or (self.is_in_value and self._is_stopped())):
                 self._close()
             raise
         self._close()
@@ -329,7 +329,7 @@ class TaggedArguments:
             None if is_text and not tags.item else lambda text: self._as_json(name, kind, text),
             is_padded=self._tags.is_padded,
         )
-        self._is_in_value, self._num_shown = True, 0
+        self.is_in_value, self._num_shown = True, 0
         try:
             literal = tags.literal
             if literal.begin and (yield from self._characters.match((literal.begin,))) is not None:
@@ -343,7 +343,7 @@ class TaggedArguments:
                     value.add(char)
                 value.end()
             raise
-        self._is_in_value = False
+        self.is_in_value = False
         value.end()
 
     def _expect_end(self, value_end: str) -> None:
@@ -358,7 +358,7 @@ class TaggedArguments:
             return json.dumps(_nested(text, tags), ensure_ascii=False)
         if kind is None:
             return self._schemas.as_json(name, text)
-        found = _read(text)
+        found = read_value(text)
         return json.dumps(text, ensure_ascii=False) if found is None else found[0]
 
     def _part_ends(self, value: _Value) -> Generator[None, str, bool]:
@@ -580,53 +580,42 @@ def _constants(schema: Any) -> list[Any]:
     return [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
 
 
-def _read(text: str) -> tuple[str, Any] | None:
-    """JSON that a text is, and its value; None if it is none."""
-    text = text.strip()
-    written = StringEscaper().escaped(_PYTHON_WORDS.get(text, text))
-    try:
-        return written, json.loads(written, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        return _read_python(text)
-
-
-def _read_python(text: str) -> tuple[str, Any] | None:
-    """JSON of a list or an object that is written as Python does, and its value; None if it is none."""
-    if text[:1] not in {"{", "["} or len(text) > _MOST_PYTHON_CHARS:
-        return None
-    try:
-        value = ast.literal_eval(text)
-        written = json.dumps(value, ensure_ascii=False)
-        return written, json.loads(written, parse_constant=_refuse_constant)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return None
-
-
 def _nested(text: str, tags: ArgumentTags, depth_left: int = _MAX_DEPTH) -> Any:
     """Value of what is written between tags in turn: an object, a list, a text, or what JSON reads in it."""
     found: list[tuple[str, Any]] = []
-    rest = text.strip()
-    while depth_left and rest.startswith(tags.key):
-        name, _, rest = rest.removeprefix(tags.key).partition(tags.key_end)
+    text = text.strip()
+    at = 0
+    while depth_left and text.startswith(tags.key, at):
+        start = at + len(tags.key)
+        name, sign, _ = text[start : start + _MAX_NAME_CHARS].partition(tags.key_end)
         begin, end = f"{tags.key}{name}{tags.key_end}", tags.value_end.replace(KEY, name)
-        at, depth = 0, 1
-        while depth:
-            next_end, next_begin = rest.find(end, at), rest.find(begin, at)
-            if next_end < 0:
-                return text
-            is_end = next_begin < 0 or next_end < next_begin
-            depth += -1 if is_end else 1
-            at = next_end + len(end) if is_end else next_begin + len(begin)
-        found.append((name, _nested(rest[: at - len(end)], tags, depth_left - 1)))
-        rest = rest[at:].lstrip()
+        start = at + len(begin)
+        stop = _end_of(text, begin, end, start) if sign else -1
+        if stop < 0:
+            return text
+        found.append((name, _nested(text[start:stop], tags, depth_left - 1)))
+        behind = _SPACES.match(text, stop + len(end))
+        at = len(text) if behind is None else behind.end()
     if not found:
-        read = _read(text)
+        read = read_value(text)
         return text if read is None else read[1]
     return [value for _, value in found] if all(name == tags.item for name, _ in found) else dict(found)
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+def _end_of(text: str, begin: str, end: str, at: int) -> int:
+    """Where the end tag of a tag ahead of a place is, others of its name in between; -1 without one."""
+    num_open, next_end = 1, text.find(end, at)
+    while next_end >= 0:
+        if (next_begin := text.find(begin, at, next_end)) >= 0:
+            num_open += 1
+            at = next_begin + len(begin)
+            continue
+        num_open -= 1
+        if not num_open:
+            return next_end
+        at = next_end + len(end)
+        next_end = text.find(end, at)
+    return -1
 
 
 def _type_of(value: Any) -> str:

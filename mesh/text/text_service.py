@@ -7,6 +7,7 @@ took. What a job needs while it runs is not part of them.
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from mesh.text.answer_format import format_told
-from mesh.text.text_jobs import packed_job, unpacked_answer
+from mesh.text.text_jobs import TextModel, packed_job, unpacked_answer
 from mesh.util.worker_pool import WorkerEnded, WorkerPool
 from spanmesh_proto.errors import InvalidRequest, RequestError
 from stages.gguf import read_one_header
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from mesh.text.answer_format import AnswerFormat
     from mesh.text.reasoning_switches import ReasoningWish
-    from mesh.text.text_jobs import TextModel
     from stages.gguf import GgufHeader
 
 # Python, its libraries and llama.cpp's code.
@@ -143,6 +143,8 @@ class TextService:
             "now": now.isoformat(),
             "most_tokens": most_tokens,
             "param": param,
+            # Found once: other processes need not find them again.
+            "marks": None if self._told is None else list(map(asdict, self._told.format.reasoning)),
         }
         told, data = await self._run("prompt", values, client, param=param)
         return PromptIds(_ids(data).tolist(), **told)
@@ -279,6 +281,25 @@ def text_bytes_of(model: Path) -> int:
         InvalidModel: If the file cannot be read, is no GGUF, or is truncated.
     """
     return num_text_workers() * vocabulary_bytes(read_one_header(model))
+
+
+def told_format_of(model: Path, now: datetime) -> ToldFormat:
+    """What is found out of the answers of a model by its file, in a process for texts.
+
+    Args:
+        model: Path of the model, or of its first file if it is split.
+        now: The local time.
+
+    Raises:
+        InvalidModel: If llama.cpp cannot read the file.
+        InvalidRequest: If it took too much time or memory.
+    """
+    from mesh.text.chat_template import template_source_of  # noqa: PLC0415 - loads llama.cpp
+    from mesh.text.tokenizer import Tokenizer  # noqa: PLC0415
+
+    tokenizer = Tokenizer(model)
+    texts = TextModel(str(tokenizer.path), tokenizer.stamp, template_source_of(tokenizer))
+    return asyncio.run(TextService(texts).answer_format(now))
 
 
 def _ids(data: memoryview) -> array[int]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mesh.text.answer_format import (
     AnswerFormat,
+    Marks,
     end_of_reasoning,
     has_ended_reasoning,
     unended_reasoning,
@@ -200,6 +201,7 @@ def do_prompt(
     most_tokens: int,
     param: str,
     reasoning: Mapping[str, Any] | None = None,
+    marks: Sequence[Mapping[str, str]] | None = None,
 ) -> bytes:
     """Token ids of a conversation, as 32-bit integers, and how its answer begins.
 
@@ -213,6 +215,7 @@ def do_prompt(
         most_tokens: Positions of a session: what can only be longer is refused before it is counted.
         param: The field that the messages came from, for errors.
         reasoning: Fields of a `ReasoningWish`, which `variables` go before.
+        marks: Fields of the `Marks` of reasoning, if they are known.
 
     Raises:
         InvalidRequest: If the template rejects them.
@@ -233,7 +236,9 @@ def do_prompt(
     ids = texts.prompt_ids(prompt, most_tokens)
     # A mark that the template wrote begins reasoning; of a text that is continued, one in it does, too.
     shown = texts.encoder.marking.unmarked(prompt) if ending == Ending.CONTINUED.name else prompt
-    reasoning_marks = template.answer_format.reasoning
+    reasoning_marks = (
+        template.answer_format.reasoning if marks is None else tuple(Marks(**each) for each in marks)
+    )
     said = messages[-1]["content"] if ending == Ending.CONTINUED.name else ""
     told = {
         "thought_end": end_of_reasoning(shown, reasoning_marks) or unended_reasoning(said, reasoning_marks),

@@ -71,6 +71,8 @@ class ToolCallParser:
         self._num_complete = 0
         self._has_arguments = False
         self._escaper = StringEscaper()
+        # Of a call that has them.
+        self._tags: TaggedArguments | None = None
         # Marks behind the latest call that have not come yet.
         self._awaited: set[str] = set()
         self._is_cut = False
@@ -89,6 +91,13 @@ class ToolCallParser:
     def num_complete(self) -> int:
         """Calls that are complete."""
         return self._num_complete
+
+    @property
+    def is_in_value(self) -> bool:
+        """Whether the text so far ends within a value of a call, where no marks count but those of calls."""
+        if not self._is_in_call:
+            return False
+        return self._escaper.is_in_string or (self._tags is not None and self._tags.is_in_value)
 
     @property
     def _is_in_call(self) -> bool:
@@ -304,7 +313,7 @@ class ToolCallParser:
         if self._format.quote == '"':
             yield from self._arguments()
         else:
-            yield from BareObject(self._characters, self._format.quote, self._argue_json).read()
+            yield from BareObject(self._characters, self._format.quote, self._argue).read()
 
     def _function(self) -> Generator[None, str, None]:
         name = ""
@@ -317,7 +326,7 @@ class ToolCallParser:
             raise UnexpectedText
         yield from self._characters.take()
         self._begin(name.strip())
-        yield from PythonArguments(self._characters, self._argue_json).read()
+        yield from PythonArguments(self._characters, self._argue).read()
 
     def _tagged(self, marks: CallMarks, *, only_known: bool = False) -> Generator[None, str, None]:
         """A name and its arguments between tags, or as JSON where the first of them would begin."""
@@ -347,7 +356,7 @@ class ToolCallParser:
             return
         if name not in self._schemas:
             self._schemas[name] = ParameterSchemas(self._parameters.get(name))
-        yield from TaggedArguments(
+        self._tags = TaggedArguments(
             characters,
             marks,
             tags,
@@ -356,7 +365,8 @@ class ToolCallParser:
             argue=self._argue,
             is_cut=lambda: self._is_cut,
             is_stopped=lambda: self._is_stopped,
-        ).read()
+        )
+        yield from self._tags.read()
 
     def _skip_to(self, end: str) -> Generator[None, str, None]:
         """Consume what is in a slot, and the text behind it."""
@@ -438,18 +448,12 @@ class ToolCallParser:
         self._message_parts.append(ToolCallStart(self._num_begun, name))
         self._num_begun += 1
         self._has_arguments = False
-        self._escaper = StringEscaper()
+        self._escaper, self._tags = StringEscaper(), None
 
     def _argue(self, text: str) -> None:
         if text:
             self._has_arguments = True
             self._message_parts.append(ToolCallArguments(self._num_begun - 1, self._escaper.escaped(text)))
-
-    def _argue_json(self, text: str) -> None:
-        """Pass on a piece of JSON in which everything is escaped."""
-        if text:
-            self._has_arguments = True
-            self._message_parts.append(ToolCallArguments(self._num_begun - 1, text))
 
     def _end(self) -> None:
         if not self._has_arguments:

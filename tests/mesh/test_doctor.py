@@ -25,11 +25,13 @@ from mesh.doctor import (
     token_checks,
 )
 from mesh.status import MeshStatus, ModelDescription, StageStatus
+from mesh.text.answer_format import AnswerFormat
 from spanmesh_proto.addresses import PortRange
 from stages.host.host_report import report_host
 from stages.layers import LayerRange
 from stages.runtime.llama_libraries import gpu_backends
 from stages.weights.virtual_stages import StageCache
+from tests.qualification.fuzz.altered_models import text_value, write_vocabulary
 from tests.support.port_ranges import free_range
 from tests.support.tiny_models import TinyModel
 
@@ -323,14 +325,35 @@ def test_a_token_whose_head_is_not_there_fails(age_s: int, says: str) -> None:
     assert says in check.detail
 
 
-def test_how_models_call_is_told() -> None:
-    told = {"is_found": True, "call": "<tool_call>\nNAME{…}", "reasoning": []}
+def test_how_models_call_and_reason_is_told() -> None:
+    told = {"is_found": True, "call": "<tool_call>\nNAME{…}", "reasoning": ["<think>…</think>"]}
     models = [
         {"id": "a", "answer_format": told},
-        {"id": "b", "answer_format": {**told, "is_found": False}},
+        {"id": "b", "answer_format": AnswerFormat().shown()},
         {"id": "embeddings"},
     ]
-    checks = list(format_checks({"data": models}))
-    assert [(check.what, check.outcome) for check in checks] == [("calls of a", "ok"), ("calls of b", "ok")]
-    assert checks[0].detail == '"<tool_call>\\nNAME{…}"'
-    assert "note" in checks[1].detail
+    found = {check.what: check for check in format_checks({"data": models})}
+    assert {check.outcome for check in found.values()} == {Outcome.OK}
+    details = {what: check.detail for what, check in found.items()}
+    assert details["calls of a"] == 'written as "<tool_call>\\nNAME{…}"'
+    assert details["reasoning of a"] == 'written as "<think>…</think>"'
+    for what in ("calls of b", "reasoning of b"):
+        assert details.pop(what).startswith("nothing certain is found in the chat template: ")
+    assert len(details) == 2
+
+
+def test_of_a_file_it_is_told_how_its_model_calls_and_reasons(tmp_path: Path) -> None:
+    plain = TinyModel("llama", n_layers=1).write(tmp_path / "plain.gguf")
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>"
+        "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+        "{% for call in m.tool_calls %}<call>{{ call.function | tojson }}</call>{% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}{# tools #}"
+    )
+    own = tmp_path / "own.gguf"
+    write_vocabulary(plain, own, {"tokenizer.chat_template": text_value(template)})
+    details = {check.what: check.detail for path in (own, plain) for check in doctor._texts("me", path)}
+    assert details["calls of own.gguf"].startswith('written as "<call>{')
+    assert details["reasoning of own.gguf"] == 'written as "<think>…</think>"'
+    assert "nothing certain" in details["calls of plain.gguf"]
+    assert "nothing certain" in details["reasoning of plain.gguf"]

@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 
     from mesh.api.response_store import ResponseStore
 
-_TEXT_TYPES: Final = frozenset({"input_text", "output_text", "text"})
+# Compared, not looked up: a client may send a list or an object in their place.
+_TEXT_TYPES: Final = ("input_text", "output_text", "text")
 MAX_METADATA: Final = 16
 WANTS_LOGPROBS: Final = "message.output_text.logprobs"
 # Tools that OpenAI runs, or whose form only it has; in names with a date as well.

@@ -1,5 +1,6 @@
 """Forced calls of random models with the templates and the control tokens of real ones, in exact mode."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -19,42 +20,70 @@ from tests.support.ring_harness import running_coordinator, running_stages
 from tests.support.tiny_models import TinyModel
 
 CTX_SIZE = 8192
-MAX_TOKENS = 700
-TOOLS: Any = [
-    {"type": "function", "function": {"strict": True, "description": "Looks.", **function}}
-    for function in (LOOK, NOTHING)
-]
+# As many calls as there may be, in letters where a template's marks are no tokens.
+MAX_TOKENS = 4000
+NUM_AT_ONCE = 8
+TOOLS: Any = [{"type": "function", "function": {"description": "Looks.", **tool}} for tool in (LOOK, NOTHING)]
+STRICT: Any = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
 VALID = {function["name"]: Draft202012Validator(function["parameters"]) for function in (LOOK, NOTHING)}
+THINKS = {"enable_thinking": True}
+CHOSEN_TOOL = {"type": "function", "function": {"name": "look"}}
+# In turn, by seed.
+WISHES: Any = (
+    {"tools": STRICT, "tool_choice": "required"},
+    {"tools": STRICT, "tool_choice": "required", **THINKS},
+    {"tools": STRICT, "tool_choice": CHOSEN_TOOL, **THINKS},
+    {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+)
 # So that a model without sense ends its reasoning at all.
 BIAS = 12
 
 
-async def answers_of(api: Any, seeds: range, **fields: Any) -> list[dict[str, Any]]:
-    found = []
-    for seed in seeds:
+async def answers_of(api: Any, number: int, **fields: Any) -> list[dict[str, Any]]:
+    """Answer of each seed, several at once."""
+    places = asyncio.Semaphore(NUM_AT_ONCE)
+
+    async def answer(seed: int) -> dict[str, Any]:
         body = {
             "messages": [{"role": "user", "content": "Look at it."}],
-            "tools": TOOLS,
-            "tool_choice": "required",
             "max_tokens": MAX_TOKENS,
             "seed": seed,
             "return_token_ids": True,
+            **WISHES[seed % len(WISHES)],
             **fields,
         }
-        response = await api.http.post("/v1/chat/completions", json=body)
+        async with places:
+            response = await api.http.post("/v1/chat/completions", json=body)
         assert response.status_code == 200, response.text
-        found.append(response.json()["choices"][0])
-    return found
+        found: dict[str, Any] = response.json()["choices"][0]
+        return found
+
+    return await asyncio.gather(*map(answer, range(number)))
+
+
+def check_calls(choice: dict[str, Any], wish: dict[str, Any]) -> None:
+    """They are complete and valid, and nothing else is said."""
+    message = choice["message"]
+    assert choice["finish_reason"] == "tool_calls", choice
+    assert not message["content"]
+    calls = [call["function"] for call in message["tool_calls"]]
+    for function in calls:
+        VALID[function["name"]].validate(json.loads(function["arguments"]))
+    if wish["tool_choice"] == CHOSEN_TOOL:
+        assert [function["name"] for function in calls] == ["look"]
+    if not wish.get("parallel_tool_calls", True):
+        assert len(calls) == 1
 
 
 @needs_templates
-@pytest.mark.parametrize("number", [2, pytest.param(200, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("number", [len(WISHES), pytest.param(200, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("name", CHOSEN)
 async def test_forced_calls_are_valid_with_speculation_and_without(
     name: str, number: int, tmp_path: Path
 ) -> None:
     source = collected_templates()[name].read_text()
-    answer_format = template_of(source).answer_format
+    template = template_of(source)
+    answer_format = template.answer_format
     controls = tuple(dict.fromkeys(mark for text in answer_format.texts for mark in MARK.findall(text)))
     model = TinyModel("llama", n_layers=2, n_ctx_train=CTX_SIZE).write(tmp_path / "m.gguf", controls=controls)
     tokenizer = Tokenizer(model)
@@ -62,14 +91,14 @@ async def test_forced_calls_are_valid_with_speculation_and_without(
     ends = tokenizer.control_tokens([each.end for each in answer_format.reasoning])
     bias = {str(token): BIAS for token in ends.values()}
     found = []
-    options = RuntimeOptions(ctx_size=CTX_SIZE, num_slots=1, exact=True)
+    options = RuntimeOptions(ctx_size=CTX_SIZE, num_slots=NUM_AT_ONCE, exact=True)
     async with running_stages(model, (1,), options, tmp_path / "cache") as stages:
         for make_proposer in (None, Parrot):
             async with (
                 running_coordinator(
                     stages,
                     context_length=CTX_SIZE,
-                    num_slots=1,
+                    num_slots=NUM_AT_ONCE,
                     make_proposer=make_proposer,
                     controller=ControllerOptions(fixed_width=3, fixed_depth=2),
                     n_vocab=tokenizer.n_vocab,
@@ -77,15 +106,15 @@ async def test_forced_calls_are_valid_with_speculation_and_without(
                 ) as coordinator,
                 running_api(coordinator, tokenizer) as api,
             ):
-                found.append(await answers_of(api, range(number), logit_bias=bias))
+                found.append(await answers_of(api, number, logit_bias=bias))
     off, on = found
     assert [choice["token_ids"] for choice in on] == [choice["token_ids"] for choice in off]
-    for choice in off:
-        assert choice["finish_reason"] == "tool_calls", choice
-        assert not choice["message"]["content"]
-        for call in choice["message"]["tool_calls"]:
-            function = call["function"]
-            VALID[function["name"]].validate(json.loads(function["arguments"]))
+    for seed, choice in enumerate(off):
+        check_calls(choice, WISHES[seed % len(WISHES)])
+    if number > len(WISHES):
+        has_reasoning = template.reasoning_switches.has_any
+        assert any(choice["message"].get("reasoning_content") for choice in off) == has_reasoning
+        assert template.has_one_call or any(len(choice["message"]["tool_calls"]) > 1 for choice in off)
     # Marks are written as tokens, not in letters, unless llama.cpp gives their tokens a text.
     texts = set(texts_of(answer_format.calls)) - {BARE_MARK}
     marks = set(tokenizer.control_tokens(texts).values())

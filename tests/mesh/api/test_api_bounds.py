@@ -33,7 +33,7 @@ async def error_of(api: Api, path: str, fields: dict[str, Any]) -> dict[str, Any
     [
         ({"n": 1000}, "n", "1 to 16"),
         ({"stop": [str(number) for number in range(1000)]}, "stop", "1000 strings: at most 16"),
-        ({"stop": [HUGE]}, "stop", "1 to 512 characters"),
+        ({"stop": [HUGE]}, "stop", "at most 512 characters"),
         (
             {"logit_bias": {str(each): 1 for each in range(9000)}},
             "logit_bias",
@@ -88,7 +88,7 @@ async def test_a_hopeless_text_is_refused_before_its_tokens_are_counted(
     monkeypatch.setattr(Tokenizer, "encode", encode_short)
     error = await error_of(api, path, fields)
     assert (error["code"], error["param"]) == ("context_length_exceeded", param)
-    assert "holds 64" in error["message"]
+    assert "maximum context length is 64 tokens" in error["message"]
     assert engine.requests == []
 
 

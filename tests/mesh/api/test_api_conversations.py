@@ -208,9 +208,8 @@ async def test_a_prompt_is_read_ahead_without_an_answer(tokenizer: Tokenizer, *,
 
 
 async def test_two_limits_that_differ_are_refused(api: Api) -> None:
-    for fields in ({"max_tokens": 0, "n_predict": 5}, {"max_tokens": -1}):
-        response = await api.http.post(MESSAGES, json={"messages": HELLO, **fields})
-        assert response.status_code == 400
+    response = await api.http.post(MESSAGES, json={"messages": HELLO, "max_tokens": 0, "n_predict": 5})
+    assert response.status_code == 400
     response = await api.http.post(MESSAGES, json={"messages": HELLO, "max_tokens": 0, "n_predict": 0})
     assert response.status_code == 200, response.text
 

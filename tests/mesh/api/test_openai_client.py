@@ -245,6 +245,8 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
 
 
 def test_an_over_long_prompt_is_refused_with_the_numbers(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match=f"holds {CONTEXT_LENGTH}") as caught:
+    with pytest.raises(
+        openai.BadRequestError, match=f"maximum context length is {CONTEXT_LENGTH} tokens"
+    ) as caught:
         _ask(client, "word " * CONTEXT_LENGTH)
     assert caught.value.code == "context_length_exceeded"

@@ -79,6 +79,7 @@ BEYOND_SCHEMAS = (
     "they say nothing",
     "chat template has no setting for it",
     "is to be continued",
+    "knows no such tools",
 )
 # What these hold is in a language of its own.
 LANGUAGES = frozenset(

@@ -280,6 +280,61 @@ def test_values_are_read_as_their_schema_wants(name: str, schema: Any) -> None:
 
 
 @needs_templates
+@pytest.mark.parametrize("name", ALL)
+def test_values_may_hold_marks_of_all_that_is_no_call(name: str) -> None:
+    answer_format = format_of(name)
+    around = (*answer_format.reasoning, answer_format.content)
+    marks = sorted(
+        filter(
+            None, {*answer_format.header_marks, *(text for each in around for text in (each.begin, each.end))}
+        )
+    )
+    schema = {
+        "type": "object",
+        "properties": {"at": {"enum": [marks]}, "text": {"enum": ["\n".join(marks)]}},
+        "required": ["at", "text"],
+    }
+    function = {"name": "look", "parameters": schema}
+    automaton = make_automaton(grammar_of((function,), answer_format))
+    text = random_text(automaton, Random(3), 4000)
+    assert text is not None
+    (call,) = calls_of(read(answer_format, text, (function,)))
+    assert json.loads(call[1]) == {"at": marks, "text": "\n".join(marks)}, text
+
+
+EMPTY: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "some": {"type": "object", "properties": {"a": {"type": "integer"}}},
+        "none": {"type": "object", "properties": {}, "additionalProperties": False},
+        "any": {"type": "object"},
+        "list": {
+            "type": "array",
+            "items": {"type": "object", "properties": {"a": {"type": "null"}}},
+            "maxItems": 1,
+        },
+    },
+    "required": ["some", "none", "any", "list"],
+}
+
+
+@needs_templates
+@pytest.mark.parametrize("name", ["MiniMax-M3", "MiniMax-M2", "Kimi-K3"])
+def test_objects_and_lists_may_be_empty(name: str) -> None:
+    answer_format = format_of(name)
+    function = {"name": "look", "parameters": EMPTY}
+    automaton = make_automaton(grammar_of((function,), answer_format))
+    random = Random(11)
+    found: list[Any] = []
+    for text in filter(None, (random_text(automaton, random) for _ in range(60))):
+        (call,) = calls_of(read(answer_format, text, (function,)))
+        found.append(json.loads(call[1]))
+        Draft202012Validator(EMPTY).validate(found[-1])
+    for key in EMPTY["properties"]:
+        assert any(not each[key] for each in found)
+
+
+@needs_templates
 def test_a_text_between_tags_holds_all_but_tags() -> None:
     function = {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}
     automaton = make_automaton(grammar_of((function,), format_of("Qwen3-Coder")))

@@ -59,6 +59,9 @@ def test_a_copy_of_a_long_slot_takes_more_than_a_few_tokens() -> None:
     assert prefix_cache.match((*LONG[:10], 1, 2), None, {1}) == PrefixMatch(1, 1, 0)
     assert prefix_cache.match((*LONG[:19], 1, 2), None, {0, 1}) == PrefixMatch(1, 1, 0)
     assert prefix_cache.match((*LONG[:20], 1, 2), None, {1}) == PrefixMatch(1, 0, 20)
+    # In the slot that is used anyhow, nothing is copied, however much of it is lost.
+    assert prefix_cache.match((*LONG[:10], 1, 2), None, {0}) == PrefixMatch(0, 0, 10)
+    prefix_cache.keep(0, None, LONG)
     # What stays in its slot is not copied.
     prefix_cache.keep(1, None, LONG[:16])
     assert prefix_cache.match((*LONG[:16], 1, 2), None, {1}) == PrefixMatch(1, 1, 16)

@@ -82,6 +82,8 @@ def test_a_template_changes_what_it_made_itself(source: str, text: str) -> None:
         "tools[0].clear()",
         "deep.inner.append(1)",
         "messages[0].__class__.update(messages[0], content='x')",
+        "dict.update(messages[0], content='x')",
+        "(dict | attr('clear'))(messages[0])",
     ],
 )
 def test_a_template_changes_nothing_that_it_was_given(change: str) -> None:
