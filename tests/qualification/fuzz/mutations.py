@@ -105,9 +105,9 @@ class SchemaValues:
         low = int(schema.get("minimum", -(2**31)))
         high = int(schema.get("maximum", schema.get("exclusiveMaximum", 2**31) - 1))
         near = min(high, low + 8)
-        return self._random.choice(
-            (low, high, self._random.randint(low, near), self._random.randint(low, high))
-        )
+        forbidden = schema.get("not", {}).get("const")
+        found = (low, high, self._random.randint(low, near), self._random.randint(low, high))
+        return self._random.choice([number for number in found if number != forbidden])
 
     def _string(self, schema: Mapping[str, Any]) -> str:
         random = self._random
