@@ -140,17 +140,8 @@ OF_PROMPTS: Final = frozenset(
     {
         *("adapter_id", "add_special_tokens", "chat_template", "documents", "function_call", "functions"),
         *("guideline", "input_embeds", "input_ids", "instructions", "lora", "lora_path", "prompt_embeds"),
-        *(
-            "plugins",
-            "prompt_mode",
-            "prompt_truncate_len",
-            "safe_prompt",
-            "session_params",
-            "suffix",
-            "system",
-            "tool_choice",
-            "tool_prompt",
-        ),
+        *("plugins", "prompt_mode", "prompt_truncate_len", "safe_prompt", "session_params", "suffix"),
+        *("system", "tool_choice", "tool_prompt"),
         *("tools", "truncate", "truncate_prompt_tokens"),
     }
 )
