@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from mesh.draft import assistant_file
 from mesh.placement.memory_estimate import CELL_BYTES, MASK_BYTES, StageSizes, Workload
 from spanmesh_proto.errors import InvalidModel, ModelError, UncuttableModel
 from speculative.draft.context import MAX_ROWS
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 _EAGLE3: Final = "eagle3"
 # Drafters that llama.cpp has graphs for, and that read the target in ways which stages do not offer.
 _NOT_YET: Final = {
-    "gemma4-assistant": "it reads the target's KV cache, which lies on other hosts",
+    assistant_file.ARCHITECTURE: "it reads the target's KV cache, which lies on other hosts",
     "gemma4_assistant": "it reads the target's KV cache, which lies on other hosts",
     "dflash": "it drafts blocks by diffusion",
     "dspark": "it drafts blocks by diffusion",
@@ -126,6 +127,8 @@ def read_drafter(path: Path, target: ModelFacts) -> Drafter:
     """
     header = read_header(path)
     architecture = header.architecture
+    if architecture == assistant_file.ARCHITECTURE:
+        assistant_file.check_assistant(header, target)
     if (reason := _NOT_YET.get(architecture)) is not None:
         raise UncuttableModel(
             f"{path.name} is a drafter of kind {architecture}, which cannot be run yet: {reason}; use an "

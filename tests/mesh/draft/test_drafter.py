@@ -131,7 +131,7 @@ def test_a_drafter_of_another_model_is_refused(
         read_drafter(changed(tmp_path / "drafter.gguf", **values), target)
 
 
-@pytest.mark.parametrize("architecture", ["dflash", "gemma4-assistant"])
+@pytest.mark.parametrize("architecture", ["dflash", "gemma4_assistant"])
 def test_kinds_that_cannot_run_yet_are_named(target: ModelFacts, tmp_path: Path, architecture: str) -> None:
     path = changed(tmp_path / "drafter.gguf", architecture=architecture)
     with pytest.raises(
