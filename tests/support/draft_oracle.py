@@ -73,15 +73,27 @@ class DraftOracle:
     drafter: Path | None
     """The drafter, complete; None for the target's own head."""
     kind: str
-    """Its kind, `eagle3` or `mtp`."""
+    """Its kind: `eagle3`, `mtp` (assistants of Gemma 4 as well), `dflash` (DFlash2 as well) or `dspark`."""
 
-    def rounds(self, texts: Sequence[Sequence[int]], num_drafted: int, num_rounds: int) -> list[list[Round]]:
+    def rounds(
+        self,
+        texts: Sequence[Sequence[int]],
+        num_drafted: int,
+        num_rounds: int,
+        *,
+        verdicts: str = "greedy",
+        p_min: float = 0.0,
+        kv_type: str = "f16",
+    ) -> list[list[Round]]:
         """Rounds behind each text.
 
         Args:
             texts: Token ids, two or more; the first draft follows the last of them.
             num_drafted: Tokens of a draft.
             num_rounds: Rounds behind each text.
+            verdicts: `greedy`, or `scripted` or `all`, as the program has them.
+            p_min: A draft ends before a token whose probability is below this.
+            kv_type: Format of the KV caches: `f16`, `q8_0` or `q4_0`.
 
         Raises:
             RuntimeError: If the program fails.
@@ -95,6 +107,9 @@ class DraftOracle:
                 f"draft-{self.kind}",
                 str(num_drafted),
                 str(num_rounds),
+                verdicts,
+                str(p_min),
+                kv_type,
             ],
             input="".join(" ".join(map(str, text)) + "\n" for text in texts),
             env=os.environ | {"GGML_CPU_TILED_MM": "0"},
