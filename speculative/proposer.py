@@ -77,6 +77,29 @@ class FeatureReader(Protocol):
         """
 
 
+@runtime_checkable
+class DraftReader(Protocol):
+    """Proposer whose tokens are drafted elsewhere, where the target's own are drawn."""
+
+    num_drafted: int
+    """Most tokens of a draft."""
+
+    def take_draft(self, draft: Draft) -> None:
+        """Take a draft, which may come late, after others, or never."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens that are likely to follow."""
+
+    start: int
+    """Position of the first."""
+    tokens: tuple[int, ...]
+    """Token ids, in order."""
+    confidences: tuple[float, ...]
+    """See `Proposal`."""
+
+
 @dataclass(frozen=True)
 class Proposal:
     """Guessed next tokens."""

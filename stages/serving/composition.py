@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 from stages.serving.feature_outlet import FeatureOutlet
 from stages.serving.kv_disk import KvDisk
 from stages.serving.kv_replication import Replication, pause_s
+from stages.serving.tail_drafts import TailDrafts
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
+    from pathlib import Path
 
     from stages.runtime.stage_runtime import StageRuntime
     from stages.serving.block_store import BlockStore
@@ -26,6 +28,8 @@ class PlugOptions:
     """Returns the pause between updates of replicas, in seconds, from the duration of the last one."""
     open_store: Callable[[], Awaitable[BlockStore]] | None = None
     """Opens files for blocks of KV rows, beside serving; None to keep none."""
+    assistant: Path | None = None
+    """File of the assistant that drafts beside the tail; None for none."""
 
 
 def plugs_of(
@@ -41,3 +45,5 @@ def plugs_of(
     yield FeatureOutlet(runtime)
     yield Replication(identity, options.pause_s)
     yield KvDisk(options.open_store)
+    if options.assistant is not None and runtime.info.is_tail:
+        yield TailDrafts(runtime, options.assistant)

@@ -59,6 +59,9 @@ class StageAccess(Protocol):
     def tell(self, reply: wire.ControlReply) -> None:
         """Send a reply to the coordinators that are connected."""
 
+    def answer(self, bundle: wire.VerdictBundle) -> None:
+        """Send to the coordinators what comes beside verdicts, at the tail."""
+
     def in_worker(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
         """Run a function in the computing thread, between two batches, behind all that is queued."""
 

@@ -318,8 +318,6 @@ class StageWorker(threading.Thread):
             self._add_to(onward, windows)
         compute_us = self._clock_us() - started_us
         counts.compute_us += compute_us
-        # It shrinks by and by: one slow batch, such as the first, says little.
-        self._longest_us[num_rows] = max(compute_us, self._longest_us.get(num_rows, 0) * 7 // 8)
         counts.decode_cpu_us = self._runtime.decode_cpu_us
         # The windows of a batch came together, so the same is true of all of them.
         times = _times(windows[0], started_us, compute_us=compute_us, num_rows=num_rows)
@@ -335,6 +333,9 @@ class StageWorker(threading.Thread):
         # Nor for these.
         for plug in self._plugs:
             plug.handed_on()
+        # It shrinks by and by: one slow batch, such as the first, says little.
+        longest_us = self._longest_us.get(num_rows, 0) * 7 // 8
+        self._longest_us[num_rows] = max(self._clock_us() - started_us, longest_us)
 
     def _bundle(
         self, windows: list[wire.Window], hidden: bytes, times: Sequence[wire.StageTime] = ()

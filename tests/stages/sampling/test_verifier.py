@@ -101,3 +101,36 @@ def test_rows_that_cannot_be_scored_are_refused(
 ) -> None:
     with pytest.raises(error):
         following(rows, [5, 6], 40, next_token)
+
+
+@given(
+    sampling=st.sampled_from(
+        [
+            SamplingParams(1.0, seed=4),
+            SamplingParams(0.8, seed=5, repetition_penalty=1.5, repetition_window=4),
+        ]
+    ),
+    foretold=st.lists(st.integers(0, 3), min_size=6, max_size=6),
+)
+def test_what_is_foretold_is_drawn_as_the_text_and_changes_nothing(
+    sampling: SamplingParams, foretold: list[int]
+) -> None:
+    def text(verifier: WindowVerifier, counts: list[int]) -> tuple[int, ...]:
+        history: tuple[int, ...] = (1, 2)
+        for count in counts:
+            window = history if len(history) == 2 else history[-1:]
+            start = len(history) - len(window)
+            drawn = verifier.verify([target_row(history)], window, start).tokens
+            history += tuple(drawn)
+            ahead = history
+            for _ in range(count):
+                ahead += (verifier.foretell(target_row(ahead), ahead[len(history) - 1 :], len(history) - 1),)
+            told.append((len(history), ahead))
+        return history
+
+    told: list[tuple[int, tuple[int, ...]]] = []
+    plain = text(WindowVerifier(sampling, num_prompt=2), [0] * 6)
+    told.clear()
+    assert text(WindowVerifier(sampling, num_prompt=2), foretold) == plain
+    # With the model's own logits what is foretold is what comes.
+    assert all(ahead[: len(plain)] == plain[: len(ahead)] for _, ahead in told)

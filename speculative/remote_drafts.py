@@ -1,0 +1,74 @@
+"""Remote drafts: proposals of tokens that an assistant beside the target's last stage has drafted.
+
+It drafts behind each verdict, while the next windows are on their way already. What of its draft agrees with
+committed tokens and those in flight goes on behind them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from speculative.proposer import EMPTY, Proposal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from speculative.proposer import Draft
+
+
+class RemoteDraftProposer:
+    """Proposer of the latest draft; see `speculative.proposer.Proposer` and `DraftReader`.
+
+    Args:
+        num_drafted: Most tokens of a draft.
+        p_min: A token less likely than this, by the assistant's own estimate, ends what is proposed.
+
+    Attributes:
+        num_drafted: As given.
+    """
+
+    name = "assistant"
+
+    def __init__(self, num_drafted: int, p_min: float = 0.0) -> None:
+        self.num_drafted = num_drafted
+        self._p_min = p_min
+        self._tokens: list[int] = []
+        self._draft: Draft | None = None
+        self._on_ready: Callable[[], None] | None = None
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Note committed tokens."""
+        self._tokens.extend(tokens)
+
+    def take_draft(self, draft: Draft) -> None:
+        """Propose from this draft from now on."""
+        self._draft = draft
+        if draft.tokens and self._on_ready is not None:
+            self._on_ready()
+
+    def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
+        """What of the draft goes on behind the committed tokens and `after`, if it agrees with them."""
+        draft = self._draft
+        if draft is None or max_tokens < 1:
+            return EMPTY
+        num_known = len(self._tokens) + len(after) - draft.start
+        known = (*self._tokens[draft.start :], *after)[-num_known:] if num_known > 0 else ()
+        if num_known < 0 or draft.tokens[:num_known] != known:
+            return EMPTY
+        stop = next(
+            (
+                index
+                for index, confidence in enumerate(draft.confidences)
+                if index >= num_known and confidence < self._p_min
+            ),
+            len(draft.tokens),
+        )
+        proposal = Proposal(draft.tokens[num_known:stop], draft.confidences[num_known:stop], self.name)
+        return proposal.first(max_tokens)
+
+    def listen(self, on_ready: Callable[[], None]) -> None:
+        """Set the function to be called when a draft has come."""
+        self._on_ready = on_ready
+
+    def close(self) -> None:
+        """No effect: it holds no resources."""

@@ -1,0 +1,132 @@
+"""Drafts of the tail: what an assistant foretells behind verdicts, sent once these have left.
+
+Nothing waits for it but the tail's next batch. An assistant that fails costs drafts, and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import structlog
+
+from spanmesh_proto import windows_pb2 as wire
+from spanmesh_proto.errors import MeshError
+from stages.runtime.assistant import Assistant, DraftStart
+from stages.serving.plugs import StagePlug
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from stages.runtime.stage_runtime import StageRuntime
+    from stages.serving.plugs import StageAccess
+    from stages.serving.scheduler import QueuedWindow
+
+log = structlog.get_logger()
+
+
+class _Wanted(NamedTuple):
+    window: QueuedWindow
+    start: DraftStart
+
+
+class TailDrafts(StagePlug):
+    """Drafts behind the verdicts on windows that ask for them.
+
+    Args:
+        runtime: The loaded tail, see `Assistant`.
+        path: File of the assistant.
+
+    Raises:
+        MeshError: See `Assistant`.
+    """
+
+    def __init__(self, runtime: StageRuntime, path: Path) -> None:
+        self._runtime = runtime
+        self._assistant: Assistant | None = Assistant(path, runtime)
+        self._head_state = runtime.info.n_layers
+        self._wanted: list[_Wanted] = []
+        self._stage: StageAccess
+        self._send: Callable[[wire.VerdictBundle], None]
+
+    def attach(self, stage: StageAccess) -> None:
+        """Send drafts from the event loop from now on."""
+        self._stage = stage
+        self._send = stage.from_worker(stage.answer)
+
+    def taps(self, windows: Sequence[QueuedWindow]) -> bool:
+        """Whether a window of a batch asks for drafts, which begin with its head state."""
+        self._wanted.clear()
+        if self._assistant is None or not any(window.message.num_drafts for window in windows):
+            return False
+        # Drafters on the coordinator set other layers, and none at their end.
+        self._runtime.tap_features((self._head_state,))
+        return True
+
+    def verified(self, window: QueuedWindow, verdict: wire.Verdict) -> None:
+        """Note where a draft begins: with the verdict's last token."""
+        message, span = window.message, window.to_compute
+        is_drawn = bool(verdict.tokens) and window.scored_next is None
+        if self._assistant is None or not message.num_drafts or not is_drawn:
+            return
+        states = self._runtime.features(span.slot)
+        if not states or states[-1] is None:
+            self._give_up("the model's graph gives no head state")
+            return
+        row = len(span.tokens) - span.num_outputs + len(verdict.tokens) - 1
+        position = span.start + row + 1
+        start = DraftStart(span.slot, position, verdict.tokens[-1], states[-1][row], message.num_drafts)
+        self._wanted.append(_Wanted(window, start))
+
+    def handed_on(self) -> None:
+        """Draft behind the verdicts, which have left."""
+        wanted, self._wanted = self._wanted, []
+        if self._assistant is None or not wanted:
+            return
+        texts = [[each.start.token] for each in wanted]
+        confidences: list[list[float]] = [[] for _ in wanted]
+
+        def draw(index: int, _count: int, logits: NDArray[np.float32]) -> int | None:
+            verifier, start = wanted[index].window.verifier, wanted[index].start
+            try:
+                token = verifier.foretell(logits, texts[index], start.position)
+            except MeshError:  # the grammar ends here
+                return None
+            texts[index].append(token)
+            confidences[index].append(_probability(logits, token))
+            return token
+
+        try:
+            for each in wanted:
+                self._stage.slots.trim(each.start.slot, each.start.position)
+            self._assistant.draft([each.start for each in wanted], draw)
+        except Exception as error:  # noqa: BLE001 - whatever it is, verdicts go on
+            self._give_up(repr(error))
+            return
+        self._send(
+            wire.VerdictBundle(
+                drafts=[
+                    wire.Draft(
+                        session=each.window.session,
+                        window_id=each.window.id,
+                        start=each.start.position + 1,
+                        tokens=text[1:],
+                        confidences=own,
+                    )
+                    for each, text, own in zip(wanted, texts, confidences, strict=True)
+                ]
+            )
+        )
+
+    def _give_up(self, reason: str) -> None:
+        log.warning("assistant_failed", reason=reason)
+        self._assistant = None
+
+
+def _probability(logits: NDArray[np.float32], token: int) -> float:
+    """The probability of a token, by logits that may exclude some."""
+    shares = np.exp(logits - logits.max())
+    return float(shares[token] / shares.sum())

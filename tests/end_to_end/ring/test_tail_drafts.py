@@ -1,0 +1,300 @@
+"""An assistant beside the last stage of a ring: the text is the model's own, whatever it drafts."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from mesh.coordinator.options import CoordinatorOptions
+from mesh.coordinator.tail_draft_plug import TailDraftPlug, TailDraftRing
+from mesh.engine import GenerationRequest
+from mesh.text.tokenizer import Tokenizer
+from spanmesh_proto.errors import StageFailed
+from speculative.controller import ControllerOptions
+from speculative.remote_drafts import RemoteDraftProposer
+from stages.layers import ranges_from_cuts
+from stages.runtime.assistant import Assistant
+from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
+from stages.sampling.sampler import SamplingParams
+from stages.sampling.verifier import WindowVerifier
+from stages.weights.virtual_stages import StageCache
+from tests.qualification.own_models import OWN_MODELS
+from tests.support.assistant_files import write_assistant
+from tests.support.repairable_ring import RepairableRing, serving
+from tests.support.ring_harness import collect, plugs_for, running_coordinator, running_stages
+from tests.support.tiny_models import N_VOCAB
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from mesh.coordinator.coordinator import Coordinator
+    from spanmesh_proto import windows_pb2 as wire
+    from speculative.proposer import Draft
+    from tests.support.ring_harness import RunningStage
+
+CTX_SIZE = 256
+NUM_TOKENS = 40
+NUM_DRAFTED = 4
+OPTIONS = RuntimeOptions(num_slots=4, ctx_size=CTX_SIZE, exact=True, has_reader=True)
+NOISE = np.random.default_rng(3)
+PROMPTS = [tuple(int(token) for token in NOISE.integers(3, 300, size)) for size in (33, 12, 20, 57)]
+SAMPLINGS = {
+    "greedy": SamplingParams(),
+    "cool": SamplingParams(0.2, seed=5),
+    "drawn": SamplingParams(0.8, seed=5, repetition_penalty=1.1, repetition_window=16),
+}
+GRAMMAR = "root ::= [A-E]{40}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("assistants")
+    for kind in ("dense", "moe", "e"):
+        OWN_MODELS[f"gemma4-{kind}"](2).write(folder / f"{kind}.gguf")
+    write_assistant(folder / "assistant.gguf")
+    return folder
+
+
+def request(
+    prompt: tuple[int, ...] = PROMPTS[0], sampling: SamplingParams = SAMPLINGS["greedy"]
+) -> GenerationRequest:
+    return GenerationRequest(prompt, NUM_TOKENS, sampling=sampling)
+
+
+@asynccontextmanager
+async def coordinating(
+    stages: list[RunningStage], plug: TailDraftPlug | None, *, width: int = NUM_DRAFTED, **options: Any
+) -> AsyncIterator[Coordinator]:
+    """A coordinator that proposes what the tail drafts; without a plug it proposes nothing."""
+    plugs = plugs_for(has_windows=True)
+    async with running_coordinator(
+        stages,
+        context_length=CTX_SIZE,
+        num_slots=4,
+        n_vocab=N_VOCAB,
+        make_proposers=None if plug is None else lambda _request: [RemoteDraftProposer(NUM_DRAFTED)],
+        controller=ControllerOptions(fixed_width=width, fixed_depth=3),
+        plugs=plugs if plug is None else [*plugs, plug],
+        **options,
+    ) as coordinator:
+        yield coordinator
+
+
+@pytest.fixture
+async def stages(folder: Path) -> AsyncIterator[list[RunningStage]]:
+    async with running_stages(
+        folder / "dense.gguf", (2, 4), OPTIONS, folder / "stages", assistant=folder / "assistant.gguf"
+    ) as running:
+        yield running
+
+
+async def plain_text(stages: list[RunningStage], wanted: GenerationRequest, **options: Any) -> list[int]:
+    async with coordinating(stages, None, **options) as coordinator:
+        return (await collect(coordinator, wanted))[0]
+
+
+def foretelling(monkeypatch: pytest.MonkeyPatch, prompt: Sequence[int], text: Sequence[int]) -> None:
+    """Have the assistant foretell the text, but for each seventh position."""
+    foretell = WindowVerifier.foretell
+
+    def foretold(
+        verifier: WindowVerifier, logits: NDArray[np.float32], tokens: Sequence[int], start: int
+    ) -> int:
+        drawn = foretell(verifier, logits, tokens, start)
+        place = start + len(tokens) - len(prompt)
+        return text[place] if place % 7 and place < len(text) else drawn
+
+    monkeypatch.setattr(WindowVerifier, "foretell", foretold)
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe", "e"])
+async def test_the_text_is_the_one_without_drafts(kind: str, folder: Path) -> None:
+    model = folder / f"{kind}.gguf"
+    async with running_stages(
+        model, (2, 4), OPTIONS, folder / "stages", assistant=folder / "assistant.gguf"
+    ) as stages:
+        requests = [request(prompt, sampling=SAMPLINGS["drawn"]) for prompt in PROMPTS]
+        requests += [request(sampling=sampling) for sampling in SAMPLINGS.values()]
+        async with coordinating(stages, None) as coordinator:
+            plain = [(await collect(coordinator, each))[0] for each in requests]
+        async with coordinating(stages, TailDraftPlug()) as coordinator:
+            found = [(await collect(coordinator, each)) for each in requests]
+            together = await asyncio.gather(*(collect(coordinator, each) for each in requests[:4]))
+    assert [tokens for tokens, _ in found] == plain
+    assert [tokens for tokens, _ in together] == plain[:4]
+    assert all(last.stats.num_proposed > NUM_TOKENS for _, last in (*found, *together))
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("width", [1, 2, NUM_DRAFTED])
+async def test_drafts_that_are_right_save_windows(
+    stages: list[RunningStage], monkeypatch: pytest.MonkeyPatch, sampling: SamplingParams, width: int
+) -> None:
+    wanted = request(sampling=sampling)
+    plain = await plain_text(stages, wanted)
+    foretelling(monkeypatch, wanted.prompt, plain)
+    async with coordinating(stages, TailDraftPlug(), width=width) as coordinator:
+        tokens, last = await collect(coordinator, wanted)
+    assert tokens == plain
+    assert last.stats.num_accepted > NUM_TOKENS // 3
+    report = last.stats.report
+    assert report is not None
+    assert set(report().by_proposer) == {"", "assistant"}
+
+
+async def test_a_grammar_binds_drafts_too(
+    stages: list[RunningStage], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer(folder / "dense.gguf")
+    texts = tokenizer.texts
+    # Bytes and letters from A to E, and the end.
+    allowed = {*range(68, 73), *range(259, 264), *tokenizer.end_tokens}
+    wanted = replace(request(sampling=SAMPLINGS["drawn"]), end_tokens=tokenizer.end_tokens, grammar=GRAMMAR)
+    plain = await plain_text(stages, wanted, token_texts=texts)
+    drafted: list[int] = []
+    take = RemoteDraftProposer.take_draft
+
+    def taken(proposer: RemoteDraftProposer, draft: Draft) -> None:
+        drafted.extend(draft.tokens)
+        take(proposer, draft)
+
+    monkeypatch.setattr(RemoteDraftProposer, "take_draft", taken)
+    async with coordinating(stages, TailDraftPlug(), token_texts=texts) as coordinator:
+        tokens, last = await collect(coordinator, wanted)
+    assert tokens == plain
+    assert last.stats.num_accepted > 0
+    assert drafted
+    assert set(drafted) <= allowed
+
+
+async def test_an_assistant_that_fails_is_done_without(
+    stages: list[RunningStage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = request()
+    plain = await plain_text(stages, wanted)
+    draft, calls = Assistant.draft, itertools.count()
+
+    def fails(*arguments: Any) -> list[tuple[int, ...]]:
+        if next(calls) == 5:
+            raise StageFailed("the assistant failed")
+        return draft(*arguments)
+
+    monkeypatch.setattr(Assistant, "draft", fails)
+    async with coordinating(stages, TailDraftPlug()) as coordinator:
+        tokens, last = await collect(coordinator, wanted)
+        again, later = await collect(coordinator, wanted)
+    assert tokens == again == plain
+    assert 0 < last.stats.num_proposed < NUM_TOKENS
+    assert later.stats.num_proposed == 0
+    assert next(calls) == 6
+
+
+async def test_a_tail_without_an_assistant_sends_none(folder: Path) -> None:
+    async with running_stages(folder / "dense.gguf", (2, 4), OPTIONS, folder / "stages") as stages:
+        plain = await plain_text(stages, request())
+        async with coordinating(stages, TailDraftPlug()) as coordinator:
+            tokens, last = await collect(coordinator, request())
+    assert tokens == plain
+    assert last.stats.num_proposed == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tokens": [5, N_VOCAB], "confidences": [0.5, 0.5]}, "drafted token 320, outside the vocabulary"),
+        ({"tokens": [2**32 - 1], "confidences": [0.5]}, "drafted token 4294967295, outside"),
+        ({"tokens": [5] * 5, "confidences": [0.5] * 5}, "drafted 5 tokens, and was asked for 4"),
+        ({"tokens": [5, 6], "confidences": [0.5]}, "2 tokens with 1 confidences"),
+        ({"tokens": [5], "confidences": [float("nan")]}, "confidences outside 0 to 1"),
+        ({"tokens": [5], "confidences": [1.5]}, "confidences outside 0 to 1"),
+        ({"session": 2**63}, None),
+        ({"window_id": 2**40}, None),
+        ({"start": 2**31}, None),
+        ({"start": 0}, None),
+        ({"tokens": [], "confidences": []}, None),
+    ],
+)
+async def test_drafts_that_cannot_be_change_no_text(
+    stages: list[RunningStage],
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, Any],
+    reason: str | None,
+) -> None:
+    wanted = request()
+    plain = await plain_text(stages, wanted)
+    received = TailDraftRing.received
+
+    def changed(ring: TailDraftRing, bundle: wire.VerdictBundle) -> None:
+        for draft in bundle.drafts:
+            for name, value in change.items():
+                draft.ClearField(name)
+                if isinstance(value, list):
+                    getattr(draft, name).extend(value)
+                else:
+                    setattr(draft, name, value)
+        received(ring, bundle)
+
+    monkeypatch.setattr(TailDraftRing, "received", changed)
+    plug = TailDraftPlug()
+    async with coordinating(stages, plug) as coordinator:
+        tokens, last = await collect(coordinator, wanted)
+        again, _ = await collect(coordinator, wanted)
+        assert coordinator.status().ready
+    assert tokens == again == plain
+    assert last.stats.num_proposed == 0
+    assert (plug.why_off is None) == (reason is None)
+    assert reason is None or reason in (plug.why_off or "")
+
+
+@pytest.mark.parametrize("is_there_again", [True, False])
+async def test_a_tail_that_is_lost_takes_its_assistant_along(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, is_there_again: bool
+) -> None:
+    wanted = request(sampling=SAMPLINGS["cool"])
+    cache = StageCache(folder / "stages")
+    paths = [cache.cut(folder / "dense.gguf", layers).path for layers in ranges_from_cuts((2, 4), 6)]
+    options = CoordinatorOptions(
+        CTX_SIZE, 4, 63, N_VOCAB, controller=ControllerOptions(fixed_width=NUM_DRAFTED, fixed_depth=3)
+    )
+
+    def ring() -> RepairableRing:
+        return RepairableRing(
+            make_runtime=lambda index: StageRuntime(paths[index], OPTIONS),
+            assistant=folder / "assistant.gguf",
+        )
+
+    async with serving(ring(), options) as coordinator:
+        plain, _ = await collect(coordinator, wanted)
+    foretelling(monkeypatch, wanted.prompt, plain)
+    proposers = [RemoteDraftProposer(NUM_DRAFTED)]
+    lost = ring()
+    async with (
+        serving(
+            lost,
+            options,
+            plugs=[*plugs_for(has_windows=True), TailDraftPlug()],
+            make_proposers=lambda _request: proposers,
+        ) as coordinator,
+        asyncio.timeout(60),
+    ):
+        tokens: list[int] = []
+        before = 0
+        async for part in coordinator.generate(wanted):
+            tokens += part.tokens
+            if not before and len(tokens) > 12:
+                before = part.stats.num_accepted
+                lost.assistant = lost.assistant if is_there_again else None
+                await lost.kill(2)
+        assert lost.num_repairs == 1
+    assert tokens == plain
+    assert before > 0
+    assert (part.stats.num_accepted > before + NUM_DRAFTED) == is_there_again
