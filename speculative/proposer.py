@@ -138,6 +138,9 @@ class DrafterKind(StrEnum):
     """A drafter that reads the outputs of three layers (Li et al. 2025)."""
     MTP = "mtp", "mtp", "a head for multi-token prediction"
     """A head that reads the head state (DeepSeek-V3 2024)."""
+    ASSISTANT = "assistant", "assistant", "an assistant of Gemma 4"
+    """An assistant that reads the KV cache of the target's last layers. It computes beside these, and has no
+    parts here but a reader of its drafts, `speculative.remote_drafts`."""
 
     proposer: str
     """Name of the proposer, which its proposals carry."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from speculative.proposer import EMPTY, Proposal
+from speculative.proposer import EMPTY, DrafterKind, Proposal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ class RemoteDraftProposer:
         num_drafted: As given.
     """
 
-    name = "assistant"
+    name = DrafterKind.ASSISTANT.proposer
 
     def __init__(self, num_drafted: int, p_min: float = 0.0) -> None:
         self.num_drafted = num_drafted

@@ -155,7 +155,14 @@ class Speculator:
         """Most tokens that stages are to draft behind a verdict now; 0 if drafts are of no use."""
         if self._controller.rests_awhile:
             return 0
-        return max((proposer.num_drafted for proposer in self._guarded), default=0)
+        return max(
+            (
+                min(proposer.num_drafted, self._controller.draft_limit(proposer.name))
+                for proposer in self._guarded
+                if proposer.num_drafted
+            ),
+            default=0,
+        )
 
     def take_draft(self, draft: Draft) -> None:
         """Pass a draft to the proposers that read them."""

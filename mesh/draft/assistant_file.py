@@ -88,6 +88,27 @@ def check_assistant(header: GgufHeader, target: ModelFacts) -> None:
     _check_tensors(header, target)
 
 
+def beside_tail(model: ModelFacts, assistant: GgufHeader, num_sessions: int) -> ModelFacts:
+    """Facts of a model whose last stage holds an assistant, too, and has the two layers that it reads.
+
+    Args:
+        model: The model.
+        assistant: Header of the assistant's file.
+        num_sessions: Sessions that draft together.
+    """
+    n_embd = assistant.integer(f"{ARCHITECTURE}.embedding_length")
+    # Logits and states, and as much again for what llama.cpp computes between them.
+    buffer_bytes = 2 * 4 * num_sessions * (model.n_vocab + 8 * (n_embd + model.n_embd))
+    last = model.n_layers - 1
+    reason = {last: f"{assistant.path.name} reads the last two layers, which have to be in one stage"}
+    return replace(
+        model,
+        head_bytes=model.head_bytes + assistant.file_bytes + buffer_bytes,
+        allowed_cuts=tuple(cut for cut in model.allowed_cuts if cut != last),
+        refused_cuts={**(reason if last else {}), **model.refused_cuts},
+    )
+
+
 def _check_vocabulary(header: GgufHeader, of_target: GgufHeader, target: ModelFacts) -> None:
     key = "tokenizer.ggml.tokens"
     own, others = header.metadata.get(key), of_target.metadata.get(key)

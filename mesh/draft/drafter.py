@@ -50,8 +50,7 @@ if TYPE_CHECKING:
 _EAGLE3: Final = "eagle3"
 # Drafters that llama.cpp has graphs for, and that read the target in ways which stages do not offer.
 _NOT_YET: Final = {
-    assistant_file.ARCHITECTURE: "it reads the target's KV cache, which lies on other hosts",
-    "gemma4_assistant": "it reads the target's KV cache, which lies on other hosts",
+    "gemma4_assistant": "llama.cpp calls its architecture gemma4-assistant",
     "dflash": "it drafts blocks by diffusion",
     "dspark": "it drafts blocks by diffusion",
 }
@@ -107,6 +106,11 @@ class Drafter:
         return bool(self.layers)
 
     @property
+    def is_beside_tail(self) -> bool:
+        """Whether it computes beside the target's last stage, and not on the coordinator's host."""
+        return self.kind is DrafterKind.ASSISTANT
+
+    @property
     def num_drafting_layers(self) -> int:
         """Layers that draft: of a head for multi-token prediction the first one only."""
         if self.reads_features:
@@ -129,6 +133,7 @@ def read_drafter(path: Path, target: ModelFacts) -> Drafter:
     architecture = header.architecture
     if architecture == assistant_file.ARCHITECTURE:
         assistant_file.check_assistant(header, target)
+        return Drafter(DrafterKind.ASSISTANT, header)
     if (reason := _NOT_YET.get(architecture)) is not None:
         raise UncuttableModel(
             f"{path.name} is a drafter of kind {architecture}, which cannot be run yet: {reason}; use an "
@@ -296,6 +301,19 @@ def _require(header: GgufHeader, names: Iterable[str]) -> None:
             raise InvalidModel(f"{header.path.name}: tensor {name} is missing; convert the head again")
 
 
+def with_drafter(target: ModelFacts, drafter: Drafter | None, num_sessions: int) -> ModelFacts:
+    """Facts of a model that is served with a drafter, or with none, for its placement.
+
+    Args:
+        target: The model.
+        drafter: Its drafter.
+        num_sessions: Concurrent sessions.
+    """
+    if drafter is None or not drafter.is_beside_tail:
+        return target
+    return assistant_file.beside_tail(target, drafter.header, num_sessions)
+
+
 def loadable_bytes(drafter: Drafter, target: Path) -> int:
     """Size of the file that `loadable_file` gives."""
     layout, _ = _layout(drafter, target)
@@ -380,7 +398,7 @@ def _copied(tensor: TensorInfo, file: int | None = None) -> StageTensor:
 
 
 def drafter_bytes(drafter: Drafter, target: Path, options: DraftOptions, context: int) -> int:
-    """Weights, KV cache, buffers and process of a drafter, and hidden states that it keeps.
+    """Weights, KV cache, buffers and process of a drafter on the coordinator's host, and hidden states there.
 
     Args:
         drafter: The drafter.
@@ -391,6 +409,8 @@ def drafter_bytes(drafter: Drafter, target: Path, options: DraftOptions, context
     Raises:
         ClusterError: If the KV cache cannot have the requested format with its head size.
     """
+    if drafter.is_beside_tail:
+        return 0
     if drafter.reads_features:
         return _PROCESS_BYTES + feature_drafter_bytes(drafter, target, options, context)
     return _PROCESS_BYTES + draft_memory_bytes(drafter.path, options)

@@ -63,7 +63,7 @@ class CheckedDrafter:
     loaded_bytes: int
     """Size of the file that is loaded, with those."""
     memory_bytes: int
-    """Memory on the head, for all sessions."""
+    """Memory on the head for all sessions; of an assistant, beside the last stage."""
     num_sessions: int
     """How many."""
     ctx_size: int

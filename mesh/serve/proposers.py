@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 import structlog
 
 from mesh.coordinator.feature_store import FeatureNeeds
+from mesh.draft.assistant_trial import try_assistant
 from mesh.draft.loading import load_drafter
 from mesh.serve.preflight import latest_answer
 from spanmesh_proto.errors import ModelError
 from spanmesh_proto.row_ids import has_rows
+from speculative.draft import defaults
 from speculative.lookup_proposers import Histories, NgramProposer, PredictionProposer, ReplayProposer
+from speculative.remote_drafts import RemoteDraftProposer
 from stages.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -35,6 +38,9 @@ class Proposers:
         mode: Proposers that are allowed.
         draft: The drafter, or None.
         feature_needs: Hidden states that it reads; None if it reads none.
+        has_assistant: Whether an assistant drafts beside the last stage.
+        draft_max: Most tokens of its drafts.
+        p_min: Probability below which they end.
         replay_path: File of recorded answers, of which the last is replayed; or None.
         replay_rates: See `speculative.lookup_proposers.ReplayProposer`.
         keeps_history: Whether earlier answers to the same API key are proposed again.
@@ -46,6 +52,9 @@ class Proposers:
         *,
         draft: LoadedDrafter | None = None,
         feature_needs: FeatureNeeds | None = None,
+        has_assistant: bool = False,
+        draft_max: int = defaults.DRAFT_MAX,
+        p_min: float = defaults.P_MIN,
         replay_path: Path | None = None,
         replay_rates: tuple[float, ...] = (),
         keeps_history: bool = False,
@@ -53,6 +62,9 @@ class Proposers:
         self._mode = mode
         self._draft = draft
         self.feature_needs = feature_needs
+        self.has_assistant = has_assistant
+        self._draft_max = draft_max
+        self._p_min = p_min
         self._replay_path = replay_path
         self._replay_rates = replay_rates
         self._histories = Histories() if keeps_history else None
@@ -75,6 +87,8 @@ class Proposers:
             # disagree.
             sampler = Sampler(request.sampling, len(request.prompt))
             proposers.append(draft.open(sampler.sample, request.client))
+        if self.has_assistant and mode in {"auto", "draft"}:
+            proposers.append(RemoteDraftProposer(self._draft_max, self._p_min))
         return proposers
 
 
@@ -88,12 +102,20 @@ def open_proposers(options: HeadOptions, known: Preflight) -> Iterator[Proposers
     if options.speculate == "off":
         yield None
         return
-    draft, needs = _loaded(options, known)
+    drafter = known.drafter
+    has_assistant = drafter is not None and drafter.is_beside_tail
+    draft, needs = (None, None) if has_assistant else _loaded(options, known)
+    if drafter is not None and has_assistant:
+        ms_per_token = try_assistant(drafter.path, options.model)
+        log.info("assistant_tried", draft=drafter.path.name, ms_per_token=round(ms_per_token, 2))
     try:
         yield Proposers(
             options.speculate,
             draft=draft,
             feature_needs=needs,
+            has_assistant=has_assistant,
+            draft_max=options.draft_max,
+            p_min=options.p_min,
             replay_path=options.replay_path,
             replay_rates=options.replay_rates,
             keeps_history=options.keeps_history,

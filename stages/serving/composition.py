@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import structlog
+
+from spanmesh_proto.errors import MeshError
+from stages.runtime.assistant import Assistant
 from stages.serving.feature_outlet import FeatureOutlet
 from stages.serving.kv_disk import KvDisk
 from stages.serving.kv_replication import Replication, pause_s
@@ -19,6 +23,8 @@ if TYPE_CHECKING:
     from stages.serving.plugs import StagePlug
     from stages.transport.channels import Identity
 
+log = structlog.get_logger()
+
 
 @dataclass(frozen=True)
 class PlugOptions:
@@ -28,8 +34,8 @@ class PlugOptions:
     """Returns the pause between updates of replicas, in seconds, from the duration of the last one."""
     open_store: Callable[[], Awaitable[BlockStore]] | None = None
     """Opens files for blocks of KV rows, beside serving; None to keep none."""
-    assistant: Path | None = None
-    """File of the assistant that drafts beside the tail; None for none."""
+    assistant: Assistant | None = None
+    """Drafts beside the tail; None at other stages, and without one."""
 
 
 def plugs_of(
@@ -45,5 +51,17 @@ def plugs_of(
     yield FeatureOutlet(runtime)
     yield Replication(identity, options.pause_s)
     yield KvDisk(options.open_store)
-    if options.assistant is not None and runtime.info.is_tail:
+    if options.assistant is not None:
         yield TailDrafts(runtime, options.assistant)
+
+
+def assistant_beside(runtime: StageRuntime, path: Path) -> Assistant | None:
+    """The assistant in a file, beside a tail that has computed nothing yet; None if it cannot be loaded.
+
+    The mesh then serves without drafts.
+    """
+    try:
+        return Assistant(path, runtime)
+    except MeshError as error:
+        log.warning("assistant_failed", reason=error.message)
+        return None

@@ -12,15 +12,15 @@ import structlog
 
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError
-from stages.runtime.assistant import Assistant, DraftStart
+from stages.runtime.assistant import DraftStart
 from stages.serving.plugs import StagePlug
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
+    from stages.runtime.assistant import Assistant
     from stages.runtime.stage_runtime import StageRuntime
     from stages.serving.plugs import StageAccess
     from stages.serving.scheduler import QueuedWindow
@@ -37,16 +37,13 @@ class TailDrafts(StagePlug):
     """Drafts behind the verdicts on windows that ask for them.
 
     Args:
-        runtime: The loaded tail, see `Assistant`.
-        path: File of the assistant.
-
-    Raises:
-        MeshError: See `Assistant`.
+        runtime: The loaded tail.
+        assistant: The assistant beside it.
     """
 
-    def __init__(self, runtime: StageRuntime, path: Path) -> None:
+    def __init__(self, runtime: StageRuntime, assistant: Assistant) -> None:
         self._runtime = runtime
-        self._assistant: Assistant | None = Assistant(path, runtime)
+        self._assistant: Assistant | None = assistant
         self._head_state = runtime.info.n_layers
         self._wanted: list[_Wanted] = []
         self._stage: StageAccess

@@ -20,7 +20,7 @@ from stages.serving.server import StageService
 from stages.transport.channels import SERVER_OPTIONS
 from tests.support.disks import give_disk
 from tests.support.fake_stage import FakeRuntime
-from tests.support.ring_harness import RunningStage, plugs_for
+from tests.support.ring_harness import RunningStage, beside, plugs_for
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -151,7 +151,10 @@ class RepairableRing:
             mesh_id=self.mesh_id,
             mesh_key=self.mesh_key,
             most_sent_bytes=self._most_sent_bytes,
-            plug_options=PlugOptions(pause_s=lambda _took_s: self._news_s or 0.0, assistant=self.assistant),
+            plug_options=PlugOptions(
+                pause_s=lambda _took_s: self._news_s or 0.0,
+                assistant=beside(runtime, self.assistant),
+            ),
             # Fakes stand still where a test wants it, and all stages share this event loop.
             computes_in_loop=not isinstance(runtime, FakeRuntime),
         )

@@ -22,7 +22,7 @@ from spanmesh_proto import windows_pb2_grpc as rpc
 from speculative.controller import ControllerOptions
 from stages.layers import ranges_from_cuts
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
-from stages.serving.composition import PlugOptions
+from stages.serving.composition import PlugOptions, assistant_beside
 from stages.serving.server import StageService
 from stages.slicing.model_facts import read_model_facts
 from stages.transport.channels import SERVER_OPTIONS
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from mesh.engine import Committed, GenerationRequest
     from speculative.proposer import Proposer
     from stages.grammar.automaton import TokenTexts
+    from stages.runtime.assistant import Assistant
     from tests.support.fake_stage import FakeRuntime
 
 MESH_ID = "test-mesh"
@@ -81,6 +82,13 @@ async def running_stages(
         yield stages
 
 
+def beside(runtime: StageRuntime | FakeRuntime, path: Path | None) -> Assistant | None:
+    """The assistant of this file beside a tail; None beside other stages, or without a file."""
+    if path is None or not isinstance(runtime, StageRuntime) or not runtime.info.is_tail:
+        return None
+    return assistant_beside(runtime, path)
+
+
 @contextlib.asynccontextmanager
 async def running_services(
     runtimes: Iterable[StageRuntime | FakeRuntime],
@@ -102,7 +110,7 @@ async def running_services(
                 hidden_type=hidden_type,
                 # Fakes stand still where a test wants it, and all stages share this event loop.
                 computes_in_loop=isinstance(runtime, StageRuntime),
-                plug_options=PlugOptions(assistant=assistant),
+                plug_options=PlugOptions(assistant=beside(runtime, assistant)),
             )
             stack.push_async_callback(service.close)
             if disk_root is not None:

@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from mesh.draft.assistant_file import check_assistant
-from mesh.draft.drafter import read_drafter
+from mesh.draft.assistant_file import beside_tail
+from mesh.draft.drafter import drafter_bytes, read_drafter
 from mesh.draft.pairs import drafters_beside
+from mesh.placement.memory_estimate import StageSizes, Workload
+from mesh.placement.planner import check_stages
 from spanmesh_proto.errors import InvalidModel, MeshError, UncuttableModel
+from speculative.draft.context import DraftOptions
+from speculative.proposer import DrafterKind
 from stages.gguf import read_header
+from stages.layers import LayerRange
 from stages.slicing.model_facts import read_model_facts
 from tests.qualification.own_models import OWN_MODELS
 from tests.support.assistant_files import write_assistant
@@ -37,9 +42,11 @@ def test_one_that_was_made_for_the_model_fits(kind: str, depth: int, tmp_path: P
     model = OWN_MODELS[f"gemma4-{kind}"](depth).write(tmp_path / "model.gguf")
     assistant = write_assistant(tmp_path / "assistant.gguf")
     facts = read_model_facts(model)
-    check_assistant(read_header(assistant), facts)
-    with pytest.raises(UncuttableModel, match=r"of kind gemma4-assistant, which cannot be run yet"):
-        read_drafter(assistant, facts)
+    drafter = read_drafter(assistant, facts)
+    assert (drafter.kind, drafter.num_drafting_layers) == (DrafterKind.ASSISTANT, 4)
+    assert drafter.is_beside_tail
+    assert not drafter.reads_features
+    assert drafter_bytes(drafter, model, DraftOptions(), 512) == 0
 
 
 @pytest.mark.parametrize(
@@ -139,7 +146,7 @@ def test_beside_a_model_it_is_told_of_with_the_reason(target: ModelFacts, tmp_pa
     write_assistant(tmp_path / "other.gguf", metadata={"embedding_length_out": 96})
     found = {each.path.name: each for each in drafters_beside(read_model_facts(model))}
     assert {each.label for each in found.values()} == {"an assistant of Gemma 4"}
-    assert "cannot be run yet" in found["fits.gguf"].misfit
+    assert not found["fits.gguf"].misfit
     assert "hidden states of 96 values" in found["other.gguf"].misfit
 
 
@@ -149,11 +156,29 @@ def test_a_damaged_header_fits_or_is_refused_in_one_line(target: ModelFacts, tmp
     messages = []
     for number in _places(data):
         path.write_bytes(data[:number] + bytes([data[number] ^ 0x55]) + data[number + 1 :])
-        with pytest.raises(MeshError) as refusal:
+        try:
             read_drafter(path, target)
-        messages.append(refusal.value.message)
+        except MeshError as error:
+            messages.append(error.message)
     assert not any("\n" in message for message in messages)
-    assert sum("cannot be run yet" not in message for message in messages) > 100
+    assert len(messages) > 100
+
+
+def test_the_last_stage_holds_it_beside_both_layers_that_it_reads(target: ModelFacts, tmp_path: Path) -> None:
+    header = read_header(write_assistant(tmp_path / "assistant.gguf"))
+    beside = beside_tail(target, header, 4)
+    assert (target.allowed_cuts, beside.allowed_cuts) == ((1, 2), (1,))
+    assert beside.head_bytes > target.head_bytes + header.file_bytes
+    workload = Workload(256, 4)
+    for layers in (LayerRange(1, 3), LayerRange(0, 3)):
+        grown = StageSizes(beside, workload).memory(layers).total_bytes
+        assert grown > StageSizes(target, workload).memory(layers).total_bytes + header.file_bytes
+    first = LayerRange(0, 1)
+    assert StageSizes(beside, workload).memory(first) == StageSizes(target, workload).memory(first)
+    with pytest.raises(
+        UncuttableModel, match=r"assistant.gguf reads the last two layers, which have to be in"
+    ):
+        check_stages(beside, num_stages=None, split=(2, 1))
 
 
 def _places(data: bytes) -> Iterator[int]:
