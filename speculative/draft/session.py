@@ -412,7 +412,7 @@ class FeatureSequence(DraftSequence):
         last = len(self.tokens) - 1
         real = self._real_rows()
         if not self._is_drafting:
-            if real is None or real[1] - max(real[0], self.real_stop) < _LEAST_UNASKED:
+            if real is None or not self._is_worth_reading(real):
                 return None
             return self._real_span(*real, max_rows, has_output=False)
         is_last_real = real is not None and real[1] == last
@@ -422,6 +422,10 @@ class FeatureSequence(DraftSequence):
         if real is None or len(self.tokens) - real[1] > self._options.draft_max:
             return None
         return self._real_span(*real, max_rows, has_output=True)
+
+    def _is_worth_reading(self, real: tuple[int, int]) -> bool:
+        """Whether these real rows are worth computing though nothing is to be drafted behind them."""
+        return real[1] - max(real[0], self.real_stop) >= _LEAST_UNASKED
 
     @property
     def _can_go_on(self) -> bool:
