@@ -105,6 +105,11 @@ class Drafter:
         return bool(self.layers)
 
     @property
+    def feature_width(self) -> int:
+        """Values of a row of features; 0 for a small model."""
+        return len(self.layers) * self.n_embd
+
+    @property
     def num_drafting_layers(self) -> int:
         """Layers that draft: of a head for multi-token prediction the first one only."""
         if self.reads_features:

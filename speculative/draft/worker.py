@@ -353,9 +353,9 @@ class DraftThread:
                     session.error = session.error or error
             else:
                 told = [session for session in left if session.sequence.computed(*drafted[session])]
-                # Single rows draft a token a session, or a block of them.
-                if all(len(part.span.tokens) == 1 for part in parts):
-                    num_drafted = max([1, *(len(tokens) for tokens, _ in drafted.values())])
+                # A session drafts a token, or a block of them. Where more is read, that takes the time.
+                num_drafted = max([1, *(len(tokens) for tokens, _ in drafted.values())])
+                if all(len(part.span.tokens) <= num_drafted for part in parts):
                     self.ms_per_token = moved(self.ms_per_token, elapsed_ms / num_drafted, _NEWEST_WEIGHT)
         for session in told:
             # Outside the lock: the listener may request a proposal at once.
@@ -373,8 +373,10 @@ class DraftThread:
             return None, error
         if outputs is None:
             return None, None
+        num_tokens = self._context.num_tokens
         return {
-            part.session: _result(part, output) for part, output in zip(parts, outputs, strict=True)
+            part.session: _result(part, output, num_tokens)
+            for part, output in zip(parts, outputs, strict=True)
         }, None
 
 
@@ -503,20 +505,24 @@ def _num_shared(left: Sequence[int], right: Sequence[int]) -> int:
     return shorter
 
 
-def _result(part: _Part, output: DraftOutput | None) -> _Drafted:
+def _result(part: _Part, output: DraftOutput | None, num_tokens: int) -> _Drafted:
     """Next tokens and state."""
-    return ((), None) if output is None else (_choose(part, output.logits), output.state)
+    return ((), None) if output is None else (_choose(part, output, num_tokens), output.state)
 
 
-def _choose(part: _Part, logits: NDArray[np.float32]) -> Sequence[DraftedToken]:
+def _choose(part: _Part, output: DraftOutput, num_tokens: int) -> Sequence[DraftedToken]:
     """The tokens for the positions after the part's last row."""
     drafted: list[DraftedToken] = []
     try:
         # If the text changes meanwhile, the drafted tokens are dropped.
         before = part.session.sequence.tokens[: part.span.stop]
-        for position, row in enumerate(logits, part.span.stop):
-            token = part.session.choose(row, position, before)
-            drafted.append(DraftedToken(token, probability(row, token)))
+        for index in range(output.num_drafted):
+            row = output.logits(index, before[-1], num_tokens)
+            token = part.session.choose(row, part.span.stop + index, before)
+            likelihood = probability(row, token)
+            if output.confidences is not None:
+                likelihood = float(output.confidences[index])
+            drafted.append(DraftedToken(token, likelihood))
             before.append(token)
     except Exception as error:  # noqa: BLE001 - handed in from outside; it must not take the other sessions along
         part.session.error = error
