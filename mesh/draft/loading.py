@@ -69,7 +69,11 @@ class CheckedDrafter:
     ctx_size: int
     """Positions of each."""
     draft_ms_per_token: float
-    """Time of a drafted token on this host, in ms."""
+    """Time of a drafted token on this host, in ms; of a block, its time divided by its tokens."""
+    most_drafted: int
+    """Most tokens that it drafts in one pass: 1, or those of a block."""
+    block_tokens: int | None
+    """Tokens of the block that was timed; None for drafters of single tokens."""
 
 
 def load_drafter(
@@ -171,6 +175,8 @@ def check_drafter(path: Path, target: Path, options: DraftOptions) -> CheckedDra
         num_sessions=options.num_sessions,
         ctx_size=options.ctx_size,
         draft_ms_per_token=draft_ms_per_token,
+        most_drafted=drafter.most_drafted,
+        block_tokens=min(drafter.most_drafted, options.draft_max) if drafter.most_drafted > 1 else None,
     )
 
 

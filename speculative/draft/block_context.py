@@ -215,6 +215,7 @@ class BlockContext(DraftContext):
         context = super()._make_context(path, options)
         is_causal = metadata_of(self._model, "dflash.attention.causal") == "true"
         llama_cpp.llama_set_causal_attn(context, is_causal)
-        if self._kind is DrafterKind.DSPARK:
+        is_sure = metadata_of(self._model, "dflash.has_confidence_head") != "false"
+        if self._kind is DrafterKind.DSPARK and is_sure:
             self._confidences = self._setup.make_head_rows(context, self._n_embd)
         return context
