@@ -73,7 +73,8 @@ class ModelOptions(Options):
             section=SPECULATION,
             flag="--draft",
             metavar="PATH",
-            help="GGUF file of a drafter: a small model, EAGLE-3, or a head for multi-token prediction.",
+            help="GGUF file of a drafter: a small model, EAGLE-3, DFlash, DSpark, or a head for multi-token "
+            "prediction.",
         ),
     ] = None
     draft_head: Annotated[
@@ -122,7 +123,7 @@ class ModelOptions(Options):
             section=SPECULATION,
             metavar="N",
             is_rare=True,
-            help="Last positions of a prompt whose hidden states EAGLE-3 and MTP drafters read.",
+            help="Last positions of a prompt whose hidden states a drafter reads.",
         ),
     ] = defaults.CONTEXT
     draft_wire: Annotated[

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
-from speculative.cost_model import moved
+from speculative.cost_model import BatchTimeModel, DraftCost, moved
 from speculative.draft.context import MAX_ROWS, DraftUnusable, SlotRows, probability
 from speculative.draft.kinds import KINDS
 from speculative.draft.session import DraftedToken
@@ -46,6 +46,8 @@ MAX_ROWS_UNASKED: Final = 64
 # Compared at once, in compiled code: the event loop may wait for the thread that compares.
 _NUM_COMPARED: Final = 1024
 _NEWEST_WEIGHT: Final = 0.1
+# What a further token of a block takes is a mean over so many.
+_NUM_COMPARED_ROWS: Final = 8
 # Returns the token for an absolute position, given the logits and all tokens before it.
 Choose: TypeAlias = "Callable[[NDArray[np.float32], int, Sequence[int]], int]"
 # Next token, and the output state of the row that it was drafted from.
@@ -206,11 +208,15 @@ class DraftThread:
 
     Attributes:
         ms_per_token: Time of a drafted token, a running mean.
+        tokens_per_pass: Tokens that are drafted for a session at once, likewise.
         failure: Error that nothing expected, after which it drafts no more; None while it works.
     """
 
     def __init__(self, context: Context, options: DraftOptions, clock_s: Callable[[], float]) -> None:
         self.ms_per_token = context.ms_per_token
+        self.tokens_per_pass = float(context.most_drafted)
+        self._pass_times = BatchTimeModel()
+        self._pass_times.add(context.most_drafted, context.most_drafted * context.ms_per_token)
         self._context = context
         self._clock_s = clock_s
         self._slots = DraftSlots(options.num_sessions)
@@ -225,6 +231,15 @@ class DraftThread:
             self._thread.start()
             thread_id = context.thread_id or self._thread.native_id or 0
             self._priority = ThreadPriority(thread_id, options.niceness)
+
+    @property
+    def cost(self) -> DraftCost:
+        """What it costs, as measured."""
+        if self._context.most_drafted == 1:
+            return DraftCost(self.ms_per_token)
+        lone_ms, several_ms = self._pass_times.ms(1), self._pass_times.ms(1 + _NUM_COMPARED_ROWS)
+        row_ms = ((several_ms or 0.0) - (lone_ms or 0.0)) / _NUM_COMPARED_ROWS
+        return DraftCost(self.ms_per_token, self.tokens_per_pass, row_ms)
 
     def add(self, session: DraftSession) -> None:
         """Add a session."""
@@ -354,12 +369,20 @@ class DraftThread:
             else:
                 told = [session for session in left if session.sequence.computed(*drafted[session])]
                 # A session drafts a token, or a block of them. Where more is read, that takes the time.
-                num_drafted = max([1, *(len(tokens) for tokens, _ in drafted.values())])
+                counts = [len(tokens) for tokens, _ in drafted.values()]
+                num_drafted = max([1, *counts])
                 if all(len(part.span.tokens) <= num_drafted for part in parts):
-                    self.ms_per_token = moved(self.ms_per_token, elapsed_ms / num_drafted, _NEWEST_WEIGHT)
+                    self._note_pass(num_drafted, sum(counts), elapsed_ms)
         for session in told:
             # Outside the lock: the listener may request a proposal at once.
             _notify(session)
+
+    def _note_pass(self, num_drafted: int, num_in_all: int, elapsed_ms: float) -> None:
+        """Learn what a pass takes, given the tokens of a session and of all of them."""
+        self.ms_per_token = moved(self.ms_per_token, elapsed_ms / num_drafted, _NEWEST_WEIGHT)
+        self.tokens_per_pass = moved(self.tokens_per_pass, num_drafted, _NEWEST_WEIGHT)
+        if num_in_all:
+            self._pass_times.add(num_in_all, elapsed_ms)
 
     def _draft(self, parts: Sequence[_Part]) -> tuple[dict[DraftSession, _Drafted] | None, Exception | None]:
         """Result for each session; None if nothing was computed, with the failure if there was one."""
@@ -445,9 +468,9 @@ class DraftProposer:
         thread.add(session)
 
     @property
-    def draft_ms_per_token(self) -> float | None:
-        """As `LoadedDrafter.draft_ms_per_token`."""
-        return self._thread.ms_per_token
+    def draft_cost(self) -> DraftCost:
+        """What the drafter costs, as measured over all sessions."""
+        return self._thread.cost
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append committed tokens; little is computed until a proposal is requested."""

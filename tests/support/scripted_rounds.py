@@ -83,7 +83,8 @@ class CutModel:
             for runtime, held in self._stages:
                 span = Span(slot, start + first, list(some), hidden, 1 if runtime.info.is_tail else 0)
                 hidden = runtime.decode([span], is_tapped=True)[0]
-                taken |= dict(zip(held, runtime.features(slot), strict=True))
+                found_here = zip(held, runtime.features(slot), strict=True)
+                taken |= {layer: rows for layer, rows in found_here if rows is not None}
             found.append(np.concatenate([taken[layer] for layer in self._layers], axis=1))
         return np.concatenate(found)
 

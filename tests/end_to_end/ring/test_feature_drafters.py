@@ -116,13 +116,11 @@ class Setting:
 
 
 def target_and_drafter(kind: str, smollm2_path: Path, folder: Path) -> tuple[Path, Drafter]:
-    """SmolLM2 with its EAGLE-3 drafter or a random one of blocks, or written again with a head for multi-token
-    prediction.
-    """
+    """SmolLM2 with its EAGLE-3 drafter or a random one of blocks, or written again with an MTP head."""
     if kind == "eagle3":
         return smollm2_path, read_drafter(DRAFTER, read_model_facts(smollm2_path))
     if kind != "mtp":
-        shape = replace(BLOCKS, kind=DrafterKind(kind))
+        shape = replace(BLOCKS, kind=DrafterKind[kind.upper()])
         path = shape.write(smollm2_path, folder / f"{kind}.gguf")
         return smollm2_path, read_drafter(path, read_model_facts(smollm2_path))
     target = write_mimo2(smollm2_path, folder / "mimo2.gguf")
