@@ -60,7 +60,7 @@ def check_block_file(header: GgufHeader, target: ModelFacts) -> BlockFile:
     if header.integer("dflash.hyper_connection_count", 0):
         raise UncuttableModel(
             f"{name} is a drafter for DeepSeek V4, whose streams of hidden states cannot be read yet; "
-            "leave out --draft"
+            "use another drafter, or none"
         )
     n_embd = header.integer("dflash.embedding_length")
     if n_embd != target.n_embd:
