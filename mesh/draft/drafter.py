@@ -112,7 +112,7 @@ class Drafter:
     @property
     def num_drafting_layers(self) -> int:
         """Layers that draft: of a head for multi-token prediction the first one only."""
-        if self.reads_features and self.kind in {DrafterKind.EAGLE3, DrafterKind.MTP}:
+        if self.kind in {DrafterKind.EAGLE3, DrafterKind.MTP}:
             return 1
         return self.header.integer(f"{self.header.architecture}.block_count")
 

@@ -127,8 +127,12 @@ class ModelOptions(Options):
         ),
     ] = defaults.CONTEXT
     draft_wire: Annotated[
-        WireType,
-        Option(section=SPECULATION, is_rare=True, help="Format of these hidden states between hosts."),
+        Literal[WireType, "auto"],
+        Option(
+            section=SPECULATION,
+            is_rare=True,
+            help="Format of these hidden states between hosts; auto is f16, from four layers on q8.",
+        ),
     ] = defaults.WIRE
     keeps_history: Annotated[
         bool,
@@ -294,12 +298,13 @@ class ModelOptions(Options):
 
         return None if self.wire == "auto" else HiddenType(self.wire)
 
-    @property
-    def feature_type(self) -> HiddenType:
-        """Format of hidden states for a drafter."""
+    def feature_type(self, num_layers: int) -> HiddenType:
+        """Format of hidden states for a drafter that reads them of this many layers."""
         from stages.transport.hidden_codec import HiddenType  # noqa: PLC0415 - brings numpy
 
-        return HiddenType(self.draft_wire)
+        if self.draft_wire != "auto":
+            return HiddenType(self.draft_wire)
+        return HiddenType.F16 if num_layers <= defaults.MOST_LAYERS_IN_F16 else HiddenType.Q8
 
     @property
     def may_draft(self) -> bool:

@@ -184,7 +184,7 @@ class BlockContext(DraftContext):
         if self._mask < 0:
             raise DraftUnusable(f"{path.name} has no mask token")
         block_size = int(metadata_of(self._model, "dflash.block_size") or _BLOCK_SIZE)
-        is_anchored = metadata_of(self._model, "dflash.sample_from_anchor") != "false"
+        is_anchored = self._says("dflash.sample_from_anchor")
         # Rows of a block that foretell no token.
         self._num_anchor_rows = 0 if self._kind is DrafterKind.DSPARK and is_anchored else 1
         self._block_drafts = block_size - self._num_anchor_rows
@@ -194,6 +194,10 @@ class BlockContext(DraftContext):
         if self._kind is DrafterKind.DFLASH2:
             self._num_candidates = int(metadata_of(self._model, "dflash.selector_top_k") or 0)
         self._has_sections = llama_cpp.llama_model_rope_type(self._model) == llama_cpp.LLAMA_ROPE_TYPE_MROPE
+
+    def _says(self, key: str) -> bool:
+        """What the file says, as llama.cpp reads it; where it says nothing, true."""
+        return metadata_of(self._model, key) in {None, "true"}
 
     def _model_params(self, options: DraftOptions) -> Any:
         params = super()._model_params(options)
@@ -215,7 +219,6 @@ class BlockContext(DraftContext):
         context = super()._make_context(path, options)
         is_causal = metadata_of(self._model, "dflash.attention.causal") == "true"
         llama_cpp.llama_set_causal_attn(context, is_causal)
-        is_sure = metadata_of(self._model, "dflash.has_confidence_head") != "false"
-        if self._kind is DrafterKind.DSPARK and is_sure:
+        if self._kind is DrafterKind.DSPARK and self._says("dflash.has_confidence_head"):
             self._confidences = self._setup.make_head_rows(context, self._n_embd)
         return context

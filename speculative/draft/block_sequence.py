@@ -14,7 +14,7 @@ another one, since it would read mask tokens where the drafter was trained to re
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from speculative.draft.session import DraftedToken, FeatureSequence, FeatureSpan
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
     from speculative.draft.context import DraftOptions
     from speculative.proposer import Proposal
+
+# A block from the same anchor as the last one has so many times its tokens, or is not drafted.
+_LEAST_LONGER: Final = 1.5
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,7 @@ class BlockSequence(FeatureSequence):
         block = self._block
         if block is None or block.anchor != anchor:
             return num_drafted
-        # A longer one says nearly the same.
-        is_longer = num_drafted > block.num_wanted and self._agrees(block, min(num_known, len(block.tokens)))
-        return num_drafted if is_longer else 0
+        # The same tokens again, and a few more, are not worth a pass.
+        is_longer = num_drafted >= _LEAST_LONGER * block.num_wanted
+        says_the_same = self._agrees(block, min(num_known, len(block.tokens)))
+        return num_drafted if is_longer and says_the_same else 0

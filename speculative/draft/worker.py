@@ -545,6 +545,8 @@ def _choose(part: _Part, output: DraftOutput, num_tokens: int) -> Sequence[Draft
             likelihood = probability(row, token)
             if output.confidences is not None:
                 likelihood = float(output.confidences[index])
+                if not 0.0 <= likelihood <= 1.0:
+                    raise ValueError(f"the drafter is sure of token {token} to {likelihood}")  # noqa: TRY301
             drafted.append(DraftedToken(token, likelihood))
             before.append(token)
     except Exception as error:  # noqa: BLE001 - handed in from outside; it must not take the other sessions along

@@ -51,6 +51,7 @@ pytestmark = pytest.mark.model
 
 CUTS = (10, 20)
 KINDS = (DrafterKind.DFLASH, DrafterKind.DSPARK, DrafterKind.DFLASH2)
+LONG = 64
 IN_SWEEP = [pytest.param(kind, marks=pytest.mark.sweep) for kind in (DrafterKind.DFLASH, DrafterKind.DFLASH2)]
 
 
@@ -210,7 +211,8 @@ async def test_a_repair_leaves_no_gap_in_the_features(
         controller=ControllerOptions(fixed_width=3, fixed_depth=3),
         ping_timeout_s=30.0,
     )
-    request = setting.request(QUESTIONS[0], SamplingParams())
+    # As long as it is asked for.
+    request = GenerationRequest(setting.request(QUESTIONS[0], SamplingParams()).prompt, LONG)
     plugs = plugs_for(feature_needs=setting.needs)
     async with serving(
         ring, options, plugs=plugs, make_proposers=lambda request: [setting.open(request)]
@@ -221,7 +223,7 @@ async def test_a_repair_leaves_no_gap_in_the_features(
         dying = None
         async for part in coordinator.generate(request):
             tokens += part.tokens
-            if dying is None and len(tokens) >= NUM_TOKENS // 2:
+            if dying is None and len(tokens) >= LONG // 4:
                 dying = asyncio.create_task(ring.kill(lost))
         assert dying is not None
         await dying
@@ -229,8 +231,8 @@ async def test_a_repair_leaves_no_gap_in_the_features(
     assert ring.num_repairs == 1
     sequence = setting.sequence()
     assert sequence.first_row <= 1, "it began anew behind a gap"
-    # Of the latest tokens they may come after the end.
-    positions = range(len(request.prompt) + NUM_TOKENS - 8)
+    # Of the latest tokens, three windows of four rows at the least, they may come after the end.
+    positions = range(len(request.prompt) + LONG - 24)
     assert [position for position in positions if position not in sequence.features] == []
 
 

@@ -1,9 +1,10 @@
-"""What a pass of a block drafter is measured to cost, whatever the lengths of its blocks."""
+"""What a pass of a block drafter is measured to cost, and how sure it is of its tokens."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,18 +34,20 @@ class TimedContext:
     thread_id: int | None = None
     is_alive = True
 
-    def __init__(self) -> None:
+    def __init__(self, confidence: float | None = None) -> None:
         self.now_s = 0.0
+        self._confidence = confidence
 
     def decode(self, parts: Sequence[SlotRows[BlockSpan]], while_computing: Any) -> list[DraftOutput | None]:
         num_drafted = sum(part.span.num_drafted for part in parts)
         self.now_s += (PASS_MS + ROW_MS * num_drafted) / 1000
-        return [
-            DraftOutput(np.zeros((part.span.num_drafted, NUM_TOKENS), np.float32))
-            if part.span.has_output
-            else None
-            for part in parts
-        ]
+        return [self._output(part.span.num_drafted) if part.span.has_output else None for part in parts]
+
+    def _output(self, num_drafted: int) -> DraftOutput:
+        confidences = None
+        if self._confidence is not None:
+            confidences = np.full(num_drafted, self._confidence, np.float32)
+        return DraftOutput(np.zeros((num_drafted, NUM_TOKENS), np.float32), confidences=confidences)
 
     def abort(self) -> None: ...
 
@@ -84,3 +87,30 @@ def test_lengths_and_times_of_blocks_are_measured() -> None:
         assert cost.row_ms == pytest.approx(ROW_MS, rel=0.2)
         assert cost.tokens_per_pass == pytest.approx(4.0, rel=0.2)
         assert cost.ms_per_token == pytest.approx(PASS_MS / 4 + ROW_MS, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("confidence", "likelihood"), [(None, 1 / NUM_TOKENS), (0.25, 0.25), (np.nan, None), (1.5, None)]
+)
+def test_confidences_take_the_place_of_probabilities(
+    confidence: float | None, likelihood: float | None
+) -> None:
+    context = TimedContext(confidence)
+    file = DraftFile(DrafterKind.DSPARK, Path("drafter.gguf"), DraftOptions(), NUM_TOKENS)
+    loaded = LoadedDrafter(file, context, clock_s=lambda: context.now_s)
+    with contextlib.closing(loaded):
+        proposer = loaded.open(lambda _logits, _position, _before: 0)
+        session = proposer._session
+        is_ready = threading.Event()
+        proposer.listen(is_ready.set)
+        proposer.extend([1, 2, 3])
+        proposer.take_features(0, np.zeros((2, 1), np.float32))
+        proposer.propose(2)
+        deadline_s = time.monotonic() + 10.0
+        while not is_ready.is_set() and session.error is None and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        if likelihood is None:
+            with pytest.raises(ValueError, match="is sure of token 0 to"):
+                proposer.propose(2)
+        else:
+            assert proposer.propose(2).confidences == pytest.approx((likelihood, likelihood))

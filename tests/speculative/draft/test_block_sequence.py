@@ -215,6 +215,10 @@ def test_a_block_goes_on_behind_tokens_in_flight_that_it_says_itself() -> None:
     machine.run()
     machine.propose(2)
     assert tuple(machine.in_flight) == TEXT[10:14]
+    # One more is not worth a block.
+    assert machine.sequence.propose(1, machine.in_flight).tokens == ()
+    machine.run()
+    assert machine.num_blocks == 1
     # A longer one from the same anchor, as far as a block goes, and no further one behind it.
     machine.propose(8)
     machine.run()
