@@ -81,6 +81,10 @@ class _Held(NamedTuple):
         """Number of first tokens whose rows a session of this client may reuse."""
         return _num_shared(self.tokens, tokens) if client == self.client else 0
 
+    def num_rows(self, num_shared: int) -> int:
+        """Number of rows of these first tokens: those that read features may begin late."""
+        return num_shared if self.former is None else max(0, num_shared - self.former.first_row)
+
 
 class DraftSlots:
     """Free slots and their content.
@@ -95,11 +99,11 @@ class DraftSlots:
         self._held: dict[int, _Held] = {slot: _Held() for slot in range(num_slots)}
 
     def take(self, tokens: Sequence[int], client: str | None = None) -> FreeSlot | None:
-        """The free slot with the longest prefix of `tokens` that is this client's; None if none is free."""
+        """The free slot with most rows of a prefix of `tokens`, this client's; None if none is free."""
         shared = {slot: held.num_shared(tokens, client) for slot, held in self._held.items()}
         if not shared:
             return None
-        slot = max(shared, key=lambda slot: shared[slot])
+        slot = max(shared, key=lambda slot: self._held[slot].num_rows(shared[slot]))
         held = self._held.pop(slot)
         return FreeSlot(slot, shared[slot], held.former if held.client == client else None)
 
@@ -344,12 +348,14 @@ class DraftThread:
         """Reuse rows of the same beginning: those in the slot, or more that a session of the client has."""
         tokens = session.sequence.tokens
         best, source, num_shared = free.former, None, free.num_shared
+        num_rows = num_shared if best is None else num_shared - best.first_row
         for other in self._sessions:
             if other is session or other.slot is None or other.client != session.client:
                 continue
             shared = min(_num_shared(other.sequence.tokens, tokens), other.sequence.num_reusable)
-            if shared > num_shared:
+            if shared - other.sequence.first_row > num_rows:
                 best, source, num_shared = other.sequence, other.slot, shared
+                num_rows = shared - other.sequence.first_row
         session.sequence.adopt(num_shared, best)
         if source is not None:
             self._context.copy(source, free.slot, session.sequence.num_cached)
