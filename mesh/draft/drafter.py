@@ -1,10 +1,10 @@
 """Drafter: what a draft file is, whether it fits the model, the file that llama.cpp loads, and its memory.
 
-A draft file is a small model with the target's vocabulary, an EAGLE-3 drafter (Li et al. 2025), or a head for
-multi-token prediction (DeepSeek-V3 2024). The last two read hidden states of the target. A target may bring a
-head of its own.
+A draft file is a small model with the target's vocabulary, an EAGLE-3 drafter (Li et al. 2025), a head for
+multi-token prediction (DeepSeek-V3 2024), or a drafter of blocks (`mesh.draft.block_file`). All but the first
+read hidden states of the target. A target may bring a head of its own.
 
-An EAGLE-3 drafter may lack embedding and head, which are the target's. The head of a model is cut out of the
+A drafter of these may lack embedding and head, which are the target's. The head of a model is cut out of the
 model's file. Such files are made once, in the cache beside stage files.
 """
 
@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
+from mesh.draft import block_file
+from mesh.draft.tensor_checks import check_d2t, check_heads, check_shapes, end_shapes
 from mesh.placement.memory_estimate import CELL_BYTES, MASK_BYTES, StageSizes, Workload
 from spanmesh_proto.errors import InvalidModel, ModelError, UncuttableModel
 from speculative.draft.context import MAX_ROWS
@@ -51,8 +51,6 @@ _EAGLE3: Final = "eagle3"
 _NOT_YET: Final = {
     "gemma4-assistant": "it reads the target's KV cache, which lies on other hosts",
     "gemma4_assistant": "it reads the target's KV cache, which lies on other hosts",
-    "dflash": "it drafts blocks by diffusion",
-    "dspark": "it drafts blocks by diffusion",
 }
 # Architectures whose prediction layers this llama.cpp computes, by its models/*.cpp.
 _HAS_MTP_GRAPH: Final = frozenset(
@@ -94,6 +92,8 @@ class Drafter:
     """Values of a row of one layer; 0 for a small model."""
     lacks: tuple[str, ...] = ()
     """Tensors that it takes from the target."""
+    most_drafted: int = field(default=1, kw_only=True)
+    """Most tokens that it drafts in one pass."""
 
     @property
     def path(self) -> Path:
@@ -106,9 +106,14 @@ class Drafter:
         return bool(self.layers)
 
     @property
+    def feature_width(self) -> int:
+        """Values of a row of features; 0 for a small model."""
+        return len(self.layers) * self.n_embd
+
+    @property
     def num_drafting_layers(self) -> int:
         """Layers that draft: of a head for multi-token prediction the first one only."""
-        if self.reads_features:
+        if self.kind in {DrafterKind.EAGLE3, DrafterKind.MTP}:
             return 1
         return self.header.integer(f"{self.header.architecture}.block_count")
 
@@ -129,10 +134,16 @@ def read_drafter(path: Path, target: ModelFacts) -> Drafter:
     if (reason := _NOT_YET.get(architecture)) is not None:
         raise UncuttableModel(
             f"{path.name} is a drafter of kind {architecture}, which cannot be run yet: {reason}; use an "
-            "EAGLE-3 drafter, a head for multi-token prediction or a small model"
+            "EAGLE-3 or DFlash drafter, a head for multi-token prediction or a small model"
         )
     if architecture == _EAGLE3:
         return _eagle3(header, target)
+    if architecture == block_file.ARCHITECTURE:
+        _require_fit(header, target)
+        found = block_file.check_block_file(header, target)
+        return Drafter(
+            found.kind, header, found.layers, target.n_embd, found.lacks, most_drafted=found.most_drafted
+        )
     if count_prediction_layers(header) and not any(layer_of(name) == 0 for name in header.tensors):
         return _head_file(header, target)
     if target.n_prediction_layers and path.samefile(target.path):
@@ -201,15 +212,8 @@ def _eagle3(header: GgufHeader, target: ModelFacts) -> Drafter:
 def _check_eagle3(header: GgufHeader, target: ModelFacts) -> tuple[str, ...]:
     """Check the tensors; returns those that the target has to give."""
     n_embd = header.integer("eagle3.embedding_length")
-    heads = header.integer("eagle3.attention.head_count")
-    heads_kv = header.integer("eagle3.attention.head_count_kv", heads)
+    heads, heads_kv, head = check_heads(header, n_embd)
     n_ff = header.integer("eagle3.feed_forward_length")
-    if heads < 1 or heads_kv < 1:
-        raise InvalidModel(f"{header.path.name} has {heads} attention heads, {heads_kv} of them with keys")
-    head = header.integer("eagle3.attention.key_length", n_embd // heads)
-    # With 0 llama.cpp computes without end.
-    if not 0 < (n_rope := header.integer("eagle3.rope.dimension_count", head)) <= head or n_rope % 2:
-        raise InvalidModel(f"{header.path.name} rotates {n_rope} of {head} values of an attention head")
     joined = _NUM_EAGLE3_LAYERS * target.n_embd
     shapes = {
         "fc.weight": (joined, n_embd),
@@ -225,18 +229,8 @@ def _check_eagle3(header: GgufHeader, target: ModelFacts) -> tuple[str, ...]:
         "blk.0.ffn_up.weight": (n_embd, n_ff),
         "blk.0.ffn_down.weight": (n_ff, n_embd),
     }
-    rows = _check_d2t(header, target)
-    if OUTPUT in header.tensors:
-        shapes[OUTPUT] = (n_embd, rows)
-    if EMBEDDING in header.tensors:
-        shapes[EMBEDDING] = (n_embd, target.n_vocab)
-    for name, shape in shapes.items():
-        tensor = header.tensors.get(name)
-        if tensor is None or tensor.shape != shape:
-            found = "is missing" if tensor is None else f"has shape {tensor.shape}"
-            raise InvalidModel(
-                f"{header.path.name}: tensor {name} {found}, expected {shape}; convert the drafter again"
-            )
+    rows = check_d2t(header, target)
+    check_shapes(header, shapes | end_shapes(header, target, n_embd, rows))
     lacks = tuple(name for name in (EMBEDDING, OUTPUT) if name not in header.tensors)
     if lacks and n_embd != target.n_embd:
         raise InvalidModel(
@@ -246,22 +240,6 @@ def _check_eagle3(header: GgufHeader, target: ModelFacts) -> tuple[str, ...]:
     if OUTPUT in lacks and rows != target.n_vocab:
         raise InvalidModel(f"{header.path.name} has {rows} tokens of its own but no {OUTPUT} for them")
     return lacks
-
-
-def _check_d2t(header: GgufHeader, target: ModelFacts) -> int:
-    """Check the map from the drafter's token ids to the target's; returns the number of the drafter's."""
-    d2t = header.tensors.get("d2t")
-    if d2t is None:
-        return target.n_vocab
-    if d2t.type.name != "I64" or len(d2t.shape) != 1:
-        raise InvalidModel(f"{header.path.name}: d2t is {d2t.type.name} of shape {d2t.shape}, not I64 ids")
-    with ModelFile(*header.paths) as file:
-        ids = np.frombuffer(file.read_at(d2t.offset_bytes, d2t.n_bytes, d2t.file), "<i8")
-    if len(ids) != d2t.shape[0] or not len(ids) or ids.min() < 0 or ids.max() >= target.n_vocab:
-        raise InvalidModel(
-            f"{header.path.name}: d2t names token ids outside {target.name}'s vocabulary of {target.n_vocab}"
-        )
-    return len(ids)
 
 
 def _head_file(header: GgufHeader, target: ModelFacts) -> Drafter:
@@ -423,7 +401,7 @@ def feature_drafter_bytes(drafter: Drafter, target: Path, options: DraftOptions,
     """Weights, KV cache and buffers of a drafter that reads hidden states, and those that it keeps.
 
     Args:
-        drafter: The drafter, of one layer.
+        drafter: The drafter.
         target: The served model.
         options: Options of the draft model.
         context: Positions of each session whose hidden states it keeps.
@@ -441,11 +419,15 @@ def feature_drafter_bytes(drafter: Drafter, target: Path, options: DraftOptions,
     check_kv_type(options.kv_type, drafter.path.name, (key, value), option="--draft-kv-type")
     kv_type = KV_TYPES[options.kv_type]
     position_bytes = kv_type.num_bytes(heads_kv * key) + kv_type.num_bytes(heads_kv * value)
+    position_bytes *= drafter.num_drafting_layers
     # The cache that all sessions share, llama.cpp's record of each position, and the mask of a batch.
     position_bytes += CELL_BYTES + MAX_ROWS * MASK_BYTES
     cache_bytes = position_bytes * options.ctx_size * options.num_sessions
     feature_bytes = 4 * len(drafter.layers) * drafter.n_embd * context * options.num_sessions
     # Logits and states of a batch, and as much again for what llama.cpp computes between them.
-    n_vocab = header.tensors[EMBEDDING].shape[-1] if EMBEDDING in header.tensors else 0
-    buffer_bytes = 2 * 4 * MAX_ROWS * (max(n_vocab, 1) + 8 * n_embd)
+    embedding = header.tensors.get(EMBEDDING) or read_header(target).tensors.get(EMBEDDING)
+    n_vocab = 1 if embedding is None else embedding.shape[-1]
+    buffer_bytes = 2 * 4 * MAX_ROWS * (n_vocab + 8 * n_embd)
+    # Logits of all sessions, on their way to the head.
+    buffer_bytes += 4 * options.num_sessions * min(drafter.most_drafted, options.draft_max) * n_vocab
     return loadable_bytes(drafter, target) + cache_bytes + feature_bytes + buffer_bytes

@@ -1,7 +1,10 @@
-// Reference drafts: llama.cpp's own common_speculative on the whole model, greedy and in step.
+// Reference drafts: llama.cpp's own common_speculative on the whole model, in step.
 //
 // Arguments: target file, drafter file or "-" for the target's own head, type of speculation, tokens drafted a
-// round, number of rounds. Standard input: one text a line, as token ids; the last id is the token to follow.
+// round, number of rounds, verdicts, least probability of a drafted token. Verdicts are "greedy", those of the
+// target; "scripted", which do not depend on it, so that each number of tokens is accepted and rejected; or "all",
+// by which all drafted tokens are accepted.
+// Standard input: one text a line, as token ids; the last id is the token to follow.
 // Output: for each text a line a round, then an empty line. A round is
 //
 //     position of the last token, the last token | drafted ids | number of accepted ones
@@ -47,6 +50,8 @@ struct Setup {
     common_speculative_type type;
     int num_drafted;
     int num_rounds;
+    std::string verdicts;
+    float p_min;
     uint32_t num_positions;
 };
 
@@ -128,7 +133,7 @@ class Line {
         options.draft.ctx_dft = drafter.get();
         options.draft.n_max = setup.num_drafted;
         options.draft.n_min = 0;
-        options.draft.p_min = 0.0f;
+        options.draft.p_min = setup.p_min;
         options.draft.backend_sampling = false;
         speculative.reset(common_speculative_init(options, 1));
         require(speculative != nullptr, "there is no such speculation");
@@ -142,7 +147,7 @@ class Line {
         compute(text, 0, false);
         common_speculative_begin(speculative.get(), SEQUENCE, text);
         for (int round = 0; round < setup.num_rounds; ++round) {
-            step();
+            step(round);
         }
     }
 
@@ -161,7 +166,13 @@ class Line {
         return batch;
     }
 
-    void step() {
+    // As tests.support.scripted_rounds has it.
+    llama_token scripted(int round, size_t num_accepted) {
+        const int count = llama_vocab_n_tokens(llama_model_get_vocab(setup.target));
+        return (7 * round + 3 * int(num_accepted) + last) % (count - 4) + 3;
+    }
+
+    void step(int round) {
         const llama_pos position = text.size();
         llama_tokens drafted;
         common_speculative_draft_params & wanted = common_speculative_get_draft_params(speculative.get(), SEQUENCE);
@@ -183,10 +194,17 @@ class Line {
         }
         compute(window, position, true);
         size_t num_accepted = 0;
-        llama_token next = likeliest(target.get(), 0);
-        while (num_accepted < drafted.size() && next == drafted[num_accepted]) {
-            ++num_accepted;
-            next = likeliest(target.get(), num_accepted);
+        llama_token next = LLAMA_TOKEN_NULL;
+        if (setup.verdicts == "greedy") {
+            next = likeliest(target.get(), 0);
+            while (num_accepted < drafted.size() && next == drafted[num_accepted]) {
+                ++num_accepted;
+                next = likeliest(target.get(), num_accepted);
+            }
+        } else {
+            const int round_part = 5 * round + round * round / 3;
+            num_accepted = setup.verdicts == "all" ? drafted.size() : round_part % (drafted.size() + 1);
+            next = scripted(round, num_accepted);
         }
         common_speculative_accept(speculative.get(), SEQUENCE, num_accepted);
 
@@ -228,13 +246,15 @@ void print_errors(ggml_log_level level, const char * text, void *) {
 
 int main(int argc, char ** argv) {
     try {
-        require(argc == 6, "usage: draft_oracle TARGET DRAFTER|- TYPE DRAFTED ROUNDS < TEXTS");
+        require(argc == 8, "usage: draft_oracle TARGET DRAFTER|- TYPE DRAFTED ROUNDS VERDICTS P_MIN < TEXTS");
         llama_log_set(print_errors, nullptr);
         llama_backend_init();
         Setup setup{};
         setup.type = common_speculative_type_from_name(argv[3]);
         setup.num_drafted = std::stoi(argv[4]);
         setup.num_rounds = std::stoi(argv[5]);
+        setup.verdicts = argv[6];
+        setup.p_min = std::stof(argv[7]);
         const bool has_head = setup.type == COMMON_SPECULATIVE_TYPE_DRAFT_MTP;
         const llama_model_ptr target = load(argv[1], has_head);
         llama_model_ptr drafter;

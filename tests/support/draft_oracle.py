@@ -73,15 +73,25 @@ class DraftOracle:
     drafter: Path | None
     """The drafter, complete; None for the target's own head."""
     kind: str
-    """Its kind, `eagle3` or `mtp`."""
+    """Its kind: `eagle3`, `mtp`, `dflash` (DFlash2 as well) or `dspark`."""
 
-    def rounds(self, texts: Sequence[Sequence[int]], num_drafted: int, num_rounds: int) -> list[list[Round]]:
+    def rounds(
+        self,
+        texts: Sequence[Sequence[int]],
+        num_drafted: int,
+        num_rounds: int,
+        *,
+        verdicts: str = "greedy",
+        p_min: float = 0.0,
+    ) -> list[list[Round]]:
         """Rounds behind each text.
 
         Args:
             texts: Token ids, two or more; the first draft follows the last of them.
             num_drafted: Tokens of a draft.
             num_rounds: Rounds behind each text.
+            verdicts: `greedy`, or as `tests.support.scripted_rounds` has them: `scripted` or `all`.
+            p_min: A draft ends before a token whose probability is below this.
 
         Raises:
             RuntimeError: If the program fails.
@@ -95,6 +105,8 @@ class DraftOracle:
                 f"draft-{self.kind}",
                 str(num_drafted),
                 str(num_rounds),
+                verdicts,
+                str(p_min),
             ],
             input="".join(" ".join(map(str, text)) + "\n" for text in texts),
             env=os.environ | {"GGML_CPU_TILED_MM": "0"},
