@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import gguf
 import numpy as np
-from gguf.constants import GGMLQuantizationType
 
 from speculative.proposer import DrafterKind
+from tests.support.tiny_models import write_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -103,16 +103,11 @@ class BlockDrafter:
             for name in names:
                 if name in given:
                     writer.add_tensor(name, given[name].data, raw_dtype=given[name].tensor_type)
-        for name, weights in tensors.items():
-            if name in _READ_BY_ID or weights.ndim != 2 or weights.shape[1] % 32:
-                writer.add_tensor(name, weights)
-            else:
-                packed = gguf.quants.quantize(weights, GGMLQuantizationType.Q8_0)
-                writer.add_tensor(name, packed, raw_dtype=GGMLQuantizationType.Q8_0)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        write_weights(
+            writer,
+            tensors,
+            lambda name, each: name in _READ_BY_ID or each.ndim != 2 or each.shape[1] % 32,
+        )
         return path
 
     def _add_metadata(

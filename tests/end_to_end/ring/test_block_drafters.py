@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import os
-import signal
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,6 +30,7 @@ from tests.end_to_end.ring.test_feature_drafters import (
     QUESTIONS,
     SAMPLINGS,
     Setting,
+    check_crash,
     target_and_drafter,
     texts,
 )
@@ -245,18 +244,6 @@ async def test_a_crash_of_the_drafter_ends_drafting_and_nothing_else(
             plain, _ = await texts(setting, coordinator, SamplingParams())
         setting.known = known_answers(setting, SamplingParams(), plain)
         async with setting.coordinator(stages) as coordinator:
-            tokens: list[int] = []
-            num_accepted = []
-            async for part in coordinator.generate(setting.request(QUESTIONS[0], SamplingParams())):
-                if len(tokens) < NUM_TOKENS // 2 <= len(tokens) + len(part.tokens):
-                    pid = setting.model._context.thread_id
-                    assert pid is not None
-                    os.kill(pid, signal.SIGABRT)
-                tokens += part.tokens
-                num_accepted.append(part.stats.num_accepted)
-            again, last = await collect(coordinator, setting.request(QUESTIONS[0], SamplingParams()))
+            await check_crash(setting, coordinator, plain[0])
     finally:
         setting.model.close()
-    assert tokens == again == plain[0]
-    assert num_accepted[-1] > 0
-    assert last.stats.num_accepted == 0

@@ -227,6 +227,23 @@ async def test_a_stream_of_features_that_is_cut_mid_answer_costs_acceptance_only
     assert tokens == plain
 
 
+async def check_crash(setting: Setting, coordinator: Coordinator, plain: list[int]) -> None:
+    """Kill the drafter's process in mid-answer: the text is the plain one, and later drafts are none."""
+    tokens: list[int] = []
+    num_accepted = []
+    async for part in coordinator.generate(setting.request(QUESTIONS[0], SamplingParams())):
+        if len(tokens) < NUM_TOKENS // 2 <= len(tokens) + len(part.tokens):
+            pid = setting.model._context.thread_id
+            assert pid is not None
+            os.kill(pid, signal.SIGABRT)
+        tokens += part.tokens
+        num_accepted.append(part.stats.num_accepted)
+    again, last = await collect(coordinator, setting.request(QUESTIONS[0], SamplingParams()))
+    assert tokens == again == plain
+    assert num_accepted[-1] > 0
+    assert last.stats.num_accepted == 0
+
+
 async def test_a_crash_of_the_drafter_ends_drafting_and_nothing_else(
     smollm2_path: Path, tmp_path: Path, stage_cache_dir: Path
 ) -> None:
@@ -238,21 +255,9 @@ async def test_a_crash_of_the_drafter_ends_drafting_and_nothing_else(
             async with setting.coordinator(stages, is_on=False) as coordinator:
                 (plain, *_), _ = await texts(setting, coordinator, SamplingParams())
             async with setting.coordinator(stages) as coordinator:
-                tokens: list[int] = []
-                num_accepted = []
-                async for part in coordinator.generate(setting.request(QUESTIONS[0], SamplingParams())):
-                    if len(tokens) < NUM_TOKENS // 2 <= len(tokens) + len(part.tokens):
-                        pid = setting.model._context.thread_id
-                        assert pid is not None
-                        os.kill(pid, signal.SIGABRT)
-                    tokens += part.tokens
-                    num_accepted.append(part.stats.num_accepted)
-                again, last = await collect(coordinator, setting.request(QUESTIONS[0], SamplingParams()))
+                await check_crash(setting, coordinator, plain)
     finally:
         setting.model.close()
-    assert tokens == again == plain
-    assert num_accepted[-1] > 0
-    assert last.stats.num_accepted == 0
 
 
 @pytest.mark.parametrize(
