@@ -256,6 +256,8 @@ class SpeculationReport:
     """Part of it computing, sampling and verifying included."""
     draft_ms_per_token: float | None = None
     """Time of the draft model per token; None without one."""
+    draft_tokens_per_pass: float | None = None
+    """Tokens that it drafts at once, in the mean: 1, or those of a block; None without one."""
     controller: Mapping[str, Any] = field(default_factory=dict)
     """State of the controller, with its reasons."""
 
@@ -297,6 +299,7 @@ class SpeculationReport:
             queue_ms=self.queue_ms + other.queue_ms,
             compute_ms=self.compute_ms + other.compute_ms,
             draft_ms_per_token=other.draft_ms_per_token or self.draft_ms_per_token,
+            draft_tokens_per_pass=other.draft_tokens_per_pass or self.draft_tokens_per_pass,
             controller=other.controller or self.controller,
         )
 
@@ -324,6 +327,7 @@ class SpeculationReport:
             cancels=self.num_cancels,
             mean_window_ms=self._mean_window_ms(max(total.num_windows, 1)),
             draft_ms_per_token=_rounded_or_none(self.draft_ms_per_token),
+            draft_tokens_per_pass=_rounded_or_none(self.draft_tokens_per_pass),
         )
 
     def as_dict(self) -> dict[str, Any]:

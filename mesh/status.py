@@ -328,6 +328,8 @@ class SpeculationStatus:
     mean_window_ms: WindowTimes = field(default_factory=WindowTimes)
     draft_ms_per_token: float | None = None
     """Time of the draft model per token; None without one."""
+    draft_tokens_per_pass: float | None = None
+    """Tokens that it drafts at once, in the mean: 1, or those of a block; None without one."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from speculative.proposer import Proposal
 
 NUM_BUCKETS: Final = 8
+# Greater depths are those of long blocks.
+_DEEP: Final = 8
 # Acceptance of a proposer that nothing is known of.
 _EVEN: Final = 0.5
 
@@ -449,7 +451,9 @@ def _sum(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def depth_bucket_of(depth: int) -> int:
-    """Index of the bucket of a depth: 0 for none, then 1, 2 to 3, and more."""
+    """Index of the bucket of a depth: 0 for none, then 1, 2 to 3, 4 to 8, and more."""
+    if depth > _DEEP:
+        return 4
     return 0 if depth <= 0 else min(depth.bit_length(), 3)
 
 

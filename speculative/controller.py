@@ -186,7 +186,7 @@ class Controller:
             return self._options.fixed_width
         hope = min(_HOPE * self._calibration.expected_mean(proposer), _MOST_HOPE)
         reached = math.prod(self._flying) * hope
-        price = self._price(0, is_behind=True)
+        price = max(self._price(0, is_behind=True), self._drafting_price())
         # One is always drafted behind the committed token: the likeliest, and what shows a change.
         count = int(len(self._flying) <= 1)
         while count < self._options.max_width and reached * hope**count >= price:
@@ -356,6 +356,11 @@ class Controller:
             is_new_window=is_new_window,
             position=self._position,
         )
+
+    def _drafting_price(self) -> float:
+        """Tokens that plain windows bring while one more row of a block is computed."""
+        plain_ms, row_ms = self._plain_ms(), self._timing.draft_row_ms
+        return row_ms / plain_ms if row_ms is not None and plain_ms else 0.0
 
     def _is_probe_due(self, context: ProposalContext, proposal: Proposal, price: float) -> bool:
         """Whether to send a token that its proposer believes in and experience does not."""

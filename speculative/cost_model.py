@@ -144,6 +144,18 @@ class BatchTimeModel:
         self._slope_ms = max(0.0, self._covariance / (self._variance + _NEAR_TOKENS**2))
 
 
+@dataclass(frozen=True)
+class DraftCost:
+    """Measured cost of a drafter."""
+
+    ms_per_token: float
+    """Time of a drafted token, in ms; of a block, its time divided by its tokens."""
+    tokens_per_pass: float = 1.0
+    """Tokens of a block, in the mean; 1 where each token takes a pass of its own."""
+    row_ms: float | None = None
+    """Time that one more token adds to a block; None where there are none."""
+
+
 class Timing:
     """Times of the ring, in milliseconds.
 
@@ -152,6 +164,7 @@ class Timing:
 
     Attributes:
         draft_ms_per_token: Time of the draft model per token; None without one.
+        draft_row_ms: See `DraftCost.row_ms`.
         network_ms: Part of a round trip beyond the stages' times: hops, and event loops; None before the
             first verdict.
         num_measured: Number of recorded windows.
@@ -159,6 +172,7 @@ class Timing:
 
     def __init__(self) -> None:
         self.draft_ms_per_token: float | None = None
+        self.draft_row_ms: float | None = None
         self.forget_ring()
 
     def forget_ring(self) -> None:
@@ -211,6 +225,11 @@ class Timing:
                 known_ms = None if other_ms is None else other_ms * factor
             times.append(known_ms or 0.0)
         return tuple(times)
+
+    def note_draft_cost(self, cost: DraftCost | None) -> None:
+        """Record what a session's drafter costs; None changes nothing."""
+        if cost is not None:
+            self.draft_ms_per_token, self.draft_row_ms = cost.ms_per_token, cost.row_ms
 
     def _note_contention(self, outcome: WindowOutcome) -> None:
         computed_ms = expected_ms = 0.0

@@ -66,7 +66,7 @@ class PartReader(Protocol):
 
 @runtime_checkable
 class FeatureReader(Protocol):
-    """Proposer that drafts from hidden states of the target, as EAGLE-3 and MTP drafters do."""
+    """Proposer that drafts from hidden states of the target, as all kinds of drafters but small models do."""
 
     def take_features(self, start: int, rows: NDArray[np.float32]) -> None:
         """Take features of committed positions, which may come late, with gaps, in any order, or never.
@@ -138,6 +138,12 @@ class DrafterKind(StrEnum):
     """A drafter that reads the outputs of three layers (Li et al. 2025)."""
     MTP = "mtp", "mtp", "a head for multi-token prediction"
     """A head that reads the head state (DeepSeek-V3 2024)."""
+    DFLASH = "dflash", "dflash", "a DFlash drafter"
+    """A drafter that reads outputs of layers and drafts a block of tokens in one pass (Chen et al. 2026)."""
+    DSPARK = "dspark", "dspark", "a DSpark drafter"
+    """A DFlash drafter that knows what follows each token, and how sure it is."""
+    DFLASH2 = "dflash2", "dflash2", "a DFlash2 drafter"
+    """A DFlash drafter that gives a few candidates for each position."""
     ASSISTANT = "assistant", "assistant", "an assistant of Gemma 4"
     """An assistant that reads the KV cache of the target's last layers. It computes beside these, and has no
     parts here but a reader of its drafts, `speculative.remote_drafts`."""

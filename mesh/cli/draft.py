@@ -80,10 +80,10 @@ def make(model: Path, quant_type: str, output: Path, *, plain: bool, force: bool
 def check(file: Path, target: Path | None, *, ctx_size: int, parallel: int, as_json: bool) -> None:
     """Check that FILE can draft for MODEL, and show what it costs.
 
-    FILE is a small model, an EAGLE-3 drafter, a head for multi-token prediction or an assistant of Gemma 4,
-    as a GGUF file or hf:org/repo:NAME; MODEL itself stands for the head that it brings. It is loaded in a
-    process of its own and drafts a few tokens. What does not fit is refused with the reason, as `mesh serve`
-    would.
+    FILE is a small model, an EAGLE-3, DFlash or DSpark drafter, a head for multi-token prediction or an
+    assistant of Gemma 4, as a GGUF file or hf:org/repo:NAME; MODEL itself stands for the head that it brings.
+    It is loaded in a process of its own and drafts a few tokens. What does not fit is refused with the
+    reason, as `mesh serve` would.
     """
     from mesh.draft.assistant_trial import check_any_drafter  # noqa: PLC0415 - keeps --help quick
     from speculative.draft.context import DraftOptions  # noqa: PLC0415
@@ -138,6 +138,10 @@ def _as_text(found: CheckedDrafter, file: Path, model: Path, command: str) -> st
     place = "beside the last stage" if found.kind is DrafterKind.ASSISTANT else "on the head"
     rows.append(("memory", f"{format_size(found.memory_bytes)} {place} for {sessions}"))
     rows.append(("speed", f"{found.draft_ms_per_token:.2f} ms a drafted token on this host"))
+    if found.block_tokens is not None:
+        block_ms = found.draft_ms_per_token * found.block_tokens
+        timed = f"{block_ms:.1f} ms for {found.block_tokens} on this host"
+        rows.append(("block", f"{found.most_drafted} tokens in one pass at most, {timed}"))
     if command:
         rows.append(("command", command))
     return "\n".join([*lines, *(f"  {name:<11}{text}" for name, text in rows)])

@@ -142,7 +142,7 @@ class Session:
             clock_ms(),
             initial=initial,
             explain=None if speculator is None else speculator.summary,
-            draft_ms_per_token=None if speculator is None else speculator.draft_ms_per_token,
+            draft_cost=None if speculator is None else speculator.draft_cost,
             plugs=plugs,
         )
         self._spec = spec

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mesh.engine import GenerationRequest, SpeculationLimits
     from speculative.acceptance import WindowOutcome
     from speculative.controller import ControllerOptions
+    from speculative.cost_model import DraftCost
     from speculative.proposer import Draft, Proposer
 
 log = structlog.get_logger()
@@ -175,13 +176,13 @@ class Speculator:
 
     def learn(self, outcomes: Iterable[WindowOutcome]) -> None:
         """Pass the outcomes of windows to the controller."""
-        self._timing.draft_ms_per_token = self.draft_ms_per_token() or self._timing.draft_ms_per_token
+        self._timing.note_draft_cost(self.draft_cost())
         for outcome in outcomes:
             self._controller.judged(outcome)
 
-    def draft_ms_per_token(self) -> float | None:
-        """Time of the draft model per token, in ms; None without one."""
-        costs = (proposer.draft_ms_per_token for proposer in self._guarded)
+    def draft_cost(self) -> DraftCost | None:
+        """What the drafter costs; None without one."""
+        costs = (proposer.draft_cost for proposer in self._guarded)
         return next((cost for cost in costs if cost is not None), None)
 
     def summary(self) -> Mapping[str, Any]:
@@ -256,9 +257,9 @@ class GuardedProposer:
                 self._switch_off(repr(error))
 
     @property
-    def draft_ms_per_token(self) -> float | None:
-        """Time per token of a proposer that computes, in ms; None for others."""
-        return getattr(self._proposer, "draft_ms_per_token", None)
+    def draft_cost(self) -> DraftCost | None:
+        """What a proposer that computes costs; None for others."""
+        return getattr(self._proposer, "draft_cost", None)
 
     @property
     def takes_features(self) -> bool:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mesh.coordinator.ring import Ring, StageAddress
     from spanmesh_proto import windows_pb2 as wire
     from speculative.acceptance import Judgement
+    from speculative.cost_model import DraftCost
     from speculative.proposer import Proposal
 
 _COUNTED_AT_ONCE: Final = 256
@@ -53,7 +54,7 @@ class SessionTelemetry:
         started_ms: When its first window left.
         initial: Statistics that it begins with.
         explain: Returns the state of the controller; None if there is no proposer.
-        draft_ms_per_token: Returns the draft model's time per token, if there is one.
+        draft_cost: Returns what the drafter costs, if there is one.
         plugs: Parts of features in the session, which have counts of their own.
     """
 
@@ -63,7 +64,7 @@ class SessionTelemetry:
         *,
         initial: GenerationStats = _NOTHING,
         explain: Callable[[], Mapping[str, Any]] | None = None,
-        draft_ms_per_token: Callable[[], float | None] | None = None,
+        draft_cost: Callable[[], DraftCost | None] | None = None,
         plugs: Sequence[SessionPlug] = (),
     ) -> None:
         self._started_ms = started_ms
@@ -71,7 +72,7 @@ class SessionTelemetry:
         self._first_token_ms: float | None = None
         self._latest_ms = started_ms
         self._explain = explain
-        self._draft_ms_per_token = draft_ms_per_token
+        self._draft_cost = draft_cost
         self._plugs = plugs
         self._num_windows = 0
         self._num_replays = 0
@@ -170,6 +171,7 @@ class SessionTelemetry:
 
     def report(self) -> SpeculationReport:
         """Speculation statistics so far."""
+        cost = None if self._draft_cost is None else self._draft_cost()
         report = SpeculationReport(
             by_proposer={name: judged.statistics() for name, judged in self._judged.items()},
             by_depth=dict(self._depths),
@@ -181,7 +183,8 @@ class SessionTelemetry:
             round_trip_ms=self._round_trip_ms,
             queue_ms=self._queue_us / 1000,
             compute_ms=self._compute_us / 1000,
-            draft_ms_per_token=None if self._draft_ms_per_token is None else self._draft_ms_per_token(),
+            draft_ms_per_token=None if cost is None else cost.ms_per_token,
+            draft_tokens_per_pass=None if cost is None else cost.tokens_per_pass,
             controller={} if self._explain is None else self._explain(),
         )
         for plug in self._plugs:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from mesh.draft.tensor_checks import check_shapes
 from spanmesh_proto.errors import InvalidModel
 from stages.gguf import read_header
 from stages.slicing.tensor_names import EMBEDDING, OUTPUT_NORM, layer_of
@@ -232,10 +233,4 @@ def _check_tensors(header: GgufHeader, target: ModelFacts) -> None:
             "post_ffw_norm": (n_embd,),
         }
         shapes |= {f"blk.{layer}.{part}.weight": shape for part, shape in parts.items()}
-    for name, shape in shapes.items():
-        tensor = header.tensors.get(name)
-        if tensor is None or tensor.shape != shape:
-            found = "is missing" if tensor is None else f"has shape {tensor.shape}"
-            raise InvalidModel(
-                f"{header.path.name}: tensor {name} {found}, expected {shape}; convert the drafter again"
-            )
+    check_shapes(header, shapes)

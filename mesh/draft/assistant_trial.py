@@ -99,6 +99,8 @@ def check_any_drafter(path: Path, target: Path, options: DraftOptions) -> Checke
         num_sessions=options.num_sessions,
         ctx_size=options.ctx_size,
         draft_ms_per_token=try_assistant(path, target),
+        most_drafted=1,
+        block_tokens=None,
     )
 
 

@@ -1,10 +1,11 @@
-"""Drafter: what a draft file is, whether it fits the model, the file that llama.cpp loads, and its memory.
+"""Drafter: what a draft file is, whether it fits the model, and the file that llama.cpp loads.
 
-A draft file is a small model with the target's vocabulary, an EAGLE-3 drafter (Li et al. 2025), or a head for
-multi-token prediction (DeepSeek-V3 2024). The last two read hidden states of the target. A target may bring a
+A draft file is a small model with the target's vocabulary, an EAGLE-3 drafter (Li et al. 2025), a head for
+multi-token prediction (DeepSeek-V3 2024), a drafter of blocks (`mesh.draft.block_file`), or an assistant of
+Gemma 4 (`mesh.draft.assistant_file`). All but the first read hidden states of the target, which may bring a
 head of its own.
 
-An EAGLE-3 drafter may lack embedding and head, which are the target's. The head of a model is cut out of the
+A drafter of these may lack embedding and head, which are the target's. The head of a model is cut out of the
 model's file. Such files are made once, in the cache beside stage files.
 """
 
@@ -12,21 +13,16 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
-from mesh.draft import assistant_file
-from mesh.placement.memory_estimate import CELL_BYTES, MASK_BYTES, StageSizes, Workload
-from spanmesh_proto.errors import InvalidModel, ModelError, UncuttableModel
-from speculative.draft.context import MAX_ROWS
+from mesh.draft import assistant_file, block_file
+from mesh.draft.tensor_checks import check_d2t, check_heads, check_shapes, end_shapes
+from spanmesh_proto.errors import InvalidModel, UncuttableModel
 from speculative.proposer import DrafterKind
 from stages.files import ModelFile, Region, atomic_write
 from stages.gguf import Value, ValueType, read_header
-from stages.runtime.kv_types import KV_TYPES, check_kv_type
 from stages.slicing.layout import StageLayout, StageTensor
-from stages.slicing.model_facts import read_model_facts
 from stages.slicing.stage_writer import StageWriter, encode_header, stage_bytes
 from stages.slicing.tensor_names import (
     EMBEDDING,
@@ -43,16 +39,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from speculative.draft.context import DraftOptions
     from stages.gguf import GgufHeader, TensorInfo
     from stages.slicing.model_facts import ModelFacts
 
 _EAGLE3: Final = "eagle3"
-# Drafters that llama.cpp has graphs for, and that read the target in ways which stages do not offer.
+# Drafters that llama.cpp does not read as they are.
 _NOT_YET: Final = {
     "gemma4_assistant": "llama.cpp calls its architecture gemma4-assistant",
-    "dflash": "it drafts blocks by diffusion",
-    "dspark": "it drafts blocks by diffusion",
 }
 # Architectures whose prediction layers this llama.cpp computes, by its models/*.cpp.
 _HAS_MTP_GRAPH: Final = frozenset(
@@ -75,8 +68,6 @@ _HAS_MTP_GRAPH: Final = frozenset(
 _NUM_EAGLE3_LAYERS: Final = 3
 # To be raised when the file of the same drafter changes.
 _FORMAT_VERSION = 1
-# Of the process in which it computes: Python, llama.cpp's library and small buffers.
-_PROCESS_BYTES: Final = 96 * 2**20
 
 
 @dataclass(frozen=True)
@@ -94,6 +85,8 @@ class Drafter:
     """Values of a row of one layer; 0 for a small model."""
     lacks: tuple[str, ...] = ()
     """Tensors that it takes from the target."""
+    most_drafted: int = field(default=1, kw_only=True)
+    """Most tokens that it drafts in one pass."""
 
     @property
     def path(self) -> Path:
@@ -111,9 +104,14 @@ class Drafter:
         return self.kind is DrafterKind.ASSISTANT
 
     @property
+    def feature_width(self) -> int:
+        """Values of a row of features; 0 for a small model."""
+        return len(self.layers) * self.n_embd
+
+    @property
     def num_drafting_layers(self) -> int:
         """Layers that draft: of a head for multi-token prediction the first one only."""
-        if self.reads_features:
+        if self.kind in {DrafterKind.EAGLE3, DrafterKind.MTP}:
             return 1
         return self.header.integer(f"{self.header.architecture}.block_count")
 
@@ -137,10 +135,16 @@ def read_drafter(path: Path, target: ModelFacts) -> Drafter:
     if (reason := _NOT_YET.get(architecture)) is not None:
         raise UncuttableModel(
             f"{path.name} is a drafter of kind {architecture}, which cannot be run yet: {reason}; use an "
-            "EAGLE-3 drafter, a head for multi-token prediction or a small model"
+            "EAGLE-3 or DFlash drafter, a head for multi-token prediction or a small model"
         )
     if architecture == _EAGLE3:
         return _eagle3(header, target)
+    if architecture == block_file.ARCHITECTURE:
+        _require_fit(header, target)
+        found = block_file.check_block_file(header, target)
+        return Drafter(
+            found.kind, header, found.layers, target.n_embd, found.lacks, most_drafted=found.most_drafted
+        )
     if count_prediction_layers(header) and not any(layer_of(name) == 0 for name in header.tensors):
         return _head_file(header, target)
     if target.n_prediction_layers and path.samefile(target.path):
@@ -209,15 +213,8 @@ def _eagle3(header: GgufHeader, target: ModelFacts) -> Drafter:
 def _check_eagle3(header: GgufHeader, target: ModelFacts) -> tuple[str, ...]:
     """Check the tensors; returns those that the target has to give."""
     n_embd = header.integer("eagle3.embedding_length")
-    heads = header.integer("eagle3.attention.head_count")
-    heads_kv = header.integer("eagle3.attention.head_count_kv", heads)
+    heads, heads_kv, head = check_heads(header, n_embd)
     n_ff = header.integer("eagle3.feed_forward_length")
-    if heads < 1 or heads_kv < 1:
-        raise InvalidModel(f"{header.path.name} has {heads} attention heads, {heads_kv} of them with keys")
-    head = header.integer("eagle3.attention.key_length", n_embd // heads)
-    # With 0 llama.cpp computes without end.
-    if not 0 < (n_rope := header.integer("eagle3.rope.dimension_count", head)) <= head or n_rope % 2:
-        raise InvalidModel(f"{header.path.name} rotates {n_rope} of {head} values of an attention head")
     joined = _NUM_EAGLE3_LAYERS * target.n_embd
     shapes = {
         "fc.weight": (joined, n_embd),
@@ -233,18 +230,8 @@ def _check_eagle3(header: GgufHeader, target: ModelFacts) -> tuple[str, ...]:
         "blk.0.ffn_up.weight": (n_embd, n_ff),
         "blk.0.ffn_down.weight": (n_ff, n_embd),
     }
-    rows = _check_d2t(header, target)
-    if OUTPUT in header.tensors:
-        shapes[OUTPUT] = (n_embd, rows)
-    if EMBEDDING in header.tensors:
-        shapes[EMBEDDING] = (n_embd, target.n_vocab)
-    for name, shape in shapes.items():
-        tensor = header.tensors.get(name)
-        if tensor is None or tensor.shape != shape:
-            found = "is missing" if tensor is None else f"has shape {tensor.shape}"
-            raise InvalidModel(
-                f"{header.path.name}: tensor {name} {found}, expected {shape}; convert the drafter again"
-            )
+    rows = check_d2t(header, target)
+    check_shapes(header, shapes | end_shapes(header, target, n_embd, rows))
     lacks = tuple(name for name in (EMBEDDING, OUTPUT) if name not in header.tensors)
     if lacks and n_embd != target.n_embd:
         raise InvalidModel(
@@ -254,22 +241,6 @@ def _check_eagle3(header: GgufHeader, target: ModelFacts) -> tuple[str, ...]:
     if OUTPUT in lacks and rows != target.n_vocab:
         raise InvalidModel(f"{header.path.name} has {rows} tokens of its own but no {OUTPUT} for them")
     return lacks
-
-
-def _check_d2t(header: GgufHeader, target: ModelFacts) -> int:
-    """Check the map from the drafter's token ids to the target's; returns the number of the drafter's."""
-    d2t = header.tensors.get("d2t")
-    if d2t is None:
-        return target.n_vocab
-    if d2t.type.name != "I64" or len(d2t.shape) != 1:
-        raise InvalidModel(f"{header.path.name}: d2t is {d2t.type.name} of shape {d2t.shape}, not I64 ids")
-    with ModelFile(*header.paths) as file:
-        ids = np.frombuffer(file.read_at(d2t.offset_bytes, d2t.n_bytes, d2t.file), "<i8")
-    if len(ids) != d2t.shape[0] or not len(ids) or ids.min() < 0 or ids.max() >= target.n_vocab:
-        raise InvalidModel(
-            f"{header.path.name}: d2t names token ids outside {target.name}'s vocabulary of {target.n_vocab}"
-        )
-    return len(ids)
 
 
 def _head_file(header: GgufHeader, target: ModelFacts) -> Drafter:
@@ -395,80 +366,3 @@ def _head_of(header: GgufHeader) -> StageLayout:
 def _copied(tensor: TensorInfo, file: int | None = None) -> StageTensor:
     region = Region(tensor.file if file is None else file, tensor.offset_bytes, tensor.n_bytes)
     return StageTensor(tensor.name, tensor.shape, tensor.type, tensor.n_bytes, region)
-
-
-def drafter_bytes(drafter: Drafter, target: Path, options: DraftOptions, context: int) -> int:
-    """Weights, KV cache, buffers and process of a drafter on the coordinator's host, and hidden states there.
-
-    Args:
-        drafter: The drafter.
-        target: The served model.
-        options: Options of the draft model.
-        context: Positions of each session whose hidden states it keeps.
-
-    Raises:
-        ClusterError: If the KV cache cannot have the requested format with its head size.
-    """
-    if drafter.is_beside_tail:
-        return 0
-    if drafter.reads_features:
-        return _PROCESS_BYTES + feature_drafter_bytes(drafter, target, options, context)
-    return _PROCESS_BYTES + draft_memory_bytes(drafter.path, options)
-
-
-def draft_memory_bytes(path: Path, options: DraftOptions) -> int:
-    """Weights, KV cache and buffers of a draft model, from its header.
-
-    Args:
-        path: The GGUF.
-        options: Options of the draft model.
-
-    Returns:
-        Bytes, rather too many than too few; 0 for an unreadable file, which loading will report.
-
-    Raises:
-        ClusterError: If the KV cache cannot have the requested format with its head size.
-    """
-    try:
-        facts = read_model_facts(path)
-    except (ModelError, OSError):
-        return 0
-    check_kv_type(options.kv_type, path.name, facts.head_widths, option="--draft-kv-type")
-    # As on a GPU, all sessions share one cache: a batch's mask covers the positions of all of them.
-    workload = Workload(options.ctx_size, options.num_sessions, options.kv_type, on_gpu=True)
-    sizes = StageSizes(facts, workload)
-    memory = sizes.memory(sizes.whole)
-    # The file as it is: no tensor is stored twice, as in a first stage and a tail.
-    return facts.file_bytes + memory.cache_bytes + memory.buffer_bytes
-
-
-def feature_drafter_bytes(drafter: Drafter, target: Path, options: DraftOptions, context: int) -> int:
-    """Weights, KV cache and buffers of a drafter that reads hidden states, and those that it keeps.
-
-    Args:
-        drafter: The drafter, of one layer.
-        target: The served model.
-        options: Options of the draft model.
-        context: Positions of each session whose hidden states it keeps.
-
-    Raises:
-        ClusterError: If the KV cache cannot have the requested format with its head size.
-    """
-    header, prefix = drafter.header, drafter.header.architecture
-    n_embd = header.integer(f"{prefix}.embedding_length")
-    n_layers = header.integer(f"{prefix}.block_count")
-    heads = header.per_layer(f"{prefix}.attention.head_count", n_layers, 1)[-1] or 1
-    heads_kv = header.per_layer(f"{prefix}.attention.head_count_kv", n_layers, heads)[-1] or 1
-    key = header.integer(f"{prefix}.attention.key_length", n_embd // heads)
-    value = header.integer(f"{prefix}.attention.value_length", n_embd // heads)
-    check_kv_type(options.kv_type, drafter.path.name, (key, value), option="--draft-kv-type")
-    kv_type = KV_TYPES[options.kv_type]
-    position_bytes = kv_type.num_bytes(heads_kv * key) + kv_type.num_bytes(heads_kv * value)
-    # The cache that all sessions share, llama.cpp's record of each position, and the mask of a batch.
-    position_bytes += CELL_BYTES + MAX_ROWS * MASK_BYTES
-    cache_bytes = position_bytes * options.ctx_size * options.num_sessions
-    feature_bytes = 4 * len(drafter.layers) * drafter.n_embd * context * options.num_sessions
-    # Logits and states of a batch, and as much again for what llama.cpp computes between them.
-    n_vocab = header.tensors[EMBEDDING].shape[-1] if EMBEDDING in header.tensors else 0
-    buffer_bytes = 2 * 4 * MAX_ROWS * (max(n_vocab, 1) + 8 * n_embd)
-    return loadable_bytes(drafter, target) + cache_bytes + feature_bytes + buffer_bytes

@@ -5,18 +5,18 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from mesh.draft.drafter import drafter_bytes, loadable_bytes, loadable_file, own_head, read_drafter
+from mesh.draft.drafter import loadable_bytes, loadable_file, own_head, read_drafter
+from mesh.draft.memory import drafter_bytes
 from mesh.text.tokenizer import Tokenizer, num_shared_tokens
 from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import InvalidModel
-from speculative.draft import defaults
 from speculative.draft.context import ContextSetup, DraftFile, DraftUnusable
 from speculative.draft.isolated_context import ContextEnded, IsolatedContext
 from speculative.draft.worker import LoadedDrafter
 from stages.gguf import part_paths
-from stages.runtime.hidden_tap import TensorTap
+from stages.runtime.hidden_tap import HeadState, TensorTap
 from stages.runtime.llama import init_backend, last_complaint
 from stages.runtime.numerics import numerics_for, prepare_process
 from stages.slicing.model_facts import read_model_facts
@@ -69,7 +69,11 @@ class CheckedDrafter:
     ctx_size: int
     """Positions of each."""
     draft_ms_per_token: float
-    """Time of a drafted token on this host, in ms."""
+    """Time of a drafted token on this host, in ms; of a block, its time divided by its tokens."""
+    most_drafted: int
+    """Most tokens that it drafts in one pass: 1, or those of a block."""
+    block_tokens: int | None
+    """Tokens of the block that was timed; None for drafters of single tokens."""
 
 
 def load_drafter(
@@ -89,7 +93,7 @@ def load_drafter(
         ModelError: If its file cannot be completed.
     """
     path = loadable_file(drafter, target.path, root)
-    file = DraftFile(drafter.kind, path, options, target.n_vocab)
+    file = DraftFile(drafter.kind, path, options, target.n_vocab, drafter.feature_width)
     with ExitStack() as on_refusal:
         context = _isolated(file)
         on_refusal.callback(context.close)
@@ -122,7 +126,16 @@ def _prepare() -> None:
     prepare_process(numerics_for(exact=False, num_threads=1))
 
 
-SETUP: Final = ContextSetup(_prepare, last_complaint, TensorTap, time.monotonic)
+def _head_rows(context: Any, n_embd: int) -> HeadState | None:
+    try:
+        head = HeadState(context, n_embd)
+    except ImportError:
+        return None
+    head.keep(is_kept=True)
+    return head
+
+
+SETUP: Final = ContextSetup(_prepare, last_complaint, TensorTap, _head_rows, time.monotonic)
 """Setup of the process in which a drafter computes."""
 
 
@@ -158,10 +171,12 @@ def check_drafter(path: Path, target: Path, options: DraftOptions) -> CheckedDra
         file_bytes=drafter.header.file_bytes,
         lacks=drafter.lacks,
         loaded_bytes=loadable_bytes(drafter, target),
-        memory_bytes=drafter_bytes(drafter, target, options, defaults.CONTEXT),
+        memory_bytes=drafter_bytes(drafter, target, options),
         num_sessions=options.num_sessions,
         ctx_size=options.ctx_size,
         draft_ms_per_token=draft_ms_per_token,
+        most_drafted=drafter.most_drafted,
+        block_tokens=min(drafter.most_drafted, options.draft_max) if drafter.most_drafted > 1 else None,
     )
 
 

@@ -73,8 +73,8 @@ class ModelOptions(Options):
             section=SPECULATION,
             flag="--draft",
             metavar="FILE",
-            help="Drafter, a GGUF file or hf:org/repo:NAME: a small model, EAGLE-3, a head for multi-token "
-            "prediction, or an assistant of Gemma 4.",
+            help="Drafter, a GGUF file or hf:org/repo:NAME: a small model, EAGLE-3, DFlash, DSpark, a head "
+            "for multi-token prediction, or an assistant of Gemma 4.",
         ),
     ] = None
     draft_head: Annotated[
@@ -123,12 +123,16 @@ class ModelOptions(Options):
             section=SPECULATION,
             metavar="N",
             is_rare=True,
-            help="Last positions of a prompt whose hidden states EAGLE-3 and MTP drafters read.",
+            help="Last positions of a prompt whose hidden states a drafter reads.",
         ),
     ] = defaults.CONTEXT
     draft_wire: Annotated[
-        WireType,
-        Option(section=SPECULATION, is_rare=True, help="Format of these hidden states between hosts."),
+        Literal[WireType, "auto"],
+        Option(
+            section=SPECULATION,
+            is_rare=True,
+            help="Format of these hidden states between hosts; auto is f16, from four layers on q8.",
+        ),
     ] = defaults.WIRE
     keeps_history: Annotated[
         bool,
@@ -294,12 +298,13 @@ class ModelOptions(Options):
 
         return None if self.wire == "auto" else HiddenType(self.wire)
 
-    @property
-    def feature_type(self) -> HiddenType:
-        """Format of hidden states for a drafter."""
+    def feature_type(self, num_layers: int) -> HiddenType:
+        """Format of hidden states for a drafter that reads them of this many layers."""
         from stages.transport.hidden_codec import HiddenType  # noqa: PLC0415 - brings numpy
 
-        return HiddenType(self.draft_wire)
+        if self.draft_wire != "auto":
+            return HiddenType(self.draft_wire)
+        return HiddenType.F16 if num_layers <= defaults.MOST_LAYERS_IN_F16 else HiddenType.Q8
 
     @property
     def may_draft(self) -> bool:

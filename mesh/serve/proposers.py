@@ -149,7 +149,7 @@ def _loaded(options: HeadOptions, known: Preflight) -> tuple[LoadedDrafter | Non
         drafter.layers,
         known.model.n_layers,
         drafter.n_embd,
-        options.feature_type,
+        options.feature_type(len(drafter.layers)),
         options.draft_context,
     )
 

@@ -8,6 +8,9 @@ const NAMES = {
   draft: "draft model",
   eagle3: "EAGLE-3 drafter",
   mtp: "multi-token prediction",
+  dflash: "DFlash drafter",
+  dspark: "DSpark drafter",
+  dflash2: "DFlash2 drafter",
   prediction: "prediction",
   history: "earlier answers",
 };

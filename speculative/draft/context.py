@@ -67,10 +67,45 @@ class SlotRows(NamedTuple, Generic[Span]):
 class DraftOutput(NamedTuple):
     """Output of a span: the tokens behind its last row are drafted from it, one or a block of them."""
 
-    logits: NDArray[np.float32]
-    """float32 (drafted, num_tokens), by position; a view that the next `decode` overwrites."""
+    values: NDArray[np.float32]
+    """Logits, float32 (drafted, num_tokens), by position. Or a lattice, float32 (drafted, k + k × k): the ids
+    of k candidates, then their scores behind each candidate of the position before. A view that the next
+    `decode` overwrites."""
     state: NDArray[np.float32] | None = None
-    """Output state, float32 (values,), of drafters that read features; None for others."""
+    """Output state, float32 (values,), of drafters whose chains go on from it; None for others."""
+    confidences: NDArray[np.float32] | None = None
+    """float32 (drafted,): the drafter's own estimates of acceptance; None if it gives none."""
+    num_candidates: int = 0
+    """Of a lattice: k. 0 for logits."""
+
+    @property
+    def num_drafted(self) -> int:
+        """Number of positions."""
+        return len(self.values)
+
+    def logits(self, index: int, previous: int, num_tokens: int) -> NDArray[np.float32]:
+        """Logits of one position, float32 (num_tokens,).
+
+        Args:
+            index: Index of the position.
+            previous: Token that was chosen for the position before.
+            num_tokens: Number of token ids; others than the candidates of a lattice get no probability.
+        """
+        count = self.num_candidates
+        row: NDArray[np.float32] = self.values[index]
+        if not count:
+            return row
+        behind = 0
+        if index:
+            # Scores of the first position do not depend on a candidate.
+            same = np.flatnonzero(self.values[index - 1, :count] == previous)
+            behind = int(same[0]) if len(same) else 0
+        scores = row[count * (1 + behind) : count * (2 + behind)]
+        ids = row[:count].astype(np.int64)
+        logits = np.full(num_tokens, -np.inf, np.float32)
+        is_known = (ids >= 0) & (ids < num_tokens)
+        logits[ids[is_known]] = scores[is_known]
+        return logits
 
 
 class DraftUnusable(Exception):
@@ -132,6 +167,8 @@ class DraftFile:
     """Sizes, threads and formats."""
     num_tokens: int
     """Number of token ids of the target; higher ones are never drafted."""
+    feature_width: int = 0
+    """Values of a row of features that it is given; 0 if it reads none, or its file says how many."""
 
 
 class GraphTap(Protocol):
@@ -152,6 +189,13 @@ class GraphTap(Protocol):
         """Rows copied since `copy`, float32 (rows, width); None if the graph had no such tensor."""
 
 
+class HeadRows(Protocol):
+    """What a context's graphs give beside logits, for every row."""
+
+    def rows(self, num_rows: int) -> NDArray[np.float32] | None:
+        """Rows of the last decode, float32 (num_rows, n_embd); None if its graph gives none."""
+
+
 @dataclass(frozen=True)
 class ContextSetup:
     """What contexts need from outside of speculation; all of it can be pickled."""
@@ -162,6 +206,9 @@ class ContextSetup:
     """Latest error that llama.cpp logged in the calling process."""
     make_tap: Callable[[int, int], GraphTap]
     """Makes the evaluation callback, given the values of a row and the most rows."""
+    make_head_rows: Callable[[Any, int], HeadRows | None]
+    """Has a context of llama.cpp keep what its graphs give beside logits, given the values of a row; None if
+    this llama.cpp cannot."""
     clock_s: Callable[[], float]
     """Monotonic clock, seconds."""
 
@@ -175,6 +222,8 @@ class Context(Protocol):
     """Time of a token when it was loaded, in ms, the way to another process included."""
     feature_width: int
     """Values of a row of features; 0 if it reads none."""
+    most_drafted: int
+    """Most tokens that are drafted from one output."""
     thread_id: int | None
     """Id of the thread that computes; None for that of the caller."""
 
@@ -224,12 +273,15 @@ class RowBatch:
     Args:
         width: Values of a row; 0 for rows of tokens only.
         has_tokens: Whether each row has a token id.
+        num_sections: Positions of a row: four of values that are rotated in sections (M-RoPE), of which text
+            uses all but the last alike.
     """
 
-    def __init__(self, width: int, *, has_tokens: bool) -> None:
+    def __init__(self, width: int, *, has_tokens: bool, num_sections: int = 1) -> None:
         self._values = np.zeros((MAX_ROWS, width), np.float32)
         self._tokens = np.zeros(MAX_ROWS, np.int32)
-        self._positions = np.zeros(MAX_ROWS, np.int32)
+        self._num_alike = max(1, num_sections - 1)
+        self._positions = np.zeros(num_sections * MAX_ROWS, np.int32)
         self._num_slots = np.ones(MAX_ROWS, np.int32)
         self._slots = np.zeros(MAX_ROWS, np.int32)
         self._outputs = np.zeros(MAX_ROWS, np.int8)
@@ -262,7 +314,9 @@ class RowBatch:
             self._values[:count] = values
         if tokens is not None:
             self._tokens[:count] = tokens
-        self._positions[:count] = positions
+        # Section by section.
+        self._positions[count * self._num_alike :] = 0
+        self._positions[: count * self._num_alike] = np.tile(positions, self._num_alike)
         self._slots[:count] = slots
         self._outputs[:count] = has_output
         self._struct.n_tokens = count
@@ -286,6 +340,7 @@ class DraftContext(ABC):
     thread_id: int | None = None
     is_alive = True
     feature_width = 0
+    most_drafted = 1
     ms_per_token = 0.0
     _shift: ClassVar[int] = 0
     """Positions that a row lies before its token."""
@@ -295,6 +350,7 @@ class DraftContext(ABC):
         self._model: Any = None
         self._kind = file.kind
         self._setup = setup
+        self.feature_width = file.feature_width
         llama_cpp.llama_backend_init()
         self._model = _load(file.path, self._model_params(file.options))
         try:
@@ -326,8 +382,13 @@ class DraftContext(ABC):
 
     @staticmethod
     @abstractmethod
-    def timed_span(number: int, feature_width: int) -> DraftSpan:
-        """A span of one row with an output, behind those of the numbers before, from 0."""
+    def timed_span(number: int, context: Context) -> DraftSpan:
+        """A span of one row with an output, behind those of the numbers before, from 0.
+
+        Args:
+            number: Its number.
+            context: A context of this kind.
+        """
 
     def abort(self) -> None:
         """See `Context.abort`."""
@@ -427,6 +488,16 @@ def _load(path: Path, params: Any) -> Any:
     return model
 
 
+def metadata_of(model: Any, key: str) -> str | None:
+    """A value of a loaded model's metadata, as llama.cpp writes it; None without one."""
+    length = llama_cpp.llama_model_meta_val_str(model, key.encode(), None, 0)
+    if length < 0:
+        return None
+    buffer = ctypes.create_string_buffer(length + 1)
+    llama_cpp.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
+    return buffer.value.decode()
+
+
 def is_computed(status: int) -> bool:
     """Whether llama.cpp computed a batch, by what it returned; if not, it was aborted.
 
@@ -440,7 +511,7 @@ def is_computed(status: int) -> bool:
 
 
 def timed_ms_per_token(
-    context: Context, span_of: Callable[[int, int], DraftSpan], clock_s: Callable[[], float]
+    context: Context, span_of: Callable[[int, Context], DraftSpan], clock_s: Callable[[], float]
 ) -> float:
     """Shortest time of a few drafted tokens, in ms. The first only warms up.
 
@@ -456,11 +527,16 @@ def timed_ms_per_token(
     times_ms = []
     for number in range(_NUM_TIMED_TOKENS):
         started_s, num_drafted = clock_s(), 0
-        rows = SlotRows(0, span_of(number, context.feature_width))
+        rows = SlotRows(0, span_of(number, context))
         for output in context.decode([rows], nullcontext()) or ():
-            for logits in () if output is None else output.logits:
-                probability(logits, int(np.argmax(logits)))
-                num_drafted += 1
+            if output is None:
+                continue
+            token = 0
+            for index in range(output.num_drafted):
+                logits = output.logits(index, token, context.num_tokens)
+                token = int(np.argmax(logits))
+                probability(logits, token)
+            num_drafted = output.num_drafted
         times_ms.append((clock_s() - started_s) * 1000 / max(1, num_drafted))
     context.free(0)
     return min(times_ms)

@@ -8,7 +8,9 @@ DRAFT_MAX: Final = 8
 DRAFT_MIN: Final = 1
 # Of drafters that read hidden states: acceptance does not grow with more positions of a prompt than these.
 CONTEXT: Final = 512
-WIRE: Final = "f16"
+WIRE: Final = "auto"
+# Hidden states of more layers travel in half the bytes: a draft waits for those of the newest tokens.
+MOST_LAYERS_IN_F16: Final = 3
 P_MIN: Final = 0.0
 NUM_THREADS: Final = 1
 # All layers.

@@ -58,16 +58,18 @@ class _Loaded:
     end_tokens: frozenset[int]
     num_tokens: int
     feature_width: int
+    most_drafted: int
 
 
 @dataclass(frozen=True)
 class _Output:
-    """An output without its logits, which are in shared memory."""
+    """An output without its values, which are in shared memory; see `DraftOutput`."""
 
-    num_drafted: int
-    """Rows of logits."""
+    shape: tuple[int, ...]
+    """Of its values."""
     state: NDArray[np.float32] | None
-    """Output state; see `DraftOutput`."""
+    confidences: NDArray[np.float32] | None
+    num_candidates: int
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class IsolatedContext:
     def __init__(self, file: DraftFile, setup: ContextSetup, *, limit_s: float) -> None:
         self._clock_s = setup.clock_s
         spawning = multiprocessing.get_context("spawn")
-        num_rows = file.options.num_sessions * KINDS[file.kind].most_drafted
+        num_rows = file.options.num_sessions * min(KINDS[file.kind].most_drafted, file.options.draft_max)
         shared = _Shared(
             spawning.RawArray(ctypes.c_char, 2),
             spawning.RawArray(ctypes.c_float, num_rows * file.num_tokens),
@@ -131,6 +133,7 @@ class IsolatedContext:
             self._end_tokens = loaded.end_tokens
             self.num_tokens = loaded.num_tokens
             self.feature_width = loaded.feature_width
+            self.most_drafted = loaded.most_drafted
             # From here, since every token takes the way through the pipe.
             span_of = KINDS[file.kind].context.timed_span
             self.ms_per_token = timed_ms_per_token(self, span_of, self._clock_s)
@@ -164,9 +167,10 @@ class IsolatedContext:
             if state is None:
                 outputs.append(None)
                 continue
-            stop = first + state.num_drafted
-            outputs.append(DraftOutput(self._logits[first:stop, : self.num_tokens], state.state))
-            first = stop
+            num_drafted, width = state.shape
+            values = self._logits[first : first + num_drafted, :width]
+            outputs.append(DraftOutput(values, state.state, state.confidences, state.num_candidates))
+            first += num_drafted
         return outputs
 
     def abort(self) -> None:
@@ -241,7 +245,9 @@ def _serve(pipe: Connection, file: DraftFile, setup: ContextSetup, shared: _Shar
         except DraftUnusable as error:
             pipe.send(DraftUnusable(f"{error}; llama.cpp: {setup.complaint()}"))
             return
-        pipe.send(_Loaded(context.end_tokens(), context.num_tokens, context.feature_width))
+        pipe.send(
+            _Loaded(context.end_tokens(), context.num_tokens, context.feature_width, context.most_drafted)
+        )
         logits = shared.rows()
         while True:
             name, arguments = pipe.recv()
@@ -268,8 +274,8 @@ def _decode(
         if output is None:
             states.append(None)
             continue
-        num_drafted, num_tokens = output.logits.shape
-        logits[first : first + num_drafted, :num_tokens] = output.logits
-        states.append(_Output(num_drafted, output.state))
+        num_drafted, width = output.values.shape
+        logits[first : first + num_drafted, :width] = output.values
+        states.append(_Output(output.values.shape, output.state, output.confidences, output.num_candidates))
         first += num_drafted
     return states

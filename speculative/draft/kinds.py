@@ -10,13 +10,14 @@ through llama.cpp's public API and its evaluation callback, by the names of the 
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import llama_cpp
 import numpy as np
 
+from speculative.draft.block_context import BlockContext
+from speculative.draft.block_sequence import BlockSequence
 from speculative.draft.context import (
     MAX_ROWS,
     DraftContext,
@@ -25,6 +26,7 @@ from speculative.draft.context import (
     DraftUnusable,
     RowBatch,
     is_computed,
+    metadata_of,
     timed_ms_per_token,
 )
 from speculative.draft.session import DraftSequence, FeatureSequence, FeatureSpan
@@ -43,6 +45,8 @@ _ENCODED: Final = "fc_out"
 # llama.cpp's name of the node that writes a layer's values into the KV cache, behind the one for keys.
 _CACHED: Final = "cache_v_l{layer} (view)"
 _NONE: Final = np.empty((0, 0), np.float32)
+MOST_IN_BLOCK: Final = 64
+"""Most tokens of a block."""
 
 
 class _Row(NamedTuple):
@@ -168,9 +172,9 @@ class FeatureContext(DraftContext):
         return params
 
     @staticmethod
-    def timed_span(number: int, feature_width: int) -> FeatureSpan:
+    def timed_span(number: int, context: Context) -> FeatureSpan:
         """See `DraftContext.timed_span`."""
-        features = np.zeros((1, feature_width), np.float32)
+        features = np.zeros((1, context.feature_width), np.float32)
         return FeatureSpan(1 + number, (0,), features, None, has_output=True, is_anew=number == 0)
 
 
@@ -206,7 +210,7 @@ class Eagle3Context(FeatureContext):
 
     def _check(self, path: Path) -> None:
         super()._check(path)
-        target = _metadata(self._model, "eagle3.target_hidden_size")
+        target = metadata_of(self._model, "eagle3.target_hidden_size")
         if target is None:
             raise DraftUnusable(f"{path.name} does not say how wide the features are that it reads")
         self.feature_width = 3 * int(target)
@@ -278,7 +282,7 @@ class ModelContext(DraftContext):
             raise DraftUnusable(f"{path.name} generates no text: choose a decoder as draft model")
 
     @staticmethod
-    def timed_span(number: int, feature_width: int) -> DraftSpan:  # noqa: ARG004 - it reads none
+    def timed_span(number: int, context: Context) -> DraftSpan:  # noqa: ARG004 - it reads no features
         """See `DraftContext.timed_span`."""
         return DraftSpan(number, (0,), has_output=True)
 
@@ -298,16 +302,10 @@ class KindParts:
 
 def _trunk_layers(model: Any) -> int:
     """Number of layers before those for multi-token prediction."""
-    architecture = _metadata(model, "general.architecture")
-    num_layers = _metadata(model, f"{architecture}.block_count") or "0"
-    num_heads = _metadata(model, f"{architecture}.nextn_predict_layers") or "0"
+    architecture = metadata_of(model, "general.architecture")
+    num_layers = metadata_of(model, f"{architecture}.block_count") or "0"
+    num_heads = metadata_of(model, f"{architecture}.nextn_predict_layers") or "0"
     return int(num_layers) - int(num_heads)
-
-
-def _metadata(model: Any, key: str) -> str | None:
-    buffer = ctypes.create_string_buffer(64)
-    length = llama_cpp.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
-    return buffer.value.decode() if length >= 0 else None
 
 
 def load_context(file: DraftFile, setup: ContextSetup, *, abort_flag: Any = None) -> DraftContext:
@@ -348,8 +346,15 @@ def _mtp_sequence(name: str, options: DraftOptions, context: Context) -> Feature
     return FeatureSequence(name, options, context.is_end, zeros=zeros)
 
 
+def _block_sequence(name: str, options: DraftOptions, context: Context) -> BlockSequence:
+    return BlockSequence(name, options, context.is_end, most_drafted=context.most_drafted)
+
+
 KINDS: Final[Mapping[DrafterKind, KindParts]] = {
     DrafterKind.MODEL: KindParts(ModelContext, _sequence),
     DrafterKind.EAGLE3: KindParts(Eagle3Context, _eagle3_sequence),
     DrafterKind.MTP: KindParts(MtpContext, _mtp_sequence),
+    DrafterKind.DFLASH: KindParts(BlockContext, _block_sequence, MOST_IN_BLOCK),
+    DrafterKind.DSPARK: KindParts(BlockContext, _block_sequence, MOST_IN_BLOCK),
+    DrafterKind.DFLASH2: KindParts(BlockContext, _block_sequence, MOST_IN_BLOCK),
 }

@@ -74,6 +74,7 @@ class DraftSequence:
         name: As given.
         tokens: The text.
         num_cached: Number of its first tokens in the KV cache.
+        first_row: Index of the first token that has a row.
         is_urgent: Whether a proposal waits for its rows.
     """
 
@@ -84,6 +85,7 @@ class DraftSequence:
         self.name = name
         self.tokens: list[int] = []
         self.num_cached = 0
+        self.first_row = 0
         self.is_urgent = False
         self._options = options
         self._is_end = is_end
@@ -300,7 +302,6 @@ class FeatureSequence(DraftSequence):
 
     Attributes:
         features: Those that are kept, by position.
-        first_row: Index of the first token that has a row.
         real_stop: Index after the last token that has a real row.
     """
 
@@ -322,7 +323,6 @@ class FeatureSequence(DraftSequence):
         self.features: dict[int, NDArray[np.float32]] = {}
         self._newest = -1
         # Behind the real rows those of the chain, up to `num_cached`.
-        self.first_row = 0
         self.real_stop = 0
         self._anchor: int | None = None
         # Output states of the anchor's row and the chain's, by token.
@@ -412,7 +412,7 @@ class FeatureSequence(DraftSequence):
         last = len(self.tokens) - 1
         real = self._real_rows()
         if not self._is_drafting:
-            if real is None or real[1] - max(real[0], self.real_stop) < _LEAST_UNASKED:
+            if real is None or not self._is_worth_reading(real):
                 return None
             return self._real_span(*real, max_rows, has_output=False)
         is_last_real = real is not None and real[1] == last
@@ -422,6 +422,10 @@ class FeatureSequence(DraftSequence):
         if real is None or len(self.tokens) - real[1] > self._options.draft_max:
             return None
         return self._real_span(*real, max_rows, has_output=True)
+
+    def _is_worth_reading(self, real: tuple[int, int]) -> bool:
+        """Whether these real rows are worth computing though nothing is to be drafted behind them."""
+        return real[1] - max(real[0], self.real_stop) >= _LEAST_UNASKED
 
     @property
     def _can_go_on(self) -> bool:

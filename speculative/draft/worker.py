@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
-from speculative.cost_model import moved
+from speculative.cost_model import BatchTimeModel, DraftCost, moved
 from speculative.draft.context import MAX_ROWS, DraftUnusable, SlotRows, probability
 from speculative.draft.kinds import KINDS
 from speculative.draft.session import DraftedToken
@@ -46,6 +46,8 @@ MAX_ROWS_UNASKED: Final = 64
 # Compared at once, in compiled code: the event loop may wait for the thread that compares.
 _NUM_COMPARED: Final = 1024
 _NEWEST_WEIGHT: Final = 0.1
+# What a further token of a block takes is a mean over so many.
+_NUM_COMPARED_ROWS: Final = 8
 # Returns the token for an absolute position, given the logits and all tokens before it.
 Choose: TypeAlias = "Callable[[NDArray[np.float32], int, Sequence[int]], int]"
 # Next token, and the output state of the row that it was drafted from.
@@ -79,6 +81,10 @@ class _Held(NamedTuple):
         """Number of first tokens whose rows a session of this client may reuse."""
         return _num_shared(self.tokens, tokens) if client == self.client else 0
 
+    def num_rows(self, num_shared: int) -> int:
+        """Number of rows of these first tokens: those that read features may begin late."""
+        return num_shared if self.former is None else max(0, num_shared - self.former.first_row)
+
 
 class DraftSlots:
     """Free slots and their content.
@@ -93,11 +99,11 @@ class DraftSlots:
         self._held: dict[int, _Held] = {slot: _Held() for slot in range(num_slots)}
 
     def take(self, tokens: Sequence[int], client: str | None = None) -> FreeSlot | None:
-        """The free slot with the longest prefix of `tokens` that is this client's; None if none is free."""
+        """The free slot with most rows of a prefix of `tokens`, this client's; None if none is free."""
         shared = {slot: held.num_shared(tokens, client) for slot, held in self._held.items()}
         if not shared:
             return None
-        slot = max(shared, key=lambda slot: shared[slot])
+        slot = max(shared, key=lambda slot: self._held[slot].num_rows(shared[slot]))
         held = self._held.pop(slot)
         return FreeSlot(slot, shared[slot], held.former if held.client == client else None)
 
@@ -206,11 +212,15 @@ class DraftThread:
 
     Attributes:
         ms_per_token: Time of a drafted token, a running mean.
+        tokens_per_pass: Tokens that are drafted for a session at once, likewise.
         failure: Error that nothing expected, after which it drafts no more; None while it works.
     """
 
     def __init__(self, context: Context, options: DraftOptions, clock_s: Callable[[], float]) -> None:
         self.ms_per_token = context.ms_per_token
+        self.tokens_per_pass = float(context.most_drafted)
+        self._pass_times = BatchTimeModel()
+        self._pass_times.add(context.most_drafted, context.most_drafted * context.ms_per_token)
         self._context = context
         self._clock_s = clock_s
         self._slots = DraftSlots(options.num_sessions)
@@ -225,6 +235,15 @@ class DraftThread:
             self._thread.start()
             thread_id = context.thread_id or self._thread.native_id or 0
             self._priority = ThreadPriority(thread_id, options.niceness)
+
+    @property
+    def cost(self) -> DraftCost:
+        """What it costs, as measured."""
+        if self._context.most_drafted == 1:
+            return DraftCost(self.ms_per_token)
+        lone_ms, several_ms = self._pass_times.ms(1), self._pass_times.ms(1 + _NUM_COMPARED_ROWS)
+        row_ms = ((several_ms or 0.0) - (lone_ms or 0.0)) / _NUM_COMPARED_ROWS
+        return DraftCost(self.ms_per_token, self.tokens_per_pass, row_ms)
 
     def add(self, session: DraftSession) -> None:
         """Add a session."""
@@ -329,12 +348,14 @@ class DraftThread:
         """Reuse rows of the same beginning: those in the slot, or more that a session of the client has."""
         tokens = session.sequence.tokens
         best, source, num_shared = free.former, None, free.num_shared
+        num_rows = num_shared if best is None else num_shared - best.first_row
         for other in self._sessions:
             if other is session or other.slot is None or other.client != session.client:
                 continue
             shared = min(_num_shared(other.sequence.tokens, tokens), other.sequence.num_reusable)
-            if shared > num_shared:
+            if shared - other.sequence.first_row > num_rows:
                 best, source, num_shared = other.sequence, other.slot, shared
+                num_rows = shared - other.sequence.first_row
         session.sequence.adopt(num_shared, best)
         if source is not None:
             self._context.copy(source, free.slot, session.sequence.num_cached)
@@ -353,13 +374,21 @@ class DraftThread:
                     session.error = session.error or error
             else:
                 told = [session for session in left if session.sequence.computed(*drafted[session])]
-                # Single rows draft a token a session, or a block of them.
-                if all(len(part.span.tokens) == 1 for part in parts):
-                    num_drafted = max([1, *(len(tokens) for tokens, _ in drafted.values())])
-                    self.ms_per_token = moved(self.ms_per_token, elapsed_ms / num_drafted, _NEWEST_WEIGHT)
+                # A session drafts a token, or a block of them. Where more is read, that takes the time.
+                counts = [len(tokens) for tokens, _ in drafted.values()]
+                num_drafted = max([1, *counts])
+                if all(len(part.span.tokens) <= num_drafted for part in parts):
+                    self._note_pass(num_drafted, sum(counts), elapsed_ms)
         for session in told:
             # Outside the lock: the listener may request a proposal at once.
             _notify(session)
+
+    def _note_pass(self, num_drafted: int, num_in_all: int, elapsed_ms: float) -> None:
+        """Learn what a pass takes, given the tokens of a session and of all of them."""
+        self.ms_per_token = moved(self.ms_per_token, elapsed_ms / num_drafted, _NEWEST_WEIGHT)
+        self.tokens_per_pass = moved(self.tokens_per_pass, num_drafted, _NEWEST_WEIGHT)
+        if num_in_all:
+            self._pass_times.add(num_in_all, elapsed_ms)
 
     def _draft(self, parts: Sequence[_Part]) -> tuple[dict[DraftSession, _Drafted] | None, Exception | None]:
         """Result for each session; None if nothing was computed, with the failure if there was one."""
@@ -373,8 +402,10 @@ class DraftThread:
             return None, error
         if outputs is None:
             return None, None
+        num_tokens = self._context.num_tokens
         return {
-            part.session: _result(part, output) for part, output in zip(parts, outputs, strict=True)
+            part.session: _result(part, output, num_tokens)
+            for part, output in zip(parts, outputs, strict=True)
         }, None
 
 
@@ -443,9 +474,9 @@ class DraftProposer:
         thread.add(session)
 
     @property
-    def draft_ms_per_token(self) -> float | None:
-        """As `LoadedDrafter.draft_ms_per_token`."""
-        return self._thread.ms_per_token
+    def draft_cost(self) -> DraftCost:
+        """What the drafter costs, as measured over all sessions."""
+        return self._thread.cost
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append committed tokens; little is computed until a proposal is requested."""
@@ -503,20 +534,26 @@ def _num_shared(left: Sequence[int], right: Sequence[int]) -> int:
     return shorter
 
 
-def _result(part: _Part, output: DraftOutput | None) -> _Drafted:
+def _result(part: _Part, output: DraftOutput | None, num_tokens: int) -> _Drafted:
     """Next tokens and state."""
-    return ((), None) if output is None else (_choose(part, output.logits), output.state)
+    return ((), None) if output is None else (_choose(part, output, num_tokens), output.state)
 
 
-def _choose(part: _Part, logits: NDArray[np.float32]) -> Sequence[DraftedToken]:
+def _choose(part: _Part, output: DraftOutput, num_tokens: int) -> Sequence[DraftedToken]:
     """The tokens for the positions after the part's last row."""
     drafted: list[DraftedToken] = []
     try:
         # If the text changes meanwhile, the drafted tokens are dropped.
         before = part.session.sequence.tokens[: part.span.stop]
-        for position, row in enumerate(logits, part.span.stop):
-            token = part.session.choose(row, position, before)
-            drafted.append(DraftedToken(token, probability(row, token)))
+        for index in range(output.num_drafted):
+            row = output.logits(index, before[-1], num_tokens)
+            token = part.session.choose(row, part.span.stop + index, before)
+            likelihood = probability(row, token)
+            if output.confidences is not None:
+                likelihood = float(output.confidences[index])
+                if not 0.0 <= likelihood <= 1.0:
+                    raise ValueError(f"the drafter is sure of token {token} to {likelihood}")  # noqa: TRY301
+            drafted.append(DraftedToken(token, likelihood))
             before.append(token)
     except Exception as error:  # noqa: BLE001 - handed in from outside; it must not take the other sessions along
         part.session.error = error

@@ -267,9 +267,19 @@ _CASES: Final[Mapping[tuple[str, str], str]] = {
         (name, "two calls"): "the template writes one call of a message: here each has a message"
         for name in ("GigaChat3-10B-A1.8B", "GigaChat3.1-10B-A1.8B", "openai-gpt-oss-120b")
     },
+    **{
+        (name, "text and call"): "there the text beside a call is left out, or is behind the result"
+        for name in (
+            "Cohere2MoE",
+            "CohereForAI-c4ai-command-r7b-12-2024-tool_use",
+            "google-gemma-4-31B-it",
+            "google-gemma-4-31B-it-interleaved",
+            "muse-glimmer",
+            "upstage-Solar-Open-100B",
+        )
+    },
     ("google-gemma-2-2b-it", "system"): _LINE,
     ("google-gemma-2-2b-it", "developer"): _LINE,
-    ("google-gemma-4-31B-it-interleaved", "text and call"): "there the text beside a call is left out",
     ("openbmb-MiniCPM5-1B", "nested"): "there an object within the arguments is left out",
     ("unsloth-mistral-Devstral-Small-2507", "reasoning"): _NO_ANSWER,
     ("unsloth-mistral-Devstral-Small-2507", "reasoning, call, answer"): _NO_ANSWER,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from mesh.draft.drafter import read_drafter
 from mesh.status import MeshStatus, ProposerStatus, SessionsStatus, SpeculationStatus, StageStatus
 from meshbench.chaos.results import Tally
 from meshbench.load_client.answers import AnswerRecord
@@ -16,15 +17,21 @@ from meshbench.load_client.client import MeshSnapshot
 from meshbench.request_record import Record
 from spanmesh_proto.errors import MeshError
 from speculative.draft.session import MOST_FEATURES
-from speculative.proposer import EMPTY, FeatureReader
+from speculative.proposer import EMPTY, DrafterKind, FeatureReader
+from stages.slicing.model_facts import read_model_facts
 from tests.qualification.drafter_costs import __main__ as drafter_costs
 from tests.qualification.drafter_costs.feature_listener import FeatureListener
 from tests.qualification.drafter_costs.figures import DecodeRound, Figures, FirstTokenRound, SentFeatures
-from tests.qualification.drafter_costs.timing import DrafterTimes
+from tests.qualification.drafter_costs.timing import BlockTimes, DrafterTimes, time_drafter
 from tests.qualification.drafter_losses import __main__ as drafter_losses
 from tests.qualification.drafter_losses.__main__ import loss_tokens, questions
 from tests.qualification.drafter_losses.results import Counts, Sample, WatchedAnswer, result_lines
+from tests.support.block_drafters import BlockDrafter
 from tests.support.eagle3 import DRAFTER
+from tests.support.tiny_models import N_VOCAB, TinyModel
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 ROW_VALUES = 3 * 576
 
@@ -49,6 +56,19 @@ def figures(**changes: Any) -> Figures:
 
 def verdicts(found: Figures) -> dict[str, str]:
     return {line.title: line.verdict for line in found.lines() if line.wanted is not None}
+
+
+@pytest.mark.model
+def test_blocks_are_timed_by_their_length(tmp_path: Path) -> None:
+    target = TinyModel("qwen3").write(tmp_path / "target.gguf")
+    path = BlockDrafter(DrafterKind.DSPARK, is_complete=False).write(target, tmp_path / "dspark.gguf")
+    found = time_drafter(read_drafter(path, read_model_facts(target)), target, N_VOCAB)
+    assert isinstance(found, BlockTimes)
+    assert list(found.blocks_ms) == [1, 2, 4, 8]
+    assert min(found.reading_ms.values()) > 0
+    titles = [line.title for line in figures(times=found).lines()]
+    assert "drafter: block of 8, ms" in titles
+    assert "drafter: features of 64 rows read, ms" in titles
 
 
 def test_costs_within_their_bounds_are_met() -> None:

@@ -42,6 +42,15 @@ def test_each_confidence_and_each_proposer_stand_alone() -> None:
     assert calibration.acceptance("ngram", 0.9) == pytest.approx(0.9)
 
 
+def test_far_ends_of_long_blocks_stand_alone() -> None:
+    calibration = fresh()
+    for _ in range(50):
+        calibration.judged(Proposal((7,), (0.9,), "dflash", (12,)), 0)
+    assert calibration.acceptance("dflash", 0.9, 12) < 0.1
+    assert calibration.acceptance("dflash", 0.9, 15) < 0.1
+    assert calibration.acceptance("dflash", 0.9, 8) == pytest.approx(0.9)
+
+
 def test_sessions_learn_from_each_other_and_believe_themselves_more() -> None:
     shared = AcceptanceTable(200.0)
     first, second = Calibration(shared), Calibration(shared)

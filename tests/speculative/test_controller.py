@@ -15,6 +15,7 @@ from speculative.acceptance import (
     judge_unread,
 )
 from speculative.controller import Controller, ControllerOptions, SharedMeasures
+from speculative.cost_model import DraftCost
 from speculative.proposer import EMPTY, Proposal
 
 
@@ -128,6 +129,19 @@ class TestDraftLimit:
             controller.decide(now, Proposal((7,), (0.5,), "eagle3", (number + 1,)))
         assert limits == sorted(limits, reverse=True)
         assert limits[-1] < limits[0]
+
+    def test_fewer_where_each_row_of_a_block_takes_long(self) -> None:
+        limits = []
+        for row_ms in (0.01, 4.0, 12.0, 80.0):
+            controller = self.accepting(0.3)
+            controller.wanted(moment())
+            controller._timing.note_draft_cost(DraftCost(2 * row_ms, 8.0, row_ms))
+            limits.append(controller.draft_limit("eagle3"))
+        assert limits == sorted(limits, reverse=True)
+        assert limits[0] > limits[1] > limits[2] >= limits[3] == 1
+        # Of other drafters each token costs the same; what they may draft is told by `best_rate`.
+        controller._timing.note_draft_cost(DraftCost(80.0))
+        assert controller.draft_limit("eagle3") == limits[0]
 
     def test_a_fixed_width_is_drafted(self) -> None:
         assert warm(ControllerOptions(fixed_width=3)).draft_limit("eagle3") == 3

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from stages.runtime.stage_runtime import RuntimeOptions
+    from tests.support.scripted_rounds import Script
 
 # Fewer rows than attention computes in tiles.
 _CHUNK: Final = 40
@@ -92,22 +93,15 @@ def likeliest(p_min: float) -> Callable[[int, int, NDArray[np.float32]], int | N
     return draw
 
 
-def scripted_rounds(
-    model: AssistedModel,
-    texts: Sequence[Sequence[int]],
-    num_drafted: int,
-    num_rounds: int,
-    *,
-    p_min: float = 0.0,
+def assisted_rounds(
+    model: AssistedModel, texts: Sequence[Sequence[int]], script: Script
 ) -> list[list[Round]]:
-    """Rounds of sessions that draft together, with the verdicts that draft_oracle.cpp calls scripted.
+    """Rounds of sessions that draft together.
 
     Args:
         model: The model and its assistant.
         texts: Token ids of each session; the first draft follows the last of them.
-        num_drafted: Tokens of a draft.
-        num_rounds: Rounds of each session.
-        p_min: A draft ends before a token whose probability is below this.
+        script: Drafts and verdicts.
     """
     assert model.assistant is not None
     n_vocab = model.tail.info.n_vocab
@@ -115,18 +109,18 @@ def scripted_rounds(
     positions = [len(text) - 1 for text in texts]
     states = [model.compute(slot, 0, text[:-1])[1][-1] for slot, text in enumerate(texts)]
     rounds: list[list[Round]] = [[] for _ in texts]
-    for number in range(num_rounds):
+    for number in range(script.num_rounds):
         starts = [
-            DraftStart(slot, positions[slot], newest[slot], states[slot], num_drafted)
+            DraftStart(slot, positions[slot], newest[slot], states[slot], script.num_drafted)
             for slot in range(len(texts))
         ]
-        for slot, draft in enumerate(model.assistant.draft(starts, likeliest(p_min))):
+        for slot, draft in enumerate(model.assistant.draft(starts, likeliest(script.p_min))):
             last, position = newest[slot], positions[slot]
-            num_accepted = (5 * number + number * number // 3) % (len(draft) + 1)
+            num_accepted = script.num_accepted(number, len(draft))
             rounds[slot].append(Round(position, last, draft, num_accepted))
             # The window is computed whole, as stages do; the next draft drops what was rejected of it.
             _, rows = model.compute(slot, position, (last, *draft))
             states[slot] = rows[num_accepted]
-            newest[slot] = (7 * number + 3 * num_accepted + last) % (n_vocab - 4) + 3
+            newest[slot] = script.corrected(number, num_accepted, last, n_vocab)
             positions[slot] = position + 1 + num_accepted
     return rounds

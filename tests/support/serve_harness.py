@@ -33,6 +33,7 @@ from mesh.serve.stage_factory import StageMaker, Transfers
 from mesh.serve.stage_handle import new_ring_credentials
 from mesh.serve.supervisor import Supervisor
 from spanmesh_proto.errors import StageFailed
+from speculative.controller import ControllerOptions
 from stages.gguf import part_paths
 from stages.layers import LayerRange
 from stages.slicing.model_facts import read_model_facts
@@ -199,6 +200,7 @@ async def serving(
     token_texts: TokenTexts | None = None,
     workload: Workload = WORKLOAD,
     assistant: Path | None = None,
+    controller: ControllerOptions | None = None,
 ) -> AsyncIterator[Serving]:
     """Three stages on the first three hosts, tended while in the block.
 
@@ -214,6 +216,7 @@ async def serving(
         token_texts: Of the vocabulary, for answers with a grammar.
         workload: Context and slots of each stage.
         assistant: File of an assistant that drafts beside the last stage.
+        controller: Of speculation.
     """
     facts, cache, pipeline = read_model_facts(model), StageCache(), Pipeline()
     drafter = None if assistant is None else read_drafter(assistant, facts)
@@ -262,6 +265,7 @@ async def serving(
             facts.n_vocab,
             repair_wait_s=1.0,
             token_texts=None if token_texts is None else lambda: token_texts,
+            controller=ControllerOptions() if controller is None else controller,
         ),
         plugs=[*plugs_for(feature_needs=feature_needs), *([] if drafter is None else [TailDraftPlug()])],
         mesh_id=credentials.mesh_id,

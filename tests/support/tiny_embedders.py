@@ -6,10 +6,9 @@ from typing import Literal
 
 import gguf
 import numpy as np
-from gguf.constants import GGMLQuantizationType
 from numpy.typing import NDArray
 
-from tests.support.tiny_models import N_VOCAB, TinyModel, add_vocabulary
+from tests.support.tiny_models import N_VOCAB, TinyModel, add_vocabulary, write_weights
 
 MEAN, CLS, LAST, RANK = 1, 2, 3, 4
 Tensors = dict[str, NDArray[np.float32]]
@@ -135,16 +134,11 @@ class TinyEmbedder:
             add_vocabulary(writer)
         else:
             _add_wordpieces(writer, self.n_vocab)
-        for name, weights in self._weights().items():
-            if weights.ndim == 1 or name in _UNQUANTISED or self.is_float:
-                writer.add_tensor(name, weights)
-            else:
-                packed = gguf.quants.quantize(weights, GGMLQuantizationType.Q8_0)
-                writer.add_tensor(name, packed, raw_dtype=GGMLQuantizationType.Q8_0)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        write_weights(
+            writer,
+            self._weights(),
+            lambda name, each: each.ndim == 1 or name in _UNQUANTISED or self.is_float,
+        )
         return min(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if tensors_per_file else path
 
     def _weights(self) -> Tensors:

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-from gguf.constants import GGMLQuantizationType
 from numpy.typing import NDArray
 
-from tests.support.tiny_models import N_VOCAB, add_vocabulary
+from tests.support.tiny_models import N_VOCAB, add_vocabulary, write_weights
 
 Tensors = dict[str, NDArray[np.float32]]
 Metadata = dict[str, int | float | bool | list[int] | list[float] | list[bool]]
@@ -356,17 +355,16 @@ class TinyFamily:
         for key, value in self.general.items():
             _add(writer, key, value)
         add_vocabulary(writer, n_vocab=self.n_vocab)
-        for name, weights in self._weights().items():
-            is_kept = weights.shape[-1] % 32 or any(part in name for part in _UNQUANTISED)
-            if is_float or weights.ndim == 1 or is_kept:
-                writer.add_tensor(name, weights)
-            else:
-                packed = gguf.quants.quantize(weights, GGMLQuantizationType.Q8_0)
-                writer.add_tensor(name, packed, raw_dtype=GGMLQuantizationType.Q8_0)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        write_weights(
+            writer,
+            self._weights(),
+            lambda name, each: (
+                is_float
+                or each.ndim == 1
+                or each.shape[-1] % 32
+                or any(part in name for part in _UNQUANTISED)
+            ),
+        )
         return path
 
     def _weights(self) -> Tensors:

@@ -1,7 +1,9 @@
 """Tiny random models of several architectures, made by gguf-py, that llama.cpp loads in milliseconds."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -62,18 +64,8 @@ class TinyModel:
         for key, numbers in (arrays or {}).items():
             writer.add_array(key, numbers)
         add_vocabulary(writer, controls)
-        for name, weights in self._weights().items():
-            if name in without:
-                continue
-            if weights.ndim == 1 or self.is_float:
-                writer.add_tensor(name, weights)
-            else:
-                packed = gguf.quants.quantize(weights, GGMLQuantizationType.Q8_0)
-                writer.add_tensor(name, packed, raw_dtype=GGMLQuantizationType.Q8_0)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        weights = {name: each for name, each in self._weights().items() if name not in without}
+        write_weights(writer, weights, lambda _, each: each.ndim == 1 or self.is_float)
         return min(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if tensors_per_file else path
 
     def _add_metadata(self, writer: gguf.GGUFWriter) -> None:
@@ -136,6 +128,30 @@ class TinyModel:
                 kinds |= {f"post_{part}_norm.weight": vector(self.n_embd) for part in ("attention", "ffw")}
             weights |= {f"blk.{layer}.{kind}": tensor for kind, tensor in kinds.items()}
         return weights
+
+
+def write_weights(
+    writer: gguf.GGUFWriter,
+    weights: Mapping[str, NDArray[np.float32]],
+    is_kept: Callable[[str, NDArray[np.float32]], Any],
+) -> None:
+    """Write tensors in Q8_0, or as they are, behind the metadata, and close the file.
+
+    Args:
+        writer: Has all metadata.
+        weights: By name.
+        is_kept: Whether a tensor stays as it is.
+    """
+    for name, each in weights.items():
+        if is_kept(name, each):
+            writer.add_tensor(name, each)
+        else:
+            packed = gguf.quants.quantize(each, GGMLQuantizationType.Q8_0)
+            writer.add_tensor(name, packed, raw_dtype=GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def add_vocabulary(

@@ -23,6 +23,7 @@ from mesh.coordinator.ring import Ring
 from mesh.coordinator.session import Session
 from mesh.draft.drafter import loadable_file
 from speculative.controller import ControllerOptions
+from speculative.proposer import DrafterKind
 from stages.layers import ranges_from_cuts
 from stages.runtime.numerics import EXACT_MAX_ROWS
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
@@ -194,8 +195,10 @@ class SteppedSetting(Setting):
             program,
             target,
             loadable_file(drafter, target, cache) if has_own_file else None,
-            drafter.kind.value,
+            "dflash" if drafter.kind is DrafterKind.DFLASH2 else drafter.kind.value,
         )
+        # Random weights are hardly ever right.
+        self.is_trained = drafter.most_drafted == 1
         self.in_step = self.new_in_step()
         self.patience_s = PATIENCE_S
 
@@ -269,7 +272,7 @@ class SteppedSetting(Setting):
             assert our == their[: len(our)]
 
 
-@pytest.fixture(scope="module", params=["eagle3", "mtp"])
+@pytest.fixture(scope="module", params=["eagle3", "mtp", "dflash", "dspark", "dflash2"])
 def loaded(
     request: pytest.FixtureRequest, smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SteppedSetting]:
@@ -310,7 +313,8 @@ async def test_drafts_are_those_of_llama_cpp(line: SteppedSetting, stages: list[
             texts.append((*request.prompt, *tokens))
             ours.append(rounds)
     assert min(map(len, ours)) >= LEAST_ROUNDS
-    assert sum(each.num_accepted for rounds in ours for each in rounds) > LEAST_ROUNDS
+    if line.is_trained:
+        assert sum(each.num_accepted for rounds in ours for each in rounds) > LEAST_ROUNDS
     line.check(texts, ours)
 
 

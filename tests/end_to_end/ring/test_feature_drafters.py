@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import signal
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +22,7 @@ from mesh.text.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions
 from speculative.draft.context import DraftOptions
 from speculative.draft.session import FeatureSequence
+from speculative.proposer import DrafterKind
 from stages.layers import ranges_from_cuts
 from stages.runtime.numerics import EXACT_MAX_ROWS
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
@@ -28,6 +30,7 @@ from stages.sampling.sampler import Sampler, SamplingParams
 from stages.serving.feature_outlet import FeatureOutlet
 from stages.slicing.model_facts import read_model_facts
 from stages.weights.virtual_stages import StageCache
+from tests.support.block_drafters import BlockDrafter
 from tests.support.eagle3 import DRAFTER
 from tests.support.mimo2 import write_mimo2
 from tests.support.repairable_ring import RepairableRing, serving
@@ -57,6 +60,16 @@ NUM_TOKENS = 24
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 QUESTIONS = ("What is a tree?", "Count from one to ten.")
 KINDS = ("eagle3", "mtp")
+# It reads layers as published drafters of blocks do: five, from an early to a late one.
+BLOCKS = BlockDrafter(
+    reads=(2, 9, 16, 23, 28),
+    is_complete=False,
+    mixing=40.0,
+    n_heads=9,
+    n_heads_kv=3,
+    head_size=64,
+    n_ff=512,
+)
 SAMPLINGS = {"greedy": SamplingParams(), "drawn": SamplingParams(0.8, seed=5)}
 
 
@@ -103,9 +116,13 @@ class Setting:
 
 
 def target_and_drafter(kind: str, smollm2_path: Path, folder: Path) -> tuple[Path, Drafter]:
-    """SmolLM2 with its EAGLE-3 drafter, or written again with a head for multi-token prediction."""
+    """SmolLM2 with its EAGLE-3 drafter or a random one of blocks, or written again with an MTP head."""
     if kind == "eagle3":
         return smollm2_path, read_drafter(DRAFTER, read_model_facts(smollm2_path))
+    if kind != "mtp":
+        shape = replace(BLOCKS, kind=DrafterKind[kind.upper()])
+        path = shape.write(smollm2_path, folder / f"{kind}.gguf")
+        return smollm2_path, read_drafter(path, read_model_facts(smollm2_path))
     target = write_mimo2(smollm2_path, folder / "mimo2.gguf")
     head = own_head(read_model_facts(target))
     assert head is not None
@@ -210,6 +227,23 @@ async def test_a_stream_of_features_that_is_cut_mid_answer_costs_acceptance_only
     assert tokens == plain
 
 
+async def check_crash(setting: Setting, coordinator: Coordinator, plain: list[int]) -> None:
+    """Kill the drafter's process in mid-answer: the text is the plain one, and later drafts are none."""
+    tokens: list[int] = []
+    num_accepted = []
+    async for part in coordinator.generate(setting.request(QUESTIONS[0], SamplingParams())):
+        if len(tokens) < NUM_TOKENS // 2 <= len(tokens) + len(part.tokens):
+            pid = setting.model._context.thread_id
+            assert pid is not None
+            os.kill(pid, signal.SIGABRT)
+        tokens += part.tokens
+        num_accepted.append(part.stats.num_accepted)
+    again, last = await collect(coordinator, setting.request(QUESTIONS[0], SamplingParams()))
+    assert tokens == again == plain
+    assert num_accepted[-1] > 0
+    assert last.stats.num_accepted == 0
+
+
 async def test_a_crash_of_the_drafter_ends_drafting_and_nothing_else(
     smollm2_path: Path, tmp_path: Path, stage_cache_dir: Path
 ) -> None:
@@ -221,21 +255,9 @@ async def test_a_crash_of_the_drafter_ends_drafting_and_nothing_else(
             async with setting.coordinator(stages, is_on=False) as coordinator:
                 (plain, *_), _ = await texts(setting, coordinator, SamplingParams())
             async with setting.coordinator(stages) as coordinator:
-                tokens: list[int] = []
-                num_accepted = []
-                async for part in coordinator.generate(setting.request(QUESTIONS[0], SamplingParams())):
-                    if len(tokens) < NUM_TOKENS // 2 <= len(tokens) + len(part.tokens):
-                        pid = setting.model._context.thread_id
-                        assert pid is not None
-                        os.kill(pid, signal.SIGABRT)
-                    tokens += part.tokens
-                    num_accepted.append(part.stats.num_accepted)
-                again, last = await collect(coordinator, setting.request(QUESTIONS[0], SamplingParams()))
+                await check_crash(setting, coordinator, plain)
     finally:
         setting.model.close()
-    assert tokens == again == plain
-    assert num_accepted[-1] > 0
-    assert last.stats.num_accepted == 0
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ BEYOND_SCHEMAS = (
     "chat template has no setting for it",
     "is to be continued",
     "knows no such tools",
+    "by its type or by its fields alone",
 )
 # What these hold is in a language of its own.
 LANGUAGES = frozenset(

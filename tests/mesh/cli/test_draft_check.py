@@ -10,11 +10,13 @@ import pytest
 
 from mesh.cli.main import run
 from mesh.draft.drafter import loadable_file, own_head
+from speculative.proposer import DrafterKind
 from stages.gguf import read_header
 from stages.slicing.model_facts import read_model_facts
 from tests.mesh.cli.test_readme import told
 from tests.qualification.own_models import OWN_MODELS
 from tests.support.assistant_files import write_assistant
+from tests.support.block_drafters import BlockDrafter
 from tests.support.eagle3 import DRAFTER
 from tests.support.tiny_families import TINY_FAMILIES
 from tests.support.tiny_models import TinyModel
@@ -104,6 +106,43 @@ def test_the_model_beside_a_drafter_is_found(
     assert "no model beside" in capsys.readouterr().err
     assert run(["serve", str(alone)]) == 1
     assert capsys.readouterr().err.endswith(f" drafts for another model: mesh serve MODEL --draft {alone}\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "label", "most_drafted"),
+    [
+        (DrafterKind.DFLASH, "a DFlash drafter", 15),
+        (DrafterKind.DSPARK, "a DSpark drafter", 16),
+        (DrafterKind.DFLASH2, "a DFlash2 drafter", 15),
+    ],
+)
+def test_a_drafter_of_blocks(
+    kind: DrafterKind,
+    label: str,
+    most_drafted: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = TinyModel("qwen3").write(tmp_path / "model.gguf")
+    shape = BlockDrafter(kind, block_size=16, is_complete=False)
+    path = shape.write(model, tmp_path / "drafter.gguf")
+    assert run(["draft", "check", str(path), "--for", str(model), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["kind"], found["n_layers"], found["read_layers"]) == (kind.value, 2, [0, 2, 4])
+    assert (found["most_drafted"], found["block_tokens"]) == (most_drafted, 8)
+    assert found["draft_ms_per_token"] > 0
+    assert run(["draft", "check", str(path), "--for", str(model)]) == 0
+    out = capsys.readouterr().out
+    assert f"drafter.gguf: {label} that fits model.gguf" in out
+    assert "with token_embd.weight, output.weight of the model" in out
+    assert f"block      {most_drafted} tokens in one pass at most, " in out
+    assert " ms for 8 on this host" in out
+    other = TinyModel("qwen3", n_embd=96).write(tmp_path / "other.gguf")
+    assert run(["draft", "check", str(path), "--for", str(other)]) == 1
+    refusal = capsys.readouterr().err
+    assert "drafter.gguf reads hidden states of 64 values, Tiny qwen3 has 96: it was made for" in refusal
 
 
 def test_what_does_not_fit_is_refused_with_the_reason(

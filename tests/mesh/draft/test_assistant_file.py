@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from mesh.draft.assistant_file import beside_tail
-from mesh.draft.drafter import drafter_bytes, read_drafter
+from mesh.draft.drafter import read_drafter
+from mesh.draft.memory import drafter_bytes
 from mesh.draft.pairs import drafters_beside
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.placement.planner import check_stages

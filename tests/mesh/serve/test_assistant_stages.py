@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mesh.engine import GenerationRequest
+from speculative.controller import ControllerOptions
 from speculative.remote_drafts import RemoteDraftProposer
 from stages.sampling.sampler import SamplingParams
 from stages.sampling.verifier import WindowVerifier
@@ -66,6 +67,8 @@ async def test_a_tail_that_is_lost_is_replaced_with_its_assistant(
             make_proposers=lambda _request: [RemoteDraftProposer(4)],
             has_replicas=has_replicas,
             assistant=assistant,
+            # Not by confidences: the assistant's own are of other tokens.
+            controller=ControllerOptions(fixed_width=4, fixed_depth=3),
         ) as mesh,
         asyncio.timeout(120),
     ):

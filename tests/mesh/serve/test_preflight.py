@@ -82,6 +82,13 @@ def test_exact_text_does_not_cross_a_wire_that_rounds(tiny: Path) -> None:
     check(options(tiny).changed(wire="q8"))
 
 
+def test_hidden_states_of_many_layers_travel_in_fewer_bytes_unless_told(tiny: Path) -> None:
+    given = options(tiny)
+    assert [given.feature_type(count) for count in (1, 3, 4, 5)] == ["f16", "f16", "q8", "q8"]
+    assert given.changed(draft_wire="f16").feature_type(5) == "f16"
+    assert given.changed(draft_wire="q8").feature_type(1) == "q8"
+
+
 def test_drafting_needs_something_that_drafts(tiny: Path) -> None:
     with pytest.raises(ClusterError, match=r"needs a draft model: .* `mesh draft make`") as refused:
         check(options(tiny).changed(speculate="draft"))

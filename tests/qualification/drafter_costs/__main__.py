@@ -7,7 +7,8 @@ turn:
 - *features*: they are tapped, sent and received, but nothing is drafted, over plain decoding; no option of
   `mesh serve` does that, so `tests.qualification.drafter_costs.feature_listener` is the head of this mesh;
 - *first token* of a long prompt that no cache holds, with the drafter over plain decoding;
-- *absorbing*: rows that the drafter computes for its cache only, over rows with outputs, in one process;
+- *absorbing*: rows that the drafter computes for its cache only, over rows with outputs, in one process; of
+  a drafter of blocks, times of those by length, and of features that it reads;
 - *bytes* of features that arrived, over the values in them.
 
 Features are sent for all rows of a window that wants them, except that the tail leaves out rejected ones. So
@@ -19,7 +20,6 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -51,6 +51,7 @@ from tests.qualification.drafter_costs.figures import (
     Figures,
     FirstTokenRound,
     SentFeatures,
+    time_lines,
 )
 from tests.qualification.drafter_costs.timing import time_drafter
 from tests.qualification.programs import program_command
@@ -232,7 +233,7 @@ def measure(settings: Settings, logs: Path) -> Figures:
         raise InvalidModel(f"{settings.draft.name} is a small model, which reads no hidden states")
     tokenizer = Tokenizer(settings.model)
     times = time_drafter(drafter, settings.model, tokenizer.n_vocab)
-    log.info("drafter_timed", absorbed_ms=median(times.absorbed), full_ms=median(times.full))
+    log.info("drafter_timed", figures=[(line.title, line.measured) for line in time_lines(times)])
     shared = [logs, settings.model.resolve().parent, settings.draft.resolve().parent]
     with Lab(1 + _NUM_STAGES, shared=shared) as lab, LoadClient(lab) as client:
         with _running(lab, settings, logs) as mesh:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from meshbench.report_tools import Line
 from spanmesh_proto.errors import MeshError
+from tests.qualification.drafter_costs.timing import BlockTimes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -99,7 +100,7 @@ class Figures:
     """At all delays."""
     first_token: tuple[FirstTokenRound, ...]
     """At one."""
-    times: DrafterTimes
+    times: DrafterTimes | BlockTimes
     """Of the drafter alone."""
     listened: SentFeatures
     """Features of answers without drafts."""
@@ -115,7 +116,7 @@ class Figures:
         return [
             *(line for delay_ms in self._delays_ms for line in self._decode_lines(delay_ms)),
             *self._first_token_lines(),
-            *_absorbed_lines(self.times),
+            *time_lines(self.times),
             self._bytes_line("no drafts", self.listened),
             self._bytes_line("drafts", self.drafted),
         ]
@@ -171,6 +172,24 @@ class Figures:
             is_ceiling=True,
             note=f"{sent.num_bytes} bytes, {sent.num_rows} rows, {sent.num_rejected} of them rejected",
         )
+
+
+def time_lines(times: DrafterTimes | BlockTimes) -> list[Line]:
+    """Times of the drafter alone."""
+    return _block_lines(times) if isinstance(times, BlockTimes) else _absorbed_lines(times)
+
+
+def _block_lines(times: BlockTimes) -> list[Line]:
+    return [
+        *(
+            Line(f"drafter: block of {length}, ms", found_ms, None, note=f"{found_ms / length:.2f} a token")
+            for length, found_ms in times.blocks_ms.items()
+        ),
+        *(
+            Line(f"drafter: features of {num_rows} rows read, ms", found_ms, None)
+            for num_rows, found_ms in times.reading_ms.items()
+        ),
+    ]
 
 
 def _absorbed_lines(times: DrafterTimes) -> list[Line]:

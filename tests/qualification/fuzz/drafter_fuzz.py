@@ -1,7 +1,7 @@
 """Fuzzing with damaged drafter files.
 
-An EAGLE-3 drafter with random weights is made for the model, and if the model brings a head for multi-token
-prediction, that head takes turns with it.
+An EAGLE-3 drafter and drafters of blocks with random weights are made for the model, and if the model brings
+a head for multi-token prediction, that head takes turns with them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spanmesh_proto.errors import InvalidModel
 from speculative.draft.context import DraftFile, DraftOptions, DraftUnusable
 from speculative.draft.kinds import load_context
 from speculative.draft.worker import LoadedDrafter
-from speculative.proposer import FeatureReader
+from speculative.proposer import DrafterKind, FeatureReader
 from stages.files import ModelFile, Region, atomic_write
 from stages.gguf import Value, ValueType, read_header
 from stages.slicing.layout import StageLayout, StageTensor
@@ -35,6 +35,7 @@ from stages.slicing.stage_writer import StageWriter
 from tests.qualification.fuzz.gguf_fuzz import first_of, hostile_files, small_layout, with_rows, write_layout
 from tests.qualification.fuzz.isolated_trial import judge, run_trial, trials
 from tests.qualification.fuzz.report import Tally
+from tests.support.block_drafters import BlockDrafter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -89,6 +90,10 @@ def fuzz_drafters(options: FuzzOptions) -> FuzzReport:
             target,
         )
         goods = [write_eagle3(target, folder / "eagle3.gguf", options.seed)]
+        goods += [
+            BlockDrafter(kind, seed=options.seed).write(target, folder / f"{kind.value}.gguf")
+            for kind in (DrafterKind.DFLASH, DrafterKind.DSPARK, DrafterKind.DFLASH2)
+        ]
         if (head := own_head(facts)) is not None:
             goods.append(_write_small_head(head, options.model, folder))
         files = [_hostile(good, random) for good in goods]
@@ -124,7 +129,7 @@ def _attempt(begin: Callable[[str], None], path: Path, target: Path, folder: Pat
     loaded = loadable_file(drafter, target, folder)
     begin("loading")
     tokenizer = Tokenizer(target)
-    file = DraftFile(drafter.kind, loaded, _OPTIONS, tokenizer.n_vocab)
+    file = DraftFile(drafter.kind, loaded, _OPTIONS, tokenizer.n_vocab, drafter.feature_width)
     try:
         context = load_context(file, SETUP)
     except DraftUnusable as error:
@@ -149,8 +154,8 @@ def _draft(proposer: DraftProposer, drafter: Drafter) -> None:
     proposer.listen(is_ready.set)
     proposer.extend(_PROMPT)
     if isinstance(proposer, FeatureReader):
-        width = len(drafter.layers) * drafter.n_embd
-        rows = np.random.default_rng(0).standard_normal((len(_PROMPT) - 1, width)).astype(np.float32)
+        shape = (len(_PROMPT) - 1, drafter.feature_width)
+        rows = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
         proposer.take_features(0, rows)
     deadline_s = time.monotonic() + _DRAFT_WAIT_S
     while len(proposer.propose(_NUM_DRAFTED).tokens) < _NUM_DRAFTED:

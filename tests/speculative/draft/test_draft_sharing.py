@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculative.draft.context import DraftOptions, probability
-from speculative.draft.session import DraftSequence
+from speculative.draft.session import DraftSequence, FeatureSequence
 from speculative.draft.worker import DraftSlots, ThreadPriority, share_rows
 
 FORMER = DraftSequence("draft", DraftOptions(), lambda _token: False)
@@ -51,6 +51,26 @@ def test_a_slot_with_the_same_beginning_is_found_again() -> None:
     slots.give_back(1, [1, 2, 3])
     assert slots.take([1, 2, 4, 5]) == (1, 2, None)
     assert slots.take([7, 8, 9]) == (0, 2, None)
+
+
+def test_a_slot_whose_rows_begin_late_is_not_preferred() -> None:
+    """Of a text whose beginning stages had cached, a drafter has read features of the end only."""
+    early, late = (FeatureSequence("eagle3", DraftOptions(), lambda _token: False) for _ in range(2))
+    early.first_row, late.first_row = 1, 12
+    slots = DraftSlots(3)
+    for _ in range(3):
+        slots.take(())
+    text = tuple(range(20))
+    slots.give_back(0, text, late)
+    slots.give_back(1, text[:14], early)
+    slots.give_back(2, text[:5], early)
+    found = slots.take(text)
+    assert found is not None
+    assert (found.slot, found.num_shared, found.former) == (1, 14, early)
+    # More rows, even so, than of a short beginning.
+    found = slots.take(text)
+    assert found is not None
+    assert (found.slot, found.num_shared, found.former) == (0, 20, late)
 
 
 def test_a_slot_of_another_client_holds_nothing_to_reuse() -> None:

@@ -78,7 +78,7 @@ def output(
         outputs = context.decode([SlotRows(0, last)], contextlib.nullcontext())
         assert outputs is not None
         assert outputs[0] is not None
-        return outputs[0].logits.copy(), nodes
+        return outputs[0].values.copy(), nodes
 
 
 @pytest.mark.parametrize("kind", [DrafterKind.EAGLE3, DrafterKind.MTP])

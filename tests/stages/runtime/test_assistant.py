@@ -16,7 +16,8 @@ from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from tests.qualification.own_models import OWN_MODELS
 from tests.support.assistant_files import write_assistant
-from tests.support.assistant_rounds import AssistedModel, likeliest, scripted_rounds
+from tests.support.assistant_rounds import AssistedModel, assisted_rounds, likeliest
+from tests.support.scripted_rounds import Script
 from tests.support.tiny_models import TinyModel
 
 if TYPE_CHECKING:
@@ -69,10 +70,10 @@ def drafted(model: AssistedModel, *starts: DraftStart) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("kind", ["dense", "moe", "e"])
 def test_drafts_do_not_depend_on_cuts_and_other_sessions(model: Make, kind: str) -> None:
     with model(kind=kind) as whole:
-        expected = [scripted_rounds(whole, [text], 5, 12)[0] for text in TEXTS]
+        expected = [assisted_rounds(whole, [text], Script(5, 12))[0] for text in TEXTS]
     for cuts in ((3,), (2, 4)):
         with model(*cuts, kind=kind) as cut:
-            assert scripted_rounds(cut, TEXTS, 5, 12) == expected
+            assert assisted_rounds(cut, TEXTS, Script(5, 12)) == expected
     assert len({each.drafted for own in expected for each in own}) > 8
 
 
@@ -194,7 +195,7 @@ def test_attention_is_computed_alike_whatever_devices_prefer(model: Make) -> Non
     fast = replace(OPTIONS, exact=False)
     with model(4, options=fast) as cut:
         assert cut.tail._context_params().flash_attn_type == llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
-        assert scripted_rounds(cut, TEXTS, 3, 4)
+        assert assisted_rounds(cut, TEXTS, Script(3, 4))
     with model(4, options=replace(fast, has_reader=False), assisted=False) as cut:
         assert cut.tail._context_params().flash_attn_type == llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO
 

@@ -11,8 +11,9 @@ import pytest
 from stages.runtime.stage_runtime import RuntimeOptions
 from tests.qualification.own_models import OWN_MODELS
 from tests.support.assistant_files import write_assistant
-from tests.support.assistant_rounds import AssistedModel, scripted_rounds
+from tests.support.assistant_rounds import AssistedModel, assisted_rounds
 from tests.support.draft_oracle import DraftOracle, OracleMissing, build_draft_oracle
+from tests.support.scripted_rounds import Script
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,7 +69,7 @@ def test_drafts_are_llama_cpp_s_own(
     )
     sessions = texts(num_sessions)
     with contextlib.closing(AssistedModel(model, assistant, cuts, tmp_path / "stages", options)) as assisted:
-        rounds = scripted_rounds(assisted, sessions, num_drafted, NUM_ROUNDS, p_min=p_min)
+        rounds = assisted_rounds(assisted, sessions, Script(num_drafted, NUM_ROUNDS, p_min=p_min))
     oracle = DraftOracle(program, model, assistant, "mtp")
     expected = oracle.rounds(
         sessions, num_drafted, NUM_ROUNDS, verdicts="scripted", p_min=p_min, kv_type=kv_type

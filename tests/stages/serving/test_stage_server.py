@@ -224,6 +224,32 @@ async def test_another_mesh_and_a_wrong_key_are_refused(stages: list[RunningStag
         await StageLink(address, hello(), "not the key", lambda _error: None).open()
 
 
+class WrittenTooLate:
+    """A call that the stage has ended before the first message is written, as gRPC tells it at times."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    async def write(self, _frame: wire.Frame) -> None:
+        await self._call.code()
+        details = "Internal error from Core"
+        raise grpc.aio.AioRpcError(
+            grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), details, details
+        )
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+async def test_a_refusal_is_told_though_grpc_has_replaced_its_status(
+    stages: list[RunningStage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = StageLink(stages[0].address.address, hello(), "not the key", lambda _error: None)
+    monkeypatch.setattr(link, "_call", WrittenTooLate(link._call))
+    with pytest.raises(MeshError, match="mesh key is missing or wrong"):
+        await link.open()
+
+
 async def test_garbage_on_the_port_harms_nobody(stages: list[RunningStage]) -> None:
     host, port = stages[0].address.address.split(":")
     for garbage in (

@@ -1,0 +1,149 @@
+"""Block drafters over cut models, and llama.cpp's own rounds of them on whole ones.
+
+The record has the first rounds of each case, for where llama.cpp's program cannot be built. It is written by
+`python -m tests.support.block_cases`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from mesh.draft.drafter import loadable_file, read_drafter
+from speculative.proposer import DrafterKind
+from stages.slicing.model_facts import read_model_facts
+from tests.support.block_drafters import BlockDrafter
+from tests.support.draft_oracle import DraftOracle, Round, build_draft_oracle
+from tests.support.scripted_rounds import CutModel, Script, scripted_rounds
+from tests.support.tiny_families import TINY_FAMILIES
+from tests.support.tiny_models import N_VOCAB, TinyModel
+
+RECORD: Final = Path(__file__).parents[1] / "data" / "block_rounds.json"
+_CTX_SIZE: Final = 512
+_NUM_RECORDED: Final = 8
+_DRAW: Final = np.random.default_rng(1)
+TEXTS: Final = tuple(tuple(int(token) for token in _DRAW.integers(3, 300, length)) for length in (60, 17, 33))
+
+
+@dataclass(frozen=True)
+class BlockCase:
+    """A drafter, its target, and rounds."""
+
+    drafter: BlockDrafter = field(default_factory=BlockDrafter)
+    """The drafter."""
+    script: Script = field(default_factory=lambda: Script(7, 40))
+    """Drafts and verdicts."""
+    target: str = "qwen3"
+    """A tiny model or family."""
+    cuts: tuple[int, ...] = (2, 4)
+    """First layers of the stages behind the first one."""
+
+    def write(self, folder: Path) -> tuple[Path, Path]:
+        """Write target and drafter; returns their files."""
+        target = folder / f"{self.target}.gguf"
+        if not target.exists():
+            if self.target in TINY_FAMILIES:
+                TINY_FAMILIES[self.target].write(target)
+            else:
+                TinyModel(self.target, seed=3).write(target)
+        return target, self.drafter.write(target, folder / "drafter.gguf")
+
+    def ours(self, folder: Path) -> list[list[Round]]:
+        """Rounds of all texts, which draft together."""
+        target, path = self.write(folder)
+        drafter = read_drafter(path, read_model_facts(target))
+        model = CutModel(target, self.cuts, folder, drafter.layers, num_slots=len(TEXTS), ctx_size=_CTX_SIZE)
+        try:
+            return scripted_rounds(
+                drafter,
+                loadable_file(drafter, target, folder),
+                model,
+                TEXTS,
+                self.script,
+                n_vocab=N_VOCAB,
+                ctx_size=_CTX_SIZE,
+            )
+        finally:
+            model.close()
+
+    def theirs(self, folder: Path, program: Path) -> list[list[Round]]:
+        """llama.cpp's rounds of each text alone."""
+        target, path = self.write(folder)
+        kind = "dspark" if self.drafter.kind is DrafterKind.DSPARK else "dflash"
+        return DraftOracle(program, target, path, kind).rounds(
+            TEXTS,
+            self.script.num_drafted,
+            self.script.num_rounds,
+            verdicts=self.script.verdicts,
+            p_min=self.script.p_min,
+        )
+
+
+_DFLASH: Final = BlockDrafter()
+_DSPARK: Final = BlockDrafter(DrafterKind.DSPARK)
+_DFLASH2: Final = BlockDrafter(DrafterKind.DFLASH2)
+_OF_EIGHT: Final = Script(8, 40)
+CASES: Final = {
+    "dflash": BlockCase(),
+    "dflash, four of seven": BlockCase(script=Script(4, 40)),
+    "dflash, much mixed": BlockCase(replace(_DFLASH, mixing=40.0)),
+    "dflash, windows": BlockCase(replace(_DFLASH, window=24, n_layers=3)),
+    "dflash, causal": BlockCase(replace(_DFLASH, is_causal=True)),
+    "dflash, positions in sections": BlockCase(replace(_DFLASH, has_sections=True)),
+    "dflash, keys are values": BlockCase(replace(_DFLASH, shares_values=True)),
+    "dflash, own vocabulary": BlockCase(replace(_DFLASH, num_own_tokens=96)),
+    "dflash, head of the target": BlockCase(replace(_DFLASH, is_complete=False)),
+    "dspark": BlockCase(_DSPARK, _OF_EIGHT),
+    "dspark, first row foretells none": BlockCase(replace(_DSPARK, samples_anchor=False)),
+    "dspark, sure tokens": BlockCase(_DSPARK, replace(_OF_EIGHT, p_min=0.2)),
+    "dspark, no confidences": BlockCase(replace(_DSPARK, has_confidence=False), _OF_EIGHT),
+    "dspark, own vocabulary": BlockCase(replace(_DSPARK, num_own_tokens=96), _OF_EIGHT),
+    "dspark, head of the target": BlockCase(replace(_DSPARK, is_complete=False), _OF_EIGHT),
+    "dflash2": BlockCase(_DFLASH2),
+    "dflash2, sure tokens": BlockCase(_DFLASH2, Script(7, 40, p_min=0.3)),
+    "dflash2, head of the target": BlockCase(replace(_DFLASH2, is_complete=False)),
+} | {
+    f"{name}, {drafter.kind.value}": BlockCase(drafter, Script(7, 30, verdicts), name, (2,))
+    for name, verdicts in (
+        ("gpt-oss", "scripted"),
+        ("qwen3moe", "scripted"),
+        # A model with recurrent layers would go back to checkpoints.
+        ("qwen3next", "all"),
+    )
+    for drafter in (_DFLASH, _DSPARK, _DFLASH2)
+}
+
+
+def recorded() -> dict[str, list[list[str]]]:
+    """First rounds of each text, by case."""
+    found: dict[str, list[list[str]]] = json.loads(RECORD.read_text())
+    return found
+
+
+def first_lines(rounds: list[Round]) -> list[str]:
+    """The first rounds of a text, as the record has them."""
+    return [
+        f"{each.position} {each.last} | {' '.join(map(str, each.drafted))} | {each.num_accepted}"
+        for each in rounds[:_NUM_RECORDED]
+    ]
+
+
+def main() -> None:
+    """Record llama.cpp's rounds."""
+    os.environ["GGML_CPU_TILED_MM"] = "0"
+    program = build_draft_oracle()
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, case in CASES.items():
+            found[name] = [first_lines(rounds) for rounds in case.theirs(Path(folder), program)]
+    RECORD.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
