@@ -26,6 +26,7 @@ from stages.sampling.verifier import WindowVerifier
 from stages.weights.virtual_stages import StageCache
 from tests.qualification.own_models import OWN_MODELS
 from tests.support.assistant_files import write_assistant
+from tests.support.draft_oracle import DraftOracle, OracleMissing, build_draft_oracle
 from tests.support.repairable_ring import RepairableRing, serving
 from tests.support.ring_harness import collect, plugs_for, running_coordinator, running_stages
 from tests.support.tiny_models import N_VOCAB
@@ -55,6 +56,18 @@ SAMPLINGS = {
 GRAMMAR = "root ::= [A-E]{40}"
 
 
+class Noting(RemoteDraftProposer):
+    """Proposer that notes the drafts that it takes, by their first positions."""
+
+    def __init__(self) -> None:
+        super().__init__(NUM_DRAFTED)
+        self.taken: dict[int, tuple[int, ...]] = {}
+
+    def take_draft(self, draft: Draft) -> None:
+        self.taken[draft.start] = draft.tokens
+        super().take_draft(draft)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("assistants")
@@ -72,16 +85,30 @@ def request(
 
 @asynccontextmanager
 async def coordinating(
-    stages: list[RunningStage], plug: TailDraftPlug | None, *, width: int = NUM_DRAFTED, **options: Any
+    stages: list[RunningStage],
+    plug: TailDraftPlug | None,
+    *,
+    width: int = NUM_DRAFTED,
+    opened: list[Noting] | None = None,
+    **options: Any,
 ) -> AsyncIterator[Coordinator]:
-    """A coordinator that proposes what the tail drafts; without a plug it proposes nothing."""
+    """A coordinator that proposes what the tail drafts; without a plug it proposes nothing.
+
+    Proposers are added to `opened`, one for each request.
+    """
+    noted = [] if opened is None else opened
+
+    def proposers(_request: GenerationRequest) -> list[Noting]:
+        noted.append(Noting())
+        return noted[-1:]
+
     plugs = plugs_for(has_windows=True)
     async with running_coordinator(
         stages,
         context_length=CTX_SIZE,
         num_slots=4,
         n_vocab=N_VOCAB,
-        make_proposers=None if plug is None else lambda _request: [RemoteDraftProposer(NUM_DRAFTED)],
+        make_proposers=None if plug is None else proposers,
         controller=ControllerOptions(fixed_width=width, fixed_depth=3),
         plugs=plugs if plug is None else [*plugs, plug],
         **options,
@@ -116,6 +143,15 @@ def foretelling(monkeypatch: pytest.MonkeyPatch, prompt: Sequence[int], text: Se
     monkeypatch.setattr(WindowVerifier, "foretell", foretold)
 
 
+def agreeing(one: Noting, other: Noting, start: int) -> int:
+    """How many drafts behind a position both have taken, which agree as far as both go."""
+    common = [place for place in one.taken.keys() & other.taken.keys() if place >= start]
+    for place in common:
+        pairs = zip(one.taken[place], other.taken[place], strict=False)
+        assert all(left == right for left, right in pairs), place
+    return len(common)
+
+
 @pytest.mark.parametrize("kind", ["dense", "moe", "e"])
 async def test_the_text_is_the_one_without_drafts(kind: str, folder: Path) -> None:
     model = folder / f"{kind}.gguf"
@@ -132,6 +168,104 @@ async def test_the_text_is_the_one_without_drafts(kind: str, folder: Path) -> No
     assert [tokens for tokens, _ in found] == plain
     assert [tokens for tokens, _ in together] == plain[:4]
     assert all(last.stats.num_proposed > NUM_TOKENS for _, last in (*found, *together))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("kind", "kv_type"),
+    [("dense", "f16"), ("dense", "q8_0"), ("dense", "q4_0"), ("moe", "f16"), ("e", "f16")],
+)
+async def test_drafts_of_four_sessions_are_llama_cpp_s_own(folder: Path, kind: str, kv_type: str) -> None:
+    try:
+        program = build_draft_oracle()
+    except OracleMissing as missing:
+        pytest.skip(str(missing))
+    model = folder / f"{kind}.gguf"
+    opened: list[Noting] = []
+    async with (
+        running_stages(
+            model,
+            (2, 4),
+            replace(OPTIONS, kv_type=kv_type),
+            folder / "stages",
+            assistant=folder / "assistant.gguf",
+        ) as stages,
+        coordinating(stages, TailDraftPlug(), opened=opened) as coordinator,
+    ):
+        requests = [replace(request(prompt), max_tokens=120) for prompt in PROMPTS]
+        found = await asyncio.gather(*(collect(coordinator, each) for each in requests))
+    oracle = DraftOracle(program, model, folder / "assistant.gguf", "mtp")
+    expected = oracle.rounds(PROMPTS, NUM_DRAFTED, 100, kv_type=kv_type)
+    for prompt, (tokens, _), noted, rounds in zip(PROMPTS, found, opened, expected, strict=True):
+        text = [*prompt, *tokens]
+        known = [each for each in rounds if each.position + 1 in noted.taken]
+        for each in known:
+            drafted = noted.taken[each.position + 1]
+            assert text[each.position] == each.last
+            assert drafted == each.drafted[: len(drafted)]
+        assert len(known) >= 40
+        assert len({each.drafted for each in known}) >= 5
+
+
+@pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
+async def test_text_and_drafts_do_not_depend_on_company_in_quantised_caches(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kv_type: str
+) -> None:
+    options = replace(OPTIONS, kv_type=kv_type)
+    requests = [request(prompt, sampling) for prompt in PROMPTS[:2] for sampling in SAMPLINGS.values()]
+    alone: list[Noting] = []
+    together: list[Noting] = []
+    async with running_stages(
+        folder / "dense.gguf", (2, 4), options, folder / "stages", assistant=folder / "assistant.gguf"
+    ) as stages:
+        plain = [await plain_text(stages, each) for each in requests]
+        async with coordinating(stages, TailDraftPlug(), opened=alone) as coordinator:
+            assert [(await collect(coordinator, each))[0] for each in requests] == plain
+        async with coordinating(stages, TailDraftPlug(), opened=together) as coordinator:
+            found = await asyncio.gather(*(collect(coordinator, each) for each in requests[:4]))
+        foretelling(monkeypatch, requests[1].prompt, plain[1])
+        async with coordinating(stages, TailDraftPlug()) as coordinator:
+            tokens, last = await collect(coordinator, requests[1])
+    assert [tokens for tokens, _ in found] == plain[:4]
+    assert all(agreeing(*pair, start=0) > NUM_TOKENS // 4 for pair in zip(alone, together, strict=False))
+    assert tokens == plain[1]
+    assert last.stats.num_accepted > NUM_TOKENS // 3
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+async def test_choices_of_one_prompt_draft_from_its_copied_rows(
+    stages: list[RunningStage], sampling: SamplingParams
+) -> None:
+    wanted = [request(sampling=replace(sampling, seed=sampling.seed + number)) for number in range(4)]
+    plain = [await plain_text(stages, each) for each in wanted]
+    alone: list[Noting] = []
+    copied: list[Noting] = []
+    for each in wanted:
+        async with coordinating(stages, TailDraftPlug(), opened=alone) as coordinator:
+            await collect(coordinator, each)
+    async with coordinating(stages, TailDraftPlug(), opened=copied) as coordinator:
+        found = [await collect(coordinator, wanted[0])]
+        found += await asyncio.gather(*(collect(coordinator, each) for each in wanted[1:]))
+    assert [tokens for tokens, _ in found] == plain
+    assert all(last.stats.num_cached == len(PROMPTS[0]) - 1 for _, last in found[1:])
+    assert all(agreeing(*pair, start=0) > NUM_TOKENS // 4 for pair in zip(alone, copied, strict=True))
+
+
+async def test_the_second_turn_drafts_as_if_all_was_computed_anew(stages: list[RunningStage]) -> None:
+    first = request(sampling=SAMPLINGS["cool"])
+    reused: list[Noting] = []
+    anew: list[Noting] = []
+    async with coordinating(stages, TailDraftPlug(), opened=reused) as coordinator:
+        tokens, _ = await collect(coordinator, first)
+        second = replace(first, prompt=(*first.prompt, *tokens, *PROMPTS[1]))
+        found, last = await collect(coordinator, second)
+    assert last.stats.num_cached >= len(first.prompt) + NUM_TOKENS - NUM_DRAFTED
+    assert found == await plain_text(stages, second)
+    async with coordinating(stages, TailDraftPlug(), opened=anew) as coordinator:
+        again, last = await collect(coordinator, second)
+    assert last.stats.num_cached == 0
+    assert again == found
+    assert agreeing(reused[1], anew[0], start=0) > NUM_TOKENS // 4
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
@@ -255,9 +389,13 @@ async def test_drafts_that_cannot_be_change_no_text(
     assert reason is None or reason in (plug.why_off or "")
 
 
-@pytest.mark.parametrize("is_there_again", [True, False])
-async def test_a_tail_that_is_lost_takes_its_assistant_along(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *, is_there_again: bool
+@pytest.mark.parametrize(
+    ("index", "is_there_again"),
+    [(0, True), (1, True), (2, True), (2, False)],
+    ids=["first", "middle", "tail", "tail without its assistant"],
+)
+async def test_a_stage_is_lost_in_mid_answer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, index: int, *, is_there_again: bool
 ) -> None:
     wanted = request(sampling=SAMPLINGS["cool"])
     cache = StageCache(folder / "stages")
@@ -275,26 +413,30 @@ async def test_a_tail_that_is_lost_takes_its_assistant_along(
     async with serving(ring(), options) as coordinator:
         plain, _ = await collect(coordinator, wanted)
     foretelling(monkeypatch, wanted.prompt, plain)
-    proposers = [RemoteDraftProposer(NUM_DRAFTED)]
+    whole, torn = Noting(), Noting()
+    opened = iter((whole, torn))
     lost = ring()
     async with (
         serving(
             lost,
             options,
             plugs=[*plugs_for(has_windows=True), TailDraftPlug()],
-            make_proposers=lambda _request: proposers,
+            make_proposers=lambda _request: [next(opened)],
         ) as coordinator,
         asyncio.timeout(60),
     ):
+        assert (await collect(coordinator, wanted))[0] == plain
         tokens: list[int] = []
         before = 0
         async for part in coordinator.generate(wanted):
             tokens += part.tokens
             if not before and len(tokens) > 12:
-                before = part.stats.num_accepted
+                before, place = part.stats.num_accepted, len(wanted.prompt) + len(tokens)
                 lost.assistant = lost.assistant if is_there_again else None
-                await lost.kill(2)
+                await lost.kill(index)
         assert lost.num_repairs == 1
     assert tokens == plain
     assert before > 0
     assert (part.stats.num_accepted > before + NUM_DRAFTED) == is_there_again
+    # What is drafted behind the repair is what is drafted without one.
+    assert (agreeing(whole, torn, start=place + NUM_DRAFTED) >= 3) == is_there_again
