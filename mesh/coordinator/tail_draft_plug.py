@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 import structlog
 
 from mesh.coordinator.plugs import Plug, RingPlug, SessionPlug
+from mesh.status import TailDraftStatus
 from speculative.proposer import Draft
 
 if TYPE_CHECKING:
     from mesh.coordinator.generation import Generation, InFlightWindow, WindowPlan
     from mesh.coordinator.plugs import NewRing
+    from mesh.coordinator.ring import Ring
     from mesh.coordinator.speculation import Speculator
+    from mesh.status import MeshStatus
     from spanmesh_proto import windows_pb2 as wire
 
 log = structlog.get_logger()
@@ -24,33 +27,54 @@ class TailDraftPlug(Plug):
     Attributes:
         sessions: Sessions that may ask for drafts, by id.
         n_vocab: Number of token ids; set with each ring.
-        why_off: Why none are asked for any more in this ring; None while they are.
     """
 
     def __init__(self) -> None:
         self.sessions: dict[int, SessionDrafts] = {}
         self.n_vocab = 0
-        self.why_off: str | None = None
+        self._ring: Ring | None = None
+        self._refusal: str | None = None
+        self._num_drafts = 0
+        self._num_tokens = 0
+
+    @property
+    def why_off(self) -> str | None:
+        """Why no drafts come in this ring; None while they do, or while the tail has not told yet."""
+        told = None if self._ring is None else self._ring.latest_stats[-1]
+        if self._refusal is not None or told is None:
+            return self._refusal
+        if not told.HasField("drafts_off"):
+            return "the last stage has no assistant"
+        return told.drafts_off or None
 
     def in_ring(self, new: NewRing) -> TailDraftRing:
         """Drafts of a new ring, whose tail may be another."""
         self.n_vocab = new.options.n_vocab
-        self.why_off = None
+        self._ring, self._refusal = new.ring, None
         return TailDraftRing(self)
 
     def in_session(self, generation: Generation, speculator: Speculator | None) -> SessionDrafts | None:
         """Drafts of a new session; None if it proposes nothing."""
         return None if speculator is None else SessionDrafts(self, generation, speculator)
 
+    def describe(self, status: MeshStatus) -> None:
+        """Add the drafts so far, and why none come any more."""
+        if status.speculation is not None:
+            status.speculation.tail_drafts = TailDraftStatus(
+                drafts=self._num_drafts, tokens=self._num_tokens, off=self.why_off
+            )
+
     def take(self, draft: wire.Draft) -> None:
         """Pass a draft on to its session, unless that has ended; a draft that cannot be is the last one."""
         session = self.sessions.get(draft.session)
-        if session is None or self.why_off is not None:
+        if session is None or self._refusal is not None:
             return
         if (reason := session.refusal(draft)) is None:
+            self._num_drafts += 1
+            self._num_tokens += len(draft.tokens)
             session.take(draft)
         else:
-            self.why_off = reason
+            self._refusal = reason
             log.warning("drafts_refused", session=draft.session, reason=reason)
 
 

@@ -433,7 +433,7 @@ class Activity(_message.Message):
     def __init__(self, has_ended: _Optional[bool] = ..., batch_age_us: _Optional[int] = ..., batch_rows: _Optional[int] = ..., num_received: _Optional[int] = ..., num_sent: _Optional[int] = ...) -> None: ...
 
 class StageStats(_message.Message):
-    __slots__ = ("num_windows", "num_rows", "num_dropped_windows", "num_decodes", "compute_us", "num_queued_windows", "num_open_sessions", "num_sent_bytes", "resident_bytes", "decode_cpu_us", "blocks")
+    __slots__ = ("num_windows", "num_rows", "num_dropped_windows", "num_decodes", "compute_us", "num_queued_windows", "num_open_sessions", "num_sent_bytes", "resident_bytes", "decode_cpu_us", "blocks", "drafts_off")
     NUM_WINDOWS_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_DROPPED_WINDOWS_FIELD_NUMBER: _ClassVar[int]
@@ -445,6 +445,7 @@ class StageStats(_message.Message):
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     DECODE_CPU_US_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_OFF_FIELD_NUMBER: _ClassVar[int]
     num_windows: int
     num_rows: int
     num_dropped_windows: int
@@ -456,7 +457,8 @@ class StageStats(_message.Message):
     resident_bytes: int
     decode_cpu_us: int
     blocks: BlockStats
-    def __init__(self, num_windows: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_dropped_windows: _Optional[int] = ..., num_decodes: _Optional[int] = ..., compute_us: _Optional[int] = ..., num_queued_windows: _Optional[int] = ..., num_open_sessions: _Optional[int] = ..., num_sent_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., decode_cpu_us: _Optional[int] = ..., blocks: _Optional[_Union[BlockStats, _Mapping]] = ...) -> None: ...
+    drafts_off: str
+    def __init__(self, num_windows: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_dropped_windows: _Optional[int] = ..., num_decodes: _Optional[int] = ..., compute_us: _Optional[int] = ..., num_queued_windows: _Optional[int] = ..., num_open_sessions: _Optional[int] = ..., num_sent_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., decode_cpu_us: _Optional[int] = ..., blocks: _Optional[_Union[BlockStats, _Mapping]] = ..., drafts_off: _Optional[str] = ...) -> None: ...
 
 class BlockStats(_message.Message):
     __slots__ = ("num_files", "num_bytes", "most_bytes", "num_written", "num_left_out", "num_damaged", "num_restored", "num_restored_positions")

@@ -38,12 +38,13 @@ class TailDrafts(StagePlug):
 
     Args:
         runtime: The loaded tail.
-        assistant: The assistant beside it.
+        assistant: The assistant beside it, or why it could not be loaded.
     """
 
-    def __init__(self, runtime: StageRuntime, assistant: Assistant) -> None:
+    def __init__(self, runtime: StageRuntime, assistant: Assistant | MeshError) -> None:
         self._runtime = runtime
-        self._assistant: Assistant | None = assistant
+        self._assistant = None if isinstance(assistant, MeshError) else assistant
+        self._why_off = assistant.message if isinstance(assistant, MeshError) else ""
         self._head_state = runtime.info.n_layers
         self._wanted: list[_Wanted] = []
         self._stage: StageAccess
@@ -53,6 +54,10 @@ class TailDrafts(StagePlug):
         """Send drafts from the event loop from now on."""
         self._stage = stage
         self._send = stage.from_worker(stage.answer)
+
+    def count(self, stats: wire.StageStats) -> None:
+        """Tell why it does not draft, if it does not."""
+        stats.drafts_off = self._why_off
 
     def taps(self, windows: Sequence[QueuedWindow]) -> bool:
         """Whether a window of a batch asks for drafts, which begin with its head state."""
@@ -101,7 +106,7 @@ class TailDrafts(StagePlug):
                 self._stage.slots.trim(each.start.slot, each.start.position)
             self._assistant.draft([each.start for each in wanted], draw)
         except Exception as error:  # noqa: BLE001 - whatever it is, verdicts go on
-            self._give_up(repr(error))
+            self._give_up(error.message if isinstance(error, MeshError) else repr(error))
             return
         self._send(
             wire.VerdictBundle(
@@ -120,7 +125,7 @@ class TailDrafts(StagePlug):
 
     def _give_up(self, reason: str) -> None:
         log.warning("assistant_failed", reason=reason)
-        self._assistant = None
+        self._assistant, self._why_off = None, reason
 
 
 def _probability(logits: NDArray[np.float32], token: int) -> float:

@@ -143,6 +143,18 @@ def foretelling(monkeypatch: pytest.MonkeyPatch, prompt: Sequence[int], text: Se
     monkeypatch.setattr(WindowVerifier, "foretell", foretold)
 
 
+async def why_off(coordinator: Coordinator) -> str:
+    """Why no drafts come, by the status, once the tail has told."""
+    async with asyncio.timeout(10):
+        while True:
+            speculation = coordinator.status().speculation
+            assert speculation is not None
+            assert speculation.tail_drafts is not None
+            if speculation.tail_drafts.off is not None:
+                return speculation.tail_drafts.off
+            await asyncio.sleep(0.01)
+
+
 def agreeing(one: Noting, other: Noting, start: int) -> int:
     """How many drafts behind a position both have taken, which agree as far as both go."""
     common = [place for place in one.taken.keys() & other.taken.keys() if place >= start]
@@ -326,17 +338,26 @@ async def test_an_assistant_that_fails_is_done_without(
     async with coordinating(stages, TailDraftPlug()) as coordinator:
         tokens, last = await collect(coordinator, wanted)
         again, later = await collect(coordinator, wanted)
+        assert await why_off(coordinator) == "the assistant failed"
     assert tokens == again == plain
     assert 0 < last.stats.num_proposed < NUM_TOKENS
     assert later.stats.num_proposed == 0
     assert next(calls) == 6
 
 
-async def test_a_tail_without_an_assistant_sends_none(folder: Path) -> None:
-    async with running_stages(folder / "dense.gguf", (2, 4), OPTIONS, folder / "stages") as stages:
+@pytest.mark.parametrize("is_there", [False, True])
+async def test_a_tail_without_an_assistant_that_drafts_sends_none(folder: Path, *, is_there: bool) -> None:
+    damaged = folder / "damaged.gguf"
+    damaged.write_bytes((folder / "assistant.gguf").read_bytes()[:50_000])
+    async with running_stages(
+        folder / "dense.gguf", (2, 4), OPTIONS, folder / "stages", assistant=damaged if is_there else None
+    ) as stages:
         plain = await plain_text(stages, request())
         async with coordinating(stages, TailDraftPlug()) as coordinator:
             tokens, last = await collect(coordinator, request())
+            off = await why_off(coordinator)
+    assert (damaged.name in off) == is_there
+    assert is_there or off == "the last stage has no assistant"
     assert tokens == plain
     assert last.stats.num_proposed == 0
 

@@ -10,6 +10,7 @@ import pytest
 
 from mesh.coordinator.generation import InFlightWindow, WindowPlan
 from mesh.coordinator.tail_draft_plug import SessionDrafts, TailDraftPlug, TailDraftRing
+from mesh.status import MeshStatus, SpeculationStatus, TailDraftStatus
 from spanmesh_proto import windows_pb2 as wire
 from speculative.proposer import Draft, Proposal
 
@@ -33,8 +34,10 @@ class Session:
 
     def __init__(self, room: int = 100) -> None:
         self.plug = TailDraftPlug()
-        options: Any = SimpleNamespace(options=SimpleNamespace(n_vocab=64))
-        self.ring: TailDraftRing = self.plug.in_ring(options)
+        # What the tail tells of itself.
+        self.told: list[wire.StageStats | None] = [None]
+        self.ring: TailDraftRing
+        self.renew()
         self.reader = Reader()
         generation: Any = SimpleNamespace(room=room)
         speculator: Any = self.reader
@@ -42,6 +45,12 @@ class Session:
         assert drafts is not None
         self.drafts: SessionDrafts = drafts
         self.drafts.attach(7, is_elsewhere=False)
+
+    def renew(self) -> None:
+        """Another ring."""
+        ring = SimpleNamespace(latest_stats=self.told)
+        new: Any = SimpleNamespace(options=SimpleNamespace(n_vocab=64), ring=ring)
+        self.ring = self.plug.in_ring(new)
 
     def asked(self, window_id: int, plan: WindowPlan) -> int:
         message = wire.Window()
@@ -125,9 +134,34 @@ def test_one_that_cannot_be_ends_drafting_in_its_ring() -> None:
     session.come(0, 6)
     assert session.reader.drafts == []
     assert session.asked(1, PLAIN) == 0
-    options: Any = SimpleNamespace(options=SimpleNamespace(n_vocab=64))
-    session.plug.in_ring(options)
+    session.renew()
     assert session.asked(2, PLAIN) == 4
+    session.come(2, 6, 7)
+    status = MeshStatus(speculation=SpeculationStatus())
+    session.plug.describe(status)
+    assert status.speculation is not None
+    assert status.speculation.tail_drafts == TailDraftStatus(drafts=1, tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        (None, None),
+        (wire.StageStats(drafts_off=""), None),
+        (wire.StageStats(drafts_off="no memory"), "no memory"),
+        (wire.StageStats(), "the last stage has no assistant"),
+    ],
+)
+def test_none_is_asked_for_where_the_tail_tells_that_it_does_not_draft(
+    told: wire.StageStats | None, reason: str | None
+) -> None:
+    session = Session()
+    session.told[:] = [told]
+    assert (session.asked(0, PLAIN) == 0) == (reason is not None)
+    status = MeshStatus(speculation=SpeculationStatus())
+    session.plug.describe(status)
+    assert status.speculation is not None
+    assert status.speculation.tail_drafts == TailDraftStatus(off=reason)
 
 
 @pytest.mark.parametrize("confidence", [-0.1, 1.5, float("nan"), float("inf")])
