@@ -169,4 +169,6 @@ class SessionDrafts(SessionPlug):
             return
         if self._awaited == draft.window_id:
             self._awaited = None
-        self._speculator.take_draft(Draft(draft.start, tuple(draft.tokens), tuple(draft.confidences)))
+        self._speculator.take_draft(
+            Draft(draft.start, tuple(draft.tokens), tuple(draft.confidences), draft.token_us / 1000)
+        )

@@ -5,6 +5,7 @@ Nothing waits for it but the tail's next batch. An assistant that fails costs dr
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -101,6 +102,7 @@ class TailDrafts(StagePlug):
             confidences[index].append(_probability(logits, token))
             return token
 
+        begun_ns = time.perf_counter_ns()
         try:
             for each in wanted:
                 self._stage.slots.trim(each.start.slot, each.start.position)
@@ -108,6 +110,8 @@ class TailDrafts(StagePlug):
         except Exception as error:  # noqa: BLE001 - whatever it is, verdicts go on
             self._give_up(error.message if isinstance(error, MeshError) else repr(error))
             return
+        elapsed_us = (time.perf_counter_ns() - begun_ns) // 1000
+        token_us = elapsed_us // max(1, *(len(text) - 1 for text in texts))
         self._send(
             wire.VerdictBundle(
                 drafts=[
@@ -117,6 +121,7 @@ class TailDrafts(StagePlug):
                         start=each.start.position + 1,
                         tokens=text[1:],
                         confidences=own,
+                        token_us=token_us,
                     )
                     for each, text, own in zip(wanted, texts, confidences, strict=True)
                 ]

@@ -17,7 +17,7 @@ from mesh.engine import GenerationRequest
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import StageFailed
 from speculative.controller import ControllerOptions
-from speculative.remote_drafts import RemoteDraftProposer
+from speculative.remote_drafts import RemoteDrafter, RemoteDraftProposer
 from stages.layers import ranges_from_cuts
 from stages.runtime.assistant import Assistant
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
@@ -60,7 +60,7 @@ class Noting(RemoteDraftProposer):
     """Proposer that notes the drafts that it takes, by their first positions."""
 
     def __init__(self) -> None:
-        super().__init__(NUM_DRAFTED)
+        super().__init__(RemoteDrafter(NUM_DRAFTED))
         self.taken: dict[int, tuple[int, ...]] = {}
 
     def take_draft(self, draft: Draft) -> None:
@@ -295,6 +295,7 @@ async def test_drafts_that_are_right_save_windows(
     report = last.stats.report
     assert report is not None
     assert set(report().by_proposer) == {"", "assistant"}
+    assert 0.0 < (report().draft_ms_per_token or 0.0) < 1000.0
 
 
 async def test_a_grammar_binds_drafts_too(

@@ -67,6 +67,7 @@ class Session:
             start=start,
             tokens=tokens,
             confidences=[0.5] * len(tokens),
+            token_us=1500,
         )
         self.ring.received(wire.VerdictBundle(drafts=[draft]))
 
@@ -77,7 +78,7 @@ def test_a_plain_window_asks_unless_a_draft_is_on_its_way() -> None:
     session.judged(0)
     assert session.asked(1, PLAIN) == 0
     session.come(0, 6, 7)
-    assert session.reader.drafts == [Draft(10, (6, 7), (0.5, 0.5))]
+    assert session.reader.drafts == [Draft(10, (6, 7), (0.5, 0.5), 1.5)]
     assert session.asked(2, PROPOSING) == 4
     session.judged(1)
     session.judged(2, PROPOSING)
