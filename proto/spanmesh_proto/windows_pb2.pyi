@@ -239,7 +239,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., repetition_window: _Optional[int] = ..., bias_tokens: _Optional[_Iterable[int]] = ..., biases: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Window(_message.Message):
-    __slots__ = ("session", "epoch", "id", "start", "tokens", "verify_rows", "wants_features", "checkpoints", "recomputed_rows", "num_committed", "features_may_wait", "scored_next", "num_drafts")
+    __slots__ = ("session", "epoch", "id", "start", "tokens", "verify_rows", "wants_features", "checkpoints", "recomputed_rows", "num_committed", "features_may_wait", "scored_next", "num_drafts", "drafts_on_rejection")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
@@ -253,6 +253,7 @@ class Window(_message.Message):
     FEATURES_MAY_WAIT_FIELD_NUMBER: _ClassVar[int]
     SCORED_NEXT_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_ON_REJECTION_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     id: int
@@ -266,7 +267,8 @@ class Window(_message.Message):
     features_may_wait: bool
     scored_next: int
     num_drafts: int
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., verify_rows: _Optional[int] = ..., wants_features: _Optional[bool] = ..., checkpoints: _Optional[_Iterable[int]] = ..., recomputed_rows: _Optional[int] = ..., num_committed: _Optional[int] = ..., features_may_wait: _Optional[bool] = ..., scored_next: _Optional[int] = ..., num_drafts: _Optional[int] = ...) -> None: ...
+    drafts_on_rejection: bool
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., verify_rows: _Optional[int] = ..., wants_features: _Optional[bool] = ..., checkpoints: _Optional[_Iterable[int]] = ..., recomputed_rows: _Optional[int] = ..., num_committed: _Optional[int] = ..., features_may_wait: _Optional[bool] = ..., scored_next: _Optional[int] = ..., num_drafts: _Optional[int] = ..., drafts_on_rejection: _Optional[bool] = ...) -> None: ...
 
 class StageTime(_message.Message):
     __slots__ = ("queue_us", "compute_us", "num_rows", "arrived_us")

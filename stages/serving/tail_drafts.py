@@ -48,6 +48,8 @@ class TailDrafts(StagePlug):
         self._why_off = assistant.message if isinstance(assistant, MeshError) else ""
         self._head_state = runtime.info.n_layers
         self._wanted: list[_Wanted] = []
+        # The latest draft of each slot.
+        self._latest: dict[int, wire.Draft] = {}
         self._stage: StageAccess
         self._send: Callable[[wire.VerdictBundle], None]
 
@@ -81,6 +83,15 @@ class TailDrafts(StagePlug):
             return
         row = len(span.tokens) - span.num_outputs + len(verdict.tokens) - 1
         position = span.start + row + 1
+        latest = self._latest.get(span.slot)
+        is_latest_right = (
+            latest is not None
+            and latest.session == window.session
+            and 0 <= (place := position - latest.start) < len(latest.tokens)
+            and latest.tokens[place] == verdict.tokens[-1]
+        )
+        if message.drafts_on_rejection and is_latest_right:
+            return
         start = DraftStart(span.slot, position, verdict.tokens[-1], states[-1][row], message.num_drafts)
         self._wanted.append(_Wanted(window, start))
 
@@ -112,21 +123,19 @@ class TailDrafts(StagePlug):
             return
         elapsed_us = (time.perf_counter_ns() - begun_ns) // 1000
         token_us = elapsed_us // max(1, *(len(text) - 1 for text in texts))
-        self._send(
-            wire.VerdictBundle(
-                drafts=[
-                    wire.Draft(
-                        session=each.window.session,
-                        window_id=each.window.id,
-                        start=each.start.position + 1,
-                        tokens=text[1:],
-                        confidences=own,
-                        token_us=token_us,
-                    )
-                    for each, text, own in zip(wanted, texts, confidences, strict=True)
-                ]
+        drafts = [
+            wire.Draft(
+                session=each.window.session,
+                window_id=each.window.id,
+                start=each.start.position + 1,
+                tokens=text[1:],
+                confidences=own,
+                token_us=token_us,
             )
-        )
+            for each, text, own in zip(wanted, texts, confidences, strict=True)
+        ]
+        self._latest |= {each.start.slot: draft for each, draft in zip(wanted, drafts, strict=True)}
+        self._send(wire.VerdictBundle(drafts=drafts))
 
     def _give_up(self, reason: str) -> None:
         log.warning("assistant_failed", reason=reason)

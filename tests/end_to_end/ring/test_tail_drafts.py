@@ -32,7 +32,7 @@ from tests.support.ring_harness import collect, plugs_for, running_coordinator, 
 from tests.support.tiny_models import N_VOCAB
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -129,8 +129,13 @@ async def plain_text(stages: list[RunningStage], wanted: GenerationRequest, **op
         return (await collect(coordinator, wanted))[0]
 
 
-def foretelling(monkeypatch: pytest.MonkeyPatch, prompt: Sequence[int], text: Sequence[int]) -> None:
-    """Have the assistant foretell the text, but for each seventh position."""
+def foretelling(
+    monkeypatch: pytest.MonkeyPatch,
+    prompt: Sequence[int],
+    text: Sequence[int],
+    is_right: Callable[[int], bool] = lambda place: place % 7 != 0,
+) -> None:
+    """Have the assistant foretell the text where it is to be right, and what is wrong elsewhere."""
     foretell = WindowVerifier.foretell
 
     def foretold(
@@ -138,7 +143,9 @@ def foretelling(monkeypatch: pytest.MonkeyPatch, prompt: Sequence[int], text: Se
     ) -> int:
         drawn = foretell(verifier, logits, tokens, start)
         place = start + len(tokens) - len(prompt)
-        return text[place] if place % 7 and place < len(text) else drawn
+        if place >= len(text):
+            return drawn
+        return text[place] if is_right(place) else (text[place] + 1) % N_VOCAB
 
     monkeypatch.setattr(WindowVerifier, "foretell", foretold)
 
@@ -296,6 +303,25 @@ async def test_drafts_that_are_right_save_windows(
     assert report is not None
     assert set(report().by_proposer) == {"", "assistant"}
     assert 0.0 < (report().draft_ms_per_token or 0.0) < 1000.0
+
+
+async def test_no_verdict_is_without_a_draft_where_that_on_its_way_is_wrong(
+    stages: list[RunningStage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = request()
+    plain = await plain_text(stages, wanted)
+    found: dict[bool, Noting] = {}
+    for stop in (0, len(plain)):
+        opened: list[Noting] = []
+        with monkeypatch.context() as patch:
+            foretelling(patch, wanted.prompt, plain, range(stop).__contains__)
+            async with coordinating(stages, TailDraftPlug(), opened=opened) as coordinator:
+                assert (await collect(coordinator, wanted))[0] == plain
+        (found[stop > 0],) = opened
+    # The last verdict ends the answer.
+    assert len(found[False].taken) >= NUM_TOKENS - 2
+    # A window that left while the tail drafted what is right asks for nothing.
+    assert len(found[True].taken) <= NUM_TOKENS // NUM_DRAFTED
 
 
 async def test_a_grammar_binds_drafts_too(

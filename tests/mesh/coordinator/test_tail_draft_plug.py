@@ -39,6 +39,8 @@ class Session:
         self.ring: TailDraftRing
         self.renew()
         self.reader = Reader()
+        # Whether the last window asked for a draft in case only.
+        self.is_conditional = False
         generation: Any = SimpleNamespace(room=room)
         speculator: Any = self.reader
         drafts = self.plug.in_session(generation, speculator)
@@ -55,10 +57,11 @@ class Session:
     def asked(self, window_id: int, plan: WindowPlan) -> int:
         message = wire.Window()
         self.drafts.sending(window_id, plan, message)
+        self.is_conditional = message.drafts_on_rejection
         return message.num_drafts
 
-    def judged(self, window_id: int, plan: WindowPlan = PLAIN) -> None:
-        self.drafts.judged(InFlightWindow(window_id, plan, 0.0, 0), wire.Verdict())
+    def judged(self, window_id: int, plan: WindowPlan = PLAIN, *tokens: int) -> None:
+        self.drafts.judged(InFlightWindow(window_id, plan, 0.0, 0), wire.Verdict(tokens=tokens))
 
     def come(self, window_id: int, *tokens: int, session: int = 7, start: int = 10) -> None:
         draft = wire.Draft(
@@ -72,20 +75,39 @@ class Session:
         self.ring.received(wire.VerdictBundle(drafts=[draft]))
 
 
-def test_a_plain_window_asks_unless_a_draft_is_on_its_way() -> None:
+def test_a_plain_window_asks_only_in_case_that_a_draft_on_its_way_is_wrong() -> None:
     session = Session()
     assert session.asked(0, PLAIN) == 4
+    assert not session.is_conditional
     session.judged(0)
-    assert session.asked(1, PLAIN) == 0
+    # It stands at the position of the newest token, and foretells the next one.
+    assert session.asked(1, PLAIN) == 4
+    assert session.is_conditional
     session.come(0, 6, 7)
     assert session.reader.drafts == [Draft(10, (6, 7), (0.5, 0.5), 1.5)]
     assert session.asked(2, PROPOSING) == 4
-    session.judged(1)
-    session.judged(2, PROPOSING)
-    assert session.asked(3, PLAIN) == 0
-    # A draft that never comes costs one window.
-    session.judged(3)
+    assert not session.is_conditional
+    # The draft was right: no other is on its way.
+    session.judged(1, PLAIN, 6)
+    assert session.asked(3, PLAIN) == 4
+    assert not session.is_conditional
+    session.judged(2, PROPOSING, 7, 8)
     assert session.asked(4, PLAIN) == 4
+    assert session.is_conditional
+
+
+@pytest.mark.parametrize(("token", "start"), [(5, 10), (6, 11), (6, 8)])
+def test_one_that_was_wrong_is_followed_by_another(token: int, start: int) -> None:
+    session = Session()
+    session.asked(0, PLAIN)
+    session.judged(0)
+    session.asked(1, PLAIN)
+    session.come(0, 6, 7, start=start)
+    session.judged(1, PLAIN, token)
+    assert session.asked(2, PLAIN) == 4
+    assert session.is_conditional
+    session.come(1, 8, start=11)
+    assert session.reader.drafts[-1].tokens == (8,)
 
 
 def test_a_window_that_samples_nothing_asks_for_none() -> None:
