@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from stages.runtime.assistant import Assistant
     from stages.runtime.stage_runtime import StageRuntime
+    from stages.sampling.verifier import WindowVerifier
     from stages.serving.plugs import StageAccess
     from stages.serving.scheduler import QueuedWindow
 
@@ -46,6 +47,9 @@ class TailDrafts(StagePlug):
         self._assistant: Assistant | None = assistant
         self._head_state = runtime.info.n_layers
         self._wanted: list[_Wanted] = []
+        # For each slot the epoch of the latest rejection whose rows were dropped, and the verifier of its
+        # session: ids of sessions begin again with each coordinator.
+        self._rejected: dict[int, tuple[WindowVerifier, int]] = {}
         self._stage: StageAccess
         self._send: Callable[[wire.VerdictBundle], None]
 
@@ -53,6 +57,14 @@ class TailDrafts(StagePlug):
         """Send drafts from the event loop from now on."""
         self._stage = stage
         self._send = stage.from_worker(stage.answer)
+
+    def voids(self, window: QueuedWindow) -> bool:
+        """Whether a window was sent before a rejection was known, behind rows that are dropped now.
+
+        It may begin behind the slot's end, and its failure would be the session's.
+        """
+        verifier, epoch = self._rejected.get(window.span.slot, (None, 0))
+        return window.verifier is verifier and window.epoch <= epoch
 
     def taps(self, windows: Sequence[QueuedWindow]) -> bool:
         """Whether a window of a batch asks for drafts, which begin with its head state."""
@@ -98,7 +110,7 @@ class TailDrafts(StagePlug):
 
         try:
             for each in wanted:
-                self._stage.slots.trim(each.start.slot, each.start.position)
+                self._drop_rejected(each)
             self._assistant.draft([each.start for each in wanted], draw)
         except Exception as error:  # noqa: BLE001 - whatever it is, verdicts go on
             self._give_up(repr(error))
@@ -117,6 +129,13 @@ class TailDrafts(StagePlug):
                 ]
             )
         )
+
+    def _drop_rejected(self, wanted: _Wanted) -> None:
+        """Drop the slot's rows from the draft's first position on."""
+        slots, slot, position = self._stage.slots, wanted.start.slot, wanted.start.position
+        if position < slots.memory.length(slot):
+            self._rejected[slot] = wanted.window.verifier, wanted.window.epoch
+            slots.trim(slot, position)
 
     def _give_up(self, reason: str) -> None:
         log.warning("assistant_failed", reason=reason)

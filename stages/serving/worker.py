@@ -181,7 +181,8 @@ class StageWorker(threading.Thread):
             self._change(change)
         started_us = self._clock_us()
         self.under_way = UnderWay(started_us, sum(len(window.span.tokens) for window in work.windows))
-        windows = self._without_invalid(self._without_held(work.windows, started_us))
+        live = [window for window in work.windows if not any(plug.voids(window) for plug in self._plugs)]
+        windows = self._without_invalid(self._without_held(live, started_us))
         if windows:
             self._compute(windows, started_us)
             self._finished_us = self._clock_us()
@@ -215,7 +216,7 @@ class StageWorker(threading.Thread):
                 )
                 self._on_failures([failure])
 
-    def _without_held(self, windows: tuple[QueuedWindow, ...], started_us: int) -> list[QueuedWindow]:
+    def _without_held(self, windows: Sequence[QueuedWindow], started_us: int) -> list[QueuedWindow]:
         """The windows, or parts, to be computed; rows that are held are sent again."""
         left = []
         for whole in windows:
