@@ -66,6 +66,10 @@ class TailDrafts(StagePlug):
         verifier, epoch = self._rejected.get(window.span.slot, (None, 0))
         return window.verifier is verifier and window.epoch <= epoch
 
+    def outlasts(self, window: QueuedWindow) -> bool:
+        """Whether a draft follows: in the event loop the verdict would leave behind it."""
+        return self._assistant is not None and window.message.num_drafts > 0
+
     def taps(self, windows: Sequence[QueuedWindow]) -> bool:
         """Whether a window of a batch asks for drafts, which begin with its head state."""
         self._wanted.clear()

@@ -157,6 +157,8 @@ class StageWorker(threading.Thread):
         # Prompts have lengths of their own, and copies of states and grammars take times that differ widely.
         if window.is_chunk or span.is_costly or window.verifier.has_grammar:
             return False
+        if any(plug.outlasts(window) for plug in self._plugs):
+            return False
         longest_us = self._longest_us.get(len(span.tokens))
         return longest_us is not None and longest_us < _LONGEST_IN_LOOP_US
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mesh.coordinator.tail_draft_plug import TailDraftPlug
 from speculative.controller import ControllerOptions
 from speculative.remote_drafts import RemoteDraftProposer
+from stages.runtime.assistant import Assistant
 from tests.end_to_end.ring.test_tail_drafts import (
     CTX_SIZE,
     NUM_DRAFTED,
     SAMPLINGS,
+    coordinating,
     folder,
     plain_text,
     request,
@@ -57,3 +60,21 @@ async def test_windows_behind_a_rejection_fail_nobody(
     assert tokens == plain
     assert last.stats.num_accepted > len(plain) // 2
     assert last.stats.num_replays == 0
+
+
+async def test_verdicts_do_not_wait_for_drafts(
+    stages: list[RunningStage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop sends them: it computes short windows itself, but none that a draft follows."""
+    draft = Assistant.draft
+    threads: list[int] = []
+
+    def noted(*arguments: Any) -> list[tuple[int, ...]]:
+        threads.append(threading.get_ident())
+        return draft(*arguments)
+
+    monkeypatch.setattr(Assistant, "draft", noted)
+    async with coordinating(stages, TailDraftPlug()) as coordinator:
+        await collect(coordinator, request())
+    assert len(threads) > 5
+    assert threading.get_ident() not in threads
