@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from stages.runtime.assistant import Assistant
     from stages.runtime.stage_runtime import StageRuntime
+    from stages.sampling.verifier import WindowVerifier
     from stages.serving.plugs import StageAccess
     from stages.serving.scheduler import QueuedWindow
 
@@ -48,8 +49,10 @@ class TailDrafts(StagePlug):
         self._why_off = assistant.message if isinstance(assistant, MeshError) else ""
         self._head_state = runtime.info.n_layers
         self._wanted: list[_Wanted] = []
-        # The latest draft of each slot.
-        self._latest: dict[int, wire.Draft] = {}
+        # For each slot its latest draft, and the epoch of the latest rejection whose rows were dropped, with
+        # the verifier of the session: ids of sessions begin again with each coordinator.
+        self._latest: dict[int, tuple[WindowVerifier, wire.Draft]] = {}
+        self._rejected: dict[int, tuple[WindowVerifier, int]] = {}
         self._stage: StageAccess
         self._send: Callable[[wire.VerdictBundle], None]
 
@@ -61,6 +64,18 @@ class TailDrafts(StagePlug):
     def count(self, stats: wire.StageStats) -> None:
         """Tell why it does not draft, if it does not."""
         stats.drafts_off = self._why_off
+
+    def voids(self, window: QueuedWindow) -> bool:
+        """Whether a window was sent before a rejection was known, behind rows that are dropped now.
+
+        It may begin behind the slot's end, and its failure would be the session's.
+        """
+        verifier, epoch = self._rejected.get(window.span.slot, (None, 0))
+        return window.verifier is verifier and window.epoch <= epoch
+
+    def outlasts(self, window: QueuedWindow) -> bool:
+        """Whether a draft follows: in the event loop the verdict would leave behind it."""
+        return self._assistant is not None and window.message.num_drafts > 0
 
     def taps(self, windows: Sequence[QueuedWindow]) -> bool:
         """Whether a window of a batch asks for drafts, which begin with its head state."""
@@ -83,14 +98,7 @@ class TailDrafts(StagePlug):
             return
         row = len(span.tokens) - span.num_outputs + len(verdict.tokens) - 1
         position = span.start + row + 1
-        latest = self._latest.get(span.slot)
-        is_latest_right = (
-            latest is not None
-            and latest.session == window.session
-            and 0 <= (place := position - latest.start) < len(latest.tokens)
-            and latest.tokens[place] == verdict.tokens[-1]
-        )
-        if message.drafts_on_rejection and is_latest_right:
+        if message.drafts_on_rejection and self._has_foretold(window, position, verdict.tokens[-1]):
             return
         start = DraftStart(span.slot, position, verdict.tokens[-1], states[-1][row], message.num_drafts)
         self._wanted.append(_Wanted(window, start))
@@ -116,7 +124,7 @@ class TailDrafts(StagePlug):
         begun_ns = time.perf_counter_ns()
         try:
             for each in wanted:
-                self._stage.slots.trim(each.start.slot, each.start.position)
+                self._drop_rejected(each)
             self._assistant.draft([each.start for each in wanted], draw)
         except Exception as error:  # noqa: BLE001 - whatever it is, verdicts go on
             self._give_up(error.message if isinstance(error, MeshError) else repr(error))
@@ -134,8 +142,22 @@ class TailDrafts(StagePlug):
             )
             for each, text, own in zip(wanted, texts, confidences, strict=True)
         ]
-        self._latest |= {each.start.slot: draft for each, draft in zip(wanted, drafts, strict=True)}
+        for each, draft in zip(wanted, drafts, strict=True):
+            self._latest[each.start.slot] = each.window.verifier, draft
         self._send(wire.VerdictBundle(drafts=drafts))
+
+    def _has_foretold(self, window: QueuedWindow, position: int, token: int) -> bool:
+        """Whether the latest draft of a window's session has a token at a position."""
+        verifier, draft = self._latest.get(window.span.slot, (None, wire.Draft()))
+        place = position - draft.start
+        return verifier is window.verifier and 0 <= place < len(draft.tokens) and draft.tokens[place] == token
+
+    def _drop_rejected(self, wanted: _Wanted) -> None:
+        """Drop the slot's rows from the draft's first position on."""
+        slots, slot, position = self._stage.slots, wanted.start.slot, wanted.start.position
+        if position < slots.memory.length(slot):
+            self._rejected[slot] = wanted.window.verifier, wanted.window.epoch
+            slots.trim(slot, position)
 
     def _give_up(self, reason: str) -> None:
         log.warning("assistant_failed", reason=reason)
