@@ -295,8 +295,8 @@ class HistoryProposer:
 class RatedAnswer:
     """A recorded answer as a drafter of given acceptance would draft it: wrong tokens are mixed in.
 
-    Which tokens are wrong follows from the seed and the rates, so that a token that is right at some distance
-    is right at every one with a higher rate.
+    Which tokens are wrong follows from the answer, the seed and the rates, so that a token that is right at
+    some distance is right at every one with a higher rate.
 
     Args:
         answer: Token ids of the recorded answer; empty if there is none.
@@ -338,8 +338,8 @@ class RatedAnswer:
         return self.drafted(start, 0, count)
 
     def _chance(self, position: int) -> float:
-        """A number in [0, 1) that the seed and the position decide."""
-        text = f"{self._seed} {position}".encode()
+        """A number in [0, 1) that the seed and the answer's token at the position decide."""
+        text = f"{self._seed} {position} {self._answer[position]}".encode()
         return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") / 2**64
 
     def _wrong(self, position: int) -> int:

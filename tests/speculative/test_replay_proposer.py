@@ -112,6 +112,19 @@ def test_a_draft_follows_the_text_as_long_as_it_is_the_recorded_one() -> None:
     assert rated.behind(prompt[:2], 3) == ((), ())
 
 
+def test_no_two_answers_have_the_same_luck() -> None:
+    rates = (0.5,) * len(RECORD)
+    wrong = [
+        [
+            token != right
+            for token, right in zip(RatedAnswer(answer, rates).drafted(0, 0, 60)[0], answer, strict=True)
+        ]
+        for answer in (RECORD, RECORD[::-1])
+    ]
+    assert wrong[0] != wrong[1]
+    assert all(15 < sum(each) < 45 for each in wrong)
+
+
 def test_a_token_that_is_right_far_behind_a_text_is_right_close_to_it() -> None:
     rated = RatedAnswer(RECORD, (0.9, 0.6, 0.3), num_before=0)
     for start in range(len(RECORD) - 3):
