@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from mesh.engine import GenerationRequest, SpeculationMode
     from mesh.options.host import HeadOptions
     from mesh.serve.preflight import Preflight
-    from speculative.draft.worker import LoadedDrafter, Replace
-    from speculative.proposer import Proposer
+    from speculative.draft.worker import LoadedDrafter
+    from speculative.proposer import Proposer, Replace
 
 log = structlog.get_logger()
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from speculative.draft.context import Context, DraftFile, DraftOptions, DraftOutput, DraftSpan
     from speculative.draft.session import DraftSequence
-    from speculative.proposer import Proposal
+    from speculative.proposer import Proposal, Replace
 
 _FEW_ROWS: Final = 4
 _MAX_ROWS_BESIDE_DRAFTS: Final = 8
@@ -50,9 +50,6 @@ _NEWEST_WEIGHT: Final = 0.1
 _NUM_COMPARED_ROWS: Final = 8
 # Returns the token for an absolute position, given the logits and all tokens before it.
 Choose: TypeAlias = "Callable[[NDArray[np.float32], int, Sequence[int]], int]"
-# Returns token ids and their probabilities in place of those that were drafted behind a text, given that text
-# and how many they are.
-Replace: TypeAlias = "Callable[[Sequence[int], int], tuple[Sequence[int], Sequence[float]]]"
 # Next token, and the output state of the row that it was drafted from.
 _Drafted: TypeAlias = "tuple[Sequence[DraftedToken], NDArray[np.float32] | None]"
 

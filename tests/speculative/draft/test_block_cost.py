@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from speculative.draft.block_sequence import BlockSpan
-    from speculative.draft.worker import DraftProposer, Replace
-    from speculative.proposer import Proposal
+    from speculative.draft.worker import DraftProposer
+    from speculative.proposer import Proposal, Replace
 
 PASS_MS, ROW_MS = 10.0, 2.0
 NUM_TOKENS = 8
