@@ -196,6 +196,9 @@ def test_the_table_shows_what_a_block_costs() -> None:
                         "drafts": 2,
                         "drafted_per_position": [2, 2, 2, 2],
                         "accepted_per_position": [2, 1, 0, 0],
+                        "drafted_per_depth": [4, 4, 2],
+                        "reached_per_depth": [4, 3, 1],
+                        "accepted_per_depth": [3, 1, 1],
                     }
                 },
                 "draft_tokens_per_pass": 4.0,
@@ -214,4 +217,4 @@ def test_the_table_shows_what_a_block_costs() -> None:
     ]
     table = blocks_table(rows_of(samples)).splitlines()
     assert len(table) == 3
-    assert "| 4.00 | 10.00 | 2.50 | 2.00 | 1.50 | 2.00 |" in table[2]
+    assert "| 4.00 | 10.00 | 2.50 | 2.50 | 2.00 | 2.00 |" in table[2]
