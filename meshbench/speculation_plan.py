@@ -285,7 +285,8 @@ def drafter_plan(
         plan = features_plan(workloads, serve, rates or _GOOD_RATES)
         return narrowed(plan, delays_ms=delays_ms, workloads=names)
     usual = [name for name in (*CHAT, *CODING) if name in workloads]
-    chosen = choose(dict(workloads), names or usual or tuple(workloads))
+    categories = [workload.name for workload in workloads.values() if workload.source == SPEC_BENCH]
+    chosen = choose(dict(workloads), names or usual or categories)
     return narrowed(paired_plan(chosen, serve, rates or published), delays_ms=delays_ms, workloads=())
 
 

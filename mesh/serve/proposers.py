@@ -71,7 +71,7 @@ class Proposers:
         replace: Replace | None = None
         if mode == "replay" and self._replay_path is not None:
             answer = latest_answer(self._replay_path)
-            if self._replay_rates and self._draft is not None and self._draft.most_drafted > 1:
+            if self._replay_rates and self._draft is not None and self._draft.drafts_blocks:
                 replace = RatedAnswer(answer, self._replay_rates, num_before=len(request.prompt)).behind
             else:
                 proposers.append(ReplayProposer(answer, self._replay_rates))

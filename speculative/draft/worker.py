@@ -437,9 +437,9 @@ class LoadedDrafter:
         return self._thread.ms_per_token
 
     @property
-    def most_drafted(self) -> int:
-        """Most tokens that it drafts in one pass."""
-        return self._context.most_drafted
+    def drafts_blocks(self) -> bool:
+        """Whether it is of a kind that drafts several tokens in one pass."""
+        return KINDS[self._kind].most_drafted > 1
 
     @property
     def is_alive(self) -> bool:

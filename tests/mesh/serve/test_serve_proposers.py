@@ -52,6 +52,11 @@ def test_a_draft_model_is_told_whose_text_it_reads(tmp_path: Path) -> None:
             assert isinstance(proposer, DraftProposer)
             assert proposer._session.client == client
             proposer.close()
+        answers = tmp_path / "answers.jsonl"
+        answers.write_text('{"tokens": [7, 8, 9]}')
+        replayed = replace(ASKED, speculation=SpeculationLimits("replay"))
+        factory = Proposers("auto", draft=draft, replay_path=answers, replay_rates=(0.5,))
+        assert [proposer.name for proposer in factory(replayed)] == ["replay"]
         # It knows no rows but those of tokens.
         assert Proposers("draft", draft=draft)(replace(ASKED, prompt=(1, FIRST_ROW_ID, 3))) == []
 
@@ -73,7 +78,7 @@ def test_an_answer_is_proposed_again_to_the_same_key_alone() -> None:
     [
         (4, (0.5, 0.25), "replay", "dspark"),
         (4, (), "replay", "replay"),
-        (1, (0.5, 0.25), "replay", "replay"),
+        (1, (0.5,), "replay", "dspark"),
         (4, (0.5, 0.25), "draft", "dspark"),
     ],
 )
@@ -94,5 +99,5 @@ def test_a_drafter_of_blocks_computes_what_is_replayed(
             instead = proposer._session.replace
             assert (instead is not None) == (mode == "replay")
             if instead is not None:
-                assert instead([1, 2, 3, 7], 4)[1] == (0.5, 0.25)
+                assert instead([1, 2, 3, 7], 4)[1] == rates
         proposer.close()
