@@ -56,7 +56,7 @@ def try_assistant(path: Path, target: Path) -> float:
     """
     limit_s = _PATIENCE_S + path.stat().st_size / _SLOWEST_BYTES_PER_S
     try:
-        ms_per_token: float = call(_draft, path, target, silence_s=limit_s)
+        ms_per_token: float = call(draft_beside_blank, path, target, silence_s=limit_s)
     except ProcessEnded as ended:
         failure = f"aborts when it drafts with {path.name} (exit code {ended.exit_code})"
     except ProcessSilent:
@@ -104,7 +104,20 @@ def check_any_drafter(path: Path, target: Path, options: DraftOptions) -> Checke
     )
 
 
-def _draft(path: Path, target: Path, _send: Callable[..., None]) -> float:
+def draft_beside_blank(path: Path, target: Path, _send: Callable[..., None]) -> float:
+    """The trial itself, in this process.
+
+    Args:
+        path: As for `try_assistant`.
+        target: Likewise.
+        _send: Of no use here, see `stages.isolated.call`.
+
+    Returns:
+        Time of a drafted token, in ms.
+
+    Raises:
+        MeshError: If it cannot draft.
+    """
     set_up_logs()
     model = read_source(target)
     n_layers = model.n_layers

@@ -179,7 +179,11 @@ class WindowVerifier:
             InvalidRequest: If the session's grammar allows no token.
         """
         self._write(start, tokens)
-        return self._drawn(logits, start + len(tokens))
+        try:
+            return self._drawn(logits, start + len(tokens), is_foretold=True)
+        finally:
+            if self._grammar is not None:
+                self._grammar.note_foretold()
 
     def _write(self, start: int, tokens: Sequence[int]) -> None:
         if self._record is not None:
@@ -193,9 +197,11 @@ class WindowVerifier:
             self._grammar.note_drawn(position, token)
         return token
 
-    def _drawn(self, logits: NDArray[np.float32], position: int) -> int:
+    def _drawn(self, logits: NDArray[np.float32], position: int, *, is_foretold: bool = False) -> int:
         before = () if self._record is None else self._record.before(position)
-        constraint = None if self._grammar is None else self._grammar.constraint(position)
+        constraint = None
+        if self._grammar is not None:
+            constraint = self._grammar.constraint(position, is_foretold=is_foretold)
         return self._sampler.sample(logits, position, before, constraint)
 
 

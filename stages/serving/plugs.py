@@ -132,6 +132,16 @@ class StagePlug:
         del bundle
         return {}
 
+    def voids(self, window: QueuedWindow) -> bool:
+        """Whether a window is void, so that it is neither computed nor answered."""
+        del window
+        return False
+
+    def outlasts(self, window: QueuedWindow) -> bool:
+        """Whether it goes on computing once a window has left, which the event loop would wait for."""
+        del window
+        return False
+
     def taps(self, windows: Sequence[QueuedWindow]) -> bool:
         """Whether hidden states inside a batch are to be kept while it is computed."""
         del windows

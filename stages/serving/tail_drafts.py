@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from stages.runtime.assistant import Assistant
     from stages.runtime.stage_runtime import StageRuntime
+    from stages.sampling.verifier import WindowVerifier
     from stages.serving.plugs import StageAccess
     from stages.serving.scheduler import QueuedWindow
 
@@ -50,6 +51,9 @@ class TailDrafts(StagePlug):
         self._wanted: list[_Wanted] = []
         # The latest draft of each slot.
         self._latest: dict[int, wire.Draft] = {}
+        # For each slot the epoch of the latest rejection whose rows were dropped, and the verifier of its
+        # session: ids of sessions begin again with each coordinator.
+        self._rejected: dict[int, tuple[WindowVerifier, int]] = {}
         self._stage: StageAccess
         self._send: Callable[[wire.VerdictBundle], None]
 
@@ -61,6 +65,18 @@ class TailDrafts(StagePlug):
     def count(self, stats: wire.StageStats) -> None:
         """Tell why it does not draft, if it does not."""
         stats.drafts_off = self._why_off
+
+    def voids(self, window: QueuedWindow) -> bool:
+        """Whether a window was sent before a rejection was known, behind rows that are dropped now.
+
+        It may begin behind the slot's end, and its failure would be the session's.
+        """
+        verifier, epoch = self._rejected.get(window.span.slot, (None, 0))
+        return window.verifier is verifier and window.epoch <= epoch
+
+    def outlasts(self, window: QueuedWindow) -> bool:
+        """Whether a draft follows: in the event loop the verdict would leave behind it."""
+        return self._assistant is not None and window.message.num_drafts > 0
 
     def taps(self, windows: Sequence[QueuedWindow]) -> bool:
         """Whether a window of a batch asks for drafts, which begin with its head state."""
@@ -116,7 +132,7 @@ class TailDrafts(StagePlug):
         begun_ns = time.perf_counter_ns()
         try:
             for each in wanted:
-                self._stage.slots.trim(each.start.slot, each.start.position)
+                self._drop_rejected(each)
             self._assistant.draft([each.start for each in wanted], draw)
         except Exception as error:  # noqa: BLE001 - whatever it is, verdicts go on
             self._give_up(error.message if isinstance(error, MeshError) else repr(error))
@@ -136,6 +152,13 @@ class TailDrafts(StagePlug):
         ]
         self._latest |= {each.start.slot: draft for each, draft in zip(wanted, drafts, strict=True)}
         self._send(wire.VerdictBundle(drafts=drafts))
+
+    def _drop_rejected(self, wanted: _Wanted) -> None:
+        """Drop the slot's rows from the draft's first position on."""
+        slots, slot, position = self._stage.slots, wanted.start.slot, wanted.start.position
+        if position < slots.memory.length(slot):
+            self._rejected[slot] = wanted.window.verifier, wanted.window.epoch
+            slots.trim(slot, position)
 
     def _give_up(self, reason: str) -> None:
         log.warning("assistant_failed", reason=reason)
