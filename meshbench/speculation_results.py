@@ -54,6 +54,17 @@ class DraftCounts:
     """Tokens by distance from the drafter's last feature, of drafters that read features."""
     features: FeatureCounts | None = None
     """Features that the drafter wanted and got; None without such a drafter."""
+    draft_tokens_per_pass: float | None = None
+    """Tokens that the drafter drafts at once, in the mean; None without one."""
+    draft_ms_per_token: float | None = None
+    """Time of a drafted token; None likewise."""
+
+    @property
+    def block_ms(self) -> float | None:
+        """Time of a block; None where tokens are drafted one by one."""
+        if self.draft_ms_per_token is None or (self.draft_tokens_per_pass or 1.0) <= 1.0:
+            return None
+        return self.draft_ms_per_token * (self.draft_tokens_per_pass or 1.0)
 
     @classmethod
     def from_timings(cls, timings: Mapping[str, Any]) -> DraftCounts:
@@ -78,6 +89,8 @@ class DraftCounts:
             features=None
             if (found := ours.get("features")) is None
             else FeatureCounts(found["wanted"], found["received"], found["bytes"]),
+            draft_tokens_per_pass=ours.get("draft_tokens_per_pass"),
+            draft_ms_per_token=ours.get("draft_ms_per_token"),
         )
 
 
@@ -370,6 +383,10 @@ class Row:
     """Tokens by distance from the drafter's last feature, of drafters that read features."""
     features: FeatureCounts | None
     """Features that the drafter wanted and got; None without such a drafter."""
+    block_tokens: float | None
+    """Mean length of blocks; None without a drafter of blocks."""
+    block_ms: float | None
+    """Mean time of a block; None likewise."""
 
 
 def add_up(rows: Any) -> tuple[int, ...]:
@@ -488,6 +505,8 @@ def _row(place: Place, samples: Sequence[Sample], pairs: Sequence[Pair]) -> Row:
     drafted = add_up(count.drafted_per_position for count in counts)
     accepted = add_up(count.accepted_per_position for count in counts)
     features = [count.features for count in counts if count.features is not None]
+    blocks_ms = [count.block_ms for count in counts if count.block_ms is not None]
+    blocks = [count.draft_tokens_per_pass or 1.0 for count in counts if count.block_ms is not None]
     num_tokens = sum(sample.num_tokens for sample in samples)
     return Row(
         place=place,
@@ -511,4 +530,6 @@ def _row(place: Place, samples: Sequence[Sample], pairs: Sequence[Pair]) -> Row:
         drafts_per_position=drafted,
         by_depth=reduce(DepthStatistics.merge, (count.by_depth for count in counts)),
         features=reduce(FeatureCounts.merge, features) if features else None,
+        block_tokens=fmean(blocks) if blocks else None,
+        block_ms=fmean(blocks_ms) if blocks_ms else None,
     )
