@@ -43,22 +43,35 @@ class BlockCase:
     """A tiny model or family."""
     cuts: tuple[int, ...] = (2, 4)
     """First layers of the stages behind the first one."""
+    kv_type: str = "f16"
+    """Format of the KV caches, the stages' and the drafter's."""
 
     def write(self, folder: Path) -> tuple[Path, Path]:
         """Write target and drafter; returns their files."""
-        target = folder / f"{self.target}.gguf"
+        # Formats of few bits pack 32 values of a head.
+        head_size = 16 if self.kv_type == "f16" else 32
+        target = folder / f"{self.target}-{head_size}.gguf"
         if not target.exists():
             if self.target in TINY_FAMILIES:
                 TINY_FAMILIES[self.target].write(target)
             else:
-                TinyModel(self.target, seed=3).write(target)
-        return target, self.drafter.write(target, folder / "drafter.gguf")
+                TinyModel(self.target, seed=3, head_size=head_size).write(target)
+        drafter = replace(self.drafter, head_size=head_size)
+        return target, drafter.write(target, folder / "drafter.gguf")
 
     def ours(self, folder: Path) -> list[list[Round]]:
         """Rounds of all texts, which draft together."""
         target, path = self.write(folder)
         drafter = read_drafter(path, read_model_facts(target))
-        model = CutModel(target, self.cuts, folder, drafter.layers, num_slots=len(TEXTS), ctx_size=_CTX_SIZE)
+        model = CutModel(
+            target,
+            self.cuts,
+            folder,
+            drafter.layers,
+            num_slots=len(TEXTS),
+            ctx_size=_CTX_SIZE,
+            kv_type=self.kv_type,
+        )
         try:
             return scripted_rounds(
                 drafter,
@@ -68,6 +81,7 @@ class BlockCase:
                 self.script,
                 n_vocab=N_VOCAB,
                 ctx_size=_CTX_SIZE,
+                kv_type=self.kv_type,
             )
         finally:
             model.close()
@@ -82,6 +96,7 @@ class BlockCase:
             self.script.num_rounds,
             verdicts=self.script.verdicts,
             p_min=self.script.p_min,
+            kv_type=self.kv_type,
         )
 
 
@@ -108,6 +123,12 @@ CASES: Final = {
     "dflash2": BlockCase(_DFLASH2),
     "dflash2, sure tokens": BlockCase(_DFLASH2, Script(7, 40, p_min=0.3)),
     "dflash2, head of the target": BlockCase(replace(_DFLASH2, is_complete=False)),
+    "dflash, KV caches q8_0": BlockCase(kv_type="q8_0"),
+    "dspark, KV caches q8_0": BlockCase(_DSPARK, kv_type="q8_0"),
+    "dflash2, KV caches q8_0": BlockCase(_DFLASH2, kv_type="q8_0"),
+    "dflash, KV caches q4_0": BlockCase(kv_type="q4_0"),
+    "dspark, KV caches q4_0": BlockCase(_DSPARK, kv_type="q4_0"),
+    "dflash2, KV caches q4_0": BlockCase(_DFLASH2, kv_type="q4_0"),
 } | {
     f"{name}, {drafter.kind.value}": BlockCase(drafter, Script(7, 30, verdicts), name, (2,))
     for name, verdicts in (
