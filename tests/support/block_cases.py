@@ -11,7 +11,7 @@ import os
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -20,14 +20,20 @@ from speculative.proposer import DrafterKind
 from stages.slicing.model_facts import read_model_facts
 from tests.support.block_drafters import BlockDrafter
 from tests.support.draft_oracle import DraftOracle, Round, build_draft_oracle
+from tests.support.predictable_models import make_terse
 from tests.support.scripted_rounds import CutModel, Script, scripted_rounds
-from tests.support.tiny_families import TINY_FAMILIES
+from tests.support.tiny_families import TINY_FAMILIES, WIDE_FAMILIES
 from tests.support.tiny_models import N_VOCAB, TinyModel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 RECORD: Final = Path(__file__).parents[1] / "data" / "block_rounds.json"
 _CTX_SIZE: Final = 512
 _NUM_RECORDED: Final = 8
+_FEW_TOKENS: Final = (40, 90, 140, 190)
 _DRAW: Final = np.random.default_rng(1)
+PROMPT: Final = tuple(range(24, 37))
 TEXTS: Final = tuple(tuple(int(token) for token in _DRAW.integers(3, 300, length)) for length in (60, 17, 33))
 
 
@@ -45,17 +51,23 @@ class BlockCase:
     """First layers of the stages behind the first one."""
     kv_type: str = "f16"
     """Format of the KV caches, the stages' and the drafter's."""
+    is_terse: bool = False
+    """Whether a few tokens are all that the target says, and the drafter, which has the same head."""
 
     def write(self, folder: Path) -> tuple[Path, Path]:
         """Write target and drafter; returns their files."""
         # Formats of few bits pack 32 values of a head.
         head_size = 16 if self.kv_type == "f16" else 32
-        target = folder / f"{self.target}-{head_size}.gguf"
+        families = TINY_FAMILIES if self.kv_type == "f16" else WIDE_FAMILIES
+        target = folder / f"{self.target}-{head_size}{'-terse' * self.is_terse}.gguf"
         if not target.exists():
-            if self.target in TINY_FAMILIES:
-                TINY_FAMILIES[self.target].write(target)
+            if self.target in families:
+                family = families[self.target]
+                replace(family, has_head=family.has_head or self.is_terse).write(target)
             else:
                 TinyModel(self.target, seed=3, head_size=head_size).write(target)
+            if self.is_terse:
+                make_terse(target, _FEW_TOKENS)
         drafter = replace(self.drafter, head_size=head_size)
         return target, drafter.write(target, folder / "drafter.gguf")
 
@@ -88,14 +100,26 @@ class BlockCase:
 
     def theirs(self, folder: Path, program: Path) -> list[list[Round]]:
         """llama.cpp's rounds of each text alone."""
+        return self._rounds(folder, program, TEXTS, self.script)
+
+    def answer(self, folder: Path, program: Path) -> list[Round]:
+        """llama.cpp's rounds of the model's own answer to `PROMPT`; none drafts the answer's first token."""
+        [[first, second]] = self._rounds(folder, program, [PROMPT], replace(self.script, num_rounds=2))
+        token = first.drafted[0] if first.num_accepted else second.last
+        [rounds] = self._rounds(folder, program, [(*PROMPT, token)], self.script)
+        return rounds
+
+    def _rounds(
+        self, folder: Path, program: Path, texts: Sequence[Sequence[int]], script: Script
+    ) -> list[list[Round]]:
         target, path = self.write(folder)
         kind = "dspark" if self.drafter.kind is DrafterKind.DSPARK else "dflash"
         return DraftOracle(program, target, path, kind).rounds(
-            TEXTS,
-            self.script.num_drafted,
-            self.script.num_rounds,
-            verdicts=self.script.verdicts,
-            p_min=self.script.p_min,
+            texts,
+            script.num_drafted,
+            script.num_rounds,
+            verdicts=script.verdicts,
+            p_min=script.p_min,
             kv_type=self.kv_type,
         )
 
@@ -139,6 +163,17 @@ CASES: Final = {
     )
     for drafter in (_DFLASH, _DSPARK, _DFLASH2)
 }
+# Over a ring, whose verdicts are the model's own: of three kinds of models.
+RING_CASES: Final = {
+    f"ring, {target}, {drafter.kind.value}": BlockCase(
+        replace(drafter, mixing=40.0), Script(7, 24, "greedy"), target, cuts, kv_type, is_terse=True
+    )
+    for target, drafter, cuts, kv_type in (
+        ("gpt-oss", _DFLASH, (1, 3), "q8_0"),
+        ("qwen3next", _DSPARK, (2, 4), "f16"),
+        ("qwen3", _DFLASH2, (2, 4), "q4_0"),
+    )
+}
 
 
 def recorded() -> dict[str, list[list[str]]]:
@@ -149,9 +184,14 @@ def recorded() -> dict[str, list[list[str]]]:
 
 def first_lines(rounds: list[Round]) -> list[str]:
     """The first rounds of a text, as the record has them."""
+    return lines(rounds[:_NUM_RECORDED])
+
+
+def lines(rounds: Sequence[Round]) -> list[str]:
+    """Rounds as the record has them."""
     return [
         f"{each.position} {each.last} | {' '.join(map(str, each.drafted))} | {each.num_accepted}"
-        for each in rounds[:_NUM_RECORDED]
+        for each in rounds
     ]
 
 
@@ -163,6 +203,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, case in CASES.items():
             found[name] = [first_lines(rounds) for rounds in case.theirs(Path(folder), program)]
+        for name, case in RING_CASES.items():
+            found[name] = [lines(case.answer(Path(folder), program))]
     RECORD.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -184,10 +184,20 @@ class SteppedSetting(Setting):
     """A target with drafter, in step, and llama.cpp's own drafts of the two."""
 
     def __init__(
-        self, target: Path, drafter: Drafter, cache: Path, program: Path, cuts: tuple[int, ...] = CUTS
+        self,
+        target: Path,
+        drafter: Drafter,
+        cache: Path,
+        program: Path,
+        cuts: tuple[int, ...] = CUTS,
+        *,
+        width: int = WIDTH,
+        kv_type: str = "f16",
     ) -> None:
-        super().__init__(target, drafter, cache)
+        super().__init__(target, drafter, cache, kv_type=kv_type)
         self._cuts = cuts
+        self._kv_type = kv_type
+        self.width = width
         # The reference reads features as they are.
         self.needs = replace(self.needs, hidden_type=HiddenType.F32)
         has_own_file = drafter.path != target
@@ -235,7 +245,7 @@ class SteppedSetting(Setting):
         """Rounds of a request so far in each ring, once: those with room for all that is drafted."""
         stop = len(request.prompt) + request.max_tokens
         return [
-            [each for each in rounds if each.position + 1 + WIDTH < stop]
+            [each for each in rounds if each.position + 1 + self.width < stop]
             for rounds in self.in_step.take_rounds(request)
         ]
 
@@ -251,7 +261,7 @@ class SteppedSetting(Setting):
         """llama.cpp's rounds behind each text. Our drafts end before an end token."""
         return [
             [self._until_end(each) for each in rounds]
-            for rounds in self.oracle.rounds(texts, WIDTH, num_rounds)
+            for rounds in self.oracle.rounds(texts, self.width, num_rounds, kv_type=self._kv_type)
         ]
 
     def _until_end(self, round: Round) -> Round:

@@ -76,12 +76,12 @@ SAMPLINGS = {"greedy": SamplingParams(), "drawn": SamplingParams(0.8, seed=5)}
 class Setting:
     """A target, its drafter, and the drafter's proposers."""
 
-    def __init__(self, target: Path, drafter: Drafter, cache: Path) -> None:
+    def __init__(self, target: Path, drafter: Drafter, cache: Path, *, kv_type: str = "f16") -> None:
         self.target = target
         self.tokenizer = Tokenizer(target)
         n_layers = read_model_facts(target).n_layers
         self.needs = FeatureNeeds(drafter.layers, n_layers, drafter.n_embd)
-        options = DraftOptions(ctx_size=CTX_SIZE, num_sessions=4)
+        options = DraftOptions(ctx_size=CTX_SIZE, num_sessions=4, kv_type=kv_type)
         self.model = load_drafter(drafter, self.tokenizer, options, root=cache)
         self.change: Callable[[NDArray[np.float32]], NDArray[np.float32]] = lambda rows: rows
 

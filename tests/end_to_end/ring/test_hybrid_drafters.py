@@ -192,7 +192,7 @@ def check(line: SteppedSetting, answers: Iterable[tuple[Sequence[int], Sequence[
     parts = [(text, part) for text, rounds in answers for part in parts_with_drafts(rounds)]
     num_accepted = [each.num_accepted for _, rounds in parts for each in rounds]
     assert len(num_accepted) >= LEAST_ROUNDS
-    assert sum(num_accepted) < WIDTH * len(num_accepted)
+    assert sum(num_accepted) < line.width * len(num_accepted)
     assert sum(num_accepted) > LEAST_ROUNDS // 4 or line.oracle.drafter is not None
     line.check([text for text, _ in parts], [rounds for _, rounds in parts])
 
