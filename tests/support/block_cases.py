@@ -17,6 +17,7 @@ import numpy as np
 
 from mesh.draft.drafter import loadable_file, read_drafter
 from speculative.proposer import DrafterKind
+from stages.runtime.stage_runtime import RuntimeOptions
 from stages.slicing.model_facts import read_model_facts
 from tests.support.block_drafters import BlockDrafter
 from tests.support.draft_oracle import DraftOracle, Round, build_draft_oracle
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 RECORD: Final = Path(__file__).parents[1] / "data" / "block_rounds.json"
+RING_SLOTS: Final = 4
+RING_CTX_SIZE: Final = 256
+_NUM_CHECKPOINTS: Final = 6
 _CTX_SIZE: Final = 512
 _NUM_RECORDED: Final = 8
 _FEW_TOKENS: Final = (40, 90, 140, 190)
@@ -124,6 +128,54 @@ class BlockCase:
         )
 
 
+@dataclass(frozen=True)
+class RingTarget:
+    """How a tiny model runs in three stages."""
+
+    cuts: tuple[int, int]
+    """First layers of the second and the third stage."""
+    kv_types: tuple[str, ...] = ("f16",)
+    """Formats of KV caches that it can have."""
+    can_trim: bool = True
+    """False for models with recurrent layers."""
+    has_windows: bool = False
+    """Whether layers attend to a sliding window only."""
+
+    def options(self, kv_type: str = "f16") -> RuntimeOptions:
+        """Options of its stages: `RING_SLOTS` sessions of `RING_CTX_SIZE` positions, in exact mode."""
+        return RuntimeOptions(
+            num_slots=RING_SLOTS,
+            ctx_size=RING_CTX_SIZE,
+            exact=True,
+            kv_type=kv_type,
+            num_checkpoints=0 if self.can_trim else _NUM_CHECKPOINTS,
+        )
+
+
+_ALL_TYPES: Final = ("f16", "q8_0", "q4_0")
+RING_TARGETS: Final = {
+    "qwen3": RingTarget((2, 4), _ALL_TYPES),
+    "gemma4": RingTarget((2, 4), has_windows=True),
+    # Experts, with windows and without.
+    "gpt-oss": RingTarget((1, 3), _ALL_TYPES, has_windows=True),
+    "qwen3moe": RingTarget((1, 3)),
+    # Recurrent layers, and experts.
+    "qwen3next": RingTarget((2, 4), _ALL_TYPES, can_trim=False),
+}
+
+
+def ring_case(target: str, kind: DrafterKind, kv_type: str = "f16") -> BlockCase:
+    """A case over a ring, whose verdicts are the model's own, and whose drafts are right at times."""
+    return BlockCase(
+        BlockDrafter(kind, mixing=40.0),
+        Script(7, 24, "greedy"),
+        target,
+        RING_TARGETS[target].cuts,
+        kv_type,
+        is_terse=True,
+    )
+
+
 _DFLASH: Final = BlockDrafter()
 _DSPARK: Final = BlockDrafter(DrafterKind.DSPARK)
 _DFLASH2: Final = BlockDrafter(DrafterKind.DFLASH2)
@@ -163,15 +215,13 @@ CASES: Final = {
     )
     for drafter in (_DFLASH, _DSPARK, _DFLASH2)
 }
-# Over a ring, whose verdicts are the model's own: of three kinds of models.
+# Of three kinds of models.
 RING_CASES: Final = {
-    f"ring, {target}, {drafter.kind.value}": BlockCase(
-        replace(drafter, mixing=40.0), Script(7, 24, "greedy"), target, cuts, kv_type, is_terse=True
-    )
-    for target, drafter, cuts, kv_type in (
-        ("gpt-oss", _DFLASH, (1, 3), "q8_0"),
-        ("qwen3next", _DSPARK, (2, 4), "f16"),
-        ("qwen3", _DFLASH2, (2, 4), "q4_0"),
+    f"ring, {case.target}, {case.drafter.kind.value}": case
+    for case in (
+        ring_case("gpt-oss", DrafterKind.DFLASH, "q8_0"),
+        ring_case("qwen3next", DrafterKind.DSPARK),
+        ring_case("qwen3", DrafterKind.DFLASH2, "q4_0"),
     )
 }
 

@@ -9,80 +9,43 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.coordinator.options import CoordinatorOptions
 from mesh.draft.drafter import read_drafter
 from mesh.engine import GenerationRequest
 from speculative.controller import ControllerOptions
 from speculative.proposer import DrafterKind
-from stages.layers import ranges_from_cuts
-from stages.runtime.numerics import EXACT_MAX_ROWS
-from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.slicing.model_facts import read_model_facts
-from stages.weights.virtual_stages import StageCache
 from tests.end_to_end.ring.test_draft_oracle import SteppedSetting, connected
-from tests.end_to_end.ring.test_feature_drafters import CTX_SIZE
 from tests.end_to_end.ring.test_hybrid_drafters import LONG, PROMPTS, check
-from tests.support.block_cases import PROMPT, RING_CASES, BlockCase, lines, recorded
-from tests.support.block_drafters import BlockDrafter
+from tests.support.block_cases import PROMPT, RING_CASES, RING_TARGETS, lines, recorded, ring_case
 from tests.support.draft_oracle import OracleMissing, build_draft_oracle
-from tests.support.repairable_ring import RepairableRing, serving
-from tests.support.ring_harness import collect, plugs_for, running_coordinator, running_stages
+from tests.support.repairable_ring import NUM_STAGES
+from tests.support.ring_harness import collect, running_coordinator, running_stages
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
     from mesh.coordinator.coordinator import Coordinator
     from speculative.draft.worker import DraftProposer
+    from tests.support.block_cases import BlockCase
     from tests.support.draft_oracle import Round
     from tests.support.ring_harness import RunningStage
 
 pytestmark = pytest.mark.model
 
-NUM_SLOTS = 4
-NUM_CHECKPOINTS = 6
 KINDS = (DrafterKind.DFLASH, DrafterKind.DSPARK, DrafterKind.DFLASH2)
 LEAST_RECORDED = 20
 # The record is llama.cpp's.
 NO_PROGRAM = Path("not built")
-
-
-@dataclass(frozen=True)
-class Target:
-    """How a tiny model runs in three stages."""
-
-    cuts: tuple[int, int]
-    """First layers of the second and the third stage."""
-    kv_types: tuple[str, ...] = ("f16",)
-    """Formats of KV caches that it can have."""
-    can_trim: bool = True
-    """False for models with recurrent layers."""
-    has_windows: bool = False
-    """Whether layers attend to a sliding window only."""
-
-
-ALL_TYPES = ("f16", "q8_0", "q4_0")
-TARGETS = {
-    "qwen3": Target((2, 4), ALL_TYPES),
-    "gemma4": Target((2, 4), has_windows=True),
-    # Experts, with windows and without.
-    "gpt-oss": Target((1, 3), ALL_TYPES, has_windows=True),
-    "qwen3moe": Target((1, 3)),
-    # Recurrent layers, and experts.
-    "qwen3next": Target((2, 4), ALL_TYPES, can_trim=False),
-}
 CASES = {
-    f"{name}-{kind.value}-{kv_type}": BlockCase(
-        BlockDrafter(kind, mixing=40.0), target=name, cuts=target.cuts, kv_type=kv_type, is_terse=True
-    )
-    for name, target in TARGETS.items()
+    f"{target}-{kind.value}-{kv_type}": ring_case(target, kind, kv_type)
+    for target, found in RING_TARGETS.items()
     for kind in KINDS
-    for kv_type in target.kv_types
+    for kv_type in found.kv_types
 }
 
 
@@ -94,16 +57,9 @@ class BlockLine(SteppedSetting):
         drafter = read_drafter(path, read_model_facts(model))
         width = case.script.num_drafted
         super().__init__(model, drafter, folder, program, case.cuts, width=width, kv_type=case.kv_type)
-        self.cuts = case.cuts
-        self.kind = TARGETS[case.target]
-        self.options = RuntimeOptions(
-            num_slots=NUM_SLOTS,
-            ctx_size=CTX_SIZE,
-            exact=True,
-            kv_type=case.kv_type,
-            num_checkpoints=0 if self.kind.can_trim else NUM_CHECKPOINTS,
-        )
-        self.controller = ControllerOptions(fixed_width=width, fixed_depth=1)
+        self.case = case
+        self.ring_target = RING_TARGETS[case.target]
+        self.options = self.ring_target.options(case.kv_type)
 
     def open(self, request: GenerationRequest) -> DraftProposer:
         """A proposer that goes on behind an end token, as the reference does."""
@@ -119,14 +75,14 @@ class BlockLine(SteppedSetting):
         """A coordinator over these stages, whose features come."""
         async with running_coordinator(
             stages,
-            context_length=CTX_SIZE,
-            num_slots=NUM_SLOTS,
+            context_length=self.options.ctx_size,
+            num_slots=self.options.num_slots,
             n_vocab=self.tokenizer.n_vocab,
-            can_trim=self.kind.can_trim,
-            has_windows=self.kind.has_windows,
+            can_trim=self.ring_target.can_trim,
+            has_windows=self.ring_target.has_windows,
             num_checkpoints=self.options.num_checkpoints,
             make_proposers=lambda request: [self.open(request)],
-            controller=self.controller,
+            controller=ControllerOptions(fixed_width=self.width, fixed_depth=1),
             feature_needs=self.needs,
         ) as coordinator:
             await connected(coordinator)
@@ -156,7 +112,7 @@ def line(loaded: BlockLine, monkeypatch: pytest.MonkeyPatch) -> BlockLine:
 
 @pytest.fixture
 async def stages(loaded: BlockLine, tmp_path: Path) -> AsyncIterator[list[RunningStage]]:
-    async with running_stages(loaded.target, loaded.cuts, loaded.options, tmp_path) as running:
+    async with running_stages(loaded.target, loaded.case.cuts, loaded.options, tmp_path) as running:
         yield running
 
 
@@ -169,7 +125,7 @@ async def test_blocks_are_those_recorded_of_llama_cpp(
     line.in_step.watch(monkeypatch)
     try:
         async with (
-            running_stages(line.target, line.cuts, line.options, tmp_path) as stages,
+            running_stages(line.target, line.case.cuts, line.options, tmp_path) as stages,
             line.ring(stages) as coordinator,
         ):
             _, rounds = await line.answer(coordinator, GenerationRequest(PROMPT, LONG))
@@ -212,32 +168,20 @@ async def test_blocks_behind_a_cached_prefix_are_those_of_llama_cpp(
 @pytest.mark.sweep
 async def test_blocks_behind_a_repair_are_those_of_llama_cpp(line: BlockLine, tmp_path: Path) -> None:
     """Each stage is lost in turn; see `test_draft_oracle`."""
-    cache = StageCache(tmp_path)
-    layers = ranges_from_cuts(line.cuts, line.needs.n_layers)
-    files = [cache.cut(line.target, each).path for each in layers]
-    ring = RepairableRing(make_runtime=lambda index: StageRuntime(files[index], line.options))
-    options = CoordinatorOptions(
-        CTX_SIZE,
-        NUM_SLOTS,
-        EXACT_MAX_ROWS,
-        line.tokenizer.n_vocab,
-        can_trim=line.kind.can_trim,
-        controller=line.controller,
-        ping_timeout_s=30.0,
-    )
-    plugs = plugs_for(
-        has_windows=line.kind.has_windows,
-        num_checkpoints=line.options.num_checkpoints,
-        feature_needs=line.needs,
-    )
     answers = []
     async with (
         asyncio.timeout(100),
-        serving(
-            ring, options, plugs=plugs, make_proposers=lambda request: [line.open(request)]
-        ) as coordinator,
+        line.repairable(
+            line.case.cuts,
+            line.options,
+            tmp_path,
+            lambda request: [line.open(request)],
+            has_windows=line.ring_target.has_windows,
+            width=line.width,
+            depth=1,
+        ) as (ring, coordinator),
     ):
-        for index, prompt in enumerate(PROMPTS[: len(files)]):
+        for index, prompt in enumerate(PROMPTS[:NUM_STAGES]):
             await connected(coordinator)
             request = GenerationRequest(prompt, 2 * LONG)
             text, dying = list(prompt), None
@@ -249,7 +193,7 @@ async def test_blocks_behind_a_repair_are_those_of_llama_cpp(line: BlockLine, tm
             await dying
             _, behind = line.take_rounds(request)
             answers.append((text, behind[1:]))
-    assert ring.num_repairs == len(files)
+    assert ring.num_repairs == NUM_STAGES
     check(line, answers)
 
 
