@@ -80,6 +80,31 @@ class FeatureReader(Protocol):
         """
 
 
+@runtime_checkable
+class DraftReader(Protocol):
+    """Proposer whose tokens are drafted elsewhere, where the target's own are drawn."""
+
+    num_drafted: int
+    """Most tokens of a draft."""
+
+    def take_draft(self, draft: Draft) -> None:
+        """Take a draft, which may come late, after others, or never."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens that are likely to follow."""
+
+    start: int
+    """Position of the first."""
+    tokens: tuple[int, ...]
+    """Token ids, in order."""
+    confidences: tuple[float, ...]
+    """See `Proposal`."""
+    ms_per_token: float
+    """Time of one of them where they were drafted, in ms."""
+
+
 @dataclass(frozen=True)
 class Proposal:
     """Guessed next tokens."""
@@ -124,6 +149,9 @@ class DrafterKind(StrEnum):
     """A DFlash drafter that knows what follows each token, and how sure it is."""
     DFLASH2 = "dflash2", "dflash2", "a DFlash2 drafter"
     """A DFlash drafter that gives a few candidates for each position."""
+    ASSISTANT = "assistant", "assistant", "an assistant of Gemma 4"
+    """An assistant that reads the KV cache of the target's last layers. It computes beside these, and has no
+    parts here but a reader of its drafts, `speculative.remote_drafts`."""
 
     proposer: str
     """Name of the proposer, which its proposals carry."""

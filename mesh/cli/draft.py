@@ -14,6 +14,7 @@ from mesh.requantize import QUANT_TYPES, requantise
 from mesh.util.printable import say
 from mesh.util.terminal import progress_bars
 from spanmesh_proto.errors import ModelError
+from speculative.proposer import DrafterKind
 from stages.gguf import read_header
 from stages.units import format_size
 
@@ -79,16 +80,17 @@ def make(model: Path, quant_type: str, output: Path, *, plain: bool, force: bool
 def check(file: Path, target: Path | None, *, ctx_size: int, parallel: int, as_json: bool) -> None:
     """Check that FILE can draft for MODEL, and show what it costs.
 
-    FILE is a small model, an EAGLE-3, DFlash or DSpark drafter, or a head for multi-token prediction, as a
-    GGUF file or hf:org/repo:NAME; MODEL itself stands for the head that it brings. It is loaded in a process
-    of its own and drafts a few tokens. What does not fit is refused with the reason, as `mesh serve` would.
+    FILE is a small model, an EAGLE-3, DFlash or DSpark drafter, a head for multi-token prediction or an
+    assistant of Gemma 4, as a GGUF file or hf:org/repo:NAME; MODEL itself stands for the head that it brings.
+    It is loaded in a process of its own and drafts a few tokens. What does not fit is refused with the
+    reason, as `mesh serve` would.
     """
-    from mesh.draft.loading import check_drafter  # noqa: PLC0415 - keeps --help quick
+    from mesh.draft.assistant_trial import check_any_drafter  # noqa: PLC0415 - keeps --help quick
     from speculative.draft.context import DraftOptions  # noqa: PLC0415
 
     path = local_model(file).path
     model = _model_beside(path) if target is None else local_model(target).path
-    found = check_drafter(path, model, DraftOptions(ctx_size=ctx_size, num_sessions=parallel))
+    found = check_any_drafter(path, model, DraftOptions(ctx_size=ctx_size, num_sessions=parallel))
     command = _command(file, path, target or model, model)
     if as_json:
         say(json.dumps({**asdict(found), "command": command or None}, indent=2))
@@ -133,7 +135,8 @@ def _as_text(found: CheckedDrafter, file: Path, model: Path, command: str) -> st
     taken = f", {format_size(found.loaded_bytes)} with {', '.join(found.lacks)} of the model"
     rows.append(("file", format_size(found.file_bytes) + (taken if found.lacks else "")))
     sessions = f"{found.num_sessions} sessions of {found.ctx_size:,} positions"
-    rows.append(("memory", f"{format_size(found.memory_bytes)} on the head for {sessions}"))
+    place = "beside the last stage" if found.kind is DrafterKind.ASSISTANT else "on the head"
+    rows.append(("memory", f"{format_size(found.memory_bytes)} {place} for {sessions}"))
     rows.append(("speed", f"{found.draft_ms_per_token:.2f} ms a drafted token on this host"))
     if found.block_tokens is not None:
         block_ms = found.draft_ms_per_token * found.block_tokens

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from mesh.coordinator.checkpoint_plan import CheckpointPlug
 from mesh.coordinator.disk_prefixes import DiskPlug
 from mesh.coordinator.feature_plug import FeaturePlug
+from mesh.coordinator.tail_draft_plug import TailDraftPlug
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,7 +19,11 @@ if TYPE_CHECKING:
 
 
 def plugs_of(
-    options: ModelOptions, model: ModelFacts, feature_needs: FeatureNeeds | None = None
+    options: ModelOptions,
+    model: ModelFacts,
+    feature_needs: FeatureNeeds | None = None,
+    *,
+    has_assistant: bool = False,
 ) -> Iterator[Plug]:
     """The plugs of a model's coordinator.
 
@@ -26,9 +31,12 @@ def plugs_of(
         options: What the user asks for.
         model: Facts of the model.
         feature_needs: Hidden states that its drafter reads; None if there is no such drafter.
+        has_assistant: Whether an assistant drafts beside the last stage.
     """
     yield DiskPlug(has_windows=model.has_windows)
     if options.checkpoints and not model.can_trim:
         yield CheckpointPlug(options.checkpoints)
     if feature_needs is not None:
         yield FeaturePlug(feature_needs)
+    if has_assistant:
+        yield TailDraftPlug()

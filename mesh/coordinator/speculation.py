@@ -11,7 +11,7 @@ import structlog
 from spanmesh_proto.row_ids import stray_id
 from speculative.acceptance import Decision, ProposalContext
 from speculative.controller import Controller, SharedMeasures
-from speculative.proposer import EMPTY, ChainProposer, FeatureReader, PartReader, Proposal
+from speculative.proposer import EMPTY, ChainProposer, DraftReader, FeatureReader, PartReader, Proposal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from speculative.acceptance import WindowOutcome
     from speculative.controller import ControllerOptions
     from speculative.cost_model import DraftCost
-    from speculative.proposer import Proposer
+    from speculative.proposer import Draft, Proposer
 
 log = structlog.get_logger()
 
@@ -151,6 +151,25 @@ class Speculator:
             if proposer.takes_features:
                 proposer.take_features(start, rows)
 
+    @property
+    def num_drafted(self) -> int:
+        """Most tokens that stages are to draft behind a verdict now; 0 if drafts are of no use."""
+        if self._controller.rests_awhile:
+            return 0
+        return max(
+            (
+                min(proposer.num_drafted, self._controller.draft_limit(proposer.name))
+                for proposer in self._guarded
+                if proposer.num_drafted
+            ),
+            default=0,
+        )
+
+    def take_draft(self, draft: Draft) -> None:
+        """Pass a draft to the proposers that read them."""
+        for proposer in self._guarded:
+            proposer.take_draft(draft)
+
     def committed(self, tokens: Sequence[int]) -> None:
         """Queue committed tokens for the proposer; passed on when it is asked again."""
         self._untold.extend(tokens)
@@ -219,9 +238,23 @@ class GuardedProposer:
         # Checked once: a check of a runtime protocol is slow, and this is asked several times a token.
         self._reader = proposer if isinstance(proposer, FeatureReader) else None
         self._part_reader = proposer if isinstance(proposer, PartReader) else None
+        self._draft_reader = proposer if isinstance(proposer, DraftReader) else None
         self._n_vocab = n_vocab
         self._session = session
         self._is_off = False
+
+    @property
+    def num_drafted(self) -> int:
+        """Most tokens of the drafts that it reads, see `DraftReader`; 0 if it reads none."""
+        return 0 if self._is_off or self._draft_reader is None else self._draft_reader.num_drafted
+
+    def take_draft(self, draft: Draft) -> None:
+        """See `DraftReader.take_draft`."""
+        if self._draft_reader is not None and not self._is_off:
+            try:
+                self._draft_reader.take_draft(draft)
+            except Exception as error:  # noqa: BLE001
+                self._switch_off(repr(error))
 
     @property
     def draft_cost(self) -> DraftCost | None:

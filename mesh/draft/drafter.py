@@ -1,8 +1,9 @@
-"""Drafter: what a draft file is, whether it fits the model, the file that llama.cpp loads, and its memory.
+"""Drafter: what a draft file is, whether it fits the model, and the file that llama.cpp loads.
 
 A draft file is a small model with the target's vocabulary, an EAGLE-3 drafter (Li et al. 2025), a head for
-multi-token prediction (DeepSeek-V3 2024), or a drafter of blocks (`mesh.draft.block_file`). All but the first
-read hidden states of the target. A target may bring a head of its own.
+multi-token prediction (DeepSeek-V3 2024), a drafter of blocks (`mesh.draft.block_file`), or an assistant of
+Gemma 4 (`mesh.draft.assistant_file`). All but the first read hidden states of the target, which may bring a
+head of its own.
 
 A drafter of these may lack embedding and head, which are the target's. The head of a model is cut out of the
 model's file. Such files are made once, in the cache beside stage files.
@@ -15,17 +16,13 @@ import shlex
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from mesh.draft import block_file
+from mesh.draft import assistant_file, block_file
 from mesh.draft.tensor_checks import check_d2t, check_heads, check_shapes, end_shapes
-from mesh.placement.memory_estimate import CELL_BYTES, MASK_BYTES, StageSizes, Workload
-from spanmesh_proto.errors import InvalidModel, ModelError, UncuttableModel
-from speculative.draft.context import MAX_ROWS
+from spanmesh_proto.errors import InvalidModel, UncuttableModel
 from speculative.proposer import DrafterKind
 from stages.files import ModelFile, Region, atomic_write
 from stages.gguf import Value, ValueType, read_header
-from stages.runtime.kv_types import KV_TYPES, check_kv_type
 from stages.slicing.layout import StageLayout, StageTensor
-from stages.slicing.model_facts import read_model_facts
 from stages.slicing.stage_writer import StageWriter, encode_header, stage_bytes
 from stages.slicing.tensor_names import (
     EMBEDDING,
@@ -42,15 +39,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from speculative.draft.context import DraftOptions
     from stages.gguf import GgufHeader, TensorInfo
     from stages.slicing.model_facts import ModelFacts
 
 _EAGLE3: Final = "eagle3"
-# Drafters that llama.cpp has graphs for, and that read the target in ways which stages do not offer.
+# Drafters that llama.cpp does not read as they are.
 _NOT_YET: Final = {
-    "gemma4-assistant": "it reads the target's KV cache, which lies on other hosts",
-    "gemma4_assistant": "it reads the target's KV cache, which lies on other hosts",
+    "gemma4_assistant": "llama.cpp calls its architecture gemma4-assistant",
 }
 # Architectures whose prediction layers this llama.cpp computes, by its models/*.cpp.
 _HAS_MTP_GRAPH: Final = frozenset(
@@ -73,8 +68,6 @@ _HAS_MTP_GRAPH: Final = frozenset(
 _NUM_EAGLE3_LAYERS: Final = 3
 # To be raised when the file of the same drafter changes.
 _FORMAT_VERSION = 1
-# Of the process in which it computes: Python, llama.cpp's library and small buffers.
-_PROCESS_BYTES: Final = 96 * 2**20
 
 
 @dataclass(frozen=True)
@@ -106,6 +99,11 @@ class Drafter:
         return bool(self.layers)
 
     @property
+    def is_beside_tail(self) -> bool:
+        """Whether it computes beside the target's last stage, and not on the coordinator's host."""
+        return self.kind is DrafterKind.ASSISTANT
+
+    @property
     def feature_width(self) -> int:
         """Values of a row of features; 0 for a small model."""
         return len(self.layers) * self.n_embd
@@ -131,6 +129,9 @@ def read_drafter(path: Path, target: ModelFacts) -> Drafter:
     """
     header = read_header(path)
     architecture = header.architecture
+    if architecture == assistant_file.ARCHITECTURE:
+        assistant_file.check_assistant(header, target)
+        return Drafter(DrafterKind.ASSISTANT, header)
     if (reason := _NOT_YET.get(architecture)) is not None:
         raise UncuttableModel(
             f"{path.name} is a drafter of kind {architecture}, which cannot be run yet: {reason}; use an "
@@ -271,6 +272,19 @@ def _require(header: GgufHeader, names: Iterable[str]) -> None:
             raise InvalidModel(f"{header.path.name}: tensor {name} is missing; convert the head again")
 
 
+def with_drafter(target: ModelFacts, drafter: Drafter | None, num_sessions: int) -> ModelFacts:
+    """Facts of a model that is served with a drafter, or with none, for its placement.
+
+    Args:
+        target: The model.
+        drafter: Its drafter.
+        num_sessions: Concurrent sessions.
+    """
+    if drafter is None or not drafter.is_beside_tail:
+        return target
+    return assistant_file.beside_tail(target, drafter.header, num_sessions)
+
+
 def loadable_bytes(drafter: Drafter, target: Path) -> int:
     """Size of the file that `loadable_file` gives."""
     layout, _ = _layout(drafter, target)
@@ -352,82 +366,3 @@ def _head_of(header: GgufHeader) -> StageLayout:
 def _copied(tensor: TensorInfo, file: int | None = None) -> StageTensor:
     region = Region(tensor.file if file is None else file, tensor.offset_bytes, tensor.n_bytes)
     return StageTensor(tensor.name, tensor.shape, tensor.type, tensor.n_bytes, region)
-
-
-def drafter_bytes(drafter: Drafter, target: Path, options: DraftOptions, context: int) -> int:
-    """Weights, KV cache, buffers and process of a drafter, and hidden states that it keeps.
-
-    Args:
-        drafter: The drafter.
-        target: The served model.
-        options: Options of the draft model.
-        context: Positions of each session whose hidden states it keeps.
-
-    Raises:
-        ClusterError: If the KV cache cannot have the requested format with its head size.
-    """
-    if drafter.reads_features:
-        return _PROCESS_BYTES + feature_drafter_bytes(drafter, target, options, context)
-    return _PROCESS_BYTES + draft_memory_bytes(drafter.path, options)
-
-
-def draft_memory_bytes(path: Path, options: DraftOptions) -> int:
-    """Weights, KV cache and buffers of a draft model, from its header.
-
-    Args:
-        path: The GGUF.
-        options: Options of the draft model.
-
-    Returns:
-        Bytes, rather too many than too few; 0 for an unreadable file, which loading will report.
-
-    Raises:
-        ClusterError: If the KV cache cannot have the requested format with its head size.
-    """
-    try:
-        facts = read_model_facts(path)
-    except (ModelError, OSError):
-        return 0
-    check_kv_type(options.kv_type, path.name, facts.head_widths, option="--draft-kv-type")
-    # As on a GPU, all sessions share one cache: a batch's mask covers the positions of all of them.
-    workload = Workload(options.ctx_size, options.num_sessions, options.kv_type, on_gpu=True)
-    sizes = StageSizes(facts, workload)
-    memory = sizes.memory(sizes.whole)
-    # The file as it is: no tensor is stored twice, as in a first stage and a tail.
-    return facts.file_bytes + memory.cache_bytes + memory.buffer_bytes
-
-
-def feature_drafter_bytes(drafter: Drafter, target: Path, options: DraftOptions, context: int) -> int:
-    """Weights, KV cache and buffers of a drafter that reads hidden states, and those that it keeps.
-
-    Args:
-        drafter: The drafter.
-        target: The served model.
-        options: Options of the draft model.
-        context: Positions of each session whose hidden states it keeps.
-
-    Raises:
-        ClusterError: If the KV cache cannot have the requested format with its head size.
-    """
-    header, prefix = drafter.header, drafter.header.architecture
-    n_embd = header.integer(f"{prefix}.embedding_length")
-    n_layers = header.integer(f"{prefix}.block_count")
-    heads = header.per_layer(f"{prefix}.attention.head_count", n_layers, 1)[-1] or 1
-    heads_kv = header.per_layer(f"{prefix}.attention.head_count_kv", n_layers, heads)[-1] or 1
-    key = header.integer(f"{prefix}.attention.key_length", n_embd // heads)
-    value = header.integer(f"{prefix}.attention.value_length", n_embd // heads)
-    check_kv_type(options.kv_type, drafter.path.name, (key, value), option="--draft-kv-type")
-    kv_type = KV_TYPES[options.kv_type]
-    position_bytes = kv_type.num_bytes(heads_kv * key) + kv_type.num_bytes(heads_kv * value)
-    position_bytes *= drafter.num_drafting_layers
-    # The cache that all sessions share, llama.cpp's record of each position, and the mask of a batch.
-    position_bytes += CELL_BYTES + MAX_ROWS * MASK_BYTES
-    cache_bytes = position_bytes * options.ctx_size * options.num_sessions
-    feature_bytes = 4 * len(drafter.layers) * drafter.n_embd * context * options.num_sessions
-    # Logits and states of a batch, and as much again for what llama.cpp computes between them.
-    embedding = header.tensors.get(EMBEDDING) or read_header(target).tensors.get(EMBEDDING)
-    n_vocab = 1 if embedding is None else embedding.shape[-1]
-    buffer_bytes = 2 * 4 * MAX_ROWS * (n_vocab + 8 * n_embd)
-    # Logits of all sessions, on their way to the head.
-    buffer_bytes += 4 * options.num_sessions * min(drafter.most_drafted, options.draft_max) * n_vocab
-    return loadable_bytes(drafter, target) + cache_bytes + feature_bytes + buffer_bytes

@@ -7,11 +7,11 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.draft.drafter import drafter_bytes, loadable_bytes, loadable_file, own_head, read_drafter
+from mesh.draft.drafter import loadable_bytes, loadable_file, own_head, read_drafter
+from mesh.draft.memory import drafter_bytes
 from mesh.text.tokenizer import Tokenizer, num_shared_tokens
 from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import InvalidModel
-from speculative.draft import defaults
 from speculative.draft.context import ContextSetup, DraftFile, DraftUnusable
 from speculative.draft.isolated_context import ContextEnded, IsolatedContext
 from speculative.draft.worker import LoadedDrafter
@@ -63,7 +63,7 @@ class CheckedDrafter:
     loaded_bytes: int
     """Size of the file that is loaded, with those."""
     memory_bytes: int
-    """Memory on the head, for all sessions."""
+    """Memory on the head for all sessions; of an assistant, beside the last stage."""
     num_sessions: int
     """How many."""
     ctx_size: int
@@ -171,7 +171,7 @@ def check_drafter(path: Path, target: Path, options: DraftOptions) -> CheckedDra
         file_bytes=drafter.header.file_bytes,
         lacks=drafter.lacks,
         loaded_bytes=loadable_bytes(drafter, target),
-        memory_bytes=drafter_bytes(drafter, target, options, defaults.CONTEXT),
+        memory_bytes=drafter_bytes(drafter, target, options),
         num_sessions=options.num_sessions,
         ctx_size=options.ctx_size,
         draft_ms_per_token=draft_ms_per_token,

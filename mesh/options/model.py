@@ -73,8 +73,8 @@ class ModelOptions(Options):
             section=SPECULATION,
             flag="--draft",
             metavar="FILE",
-            help="Drafter, a GGUF file or hf:org/repo:NAME: a small model, EAGLE-3, DFlash, DSpark, or a "
-            "head for multi-token prediction.",
+            help="Drafter, a GGUF file or hf:org/repo:NAME: a small model, EAGLE-3, DFlash, DSpark, a head "
+            "for multi-token prediction, or an assistant of Gemma 4.",
         ),
     ] = None
     draft_head: Annotated[

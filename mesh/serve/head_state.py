@@ -466,6 +466,8 @@ def setup_of(options: HeadOptions, known: Preflight) -> str:
     """Fingerprint of all settings that the stages of a model are loaded with."""
     # As the operator asks for now; a repair may have placed the layers otherwise.
     given = {"model": options.model, "topology": options.topology, **options.of_stages()}
+    drafter = known.drafter
+    given["assistant"] = drafter.path if drafter is not None and drafter.is_beside_tail else None
     return fingerprint(
         **{name: _identified(value) for name, value in given.items()},
         workload=known.workload,

@@ -56,7 +56,12 @@ def new_coordinator(
     return Coordinator(
         stages,
         core,
-        plugs=plugs_of(options, model, None if proposers is None else proposers.feature_needs),
+        plugs=plugs_of(
+            options,
+            model,
+            None if proposers is None else proposers.feature_needs,
+            has_assistant=proposers is not None and proposers.assistant is not None,
+        ),
         mesh_id=credentials.mesh_id,
         mesh_key=credentials.mesh_key,
         make_proposers=proposers,

@@ -13,8 +13,8 @@ from mesh.api.auth import check_origins, require_key_beyond_loopback
 from mesh.cluster.addresses import bind_address, check_port_free
 from mesh.cluster.host_facts import HostFacts, find_gpus, read_host_facts
 from mesh.cluster.members import check_name
-from mesh.draft.drafter import Drafter, drafter_bytes, own_head, read_drafter
-from mesh.placement.context_choice import MOST_CTX_SIZE
+from mesh.draft.drafter import Drafter, own_head, read_drafter, with_drafter
+from mesh.draft.memory import drafter_bytes, most_ctx_size
 from mesh.placement.gpu_layers import check_gpu_layers
 from mesh.placement.host_assignment import never
 from mesh.placement.memory_estimate import StageSizes, Workload
@@ -178,10 +178,11 @@ def check_model(
         num_checkpoints=0 if model.can_trim else options.checkpoints,
         repacks=options.repacks,
     )
+    drafter = _drafter(options, model)
+    model = with_drafter(model, drafter, options.parallel)
     check_stages(model, num_stages=options.stages, split=options.split)
     if options.topology is not None:
         options.topology.check(model)
-    drafter = _drafter(options, model)
     facts = facts_of_host()
     text_bytes = text_bytes_of(options.model)
     free_bytes = facts.memory_bytes - taken_bytes - text_bytes
@@ -294,14 +295,9 @@ def _draft_ctx_size(options: HeadOptions, drafter: Drafter | None, sizes: StageS
         ClusterError: If the KV cache cannot have the requested format with its head size.
     """
     least = sizes.workload.ctx_size
-    if drafter is None or options.ctx_size is not None:
+    if drafter is None or drafter.is_beside_tail or options.ctx_size is not None:
         return least
-    ctx_size = min(sizes.model.n_ctx_train, MOST_CTX_SIZE)
-    if not drafter.reads_features:
-        # Beyond its training it would draft nonsense. Others go by what the target has read.
-        ctx_size = min(
-            ctx_size, drafter.header.integer(f"{drafter.header.architecture}.context_length", ctx_size)
-        )
+    ctx_size = most_ctx_size(drafter, sizes.model)
     most_bytes = free_bytes // _DRAFT_PART
     beside_bytes = free_bytes - sizes.memory(sizes.whole).total_bytes
     if not options.head_only and _bytes_of(options, drafter, least) <= beside_bytes:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from mesh.coordinator.feature_store import FeatureNeeds
+from mesh.draft.assistant_trial import try_assistant
 from mesh.draft.loading import load_drafter
 from mesh.serve.preflight import latest_answer
 from spanmesh_proto.errors import ModelError
@@ -19,6 +20,7 @@ from speculative.lookup_proposers import (
     RatedAnswer,
     ReplayProposer,
 )
+from speculative.remote_drafts import RemoteDrafter, RemoteDraftProposer
 from stages.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class Proposers:
         mode: Proposers that are allowed.
         draft: The drafter, or None.
         feature_needs: Hidden states that it reads; None if it reads none.
+        assistant: The one that drafts beside the last stage; None without one.
         replay_path: File of recorded answers, of which the last is replayed; or None.
         replay_rates: See `speculative.lookup_proposers.RatedAnswer`. A drafter of blocks computes all the
             same, and its drafts are replaced; without one such drafts take no time.
@@ -53,6 +56,7 @@ class Proposers:
         *,
         draft: LoadedDrafter | None = None,
         feature_needs: FeatureNeeds | None = None,
+        assistant: RemoteDrafter | None = None,
         replay_path: Path | None = None,
         replay_rates: tuple[float, ...] = (),
         keeps_history: bool = False,
@@ -60,6 +64,7 @@ class Proposers:
         self._mode = mode
         self._draft = draft
         self.feature_needs = feature_needs
+        self.assistant = assistant
         self._replay_path = replay_path
         self._replay_rates = replay_rates
         self._histories = Histories() if keeps_history else None
@@ -87,6 +92,8 @@ class Proposers:
             # disagree.
             sampler = Sampler(request.sampling, len(request.prompt))
             proposers.append(draft.open(sampler.sample, request.client, replace))
+        if self.assistant is not None and mode in {"auto", "draft"}:
+            proposers.append(RemoteDraftProposer(self.assistant))
         return proposers
 
 
@@ -100,12 +107,14 @@ def open_proposers(options: HeadOptions, known: Preflight) -> Iterator[Proposers
     if options.speculate == "off":
         yield None
         return
-    draft, needs = _loaded(options, known)
+    assistant = _assistant(options, known)
+    draft, needs = _loaded(options, known) if assistant is None else (None, None)
     try:
         yield Proposers(
             options.speculate,
             draft=draft,
             feature_needs=needs,
+            assistant=assistant,
             replay_path=options.replay_path,
             replay_rates=options.replay_rates,
             keeps_history=options.keeps_history,
@@ -113,6 +122,20 @@ def open_proposers(options: HeadOptions, known: Preflight) -> Iterator[Proposers
     finally:
         if draft is not None:
             draft.close()
+
+
+def _assistant(options: HeadOptions, known: Preflight) -> RemoteDrafter | None:
+    """The assistant, tried out on this host; None if the drafter is none.
+
+    Raises:
+        InvalidModel: If it cannot draft.
+    """
+    drafter = known.drafter
+    if drafter is None or not drafter.is_beside_tail:
+        return None
+    ms_per_token = try_assistant(drafter.path, options.model)
+    log.info("assistant_tried", draft=drafter.path.name, ms_per_token=round(ms_per_token, 2))
+    return RemoteDrafter(options.draft_max, draft_min=options.draft_min, p_min=options.p_min)
 
 
 def _loaded(options: HeadOptions, known: Preflight) -> tuple[LoadedDrafter | None, FeatureNeeds | None]:

@@ -15,7 +15,7 @@ from spanmesh_proto.errors import InvalidModel, UncuttableModel
 from stages.cancellable_work import CancellableWork, in_own_thread
 from stages.gguf import part_paths
 from stages.runtime.stage_runtime import RuntimeOptions
-from stages.serving.actor import StageConfig
+from stages.serving.actor import AssistantFile, StageConfig
 from stages.weights.assembly import Transfer
 from stages.weights.hashing import stamps_of
 
@@ -146,6 +146,9 @@ class StageMaker:
         self._transfers = transfers
         self._files = ServedFiles(options.model, known.stamps)
         self._recipes: dict[LayerRange, Recipe] = {}
+        drafter = known.drafter
+        self._assistant_path = drafter.path if drafter is not None and drafter.is_beside_tail else None
+        self._assistant: Recipe | None = None
 
     async def describe(self, stages: Iterable[tuple[str, LayerRange]]) -> None:
         """Compute the recipes of stages, so that their hosts can fetch the weights.
@@ -157,6 +160,12 @@ class StageMaker:
             InvalidModel: If the model's file is needed, and was replaced since the model was checked.
             ModelError: See `StageCache.describe`.
         """
+        if self._assistant is None and self._assistant_path is not None:
+            with progress_bars() as bars:
+                bar = bars.add(f"hashing {self._assistant_path.name}")
+                self._assistant = await described(
+                    partial(self._cache.describe_whole, self._assistant_path), bar
+                )
         wanted = [(self._head.members.find(host), layers) for host, layers in stages]
         cut = dict.fromkeys(layers for member, layers in wanted if not self._is_model_itself(member, layers))
         missing = tuple(layers for layers in cut if layers not in self._recipes)
@@ -207,6 +216,7 @@ class StageMaker:
         """
         layers, workload = placement.layers, self.workload
         recipe = None if self._is_model_itself(member, layers) else self._recipes[layers]
+        assistant = self._assistant if layers.stop == self._known.model.n_layers else None
         # Random credentials until it joins a ring.
         credentials = new_ring_credentials()
         config = StageConfig(
@@ -225,6 +235,7 @@ class StageMaker:
                 num_checkpoints=workload.num_checkpoints,
                 repacks=workload.repacks,
                 cpu_moe_layers=placement.memory.cpu_moe_layers,
+                has_reader=assistant is not None,
             ),
             host=member.name,
             memory=placement.memory,
@@ -234,6 +245,7 @@ class StageMaker:
             mesh_key=credentials.mesh_key,
             hidden_type=wire,
             kv_disk_bytes=self._options.kv_disk_bytes or 0,
+            assistant=None if assistant is None else self._beside(member, assistant),
         )
         return StageHandle(
             self._head.driver, self._head.authority, config, member, on_transfer=self._transfers.note
@@ -251,6 +263,14 @@ class StageMaker:
         """Source of the weights: this host reads the model's file; all others fetch by the recipe."""
         options = self._options
         source = replace(self._head.source_for(member), hub=options.hub, is_hub_first=options.hub_first)
+        return self._on_own_disk(member, recipe, source)
+
+    def _beside(self, member: Member, assistant: Recipe) -> AssistantFile:
+        """The assistant's file for a stage; the hub of the model does not have it."""
+        source = self._on_own_disk(member, assistant, self._head.source_for(member))
+        return AssistantFile(assistant.sha256, source)
+
+    def _on_own_disk(self, member: Member, recipe: Recipe | None, source: FetchSource) -> FetchSource:
         if recipe is None or not self._head.is_own(member):
             return source
         self._cache.store.keep(recipe)

@@ -86,6 +86,8 @@ class GrammarRecord:
         self._drawn: dict[int, int] = {}
         self._void_from: int | None = None
         self._work = self._work_before = 0
+        # Apart from the answer's, which drafts must not use up.
+        self._foretold_work = 0
 
     def write(self, start: int, tokens: Sequence[int]) -> None:
         """Replace all tokens from absolute position `start` on.
@@ -108,12 +110,19 @@ class GrammarRecord:
         if drawn is not None and place < len(self._answer) and self._answer[place] != drawn:
             self._note_void(place)
 
-    def constraint(self, position: int) -> Constraint | None:
+    def constraint(self, position: int, *, is_foretold: bool = False) -> Constraint | None:
         """Constraint of an absolute position; None where a sample does not count.
+
+        Args:
+            position: The position.
+            is_foretold: Whether a draft is drawn there, and not the answer's own token.
 
         Raises:
             InvalidRequest: If the grammar is invalid, or takes too much work.
         """
+        if self._masks is not None:
+            # Other sessions may share them.
+            self._work_before = self._masks.automaton.work
         place = position - self._num_prompt
         if place < 0 or (self._void_from is not None and place > self._void_from):
             return None
@@ -124,7 +133,8 @@ class GrammarRecord:
         self._work_before = automaton.work
         # Work of earlier tokens of a replayed answer counts as well.
         num_steps = max(1, place + 1 - len(self._states))
-        automaton.most_work = automaton.work + min(num_steps * MAX_DRAW_WORK, MAX_ANSWER_WORK - self._work)
+        work = self._foretold_work if is_foretold else self._work
+        automaton.most_work = automaton.work + min(num_steps * MAX_DRAW_WORK, MAX_ANSWER_WORK - work)
         while len(self._states) <= place:
             self._states.append(masks.after(self._states[-1], self._answer[len(self._states) - 1]))
         if self._states[place] == DEAD:
@@ -132,17 +142,26 @@ class GrammarRecord:
             return None
         return Constraint(masks, self._states[place], position)
 
+    def note_foretold(self) -> None:
+        """Record that a draft was drawn, or could not be, under the latest constraint."""
+        self._foretold_work += self._take_work()
+
     def note_drawn(self, position: int, token: int) -> None:
         """Record the sample of an absolute position of the answer."""
-        if self._masks is not None:
-            self._work += self._masks.automaton.work - self._work_before
-            self._work_before = self._masks.automaton.work
+        self._work += self._take_work()
         place = position - self._num_prompt
         if place < 0:
             return
         self._drawn[place] = token
         if place < len(self._answer) and self._answer[place] != token:
             self._note_void(place)
+
+    def _take_work(self) -> int:
+        """Work since the latest constraint, or since this was last asked."""
+        if self._masks is None:
+            return 0
+        before, self._work_before = self._work_before, self._masks.automaton.work
+        return self._work_before - before
 
     def _note_void(self, place: int) -> None:
         if self._void_from is None or place < self._void_from:

@@ -18,7 +18,7 @@ import ctypes
 import functools
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import llama_cpp
@@ -191,6 +191,10 @@ class GpuPlacing:
     def has_gpu(self) -> bool:
         """Whether any device holds layers."""
         return bool(self.devices)
+
+    def behind(self) -> Self:
+        """Placing of a file all of whose layers go with the last of these."""
+        return replace(self, devices=self.devices[-1:], counts=(0,)) if self.counts else self
 
     def apply(self, params: Any, layers: FileLayers | None = None, *, num_cpu_moe: int = 0) -> None:
         """Write the choice into `llama_model_params`.

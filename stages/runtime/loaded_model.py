@@ -88,6 +88,7 @@ def load_model(
     *,
     use_repacked_weights: bool,
     num_cpu_moe: int = 0,
+    has_prediction: bool = False,
 ) -> Any:
     """Load a file; returns the `llama_model`.
 
@@ -97,12 +98,14 @@ def load_model(
         progress: Called with the loaded share, 0 to 1.
         use_repacked_weights: See `Numerics`.
         num_cpu_moe: First layers whose experts the processor keeps.
+        has_prediction: Whether layers for multi-token prediction are loaded, too.
 
     Raises:
         InvalidModel: If llama.cpp cannot load it.
     """
     params = llama_cpp.llama_model_default_params()
     params.use_extra_bufts = use_repacked_weights
+    params.load_mtp = has_prediction
     # llama.cpp counts all layers of the file.
     layers = read_file_layers(path) if placing.counts or num_cpu_moe else None
     placing.apply(params, layers, num_cpu_moe=num_cpu_moe)

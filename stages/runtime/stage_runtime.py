@@ -38,9 +38,11 @@ class Batch:
     Args:
         max_rows: Capacity.
         n_embd: Width of hidden states in, or None if token ids go in.
+        has_both: Whether token ids go in beside hidden states.
     """
 
-    def __init__(self, max_rows: int, n_embd: int | None) -> None:
+    def __init__(self, max_rows: int, n_embd: int | None, *, has_both: bool = False) -> None:
+        self._has_tokens = has_both or n_embd is None
         self._tokens = np.zeros(max_rows, np.int32)
         self._hidden = None if n_embd is None else np.zeros((max_rows, n_embd), np.float32)
         self._positions = np.zeros(max_rows, np.int32)
@@ -53,7 +55,7 @@ class Batch:
         )
         self.struct = llama_cpp.llama_batch(
             n_tokens=0,
-            token=None if n_embd is not None else _pointer(self._tokens, ctypes.c_int32),
+            token=_pointer(self._tokens, ctypes.c_int32) if self._has_tokens else None,
             embd=None if self._hidden is None else _pointer(self._hidden, ctypes.c_float),
             pos=_pointer(self._positions, ctypes.c_int32),
             n_seq_id=_pointer(self._num_slots_of_row, ctypes.c_int32),
@@ -79,9 +81,9 @@ class Batch:
         """
         first = self.struct.n_tokens
         stop = first + len(tokens)
-        if self._hidden is None:
+        if self._has_tokens:
             self._tokens[first:stop] = tokens
-        else:
+        if self._hidden is not None:
             self._hidden[first:stop] = 0 if hidden is None else hidden
         self._positions[first:stop] = np.arange(start, start + len(tokens))
         self._slots[first:stop] = slot
@@ -119,6 +121,9 @@ class RuntimeOptions:
     cpu_moe_layers: int = 0
     """First layers of the stage whose experts the processor keeps and computes, though the rest of the layer
     is on a device."""
+    has_reader: bool = False
+    """Whether the context of another model reads its KV cache, see `StageRuntime.add_reader`. llama.cpp then
+    does not choose by itself how attention is computed, which has to be the same for both."""
 
 
 class StageRuntime:
@@ -158,6 +163,7 @@ class StageRuntime:
         self.decode_cpu_us = 0
         self._context: Any = None
         self._model: Any = None
+        self._readers: list[tuple[Any, Any]] = []
         prepare_process(self._numerics)
         self._model = load_model(
             path,
@@ -329,8 +335,55 @@ class StageRuntime:
         """Whether its rotations may depend on the size of the context."""
         return may_scale_rotations(self._model, self._options.ctx_size)
 
+    def add_reader(self, path: Path) -> Any:
+        """Load a model that reads this stage's KV cache and writes none (llama.cpp's `ctx_other`).
+
+        Its context has the settings of the stage's: llama.cpp computes wrongly, or ends the process, where
+        they differ.
+
+        Args:
+            path: Its file.
+
+        Returns:
+            Its `llama_context`, which takes a row of each slot at a time and is freed with the stage.
+
+        Raises:
+            InvalidModel: If llama.cpp cannot load it.
+            ModelDoesNotFit: If there is not enough memory for its buffers.
+            StageFailed: If a slot holds rows, which llama.cpp would drop, or if the options have no reader.
+        """
+        if not self._options.has_reader or any(self.memory.lengths):
+            raise StageFailed(
+                f"{path.name} cannot read the KV cache of layers {self.info.layers}: this is to be said "
+                "before they are loaded, and done before they compute"
+            )
+        model = load_model(
+            path,
+            self._placing.behind(),
+            None,
+            use_repacked_weights=self._numerics.use_repacked_weights,
+            has_prediction=True,
+        )
+        params = self._context_params()
+        params.n_batch = params.n_ubatch = min(self._options.num_slots, self.max_rows)
+        params.ctx_type = llama_cpp.LLAMA_CONTEXT_TYPE_MTP
+        params.ctx_other = self._context
+        context = llama_cpp.llama_init_from_model(model, params)
+        if context is None:
+            llama_cpp.llama_model_free(model)
+            raise ModelDoesNotFit(
+                f"llama.cpp cannot make a context of {path.name} beside layers {self.info.layers}: "
+                f"{last_complaint()}"
+            )
+        self._readers.append((model, context))
+        return context
+
     def close(self) -> None:
         """Free all memory. The runtime is unusable afterwards."""
+        for model, context in self._readers:
+            llama_cpp.llama_free(context)
+            llama_cpp.llama_model_free(model)
+        self._readers.clear()
         if self._context is not None:
             llama_cpp.llama_free(self._context)
             self._context = None
@@ -390,6 +443,22 @@ class StageRuntime:
 
     def _make_context(self) -> Any:
         options = self._options
+        params = self._context_params()
+        if self._tap is not None:
+            params.cb_eval = self._tap.callback
+            params.cb_eval_user_data = self._tap.user_data
+        context = llama_cpp.llama_init_from_model(self._model, params)
+        if context is None:
+            plain = ", or --kv-type f16" if KV_TYPES[options.kv_type].is_quantised else ""
+            raise ModelDoesNotFit(
+                f"llama.cpp cannot make a context of {options.num_slots} × {options.ctx_size} positions in "
+                f"{options.kv_type} for layers {self.info.layers}: {last_complaint()}; try a smaller "
+                f"--ctx-size or --parallel{plain}"
+            )
+        return context
+
+    def _context_params(self) -> Any:
+        options = self._options
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = self._numerics.num_cells(options.ctx_size, options.num_slots)
         params.n_batch = params.n_ubatch = self._most_rows_reserved
@@ -405,18 +474,7 @@ class StageRuntime:
             params.n_threads = 1
         params.flash_attn_type = self._flash_attention
         params.no_perf = True
-        if self._tap is not None:
-            params.cb_eval = self._tap.callback
-            params.cb_eval_user_data = self._tap.user_data
-        context = llama_cpp.llama_init_from_model(self._model, params)
-        if context is None:
-            plain = ", or --kv-type f16" if KV_TYPES[options.kv_type].is_quantised else ""
-            raise ModelDoesNotFit(
-                f"llama.cpp cannot make a context of {options.num_slots} × {options.ctx_size} positions in "
-                f"{options.kv_type} for layers {self.info.layers}: {last_complaint()}; try a smaller "
-                f"--ctx-size or --parallel{plain}"
-            )
-        return context
+        return params
 
     @property
     def _has_experts(self) -> bool:
@@ -432,6 +490,8 @@ class StageRuntime:
             # There its shader ends the process in models with experts (seen with Mesa 22.3). Quantised values
             # cannot do without it.
             return int(llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED)
+        if self._options.has_reader:
+            return int(llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED)
         return int(llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO)
 
     @property

@@ -164,6 +164,27 @@ class WindowVerifier:
         pairs = zip(rows_logits, drawn, strict=False)
         return SampledTokens(drawn, tuple(token_logprobs(logits, token, num_top) for logits, token in pairs))
 
+    def foretell(self, logits: NDArray[np.float32], tokens: Sequence[int], start: int) -> int:
+        """Draw what a drafter foretells behind tokens, as the model's own token there will be drawn.
+
+        Nothing of it counts: the next window is verified as without it.
+
+        Args:
+            logits: float32, shape (n_vocab,): the drafter's.
+            tokens: The newest token and the drafted ones behind it.
+            start: Absolute position of the newest token.
+
+        Raises:
+            StageFailed: If the largest logit is not finite.
+            InvalidRequest: If the session's grammar allows no token.
+        """
+        self._write(start, tokens)
+        try:
+            return self._drawn(logits, start + len(tokens), is_foretold=True)
+        finally:
+            if self._grammar is not None:
+                self._grammar.note_foretold()
+
     def _write(self, start: int, tokens: Sequence[int]) -> None:
         if self._record is not None:
             self._record.write(start, tokens)
@@ -171,12 +192,17 @@ class WindowVerifier:
             self._grammar.write(start, tokens)
 
     def _sample(self, logits: NDArray[np.float32], position: int) -> int:
-        before = () if self._record is None else self._record.before(position)
-        if self._grammar is None:
-            return self._sampler.sample(logits, position, before)
-        token = self._sampler.sample(logits, position, before, self._grammar.constraint(position))
-        self._grammar.note_drawn(position, token)
+        token = self._drawn(logits, position)
+        if self._grammar is not None:
+            self._grammar.note_drawn(position, token)
         return token
+
+    def _drawn(self, logits: NDArray[np.float32], position: int, *, is_foretold: bool = False) -> int:
+        before = () if self._record is None else self._record.before(position)
+        constraint = None
+        if self._grammar is not None:
+            constraint = self._grammar.constraint(position, is_foretold=is_foretold)
+        return self._sampler.sample(logits, position, before, constraint)
 
 
 def verify(

@@ -21,7 +21,7 @@ from stages.runtime.devices import layer_devices
 from stages.runtime.kv_types import KV_TYPES
 from stages.runtime.process_memory import free_memory_bytes
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
-from stages.serving.composition import PlugOptions
+from stages.serving.composition import PlugOptions, assistant_beside
 from stages.serving.kv_replication import Replication
 from stages.serving.rows_identity import RowsOrigin, RowsSetting, store_opener
 from stages.serving.sent_rows import max_sent_bytes
@@ -42,6 +42,16 @@ if TYPE_CHECKING:
     from stages.weights.disk_cache import StageStore
 
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class AssistantFile:
+    """File of an assistant that drafts beside a stage."""
+
+    sha256: str
+    """Hash of the file's recipe."""
+    source: FetchSource
+    """Source of the file if the stage's host lacks it."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +93,8 @@ class StageConfig:
     """The same for GPUs, by device."""
     kv_disk_bytes: int = 0
     """Limit of blocks of KV rows on its host's disk, unless the host has one of its own; 0 keeps none."""
+    assistant: AssistantFile | None = None
+    """Drafts beside the stage; None for none."""
 
     @property
     def cache_root(self) -> Path:
@@ -92,7 +104,9 @@ class StageConfig:
     @property
     def content(self) -> StageContent:
         """Request by which a stage loads it."""
-        return StageContent(self.layers, self.sha256, self.whole is not None, self.options, self.memory)
+        assistant = "" if self.assistant is None else self.assistant.sha256
+        is_whole = self.whole is not None
+        return StageContent(self.layers, self.sha256, is_whole, self.options, self.memory, assistant)
 
 
 @dataclass(frozen=True)
@@ -109,6 +123,8 @@ class StageContent:
     """Options of the runtime."""
     memory: StageMemory
     """Memory that it takes."""
+    assistant: str = ""
+    """Hash of the recipe of the assistant beside it; empty without one."""
 
     def computes_as(self, other: StageContent) -> bool:
         """Whether one can take the place of the other in a ring, wherever their layers are computed."""
@@ -118,11 +134,12 @@ class StageContent:
             gpu_layers=other.options.gpu_layers,
             cpu_moe_layers=other.options.cpu_moe_layers,
         )
-        return (self.layers, self.sha256, self.is_whole, placed) == (
+        return (self.layers, self.sha256, self.is_whole, placed, self.assistant) == (
             other.layers,
             other.sha256,
             other.is_whole,
             other.options,
+            other.assistant,
         )
 
 
@@ -402,6 +419,28 @@ class StageActor(ModelActor):
     """One stage on this host; see `ModelActor`."""
 
     _rows_origin: RowsOrigin | None = None
+    _assistant_path: Path | None = None
+    _plug_options = PlugOptions()
+    _held_beside: int | None = None
+
+    async def load(self) -> Transfer:
+        """Bring the stage file, and that of its assistant, and load both; see `ModelActor.load`."""
+        wanted, transfer = self._config.assistant, Transfer()
+        if wanted is not None:
+            cache = stage_store(self._config.cache_root)
+            fetched = await fetch_stage(
+                cache, wanted.sha256, wanted.source, storage=read_storage_options(), progress=self._on_fetched
+            )
+            self._held_beside = hold(fetched.path)
+            self._assistant_path, transfer = fetched.path, fetched.transfer
+        return transfer + await super().load()
+
+    async def stop(self) -> None:
+        """Stop serving and free all memory."""
+        await super().stop()
+        if self._held_beside is not None:
+            os.close(self._held_beside)
+            self._held_beside = None
 
     async def rejoin(
         self,
@@ -471,7 +510,10 @@ class StageActor(ModelActor):
     def _load_file(self, path: Path) -> StageRuntime:
         # Before the first byte is read: what is identified later must be what was loaded.
         self._rows_origin = RowsOrigin.of(self._config.sha256, self._config.whole)
-        return StageRuntime(path, self._config.options, progress=self._on_loaded)
+        runtime = StageRuntime(path, self._config.options, progress=self._on_loaded)
+        if self._assistant_path is not None:
+            self._plug_options = PlugOptions(assistant=assistant_beside(runtime, self._assistant_path))
+        return runtime
 
     def _make_service(self, loaded: LoadedModel) -> StageService:
         config, origin = self._config, self._rows_origin
@@ -487,7 +529,7 @@ class StageActor(ModelActor):
             identity=self._shown,
             term=config.term,
             most_sent_bytes=max_sent_bytes(config.memory.cache_bytes),
-            plug_options=PlugOptions(open_store=open_store),
+            plug_options=replace(self._plug_options, open_store=open_store),
             on_ended=self._on_failed,
         )
 

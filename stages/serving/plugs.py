@@ -59,6 +59,9 @@ class StageAccess(Protocol):
     def tell(self, reply: wire.ControlReply) -> None:
         """Send a reply to the coordinators that are connected."""
 
+    def answer(self, bundle: wire.VerdictBundle) -> None:
+        """Send to the coordinators what comes beside verdicts, at the tail."""
+
     def in_worker(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
         """Run a function in the computing thread, between two batches, behind all that is queued."""
 
@@ -128,6 +131,16 @@ class StagePlug:
         """What came with windows and is to go on with them, by the ids of session and window."""
         del bundle
         return {}
+
+    def voids(self, window: QueuedWindow) -> bool:
+        """Whether a window is void, so that it is neither computed nor answered."""
+        del window
+        return False
+
+    def outlasts(self, window: QueuedWindow) -> bool:
+        """Whether it goes on computing once a window has left, which the event loop would wait for."""
+        del window
+        return False
 
     def taps(self, windows: Sequence[QueuedWindow]) -> bool:
         """Whether hidden states inside a batch are to be kept while it is computed."""

@@ -267,6 +267,10 @@ class StageEngine:
         """Send a reply to the coordinators that are connected."""
         self._on_reply(reply)
 
+    def answer(self, bundle: wire.VerdictBundle) -> None:
+        """Send to the coordinators what comes beside verdicts; see `StageAccess.answer`."""
+        self._on_verdicts(bundle)
+
     @property
     def sent_row_bytes(self) -> int:
         """Current size of a row of hidden states on the wire."""

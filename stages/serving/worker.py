@@ -157,6 +157,8 @@ class StageWorker(threading.Thread):
         # Prompts have lengths of their own, and copies of states and grammars take times that differ widely.
         if window.is_chunk or span.is_costly or window.verifier.has_grammar:
             return False
+        if any(plug.outlasts(window) for plug in self._plugs):
+            return False
         longest_us = self._longest_us.get(len(span.tokens))
         return longest_us is not None and longest_us < _LONGEST_IN_LOOP_US
 
@@ -181,7 +183,8 @@ class StageWorker(threading.Thread):
             self._change(change)
         started_us = self._clock_us()
         self.under_way = UnderWay(started_us, sum(len(window.span.tokens) for window in work.windows))
-        windows = self._without_invalid(self._without_held(work.windows, started_us))
+        live = [window for window in work.windows if not any(plug.voids(window) for plug in self._plugs)]
+        windows = self._without_invalid(self._without_held(live, started_us))
         if windows:
             self._compute(windows, started_us)
             self._finished_us = self._clock_us()
@@ -215,7 +218,7 @@ class StageWorker(threading.Thread):
                 )
                 self._on_failures([failure])
 
-    def _without_held(self, windows: tuple[QueuedWindow, ...], started_us: int) -> list[QueuedWindow]:
+    def _without_held(self, windows: Sequence[QueuedWindow], started_us: int) -> list[QueuedWindow]:
         """The windows, or parts, to be computed; rows that are held are sent again."""
         left = []
         for whole in windows:
@@ -318,8 +321,6 @@ class StageWorker(threading.Thread):
             self._add_to(onward, windows)
         compute_us = self._clock_us() - started_us
         counts.compute_us += compute_us
-        # It shrinks by and by: one slow batch, such as the first, says little.
-        self._longest_us[num_rows] = max(compute_us, self._longest_us.get(num_rows, 0) * 7 // 8)
         counts.decode_cpu_us = self._runtime.decode_cpu_us
         # The windows of a batch came together, so the same is true of all of them.
         times = _times(windows[0], started_us, compute_us=compute_us, num_rows=num_rows)
@@ -335,6 +336,9 @@ class StageWorker(threading.Thread):
         # Nor for these.
         for plug in self._plugs:
             plug.handed_on()
+        # It shrinks by and by: one slow batch, such as the first, says little.
+        longest_us = self._longest_us.get(num_rows, 0) * 7 // 8
+        self._longest_us[num_rows] = max(self._clock_us() - started_us, longest_us)
 
     def _bundle(
         self, windows: list[wire.Window], hidden: bytes, times: Sequence[wire.StageTime] = ()

@@ -1,9 +1,9 @@
 // Reference drafts: llama.cpp's own common_speculative on the whole model, in step.
 //
 // Arguments: target file, drafter file or "-" for the target's own head, type of speculation, tokens drafted a
-// round, number of rounds, verdicts, least probability of a drafted token. Verdicts are "greedy", those of the
-// target; "scripted", which do not depend on it, so that each number of tokens is accepted and rejected; or "all",
-// by which all drafted tokens are accepted.
+// round, number of rounds, verdicts, least probability of a drafted token, type of the KV caches. Verdicts are
+// "greedy", those of the target; "scripted", which do not depend on it, so that each number of tokens is accepted
+// and rejected; or "all", by which all drafted tokens are accepted.
 // Standard input: one text a line, as token ids; the last id is the token to follow.
 // Output: for each text a line a round, then an empty line. A round is
 //
@@ -53,6 +53,7 @@ struct Setup {
     std::string verdicts;
     float p_min;
     uint32_t num_positions;
+    ggml_type kv_type;
 };
 
 void require(bool holds, const char * what) {
@@ -71,9 +72,19 @@ llama_model_ptr load(const std::string & path, bool has_head) {
     return model;
 }
 
-llama_context_params context_params(uint32_t num_positions) {
+ggml_type type_of(const std::string & name) {
+    for (const ggml_type type : { GGML_TYPE_F16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0 }) {
+        if (name == ggml_type_name(type)) {
+            return type;
+        }
+    }
+    throw std::runtime_error("the KV cache is f16, q8_0 or q4_0");
+}
+
+llama_context_params context_params(uint32_t num_positions, ggml_type kv_type) {
     llama_context_params params = llama_context_default_params();
     params.n_ctx = num_positions;
+    params.type_k = params.type_v = kv_type;
     params.n_batch = num_positions;
     params.n_ubatch = MAX_ROWS;
     params.n_threads = params.n_threads_batch = 1;
@@ -119,7 +130,7 @@ llama_token likeliest(llama_context * context, int32_t row) {
 class Line {
   public:
     Line(const Setup & setup, llama_tokens text) : setup(setup), text(std::move(text)) {
-        llama_context_params params = context_params(setup.num_positions);
+        llama_context_params params = context_params(setup.num_positions, setup.kv_type);
         target.reset(llama_init_from_model(setup.target, params));
         require(target != nullptr, "the target has no context");
         params.ctx_other = target.get();
@@ -246,7 +257,7 @@ void print_errors(ggml_log_level level, const char * text, void *) {
 
 int main(int argc, char ** argv) {
     try {
-        require(argc == 8, "usage: draft_oracle TARGET DRAFTER|- TYPE DRAFTED ROUNDS VERDICTS P_MIN < TEXTS");
+        require(argc == 9, "usage: draft_oracle TARGET DRAFTER|- TYPE DRAFTED ROUNDS VERDICTS P_MIN KV < TEXTS");
         llama_log_set(print_errors, nullptr);
         llama_backend_init();
         Setup setup{};
@@ -255,6 +266,7 @@ int main(int argc, char ** argv) {
         setup.num_rounds = std::stoi(argv[5]);
         setup.verdicts = argv[6];
         setup.p_min = std::stof(argv[7]);
+        setup.kv_type = type_of(argv[8]);
         const bool has_head = setup.type == COMMON_SPECULATIVE_TYPE_DRAFT_MTP;
         const llama_model_ptr target = load(argv[1], has_head);
         llama_model_ptr drafter;

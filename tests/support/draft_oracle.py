@@ -73,7 +73,7 @@ class DraftOracle:
     drafter: Path | None
     """The drafter, complete; None for the target's own head."""
     kind: str
-    """Its kind: `eagle3`, `mtp`, `dflash` (DFlash2 as well) or `dspark`."""
+    """Its kind: `eagle3`, `mtp` (assistants of Gemma 4 as well), `dflash` (DFlash2 as well) or `dspark`."""
 
     def rounds(
         self,
@@ -83,6 +83,7 @@ class DraftOracle:
         *,
         verdicts: str = "greedy",
         p_min: float = 0.0,
+        kv_type: str = "f16",
     ) -> list[list[Round]]:
         """Rounds behind each text.
 
@@ -90,8 +91,9 @@ class DraftOracle:
             texts: Token ids, two or more; the first draft follows the last of them.
             num_drafted: Tokens of a draft.
             num_rounds: Rounds behind each text.
-            verdicts: `greedy`, or as `tests.support.scripted_rounds` has them: `scripted` or `all`.
+            verdicts: `greedy`, or `scripted` or `all`, as the program has them.
             p_min: A draft ends before a token whose probability is below this.
+            kv_type: Format of the KV caches: `f16`, `q8_0` or `q4_0`.
 
         Raises:
             RuntimeError: If the program fails.
@@ -107,6 +109,7 @@ class DraftOracle:
                 str(num_rounds),
                 verdicts,
                 str(p_min),
+                kv_type,
             ],
             input="".join(" ".join(map(str, text)) + "\n" for text in texts),
             env=os.environ | {"GGML_CPU_TILED_MM": "0"},

@@ -20,7 +20,7 @@ from stages.serving.server import StageService
 from stages.transport.channels import SERVER_OPTIONS
 from tests.support.disks import give_disk
 from tests.support.fake_stage import FakeRuntime
-from tests.support.ring_harness import RunningStage, plugs_for
+from tests.support.ring_harness import RunningStage, beside, plugs_for
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -42,6 +42,7 @@ class RepairableRing:
         most_sent_bytes: How much of what they sent on stages keep; a fake one's row takes 4.
         news_s: If given, every stage has a copy that takes its place, and is told news so often.
         disk_root: If given, stages keep blocks there.
+        assistant: If given, an assistant of this file drafts beside the tail.
 
     Attributes:
         coordinator: Set by `serving`.
@@ -56,8 +57,10 @@ class RepairableRing:
         most_sent_bytes: int = LEAST_SENT_BYTES,
         news_s: float | None = None,
         disk_root: Path | None = None,
+        assistant: Path | None = None,
     ) -> None:
         self.disk_root = disk_root
+        self.assistant = assistant
         self.copies: list[RunningStage | None] = [None] * NUM_STAGES
         self._news_s = news_s
         self.coordinator: Coordinator
@@ -148,7 +151,10 @@ class RepairableRing:
             mesh_id=self.mesh_id,
             mesh_key=self.mesh_key,
             most_sent_bytes=self._most_sent_bytes,
-            plug_options=PlugOptions(pause_s=lambda _took_s: self._news_s or 0.0),
+            plug_options=PlugOptions(
+                pause_s=lambda _took_s: self._news_s or 0.0,
+                assistant=beside(runtime, self.assistant),
+            ),
             # Fakes stand still where a test wants it, and all stages share this event loop.
             computes_in_loop=not isinstance(runtime, FakeRuntime),
         )

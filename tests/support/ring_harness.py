@@ -22,6 +22,7 @@ from spanmesh_proto import windows_pb2_grpc as rpc
 from speculative.controller import ControllerOptions
 from stages.layers import ranges_from_cuts
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
+from stages.serving.composition import PlugOptions, assistant_beside
 from stages.serving.server import StageService
 from stages.slicing.model_facts import read_model_facts
 from stages.transport.channels import SERVER_OPTIONS
@@ -38,8 +39,10 @@ if TYPE_CHECKING:
     from mesh.coordinator.feature_store import FeatureNeeds
     from mesh.coordinator.plugs import Plug
     from mesh.engine import Committed, GenerationRequest
+    from spanmesh_proto.errors import MeshError
     from speculative.proposer import Proposer
     from stages.grammar.automaton import TokenTexts
+    from stages.runtime.assistant import Assistant
     from tests.support.fake_stage import FakeRuntime
 
 MESH_ID = "test-mesh"
@@ -65,13 +68,26 @@ async def running_stages(
     *,
     hidden_type: HiddenType = HiddenType.F32,
     disk_root: Path | None = None,
+    assistant: Path | None = None,
 ) -> AsyncIterator[list[RunningStage]]:
-    """Stages of `model`, linked to each other, stopped at the end; they keep blocks in `disk_root`."""
+    """Stages of `model`, linked to each other, stopped at the end.
+
+    They keep blocks in `disk_root`. An assistant drafts beside the last one.
+    """
     cache = StageCache(cache_dir)
     ranges = ranges_from_cuts(cuts, read_model_facts(model).n_layers)
     runtimes = (StageRuntime(cache.cut(model, layers).path if cuts else model, options) for layers in ranges)
-    async with running_services(runtimes, hidden_type=hidden_type, disk_root=disk_root) as stages:
+    async with running_services(
+        runtimes, hidden_type=hidden_type, disk_root=disk_root, assistant=assistant
+    ) as stages:
         yield stages
+
+
+def beside(runtime: StageRuntime | FakeRuntime, path: Path | None) -> Assistant | MeshError | None:
+    """The assistant of this file beside a tail, or why there is none; None beside other stages."""
+    if path is None or not isinstance(runtime, StageRuntime) or not runtime.info.is_tail:
+        return None
+    return assistant_beside(runtime, path)
 
 
 @contextlib.asynccontextmanager
@@ -81,8 +97,9 @@ async def running_services(
     hidden_type: HiddenType = HiddenType.F32,
     first_index: int = 0,
     disk_root: Path | None = None,
+    assistant: Path | None = None,
 ) -> AsyncIterator[list[RunningStage]]:
-    """Stages around `runtimes`, linked to each other, stopped at the end; they keep blocks in `disk_root`."""
+    """Stages around `runtimes`, linked to each other, stopped at the end; see `running_stages`."""
     stages: list[RunningStage] = []
     async with contextlib.AsyncExitStack() as stack:
         for index, runtime in enumerate(runtimes, first_index):
@@ -94,6 +111,7 @@ async def running_services(
                 hidden_type=hidden_type,
                 # Fakes stand still where a test wants it, and all stages share this event loop.
                 computes_in_loop=isinstance(runtime, StageRuntime),
+                plug_options=PlugOptions(assistant=beside(runtime, assistant)),
             )
             stack.push_async_callback(service.close)
             if disk_root is not None:

@@ -49,6 +49,7 @@ class CutModel:
         layers: Layers whose outputs are features.
         num_slots: Sessions.
         ctx_size: Positions of each.
+        kv_type: Format of their KV cache.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class CutModel:
         *,
         num_slots: int,
         ctx_size: int,
+        kv_type: str = "f16",
     ) -> None:
         source = read_source(path)
         edges = [0, *cuts, len(source.layers)]
@@ -69,7 +71,10 @@ class CutModel:
             file = folder / f"{path.stem}-{start}-{stop}.gguf"
             write_stage(source, LayerRange(start, stop), file, lambda _count: None)
             runtime = StageRuntime(
-                file, RuntimeOptions(num_slots=num_slots, ctx_size=ctx_size, num_threads=1, exact=True)
+                file,
+                RuntimeOptions(
+                    num_slots=num_slots, ctx_size=ctx_size, num_threads=1, exact=True, kv_type=kv_type
+                ),
             )
             self._stages.append((runtime, runtime.tap_features(layers)))
 
@@ -118,6 +123,10 @@ class Script:
             return num_drafted
         return (5 * number + number * number // 3) % (num_drafted + 1)
 
+    def corrected(self, number: int, num_accepted: int, last: int, n_vocab: int) -> int:
+        """The token behind accepted ones, as draft_oracle.cpp has it."""
+        return (7 * number + 3 * num_accepted + last) % (n_vocab - 4) + 3
+
 
 class _Line:
     """One session."""
@@ -144,6 +153,7 @@ def scripted_rounds(
     *,
     n_vocab: int,
     ctx_size: int,
+    kv_type: str = "f16",
 ) -> list[list[Round]]:
     """Rounds of sessions that draft together.
 
@@ -155,9 +165,14 @@ def scripted_rounds(
         script: Drafts and verdicts.
         n_vocab: Token ids of the model.
         ctx_size: Positions of a session.
+        kv_type: Format of the drafter's KV cache.
     """
     options = DraftOptions(
-        draft_max=script.num_drafted, p_min=script.p_min, ctx_size=ctx_size, num_sessions=len(texts)
+        draft_max=script.num_drafted,
+        p_min=script.p_min,
+        ctx_size=ctx_size,
+        num_sessions=len(texts),
+        kv_type=kv_type,
     )
     with contextlib.closing(
         load_context(DraftFile(drafter.kind, path, options, n_vocab, drafter.feature_width), SETUP)
@@ -188,7 +203,7 @@ def _judge(line: _Line, model: CutModel, script: Script, number: int, n_vocab: i
     # The window is computed whole, as stages do, and then goes back.
     rows = model.features(line.slot, position, (last, *drafted))[: 1 + num_accepted]
     model.trim(line.slot, position + 1 + num_accepted)
-    corrected = (7 * number + 3 * num_accepted + last) % (n_vocab - 4) + 3
+    corrected = script.corrected(number, num_accepted, last, n_vocab)
     committed = (*drafted[:num_accepted], corrected)
     line.text += committed
     assert isinstance(line.sequence, FeatureReader)

@@ -16,6 +16,9 @@ from mesh.cluster.host_facts import HostFacts, read_versions
 from mesh.cluster.members import Member, Members
 from mesh.coordinator.coordinator import Coordinator
 from mesh.coordinator.options import CoordinatorOptions
+from mesh.coordinator.tail_draft_plug import TailDraftPlug
+from mesh.draft.assistant_file import beside_tail
+from mesh.draft.drafter import read_drafter
 from mesh.options.host import HeadOptions
 from mesh.placement.memory_estimate import StageSizes, Workload
 from mesh.placement.planner import StagePlacement
@@ -30,6 +33,7 @@ from mesh.serve.stage_factory import StageMaker, Transfers
 from mesh.serve.stage_handle import new_ring_credentials
 from mesh.serve.supervisor import Supervisor
 from spanmesh_proto.errors import StageFailed
+from speculative.controller import ControllerOptions
 from stages.gguf import part_paths
 from stages.layers import LayerRange
 from stages.slicing.model_facts import read_model_facts
@@ -195,6 +199,8 @@ async def serving(
     has_replicas: bool = True,
     token_texts: TokenTexts | None = None,
     workload: Workload = WORKLOAD,
+    assistant: Path | None = None,
+    controller: ControllerOptions | None = None,
 ) -> AsyncIterator[Serving]:
     """Three stages on the first three hosts, tended while in the block.
 
@@ -209,8 +215,13 @@ async def serving(
         has_replicas: Whether spare hosts are given replicas of stages, after four seconds.
         token_texts: Of the vocabulary, for answers with a grammar.
         workload: Context and slots of each stage.
+        assistant: File of an assistant that drafts beside the last stage.
+        controller: Of speculation.
     """
     facts, cache, pipeline = read_model_facts(model), StageCache(), Pipeline()
+    drafter = None if assistant is None else read_drafter(assistant, facts)
+    if drafter is not None:
+        facts = beside_tail(facts, drafter.header, workload.num_slots)
     members, driver = (Members(), InProcessDriver()) if beside is None else (beside.members, beside.driver)
     allocations = HostAllocations(lambda _member: False) if beside is None else beside.allocations
     rings: list[tuple[Pipeline, Incidents]] = [] if beside is None else beside.rings
@@ -227,7 +238,9 @@ async def serving(
         members=members,
     )
     options = HeadOptions(model=model, exact=True)
-    known = SimpleNamespace(model=facts, workload=workload, stamps=stamps_of(part_paths(model)))
+    known = SimpleNamespace(
+        model=facts, workload=workload, stamps=stamps_of(part_paths(model)), drafter=drafter
+    )
     maker = StageMaker(options, cast("Preflight", known), cast("Head", head), cache, Transfers())
     allocation = allocations.open(f"model {len(rings)}", pipeline)
     executor, incidents = PlacementExecutor(maker, allocation, members), Incidents(time.time)
@@ -252,8 +265,9 @@ async def serving(
             facts.n_vocab,
             repair_wait_s=1.0,
             token_texts=None if token_texts is None else lambda: token_texts,
+            controller=ControllerOptions() if controller is None else controller,
         ),
-        plugs=plugs_for(feature_needs=feature_needs),
+        plugs=[*plugs_for(feature_needs=feature_needs), *([] if drafter is None else [TailDraftPlug()])],
         mesh_id=credentials.mesh_id,
         mesh_key=credentials.mesh_key,
         make_proposers=make_proposers,

@@ -14,6 +14,8 @@ from speculative.proposer import DrafterKind
 from stages.gguf import read_header
 from stages.slicing.model_facts import read_model_facts
 from tests.mesh.cli.test_readme import told
+from tests.qualification.own_models import OWN_MODELS
+from tests.support.assistant_files import write_assistant
 from tests.support.block_drafters import BlockDrafter
 from tests.support.eagle3 import DRAFTER
 from tests.support.tiny_families import TINY_FAMILIES
@@ -156,3 +158,18 @@ def test_what_does_not_fit_is_refused_with_the_reason(
     headless = TINY_FAMILIES["glm4moe"].write(tmp_path / "headless.gguf", {"nextn_predict_layers": 1})
     assert run(["draft", "check", str(headless), "--for", str(headless)]) == 1
     assert "headless.gguf" in capsys.readouterr().err
+
+
+def test_an_assistant_says_where_its_memory_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "models"
+    folder.mkdir()
+    OWN_MODELS["gemma4-dense"](1).write(folder / "model.gguf")
+    assistant = write_assistant(folder / "assistant.gguf")
+    assert run(["draft", "check", str(assistant)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("assistant.gguf: an assistant of Gemma 4 that fits model.gguf\n")
+    assert "beside the last stage for 4 sessions of 4,096 positions" in out
+    assert f"mesh serve {folder / 'model.gguf'} --draft {assistant}" in out

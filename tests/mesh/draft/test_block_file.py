@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from mesh.draft.drafter import Drafter, drafter_bytes, loadable_file, read_drafter
+from mesh.draft.drafter import Drafter, loadable_file, read_drafter
 from mesh.draft.loading import load_drafter
+from mesh.draft.memory import drafter_bytes
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
 from speculative.draft.context import DraftOptions

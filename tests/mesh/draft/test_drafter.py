@@ -103,9 +103,9 @@ def test_a_drafter_of_another_model_is_refused(
 
 
 def test_a_kind_that_cannot_run_yet_is_named(target: ModelFacts, tmp_path: Path) -> None:
-    path = changed(tmp_path / "drafter.gguf", architecture="gemma4-assistant")
+    path = changed(tmp_path / "drafter.gguf", architecture="gemma4_assistant")
     with pytest.raises(
-        UncuttableModel, match=r"of kind gemma4-assistant, which cannot be run yet: .* EAGLE-3"
+        UncuttableModel, match=r"of kind gemma4_assistant, which cannot be run yet: .* EAGLE-3"
     ):
         read_drafter(path, target)
 

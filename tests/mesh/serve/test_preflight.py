@@ -13,8 +13,10 @@ from mesh.placement.memory_estimate import StageSizes
 from mesh.serve.head_state import setup_of
 from mesh.serve.preflight import Preflight, _draft_ctx_size, check, check_model, own_capacity
 from mesh.text.text_service import num_text_workers, vocabulary_bytes, worker_bytes
-from spanmesh_proto.errors import ClusterError, MeshError, ModelDoesNotFit
+from spanmesh_proto.errors import ClusterError, InvalidModel, MeshError, ModelDoesNotFit, UncuttableModel
 from stages.gguf import read_one_header
+from tests.qualification.own_models import OWN_MODELS
+from tests.support.assistant_files import write_assistant
 from tests.support.ipv6 import needs_ipv6
 from tests.support.tiny_models import TinyModel
 
@@ -114,6 +116,26 @@ def test_a_draft_leaves_less_for_stages(tiny: Path) -> None:
     with pytest.raises(ModelDoesNotFit, match=r"the draft model tiny.gguf needs .* of this host") as refused:
         check(drafting.changed(memory_bytes=MIB))
     assert refused.value.param == "--draft"
+
+
+def test_an_assistant_takes_its_memory_beside_the_last_stage(tmp_path: Path) -> None:
+    model = OWN_MODELS["gemma4-dense"](1).write(tmp_path / "model.gguf")
+    assistant = write_assistant(tmp_path / "assistant.gguf")
+    plain, drafting = options(model), options(model).changed(draft_path=assistant)
+    known, beside = check(plain), check(drafting)
+    assert beside.drafter is not None
+    assert beside.drafter.is_beside_tail
+    assert (beside.draft_bytes, beside.draft_ctx_size) == (0, 1024)
+    assert beside.model.head_bytes > known.model.head_bytes + assistant.stat().st_size
+    assert check(drafting.changed(speculate="ngram")).model == known.model
+    # Stages without it do not serve a head that wants it.
+    assert setup_of(drafting, beside) != setup_of(plain, known)
+    known_of(plain.changed(split=(2, 1)))
+    with pytest.raises(UncuttableModel, match=r"reads the last two layers, which have to be in one stage"):
+        known_of(drafting.changed(split=(2, 1)))
+    other = write_assistant(tmp_path / "other.gguf", metadata={"embedding_length_out": 96})
+    with pytest.raises(InvalidModel, match="it was made for another model"):
+        check(plain.changed(draft_path=other))
 
 
 def test_each_model_counts_its_vocabulary_for_each_process(tiny: Path) -> None:

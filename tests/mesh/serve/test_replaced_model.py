@@ -111,7 +111,7 @@ async def serving(model: Path, *, is_head_only: bool = False) -> AsyncIterator[M
         members.admit(member("attic", "attic.1"))
         members.admit(member("desk", "desk.1"))
     options = HeadOptions(model=model, exact=True)
-    known = SimpleNamespace(model=facts, workload=WORKLOAD, stamps=stamps_of(part_paths(model)))
+    known = SimpleNamespace(model=facts, workload=WORKLOAD, stamps=stamps_of(part_paths(model)), drafter=None)
     async with head(model.parent) as side:
         maker = StageMaker(
             options,

@@ -1,7 +1,7 @@
 """Fuzzing with damaged drafter files.
 
-An EAGLE-3 drafter and drafters of blocks with random weights are made for the model, and if the model brings
-a head for multi-token prediction, that head takes turns with them.
+An EAGLE-3 drafter and drafters of blocks with random weights are made for the model, and assistants for tiny
+models of Gemma 4. If the model brings a head for multi-token prediction, that takes turns with them.
 """
 
 from __future__ import annotations
@@ -14,35 +14,49 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
-from mesh.draft.drafter import loadable_file, own_head, read_drafter
+from mesh.draft.assistant_trial import draft_beside_blank
+from mesh.draft.drafter import loadable_file, own_head, read_drafter, with_drafter
 from mesh.draft.loading import SETUP
 from mesh.text.tokenizer import Tokenizer, num_shared_tokens
-from spanmesh_proto.errors import InvalidModel
+from spanmesh_proto.errors import InvalidModel, MeshError, StageFailed
 from speculative.draft.context import DraftFile, DraftOptions, DraftUnusable
 from speculative.draft.kinds import load_context
 from speculative.draft.worker import LoadedDrafter
 from speculative.proposer import DrafterKind, FeatureReader
+from stages.certification.certify import cut_stage
 from stages.files import ModelFile, Region, atomic_write
 from stages.gguf import Value, ValueType, read_header
+from stages.layers import LayerRange
+from stages.runtime.assistant import DraftStart
+from stages.runtime.spans import Span
+from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
+from stages.sampling.sampler import SamplingParams
+from stages.sampling.verifier import WindowVerifier
+from stages.serving.composition import assistant_beside
 from stages.slicing.layout import StageLayout, StageTensor
 from stages.slicing.model_facts import read_model_facts
 from stages.slicing.stage_writer import StageWriter
 from tests.qualification.fuzz.gguf_fuzz import first_of, hostile_files, small_layout, with_rows, write_layout
 from tests.qualification.fuzz.isolated_trial import judge, run_trial, trials
 from tests.qualification.fuzz.report import Tally
+from tests.qualification.own_models import OWN_MODELS
+from tests.support.assistant_files import write_assistant
 from tests.support.block_drafters import BlockDrafter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Sequence
     from multiprocessing.context import ForkServerContext
+
+    from numpy.typing import NDArray
 
     from mesh.draft.drafter import Drafter
     from speculative.draft.worker import DraftProposer
+    from stages.runtime.assistant import Assistant
     from stages.slicing.model_facts import ModelFacts
     from tests.qualification.fuzz.isolated_trial import Trial
     from tests.qualification.fuzz.report import FuzzOptions, FuzzReport
@@ -59,9 +73,19 @@ _MEMORY_BYTES: Final = 6 * 2**30
 _OPTIONS: Final = DraftOptions(ctx_size=256, num_sessions=2)
 _PROMPT: Final = tuple(range(3, 19))
 _NUM_DRAFTED: Final = 4
+_ASSISTED: Final = ("gemma4-dense", "gemma4-e")
+_SAMPLINGS: Final = (SamplingParams(), SamplingParams(0.8, seed=5, repetition_penalty=1.1))
+_STAGE: Final = RuntimeOptions(num_slots=len(_SAMPLINGS), ctx_size=256, has_reader=True)
 # A drafter may find nothing to say; a good one says it long before.
 _DRAFT_WAIT_S: Final = 2.0
 _ALIGNMENT: Final = 32
+
+
+class Pair(NamedTuple):
+    """A model, and a good drafter for it."""
+
+    target: Path
+    drafter: Path
 
 
 def fuzz_drafters(options: FuzzOptions) -> FuzzReport:
@@ -77,9 +101,6 @@ def fuzz_drafters(options: FuzzOptions) -> FuzzReport:
         ModelError: If the model cannot be read, or a head for it cannot be drafted with as it is.
     """
     tally = Tally("drafters", options, time.monotonic)
-    # Not for secrets: the same seed must make the same files.
-    random = Random(options.seed)
-    context = trials()
     with TemporaryDirectory(prefix="spanmesh-fuzz-") as name:
         folder = Path(name)
         target = folder / "target.gguf"
@@ -89,25 +110,48 @@ def fuzz_drafters(options: FuzzOptions) -> FuzzReport:
             small_layout(options.model, num_layers=facts.n_layers, num_tokens=_NUM_TOKENS),
             target,
         )
-        goods = [write_eagle3(target, folder / "eagle3.gguf", options.seed)]
-        goods += [
-            BlockDrafter(kind, seed=options.seed).write(target, folder / f"{kind.value}.gguf")
+        pairs = [Pair(target, write_eagle3(target, folder / "eagle3.gguf", options.seed))]
+        pairs += [
+            Pair(target, BlockDrafter(kind, seed=options.seed).write(target, folder / f"{kind.value}.gguf"))
             for kind in (DrafterKind.DFLASH, DrafterKind.DSPARK, DrafterKind.DFLASH2)
         ]
+        pairs += assistant_pairs(folder, options.seed)
         if (head := own_head(facts)) is not None:
-            goods.append(_write_small_head(head, options.model, folder))
-        files = [_hostile(good, random) for good in goods]
-        path = folder / "drafter.gguf"
-        for data in itertools.islice(
-            itertools.chain.from_iterable(zip(*files, strict=True)), options.num_cases
-        ):
-            path.write_bytes(data)
-            judge(tally, try_drafter(context, path, target, folder), data)
+            pairs.append(Pair(target, _write_small_head(head, options.model, folder)))
+        try_damaged(pairs, options, tally, folder)
     return tally.report()
 
 
-def _hostile(good: Path, random: Random) -> Iterator[bytes]:
-    return hostile_files(good.read_bytes(), _layout_of(good), random)
+def try_damaged(pairs: Sequence[Pair], options: FuzzOptions, tally: Tally, folder: Path) -> None:
+    """Try damaged files of one drafter after the other, and count what becomes of them.
+
+    Args:
+        pairs: The drafters.
+        options: Seed, and number of files.
+        tally: Counts.
+        folder: For files.
+    """
+    # Not for secrets: the same seed must make the same files.
+    random = Random(options.seed)
+    context = trials()
+    path = folder / "drafter.gguf"
+    files = [hostile_files(pair.drafter.read_bytes(), _layout_of(pair.drafter), random) for pair in pairs]
+    turns = itertools.cycle(zip(pairs, files, strict=True))
+    for pair, hostile in itertools.islice(turns, options.num_cases):
+        data = next(hostile)
+        path.write_bytes(data)
+        judge(tally, try_drafter(context, path, pair.target, folder), data)
+
+
+def assistant_pairs(folder: Path, seed: int) -> list[Pair]:
+    """Tiny models of Gemma 4, dense and of E2B's kind, with an assistant.
+
+    Args:
+        folder: For their files.
+        seed: Of the assistant's weights.
+    """
+    assistant = write_assistant(folder / "assistant.gguf", seed=seed)
+    return [Pair(OWN_MODELS[name](1).write(folder / f"{name}.gguf"), assistant) for name in _ASSISTED]
 
 
 def try_drafter(context: ForkServerContext, path: Path, target: Path, folder: Path) -> Trial:
@@ -124,7 +168,16 @@ def try_drafter(context: ForkServerContext, path: Path, target: Path, folder: Pa
 
 def _attempt(begin: Callable[[str], None], path: Path, target: Path, folder: Path) -> None:
     begin("reading")
-    drafter = read_drafter(path, read_model_facts(target))
+    facts = read_model_facts(target)
+    drafter = read_drafter(path, facts)
+    if drafter.is_beside_tail:
+        begin("placing")
+        beside = with_drafter(facts, drafter, _OPTIONS.num_sessions)
+        begin("loading")
+        draft_beside_blank(path, target, lambda *_: None)
+        begin("drafting beside a stage")
+        _draft_beside_stages(path, target, folder, max(beside.allowed_cuts))
+        return
     begin("completing")
     loaded = loadable_file(drafter, target, folder)
     begin("loading")
@@ -163,6 +216,55 @@ def _draft(proposer: DraftProposer, drafter: Drafter) -> None:
         is_ready.clear()
         if time.monotonic() > deadline_s:
             return
+
+
+def _draft_beside_stages(path: Path, target: Path, folder: Path, cut: int) -> None:
+    """Draft beside the last stage, with the KV cache that the trial has and with another one."""
+    stage = folder / f"tail-of-{target.name}"
+    if not stage.exists():
+        cut_stage(target, LayerRange(cut, read_model_facts(target).n_layers), stage)
+    for options in (_STAGE, replace(_STAGE, kv_type="q8_0")):
+        plain = StageRuntime(stage, replace(options, has_reader=False))
+        with contextlib.closing(plain), contextlib.closing(StageRuntime(stage, options)) as runtime:
+            expected = _last_logits(plain)
+            assistant = assistant_beside(runtime, path)
+            if assistant is None:
+                raise RuntimeError(f"{path.name} is not loaded beside a stage, though it was tried")
+            for _ in range(2):
+                if not np.array_equal(_last_logits(runtime), expected):
+                    raise RuntimeError("the stage computes otherwise with the assistant")
+                _draft_beside(assistant, runtime)
+
+
+def _last_logits(runtime: StageRuntime) -> NDArray[np.float32]:
+    """Logits behind a prompt in each slot."""
+    noise = np.random.default_rng(0)
+    hidden = noise.standard_normal((len(_PROMPT), runtime.info.n_embd)).astype(np.float32)
+    spans = [Span(slot, 0, list(_PROMPT), hidden, 1) for slot in range(runtime.num_slots)]
+    return np.concatenate(runtime.decode(spans))
+
+
+def _draft_beside(assistant: Assistant, runtime: StageRuntime) -> None:
+    verifiers = [
+        WindowVerifier(sampling, num_prompt=len(_PROMPT), cached=_PROMPT[:-1]) for sampling in _SAMPLINGS
+    ]
+    states = np.random.default_rng(1).standard_normal((runtime.num_slots, runtime.info.n_embd))
+    starts = [
+        DraftStart(slot, len(_PROMPT) - 1, _PROMPT[-1], state.astype(np.float32), _NUM_DRAFTED)
+        for slot, state in enumerate(states)
+    ]
+    texts = [[start.token] for start in starts]
+
+    def draw(index: int, _count: int, logits: NDArray[np.float32]) -> int | None:
+        try:
+            texts[index].append(verifiers[index].foretell(logits, texts[index], starts[index].position))
+        except MeshError:  # logits that are no numbers
+            return None
+        return texts[index][-1]
+
+    # It is done without one that fails.
+    with contextlib.suppress(StageFailed):
+        assistant.draft(starts, draw)
 
 
 def write_eagle3(target: Path, output: Path, seed: int) -> Path:

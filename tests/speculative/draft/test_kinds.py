@@ -66,14 +66,15 @@ def idle_drafter(kind: DrafterKind) -> Iterator[LoadedDrafter]:
 
 
 def test_each_kind_has_its_parts_and_a_name_of_its_own() -> None:
-    assert KINDS.keys() == set(DrafterKind)
+    assert KINDS.keys() == set(DrafterKind) - {DrafterKind.ASSISTANT}
     # Drafters of blocks have their context in common.
     assert len({parts.context for parts in KINDS.values() if parts.most_drafted == 1}) == 3
-    assert DRAFTERS == ("draft", "eagle3", "mtp", "dflash", "dspark", "dflash2")
-    assert [f"{kind}" for kind in DrafterKind] == ["model", "eagle3", "mtp", "dflash", "dspark", "dflash2"]
+    names = ["eagle3", "mtp", "dflash", "dspark", "dflash2", "assistant"]
+    assert list(DRAFTERS) == ["draft", *names]
+    assert [f"{kind}" for kind in DrafterKind] == ["model", *names]
 
 
-@pytest.mark.parametrize("kind", list(DrafterKind))
+@pytest.mark.parametrize("kind", list(KINDS))
 def test_a_proposer_has_the_name_of_its_kind_and_takes_features_if_that_reads_any(kind: DrafterKind) -> None:
     with idle_drafter(kind) as drafter:
         assert (drafter.num_tokens, drafter.draft_ms_per_token) == (5, 2.0)
@@ -88,7 +89,7 @@ def test_a_proposer_has_the_name_of_its_kind_and_takes_features_if_that_reads_an
         proposer.close()
 
 
-@pytest.mark.parametrize("kind", list(DrafterKind))
+@pytest.mark.parametrize("kind", list(KINDS))
 def test_a_closed_proposer_is_gone_with_its_features(kind: DrafterKind) -> None:
     with idle_drafter(kind) as drafter:
         proposer = drafter.open(lambda _logits, _position, _before: 0)

@@ -10,7 +10,14 @@ import pytest
 
 from mesh.cluster.host_facts import find_gpus
 from spanmesh_proto.errors import ClusterError
-from stages.runtime.devices import Device, device_speed_gb_per_s, layer_devices, list_devices, speed_of_reads
+from stages.runtime.devices import (
+    Device,
+    GpuPlacing,
+    device_speed_gb_per_s,
+    layer_devices,
+    list_devices,
+    speed_of_reads,
+)
 from stages.runtime.llama_libraries import gpu_backends, kernels_folder, may_have_layer_devices
 
 GPU = Device("CUDA0", "a GPU", "gpu", "CUDA", "0000:01:00.0", 8 * 2**30, 10 * 2**30, 1)
@@ -161,3 +168,9 @@ def test_a_small_device_is_measured_by_what_it_has_room_for() -> None:
 
     assert speed_of_reads(read_s, 5 * MIB) == pytest.approx(5e3 * MIB)
     assert read == [5 * MIB]
+
+
+def test_what_reads_the_last_layers_goes_with_them() -> None:
+    assert GpuPlacing((GPU, OTHER), (3, 4)).behind() == GpuPlacing((OTHER,), (0,))
+    for unchanged in (GpuPlacing((), ()), GpuPlacing((GPU, OTHER), None)):
+        assert unchanged.behind() == unchanged

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mesh.draft.drafter import draft_memory_bytes, feature_drafter_bytes, loadable_bytes, read_drafter
+from mesh.draft.drafter import loadable_bytes, read_drafter
+from mesh.draft.memory import draft_memory_bytes, feature_drafter_bytes
 from mesh.placement.memory_estimate import StageSizes, Workload
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
 from speculative.draft.context import DraftOptions

@@ -1,12 +1,18 @@
 """Sample-and-match over verified rows."""
 
+import contextlib
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from spanmesh_proto.errors import InvalidWindow, StageFailed
+from spanmesh_proto.errors import InvalidRequest, InvalidWindow, StageFailed
+from stages.grammar import session_grammar
+from stages.grammar.automaton import Automaton, TokenMasks, TokenTexts, TokenTree
+from stages.grammar.session_grammar import make_automaton
 from stages.sampling.sampler import Sampler, SamplingParams
 from stages.sampling.verifier import WindowVerifier, following, verify
 
@@ -101,3 +107,69 @@ def test_rows_that_cannot_be_scored_are_refused(
 ) -> None:
     with pytest.raises(error):
         following(rows, [5, 6], 40, next_token)
+
+
+@given(
+    sampling=st.sampled_from(
+        [
+            SamplingParams(1.0, seed=4),
+            SamplingParams(0.8, seed=5, repetition_penalty=1.5, repetition_window=4),
+        ]
+    ),
+    foretold=st.lists(st.integers(0, 3), min_size=6, max_size=6),
+)
+def test_what_is_foretold_is_drawn_as_the_text_and_changes_nothing(
+    sampling: SamplingParams, foretold: list[int]
+) -> None:
+    def text(verifier: WindowVerifier, counts: list[int]) -> tuple[int, ...]:
+        history: tuple[int, ...] = (1, 2)
+        for count in counts:
+            window = history if len(history) == 2 else history[-1:]
+            start = len(history) - len(window)
+            drawn = verifier.verify([target_row(history)], window, start).tokens
+            history += tuple(drawn)
+            ahead = history
+            for _ in range(count):
+                ahead += (verifier.foretell(target_row(ahead), ahead[len(history) - 1 :], len(history) - 1),)
+            told.append((len(history), ahead))
+        return history
+
+    told: list[tuple[int, tuple[int, ...]]] = []
+    plain = text(WindowVerifier(sampling, num_prompt=2), [0] * 6)
+    told.clear()
+    assert text(WindowVerifier(sampling, num_prompt=2), foretold) == plain
+    # With the model's own logits what is foretold is what comes.
+    assert all(ahead[: len(plain)] == plain[: len(ahead)] for _, ahead in told)
+
+
+@pytest.mark.parametrize("num_drafted", [0, 4])
+def test_drafts_under_a_grammar_have_work_of_their_own_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, num_drafted: int
+) -> None:
+    """What a draft has worked out is known when the answer comes there, so both are bounded."""
+    most = 20_000
+    monkeypatch.setattr(session_grammar, "MAX_ANSWER_WORK", most)
+    tree = TokenTree.of(TokenTexts((b"", b"a", *[b""] * (N_VOCAB - 2)), frozenset({0})))
+    opened: list[Automaton] = []
+
+    def open_masks() -> TokenMasks:
+        opened.append(make_automaton('root ::= ("a"{1,80} " "?){1,80}'))
+        return TokenMasks(opened[0], tree)
+
+    verifier = WindowVerifier(SamplingParams(), num_prompt=1, open_masks=open_masks)
+    drafts: list[list[int]] = []
+
+    def answer() -> None:
+        for position in itertools.count():
+            assert verifier.verify(rows_for(1), [1], position).tokens == [1]
+            drafts.append(ahead := [1])
+            with contextlib.suppress(InvalidRequest):
+                while len(ahead) <= num_drafted:
+                    ahead.append(verifier.foretell(rows_for(1)[0], ahead, position + 1))
+
+    with pytest.raises(InvalidRequest, match="work limit"):
+        answer()
+    assert len(drafts) > 20
+    assert len(drafts[0]) == 1 + num_drafted
+    assert len(drafts[-1]) == 1
+    assert opened[0].work < 2.5 * most

@@ -414,6 +414,7 @@ CHANGES: Final[dict[str, Any]] = {
     "num_checkpoints": 3,
     "observe_layers": (1,),
     "observe_as": GraphBoundary(64),
+    "has_reader": True,
 }
 
 

@@ -21,7 +21,7 @@ from spanmesh_proto.errors import ClusterError, MeshError, StageFailed
 from stages.layers import LayerRange
 from stages.runtime.process_memory import StageMemory
 from stages.runtime.stage_runtime import RuntimeOptions
-from stages.serving.actor import StageActor, StageConfig
+from stages.serving.actor import AssistantFile, StageActor, StageConfig
 from stages.serving.scheduler import QueueBarrier
 from stages.serving.server import StageService
 from stages.transport.channels import key_metadata, open_channel
@@ -30,6 +30,8 @@ from stages.weights.disk_cache import KV_DISK_BYTES
 from stages.weights.fetch import FetchSource
 from stages.weights.virtual_stages import StageCache
 from tests.qualification.fuzz.gguf_fuzz import small_layout, write_layout
+from tests.qualification.own_models import OWN_MODELS
+from tests.support.assistant_files import write_assistant
 from tests.support.disks import disk_of
 from tests.support.ipv6 import needs_ipv6
 
@@ -251,3 +253,73 @@ async def test_a_stage_that_no_coordinator_wants_any_more_ends_its_process(
         await ended.wait()
     with pytest.raises(MeshError, match="does not answer"):
         await layers_at(address, COORDINATOR, "host-1")
+
+
+@pytest.fixture
+def assisted(tmp_path: Path) -> StageConfig:
+    """The tail of a Gemma 4 with an assistant, which are fetched from files of this host."""
+    model = OWN_MODELS["gemma4-dense"](1).write(tmp_path / "model.gguf")
+    assistant = write_assistant(tmp_path / "assistant.gguf")
+    cache = StageCache(tmp_path / "cache")
+    layers = LayerRange(1, 3)
+    recipes = cache.describe(model, layers), cache.describe_whole(assistant)
+    sources = []
+    for recipe in recipes:
+        cache.store.keep(recipe)
+        sources.append(FetchSource("127.0.0.1:1", b"", "", cache.known_files(recipe.sha256)))
+    return StageConfig(
+        stage_index=1,
+        layers=layers,
+        sha256=recipes[0].sha256,
+        source=sources[0],
+        options=RuntimeOptions(ctx_size=64, exact=True, has_reader=True),
+        host="host-1",
+        memory=StageMemory(0, 0, 0, 0),
+        beside_bytes=0,
+        mesh_id="mesh",
+        mesh_key="key",
+        cache_dir=str(tmp_path / "cache"),
+        assistant=AssistantFile(recipes[1].sha256, sources[1]),
+    )
+
+
+async def drafts_off(config: StageConfig) -> str | None:
+    """Why a loaded stage does not draft, as it tells: empty if it does; None without an assistant."""
+    actor = StageActor(config)
+    try:
+        await actor.load()
+        await certify(actor, "host-1")
+        await actor.start("127.0.0.1")
+        assert actor._stage is not None
+        content = await actor.content()
+        assert content is not None
+        assert content.assistant == (config.assistant.sha256 if config.assistant is not None else "")
+        stats = actor._stage.stats()
+        return stats.drafts_off if stats.HasField("drafts_off") else None
+    finally:
+        await actor.stop()
+        assert actor._held_beside is None
+
+
+async def test_a_tail_brings_its_assistant_and_loads_it(assisted: StageConfig, tmp_path: Path) -> None:
+    assert await drafts_off(assisted) == ""
+    assert assisted.assistant is not None
+    # It lies in the cache now, where another stage finds it.
+    (tmp_path / "assistant.gguf").unlink()
+    nowhere = replace(assisted.assistant, source=FetchSource("127.0.0.1:1", b"", ""))
+    assert await drafts_off(replace(assisted, assistant=nowhere)) == ""
+    assert await drafts_off(replace(assisted, assistant=None)) is None
+
+
+async def test_an_assistant_that_cannot_be_loaded_is_done_without(assisted: StageConfig) -> None:
+    with capture_logs() as logs:
+        plain = replace(assisted, options=replace(assisted.options, has_reader=False))
+        assert "cannot read the KV cache of layers" in (await drafts_off(plain) or "")
+    assert [each["event"] for each in logs if each["log_level"] == "warning"] == ["assistant_failed"]
+
+
+def test_a_stage_with_another_assistant_does_not_take_its_place(assisted: StageConfig) -> None:
+    content = assisted.content
+    assert content.computes_as(content)
+    assert not content.computes_as(replace(content, assistant=""))
+    assert not content.computes_as(replace(content, assistant="ab"))

@@ -1,0 +1,171 @@
+"""Drafts of the tail: what an assistant foretells behind verdicts, sent once these have left.
+
+Nothing waits for it but the tail's next batch. An assistant that fails costs drafts, and nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import structlog
+
+from spanmesh_proto import windows_pb2 as wire
+from spanmesh_proto.errors import MeshError
+from stages.runtime.assistant import DraftStart
+from stages.serving.plugs import StagePlug
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from stages.runtime.assistant import Assistant
+    from stages.runtime.stage_runtime import StageRuntime
+    from stages.sampling.verifier import WindowVerifier
+    from stages.serving.plugs import StageAccess
+    from stages.serving.scheduler import QueuedWindow
+
+log = structlog.get_logger()
+
+
+class _Wanted(NamedTuple):
+    window: QueuedWindow
+    start: DraftStart
+
+
+class TailDrafts(StagePlug):
+    """Drafts behind the verdicts on windows that ask for them.
+
+    Args:
+        runtime: The loaded tail.
+        assistant: The assistant beside it, or why it could not be loaded.
+    """
+
+    def __init__(self, runtime: StageRuntime, assistant: Assistant | MeshError) -> None:
+        self._runtime = runtime
+        self._assistant = None if isinstance(assistant, MeshError) else assistant
+        self._why_off = assistant.message if isinstance(assistant, MeshError) else ""
+        self._head_state = runtime.info.n_layers
+        self._wanted: list[_Wanted] = []
+        # The latest draft of each slot.
+        self._latest: dict[int, wire.Draft] = {}
+        # For each slot the epoch of the latest rejection whose rows were dropped, and the verifier of its
+        # session: ids of sessions begin again with each coordinator.
+        self._rejected: dict[int, tuple[WindowVerifier, int]] = {}
+        self._stage: StageAccess
+        self._send: Callable[[wire.VerdictBundle], None]
+
+    def attach(self, stage: StageAccess) -> None:
+        """Send drafts from the event loop from now on."""
+        self._stage = stage
+        self._send = stage.from_worker(stage.answer)
+
+    def count(self, stats: wire.StageStats) -> None:
+        """Tell why it does not draft, if it does not."""
+        stats.drafts_off = self._why_off
+
+    def voids(self, window: QueuedWindow) -> bool:
+        """Whether a window was sent before a rejection was known, behind rows that are dropped now.
+
+        It may begin behind the slot's end, and its failure would be the session's.
+        """
+        verifier, epoch = self._rejected.get(window.span.slot, (None, 0))
+        return window.verifier is verifier and window.epoch <= epoch
+
+    def outlasts(self, window: QueuedWindow) -> bool:
+        """Whether a draft follows: in the event loop the verdict would leave behind it."""
+        return self._assistant is not None and window.message.num_drafts > 0
+
+    def taps(self, windows: Sequence[QueuedWindow]) -> bool:
+        """Whether a window of a batch asks for drafts, which begin with its head state."""
+        self._wanted.clear()
+        if self._assistant is None or not any(window.message.num_drafts for window in windows):
+            return False
+        # Drafters on the coordinator set other layers, and none at their end.
+        self._runtime.tap_features((self._head_state,))
+        return True
+
+    def verified(self, window: QueuedWindow, verdict: wire.Verdict) -> None:
+        """Note where a draft begins: with the verdict's last token."""
+        message, span = window.message, window.to_compute
+        is_drawn = bool(verdict.tokens) and window.scored_next is None
+        if self._assistant is None or not message.num_drafts or not is_drawn:
+            return
+        states = self._runtime.features(span.slot)
+        if not states or states[-1] is None:
+            self._give_up("the model's graph gives no head state")
+            return
+        row = len(span.tokens) - span.num_outputs + len(verdict.tokens) - 1
+        position = span.start + row + 1
+        latest = self._latest.get(span.slot)
+        is_latest_right = (
+            latest is not None
+            and latest.session == window.session
+            and 0 <= (place := position - latest.start) < len(latest.tokens)
+            and latest.tokens[place] == verdict.tokens[-1]
+        )
+        if message.drafts_on_rejection and is_latest_right:
+            return
+        start = DraftStart(span.slot, position, verdict.tokens[-1], states[-1][row], message.num_drafts)
+        self._wanted.append(_Wanted(window, start))
+
+    def handed_on(self) -> None:
+        """Draft behind the verdicts, which have left."""
+        wanted, self._wanted = self._wanted, []
+        if self._assistant is None or not wanted:
+            return
+        texts = [[each.start.token] for each in wanted]
+        confidences: list[list[float]] = [[] for _ in wanted]
+
+        def draw(index: int, _count: int, logits: NDArray[np.float32]) -> int | None:
+            verifier, start = wanted[index].window.verifier, wanted[index].start
+            try:
+                token = verifier.foretell(logits, texts[index], start.position)
+            except MeshError:  # the grammar ends here
+                return None
+            texts[index].append(token)
+            confidences[index].append(_probability(logits, token))
+            return token
+
+        begun_ns = time.perf_counter_ns()
+        try:
+            for each in wanted:
+                self._drop_rejected(each)
+            self._assistant.draft([each.start for each in wanted], draw)
+        except Exception as error:  # noqa: BLE001 - whatever it is, verdicts go on
+            self._give_up(error.message if isinstance(error, MeshError) else repr(error))
+            return
+        elapsed_us = (time.perf_counter_ns() - begun_ns) // 1000
+        token_us = elapsed_us // max(1, *(len(text) - 1 for text in texts))
+        drafts = [
+            wire.Draft(
+                session=each.window.session,
+                window_id=each.window.id,
+                start=each.start.position + 1,
+                tokens=text[1:],
+                confidences=own,
+                token_us=token_us,
+            )
+            for each, text, own in zip(wanted, texts, confidences, strict=True)
+        ]
+        self._latest |= {each.start.slot: draft for each, draft in zip(wanted, drafts, strict=True)}
+        self._send(wire.VerdictBundle(drafts=drafts))
+
+    def _drop_rejected(self, wanted: _Wanted) -> None:
+        """Drop the slot's rows from the draft's first position on."""
+        slots, slot, position = self._stage.slots, wanted.start.slot, wanted.start.position
+        if position < slots.memory.length(slot):
+            self._rejected[slot] = wanted.window.verifier, wanted.window.epoch
+            slots.trim(slot, position)
+
+    def _give_up(self, reason: str) -> None:
+        log.warning("assistant_failed", reason=reason)
+        self._assistant, self._why_off = None, reason
+
+
+def _probability(logits: NDArray[np.float32], token: int) -> float:
+    """The probability of a token, by logits that may exclude some."""
+    shares = np.exp(logits - logits.max())
+    return float(shares[token] / shares.sum())
