@@ -1,4 +1,4 @@
-"""Drafters of blocks, in `mesh bench spec`: published acceptance, bounds by paired rounds, cost of blocks.
+"""Drafters of several tokens, in `mesh bench spec`: published acceptance, paired rounds, cost of blocks.
 
 Few have weights for the served model, and random ones are hardly ever right. So their cost and what they do
 without being right are measured with such a file, and what acceptance is worth with the same file, whose
@@ -39,6 +39,8 @@ _PUBLISHED: Final = {
     # Qwen3.8-27B in llama.cpp: 2.2 to 3.3 tokens a verdict (z-lab/dflash, issue 170), best with 4
     # tokens a block; nothing is published by position. Even rates that bring the middle, 2.75.
     "dflash2": (0.70, 0.49, 0.34, 0.24),
+    # Gemma 4 26B-A4B: spark-vllm-docker, issue 343.
+    "assistant": (0.84, 0.60, 0.39, 0.27),
 }
 # Settings of paired rounds, by server, with their titles.
 _SETTINGS: Final = {

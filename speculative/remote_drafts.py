@@ -6,6 +6,7 @@ committed tokens and those in flight goes on behind them.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from speculative.cost_model import DraftCost, smoothed
@@ -14,7 +15,7 @@ from speculative.proposer import EMPTY, DrafterKind, Proposal
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from speculative.proposer import Draft
+    from speculative.proposer import Draft, Replace
 
 
 class RemoteDrafter:
@@ -53,6 +54,7 @@ class RemoteDraftProposer:
 
     Args:
         drafter: The assistant.
+        replace: For benchmarks: what is proposed instead of what was drafted; None for the drafts themselves.
 
     Attributes:
         num_drafted: Most tokens of a draft.
@@ -60,9 +62,10 @@ class RemoteDraftProposer:
 
     name = DrafterKind.ASSISTANT.proposer
 
-    def __init__(self, drafter: RemoteDrafter) -> None:
+    def __init__(self, drafter: RemoteDrafter, replace: Replace | None = None) -> None:
         self.num_drafted = drafter.draft_max
         self._drafter = drafter
+        self._replace = replace
         self._tokens: list[int] = []
         self._draft: Draft | None = None
         self._on_ready: Callable[[], None] | None = None
@@ -86,7 +89,7 @@ class RemoteDraftProposer:
 
     def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
         """What of the draft goes on behind the committed tokens and `after`, if it agrees with them."""
-        draft = self._draft
+        draft = self._latest()
         if draft is None or max_tokens < 1:
             return EMPTY
         num_known = len(self._tokens) + len(after) - draft.start
@@ -105,6 +108,16 @@ class RemoteDraftProposer:
             return EMPTY
         proposal = Proposal(draft.tokens[num_known:stop], draft.confidences[num_known:stop], self.name)
         return proposal.first(max_tokens)
+
+    def _latest(self) -> Draft | None:
+        """The latest draft, or what stands for it behind the text that it follows."""
+        draft = self._draft
+        if draft is None or self._replace is None:
+            return draft
+        if draft.start > len(self._tokens):
+            return None
+        tokens, confidences = self._replace(self._tokens[: draft.start], len(draft.tokens))
+        return dataclasses.replace(draft, tokens=tuple(tokens), confidences=tuple(confidences))
 
     def listen(self, on_ready: Callable[[], None]) -> None:
         """Set the function to be called when a draft has come."""

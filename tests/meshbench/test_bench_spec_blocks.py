@@ -22,6 +22,8 @@ from meshbench.speculation_results import WITH_RATES, DraftCounts, rows_of
 from meshbench.speculation_workloads import Workload, all_workloads
 from spanmesh_proto.errors import InvalidModel
 from speculative.proposer import DrafterKind
+from tests.qualification.own_models import gemma4_dense
+from tests.support.assistant_files import write_assistant
 from tests.support.block_drafters import BlockDrafter
 from tests.support.spec_bench_samples import sample
 from tests.support.tiny_models import TinyModel
@@ -74,6 +76,12 @@ def test_each_kind_of_blocks_has_published_rates(kind: DrafterKind, target: Path
     tokens = 1 + sum(prod(rates[: count + 1]) for count in range(len(rates)))
     assert 2.2 < tokens < 4.0
     assert all(0.4 < rate < 1.0 for rate in rates)
+
+
+def test_an_assistant_is_measured_in_paired_rounds(tmp_path: Path) -> None:
+    target = gemma4_dense(1).write(tmp_path / "gemma4.gguf")
+    rates = published_rates(write_assistant(tmp_path / "assistant.gguf"), target)
+    assert rates == pytest.approx((0.84, 0.714, 0.65, 0.692), abs=1e-3)
 
 
 def test_rates_are_conditional() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from speculative.cost_model import DraftCost
 from speculative.proposer import EMPTY, Draft, DraftReader
 from speculative.remote_drafts import RemoteDrafter, RemoteDraftProposer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 TOKENS = st.lists(st.integers(0, 2), max_size=8)
 
@@ -82,3 +87,23 @@ def test_a_draft_goes_on_behind_text_that_agrees_with_it(
     if start <= len(text) and text[start:] == drafted[: len(text) - start]:
         expected = drafted[len(text) - start :][:most]
     assert list(found) == expected
+
+
+def test_others_stand_for_a_draft_once_the_text_before_it_is_known() -> None:
+    asked = []
+
+    def instead(text: Sequence[int], count: int) -> tuple[Sequence[int], Sequence[float]]:
+        asked.append((tuple(text), count))
+        return (1, 2), (0.75, 0.5)
+
+    made = RemoteDraftProposer(RemoteDrafter(4), instead)
+    made.extend([5, 6])
+    made.take_draft(Draft(3, (8, 9, 10), (0.9, 0.9, 0.9), 2.0))
+    assert made.propose(4, [7]) == EMPTY
+    assert not asked
+    made.extend([7])
+    proposal = made.propose(4)
+    assert (proposal.tokens, proposal.confidences, proposal.proposer) == ((1, 2), (0.75, 0.5), "assistant")
+    assert made.propose(4, [1]).tokens == (2,)
+    assert made.propose(4, [8]) == EMPTY
+    assert set(asked) == {((5, 6, 7), 3)}
