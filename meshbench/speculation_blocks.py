@@ -93,31 +93,31 @@ def paired_lines(samples: Iterable[Sample]) -> tuple[Line, ...]:
     return tuple(lines)
 
 
-def blocks_table(rows: Iterable[Row]) -> str:
-    """What blocks cost and bring, by setting.
+def drafting_table(rows: Iterable[Row]) -> str:
+    """What drafting costs and brings, by setting.
 
-    A block brings one token, and as many as are accepted of it: the sum of acceptance by distance, over
-    windows in flight.
+    A draft brings one token, and as many as are accepted of it: of drafters that read features the sum of
+    acceptance by distance, over windows in flight.
     """
     return markdown_table(
         (
-            *("delay, ms", "workload", "setting", "tokens a block", "ms a block", "ms a drafted token"),
-            *("tokens a block brings", "tokens per window", "over off"),
+            *("delay, ms", "workload", "setting", "tokens a pass", "ms a pass", "ms a drafted token"),
+            *("tokens a draft brings", "tokens per window", "over off"),
         ),
         (
             (
                 f"{row.place.delay_ms:g}",
                 row.place.workload,
                 row.place.label,
-                number(row.block_tokens),
-                number(row.block_ms),
-                number(row.block_ms / row.block_tokens),
-                number(1 + sum(row.by_depth.acceptance())),
+                number(row.tokens_per_pass),
+                number(row.pass_ms),
+                number(row.pass_ms / row.tokens_per_pass),
+                number(1 + sum(row.by_depth.acceptance()) if row.by_depth.proposed else None),
                 number(row.tokens_per_window),
                 number(row.speed_up),
             )
             for row in rows
-            if row.block_tokens is not None and row.block_ms is not None
+            if row.tokens_per_pass is not None and row.pass_ms is not None
         ),
     )
 

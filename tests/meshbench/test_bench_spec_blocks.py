@@ -11,8 +11,8 @@ import pytest
 from mesh.text.tokenizer import Tokenizer
 from meshbench.speculation_blocks import (
     PAIRED,
-    blocks_table,
     conditional,
+    drafting_table,
     paired_lines,
     published_rates,
 )
@@ -192,7 +192,7 @@ def test_other_runs_have_no_such_lines() -> None:
     assert paired_lines([sample(0, "off"), sample(0, "auto", server=WITH_FEATURES)]) == ()
 
 
-def test_the_table_shows_what_a_block_costs() -> None:
+def test_the_table_shows_what_drafting_costs_and_brings() -> None:
     counts = DraftCounts.from_timings(
         {
             "draft_n": 8,
@@ -214,15 +214,14 @@ def test_the_table_shows_what_a_block_costs() -> None:
             },
         }
     )
-    chain = DraftCounts.from_timings(
-        {"speculation": {"draft_tokens_per_pass": 1.0, "draft_ms_per_token": 9.0}}
-    )
+    chain = DraftCounts.from_timings({"speculation": {"draft_ms_per_token": 9.0}})
     where: dict[str, Any] = {"workload": PAIRED, "server": WITH_FEATURES}
     samples = [
         sample(0, **where),
         sample(0, "draft", 20.0, counts=counts, **where),
         sample(0, "auto", 20.0, counts=chain, **where),
     ]
-    table = blocks_table(rows_of(samples)).splitlines()
-    assert len(table) == 3
+    table = drafting_table(rows_of(samples)).splitlines()
+    assert len(table) == 4
+    assert "| 1.00 | 9.00 | 9.00 |  |" in table[3]
     assert "| 4.00 | 10.00 | 2.50 | 2.50 | 2.00 | 2.00 |" in table[2]
