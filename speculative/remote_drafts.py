@@ -6,16 +6,15 @@ committed tokens and those in flight goes on behind them.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 from speculative.cost_model import DraftCost, smoothed
-from speculative.proposer import EMPTY, DrafterKind, Proposal
+from speculative.proposer import EMPTY, Draft, DrafterKind, Proposal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from speculative.proposer import Draft, Replace
+    from speculative.proposer import Replace
 
 
 class RemoteDrafter:
@@ -54,7 +53,7 @@ class RemoteDraftProposer:
 
     Args:
         drafter: The assistant.
-        replace: For benchmarks: what is proposed instead of what was drafted; None for the drafts themselves.
+        replace: For benchmarks: what is proposed instead of what was drafted, after as much computing.
 
     Attributes:
         num_drafted: Most tokens of a draft.
@@ -89,10 +88,12 @@ class RemoteDraftProposer:
 
     def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
         """What of the draft goes on behind the committed tokens and `after`, if it agrees with them."""
-        draft = self._latest()
+        draft = self._draft
         if draft is None or max_tokens < 1:
             return EMPTY
         num_known = len(self._tokens) + len(after) - draft.start
+        if self._replace is not None and num_known >= 0:
+            draft = self._replaced(draft, after, self._replace)
         known = (*self._tokens[draft.start :], *after)[-num_known:] if num_known > 0 else ()
         if num_known < 0 or draft.tokens[:num_known] != known:
             return EMPTY
@@ -109,15 +110,10 @@ class RemoteDraftProposer:
         proposal = Proposal(draft.tokens[num_known:stop], draft.confidences[num_known:stop], self.name)
         return proposal.first(max_tokens)
 
-    def _latest(self) -> Draft | None:
-        """The latest draft, or what stands for it behind the text that it follows."""
-        draft = self._draft
-        if draft is None or self._replace is None:
-            return draft
-        if draft.start > len(self._tokens):
-            return None
-        tokens, confidences = self._replace(self._tokens[: draft.start], len(draft.tokens))
-        return dataclasses.replace(draft, tokens=tuple(tokens), confidences=tuple(confidences))
+    def _replaced(self, draft: Draft, after: Sequence[int], replace: Replace) -> Draft:
+        text = (*self._tokens, *after)[: draft.start]
+        tokens, confidences = replace(text, len(draft.tokens))
+        return Draft(draft.start, tuple(tokens), tuple(confidences), draft.ms_per_token)
 
     def listen(self, on_ready: Callable[[], None]) -> None:
         """Set the function to be called when a draft has come."""

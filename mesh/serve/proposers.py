@@ -45,8 +45,8 @@ class Proposers:
         feature_needs: Hidden states that it reads; None if it reads none.
         assistant: The one that drafts beside the last stage; None without one.
         replay_path: File of recorded answers, of which the last is replayed; or None.
-        replay_rates: See `speculative.lookup_proposers.RatedAnswer`. A drafter of blocks or an
-            assistant computes all the same, and its drafts are replaced; others take no time.
+        replay_rates: See `speculative.lookup_proposers.RatedAnswer`. A drafter of blocks and an
+            assistant compute all the same, and their drafts are replaced; other such drafts take no time.
         keeps_history: Whether earlier answers to the same API key are proposed again.
     """
 
@@ -76,10 +76,8 @@ class Proposers:
         replace: Replace | None = None
         if mode == "replay" and self._replay_path is not None:
             answer = latest_answer(self._replay_path)
-            drafts_several = self.assistant is not None or (
-                self._draft is not None and self._draft.drafts_blocks
-            )
-            if self._replay_rates and drafts_several:
+            drafts_blocks = self._draft is not None and self._draft.drafts_blocks
+            if self._replay_rates and (drafts_blocks or self.assistant is not None):
                 replace = RatedAnswer(answer, self._replay_rates, num_before=len(request.prompt)).behind
             else:
                 proposers.append(ReplayProposer(answer, self._replay_rates))
@@ -89,14 +87,13 @@ class Proposers:
             if self._histories is not None and request.history_key is not None:
                 proposers.append(self._histories.open(request.history_key))
             proposers.append(NgramProposer())
-        is_drafting = mode in {"auto", "draft"} or replace is not None
-        draft = self._draft if is_drafting else None
+        draft = self._draft if mode in {"auto", "draft"} or replace is not None else None
         if draft is not None and draft.is_alive and not has_rows(request.prompt):
             # The target's own sampler and seed: draft and target then sample differently only where they
             # disagree.
             sampler = Sampler(request.sampling, len(request.prompt))
             proposers.append(draft.open(sampler.sample, request.client, replace))
-        if self.assistant is not None and is_drafting:
+        if self.assistant is not None and (mode in {"auto", "draft"} or replace is not None):
             proposers.append(RemoteDraftProposer(self.assistant, replace))
         return proposers
 

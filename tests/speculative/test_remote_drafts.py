@@ -63,6 +63,25 @@ def test_fewer_than_the_fewest_are_proposed_only_where_fewer_are_asked_for() -> 
     assert proposer([5], draft, draft_min=3, p_min=0.2).propose(4) == EMPTY
 
 
+def test_what_stands_for_a_draft_is_asked_for_behind_the_text_that_it_follows() -> None:
+    asked: list[tuple[list[int], int]] = []
+
+    def replace(text: Sequence[int], count: int) -> tuple[Sequence[int], Sequence[float]]:
+        asked.append(([*text], count))
+        return (3, 4), (0.9, 0.8)
+
+    made = RemoteDraftProposer(RemoteDrafter(4), replace)
+    made.extend([5, 6])
+    made.take_draft(Draft(3, (1, 1, 1), (0.5, 0.5, 0.5), 2.0))
+    # What it follows is not known yet.
+    assert made.propose(4) == EMPTY
+    assert not asked
+    assert made.propose(4, after=[7, 3]).tokens == (4,)
+    made.extend([7])
+    assert made.propose(4).confidences == (0.9, 0.8)
+    assert asked == [([5, 6, 7], 3), ([5, 6, 7], 3)]
+
+
 def test_what_drafting_costs_is_known_to_all_sessions() -> None:
     drafter = RemoteDrafter(4)
     one, other = RemoteDraftProposer(drafter), RemoteDraftProposer(drafter)
@@ -87,23 +106,3 @@ def test_a_draft_goes_on_behind_text_that_agrees_with_it(
     if start <= len(text) and text[start:] == drafted[: len(text) - start]:
         expected = drafted[len(text) - start :][:most]
     assert list(found) == expected
-
-
-def test_others_stand_for_a_draft_once_the_text_before_it_is_known() -> None:
-    asked = []
-
-    def instead(text: Sequence[int], count: int) -> tuple[Sequence[int], Sequence[float]]:
-        asked.append((tuple(text), count))
-        return (1, 2), (0.75, 0.5)
-
-    made = RemoteDraftProposer(RemoteDrafter(4), instead)
-    made.extend([5, 6])
-    made.take_draft(Draft(3, (8, 9, 10), (0.9, 0.9, 0.9), 2.0))
-    assert made.propose(4, [7]) == EMPTY
-    assert not asked
-    made.extend([7])
-    proposal = made.propose(4)
-    assert (proposal.tokens, proposal.confidences, proposal.proposer) == ((1, 2), (0.75, 0.5), "assistant")
-    assert made.propose(4, [1]).tokens == (2,)
-    assert made.propose(4, [8]) == EMPTY
-    assert set(asked) == {((5, 6, 7), 3)}

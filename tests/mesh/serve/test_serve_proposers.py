@@ -107,15 +107,12 @@ def test_a_drafter_of_blocks_computes_what_is_replayed(
 def test_an_assistant_drafts_what_is_replayed(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     path.write_text('{"tokens": [7, 8, 9]}')
-    factory = Proposers("auto", assistant=RemoteDrafter(4), replay_path=path, replay_rates=(1.0, 0.5))
-    proposed = {}
-    modes: tuple[SpeculationMode, ...] = ("replay", "draft")
-    for mode in modes:
-        (proposer,) = factory(replace(ASKED, speculation=SpeculationLimits(mode)))
-        assert isinstance(proposer, RemoteDraftProposer)
-        proposer.extend([1, 2, 3, 7])
-        proposer.take_draft(Draft(4, (1, 1, 1), (0.1, 0.1, 0.1), 2.0))
-        proposed[mode] = proposer.propose(4)
-    assert proposed["replay"].tokens[0] == 8
-    assert proposed["replay"].confidences == (1.0, 0.5)
-    assert proposed["draft"].tokens == (1, 1, 1)
+    replayed = replace(ASKED, speculation=SpeculationLimits("replay"))
+    factory = Proposers("auto", assistant=RemoteDrafter(4), replay_path=path, replay_rates=(1.0, 1.0))
+    (proposer,) = factory(replayed)
+    assert isinstance(proposer, RemoteDraftProposer)
+    proposer.extend([*ASKED.prompt, 7])
+    proposer.take_draft(Draft(4, (1, 1), (0.5, 0.5), 2.0))
+    assert proposer.propose(4).tokens == (8, 9)
+    exact = Proposers("auto", assistant=RemoteDrafter(4), replay_path=path)
+    assert [each.name for each in exact(replayed)] == ["replay"]
