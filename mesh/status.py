@@ -263,6 +263,18 @@ class FeatureStatus:
 
 
 @dataclass(kw_only=True, slots=True)
+class TailDraftStatus:
+    """Drafts of an assistant beside the last stage."""
+
+    drafts: int = 0
+    """Drafts that came."""
+    tokens: int = 0
+    """Their tokens."""
+    off: str | None = None
+    """Reason why none come; None while they do."""
+
+
+@dataclass(kw_only=True, slots=True)
 class WindowTimes:
     """Mean times of a window, milliseconds."""
 
@@ -315,6 +327,8 @@ class SpeculationStatus:
     """By name."""
     features: FeatureStatus | None = None
     """Features that were asked for; None without a drafter that reads them."""
+    tail_drafts: TailDraftStatus | None = field(default=None, metadata=_UNSET)
+    """Drafts of an assistant beside the last stage; None without one, and so is that of an answer."""
     stale_windows: int = 0
     """Windows that a rejection voided on their way."""
     stale_rows: int = 0

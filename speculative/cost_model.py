@@ -153,7 +153,9 @@ class DraftCost:
     tokens_per_pass: float = 1.0
     """Tokens of a block, in the mean; 1 where each token takes a pass of its own."""
     row_ms: float | None = None
-    """Time that one more token adds to a block; None where there are none."""
+    """Time that one more token adds to a block, or to a draft of the last stage; None for others."""
+    is_at_tail: bool = False
+    """Whether the last stage drafts, which computes no window meanwhile."""
 
 
 class Timing:
@@ -165,6 +167,7 @@ class Timing:
     Attributes:
         draft_ms_per_token: Time of the draft model per token; None without one.
         draft_row_ms: See `DraftCost.row_ms`.
+        drafts_at_tail: See `DraftCost.is_at_tail`.
         network_ms: Part of a round trip beyond the stages' times: hops, and event loops; None before the
             first verdict.
         num_measured: Number of recorded windows.
@@ -173,6 +176,7 @@ class Timing:
     def __init__(self) -> None:
         self.draft_ms_per_token: float | None = None
         self.draft_row_ms: float | None = None
+        self.drafts_at_tail = False
         self.forget_ring()
 
     def forget_ring(self) -> None:
@@ -230,6 +234,7 @@ class Timing:
         """Record what a session's drafter costs; None changes nothing."""
         if cost is not None:
             self.draft_ms_per_token, self.draft_row_ms = cost.ms_per_token, cost.row_ms
+            self.drafts_at_tail = cost.is_at_tail
 
     def _note_contention(self, outcome: WindowOutcome) -> None:
         computed_ms = expected_ms = 0.0
@@ -365,7 +370,8 @@ def best_rate(
         max_width: Maximum of proposed tokens in a window.
         max_depth: Most windows in flight; 1 for one at a time.
         position: Position in the session's text, in tokens.
-        token_ms: Time to make a proposed token: a draft model makes them one after the other.
+        token_ms: Time to make a proposed token: a draft model makes them one after the other, beside the
+            stages or at the last one, see `Timing.drafts_at_tail`.
         is_recurrent: Whether a rejection goes back to a checkpoint, see `mean_recomputed`.
 
     Raises:
@@ -376,6 +382,7 @@ def best_rate(
         return WindowPlanRate(min(4, max_width), min(4, max_width), max_depth, 0.0)
     acceptance = min(max(acceptance, 0.0), _MAX_ACCEPTANCE)
     widths = [width for width in _WIDTHS if width <= max_width]
+    at_tail_ms = token_ms if timing.drafts_at_tail else 0.0
 
     @functools.cache
     def whole_ms(num_rows: float) -> float:
@@ -384,6 +391,8 @@ def best_rate(
     best: WindowPlanRate | None = None
     for width in widths:
         crowded_ms = timing.stages_ms(width, is_alone=False, position=position)
+        if at_tail_ms and crowded_ms:
+            crowded_ms = (*crowded_ms[:-1], crowded_ms[-1] + width * at_tail_ms)
         beat_ms = max(1e-3, *crowded_ms)
         # Fewer windows than fill the ring would leave a gap in each beat.
         num_to_fill = (network_ms + sum(crowded_ms)) / beat_ms
@@ -394,6 +403,7 @@ def best_rate(
             # Halves of rows, so that few times need working out.
             again = round(2 * mean_recomputed(front, width, acceptance)) / 2 if is_recurrent else 0.0
             run_ms = network_ms + whole_ms(front + 1 + again) + tail * acceptance ** (front + 1)
+            run_ms += front * at_tail_ms
             num_tokens = 1.0 / (1.0 - acceptance)
             if max_depth == 1:
                 num_tokens = (1.0 - acceptance ** (front + 1)) / (1.0 - acceptance)

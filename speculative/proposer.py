@@ -98,6 +98,8 @@ class Draft:
     """Token ids, in order."""
     confidences: tuple[float, ...]
     """See `Proposal`."""
+    ms_per_token: float
+    """Time of one of them where they were drafted, in ms."""
 
 
 @dataclass(frozen=True)

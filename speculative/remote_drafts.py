@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from speculative.cost_model import DraftCost, smoothed
 from speculative.proposer import EMPTY, DrafterKind, Proposal
 
 if TYPE_CHECKING:
@@ -16,25 +17,60 @@ if TYPE_CHECKING:
     from speculative.proposer import Draft
 
 
+class RemoteDrafter:
+    """What all sessions know of an assistant, and its options.
+
+    Args:
+        draft_max: Most tokens of a draft.
+        draft_min: Fewest that are proposed, unless fewer are asked for.
+        p_min: A token less likely than this, by the assistant's own estimate, ends what is proposed.
+
+    Attributes:
+        draft_max: As given.
+        draft_min: As given.
+        p_min: As given.
+    """
+
+    def __init__(self, draft_max: int, *, draft_min: int = 1, p_min: float = 0.0) -> None:
+        self.draft_max = draft_max
+        self.draft_min = draft_min
+        self.p_min = p_min
+        self._ms_per_token: float | None = None
+
+    @property
+    def cost(self) -> DraftCost | None:
+        """What it costs, as the last stage measures it; None before the first draft."""
+        ms = self._ms_per_token
+        return None if ms is None else DraftCost(ms, row_ms=ms, is_at_tail=True)
+
+    def note(self, ms_per_token: float) -> None:
+        """Record the time of a drafted token, in ms."""
+        self._ms_per_token = smoothed(self._ms_per_token, ms_per_token)
+
+
 class RemoteDraftProposer:
     """Proposer of the latest draft; see `speculative.proposer.Proposer` and `DraftReader`.
 
     Args:
-        num_drafted: Most tokens of a draft.
-        p_min: A token less likely than this, by the assistant's own estimate, ends what is proposed.
+        drafter: The assistant.
 
     Attributes:
-        num_drafted: As given.
+        num_drafted: Most tokens of a draft.
     """
 
     name = DrafterKind.ASSISTANT.proposer
 
-    def __init__(self, num_drafted: int, p_min: float = 0.0) -> None:
-        self.num_drafted = num_drafted
-        self._p_min = p_min
+    def __init__(self, drafter: RemoteDrafter) -> None:
+        self.num_drafted = drafter.draft_max
+        self._drafter = drafter
         self._tokens: list[int] = []
         self._draft: Draft | None = None
         self._on_ready: Callable[[], None] | None = None
+
+    @property
+    def draft_cost(self) -> DraftCost | None:
+        """What the assistant costs, as measured over all sessions."""
+        return self._drafter.cost
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Note committed tokens."""
@@ -43,6 +79,8 @@ class RemoteDraftProposer:
     def take_draft(self, draft: Draft) -> None:
         """Propose from this draft from now on."""
         self._draft = draft
+        if draft.tokens:
+            self._drafter.note(draft.ms_per_token)
         if draft.tokens and self._on_ready is not None:
             self._on_ready()
 
@@ -59,10 +97,12 @@ class RemoteDraftProposer:
             (
                 index
                 for index, confidence in enumerate(draft.confidences)
-                if index >= num_known and confidence < self._p_min
+                if index >= num_known and confidence < self._drafter.p_min
             ),
             len(draft.tokens),
         )
+        if stop - num_known < min(self._drafter.draft_min, max_tokens):
+            return EMPTY
         proposal = Proposal(draft.tokens[num_known:stop], draft.confidences[num_known:stop], self.name)
         return proposal.first(max_tokens)
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         SessionsStatus,
         SpeculationStatus,
         StageStatus,
+        TailDraftStatus,
         WeightsStatus,
     )
 
@@ -239,6 +240,12 @@ def features_text(features: FeatureStatus) -> str:
     return f"{features.received} of {features.wanted} rows, {format_size(features.bytes)}{off}"
 
 
+def tail_drafts_text(drafts: TailDraftStatus) -> str:
+    """Drafts of a status, and the reason if none come."""
+    off = f"; off: {drafts.off}" if drafts.off else ""
+    return f"{drafts.drafts} of {drafts.tokens} tokens beside the last stage{off}"
+
+
 def _print_speculation(console: PrintableConsole, speculation: SpeculationStatus) -> None:
     counts = f"{speculation.accepted} of {speculation.proposed} proposed tokens accepted"
     void = f"{speculation.stale_rows} rows void"
@@ -247,6 +254,8 @@ def _print_speculation(console: PrintableConsole, speculation: SpeculationStatus
         lines.append(f"  {name}: {proposer.accepted} of {proposer.drafted} in {proposer.drafts} drafts")
     if speculation.features is not None:
         lines.append(f"  features: {features_text(speculation.features)}")
+    if speculation.tail_drafts is not None:
+        lines.append(f"  drafts: {tail_drafts_text(speculation.tail_drafts)}")
     times = speculation.mean_window_ms
     at_stages = f"{times.verify:.2f} ms computing, {times.queue:.2f} ms waiting at stages"
     lines.append(f"  a window: {at_stages}, {times.network:.2f} ms on the network")

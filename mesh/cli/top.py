@@ -14,7 +14,7 @@ from rich.text import Text
 
 from mesh.cli.head_client import ask_head
 from mesh.cli.shared_options import head_options, key_of
-from mesh.cli.status import features_text, holds_text, prompt_lines, state_text
+from mesh.cli.status import features_text, holds_text, prompt_lines, state_text, tail_drafts_text
 from mesh.status import EmbeddingModelStatus, SpeculationStatus, read_status
 from spanmesh_proto.errors import ClusterError
 from stages.units import format_size
@@ -253,6 +253,8 @@ def _speculation(status: MeshStatus, pace: MeshPace) -> list[str]:
             lines.append(f"  {name} by depth, all before accepted: {shown}")
     if speculation.features is not None:
         lines.append(f"  features: {features_text(speculation.features)}")
+    if speculation.tail_drafts is not None:
+        lines.append(f"  drafts: {tail_drafts_text(speculation.tail_drafts)}")
     return lines
 
 

@@ -60,7 +60,7 @@ def new_coordinator(
             options,
             model,
             None if proposers is None else proposers.feature_needs,
-            has_assistant=proposers is not None and proposers.has_assistant,
+            has_assistant=proposers is not None and proposers.assistant is not None,
         ),
         mesh_id=credentials.mesh_id,
         mesh_key=credentials.mesh_key,

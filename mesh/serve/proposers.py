@@ -13,9 +13,8 @@ from mesh.draft.loading import load_drafter
 from mesh.serve.preflight import latest_answer
 from spanmesh_proto.errors import ModelError
 from spanmesh_proto.row_ids import has_rows
-from speculative.draft import defaults
 from speculative.lookup_proposers import Histories, NgramProposer, PredictionProposer, ReplayProposer
-from speculative.remote_drafts import RemoteDraftProposer
+from speculative.remote_drafts import RemoteDrafter, RemoteDraftProposer
 from stages.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -38,9 +37,7 @@ class Proposers:
         mode: Proposers that are allowed.
         draft: The drafter, or None.
         feature_needs: Hidden states that it reads; None if it reads none.
-        has_assistant: Whether an assistant drafts beside the last stage.
-        draft_max: Most tokens of its drafts.
-        p_min: Probability below which they end.
+        assistant: The one that drafts beside the last stage; None without one.
         replay_path: File of recorded answers, of which the last is replayed; or None.
         replay_rates: See `speculative.lookup_proposers.ReplayProposer`.
         keeps_history: Whether earlier answers to the same API key are proposed again.
@@ -52,9 +49,7 @@ class Proposers:
         *,
         draft: LoadedDrafter | None = None,
         feature_needs: FeatureNeeds | None = None,
-        has_assistant: bool = False,
-        draft_max: int = defaults.DRAFT_MAX,
-        p_min: float = defaults.P_MIN,
+        assistant: RemoteDrafter | None = None,
         replay_path: Path | None = None,
         replay_rates: tuple[float, ...] = (),
         keeps_history: bool = False,
@@ -62,9 +57,7 @@ class Proposers:
         self._mode = mode
         self._draft = draft
         self.feature_needs = feature_needs
-        self.has_assistant = has_assistant
-        self._draft_max = draft_max
-        self._p_min = p_min
+        self.assistant = assistant
         self._replay_path = replay_path
         self._replay_rates = replay_rates
         self._histories = Histories() if keeps_history else None
@@ -87,8 +80,8 @@ class Proposers:
             # disagree.
             sampler = Sampler(request.sampling, len(request.prompt))
             proposers.append(draft.open(sampler.sample, request.client))
-        if self.has_assistant and mode in {"auto", "draft"}:
-            proposers.append(RemoteDraftProposer(self._draft_max, self._p_min))
+        if self.assistant is not None and mode in {"auto", "draft"}:
+            proposers.append(RemoteDraftProposer(self.assistant))
         return proposers
 
 
@@ -102,20 +95,14 @@ def open_proposers(options: HeadOptions, known: Preflight) -> Iterator[Proposers
     if options.speculate == "off":
         yield None
         return
-    drafter = known.drafter
-    has_assistant = drafter is not None and drafter.is_beside_tail
-    draft, needs = (None, None) if has_assistant else _loaded(options, known)
-    if drafter is not None and has_assistant:
-        ms_per_token = try_assistant(drafter.path, options.model)
-        log.info("assistant_tried", draft=drafter.path.name, ms_per_token=round(ms_per_token, 2))
+    assistant = _assistant(options, known)
+    draft, needs = _loaded(options, known) if assistant is None else (None, None)
     try:
         yield Proposers(
             options.speculate,
             draft=draft,
             feature_needs=needs,
-            has_assistant=has_assistant,
-            draft_max=options.draft_max,
-            p_min=options.p_min,
+            assistant=assistant,
             replay_path=options.replay_path,
             replay_rates=options.replay_rates,
             keeps_history=options.keeps_history,
@@ -123,6 +110,20 @@ def open_proposers(options: HeadOptions, known: Preflight) -> Iterator[Proposers
     finally:
         if draft is not None:
             draft.close()
+
+
+def _assistant(options: HeadOptions, known: Preflight) -> RemoteDrafter | None:
+    """The assistant, tried out on this host; None if the drafter is none.
+
+    Raises:
+        InvalidModel: If it cannot draft.
+    """
+    drafter = known.drafter
+    if drafter is None or not drafter.is_beside_tail:
+        return None
+    ms_per_token = try_assistant(drafter.path, options.model)
+    log.info("assistant_tried", draft=drafter.path.name, ms_per_token=round(ms_per_token, 2))
+    return RemoteDrafter(options.draft_max, draft_min=options.draft_min, p_min=options.p_min)
 
 
 def _loaded(options: HeadOptions, known: Preflight) -> tuple[LoadedDrafter | None, FeatureNeeds | None]:

@@ -11,6 +11,7 @@ const NAMES = {
   dflash: "DFlash drafter",
   dspark: "DSpark drafter",
   dflash2: "DFlash2 drafter",
+  assistant: "assistant beside the last stage",
   prediction: "prediction",
   history: "earlier answers",
 };
@@ -46,6 +47,7 @@ export function speculationPanel(speculation) {
     if (depths.length) found.push(acceptanceBars(depths, title, "depth"));
   }
   if (speculation.features) found.push(featuresLine(speculation.features));
+  if (speculation.tail_drafts) found.push(tailDraftsLine(speculation.tail_drafts));
   if (speculation.reason) found.push(el("p", { class: "muted small reason" }, `Controller: ${speculation.reason}.`));
   return found;
 }
@@ -59,6 +61,11 @@ function featuresLine(features) {
   const off = features.off ? ` Off: ${features.off}.` : "";
   const text = `Hidden states for the drafter: ${percent(share)} of ${features.wanted} rows arrived, ${bytes(features.bytes)}.${off}`;
   return el("p", { class: "small" }, text);
+}
+
+function tailDraftsLine(drafts) {
+  const off = drafts.off ? ` Off: ${drafts.off}.` : "";
+  return el("p", { class: "small" }, `Drafted beside the last stage: ${drafts.tokens} tokens in ${drafts.drafts} drafts.${off}`);
 }
 
 function acceptanceBars(shares, title, unit) {

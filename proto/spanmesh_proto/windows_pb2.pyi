@@ -169,18 +169,20 @@ class VerdictBundle(_message.Message):
     def __init__(self, verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., times: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., features: _Optional[_Iterable[_Union[Features, _Mapping]]] = ..., drafts: _Optional[_Iterable[_Union[Draft, _Mapping]]] = ...) -> None: ...
 
 class Draft(_message.Message):
-    __slots__ = ("session", "window_id", "start", "tokens", "confidences")
+    __slots__ = ("session", "window_id", "start", "tokens", "confidences", "token_us")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     WINDOW_ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_US_FIELD_NUMBER: _ClassVar[int]
     session: int
     window_id: int
     start: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     confidences: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, session: _Optional[int] = ..., window_id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., confidences: _Optional[_Iterable[float]] = ...) -> None: ...
+    token_us: int
+    def __init__(self, session: _Optional[int] = ..., window_id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., confidences: _Optional[_Iterable[float]] = ..., token_us: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("session", "slot", "sampling", "num_prompt_tokens", "num_top_logprobs", "cached_tokens", "source_slot", "resumed_session", "num_resumed", "grammar", "fetch", "client")
@@ -237,7 +239,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., repetition_window: _Optional[int] = ..., bias_tokens: _Optional[_Iterable[int]] = ..., biases: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Window(_message.Message):
-    __slots__ = ("session", "epoch", "id", "start", "tokens", "verify_rows", "wants_features", "checkpoints", "recomputed_rows", "num_committed", "features_may_wait", "scored_next", "num_drafts")
+    __slots__ = ("session", "epoch", "id", "start", "tokens", "verify_rows", "wants_features", "checkpoints", "recomputed_rows", "num_committed", "features_may_wait", "scored_next", "num_drafts", "drafts_on_rejection")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
@@ -251,6 +253,7 @@ class Window(_message.Message):
     FEATURES_MAY_WAIT_FIELD_NUMBER: _ClassVar[int]
     SCORED_NEXT_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_ON_REJECTION_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     id: int
@@ -264,7 +267,8 @@ class Window(_message.Message):
     features_may_wait: bool
     scored_next: int
     num_drafts: int
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., verify_rows: _Optional[int] = ..., wants_features: _Optional[bool] = ..., checkpoints: _Optional[_Iterable[int]] = ..., recomputed_rows: _Optional[int] = ..., num_committed: _Optional[int] = ..., features_may_wait: _Optional[bool] = ..., scored_next: _Optional[int] = ..., num_drafts: _Optional[int] = ...) -> None: ...
+    drafts_on_rejection: bool
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., verify_rows: _Optional[int] = ..., wants_features: _Optional[bool] = ..., checkpoints: _Optional[_Iterable[int]] = ..., recomputed_rows: _Optional[int] = ..., num_committed: _Optional[int] = ..., features_may_wait: _Optional[bool] = ..., scored_next: _Optional[int] = ..., num_drafts: _Optional[int] = ..., drafts_on_rejection: _Optional[bool] = ...) -> None: ...
 
 class StageTime(_message.Message):
     __slots__ = ("queue_us", "compute_us", "num_rows", "arrived_us")
@@ -433,7 +437,7 @@ class Activity(_message.Message):
     def __init__(self, has_ended: _Optional[bool] = ..., batch_age_us: _Optional[int] = ..., batch_rows: _Optional[int] = ..., num_received: _Optional[int] = ..., num_sent: _Optional[int] = ...) -> None: ...
 
 class StageStats(_message.Message):
-    __slots__ = ("num_windows", "num_rows", "num_dropped_windows", "num_decodes", "compute_us", "num_queued_windows", "num_open_sessions", "num_sent_bytes", "resident_bytes", "decode_cpu_us", "blocks")
+    __slots__ = ("num_windows", "num_rows", "num_dropped_windows", "num_decodes", "compute_us", "num_queued_windows", "num_open_sessions", "num_sent_bytes", "resident_bytes", "decode_cpu_us", "blocks", "drafts_off")
     NUM_WINDOWS_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_DROPPED_WINDOWS_FIELD_NUMBER: _ClassVar[int]
@@ -445,6 +449,7 @@ class StageStats(_message.Message):
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     DECODE_CPU_US_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_OFF_FIELD_NUMBER: _ClassVar[int]
     num_windows: int
     num_rows: int
     num_dropped_windows: int
@@ -456,7 +461,8 @@ class StageStats(_message.Message):
     resident_bytes: int
     decode_cpu_us: int
     blocks: BlockStats
-    def __init__(self, num_windows: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_dropped_windows: _Optional[int] = ..., num_decodes: _Optional[int] = ..., compute_us: _Optional[int] = ..., num_queued_windows: _Optional[int] = ..., num_open_sessions: _Optional[int] = ..., num_sent_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., decode_cpu_us: _Optional[int] = ..., blocks: _Optional[_Union[BlockStats, _Mapping]] = ...) -> None: ...
+    drafts_off: str
+    def __init__(self, num_windows: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_dropped_windows: _Optional[int] = ..., num_decodes: _Optional[int] = ..., compute_us: _Optional[int] = ..., num_queued_windows: _Optional[int] = ..., num_open_sessions: _Optional[int] = ..., num_sent_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., decode_cpu_us: _Optional[int] = ..., blocks: _Optional[_Union[BlockStats, _Mapping]] = ..., drafts_off: _Optional[str] = ...) -> None: ...
 
 class BlockStats(_message.Message):
     __slots__ = ("num_files", "num_bytes", "most_bytes", "num_written", "num_left_out", "num_damaged", "num_restored", "num_restored_positions")

@@ -34,8 +34,8 @@ class PlugOptions:
     """Returns the pause between updates of replicas, in seconds, from the duration of the last one."""
     open_store: Callable[[], Awaitable[BlockStore]] | None = None
     """Opens files for blocks of KV rows, beside serving; None to keep none."""
-    assistant: Assistant | None = None
-    """Drafts beside the tail; None at other stages, and without one."""
+    assistant: Assistant | MeshError | None = None
+    """Drafts beside the tail, or why it cannot; None at other stages, and without one."""
 
 
 def plugs_of(
@@ -55,8 +55,8 @@ def plugs_of(
         yield TailDrafts(runtime, options.assistant)
 
 
-def assistant_beside(runtime: StageRuntime, path: Path) -> Assistant | None:
-    """The assistant in a file, beside a tail that has computed nothing yet; None if it cannot be loaded.
+def assistant_beside(runtime: StageRuntime, path: Path) -> Assistant | MeshError:
+    """The assistant in a file, beside a tail that has computed nothing yet, or why it cannot be loaded.
 
     The mesh then serves without drafts.
     """
@@ -64,4 +64,4 @@ def assistant_beside(runtime: StageRuntime, path: Path) -> Assistant | None:
         return Assistant(path, runtime)
     except MeshError as error:
         log.warning("assistant_failed", reason=error.message)
-        return None
+        return error

@@ -5,6 +5,7 @@ Nothing waits for it but the tail's next batch. An assistant that fails costs dr
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -39,16 +40,18 @@ class TailDrafts(StagePlug):
 
     Args:
         runtime: The loaded tail.
-        assistant: The assistant beside it.
+        assistant: The assistant beside it, or why it could not be loaded.
     """
 
-    def __init__(self, runtime: StageRuntime, assistant: Assistant) -> None:
+    def __init__(self, runtime: StageRuntime, assistant: Assistant | MeshError) -> None:
         self._runtime = runtime
-        self._assistant: Assistant | None = assistant
+        self._assistant = None if isinstance(assistant, MeshError) else assistant
+        self._why_off = assistant.message if isinstance(assistant, MeshError) else ""
         self._head_state = runtime.info.n_layers
         self._wanted: list[_Wanted] = []
-        # For each slot the epoch of the latest rejection whose rows were dropped, and the verifier of its
-        # session: ids of sessions begin again with each coordinator.
+        # For each slot its latest draft, and the epoch of the latest rejection whose rows were dropped, with
+        # the verifier of the session: ids of sessions begin again with each coordinator.
+        self._latest: dict[int, tuple[WindowVerifier, wire.Draft]] = {}
         self._rejected: dict[int, tuple[WindowVerifier, int]] = {}
         self._stage: StageAccess
         self._send: Callable[[wire.VerdictBundle], None]
@@ -57,6 +60,10 @@ class TailDrafts(StagePlug):
         """Send drafts from the event loop from now on."""
         self._stage = stage
         self._send = stage.from_worker(stage.answer)
+
+    def count(self, stats: wire.StageStats) -> None:
+        """Tell why it does not draft, if it does not."""
+        stats.drafts_off = self._why_off
 
     def voids(self, window: QueuedWindow) -> bool:
         """Whether a window was sent before a rejection was known, behind rows that are dropped now.
@@ -91,6 +98,8 @@ class TailDrafts(StagePlug):
             return
         row = len(span.tokens) - span.num_outputs + len(verdict.tokens) - 1
         position = span.start + row + 1
+        if message.drafts_on_rejection and self._has_foretold(window, position, verdict.tokens[-1]):
+            return
         start = DraftStart(span.slot, position, verdict.tokens[-1], states[-1][row], message.num_drafts)
         self._wanted.append(_Wanted(window, start))
 
@@ -112,27 +121,36 @@ class TailDrafts(StagePlug):
             confidences[index].append(_probability(logits, token))
             return token
 
+        begun_ns = time.perf_counter_ns()
         try:
             for each in wanted:
                 self._drop_rejected(each)
             self._assistant.draft([each.start for each in wanted], draw)
         except Exception as error:  # noqa: BLE001 - whatever it is, verdicts go on
-            self._give_up(repr(error))
+            self._give_up(error.message if isinstance(error, MeshError) else repr(error))
             return
-        self._send(
-            wire.VerdictBundle(
-                drafts=[
-                    wire.Draft(
-                        session=each.window.session,
-                        window_id=each.window.id,
-                        start=each.start.position + 1,
-                        tokens=text[1:],
-                        confidences=own,
-                    )
-                    for each, text, own in zip(wanted, texts, confidences, strict=True)
-                ]
+        elapsed_us = (time.perf_counter_ns() - begun_ns) // 1000
+        token_us = elapsed_us // max(1, *(len(text) - 1 for text in texts))
+        drafts = [
+            wire.Draft(
+                session=each.window.session,
+                window_id=each.window.id,
+                start=each.start.position + 1,
+                tokens=text[1:],
+                confidences=own,
+                token_us=token_us,
             )
-        )
+            for each, text, own in zip(wanted, texts, confidences, strict=True)
+        ]
+        for each, draft in zip(wanted, drafts, strict=True):
+            self._latest[each.start.slot] = each.window.verifier, draft
+        self._send(wire.VerdictBundle(drafts=drafts))
+
+    def _has_foretold(self, window: QueuedWindow, position: int, token: int) -> bool:
+        """Whether the latest draft of a window's session has a token at a position."""
+        verifier, draft = self._latest.get(window.span.slot, (None, wire.Draft()))
+        place = position - draft.start
+        return verifier is window.verifier and 0 <= place < len(draft.tokens) and draft.tokens[place] == token
 
     def _drop_rejected(self, wanted: _Wanted) -> None:
         """Drop the slot's rows from the draft's first position on."""
@@ -143,7 +161,7 @@ class TailDrafts(StagePlug):
 
     def _give_up(self, reason: str) -> None:
         log.warning("assistant_failed", reason=reason)
-        self._assistant = None
+        self._assistant, self._why_off = None, reason
 
 
 def _probability(logits: NDArray[np.float32], token: int) -> float:

@@ -24,6 +24,7 @@ from mesh.status import (
     SessionsStatus,
     SpeculationStatus,
     StageStatus,
+    TailDraftStatus,
     as_json,
     copied,
     read_status,
@@ -74,6 +75,7 @@ def test_parts_that_are_not_in_the_contract_come_back_too() -> None:
             mode="auto",
             proposers={"mtp": ProposerStatus(drafted_per_depth=(3, 2), acceptance_per_depth=(0.5,))},
             features=FeatureStatus(wanted=4, off="a stage went away"),
+            tail_drafts=TailDraftStatus(drafts=2, tokens=5, off="the assistant failed"),
         ),
         models=(
             ChatModelStatus(name="a", kind="chat", ready=True, stages=(StageStatus(rows=3),)),

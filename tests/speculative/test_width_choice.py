@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculative.cost_model import Timing, best_rate, mean_recomputed, row_price
+from speculative.cost_model import DraftCost, Timing, best_rate, mean_recomputed, row_price
 from tests.speculative.test_ring_timing import outcome
 
 LINEAR = {1: 4.0, 2: 8.0, 4: 16.0, 8: 32.0, 17: 68.0}
@@ -53,6 +53,25 @@ def test_drafting_sets_the_beat_where_it_is_slow() -> None:
     slow = best_rate(timing, 0.9, max_width=16, max_depth=24, token_ms=20.0)
     assert slow.tokens_per_s < quick.tokens_per_s
     assert slow.width == 1
+
+
+def test_drafting_at_the_last_stage_takes_its_time_for_windows() -> None:
+    beside, at_tail = ring(LINEAR), ring(LINEAR)
+    at_tail.note_draft_cost(DraftCost(2.0, row_ms=2.0, is_at_tail=True))
+    found = best_rate(beside, 0.8, max_width=16, max_depth=64, token_ms=2.0)
+    assert found == best_rate(beside, 0.8, max_width=16, max_depth=64)
+    # A row of a window takes 4 ms there, and each of its tokens 2 ms before.
+    rate = best_rate(at_tail, 0.8, max_width=16, max_depth=64, token_ms=2.0)
+    assert (rate.front, rate.width) == (0, 1)
+    assert rate.tokens_per_s == pytest.approx(1000 * 5 / (32 + 6 * 4), rel=0.01)
+    # What others propose was not drafted there.
+    assert best_rate(at_tail, 0.8, max_width=16, max_depth=64) == found
+    # In step a window waits until its tokens are drafted.
+    at_tail = ring(FLAT)
+    at_tail.note_draft_cost(DraftCost(3.0, row_ms=3.0, is_at_tail=True))
+    rate = best_rate(at_tail, 0.9, max_width=1, max_depth=1, token_ms=3.0)
+    assert rate.tokens_per_s == pytest.approx(1000 * 1.9 / (20 + 3 * 4.1 + 3.0), rel=0.01)
+    assert best_rate(at_tail, 0.9, max_width=8, max_depth=1, token_ms=100.0).front == 0
 
 
 def test_without_a_measure_it_is_moderate() -> None:

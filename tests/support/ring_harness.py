@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from mesh.coordinator.feature_store import FeatureNeeds
     from mesh.coordinator.plugs import Plug
     from mesh.engine import Committed, GenerationRequest
+    from spanmesh_proto.errors import MeshError
     from speculative.proposer import Proposer
     from stages.grammar.automaton import TokenTexts
     from stages.runtime.assistant import Assistant
@@ -82,8 +83,8 @@ async def running_stages(
         yield stages
 
 
-def beside(runtime: StageRuntime | FakeRuntime, path: Path | None) -> Assistant | None:
-    """The assistant of this file beside a tail; None beside other stages, or without a file."""
+def beside(runtime: StageRuntime | FakeRuntime, path: Path | None) -> Assistant | MeshError | None:
+    """The assistant of this file beside a tail, or why there is none; None beside other stages."""
     if path is None or not isinstance(runtime, StageRuntime) or not runtime.info.is_tail:
         return None
     return assistant_beside(runtime, path)

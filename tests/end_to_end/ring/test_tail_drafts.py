@@ -17,7 +17,7 @@ from mesh.engine import GenerationRequest
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import StageFailed
 from speculative.controller import ControllerOptions
-from speculative.remote_drafts import RemoteDraftProposer
+from speculative.remote_drafts import RemoteDrafter, RemoteDraftProposer
 from stages.layers import ranges_from_cuts
 from stages.runtime.assistant import Assistant
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
@@ -26,12 +26,13 @@ from stages.sampling.verifier import WindowVerifier
 from stages.weights.virtual_stages import StageCache
 from tests.qualification.own_models import OWN_MODELS
 from tests.support.assistant_files import write_assistant
+from tests.support.draft_oracle import DraftOracle, OracleMissing, build_draft_oracle
 from tests.support.repairable_ring import RepairableRing, serving
 from tests.support.ring_harness import collect, plugs_for, running_coordinator, running_stages
 from tests.support.tiny_models import N_VOCAB
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -55,6 +56,18 @@ SAMPLINGS = {
 GRAMMAR = "root ::= [A-E]{40}"
 
 
+class Noting(RemoteDraftProposer):
+    """Proposer that notes the drafts that it takes, by their first positions."""
+
+    def __init__(self) -> None:
+        super().__init__(RemoteDrafter(NUM_DRAFTED))
+        self.taken: dict[int, tuple[int, ...]] = {}
+
+    def take_draft(self, draft: Draft) -> None:
+        self.taken[draft.start] = draft.tokens
+        super().take_draft(draft)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("assistants")
@@ -72,16 +85,30 @@ def request(
 
 @asynccontextmanager
 async def coordinating(
-    stages: list[RunningStage], plug: TailDraftPlug | None, *, width: int = NUM_DRAFTED, **options: Any
+    stages: list[RunningStage],
+    plug: TailDraftPlug | None,
+    *,
+    width: int = NUM_DRAFTED,
+    opened: list[Noting] | None = None,
+    **options: Any,
 ) -> AsyncIterator[Coordinator]:
-    """A coordinator that proposes what the tail drafts; without a plug it proposes nothing."""
+    """A coordinator that proposes what the tail drafts; without a plug it proposes nothing.
+
+    Proposers are added to `opened`, one for each request.
+    """
+    noted = [] if opened is None else opened
+
+    def proposers(_request: GenerationRequest) -> list[Noting]:
+        noted.append(Noting())
+        return noted[-1:]
+
     plugs = plugs_for(has_windows=True)
     async with running_coordinator(
         stages,
         context_length=CTX_SIZE,
         num_slots=4,
         n_vocab=N_VOCAB,
-        make_proposers=None if plug is None else lambda _request: [RemoteDraftProposer(NUM_DRAFTED)],
+        make_proposers=None if plug is None else proposers,
         controller=ControllerOptions(fixed_width=width, fixed_depth=3),
         plugs=plugs if plug is None else [*plugs, plug],
         **options,
@@ -102,8 +129,13 @@ async def plain_text(stages: list[RunningStage], wanted: GenerationRequest, **op
         return (await collect(coordinator, wanted))[0]
 
 
-def foretelling(monkeypatch: pytest.MonkeyPatch, prompt: Sequence[int], text: Sequence[int]) -> None:
-    """Have the assistant foretell the text, but for each seventh position."""
+def foretelling(
+    monkeypatch: pytest.MonkeyPatch,
+    prompt: Sequence[int],
+    text: Sequence[int],
+    is_right: Callable[[int], bool] = lambda place: place % 7 != 0,
+) -> None:
+    """Have the assistant foretell the text where it is to be right, and what is wrong elsewhere."""
     foretell = WindowVerifier.foretell
 
     def foretold(
@@ -111,9 +143,32 @@ def foretelling(monkeypatch: pytest.MonkeyPatch, prompt: Sequence[int], text: Se
     ) -> int:
         drawn = foretell(verifier, logits, tokens, start)
         place = start + len(tokens) - len(prompt)
-        return text[place] if place % 7 and place < len(text) else drawn
+        if place >= len(text):
+            return drawn
+        return text[place] if is_right(place) else (text[place] + 1) % N_VOCAB
 
     monkeypatch.setattr(WindowVerifier, "foretell", foretold)
+
+
+async def why_off(coordinator: Coordinator) -> str:
+    """Why no drafts come, by the status, once the tail has told."""
+    async with asyncio.timeout(10):
+        while True:
+            speculation = coordinator.status().speculation
+            assert speculation is not None
+            assert speculation.tail_drafts is not None
+            if speculation.tail_drafts.off is not None:
+                return speculation.tail_drafts.off
+            await asyncio.sleep(0.01)
+
+
+def agreeing(one: Noting, other: Noting, start: int) -> int:
+    """How many drafts behind a position both have taken, which agree as far as both go."""
+    common = [place for place in one.taken.keys() & other.taken.keys() if place >= start]
+    for place in common:
+        pairs = zip(one.taken[place], other.taken[place], strict=False)
+        assert all(left == right for left, right in pairs), place
+    return len(common)
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe", "e"])
@@ -134,6 +189,104 @@ async def test_the_text_is_the_one_without_drafts(kind: str, folder: Path) -> No
     assert all(last.stats.num_proposed > NUM_TOKENS for _, last in (*found, *together))
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("kind", "kv_type"),
+    [("dense", "f16"), ("dense", "q8_0"), ("dense", "q4_0"), ("moe", "f16"), ("e", "f16")],
+)
+async def test_drafts_of_four_sessions_are_llama_cpp_s_own(folder: Path, kind: str, kv_type: str) -> None:
+    try:
+        program = build_draft_oracle()
+    except OracleMissing as missing:
+        pytest.skip(str(missing))
+    model = folder / f"{kind}.gguf"
+    opened: list[Noting] = []
+    async with (
+        running_stages(
+            model,
+            (2, 4),
+            replace(OPTIONS, kv_type=kv_type),
+            folder / "stages",
+            assistant=folder / "assistant.gguf",
+        ) as stages,
+        coordinating(stages, TailDraftPlug(), opened=opened) as coordinator,
+    ):
+        requests = [replace(request(prompt), max_tokens=120) for prompt in PROMPTS]
+        found = await asyncio.gather(*(collect(coordinator, each) for each in requests))
+    oracle = DraftOracle(program, model, folder / "assistant.gguf", "mtp")
+    expected = oracle.rounds(PROMPTS, NUM_DRAFTED, 100, kv_type=kv_type)
+    for prompt, (tokens, _), noted, rounds in zip(PROMPTS, found, opened, expected, strict=True):
+        text = [*prompt, *tokens]
+        known = [each for each in rounds if each.position + 1 in noted.taken]
+        for each in known:
+            drafted = noted.taken[each.position + 1]
+            assert text[each.position] == each.last
+            assert drafted == each.drafted[: len(drafted)]
+        assert len(known) >= 40
+        assert len({each.drafted for each in known}) >= 5
+
+
+@pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
+async def test_text_and_drafts_do_not_depend_on_company_in_quantised_caches(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kv_type: str
+) -> None:
+    options = replace(OPTIONS, kv_type=kv_type)
+    requests = [request(prompt, sampling) for prompt in PROMPTS[:2] for sampling in SAMPLINGS.values()]
+    alone: list[Noting] = []
+    together: list[Noting] = []
+    async with running_stages(
+        folder / "dense.gguf", (2, 4), options, folder / "stages", assistant=folder / "assistant.gguf"
+    ) as stages:
+        plain = [await plain_text(stages, each) for each in requests]
+        async with coordinating(stages, TailDraftPlug(), opened=alone) as coordinator:
+            assert [(await collect(coordinator, each))[0] for each in requests] == plain
+        async with coordinating(stages, TailDraftPlug(), opened=together) as coordinator:
+            found = await asyncio.gather(*(collect(coordinator, each) for each in requests[:4]))
+        foretelling(monkeypatch, requests[1].prompt, plain[1])
+        async with coordinating(stages, TailDraftPlug()) as coordinator:
+            tokens, last = await collect(coordinator, requests[1])
+    assert [tokens for tokens, _ in found] == plain[:4]
+    assert all(agreeing(*pair, start=0) > NUM_TOKENS // 4 for pair in zip(alone, together, strict=False))
+    assert tokens == plain[1]
+    assert last.stats.num_accepted > NUM_TOKENS // 3
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+async def test_choices_of_one_prompt_draft_from_its_copied_rows(
+    stages: list[RunningStage], sampling: SamplingParams
+) -> None:
+    wanted = [request(sampling=replace(sampling, seed=sampling.seed + number)) for number in range(4)]
+    plain = [await plain_text(stages, each) for each in wanted]
+    alone: list[Noting] = []
+    copied: list[Noting] = []
+    for each in wanted:
+        async with coordinating(stages, TailDraftPlug(), opened=alone) as coordinator:
+            await collect(coordinator, each)
+    async with coordinating(stages, TailDraftPlug(), opened=copied) as coordinator:
+        found = [await collect(coordinator, wanted[0])]
+        found += await asyncio.gather(*(collect(coordinator, each) for each in wanted[1:]))
+    assert [tokens for tokens, _ in found] == plain
+    assert all(last.stats.num_cached == len(PROMPTS[0]) - 1 for _, last in found[1:])
+    assert all(agreeing(*pair, start=0) > NUM_TOKENS // 4 for pair in zip(alone, copied, strict=True))
+
+
+async def test_the_second_turn_drafts_as_if_all_was_computed_anew(stages: list[RunningStage]) -> None:
+    first = request(sampling=SAMPLINGS["cool"])
+    reused: list[Noting] = []
+    anew: list[Noting] = []
+    async with coordinating(stages, TailDraftPlug(), opened=reused) as coordinator:
+        tokens, _ = await collect(coordinator, first)
+        second = replace(first, prompt=(*first.prompt, *tokens, *PROMPTS[1]))
+        found, last = await collect(coordinator, second)
+    assert last.stats.num_cached >= len(first.prompt) + NUM_TOKENS - NUM_DRAFTED
+    assert found == await plain_text(stages, second)
+    async with coordinating(stages, TailDraftPlug(), opened=anew) as coordinator:
+        again, last = await collect(coordinator, second)
+    assert last.stats.num_cached == 0
+    assert again == found
+    assert agreeing(reused[1], anew[0], start=0) > NUM_TOKENS // 4
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("width", [1, 2, NUM_DRAFTED])
 async def test_drafts_that_are_right_save_windows(
@@ -149,6 +302,26 @@ async def test_drafts_that_are_right_save_windows(
     report = last.stats.report
     assert report is not None
     assert set(report().by_proposer) == {"", "assistant"}
+    assert 0.0 < (report().draft_ms_per_token or 0.0) < 1000.0
+
+
+async def test_no_verdict_is_without_a_draft_where_that_on_its_way_is_wrong(
+    stages: list[RunningStage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = request()
+    plain = await plain_text(stages, wanted)
+    found: dict[bool, Noting] = {}
+    for stop in (0, len(plain)):
+        opened: list[Noting] = []
+        with monkeypatch.context() as patch:
+            foretelling(patch, wanted.prompt, plain, range(stop).__contains__)
+            async with coordinating(stages, TailDraftPlug(), opened=opened) as coordinator:
+                assert (await collect(coordinator, wanted))[0] == plain
+        (found[stop > 0],) = opened
+    # The last verdict ends the answer.
+    assert len(found[False].taken) >= NUM_TOKENS - 2
+    # A window that left while the tail drafted what is right asks for nothing.
+    assert len(found[True].taken) <= NUM_TOKENS // NUM_DRAFTED
 
 
 async def test_a_grammar_binds_drafts_too(
@@ -192,17 +365,26 @@ async def test_an_assistant_that_fails_is_done_without(
     async with coordinating(stages, TailDraftPlug()) as coordinator:
         tokens, last = await collect(coordinator, wanted)
         again, later = await collect(coordinator, wanted)
+        assert await why_off(coordinator) == "the assistant failed"
     assert tokens == again == plain
     assert 0 < last.stats.num_proposed < NUM_TOKENS
     assert later.stats.num_proposed == 0
     assert next(calls) == 6
 
 
-async def test_a_tail_without_an_assistant_sends_none(folder: Path) -> None:
-    async with running_stages(folder / "dense.gguf", (2, 4), OPTIONS, folder / "stages") as stages:
+@pytest.mark.parametrize("is_there", [False, True])
+async def test_a_tail_without_an_assistant_that_drafts_sends_none(folder: Path, *, is_there: bool) -> None:
+    damaged = folder / "damaged.gguf"
+    damaged.write_bytes((folder / "assistant.gguf").read_bytes()[:50_000])
+    async with running_stages(
+        folder / "dense.gguf", (2, 4), OPTIONS, folder / "stages", assistant=damaged if is_there else None
+    ) as stages:
         plain = await plain_text(stages, request())
         async with coordinating(stages, TailDraftPlug()) as coordinator:
             tokens, last = await collect(coordinator, request())
+            off = await why_off(coordinator)
+    assert (damaged.name in off) == is_there
+    assert is_there or off == "the last stage has no assistant"
     assert tokens == plain
     assert last.stats.num_proposed == 0
 
@@ -255,9 +437,13 @@ async def test_drafts_that_cannot_be_change_no_text(
     assert reason is None or reason in (plug.why_off or "")
 
 
-@pytest.mark.parametrize("is_there_again", [True, False])
-async def test_a_tail_that_is_lost_takes_its_assistant_along(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *, is_there_again: bool
+@pytest.mark.parametrize(
+    ("index", "is_there_again"),
+    [(0, True), (1, True), (2, True), (2, False)],
+    ids=["first", "middle", "tail", "tail without its assistant"],
+)
+async def test_a_stage_is_lost_in_mid_answer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, index: int, *, is_there_again: bool
 ) -> None:
     wanted = request(sampling=SAMPLINGS["cool"])
     cache = StageCache(folder / "stages")
@@ -275,26 +461,30 @@ async def test_a_tail_that_is_lost_takes_its_assistant_along(
     async with serving(ring(), options) as coordinator:
         plain, _ = await collect(coordinator, wanted)
     foretelling(monkeypatch, wanted.prompt, plain)
-    proposers = [RemoteDraftProposer(NUM_DRAFTED)]
+    whole, torn = Noting(), Noting()
+    opened = iter((whole, torn))
     lost = ring()
     async with (
         serving(
             lost,
             options,
             plugs=[*plugs_for(has_windows=True), TailDraftPlug()],
-            make_proposers=lambda _request: proposers,
+            make_proposers=lambda _request: [next(opened)],
         ) as coordinator,
         asyncio.timeout(60),
     ):
+        assert (await collect(coordinator, wanted))[0] == plain
         tokens: list[int] = []
         before = 0
         async for part in coordinator.generate(wanted):
             tokens += part.tokens
             if not before and len(tokens) > 12:
-                before = part.stats.num_accepted
+                before, place = part.stats.num_accepted, len(wanted.prompt) + len(tokens)
                 lost.assistant = lost.assistant if is_there_again else None
-                await lost.kill(2)
+                await lost.kill(index)
         assert lost.num_repairs == 1
     assert tokens == plain
     assert before > 0
     assert (part.stats.num_accepted > before + NUM_DRAFTED) == is_there_again
+    # What is drafted behind the repair is what is drafted without one.
+    assert (agreeing(whole, torn, start=place + NUM_DRAFTED) >= 3) == is_there_again

@@ -9,7 +9,7 @@ from mesh.api.answering import AnswerPart, timings, usage_of
 from mesh.api.generation_job import GenerationJob
 from mesh.cli.status import print_status
 from mesh.engine import Committed, GenerationRequest, SpeculationLimits
-from mesh.status import MeshStatus, as_json
+from mesh.status import MeshStatus, TailDraftStatus, as_json
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import PredictionProposer
 from speculative.proposer import Proposer
@@ -138,8 +138,10 @@ async def test_the_status_table_has_it(capsys: pytest.CaptureFixture[str]) -> No
     last, status = await answered(lambda: Oracle(FUTURE, ERRS), request, depth=3)
     assert status.speculation is not None
     status.speculation.mode = "auto"
+    status.speculation.tail_drafts = TailDraftStatus(drafts=2, tokens=7, off="no memory")
     print_status(status)
     printed = capsys.readouterr().out
     assert f"speculation: auto, {last.stats.num_accepted} of {last.stats.num_proposed} proposed" in printed
     assert "oracle:" in printed
+    assert "drafts: 2 of 7 tokens beside the last stage; off: no memory\n" in printed
     assert "ms on the network" in printed

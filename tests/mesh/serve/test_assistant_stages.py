@@ -10,7 +10,7 @@ import pytest
 
 from mesh.engine import GenerationRequest
 from speculative.controller import ControllerOptions
-from speculative.remote_drafts import RemoteDraftProposer
+from speculative.remote_drafts import RemoteDrafter, RemoteDraftProposer
 from stages.sampling.sampler import SamplingParams
 from stages.sampling.verifier import WindowVerifier
 from tests.qualification.own_models import OWN_MODELS
@@ -64,7 +64,7 @@ async def test_a_tail_that_is_lost_is_replaced_with_its_assistant(
         serving(
             model,
             HOSTS,
-            make_proposers=lambda _request: [RemoteDraftProposer(4)],
+            make_proposers=lambda _request: [RemoteDraftProposer(RemoteDrafter(4))],
             has_replicas=has_replicas,
             assistant=assistant,
             # Not by confidences: the assistant's own are of other tokens.

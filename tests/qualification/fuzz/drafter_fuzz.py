@@ -32,7 +32,7 @@ from stages.certification.certify import cut_stage
 from stages.files import ModelFile, Region, atomic_write
 from stages.gguf import Value, ValueType, read_header
 from stages.layers import LayerRange
-from stages.runtime.assistant import DraftStart
+from stages.runtime.assistant import Assistant, DraftStart
 from stages.runtime.spans import Span
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.sampling.sampler import SamplingParams
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 
     from mesh.draft.drafter import Drafter
     from speculative.draft.worker import DraftProposer
-    from stages.runtime.assistant import Assistant
     from stages.slicing.model_facts import ModelFacts
     from tests.qualification.fuzz.isolated_trial import Trial
     from tests.qualification.fuzz.report import FuzzOptions, FuzzReport
@@ -228,8 +227,7 @@ def _draft_beside_stages(path: Path, target: Path, folder: Path, cut: int) -> No
         with contextlib.closing(plain), contextlib.closing(StageRuntime(stage, options)) as runtime:
             expected = _last_logits(plain)
             assistant = assistant_beside(runtime, path)
-            if assistant is None:
-                raise RuntimeError(f"{path.name} is not loaded beside a stage, though it was tried")
+            assert isinstance(assistant, Assistant), f"{path.name} was tried, and is not loaded: {assistant}"
             for _ in range(2):
                 if not np.array_equal(_last_logits(runtime), expected):
                     raise RuntimeError("the stage computes otherwise with the assistant")

@@ -24,7 +24,6 @@ from stages.runtime.stage_runtime import RuntimeOptions
 from stages.serving.actor import AssistantFile, StageActor, StageConfig
 from stages.serving.scheduler import QueueBarrier
 from stages.serving.server import StageService
-from stages.serving.tail_drafts import TailDrafts
 from stages.transport.channels import key_metadata, open_channel
 from stages.transport.links import StageLink
 from stages.weights.disk_cache import KV_DISK_BYTES
@@ -284,7 +283,8 @@ def assisted(tmp_path: Path) -> StageConfig:
     )
 
 
-async def drafts_beside(config: StageConfig) -> bool:
+async def drafts_off(config: StageConfig) -> str | None:
+    """Why a loaded stage does not draft, as it tells: empty if it does; None without an assistant."""
     actor = StageActor(config)
     try:
         await actor.load()
@@ -294,26 +294,27 @@ async def drafts_beside(config: StageConfig) -> bool:
         content = await actor.content()
         assert content is not None
         assert content.assistant == (config.assistant.sha256 if config.assistant is not None else "")
-        return actor._stage.plug_of(TailDrafts) is not None
+        stats = actor._stage.stats()
+        return stats.drafts_off if stats.HasField("drafts_off") else None
     finally:
         await actor.stop()
         assert actor._held_beside is None
 
 
 async def test_a_tail_brings_its_assistant_and_loads_it(assisted: StageConfig, tmp_path: Path) -> None:
-    assert await drafts_beside(assisted)
+    assert await drafts_off(assisted) == ""
     assert assisted.assistant is not None
     # It lies in the cache now, where another stage finds it.
     (tmp_path / "assistant.gguf").unlink()
     nowhere = replace(assisted.assistant, source=FetchSource("127.0.0.1:1", b"", ""))
-    assert await drafts_beside(replace(assisted, assistant=nowhere))
-    assert not await drafts_beside(replace(assisted, assistant=None))
+    assert await drafts_off(replace(assisted, assistant=nowhere)) == ""
+    assert await drafts_off(replace(assisted, assistant=None)) is None
 
 
 async def test_an_assistant_that_cannot_be_loaded_is_done_without(assisted: StageConfig) -> None:
     with capture_logs() as logs:
         plain = replace(assisted, options=replace(assisted.options, has_reader=False))
-        assert not await drafts_beside(plain)
+        assert "cannot read the KV cache of layers" in (await drafts_off(plain) or "")
     assert [each["event"] for each in logs if each["log_level"] == "warning"] == ["assistant_failed"]
 
 
