@@ -10,7 +10,7 @@ import pytest
 from mesh.coordinator.tail_draft_plug import TailDraftPlug
 from speculative.controller import ControllerOptions
 from speculative.remote_drafts import RemoteDrafter, RemoteDraftProposer
-from stages.runtime.assistant import Assistant
+from stages.runtime.assistant import Assistant, DraftStart
 from tests.end_to_end.ring.test_tail_drafts import (
     CTX_SIZE,
     NUM_DRAFTED,
@@ -26,6 +26,8 @@ from tests.support.ring_harness import collect, plugs_for, running_coordinator
 from tests.support.tiny_models import N_VOCAB
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from stages.sampling.sampler import SamplingParams
     from tests.support.ring_harness import RunningStage
 
@@ -78,3 +80,24 @@ async def test_verdicts_do_not_wait_for_drafts(
         await collect(coordinator, request())
     assert len(threads) > 5
     assert threading.get_ident() not in threads
+
+
+async def test_nothing_is_drafted_behind_windows_that_are_void(
+    stages: list[RunningStage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts are wrong nearly always here, and the windows that propose them are at the tail soon after."""
+    draft = Assistant.draft
+    begun: list[DraftStart] = []
+
+    def noted(assistant: Assistant, starts: Sequence[DraftStart], *more: Any) -> list[tuple[int, ...]]:
+        begun.extend(starts)
+        return draft(assistant, starts, *more)
+
+    monkeypatch.setattr(Assistant, "draft", noted)
+    wanted = request()
+    async with coordinating(stages, TailDraftPlug(), cancels=False) as coordinator:
+        tokens, last = await collect(coordinator, wanted)
+    text = [*wanted.prompt, *tokens]
+    assert last.stats.num_proposed > last.stats.num_accepted + 40
+    assert len(begun) > 10
+    assert [start for start in begun if text[start.position : start.position + 1] != [start.token]] == []
