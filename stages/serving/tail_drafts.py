@@ -118,7 +118,9 @@ class TailDrafts(StagePlug):
             return
         if message.drafts_on_rejection and self._has_foretold(window, position, verdict.tokens[-1]):
             return
-        start = DraftStart(span.slot, position, verdict.tokens[-1], states[-1][row], message.num_drafts)
+        # More than a window takes are of no use.
+        num_tokens = min(message.num_drafts, self._runtime.max_rows)
+        start = DraftStart(span.slot, position, verdict.tokens[-1], states[-1][row], num_tokens)
         self._wanted.append(_Wanted(window, start))
 
     def handed_on(self) -> None:

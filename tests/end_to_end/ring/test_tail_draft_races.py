@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mesh.coordinator.tail_draft_plug import TailDraftPlug
+from mesh.coordinator.tail_draft_plug import SessionDrafts, TailDraftPlug
 from speculative.controller import ControllerOptions
 from speculative.remote_drafts import RemoteDrafter, RemoteDraftProposer
 from stages.runtime.assistant import Assistant, DraftStart
@@ -28,6 +29,8 @@ from tests.support.tiny_models import N_VOCAB
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mesh.coordinator.generation import WindowPlan
+    from spanmesh_proto import windows_pb2 as wire
     from stages.sampling.sampler import SamplingParams
     from tests.support.ring_harness import RunningStage
 
@@ -101,3 +104,23 @@ async def test_nothing_is_drafted_behind_windows_that_are_void(
     assert last.stats.num_proposed > last.stats.num_accepted + 40
     assert len(begun) > 10
     assert [start for start in begun if text[start.position : start.position + 1] != [start.token]] == []
+
+
+async def test_no_draft_is_longer_than_a_window(
+    stages: list[RunningStage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its tokens stand at one position, so the context does not end it."""
+    wanted = request()
+    plain = await plain_text(stages, wanted)
+    sending = SessionDrafts.sending
+
+    def asked(drafts: SessionDrafts, window_id: int, plan: WindowPlan, message: wire.Window) -> None:
+        sending(drafts, window_id, plan, message)
+        message.num_drafts = min(message.num_drafts, 1) * (2**32 - 1)
+
+    monkeypatch.setattr(SessionDrafts, "sending", asked)
+    plug = TailDraftPlug()
+    async with asyncio.timeout(20), coordinating(stages, plug) as coordinator:
+        tokens, _ = await collect(coordinator, wanted)
+    assert tokens == plain
+    assert plug.why_off == "the tail drafted 63 tokens, and was asked for 4"
