@@ -100,6 +100,7 @@ async def test_nothing_is_drafted_behind_windows_that_are_void(
     wanted = request()
     async with coordinating(stages, TailDraftPlug(), cancels=False) as coordinator:
         tokens, last = await collect(coordinator, wanted)
+    assert stages[-1].service.stats().num_dropped_windows > 10
     text = [*wanted.prompt, *tokens]
     assert last.stats.num_proposed > last.stats.num_accepted + 40
     assert len(begun) > 10
