@@ -7,6 +7,7 @@ for, so a header takes tens of milliseconds and its values go into a stage file 
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import re
@@ -129,15 +130,29 @@ class GgufHeader:
         Raises:
             InvalidModel: If it is an array of another length, or not of integers.
         """
-        value = self.metadata.get(key)
-        if value is None or value.count is None:
+        numbers = self.integers(key)
+        if numbers is None:
             return (self.integer(key, default),) * n_layers
-        numbers = value.decode()
-        if not isinstance(numbers, tuple) or len(numbers) != n_layers:
+        if len(numbers) != n_layers:
             raise InvalidModel(
-                f"{self.path}: metadata key {key!r} has {value.count} entries, need {n_layers}"
+                f"{self.path}: metadata key {key!r} has {len(numbers)} entries, need {n_layers}"
             )
-        return tuple(int(number) for number in numbers)
+        return numbers
+
+    def integers(self, key: str) -> tuple[int, ...] | None:
+        """An array of integers of the metadata; None if it is absent, or no array.
+
+        Raises:
+            InvalidModel: If it is an array of something else.
+        """
+        value = self.metadata.get(key)
+        found = None if value is None else value.decode()
+        if not isinstance(found, tuple):
+            return None
+        for number in found:
+            if isinstance(number, str) or not math.isfinite(number) or number != int(number):
+                raise InvalidModel(f"{self.path}: metadata key {key!r} lists {number!r}, need integers")
+        return tuple(int(number) for number in found)
 
     def _scalar(self, key: str) -> Scalar | None:
         value = self.metadata.get(key)

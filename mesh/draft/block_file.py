@@ -93,10 +93,8 @@ def check_block_file(header: GgufHeader, target: ModelFacts) -> BlockFile:
 
 def _layers(header: GgufHeader, target: ModelFacts) -> tuple[int, ...]:
     """Layers of the target whose outputs are read."""
-    value = header.metadata.get("dflash.target_layers")
-    read = value.decode() if value is not None and value.count else ()
     # llama.cpp counts the layers that read the hidden states, so the layer before gives them.
-    layers = tuple(int(layer) - 1 for layer in read) if isinstance(read, tuple) else ()
+    layers = tuple(layer - 1 for layer in header.integers("dflash.target_layers") or ())
     is_each_known = all(0 <= layer < target.n_layers - 1 for layer in layers)
     if not layers or not is_each_known or len(set(layers)) < len(layers):
         shown = ", ".join(str(layer + 1) for layer in layers) or "that it does not list"

@@ -197,12 +197,11 @@ def _eagle3(header: GgufHeader, target: ModelFacts) -> Drafter:
         )
     if (n_layers := header.integer("eagle3.block_count")) != 1:
         raise InvalidModel(f"{name} has {n_layers} layers; llama.cpp runs EAGLE-3 drafters of one")
-    value = header.metadata.get("eagle3.target_layers")
-    read = value.decode() if value is not None and value.count == _NUM_EAGLE3_LAYERS else ()
     # llama.cpp counts the layers that read the hidden states, so the layer before gives them.
-    layers = tuple(int(layer) - 1 for layer in read) if isinstance(read, tuple) else ()
+    layers = tuple(layer - 1 for layer in header.integers("eagle3.target_layers") or ())
     if len(layers) != _NUM_EAGLE3_LAYERS or not all(0 <= layer < target.n_layers - 1 for layer in layers):
-        shown = "no list of three" if not layers else ", ".join(str(layer + 1) for layer in layers)
+        are_three = len(layers) == _NUM_EAGLE3_LAYERS
+        shown = ", ".join(str(layer + 1) for layer in layers) if are_three else "no list of three"
         raise InvalidModel(
             f"{name} reads hidden states before layers {shown}, of which {target.name} has 1 to "
             f"{target.n_layers - 1}: it was made for another model"

@@ -35,6 +35,19 @@ class _Wanted(NamedTuple):
     start: DraftStart
 
 
+class _Judged(NamedTuple):
+    """The latest verdict of a slot."""
+
+    verifier: WindowVerifier
+    """Of its session: ids begin again with each coordinator."""
+    epoch: int
+    """Of its window."""
+    position: int
+    """Of its last token."""
+    token: int
+    """The last token."""
+
+
 class TailDrafts(StagePlug):
     """Drafts behind the verdicts on windows that ask for them.
 
@@ -49,10 +62,9 @@ class TailDrafts(StagePlug):
         self._why_off = assistant.message if isinstance(assistant, MeshError) else ""
         self._head_state = runtime.info.n_layers
         self._wanted: list[_Wanted] = []
-        # For each slot its latest draft, and the epoch of the latest rejection whose rows were dropped, with
-        # the verifier of the session: ids of sessions begin again with each coordinator.
+        # For each slot its latest draft, with the verifier of the session, and its latest verdict.
         self._latest: dict[int, tuple[WindowVerifier, wire.Draft]] = {}
-        self._rejected: dict[int, tuple[WindowVerifier, int]] = {}
+        self._judged: dict[int, _Judged] = {}
         self._stage: StageAccess
         self._send: Callable[[wire.VerdictBundle], None]
 
@@ -66,12 +78,16 @@ class TailDrafts(StagePlug):
         stats.drafts_off = self._why_off
 
     def voids(self, window: QueuedWindow) -> bool:
-        """Whether a window was sent before a rejection was known, behind rows that are dropped now.
+        """Whether a window was sent before a verdict was known that makes it void.
 
-        It may begin behind the slot's end, and its failure would be the session's.
+        What a draft dropped from the slot it may lack, and its failure would be the session's. A draft behind
+        it would be of no use.
         """
-        verifier, epoch = self._rejected.get(window.span.slot, (None, 0))
-        return window.verifier is verifier and window.epoch <= epoch
+        judged, span = self._judged.get(window.span.slot), window.span
+        if judged is None or judged.verifier is not window.verifier or window.epoch > judged.epoch:
+            return False
+        is_next = span.start == judged.position
+        return span.start > judged.position or (is_next and span.tokens[0] != judged.token)
 
     def outlasts(self, window: QueuedWindow) -> bool:
         """Whether a draft follows: in the event loop the verdict would leave behind it."""
@@ -89,18 +105,22 @@ class TailDrafts(StagePlug):
     def verified(self, window: QueuedWindow, verdict: wire.Verdict) -> None:
         """Note where a draft begins: with the verdict's last token."""
         message, span = window.message, window.to_compute
-        is_drawn = bool(verdict.tokens) and window.scored_next is None
-        if self._assistant is None or not message.num_drafts or not is_drawn:
+        if not verdict.tokens or window.scored_next is not None:
+            return
+        row = len(span.tokens) - span.num_outputs + len(verdict.tokens) - 1
+        position = span.start + row + 1
+        self._judged[span.slot] = _Judged(window.verifier, window.epoch, position, verdict.tokens[-1])
+        if self._assistant is None or not message.num_drafts:
             return
         states = self._runtime.features(span.slot)
         if not states or states[-1] is None:
             self._give_up("the model's graph gives no head state")
             return
-        row = len(span.tokens) - span.num_outputs + len(verdict.tokens) - 1
-        position = span.start + row + 1
         if message.drafts_on_rejection and self._has_foretold(window, position, verdict.tokens[-1]):
             return
-        start = DraftStart(span.slot, position, verdict.tokens[-1], states[-1][row], message.num_drafts)
+        # More than a window takes are of no use.
+        num_tokens = min(message.num_drafts, self._runtime.max_rows)
+        start = DraftStart(span.slot, position, verdict.tokens[-1], states[-1][row], num_tokens)
         self._wanted.append(_Wanted(window, start))
 
     def handed_on(self) -> None:
@@ -124,7 +144,7 @@ class TailDrafts(StagePlug):
         begun_ns = time.perf_counter_ns()
         try:
             for each in wanted:
-                self._drop_rejected(each)
+                self._stage.slots.trim(each.start.slot, each.start.position)
             self._assistant.draft([each.start for each in wanted], draw)
         except Exception as error:  # noqa: BLE001 - whatever it is, verdicts go on
             self._give_up(error.message if isinstance(error, MeshError) else repr(error))
@@ -151,13 +171,6 @@ class TailDrafts(StagePlug):
         verifier, draft = self._latest.get(window.span.slot, (None, wire.Draft()))
         place = position - draft.start
         return verifier is window.verifier and 0 <= place < len(draft.tokens) and draft.tokens[place] == token
-
-    def _drop_rejected(self, wanted: _Wanted) -> None:
-        """Drop the slot's rows from the draft's first position on."""
-        slots, slot, position = self._stage.slots, wanted.start.slot, wanted.start.position
-        if position < slots.memory.length(slot):
-            self._rejected[slot] = wanted.window.verifier, wanted.window.epoch
-            slots.trim(slot, position)
 
     def _give_up(self, reason: str) -> None:
         log.warning("assistant_failed", reason=reason)

@@ -184,6 +184,7 @@ class StageWorker(threading.Thread):
         started_us = self._clock_us()
         self.under_way = UnderWay(started_us, sum(len(window.span.tokens) for window in work.windows))
         live = [window for window in work.windows if not any(plug.voids(window) for plug in self._plugs)]
+        self._scheduler.num_dropped += len(work.windows) - len(live)
         windows = self._without_invalid(self._without_held(live, started_us))
         if windows:
             self._compute(windows, started_us)

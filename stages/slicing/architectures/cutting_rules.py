@@ -122,9 +122,8 @@ def _scales_embedding(header: GgufHeader) -> bool:
 
 def _has_mrope(header: GgufHeader) -> bool:
     """As llama.cpp detects it: the first two sections of positions are not empty."""
-    value = header.metadata.get(f"{header.architecture}.rope.dimension_sections")
-    sections = () if value is None or value.count is None else value.decode()
-    return isinstance(sections, tuple) and len(sections) > 1 and all(int(part) > 0 for part in sections[:2])
+    sections = header.integers(f"{header.architecture}.rope.dimension_sections") or ()
+    return len(sections) > 1 and all(part > 0 for part in sections[:2])
 
 
 def _has_per_layer_embedding(header: GgufHeader) -> bool:

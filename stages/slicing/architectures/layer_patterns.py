@@ -451,9 +451,7 @@ SHARED_KV: Final = Rule(
 
 
 def _ple_layers(header: GgufHeader) -> tuple[int, ...]:
-    value = header.metadata.get(f"{header.architecture}.ple.layers")
-    layers = () if value is None else value.decode()
-    return tuple(int(layer) for layer in layers) if isinstance(layers, tuple) else ()
+    return header.integers(f"{header.architecture}.ple.layers") or ()
 
 
 def has_ngram_layers(header: GgufHeader, layers: LayerRange) -> bool:

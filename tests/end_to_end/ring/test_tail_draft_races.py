@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mesh.coordinator.tail_draft_plug import TailDraftPlug
+from mesh.coordinator.tail_draft_plug import SessionDrafts, TailDraftPlug
 from speculative.controller import ControllerOptions
 from speculative.remote_drafts import RemoteDrafter, RemoteDraftProposer
-from stages.runtime.assistant import Assistant
+from stages.runtime.assistant import Assistant, DraftStart
 from tests.end_to_end.ring.test_tail_drafts import (
     CTX_SIZE,
     NUM_DRAFTED,
@@ -26,6 +27,10 @@ from tests.support.ring_harness import collect, plugs_for, running_coordinator
 from tests.support.tiny_models import N_VOCAB
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mesh.coordinator.generation import WindowPlan
+    from spanmesh_proto import windows_pb2 as wire
     from stages.sampling.sampler import SamplingParams
     from tests.support.ring_harness import RunningStage
 
@@ -78,3 +83,45 @@ async def test_verdicts_do_not_wait_for_drafts(
         await collect(coordinator, request())
     assert len(threads) > 5
     assert threading.get_ident() not in threads
+
+
+async def test_nothing_is_drafted_behind_windows_that_are_void(
+    stages: list[RunningStage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts are wrong nearly always here, and the windows that propose them are at the tail soon after."""
+    draft = Assistant.draft
+    begun: list[DraftStart] = []
+
+    def noted(assistant: Assistant, starts: Sequence[DraftStart], *more: Any) -> list[tuple[int, ...]]:
+        begun.extend(starts)
+        return draft(assistant, starts, *more)
+
+    monkeypatch.setattr(Assistant, "draft", noted)
+    wanted = request()
+    async with coordinating(stages, TailDraftPlug(), cancels=False) as coordinator:
+        tokens, last = await collect(coordinator, wanted)
+    assert stages[-1].service.stats().num_dropped_windows > 10
+    text = [*wanted.prompt, *tokens]
+    assert last.stats.num_proposed > last.stats.num_accepted + 40
+    assert len(begun) > 10
+    assert [start for start in begun if text[start.position : start.position + 1] != [start.token]] == []
+
+
+async def test_no_draft_is_longer_than_a_window(
+    stages: list[RunningStage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its tokens stand at one position, so the context does not end it."""
+    wanted = request()
+    plain = await plain_text(stages, wanted)
+    sending = SessionDrafts.sending
+
+    def asked(drafts: SessionDrafts, window_id: int, plan: WindowPlan, message: wire.Window) -> None:
+        sending(drafts, window_id, plan, message)
+        message.num_drafts = min(message.num_drafts, 1) * (2**32 - 1)
+
+    monkeypatch.setattr(SessionDrafts, "sending", asked)
+    plug = TailDraftPlug()
+    async with asyncio.timeout(20), coordinating(stages, plug) as coordinator:
+        tokens, _ = await collect(coordinator, wanted)
+    assert tokens == plain
+    assert plug.why_off == "the tail drafted 63 tokens, and was asked for 4"

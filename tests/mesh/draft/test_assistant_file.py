@@ -62,6 +62,7 @@ def test_one_that_was_made_for_the_model_fits(kind: str, depth: int, tmp_path: P
         ({"attention.key_length": 64, "rope.dimension_count": 64}, "layer 3 .* of 1 heads of 64 .* of 128"),
         ({"attention.head_count_kv": [1, 2, 2, 1]}, "layer 0 .* reads keys of 1 heads .* writes 2 heads"),
         ({"attention.head_count_kv": [2, 2, 2, 2]}, "layer 3 .* reads keys of 2 heads .* writes 1 heads"),
+        ({"attention.head_count_kv": ["2"] * 4}, "attention.head_count_kv' lists '2', need integers"),
         ({"attention.head_count_kv": 1}, "layer 0 .* reads keys of 1 heads"),
         ({"attention.head_count_kv": None}, "layer 3 .* reads keys of 2 heads"),
         ({"attention.head_count": 3}, "layer 0 .* has 3 heads for 2 of keys"),

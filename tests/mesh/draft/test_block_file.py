@@ -116,6 +116,13 @@ def test_a_drafter_of_another_model_is_refused(
         read_drafter(bad, target)
 
 
+def test_layers_that_are_no_numbers_are_refused(target: ModelFacts, tmp_path: Path) -> None:
+    good = BlockDrafter().write(target.path, tmp_path / "good.gguf")
+    bad = write_changed(good, tmp_path / "bad.gguf", {"target_layers": ["x"]})
+    with pytest.raises(InvalidModel, match=r"bad.gguf: .*'dflash.target_layers' lists 'x', need integers"):
+        read_drafter(bad, target)
+
+
 def test_streams_of_hidden_states_are_refused(target: ModelFacts, tmp_path: Path) -> None:
     good = BlockDrafter().write(target.path, tmp_path / "good.gguf")
     bad = write_changed(good, tmp_path / "bad.gguf", {"hyper_connection_count": 4})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import struct
 from dataclasses import replace
@@ -76,6 +77,7 @@ def test_what_it_lacks_comes_from_the_target_once(target: ModelFacts, tmp_path: 
     [
         ({"target_layers": [3, 15, 30]}, "before layers 3, 15, 30, of which .* has 1 to 29"),
         ({"target_layers": [0, 15, 28]}, "before layers 0, 15, 28"),
+        ({"target_layers": [3.0, 15.0, math.nan]}, "'eagle3.target_layers' lists nan, need integers"),
         ({"target_layers": [3, 15]}, "no list of three"),
         ({"target_hidden_size": 1024}, "of 1024 values, .* has 576: it was made for another model"),
         ({"block_count": 2}, "has 2 layers"),

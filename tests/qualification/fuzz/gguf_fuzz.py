@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 import tempfile
 import time
@@ -48,6 +49,14 @@ _ODD_NAMES: Final = (
     "enc.blk.0.attn_q.weight",
     "nul\0l",
     "x" * 1000,
+)
+# Of lists that are damaged as such, those that get other entries instead of another length.
+_ODD_LISTS: Final = 0.5
+_ODD_ENTRIES: Final = (
+    (ValueType.STRING, struct.pack("<Q", 1) + b"x"),
+    (ValueType.FLOAT32, struct.pack("<f", math.nan)),
+    (ValueType.FLOAT32, struct.pack("<f", math.inf)),
+    (ValueType.UINT64, struct.pack("<Q", 2**64 - 1)),
 )
 # Far more than the good file takes, far less than what a lying count asks for.
 _MEMORY_BYTES: Final = 4 * 2**30
@@ -121,6 +130,9 @@ def _lying_value(value: Value, random: Random) -> Value:
         text = random.choice(_ODD_TEXTS).encode()
         return Value(ValueType.STRING, None, struct.pack("<Q", len(text)) + text)
     match random.randrange(3):
+        case 0 if value.count is not None and random.random() < _ODD_LISTS:
+            kind, odd = random.choice(_ODD_ENTRIES)
+            return Value(kind, value.count, odd * value.count)
         case 0 if value.count is not None:
             return replace(value, count=random.choice((0, 1, value.count - 1, value.count + 1, 2**63)))
         case 1:

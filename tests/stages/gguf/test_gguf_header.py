@@ -1,9 +1,11 @@
 """Reading GGUF headers: what is in them, and what a file gets that is not a whole GGUF."""
 
+import math
 import os
 import re
 import struct
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -87,6 +89,14 @@ def test_per_layer_head_counts(tmp_path: Path) -> None:
     model = TinyModel("llama", n_layers=4)
     path = model.write(tmp_path / "varied.gguf", arrays={"llama.attention.head_count_kv": [2, 1, 4, 0]})
     assert read_model_facts(path).kv_widths == (64, 32, 128, 0)
+
+
+@pytest.mark.parametrize("entry", ["x", math.nan, math.inf, 1.5])
+def test_lists_of_something_else_are_no_counts(tmp_path: Path, entry: Any) -> None:
+    key = "llama.attention.head_count_kv"
+    path = TinyModel("llama", n_layers=2).write(tmp_path / "odd.gguf", arrays={key: [entry, entry]})
+    with pytest.raises(InvalidModel, match=f"'{key}' lists {entry!r}, need integers"):
+        read_model_facts(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"GG", b"PK\x03\x04 a zip file", b"\x89PNG\r\n\x1a\n" * 10])
