@@ -80,3 +80,19 @@ def test_drafts_are_llama_cpp_s_own(
     accepted = {(each.num_accepted, len(each.drafted)) for own in rounds for each in own}
     assert {count for count, _ in accepted} >= {0, 1, 2, 3}
     assert (num_drafted, num_drafted) in accepted
+
+
+def test_drafts_behind_32k_positions_are_llama_cpp_s_own(program: Path, tmp_path: Path) -> None:
+    model = OWN_MODELS["gemma4-dense"](2).write(tmp_path / "model.gguf")
+    assistant = write_assistant(tmp_path / "assistant.gguf")
+    text = [int(token) for token in np.random.default_rng(1).integers(3, 300, 32_000)]
+    options = RuntimeOptions(
+        num_slots=1, ctx_size=len(text) + CTX_SIZE, exact=True, kv_type="q8_0", has_reader=True
+    )
+    with contextlib.closing(
+        AssistedModel(model, assistant, (2, 4), tmp_path / "stages", options)
+    ) as assisted:
+        rounds = assisted_rounds(assisted, [text], Script(4, NUM_ROUNDS))
+    oracle = DraftOracle(program, model, assistant, "mtp")
+    assert rounds == oracle.rounds([text], 4, NUM_ROUNDS, verdicts="scripted", kv_type="q8_0")
+    assert len({each.drafted for each in rounds[0]}) >= 20
