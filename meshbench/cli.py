@@ -187,10 +187,11 @@ bench.add_command(net)
 @click.option(
     "--replay-rates",
     type=Numbers(float, 0.0, 1.0),
-    default=(0.75, 0.72, 0.7, 0.68, 0.66, 0.64, 0.62, 0.6),
+    default=(),
     metavar="A,B,…",
     help="Acceptance by distance of the better drafter that --preset features measures as well, for which "
-    "recorded answers with wrong tokens among them stand; 0.75,0.72,0.7,… down to 0.6 unless given.",
+    "recorded answers with wrong tokens among them stand; unless given, what is published of a drafter "
+    "of blocks or an assistant, and 0.75,0.72,0.7,… down to 0.6 for others.",
 )
 @int_option(
     "--questions",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from meshbench.speculation_acceptance import EXACT, WITH_DRAFT, WITH_HISTORY, WITHOUT_DRAFT
+from meshbench.speculation_blocks import PAIRED, published_rates
 from meshbench.speculation_features import WITH_FEATURES
 from meshbench.speculation_results import (
     AUTO,
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.engine import SpeculationMode
+    from meshbench.speculation_workloads import Question
 
 _NUM_CONCURRENT_ROUNDS: Final = 4
 _CONCURRENT: Final = (4, 8)
@@ -41,6 +44,10 @@ _DRAFT_MAX: Final = 16
 _FEATURES_DRAFT_MAX: Final = 8
 _FEATURES_WIDTHS: Final = (1, 2, 4, 8)
 _NUM_REPLAYED: Final = 4
+_PAIRED_DELAYS_MS: Final = (0.1, 5.0, 20.0)
+_NUM_PAIRED_ROUNDS: Final = 10
+# Acceptance of a good drafter of single tokens, by distance from the last hidden state.
+_GOOD_RATES: Final = (0.75, 0.72, 0.7, 0.68, 0.66, 0.64, 0.62, 0.6)
 # Name of the only server of a run that starts none.
 AS_SERVED: Final = "as served"
 
@@ -251,6 +258,71 @@ def acceptance_plan(workloads: Mapping[str, Workload], serve: ServeOptions, seed
     )
 
 
+def drafter_plan(
+    workloads: Mapping[str, Workload],
+    serve: ServeOptions,
+    rates: Sequence[float],
+    *,
+    target: Path,
+    delays_ms: Collection[float],
+    names: Sequence[str],
+) -> tuple[Phase, ...]:
+    """What a drafter that reads hidden states is worth: of blocks `paired_plan`, of others `features_plan`.
+
+    Args:
+        workloads: All of them, with two questions of each category.
+        serve: With the drafter as its draft model.
+        rates: See `replay-rates` of `mesh serve --set`; empty takes published ones of the drafter's kind.
+        target: The model.
+        delays_ms: See `narrowed`.
+        names: Workloads to ask; empty takes all.
+
+    Raises:
+        InvalidModel: If there is no drafter, or it is for another model.
+    """
+    published = None if serve.draft_model is None else published_rates(serve.draft_model, target)
+    if published is None:
+        plan = features_plan(workloads, serve, rates or _GOOD_RATES)
+        return narrowed(plan, delays_ms=delays_ms, workloads=names)
+    usual = [name for name in (*CHAT, *CODING) if name in workloads]
+    categories = [workload.name for workload in workloads.values() if workload.source == SPEC_BENCH]
+    chosen = choose(dict(workloads), names or usual or categories)
+    return narrowed(paired_plan(chosen, serve, rates or published), delays_ms=delays_ms, workloads=())
+
+
+def paired_plan(
+    workloads: Sequence[Workload], serve: ServeOptions, rates: Sequence[float]
+) -> tuple[Phase, ...]:
+    """What a drafter of blocks is worth, by paired rounds: about eight minutes with 40 tokens an answer.
+
+    At each delay ten questions, each under `off`, `off` again and the drafter's settings: first with what it
+    drafts, then with its drafts replaced by such of the given acceptance. Its blocks are as long as there are
+    rates then.
+
+    Args:
+        workloads: Their questions are taken in turn.
+        serve: With the drafter as its draft model.
+        rates: See `replay-rates` of `mesh serve --set`.
+    """
+    questions = _in_turn(workloads)[:_NUM_PAIRED_ROUNDS]
+    paired = replace(workloads[0], name=PAIRED, questions=questions)
+    drafter = replace(serve, draft_max=_FEATURES_DRAFT_MAX)
+    replayed = replace(serve, draft_max=len(rates))
+    given = f"replay-rates={','.join(f'{rate:g}' for rate in rates)}"
+
+    def trials(*settings: Setting) -> tuple[Trial, ...]:
+        return tuple(Trial(delay_ms, paired, settings) for delay_ms in _PAIRED_DELAYS_MS)
+
+    return (
+        Phase(WITH_FEATURES, drafter.of("auto"), trials(OFF_AGAIN, AUTO, DRAFT)),
+        Phase(
+            WITH_RATES,
+            replayed.of("auto", "--set", given),
+            trials(OFF_AGAIN, REPLAY),
+        ),
+    )
+
+
 def features_plan(
     workloads: Mapping[str, Workload], serve: ServeOptions, rates: Sequence[float]
 ) -> tuple[Phase, ...]:
@@ -388,6 +460,12 @@ def remote_plan(
         (ConcurrentTrial(delay_ms, workloads["built-in"], AUTO, at_once, 1),)
         * (is_quick and at_once > 1 and "auto" in modes),
     )
+
+
+def _in_turn(workloads: Sequence[Workload]) -> tuple[Question, ...]:
+    """The first question of each, then the second of each, and so on."""
+    found = zip_longest(*(workload.questions for workload in workloads))
+    return tuple(question for each in found for question in each if question is not None)
 
 
 def _mixed(workloads: Sequence[Workload]) -> Workload:

@@ -20,6 +20,7 @@ from meshbench.report_tools import (
     save_figure,
 )
 from meshbench.speculation_acceptance import acceptance_lines, closeness, recommend
+from meshbench.speculation_blocks import drafting_table, paired_lines
 from meshbench.speculation_features import chat_beside_raw, depths_table, features_lines
 from meshbench.speculation_results import (
     LLAMA_RPC,
@@ -55,7 +56,7 @@ def speculation_report(results: Results, *, categories: Collection[str], preset:
     if preset == "acceptance":
         lines += acceptance_lines(results.samples, rows, results.groups, categories)
     elif preset == "features":
-        lines += features_lines(results.samples, categories)
+        lines += paired_lines(results.samples) or features_lines(results.samples, categories)
     lines += _over_checkout(results)
     return Report(
         title="Speculation, measured",
@@ -84,6 +85,7 @@ def _sections(results: Results, rows: Sequence[Row], lines: Sequence[Line]) -> l
         Section("## Warm: asked before, all figures", _figures(warm)),
         Section("## Raw completions, without a chat template: not comparable with chat", _figures(raw)),
         Section("## Acceptance by position, unconditional, and of how many windows", _positions(rows)),
+        Section("## Drafting: what it costs and brings", drafting_table(rows)),
         Section("## Acceptance by distance from the drafter's last feature", depths_table(rows)),
         Section("## Chat beside raw completions, each over its own off", chat_beside_raw(rows)),
         Section("## Requests at once", _concurrent(results.groups)),

@@ -54,6 +54,10 @@ class DraftCounts:
     """Tokens by distance from the drafter's last feature, of drafters that read features."""
     features: FeatureCounts | None = None
     """Features that the drafter wanted and got; None without such a drafter."""
+    draft_tokens_per_pass: float | None = None
+    """Tokens that the drafter drafts at once, in the mean; None without one."""
+    draft_ms_per_token: float | None = None
+    """Time of a drafted token; None likewise."""
 
     @classmethod
     def from_timings(cls, timings: Mapping[str, Any]) -> DraftCounts:
@@ -78,6 +82,8 @@ class DraftCounts:
             features=None
             if (found := ours.get("features")) is None
             else FeatureCounts(found["wanted"], found["received"], found["bytes"]),
+            draft_tokens_per_pass=ours.get("draft_tokens_per_pass"),
+            draft_ms_per_token=ours.get("draft_ms_per_token"),
         )
 
 
@@ -370,6 +376,10 @@ class Row:
     """Tokens by distance from the drafter's last feature, of drafters that read features."""
     features: FeatureCounts | None
     """Features that the drafter wanted and got; None without such a drafter."""
+    tokens_per_pass: float | None
+    """Mean number of tokens that are drafted at once; None without a drafter."""
+    pass_ms: float | None
+    """Mean time of drafting them; None likewise."""
 
 
 def add_up(rows: Any) -> tuple[int, ...]:
@@ -488,6 +498,11 @@ def _row(place: Place, samples: Sequence[Sample], pairs: Sequence[Pair]) -> Row:
     drafted = add_up(count.drafted_per_position for count in counts)
     accepted = add_up(count.accepted_per_position for count in counts)
     features = [count.features for count in counts if count.features is not None]
+    passes = [
+        (count.draft_tokens_per_pass or 1.0, count.draft_ms_per_token)
+        for count in counts
+        if count.draft_ms_per_token is not None
+    ]
     num_tokens = sum(sample.num_tokens for sample in samples)
     return Row(
         place=place,
@@ -511,4 +526,6 @@ def _row(place: Place, samples: Sequence[Sample], pairs: Sequence[Pair]) -> Row:
         drafts_per_position=drafted,
         by_depth=reduce(DepthStatistics.merge, (count.by_depth for count in counts)),
         features=reduce(FeatureCounts.merge, features) if features else None,
+        tokens_per_pass=fmean(tokens for tokens, _ in passes) if passes else None,
+        pass_ms=fmean(tokens * ms for tokens, ms in passes) if passes else None,
     )

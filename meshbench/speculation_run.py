@@ -23,7 +23,7 @@ from meshbench.speculation_plan import (
     AS_SERVED,
     ServeOptions,
     acceptance_plan,
-    features_plan,
+    drafter_plan,
     narrowed,
     peer_settings,
     quick_plan,
@@ -111,7 +111,7 @@ class SpecOptions(QuestionOptions):
     delays_ms: tuple[float, ...]
     """One way; empty takes those of the plan, for a sweep 5 and 20."""
     replay_rates: tuple[float, ...]
-    """Acceptance, by distance, of the drafter that recorded answers stand for."""
+    """Acceptance, by distance, of the drafter that recorded answers stand for; empty for those published."""
     num_threads: int
     """Of each stage."""
     exact: bool
@@ -290,10 +290,13 @@ def _plan(
             workloads=options.workloads,
         )
     if options.preset == "features":
-        return narrowed(
-            features_plan(workloads, serve, options.replay_rates),
+        return drafter_plan(
+            workloads,
+            serve,
+            options.replay_rates,
+            target=options.model,
             delays_ms=options.delays_ms,
-            workloads=options.workloads,
+            names=options.workloads,
         )
     if options.preset == "quick":
         return narrowed(quick_plan(workloads, serve), delays_ms=(), workloads=options.workloads)

@@ -137,7 +137,7 @@ class Controller:
         self._is_after_stale = False
         self._is_plain_turn = True
         self.is_resting = False
-        # Whether a draft model computes for this session, which may slow plain windows.
+        # Whether a drafter computes for this session, which may slow plain windows.
         self._is_drafting = False
         # Tokens committed since proposals were last wanted.
         self._num_plain = 0
@@ -182,6 +182,8 @@ class Controller:
         Args:
             proposer: Name of the drafter.
         """
+        # A drafter that is too slow for this ring proposes nothing, and may slow plain windows all the same.
+        self._is_drafting = True
         if self._options.fixed_width is not None:
             return self._options.fixed_width
         hope = min(_HOPE * self._calibration.expected_mean(proposer), _MOST_HOPE)

@@ -292,27 +292,83 @@ class HistoryProposer:
         self._answer = []
 
 
+class RatedAnswer:
+    """A recorded answer as a drafter of given acceptance would draft it: wrong tokens are mixed in.
+
+    Which tokens are wrong follows from the answer, the seed and the rates, so that a token that is right at
+    some distance is right at every one with a higher rate.
+
+    Args:
+        answer: Token ids of the recorded answer; empty if there is none.
+        rates: Acceptance by distance from the text that a draft follows, in [0, 1], given that all before is
+            accepted. No draft is longer.
+        seed: Of the wrong tokens.
+        num_before: Tokens of the prompt.
+    """
+
+    def __init__(
+        self, answer: Sequence[int], rates: Sequence[float], seed: int = 0, num_before: int = 0
+    ) -> None:
+        self._answer = tuple(answer)
+        self._rates = tuple(rates)
+        self._seed = seed
+        self._num_before = num_before
+
+    def drafted(self, start: int, num_ahead: int, count: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Token ids and their rates.
+
+        Args:
+            start: Index in the answer of the first token.
+            num_ahead: Tokens between the text that the draft follows and the first token.
+            count: Most tokens.
+        """
+        rates = self._rates[num_ahead : num_ahead + max(count, 0)]
+        tokens = self._answer[start : start + len(rates)]
+        ids = tuple(
+            token if self._chance(start + index) < rates[index] else self._wrong(start + index)
+            for index, token in enumerate(tokens)
+        )
+        return ids, rates[: len(ids)]
+
+    def behind(self, text: Sequence[int], count: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Token ids and their rates behind prompt and answer so far; none where the answer is another one."""
+        start = len(text) - self._num_before
+        if start < 0 or tuple(text[self._num_before :]) != self._answer[:start]:
+            return (), ()
+        return self.drafted(start, 0, count)
+
+    def _chance(self, position: int) -> float:
+        """A number in [0, 1) that the seed and the answer's token at the position decide."""
+        text = f"{self._seed} {position} {self._answer[position]}".encode()
+        return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") / 2**64
+
+    def _wrong(self, position: int) -> int:
+        """Another token of the answer than the one at the position; its successor if there is no other."""
+        right = self._answer[position]
+        others = (token for token in self._answer[position + 1 :] + self._answer if token != right)
+        return next(others, right + 1)
+
+
 class ReplayProposer:
     """Proposer of a recorded answer; see `speculative.proposer.Proposer`.
 
     Certain for as long as the answer is the recorded one. Without the exact mode another batch shape may lead
     to another token; after that it searches for the position to continue.
 
-    With rates it stands for a drafter of that acceptance: wrong tokens are mixed in, and it proposes no
-    further ahead of the committed tokens than there are rates. Which tokens are wrong follows from the seed.
+    With rates it stands for a drafter of that acceptance that takes no time, see `RatedAnswer`: distances are
+    those from the committed tokens.
 
     Args:
         answer: Token ids of the recorded answer; empty if there is none.
-        rates: Acceptance by distance from the committed tokens, in [0, 1], given that all before is accepted.
-        seed: Of the wrong tokens.
+        rates: See `RatedAnswer`; empty for a draft without wrong tokens.
+        seed: See `RatedAnswer`.
     """
 
     name = "replay"
 
     def __init__(self, answer: Sequence[int], rates: Sequence[float] = (), seed: int = 0) -> None:
         self._answer = tuple(answer)
-        self._rates = tuple(rates)
-        self._seed = seed
+        self._rated = RatedAnswer(answer, rates, seed) if rates else None
         index = NgramIndex(2 * len(self._answer) + 2)
         index.extend(self._answer)
         self._cursor = IndexCursor(index, is_own_text=False, tokens_per_evidence=4.0)
@@ -332,8 +388,8 @@ class ReplayProposer:
 
     def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
         """The recorded tokens after the committed tokens and `after`."""
-        if self._rates:
-            return self._drafted(max_tokens, len(after))
+        if self._rated is not None:
+            return self._drafted(self._rated, max_tokens, len(after))
         if self._has_diverged or not self._continuation(after):
             return self._cursor.predict(max_tokens, after, self.name)
         start = self._num_committed + len(after)
@@ -346,30 +402,13 @@ class ReplayProposer:
     def close(self) -> None:
         """No effect: it holds no resources."""
 
-    def _drafted(self, max_tokens: int, num_ahead: int) -> Proposal:
+    def _drafted(self, rated: RatedAnswer, max_tokens: int, num_ahead: int) -> Proposal:
         """Tokens as right as the rates say, behind so many in flight."""
-        start = self._num_committed + num_ahead
-        rates = self._rates[num_ahead : num_ahead + max(max_tokens, 0)]
-        tokens = self._answer[start : start + len(rates)]
-        if self._has_diverged or not tokens:
+        if self._has_diverged:
             return EMPTY
-        drafted = tuple(
-            token if self._chance(start + index) < rates[index] else self._wrong(start + index)
-            for index, token in enumerate(tokens)
-        )
-        depths = tuple(range(num_ahead + 1, num_ahead + 1 + len(drafted)))
-        return Proposal(drafted, rates[: len(drafted)], self.name, depths)
-
-    def _chance(self, position: int) -> float:
-        """A number in [0, 1) that the seed and the position decide."""
-        text = f"{self._seed} {position}".encode()
-        return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") / 2**64
-
-    def _wrong(self, position: int) -> int:
-        """Another token of the answer than the one at the position; its successor if there is no other."""
-        right = self._answer[position]
-        others = (token for token in self._answer[position + 1 :] + self._answer if token != right)
-        return next(others, right + 1)
+        tokens, rates = rated.drafted(self._num_committed + num_ahead, num_ahead, max_tokens)
+        depths = tuple(range(num_ahead + 1, num_ahead + 1 + len(tokens)))
+        return Proposal(tokens, rates, self.name, depths) if tokens else EMPTY
 
     def _continuation(self, tokens: Sequence[int]) -> bool:
         start = self._num_committed

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
 from operator import mul
-from typing import TYPE_CHECKING, Final, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Final, Protocol, Self, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 CONFIRMED_SHARE: Final = 0.95
 """A cheap proposer's token may be this much less likely than a draft model's: it is there at once."""
+# Returns token ids and their probabilities in place of those that were drafted behind a text, given that text
+# and how many they are.
+Replace: TypeAlias = "Callable[[Sequence[int], int], tuple[Sequence[int], Sequence[float]]]"
 
 
 class Proposer(Protocol):

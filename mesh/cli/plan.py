@@ -12,7 +12,7 @@ from rich.table import Table
 
 from mesh.cli.head_client import ask_head
 from mesh.cli.options import options_of
-from mesh.cli.shared_options import int_option, key_of
+from mesh.cli.shared_options import int_option, key_of, local_model
 from mesh.options.host import HostOptions
 from mesh.options.model import ModelOptions
 from mesh.util.child_environment import API_KEY
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from mesh.forecast.cost_model import Forecast
     from mesh.forecast.dry_run import DryRun, PlanningContext
     from stages.runtime.process_memory import StageMemory
-    from stages.slicing.model_facts import ModelFacts
 
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
@@ -54,7 +53,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     type=click.FloatRange(0),
     help="Round trip between any two of the given hosts.",
 )
-@options_of(ModelOptions, "stages", "split")
+@options_of(ModelOptions, "draft_path", "stages", "split")
 @click.option("--topology", type=_FILE, help="TOML file that fixes the placement, tables [[stage]].")
 @options_of(ModelOptions, "ctx_size", "parallel", "kv_type", "checkpoints", "exact")
 @options_of(HostOptions, "threads", "memory_bytes", "gpu_layers", "cpu_moe", "n_cpu_moe")
@@ -77,6 +76,7 @@ def plan(
     rtt_ms: float,
     stages: int | None,
     split: tuple[int, ...] | None,
+    draft_path: Path | None,
     topology: Path | None,
     ctx_size: int | None,
     parallel: int,
@@ -105,32 +105,35 @@ def plan(
         raise click.UsageError(
             "--url, --host-spec and --hosts-file each give the hosts: leave out all but one"
         )
-    from mesh.forecast.dry_run import DryRunOptions, dry_run  # noqa: PLC0415 - keeps --help quick
+    from mesh.draft.memory import bytes_beside, facts_with  # noqa: PLC0415 - keeps --help quick
+    from mesh.forecast.dry_run import DryRunOptions, dry_run  # noqa: PLC0415
     from mesh.placement.gpu_layers import parse_cpu_moe  # noqa: PLC0415
     from mesh.placement.memory_estimate import Workload  # noqa: PLC0415
     from mesh.placement.topology import read_topology  # noqa: PLC0415
     from mesh.serve.options import ctx_size_for  # noqa: PLC0415
     from mesh.text.text_service import text_bytes_of, worker_bytes  # noqa: PLC0415
     from stages.runtime.kv_types import check_kv_type  # noqa: PLC0415
-    from stages.slicing.model_facts import read_model_facts  # noqa: PLC0415
     from stages.slicing.source_model import read_source  # noqa: PLC0415
 
-    facts = read_model_facts(model)
+    draft = None if draft_path is None else local_model(draft_path).path
+    facts, drafter = facts_with(model, draft, parallel)
     check_kv_type(kv_type, facts.name, facts.head_widths, option="--kv-type")
+    workload = Workload(
+        ctx_size_for(ctx_size, facts.n_ctx_train),
+        parallel,
+        kv_type,
+        exact,
+        num_checkpoints=0 if facts.can_trim else checkpoints,
+    )
     options = DryRunOptions(
-        workload=Workload(
-            ctx_size_for(ctx_size, facts.n_ctx_train),
-            parallel,
-            kv_type,
-            exact,
-            num_checkpoints=0 if facts.can_trim else checkpoints,
-        ),
+        workload=workload,
         worker_bytes=worker_bytes(),
         text_bytes=text_bytes_of(model),
+        draft_bytes=bytes_beside(drafter, model, workload.ctx_size, parallel),
         num_stages=stages,
         split=split,
         topology=None if topology is None else read_topology(topology),
-        prompt_tokens=_prompt_tokens(prompt_tokens, facts, ctx_size),
+        prompt_tokens=_prompt_tokens(prompt_tokens, ctx_size or facts.n_ctx_train),
         is_timed=not no_timing,
         chooses_context=ctx_size is None,
     )
@@ -152,10 +155,9 @@ def plan(
     print_plan(found)
 
 
-def _prompt_tokens(wanted: int, facts: ModelFacts, ctx_size: int | None) -> int:
+def _prompt_tokens(wanted: int, ctx_size: int) -> int:
     """A prompt that leaves room for an answer."""
-    most = (ctx_size or facts.n_ctx_train) - 1
-    return max(1, min(wanted, most))
+    return max(1, min(wanted, ctx_size - 1))
 
 
 def _running(url: str, key: str | None) -> PlanningContext:
@@ -225,7 +227,8 @@ def print_plan(found: DryRun) -> None:
             console.print(f"stage {index}: {_on_gpus(stage.memory)}", highlight=False, soft_wrap=True)
     console.print(
         f"{found.head}, the head: {format_size(found.worker_bytes + found.text_bytes)} for processes that "
-        f"read texts and bodies, {format_size(found.text_bytes)} of it for the vocabulary",
+        f"read texts and bodies, {format_size(found.text_bytes)} of it for the vocabulary"
+        + (f", and {format_size(found.draft_bytes)} for the drafter" if found.draft_bytes else ""),
         highlight=False,
         soft_wrap=True,
     )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from mesh.draft.tensor_checks import check_shapes
 from spanmesh_proto.errors import InvalidModel
 from stages.gguf import read_header
+from stages.slicing.model_facts import packing_bytes
 from stages.slicing.tensor_names import EMBEDDING, OUTPUT_NORM, layer_of
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ def beside_tail(model: ModelFacts, assistant: GgufHeader, num_sessions: int) -> 
     return replace(
         model,
         head_bytes=model.head_bytes + assistant.file_bytes + buffer_bytes,
+        head_packing_bytes=model.head_packing_bytes + packing_bytes(assistant.tensors.values()),
         allowed_cuts=tuple(cut for cut in model.allowed_cuts if cut != last),
         refused_cuts={**(reason if last else {}), **model.refused_cuts},
     )

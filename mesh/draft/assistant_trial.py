@@ -95,7 +95,10 @@ def check_any_drafter(path: Path, target: Path, options: DraftOptions) -> Checke
         file_bytes=drafter.header.file_bytes,
         lacks=(),
         loaded_bytes=drafter.header.file_bytes,
-        memory_bytes=beside.head_bytes - model.head_bytes,
+        memory_bytes=beside.head_bytes
+        + beside.head_packing_bytes
+        - model.head_bytes
+        - model.head_packing_bytes,
         num_sessions=options.num_sessions,
         ctx_size=options.ctx_size,
         draft_ms_per_token=try_assistant(path, target),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from mesh.draft.drafter import loadable_bytes
+from mesh.draft.drafter import loadable_bytes, read_drafter, with_drafter
 from mesh.placement.context_choice import MOST_CTX_SIZE
 from mesh.placement.memory_estimate import CELL_BYTES, MASK_BYTES, StageSizes, Workload
 from spanmesh_proto.errors import ModelError
 from speculative.draft import defaults
-from speculative.draft.context import MAX_ROWS
+from speculative.draft.context import MAX_ROWS, DraftOptions
 from stages.gguf import read_header
 from stages.runtime.kv_types import KV_TYPES, check_kv_type
 from stages.slicing.model_facts import read_model_facts
@@ -19,11 +19,40 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.draft.drafter import Drafter
-    from speculative.draft.context import DraftOptions
     from stages.slicing.model_facts import ModelFacts
 
 # Of the process in which it computes: Python, llama.cpp's library and small buffers.
 _PROCESS_BYTES: Final = 96 * 2**20
+
+
+def facts_with(target: Path, draft: Path | None, num_sessions: int) -> tuple[ModelFacts, Drafter | None]:
+    """Facts of a model for its placement, and its drafter.
+
+    Args:
+        target: The model.
+        draft: File of the drafter; None for none.
+        num_sessions: Concurrent sessions.
+
+    Raises:
+        MeshError: See `read_model_facts` and `read_drafter`.
+    """
+    model = read_model_facts(target)
+    drafter = None if draft is None else read_drafter(draft, model)
+    return with_drafter(model, drafter, num_sessions), drafter
+
+
+def bytes_beside(drafter: Drafter | None, target: Path, ctx_size: int, num_sessions: int) -> int:
+    """Memory of a drafter on the coordinator's host with the default options; 0 for none.
+
+    Args:
+        drafter: The drafter.
+        target: The served model.
+        ctx_size: Positions of a session.
+        num_sessions: Concurrent sessions.
+    """
+    if drafter is None:
+        return 0
+    return drafter_bytes(drafter, target, DraftOptions(ctx_size=ctx_size, num_sessions=num_sessions))
 
 
 def most_ctx_size(drafter: Drafter, target: ModelFacts) -> int:

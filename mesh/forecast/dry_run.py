@@ -105,6 +105,8 @@ class DryRunOptions:
     """Memory of the head's processes for texts and bodies, vocabularies aside."""
     text_bytes: int
     """Memory of the model's vocabulary in all processes for texts."""
+    draft_bytes: int = 0
+    """Memory of the drafter on the head's host; of one beside the last stage, the model's facts have it."""
     num_stages: int | None = None
     """Number of stages, or None for the planner's choice."""
     split: tuple[int, ...] | None = None
@@ -143,6 +145,8 @@ class DryRun:
     """Memory of the head's processes for texts and bodies, vocabularies aside."""
     text_bytes: int
     """Memory of the model's vocabulary in all processes for texts, on the head's host."""
+    draft_bytes: int = 0
+    """Memory of the drafter there."""
     context: ContextChoice | None = None
     """Choice of the context; None if one was asked for."""
     q8_0_cache_bytes: int | None = None
@@ -168,6 +172,7 @@ class DryRun:
                 "host": self.head,
                 "worker_bytes": self.worker_bytes,
                 "text_bytes": self.text_bytes,
+                "draft_bytes": self.draft_bytes,
             },
             "stages": [
                 {
@@ -238,7 +243,7 @@ def dry_run(
         UncuttableModel: If the model cannot be cut as requested.
         NotEnoughHosts: If there is no host, or a host to which layers are locked is missing.
     """
-    context = _with_texts(context, options.worker_bytes + options.text_bytes)
+    context = _with_head(context, options)
     if options.workload.is_exact:
         context = _in_one_kind(context)
     placed = _placed(model, context, options)
@@ -283,6 +288,7 @@ def dry_run(
         head=context.head,
         worker_bytes=options.worker_bytes,
         text_bytes=options.text_bytes,
+        draft_bytes=options.draft_bytes,
         context=chosen,
         q8_0_cache_bytes=_q8_0_cache_bytes(sizes, placed, context),
     )
@@ -305,10 +311,11 @@ def _q8_0_cache_bytes(sizes: StageSizes, placed: Plan, context: PlanningContext)
     return sum(smaller.cache_bytes(stage.layers) for stage in placed.stages)
 
 
-def _with_texts(context: PlanningContext, text_bytes: int) -> PlanningContext:
-    """The same hosts, the head's with what processes for texts and bodies leave."""
+def _with_head(context: PlanningContext, options: DryRunOptions) -> PlanningContext:
+    """The same hosts, the head's with what processes for texts and bodies, and the drafter, leave."""
+    text_bytes = options.worker_bytes + options.text_bytes
     hosts = [
-        replace(host, capacity=host.capacity.on_head(text_bytes=text_bytes))
+        replace(host, capacity=host.capacity.on_head(draft_bytes=options.draft_bytes, text_bytes=text_bytes))
         if host.capacity.name == context.head
         else host
         for host in context.hosts

@@ -13,7 +13,13 @@ from mesh.draft.loading import load_drafter
 from mesh.serve.preflight import latest_answer
 from spanmesh_proto.errors import ModelError
 from spanmesh_proto.row_ids import has_rows
-from speculative.lookup_proposers import Histories, NgramProposer, PredictionProposer, ReplayProposer
+from speculative.lookup_proposers import (
+    Histories,
+    NgramProposer,
+    PredictionProposer,
+    RatedAnswer,
+    ReplayProposer,
+)
 from speculative.remote_drafts import RemoteDrafter, RemoteDraftProposer
 from stages.sampling.sampler import Sampler
 
@@ -25,7 +31,7 @@ if TYPE_CHECKING:
     from mesh.options.host import HeadOptions
     from mesh.serve.preflight import Preflight
     from speculative.draft.worker import LoadedDrafter
-    from speculative.proposer import Proposer
+    from speculative.proposer import Proposer, Replace
 
 log = structlog.get_logger()
 
@@ -39,7 +45,8 @@ class Proposers:
         feature_needs: Hidden states that it reads; None if it reads none.
         assistant: The one that drafts beside the last stage; None without one.
         replay_path: File of recorded answers, of which the last is replayed; or None.
-        replay_rates: See `speculative.lookup_proposers.ReplayProposer`.
+        replay_rates: See `speculative.lookup_proposers.RatedAnswer`. A drafter of blocks and an
+            assistant compute all the same, and their drafts are replaced; other such drafts take no time.
         keeps_history: Whether earlier answers to the same API key are proposed again.
     """
 
@@ -66,22 +73,28 @@ class Proposers:
         """New proposers for one session; empty if none are allowed."""
         mode = narrower(self._mode, request.speculation.mode)
         proposers: list[Proposer] = []
+        replace: Replace | None = None
         if mode == "replay" and self._replay_path is not None:
-            proposers.append(ReplayProposer(latest_answer(self._replay_path), self._replay_rates))
+            answer = latest_answer(self._replay_path)
+            drafts_blocks = self._draft is not None and self._draft.drafts_blocks
+            if self._replay_rates and (drafts_blocks or self.assistant is not None):
+                replace = RatedAnswer(answer, self._replay_rates, num_before=len(request.prompt)).behind
+            else:
+                proposers.append(ReplayProposer(answer, self._replay_rates))
         if mode in {"auto", "ngram"}:
             if request.prediction:
                 proposers.append(PredictionProposer(request.prediction))
             if self._histories is not None and request.history_key is not None:
                 proposers.append(self._histories.open(request.history_key))
             proposers.append(NgramProposer())
-        draft = self._draft if mode in {"auto", "draft"} else None
+        draft = self._draft if mode in {"auto", "draft"} or replace is not None else None
         if draft is not None and draft.is_alive and not has_rows(request.prompt):
             # The target's own sampler and seed: draft and target then sample differently only where they
             # disagree.
             sampler = Sampler(request.sampling, len(request.prompt))
-            proposers.append(draft.open(sampler.sample, request.client))
-        if self.assistant is not None and mode in {"auto", "draft"}:
-            proposers.append(RemoteDraftProposer(self.assistant))
+            proposers.append(draft.open(sampler.sample, request.client, replace))
+        if self.assistant is not None and (mode in {"auto", "draft"} or replace is not None):
+            proposers.append(RemoteDraftProposer(self.assistant, replace))
         return proposers
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from speculative.draft.context import Context, DraftFile, DraftOptions, DraftOutput, DraftSpan
     from speculative.draft.session import DraftSequence
-    from speculative.proposer import Proposal
+    from speculative.proposer import Proposal, Replace
 
 _FEW_ROWS: Final = 4
 _MAX_ROWS_BESIDE_DRAFTS: Final = 8
@@ -189,6 +189,8 @@ class DraftSession:
     """Returns the token for a position, given the logits and the tokens before it."""
     client: str | None = None
     """Its client, whose sessions reuse each other's rows; None where the API is open."""
+    replace: Replace | None = None
+    """What is proposed instead of what was drafted; None for the drafter's own tokens."""
     on_ready: Callable[[], None] | None = None
     """Called when a short proposal would now be longer."""
     slot: int | None = None
@@ -435,11 +437,18 @@ class LoadedDrafter:
         return self._thread.ms_per_token
 
     @property
+    def drafts_blocks(self) -> bool:
+        """Whether it is of a kind that drafts several tokens in one pass."""
+        return KINDS[self._kind].most_drafted > 1
+
+    @property
     def is_alive(self) -> bool:
         """Whether it can draft: neither the process that computes nor the thread has ended."""
         return self._context.is_alive and self._thread.failure is None
 
-    def open(self, choose: Choose, client: str | None = None) -> DraftProposer:
+    def open(
+        self, choose: Choose, client: str | None = None, replace: Replace | None = None
+    ) -> DraftProposer:
         """A proposer for one session; at most `options.num_sessions` may be open at once.
 
         Args:
@@ -448,9 +457,11 @@ class LoadedDrafter:
                 must not keep the array. With the target's own sampler and seed the two share their noise.
             client: Client of the session, which reuses rows of the same client's sessions only; None where
                 the API is open.
+            replace: For benchmarks: what is proposed instead of what was drafted, after as much computing.
+                Called on the draft's thread.
         """
         sequence = KINDS[self._kind].sequence(self._kind.proposer, self._options, self._context)
-        return DraftProposer(self._thread, DraftSession(sequence, choose, client))
+        return DraftProposer(self._thread, DraftSession(sequence, choose, client, replace))
 
     def close(self) -> None:
         """End the thread at once and free all memory; proposers then propose nothing."""
@@ -555,6 +566,9 @@ def _choose(part: _Part, output: DraftOutput, num_tokens: int) -> Sequence[Draft
                     raise ValueError(f"the drafter is sure of token {token} to {likelihood}")  # noqa: TRY301
             drafted.append(DraftedToken(token, likelihood))
             before.append(token)
+        if part.session.replace is not None:
+            instead = part.session.replace(before[: part.span.stop], len(drafted))
+            return [DraftedToken(token, likelihood) for token, likelihood in zip(*instead, strict=True)]
     except Exception as error:  # noqa: BLE001 - handed in from outside; it must not take the other sessions along
         part.session.error = error
         return ()

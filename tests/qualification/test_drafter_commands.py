@@ -26,6 +26,7 @@ from tests.qualification.drafter_costs.timing import BlockTimes, DrafterTimes, t
 from tests.qualification.drafter_losses import __main__ as drafter_losses
 from tests.qualification.drafter_losses.__main__ import loss_tokens, questions
 from tests.qualification.drafter_losses.results import Counts, Sample, WatchedAnswer, result_lines
+from tests.qualification.random_block_drafter import main as write_random
 from tests.support.block_drafters import BlockDrafter
 from tests.support.eagle3 import DRAFTER
 from tests.support.tiny_models import N_VOCAB, TinyModel
@@ -280,3 +281,16 @@ def test_options_of_a_run_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     [options] = found
     assert (options.num_faults, options.num_threads, options.kinds) == (3, 2, ("middle",))
     assert options.link.is_ideal
+
+
+@pytest.mark.parametrize("kind", [DrafterKind.DFLASH, DrafterKind.DSPARK, DrafterKind.DFLASH2])
+def test_a_random_drafter_of_blocks_fits_its_model(kind: DrafterKind, tmp_path: Path) -> None:
+    target = TinyModel("qwen3", n_layers=12).write(tmp_path / "qwen3.gguf")
+    path = tmp_path / "drafter.gguf"
+    CliRunner().invoke(write_random, [kind.value, str(path), "--for", str(target)], catch_exceptions=False)
+    drafter = read_drafter(path, read_model_facts(target))
+    assert drafter.kind is kind
+    assert drafter.num_drafting_layers == 5
+    # Outputs of the layers before those whose inputs it names.
+    assert drafter.layers == (1, 3, 5, 7, 9)
+    assert drafter.most_drafted == (16 if kind is DrafterKind.DSPARK else 15)

@@ -143,6 +143,22 @@ class TestDraftLimit:
         controller._timing.note_draft_cost(DraftCost(80.0))
         assert controller.draft_limit("eagle3") == limits[0]
 
+    @pytest.mark.parametrize(("elapsed_ms", "rests"), [(50.0, False), (65.0, True)])
+    def test_a_drafter_that_only_slows_plain_windows_rests(self, elapsed_ms: float, *, rests: bool) -> None:
+        controller, now_ms = warm(), 1000.0
+        for _ in range(12):
+            is_wanted = controller.wanted(moment(now_ms)) > 0
+            if is_wanted:
+                controller.draft_limit("dflash")
+            # Its block is never ready when a window leaves.
+            controller.decide(moment(now_ms), EMPTY)
+            outcome = plain(now_ms, elapsed_ms if is_wanted else 50.0)
+            controller.judged(outcome)
+            now_ms = outcome.arrived_ms
+        assert controller.is_resting == rests
+        # What it slowed is not taken for a plain window.
+        assert controller.summary()["plain_tokens_per_s"] == pytest.approx(20.0, rel=0.02)
+
     def test_a_fixed_width_is_drafted(self) -> None:
         assert warm(ControllerOptions(fixed_width=3)).draft_limit("eagle3") == 3
 

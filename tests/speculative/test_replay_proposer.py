@@ -2,7 +2,7 @@
 
 import pytest
 
-from speculative.lookup_proposers import ReplayProposer
+from speculative.lookup_proposers import RatedAnswer, ReplayProposer
 from speculative.proposer import EMPTY
 
 RECORD = tuple(range(100, 160))
@@ -97,3 +97,37 @@ def test_rates_end_the_chain_and_go_on_behind_wrong_tokens() -> None:
     alone = ReplayProposer([5], (0.0,))
     alone.extend([1])
     assert alone.propose(1).tokens == (6,)
+
+
+def test_a_draft_follows_the_text_as_long_as_it_is_the_recorded_one() -> None:
+    rated = RatedAnswer(RECORD, (1.0, 0.5, 0.0), num_before=3)
+    prompt = [1, 2, 3]
+    tokens, rates = rated.behind([*prompt, *RECORD[:7]], 9)
+    assert (tokens[0], rates) == (RECORD[7], (1.0, 0.5, 0.0))
+    assert len(tokens) == 3
+    assert tokens[2] != RECORD[9]
+    assert rated.behind(prompt, 1) == (RECORD[:1], (1.0,))
+    assert rated.behind([*prompt, *RECORD[:59]], 3) == (RECORD[59:], (1.0,))
+    assert rated.behind([*prompt, *RECORD[:6], 7], 3) == ((), ())
+    assert rated.behind(prompt[:2], 3) == ((), ())
+
+
+def test_no_two_answers_have_the_same_luck() -> None:
+    rates = (0.5,) * len(RECORD)
+    wrong = [
+        [
+            token != right
+            for token, right in zip(RatedAnswer(answer, rates).drafted(0, 0, 60)[0], answer, strict=True)
+        ]
+        for answer in (RECORD, RECORD[::-1])
+    ]
+    assert wrong[0] != wrong[1]
+    assert all(15 < sum(each) < 45 for each in wrong)
+
+
+def test_a_token_that_is_right_far_behind_a_text_is_right_close_to_it() -> None:
+    rated = RatedAnswer(RECORD, (0.9, 0.6, 0.3), num_before=0)
+    for start in range(len(RECORD) - 3):
+        (near, *_), _ = rated.behind(RECORD[: start + 2], 1)
+        (*_, far), _ = rated.behind(RECORD[:start], 3)
+        assert near == RECORD[start + 2] or far != RECORD[start + 2]

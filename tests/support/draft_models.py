@@ -31,9 +31,16 @@ _PATIENCE_S = 60.0
 
 
 @contextlib.contextmanager
-def running_draft(path: Path, options: DraftOptions, *, num_tokens: int = 1 << 30) -> Iterator[LoadedDrafter]:
-    """A draft model in this process."""
-    file = DraftFile(DrafterKind.MODEL, path, options, num_tokens)
+def running_draft(
+    path: Path,
+    options: DraftOptions,
+    *,
+    num_tokens: int = 1 << 30,
+    kind: DrafterKind = DrafterKind.MODEL,
+    feature_width: int = 0,
+) -> Iterator[LoadedDrafter]:
+    """A drafter in this process."""
+    file = DraftFile(kind, path, options, num_tokens, feature_width)
     model = LoadedDrafter(file, load_context(file, SETUP), clock_s=time.perf_counter)
     try:
         yield model

@@ -91,7 +91,7 @@ class DraftOracle:
             texts: Token ids, two or more; the first draft follows the last of them.
             num_drafted: Tokens of a draft.
             num_rounds: Rounds behind each text.
-            verdicts: `greedy`, or as `tests.support.scripted_rounds` has them: `scripted` or `all`.
+            verdicts: `greedy`, or `scripted` or `all`, as the program has them.
             p_min: A draft ends before a token whose probability is below this.
             kv_type: Format of the KV caches: `f16`, `q8_0` or `q4_0`.
 

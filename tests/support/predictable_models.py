@@ -1,4 +1,4 @@
-"""Random models whose heads for multi-token prediction are often right.
+"""Random models about which drafters are often right: heads for multi-token prediction, or random drafters.
 
 What a random model says next hardly depends on anything before its last token, if its layers add little to
 the embedding. A head that passes the embedding on then says nearly the same. Both still compute all that they
@@ -8,7 +8,7 @@ differences in the order of summation large enough to change a token now and the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import gguf
 import numpy as np
@@ -16,8 +16,11 @@ import numpy as np
 from stages.slicing.tensor_names import EMBEDDING, OUTPUT, layer_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from gguf.constants import GGMLQuantizationType
+    from gguf.gguf_reader import ReaderTensor
     from numpy.typing import NDArray
 
 # What a layer adds to the hidden states comes out of these.
@@ -30,6 +33,9 @@ _OUTPUTS: Final = (
 )
 # It reads an embedding, then a head state, each normalised.
 _JOIN: Final = "nextn.eh_proj.weight"
+# Factors of a head's weights. What other tokens get is no tie: a choice among equals would be anyone's.
+_LIKELY: Final = 3.0
+_UNLIKELY: Final = 0.1
 # The token that ends an answer in `add_vocabulary`'s vocabularies. It is never the likeliest one.
 _END: Final = 2
 
@@ -42,6 +48,37 @@ def make_predictable(path: Path, *, share: float) -> Path:
         share: What is left of what each layer adds, and of the head state that the head reads; embeddings
             have 1 as the mean of their squares.
     """
+
+    def change(tensor: ReaderTensor) -> tuple[NDArray[np.float32], None]:
+        name = tensor.name.removeprefix(f"blk.{layer_of(tensor.name)}.")
+        weights = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        return _changed(name, weights, share), None
+
+    return _written_again(path, change)
+
+
+def make_terse(path: Path, tokens: Sequence[int]) -> Path:
+    """Make few tokens likely and all others unlikely: random drafters with the same head are right at times.
+
+    Args:
+        path: A model with a head of its own; its file is written anew.
+        tokens: Ids of the likely ones.
+    """
+
+    def change(tensor: ReaderTensor) -> tuple[NDArray[Any], GGMLQuantizationType]:
+        if tensor.name != OUTPUT:
+            return tensor.data, tensor.tensor_type
+        weights = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        factors = np.full((len(weights), 1), _UNLIKELY, np.float32)
+        factors[list(tokens)] = _LIKELY
+        return gguf.quants.quantize(weights * factors, tensor.tensor_type), tensor.tensor_type
+
+    return _written_again(path, change)
+
+
+def _written_again(
+    path: Path, change: Callable[[ReaderTensor], tuple[NDArray[Any], GGMLQuantizationType | None]]
+) -> Path:
     reader = gguf.GGUFReader(path)
     scratch = path.with_suffix(".scratch")
     writer = gguf.GGUFWriter(scratch, reader.fields["general.architecture"].contents())
@@ -50,9 +87,8 @@ def make_predictable(path: Path, *, share: float) -> Path:
             inner = found.types[-1] if found.types[0] == gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(key, found.contents(), found.types[0], inner)
     for tensor in reader.tensors:
-        name = tensor.name.removeprefix(f"blk.{layer_of(tensor.name)}.")
-        weights = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        writer.add_tensor(tensor.name, _changed(name, weights, share))
+        data, dtype = change(tensor)
+        writer.add_tensor(tensor.name, data, raw_dtype=dtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

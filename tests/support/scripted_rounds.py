@@ -49,6 +49,7 @@ class CutModel:
         layers: Layers whose outputs are features.
         num_slots: Sessions.
         ctx_size: Positions of each.
+        kv_type: Format of their KV cache.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class CutModel:
         *,
         num_slots: int,
         ctx_size: int,
+        kv_type: str = "f16",
     ) -> None:
         source = read_source(path)
         edges = [0, *cuts, len(source.layers)]
@@ -69,7 +71,10 @@ class CutModel:
             file = folder / f"{path.stem}-{start}-{stop}.gguf"
             write_stage(source, LayerRange(start, stop), file, lambda _count: None)
             runtime = StageRuntime(
-                file, RuntimeOptions(num_slots=num_slots, ctx_size=ctx_size, num_threads=1, exact=True)
+                file,
+                RuntimeOptions(
+                    num_slots=num_slots, ctx_size=ctx_size, num_threads=1, exact=True, kv_type=kv_type
+                ),
             )
             self._stages.append((runtime, runtime.tap_features(layers)))
 
@@ -148,6 +153,7 @@ def scripted_rounds(
     *,
     n_vocab: int,
     ctx_size: int,
+    kv_type: str = "f16",
 ) -> list[list[Round]]:
     """Rounds of sessions that draft together.
 
@@ -159,9 +165,14 @@ def scripted_rounds(
         script: Drafts and verdicts.
         n_vocab: Token ids of the model.
         ctx_size: Positions of a session.
+        kv_type: Format of the drafter's KV cache.
     """
     options = DraftOptions(
-        draft_max=script.num_drafted, p_min=script.p_min, ctx_size=ctx_size, num_sessions=len(texts)
+        draft_max=script.num_drafted,
+        p_min=script.p_min,
+        ctx_size=ctx_size,
+        num_sessions=len(texts),
+        kv_type=kv_type,
     )
     with contextlib.closing(
         load_context(DraftFile(drafter.kind, path, options, n_vocab, drafter.feature_width), SETUP)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -99,16 +100,16 @@ def _smallthinker(noise: Noise, _layer: int) -> Tensors:
     return attention(noise) | {"ffn_norm.weight": noise.vector(N_EMBD)} | experts(noise)
 
 
-def _gpt_oss(noise: Noise, _layer: int) -> Tensors:
+def _gpt_oss(noise: Noise, _layer: int, head: int = HEAD) -> Tensors:
     return (
-        attention(noise)
+        attention(noise, head)
         | experts(noise)
         | {
             "post_attention_norm.weight": noise.vector(N_EMBD),
             "attn_sinks.weight": noise.vector(HEADS, 0.0),
-            "attn_q.bias": noise.vector(HEADS * HEAD, 0.0),
-            "attn_k.bias": noise.vector(HEADS_KV * HEAD, 0.0),
-            "attn_v.bias": noise.vector(HEADS_KV * HEAD, 0.0),
+            "attn_q.bias": noise.vector(HEADS * head, 0.0),
+            "attn_k.bias": noise.vector(HEADS_KV * head, 0.0),
+            "attn_v.bias": noise.vector(HEADS_KV * head, 0.0),
             "attn_output.bias": noise.vector(N_EMBD, 0.0),
             "ffn_gate_inp.bias": noise.vector(N_EXPERT, 0.0),
             "ffn_gate_exps.bias": noise.matrix(N_EXPERT, N_FF_EXP),
@@ -207,7 +208,7 @@ def _falcon_h1(noise: Noise, _layer: int) -> Tensors:
 _QWEN3NEXT_INTERVAL = 3
 
 
-def _qwen3next(noise: Noise, layer: int) -> Tensors:
+def _qwen3next(noise: Noise, layer: int, head: int = HEAD) -> Tensors:
     tensors = experts(noise) | dense(noise, "_shexp", N_FF_EXP)
     tensors |= {
         "ffn_gate_inp_shexp.weight": noise.vector(N_EMBD, 0.0),
@@ -215,8 +216,8 @@ def _qwen3next(noise: Noise, layer: int) -> Tensors:
     }
     if (layer + 1) % _QWEN3NEXT_INTERVAL == 0:
         # Half of the queries is a gate.
-        gated = {"attn_q.weight": noise.matrix(2 * HEADS * HEAD, N_EMBD)}
-        return tensors | attention(noise) | head_norms(noise) | gated
+        gated = {"attn_q.weight": noise.matrix(2 * HEADS * head, N_EMBD)}
+        return tensors | attention(noise, head) | head_norms(noise, head) | gated
     keys, values = N_STATE, HEADS * N_STATE
     return tensors | {
         "attn_norm.weight": noise.vector(N_EMBD),
@@ -518,4 +519,21 @@ TINY_FAMILIES = {
         _ATTENTION | _EXPERTS | {"attention.sliding_window": WINDOW, "expert_gating_func": 2},
         (4, 8),
     ),
+}
+
+# Formats of KV caches of few bits pack 32 values of a head.
+_WIDE: Metadata = {
+    "attention.key_length": 2 * HEAD,
+    "attention.value_length": 2 * HEAD,
+    "rope.dimension_count": 2 * HEAD,
+}
+
+# Some of them, with heads that such formats fit.
+WIDE_FAMILIES = {
+    name: replace(
+        TINY_FAMILIES[name],
+        layer=partial(layer, head=2 * HEAD),
+        metadata=TINY_FAMILIES[name].metadata | _WIDE,
+    )
+    for name, layer in {"gpt-oss": _gpt_oss, "qwen3next": _qwen3next}.items()
 }

@@ -1,4 +1,4 @@
-"""`mesh bench spec --quick`, from the lab to the report."""
+"""`mesh bench spec`, a quick look and a drafter of blocks, from the lab to the report."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 from mesh.cli.main import run
+from meshbench.speculation_blocks import PAIRED
+from speculative.proposer import DrafterKind
+from tests.support.block_drafters import BlockDrafter
 from tests.support.lab_fixtures import require_lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(1200)]
@@ -50,3 +53,41 @@ def test_a_quick_look_ends_in_a_report(smollm2_path: Path, tmp_path: Path) -> No
     page = (folder / "report.md").read_text()
     assert "## Recommended for production" in page
     assert "## Raw completions" in page
+
+
+def test_a_drafter_of_blocks_is_measured_as_it_is_and_as_a_good_one(
+    smollm2_path: Path, tmp_path: Path
+) -> None:
+    drafter = BlockDrafter(DrafterKind.DSPARK, is_complete=False).write(smollm2_path, tmp_path / "d.gguf")
+    questions = tmp_path / "question.jsonl"
+    questions.write_text(
+        "\n".join(
+            json.dumps({"question_id": number, "category": "writing", "turns": [turn]})
+            for number, turn in enumerate(("Describe a river.", "Describe a street at night."))
+        )
+    )
+    folder = tmp_path / "report"
+    arguments = ["--preset", "features", "--draft", str(drafter), "--spec-bench", str(questions)]
+    arguments += ["--delay-ms", "5", "--tokens", "24", "--replay-rates", "1,1,1,1", "--exact", "--no-rpc"]
+    assert run(["bench", "spec", str(smollm2_path), *arguments, "--output", str(folder)]) == 0
+    figures = json.loads((folder / "report.json").read_text())
+    assert figures["failures"] == []
+    samples = figures["samples"]
+    assert {sample["workload"] for sample in samples} == {PAIRED}
+    by_setting = {sample["setting"]: sample for sample in samples}
+    assert set(by_setting) == {"off", "off again", "auto", "draft", "replay"}
+    assert len({(sample["question"], sample["text"]) for sample in samples}) == 2
+    replayed, real = by_setting["replay"]["counts"], by_setting["draft"]["counts"]
+    # In the exact mode the answer is the recorded one.
+    assert replayed["num_drafted"] == replayed["num_accepted"] > 4
+    # Random weights are hardly ever right, so the controller lets them rest.
+    assert real["num_drafted"] < replayed["num_drafted"]
+    for counts in (replayed, real):
+        assert 1 < counts["draft_tokens_per_pass"] <= 8
+        assert counts["draft_ms_per_token"] > 0
+        assert counts["features"]["num_received"] > 0
+    assert 1 < len(replayed["by_depth"]["proposed"]) <= 4
+    lines = {line["title"]: line for line in figures["acceptance"]}
+    assert lines["drafts of given acceptance over off, 5 ms"]["verdict"] == "reached"
+    assert lines["drafter alone over off, 5 ms"]["target"] <= 1.0
+    assert "## Drafting: what it costs and brings" in (folder / "report.md").read_text()

@@ -18,22 +18,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mesh.coordinator.feature_plug import FeaturePlug
-from mesh.coordinator.options import CoordinatorOptions
 from mesh.coordinator.ring import Ring
 from mesh.coordinator.session import Session
 from mesh.draft.drafter import loadable_file
-from speculative.controller import ControllerOptions
 from speculative.proposer import DrafterKind
 from stages.layers import ranges_from_cuts
-from stages.runtime.numerics import EXACT_MAX_ROWS
-from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
+from stages.runtime.stage_runtime import RuntimeOptions
 from stages.sampling.sampler import SamplingParams
 from stages.transport.hidden_codec import HiddenType
-from stages.weights.virtual_stages import StageCache
 from tests.end_to_end.ring.test_feature_drafters import CHAT, CTX_SIZE, Setting, target_and_drafter
 from tests.support.draft_oracle import DraftOracle, OracleMissing, Round, build_draft_oracle
-from tests.support.repairable_ring import RepairableRing, serving
-from tests.support.ring_harness import collect, feature_streams, plugs_for, running_stages
+from tests.support.ring_harness import collect, feature_streams, running_stages
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -184,10 +179,20 @@ class SteppedSetting(Setting):
     """A target with drafter, in step, and llama.cpp's own drafts of the two."""
 
     def __init__(
-        self, target: Path, drafter: Drafter, cache: Path, program: Path, cuts: tuple[int, ...] = CUTS
+        self,
+        target: Path,
+        drafter: Drafter,
+        cache: Path,
+        program: Path,
+        cuts: tuple[int, ...] = CUTS,
+        *,
+        width: int = WIDTH,
+        kv_type: str = "f16",
     ) -> None:
-        super().__init__(target, drafter, cache)
+        super().__init__(target, drafter, cache, kv_type=kv_type)
         self._cuts = cuts
+        self._kv_type = kv_type
+        self.width = width
         # The reference reads features as they are.
         self.needs = replace(self.needs, hidden_type=HiddenType.F32)
         has_own_file = drafter.path != target
@@ -235,7 +240,7 @@ class SteppedSetting(Setting):
         """Rounds of a request so far in each ring, once: those with room for all that is drafted."""
         stop = len(request.prompt) + request.max_tokens
         return [
-            [each for each in rounds if each.position + 1 + WIDTH < stop]
+            [each for each in rounds if each.position + 1 + self.width < stop]
             for rounds in self.in_step.take_rounds(request)
         ]
 
@@ -251,7 +256,7 @@ class SteppedSetting(Setting):
         """llama.cpp's rounds behind each text. Our drafts end before an end token."""
         return [
             [self._until_end(each) for each in rounds]
-            for rounds in self.oracle.rounds(texts, WIDTH, num_rounds)
+            for rounds in self.oracle.rounds(texts, self.width, num_rounds, kv_type=self._kv_type)
         ]
 
     def _until_end(self, round: Round) -> Round:
@@ -349,25 +354,18 @@ async def test_drafts_behind_a_repair_are_those_of_llama_cpp(
     token is the one that was drafted in the lost window, that draft goes on; llama.cpp would draft anew. So
     the second round behind a repair is the first one that must be equal.
     """
-    cache = StageCache(stage_cache_dir)
-    files = [cache.cut(line.target, layers).path for layers in ranges_from_cuts(CUTS, line.needs.n_layers)]
-    runtime_options = RuntimeOptions(num_slots=4, ctx_size=CTX_SIZE, exact=True)
-    ring = RepairableRing(make_runtime=lambda index: StageRuntime(files[index], runtime_options))
-    options = CoordinatorOptions(
-        CTX_SIZE,
-        4,
-        EXACT_MAX_ROWS,
-        line.tokenizer.n_vocab,
-        controller=ControllerOptions(fixed_width=WIDTH, fixed_depth=1),
-        ping_timeout_s=30.0,
-    )
-    plugs = plugs_for(feature_needs=line.needs)
+    stage_options = RuntimeOptions(num_slots=4, ctx_size=CTX_SIZE, exact=True)
     texts, ours = [], []
     async with (
         asyncio.timeout(200),
-        serving(
-            ring, options, plugs=plugs, make_proposers=lambda request: [line.open(request)]
-        ) as coordinator,
+        line.repairable(
+            CUTS,
+            stage_options,
+            stage_cache_dir,
+            lambda request: [line.open(request)],
+            width=line.width,
+            depth=1,
+        ) as (ring, coordinator),
     ):
         for index, question in enumerate(QUESTIONS[: len(CUTS) + 1]):
             await connected(coordinator)

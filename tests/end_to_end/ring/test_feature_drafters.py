@@ -76,12 +76,12 @@ SAMPLINGS = {"greedy": SamplingParams(), "drawn": SamplingParams(0.8, seed=5)}
 class Setting:
     """A target, its drafter, and the drafter's proposers."""
 
-    def __init__(self, target: Path, drafter: Drafter, cache: Path) -> None:
+    def __init__(self, target: Path, drafter: Drafter, cache: Path, *, kv_type: str = "f16") -> None:
         self.target = target
         self.tokenizer = Tokenizer(target)
         n_layers = read_model_facts(target).n_layers
         self.needs = FeatureNeeds(drafter.layers, n_layers, drafter.n_embd)
-        options = DraftOptions(ctx_size=CTX_SIZE, num_sessions=4)
+        options = DraftOptions(ctx_size=CTX_SIZE, num_sessions=4, kv_type=kv_type)
         self.model = load_drafter(drafter, self.tokenizer, options, root=cache)
         self.change: Callable[[NDArray[np.float32]], NDArray[np.float32]] = lambda rows: rows
 
@@ -113,6 +113,40 @@ class Setting:
             while streams is not None and streams.why_off is not None:  # noqa: ASYNC110 - connecting
                 await asyncio.sleep(0.005)
             yield coordinator
+
+    @contextlib.asynccontextmanager
+    async def repairable(
+        self,
+        cuts: tuple[int, ...],
+        stage_options: RuntimeOptions,
+        folder: Path,
+        make_proposers: Callable[[GenerationRequest], list[DraftProposer]],
+        *,
+        has_windows: bool = False,
+        width: int = 3,
+        depth: int = 3,
+    ) -> AsyncIterator[tuple[RepairableRing, Coordinator]]:
+        """A ring that is repaired when a stage is lost, and a coordinator with plugs as they are needed."""
+        cache = StageCache(folder)
+        layers = ranges_from_cuts(cuts, self.needs.n_layers)
+        files = [cache.cut(self.target, each).path for each in layers]
+        ring = RepairableRing(make_runtime=lambda index: StageRuntime(files[index], stage_options))
+        options = CoordinatorOptions(
+            stage_options.ctx_size,
+            stage_options.num_slots,
+            EXACT_MAX_ROWS,
+            self.tokenizer.n_vocab,
+            can_trim=not stage_options.num_checkpoints,
+            controller=ControllerOptions(fixed_width=width, fixed_depth=depth),
+            ping_timeout_s=30.0,
+        )
+        plugs = plugs_for(
+            has_windows=has_windows,
+            num_checkpoints=stage_options.num_checkpoints,
+            feature_needs=self.needs,
+        )
+        async with serving(ring, options, plugs=plugs, make_proposers=make_proposers) as coordinator:
+            yield ring, coordinator
 
 
 def target_and_drafter(kind: str, smollm2_path: Path, folder: Path) -> tuple[Path, Drafter]:
@@ -227,18 +261,20 @@ async def test_a_stream_of_features_that_is_cut_mid_answer_costs_acceptance_only
     assert tokens == plain
 
 
-async def check_crash(setting: Setting, coordinator: Coordinator, plain: list[int]) -> None:
+async def check_crash(
+    setting: Setting, coordinator: Coordinator, request: GenerationRequest, plain: list[int]
+) -> None:
     """Kill the drafter's process in mid-answer: the text is the plain one, and later drafts are none."""
     tokens: list[int] = []
     num_accepted = []
-    async for part in coordinator.generate(setting.request(QUESTIONS[0], SamplingParams())):
+    async for part in coordinator.generate(request):
         if len(tokens) < NUM_TOKENS // 2 <= len(tokens) + len(part.tokens):
             pid = setting.model._context.thread_id
             assert pid is not None
             os.kill(pid, signal.SIGABRT)
         tokens += part.tokens
         num_accepted.append(part.stats.num_accepted)
-    again, last = await collect(coordinator, setting.request(QUESTIONS[0], SamplingParams()))
+    again, last = await collect(coordinator, request)
     assert tokens == again == plain
     assert num_accepted[-1] > 0
     assert last.stats.num_accepted == 0
@@ -255,7 +291,8 @@ async def test_a_crash_of_the_drafter_ends_drafting_and_nothing_else(
             async with setting.coordinator(stages, is_on=False) as coordinator:
                 (plain, *_), _ = await texts(setting, coordinator, SamplingParams())
             async with setting.coordinator(stages) as coordinator:
-                await check_crash(setting, coordinator, plain)
+                request = setting.request(QUESTIONS[0], SamplingParams())
+                await check_crash(setting, coordinator, request, plain)
     finally:
         setting.model.close()
 
@@ -279,18 +316,6 @@ async def test_a_repair_leaves_no_gap_in_the_features(
     setting: Setting, stage_cache_dir: Path, lost: int
 ) -> None:
     """Stages compute again what the drafter lacks, and the drafter keeps what it has read before."""
-    cache = StageCache(stage_cache_dir)
-    files = [cache.cut(setting.target, layers).path for layers in ranges_from_cuts((10, 20), 30)]
-    runtime_options = RuntimeOptions(num_slots=4, ctx_size=CTX_SIZE, exact=True)
-    ring = RepairableRing(make_runtime=lambda index: StageRuntime(files[index], runtime_options))
-    options = CoordinatorOptions(
-        CTX_SIZE,
-        4,
-        EXACT_MAX_ROWS,
-        setting.tokenizer.n_vocab,
-        controller=ControllerOptions(fixed_width=3, fixed_depth=3),
-        ping_timeout_s=30.0,
-    )
     request = setting.request(QUESTIONS[0], SamplingParams())
     proposers: list[DraftProposer] = []
 
@@ -298,8 +323,8 @@ async def test_a_repair_leaves_no_gap_in_the_features(
         proposers.append(setting.open(request))
         return [proposers[-1]]
 
-    plugs = plugs_for(feature_needs=setting.needs)
-    async with serving(ring, options, plugs=plugs, make_proposers=make_proposers) as coordinator:
+    options = RuntimeOptions(num_slots=4, ctx_size=CTX_SIZE, exact=True)
+    async with setting.repairable((10, 20), options, stage_cache_dir, make_proposers) as (ring, coordinator):
         whole, _ = await collect(coordinator, request)
         tokens: list[int] = []
         dying = None

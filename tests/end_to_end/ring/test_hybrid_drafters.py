@@ -13,18 +13,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.coordinator.options import CoordinatorOptions
 from mesh.draft.drafter import own_head, read_drafter
 from mesh.engine import GenerationRequest
 from speculative.controller import ControllerOptions
 from speculative.draft.session import FeatureSequence
 from speculative.proposer import DrafterKind
-from stages.layers import ranges_from_cuts
-from stages.runtime.numerics import EXACT_MAX_ROWS
-from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
+from stages.runtime.stage_runtime import RuntimeOptions
 from stages.sampling.sampler import SamplingParams
 from stages.slicing.model_facts import read_model_facts
-from stages.weights.virtual_stages import StageCache
 from tests.end_to_end.ring.test_draft_oracle import WIDTH, SteppedSetting
 from tests.end_to_end.ring.test_feature_drafters import CTX_SIZE, Setting
 from tests.end_to_end.ring.test_recurrent_speculation import QWEN35
@@ -34,11 +30,9 @@ from tests.support.block_drafters import BlockDrafter
 from tests.support.draft_oracle import OracleMissing, build_draft_oracle
 from tests.support.nemotron_h_moe import write_nemotron_h_moe
 from tests.support.predictable_models import make_predictable
-from tests.support.repairable_ring import RepairableRing, serving
 from tests.support.ring_harness import (
     collect,
     feature_streams,
-    plugs_for,
     running_coordinator,
     running_stages,
 )
@@ -192,7 +186,7 @@ def check(line: SteppedSetting, answers: Iterable[tuple[Sequence[int], Sequence[
     parts = [(text, part) for text, rounds in answers for part in parts_with_drafts(rounds)]
     num_accepted = [each.num_accepted for _, rounds in parts for each in rounds]
     assert len(num_accepted) >= LEAST_ROUNDS
-    assert sum(num_accepted) < WIDTH * len(num_accepted)
+    assert sum(num_accepted) < line.width * len(num_accepted)
     assert sum(num_accepted) > LEAST_ROUNDS // 4 or line.oracle.drafter is not None
     line.check([text for text, _ in parts], [rounds for _, rounds in parts])
 
@@ -246,19 +240,6 @@ async def test_drafts_of_several_sessions_at_once_are_those_of_each_alone(
 async def test_a_repair_leaves_no_gap_in_the_features(lost: int, tmp_path: Path) -> None:
     model = write_model("qwen35", tmp_path / "model.gguf")
     setting = Setting(model, own_head_of(model), tmp_path)
-    cache = StageCache(tmp_path)
-    files = [cache.cut(model, layers).path for layers in ranges_from_cuts(CUTS, setting.needs.n_layers)]
-    ring = RepairableRing(make_runtime=lambda index: StageRuntime(files[index], OPTIONS))
-    options = CoordinatorOptions(
-        CTX_SIZE,
-        OPTIONS.num_slots,
-        EXACT_MAX_ROWS,
-        setting.tokenizer.n_vocab,
-        can_trim=False,
-        controller=ControllerOptions(fixed_width=WIDTH, fixed_depth=3),
-        ping_timeout_s=30.0,
-    )
-    plugs = plugs_for(num_checkpoints=NUM_CHECKPOINTS, feature_needs=setting.needs)
     proposers: list[DraftProposer] = []
 
     def make_proposers(request: GenerationRequest) -> list[DraftProposer]:
@@ -269,7 +250,7 @@ async def test_a_repair_leaves_no_gap_in_the_features(lost: int, tmp_path: Path)
     try:
         async with (
             asyncio.timeout(60),
-            serving(ring, options, plugs=plugs, make_proposers=make_proposers) as coordinator,
+            setting.repairable(CUTS, OPTIONS, tmp_path, make_proposers) as (ring, coordinator),
         ):
             whole, _ = await collect(coordinator, request)
             tokens: list[int] = []

@@ -16,6 +16,9 @@ import pytest
 from mesh.cli.main import run
 from mesh.cli.serve import serve
 from mesh.cli.shared_options import DiskSize
+from tests.qualification.own_models import OWN_MODELS
+from tests.support.assistant_files import write_assistant
+from tests.support.eagle3 import DRAFTER
 
 MESH = str(Path(sys.executable).with_name("mesh"))
 
@@ -111,6 +114,35 @@ class TestPlans:
         assert "at most half of what the weights leave on " in printed
         assert "; --ctx-size 8192 would take " in printed
         assert planned(capsys, *asked, "--memory", "8G", "--ctx-size", "4096")["context"] is None
+
+    def test_a_drafter_counts_on_the_head_and_an_assistant_at_the_last_stage(
+        self, smollm2_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        common = ["--no-timing", "--ctx-size", "256", "--parallel", "2"]
+        asked = [str(smollm2_path), *common, "--memory", "8G", "--threads", "1"]
+        plain = planned(capsys, *asked)
+        found = planned(capsys, *asked, "--draft", str(DRAFTER))
+        taken = found["head"]["draft_bytes"]
+        assert taken > DRAFTER.stat().st_size
+        assert plain["head"]["draft_bytes"] == 0
+        (before,), (stage,) = plain["stages"], found["stages"]
+        assert stage["free_after_bytes"] == before["free_after_bytes"] - taken
+        assert run(["plan", *asked, "--draft", str(DRAFTER)]) == 0
+        assert " for the drafter\n" in capsys.readouterr().out
+
+        model = str(OWN_MODELS["gemma4-dense"](2).write(tmp_path / "model.gguf"))
+        assistant = write_assistant(tmp_path / "assistant.gguf")
+        specs = ["--host-spec", "a:900M:20:1", "--host-spec", "b:900M:20:1", "--split", "4,2"]
+        plain = planned(capsys, model, *common, *specs)
+        found = planned(capsys, model, *common, *specs, "--draft", str(assistant))
+        grown = [
+            stage["total_bytes"] - before["total_bytes"]
+            for before, stage in zip(plain["stages"], found["stages"], strict=True)
+        ]
+        assert grown[0] == found["head"]["draft_bytes"] == 0
+        assert grown[1] > assistant.stat().st_size
+        assert run(["plan", model, *common, "--draft", str(assistant), "--split", "5,1"]) == 1
+        assert "assistant.gguf reads the last two layers" in capsys.readouterr().err
 
     def test_hosts_on_paper_get_shares_and_reasons(
         self, smollm2_path: Path, capsys: pytest.CaptureFixture[str]

@@ -16,9 +16,11 @@ from speculative.draft.worker import LoadedDrafter
 from speculative.proposer import DrafterKind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from speculative.draft.block_sequence import BlockSpan
+    from speculative.draft.worker import DraftProposer
+    from speculative.proposer import Proposal, Replace
 
 PASS_MS, ROW_MS = 10.0, 2.0
 NUM_TOKENS = 8
@@ -63,12 +65,17 @@ class TimedContext:
     def close(self) -> None: ...
 
 
+@contextlib.contextmanager
+def proposing(context: TimedContext, replace: Replace | None = None) -> Iterator[DraftProposer]:
+    """A proposer of blocks of zeros, or of others that stand for them."""
+    file = DraftFile(DrafterKind.DFLASH, Path("drafter.gguf"), DraftOptions(), NUM_TOKENS)
+    with contextlib.closing(LoadedDrafter(file, context, clock_s=lambda: context.now_s)) as loaded:
+        yield loaded.open(lambda _logits, _position, _before: 0, replace=replace)
+
+
 def test_lengths_and_times_of_blocks_are_measured() -> None:
     context = TimedContext()
-    file = DraftFile(DrafterKind.DFLASH, Path("drafter.gguf"), DraftOptions(), NUM_TOKENS)
-    loaded = LoadedDrafter(file, context, clock_s=lambda: context.now_s)
-    with contextlib.closing(loaded):
-        proposer = loaded.open(lambda _logits, _position, _before: 0)
+    with proposing(context) as proposer:
         is_ready = threading.Event()
         proposer.listen(is_ready.set)
         assert proposer.draft_cost.tokens_per_pass == 8.0
@@ -95,11 +102,7 @@ def test_lengths_and_times_of_blocks_are_measured() -> None:
 def test_confidences_take_the_place_of_probabilities(
     confidence: float | None, likelihood: float | None
 ) -> None:
-    context = TimedContext(confidence)
-    file = DraftFile(DrafterKind.DSPARK, Path("drafter.gguf"), DraftOptions(), NUM_TOKENS)
-    loaded = LoadedDrafter(file, context, clock_s=lambda: context.now_s)
-    with contextlib.closing(loaded):
-        proposer = loaded.open(lambda _logits, _position, _before: 0)
+    with proposing(TimedContext(confidence)) as proposer:
         session = proposer._session
         is_ready = threading.Event()
         proposer.listen(is_ready.set)
@@ -114,3 +117,45 @@ def test_confidences_take_the_place_of_probabilities(
                 proposer.propose(2)
         else:
             assert proposer.propose(2).confidences == pytest.approx((likelihood, likelihood))
+
+
+def proposed(proposer: DraftProposer, count: int) -> Proposal:
+    """What it proposes once it has drafted."""
+    is_ready = threading.Event()
+    proposer.listen(is_ready.set)
+    proposer.extend([1, 2, 3])
+    proposer.take_features(0, np.zeros((2, 1), np.float32))
+    proposer.propose(count)
+    assert is_ready.wait(10.0)
+    return proposer.propose(count)
+
+
+def test_others_stand_for_a_block_that_was_computed_all_the_same() -> None:
+    context = TimedContext(0.25)
+    asked = []
+
+    def instead(text: Sequence[int], count: int) -> tuple[Sequence[int], Sequence[float]]:
+        asked.append((tuple(text), count))
+        return (4, 5, 6), (0.9, 0.8, 0.7)
+
+    with proposing(context, instead) as proposer:
+        found = proposed(proposer, 4)
+        assert (found.tokens, found.confidences, found.depths) == ((4, 5, 6), (0.9, 0.8, 0.7), (1, 2, 3))
+        assert found.proposer == "dflash"
+        assert asked == [((1, 2, 3), 4)]
+        assert context.now_s == pytest.approx((PASS_MS + 4 * ROW_MS) / 1000)
+
+
+def test_what_stands_for_drafts_and_fails_ends_the_drafting_of_its_session_alone() -> None:
+    def fails(_text: Sequence[int], _count: int) -> tuple[Sequence[int], Sequence[float]]:
+        raise ValueError("no answer")
+
+    with proposing(TimedContext(), fails) as proposer:
+        proposer.extend([1, 2, 3])
+        proposer.take_features(0, np.zeros((2, 1), np.float32))
+        proposer.propose(2)
+        deadline_s = time.monotonic() + 10.0
+        while proposer._session.error is None and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        with pytest.raises(ValueError, match="no answer"):
+            proposer.propose(2)
