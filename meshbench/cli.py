@@ -190,8 +190,8 @@ bench.add_command(net)
     default=(),
     metavar="A,B,…",
     help="Acceptance by distance of the better drafter that --preset features measures as well, for which "
-    "recorded answers with wrong tokens among them stand; unless given, what is published of drafters of "
-    "blocks of the same kind, and 0.75,0.72,0.7,… down to 0.6 for others.",
+    "recorded answers with wrong tokens among them stand; unless given, what is published of a drafter "
+    "of blocks or an assistant, and 0.75,0.72,0.7,… down to 0.6 for others.",
 )
 @int_option(
     "--questions",

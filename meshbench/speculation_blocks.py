@@ -1,4 +1,4 @@
-"""Drafters of blocks, in `mesh bench spec`: published acceptance, bounds by paired rounds, cost of blocks.
+"""Drafters of several tokens, in `mesh bench spec`: published acceptance, paired rounds, cost of blocks.
 
 Few have weights for the served model, and random ones are hardly ever right. So their cost and what they do
 without being right are measured with such a file, and what acceptance is worth with the same file, whose
@@ -39,6 +39,8 @@ _PUBLISHED: Final = {
     # Qwen3.8-27B in llama.cpp: 2.2 to 3.3 tokens a verdict (z-lab/dflash, issue 170), best with 4
     # tokens a block; nothing is published by position. Even rates that bring the middle, 2.75.
     "dflash2": (0.70, 0.49, 0.34, 0.24),
+    # Gemma 4 26B-A4B: spark-vllm-docker, issue 343.
+    "assistant": (0.84, 0.60, 0.39, 0.27),
 }
 # Settings of paired rounds, by server, with their titles.
 _SETTINGS: Final = {
@@ -91,31 +93,31 @@ def paired_lines(samples: Iterable[Sample]) -> tuple[Line, ...]:
     return tuple(lines)
 
 
-def blocks_table(rows: Iterable[Row]) -> str:
-    """What blocks cost and bring, by setting.
+def drafting_table(rows: Iterable[Row]) -> str:
+    """What drafting costs and brings, by setting.
 
-    A block brings one token, and as many as are accepted of it: the sum of acceptance by distance, over
-    windows in flight.
+    A draft brings one token, and as many as are accepted of it: of drafters that read features the sum of
+    acceptance by distance, over windows in flight.
     """
     return markdown_table(
         (
-            *("delay, ms", "workload", "setting", "tokens a block", "ms a block", "ms a drafted token"),
-            *("tokens a block brings", "tokens per window", "over off"),
+            *("delay, ms", "workload", "setting", "tokens a pass", "ms a pass", "ms a drafted token"),
+            *("tokens a draft brings", "tokens per window", "over off"),
         ),
         (
             (
                 f"{row.place.delay_ms:g}",
                 row.place.workload,
                 row.place.label,
-                number(row.block_tokens),
-                number(row.block_ms),
-                number(row.block_ms / row.block_tokens),
-                number(1 + sum(row.by_depth.acceptance())),
+                number(row.tokens_per_pass),
+                number(row.pass_ms),
+                number(row.pass_ms / row.tokens_per_pass),
+                number(1 + sum(row.by_depth.acceptance()) if row.by_depth.proposed else None),
                 number(row.tokens_per_window),
                 number(row.speed_up),
             )
             for row in rows
-            if row.block_tokens is not None and row.block_ms is not None
+            if row.tokens_per_pass is not None and row.pass_ms is not None
         ),
     )
 

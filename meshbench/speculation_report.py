@@ -20,7 +20,7 @@ from meshbench.report_tools import (
     save_figure,
 )
 from meshbench.speculation_acceptance import acceptance_lines, closeness, recommend
-from meshbench.speculation_blocks import blocks_table, paired_lines
+from meshbench.speculation_blocks import drafting_table, paired_lines
 from meshbench.speculation_features import chat_beside_raw, depths_table, features_lines
 from meshbench.speculation_results import (
     LLAMA_RPC,
@@ -85,7 +85,7 @@ def _sections(results: Results, rows: Sequence[Row], lines: Sequence[Line]) -> l
         Section("## Warm: asked before, all figures", _figures(warm)),
         Section("## Raw completions, without a chat template: not comparable with chat", _figures(raw)),
         Section("## Acceptance by position, unconditional, and of how many windows", _positions(rows)),
-        Section("## Blocks: what they cost and bring", blocks_table(rows)),
+        Section("## Drafting: what it costs and brings", drafting_table(rows)),
         Section("## Acceptance by distance from the drafter's last feature", depths_table(rows)),
         Section("## Chat beside raw completions, each over its own off", chat_beside_raw(rows)),
         Section("## Requests at once", _concurrent(results.groups)),

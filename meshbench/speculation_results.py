@@ -59,13 +59,6 @@ class DraftCounts:
     draft_ms_per_token: float | None = None
     """Time of a drafted token; None likewise."""
 
-    @property
-    def block_ms(self) -> float | None:
-        """Time of a block; None where tokens are drafted one by one."""
-        if self.draft_ms_per_token is None or (self.draft_tokens_per_pass or 1.0) <= 1.0:
-            return None
-        return self.draft_ms_per_token * (self.draft_tokens_per_pass or 1.0)
-
     @classmethod
     def from_timings(cls, timings: Mapping[str, Any]) -> DraftCounts:
         """From the `timings` of an answer: ours or llama-server's, which is less."""
@@ -383,10 +376,10 @@ class Row:
     """Tokens by distance from the drafter's last feature, of drafters that read features."""
     features: FeatureCounts | None
     """Features that the drafter wanted and got; None without such a drafter."""
-    block_tokens: float | None
-    """Mean length of blocks; None without a drafter of blocks."""
-    block_ms: float | None
-    """Mean time of a block; None likewise."""
+    tokens_per_pass: float | None
+    """Mean number of tokens that are drafted at once; None without a drafter."""
+    pass_ms: float | None
+    """Mean time of drafting them; None likewise."""
 
 
 def add_up(rows: Any) -> tuple[int, ...]:
@@ -505,8 +498,11 @@ def _row(place: Place, samples: Sequence[Sample], pairs: Sequence[Pair]) -> Row:
     drafted = add_up(count.drafted_per_position for count in counts)
     accepted = add_up(count.accepted_per_position for count in counts)
     features = [count.features for count in counts if count.features is not None]
-    blocks_ms = [count.block_ms for count in counts if count.block_ms is not None]
-    blocks = [count.draft_tokens_per_pass or 1.0 for count in counts if count.block_ms is not None]
+    passes = [
+        (count.draft_tokens_per_pass or 1.0, count.draft_ms_per_token)
+        for count in counts
+        if count.draft_ms_per_token is not None
+    ]
     num_tokens = sum(sample.num_tokens for sample in samples)
     return Row(
         place=place,
@@ -530,6 +526,6 @@ def _row(place: Place, samples: Sequence[Sample], pairs: Sequence[Pair]) -> Row:
         drafts_per_position=drafted,
         by_depth=reduce(DepthStatistics.merge, (count.by_depth for count in counts)),
         features=reduce(FeatureCounts.merge, features) if features else None,
-        block_tokens=fmean(blocks) if blocks else None,
-        block_ms=fmean(blocks_ms) if blocks_ms else None,
+        tokens_per_pass=fmean(tokens for tokens, _ in passes) if passes else None,
+        pass_ms=fmean(tokens * ms for tokens, ms in passes) if passes else None,
     )

@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from speculative.cost_model import DraftCost, smoothed
-from speculative.proposer import EMPTY, DrafterKind, Proposal
+from speculative.proposer import EMPTY, Draft, DrafterKind, Proposal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from speculative.proposer import Draft
+    from speculative.proposer import Replace
 
 
 class RemoteDrafter:
@@ -53,6 +53,7 @@ class RemoteDraftProposer:
 
     Args:
         drafter: The assistant.
+        replace: For benchmarks: what is proposed instead of what was drafted, after as much computing.
 
     Attributes:
         num_drafted: Most tokens of a draft.
@@ -60,9 +61,10 @@ class RemoteDraftProposer:
 
     name = DrafterKind.ASSISTANT.proposer
 
-    def __init__(self, drafter: RemoteDrafter) -> None:
+    def __init__(self, drafter: RemoteDrafter, replace: Replace | None = None) -> None:
         self.num_drafted = drafter.draft_max
         self._drafter = drafter
+        self._replace = replace
         self._tokens: list[int] = []
         self._draft: Draft | None = None
         self._on_ready: Callable[[], None] | None = None
@@ -90,6 +92,8 @@ class RemoteDraftProposer:
         if draft is None or max_tokens < 1:
             return EMPTY
         num_known = len(self._tokens) + len(after) - draft.start
+        if self._replace is not None and num_known >= 0:
+            draft = self._replaced(draft, after, self._replace)
         known = (*self._tokens[draft.start :], *after)[-num_known:] if num_known > 0 else ()
         if num_known < 0 or draft.tokens[:num_known] != known:
             return EMPTY
@@ -105,6 +109,11 @@ class RemoteDraftProposer:
             return EMPTY
         proposal = Proposal(draft.tokens[num_known:stop], draft.confidences[num_known:stop], self.name)
         return proposal.first(max_tokens)
+
+    def _replaced(self, draft: Draft, after: Sequence[int], replace: Replace) -> Draft:
+        text = (*self._tokens, *after)[: draft.start]
+        tokens, confidences = replace(text, len(draft.tokens))
+        return Draft(draft.start, tuple(tokens), tuple(confidences), draft.ms_per_token)
 
     def listen(self, on_ready: Callable[[], None]) -> None:
         """Set the function to be called when a draft has come."""

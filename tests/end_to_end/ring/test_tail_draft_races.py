@@ -9,7 +9,7 @@ import pytest
 
 from mesh.coordinator.tail_draft_plug import TailDraftPlug
 from speculative.controller import ControllerOptions
-from speculative.remote_drafts import RemoteDraftProposer
+from speculative.remote_drafts import RemoteDrafter, RemoteDraftProposer
 from stages.runtime.assistant import Assistant
 from tests.end_to_end.ring.test_tail_drafts import (
     CTX_SIZE,
@@ -50,7 +50,7 @@ async def test_windows_behind_a_rejection_fail_nobody(
         n_vocab=N_VOCAB,
         make_proposers=lambda _request: [
             Oracle([*wanted.prompt, *plain], ERRS),
-            RemoteDraftProposer(NUM_DRAFTED),
+            RemoteDraftProposer(RemoteDrafter(NUM_DRAFTED)),
         ],
         controller=ControllerOptions(fixed_width=3, fixed_depth=3),
         plugs=[*plugs_for(has_windows=True), TailDraftPlug()],

@@ -11,7 +11,8 @@ from mesh.serve.proposers import Proposers
 from spanmesh_proto.row_ids import FIRST_ROW_ID
 from speculative.draft.context import DraftOptions
 from speculative.draft.worker import DraftProposer
-from speculative.proposer import DrafterKind
+from speculative.proposer import Draft, DrafterKind
+from speculative.remote_drafts import RemoteDrafter, RemoteDraftProposer
 from stages.slicing.model_facts import read_model_facts
 from tests.support.block_drafters import BlockDrafter
 from tests.support.draft_models import running_draft
@@ -101,3 +102,17 @@ def test_a_drafter_of_blocks_computes_what_is_replayed(
             if instead is not None:
                 assert instead([1, 2, 3, 7], 4)[1] == rates
         proposer.close()
+
+
+def test_an_assistant_drafts_what_is_replayed(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    path.write_text('{"tokens": [7, 8, 9]}')
+    replayed = replace(ASKED, speculation=SpeculationLimits("replay"))
+    factory = Proposers("auto", assistant=RemoteDrafter(4), replay_path=path, replay_rates=(1.0, 1.0))
+    (proposer,) = factory(replayed)
+    assert isinstance(proposer, RemoteDraftProposer)
+    proposer.extend([*ASKED.prompt, 7])
+    proposer.take_draft(Draft(4, (1, 1), (0.5, 0.5), 2.0))
+    assert proposer.propose(4).tokens == (8, 9)
+    exact = Proposers("auto", assistant=RemoteDrafter(4), replay_path=path)
+    assert [each.name for each in exact(replayed)] == ["replay"]
