@@ -50,6 +50,7 @@ def figures(**changes: Any) -> Figures:
         listened=SentFeatures(100, 0, 101 * ROW_VALUES * 2),
         drafted=SentFeatures(1000, 30, 1010 * ROW_VALUES * 2),
         row_values=ROW_VALUES,
+        row_bytes=2 * ROW_VALUES,
         num_read=512,
     )
     return replace(good, **changes)
@@ -106,8 +107,14 @@ def test_costs_within_their_bounds_are_met() -> None:
             "drafter: 64 rows absorbed over as many with outputs",
         ),
         (
-            {"drafted": SentFeatures(100, 0, 106 * ROW_VALUES * 2)},
+            {"row_bytes": 4 * ROW_VALUES, "drafted": SentFeatures(100, 0, 106 * ROW_VALUES * 2)},
             "bytes of features over rows × taps × width × 2, drafts",
+        ),
+        (
+            # Too many for q8, which takes about half of f16's.
+            {"row_bytes": ROW_VALUES, "drafted": SentFeatures(100, 0, 106 * ROW_VALUES)}
+            | {"listened": SentFeatures(100, 0, 100 * ROW_VALUES)},
+            "bytes of a position's features, drafts",
         ),
     ],
 )
