@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from tests.support.gemma4_shape import Gemma4Shape
 from tests.support.tiny_families import (
     HEAD,
     HEADS,
@@ -26,7 +27,7 @@ from tests.support.tiny_families import (
 from tests.support.tiny_models import N_VOCAB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
 _N_FF: Final = 128
@@ -47,9 +48,6 @@ _EXPERTS: Final[Metadata] = {
     "expert_used_count": 2,
     "expert_feed_forward_length": _N_FF_EXP,
 }
-# Of Gemma 4: heads with and without a window, and their number of keys.
-_NARROW: Final = 64
-_BROAD: Final = 128
 # Of Gemma 3n, hard-coded in llama.cpp.
 _ALTUPS: Final = 4
 _ALTUP_WIDTH: Final = 256
@@ -58,8 +56,8 @@ _GEMMA3N_LAYERS: Final = 22
 _CHAMELEON_VOCAB: Final = 8_256
 
 
-def _norms(noise: Noise, *names: str) -> Tensors:
-    return {f"{name}.weight": noise.vector(N_EMBD) for name in names}
+def _norms(noise: Noise, *names: str, n_embd: int = N_EMBD) -> Tensors:
+    return {f"{name}.weight": noise.vector(n_embd) for name in names}
 
 
 def _experts(noise: Noise) -> Tensors:
@@ -71,70 +69,58 @@ def _experts(noise: Noise) -> Tensors:
     }
 
 
-def _gemma4_attention(noise: Noise, *, is_windowed: bool, has_own_kv: bool, has_values: bool) -> Tensors:
-    head, heads_kv = (_NARROW, 2) if is_windowed else (_BROAD, 1)
+def _gemma4_attention(
+    noise: Noise, shape: Gemma4Shape, number: int, *, has_own_kv: bool, has_values: bool
+) -> Tensors:
+    head, heads_kv, n_embd = shape.head(number), shape.heads_kv(number), shape.n_embd
     tensors = {
-        "attn_q.weight": noise.matrix(HEADS * head, N_EMBD),
-        "attn_output.weight": noise.matrix(N_EMBD, HEADS * head),
+        "attn_q.weight": noise.matrix(shape.heads * head, n_embd),
+        "attn_output.weight": noise.matrix(n_embd, shape.heads * head),
         "attn_q_norm.weight": noise.vector(head),
     }
     if has_own_kv:
-        tensors["attn_k.weight"] = noise.matrix(heads_kv * head, N_EMBD)
+        tensors["attn_k.weight"] = noise.matrix(heads_kv * head, n_embd)
         tensors["attn_k_norm.weight"] = noise.vector(head)
         if has_values:
-            tensors["attn_v.weight"] = noise.matrix(heads_kv * head, N_EMBD)
+            tensors["attn_v.weight"] = noise.matrix(heads_kv * head, n_embd)
     return tensors
 
 
-def _gemma4(windows: Sequence[bool], layer: Callable[[Noise, int], Tensors]) -> TinyFamily:
-    """A Gemma 4.
-
-    Args:
-        windows: For each layer whether it has a window; the last but one has, the last has not.
-        layer: Gives the tensors of a layer.
-    """
+def _gemma4(shape: Gemma4Shape, layer: Callable[[Noise, int], Tensors]) -> TinyFamily:
+    """A Gemma 4, of which `layer` gives the tensors of a layer."""
     return TinyFamily(
         "gemma4",
-        len(windows),
+        len(shape.windows),
         layer,
-        _ATTENTION
-        | {
-            "attention.head_count_kv": [2 if is_windowed else 1 for is_windowed in windows],
-            "attention.key_length": _BROAD,
-            "attention.value_length": _BROAD,
-            "attention.key_length_swa": _NARROW,
-            "attention.value_length_swa": _NARROW,
-            "attention.sliding_window": _WINDOW,
-            "attention.sliding_window_pattern": [*windows],
-            "attention.shared_kv_layers": 0,
-            "embedding_length_per_layer_input": 0,
-            "rope.dimension_count": _BROAD,
-            "rope.dimension_count_swa": _NARROW,
-            "rope.freq_base_swa": 1_000.0,
-            "final_logit_softcapping": 30.0,
-        },
+        shape.metadata() | {"attention.shared_kv_layers": 0, "final_logit_softcapping": 30.0},
         (),
-        lambda noise: {"rope_freqs.weight": noise.vector(_BROAD // 2)},
+        lambda noise: {"rope_freqs.weight": noise.vector(shape.broad // 2)},
         has_head=False,
+        n_embd=shape.n_embd,
     )
 
 
-def _gemma4_common(noise: Noise, n_ff: int = _N_FF) -> Tensors:
-    norms = _norms(noise, "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
-    return norms | dense(noise, n_ff=n_ff) | {"layer_output_scale.weight": noise.vector(1)}
+def _gemma4_common(noise: Noise, shape: Gemma4Shape, n_ff: int | None = None) -> Tensors:
+    names = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
+    norms = _norms(noise, *names, n_embd=shape.n_embd)
+    inner = dense(noise, n_ff=n_ff or shape.n_ff, n_embd=shape.n_embd)
+    return norms | inner | {"layer_output_scale.weight": noise.vector(1)}
+
+
+def gemma4_of(shape: Gemma4Shape) -> TinyFamily:
+    """As 12B and 31B: values are the keys in layers without a window."""
+
+    def layer(noise: Noise, number: int) -> Tensors:
+        return _gemma4_common(noise, shape) | _gemma4_attention(
+            noise, shape, number, has_own_kv=True, has_values=shape.windows[number]
+        )
+
+    return _gemma4(shape, layer)
 
 
 def gemma4_dense(depth: int) -> TinyFamily:
-    """As 12B and 31B: values are the keys in layers without a window."""
-    windows = (True, True, False) * depth
-
-    def layer(noise: Noise, number: int) -> Tensors:
-        is_windowed = windows[number]
-        return _gemma4_common(noise) | _gemma4_attention(
-            noise, is_windowed=is_windowed, has_own_kv=True, has_values=is_windowed
-        )
-
-    return _gemma4(windows, layer)
+    """As 12B and 31B, tiny."""
+    return gemma4_of(Gemma4Shape((True, True, False) * depth))
 
 
 def gemma4_moe(depth: int) -> TinyFamily:
@@ -161,15 +147,15 @@ def gemma4_e(depth: int) -> TinyFamily:
     """As E2B and E4B: the last layers share the KV caches of the two before them and are wider inside, and
     each layer takes an embedding of its own."""
     own = (True, True, False) * depth + (True, False)
-    windows = own + (True, False) * depth
-    width, n_layers = _LORA, len(windows)
+    shape = Gemma4Shape(own + (True, False) * depth)
+    width, n_layers = _LORA, len(shape.windows)
     inner = [_N_FF if number < len(own) else 2 * _N_FF for number in range(n_layers)]
 
     def layer(noise: Noise, number: int) -> Tensors:
         is_own = number < len(own)
         return (
-            _gemma4_common(noise, inner[number])
-            | _gemma4_attention(noise, is_windowed=windows[number], has_own_kv=is_own, has_values=is_own)
+            _gemma4_common(noise, shape, inner[number])
+            | _gemma4_attention(noise, shape, number, has_own_kv=is_own, has_values=is_own)
             | {
                 "inp_gate.weight": noise.matrix(width, N_EMBD),
                 "proj.weight": noise.matrix(N_EMBD, width),
@@ -179,7 +165,7 @@ def gemma4_e(depth: int) -> TinyFamily:
 
     def outside(noise: Noise) -> Tensors:
         return {
-            "rope_freqs.weight": noise.vector(_BROAD // 2),
+            "rope_freqs.weight": noise.vector(shape.broad // 2),
             "per_layer_token_embd.weight": noise.matrix(N_VOCAB, width * n_layers),
             "per_layer_model_proj.weight": noise.matrix(width * n_layers, N_EMBD),
             "per_layer_proj_norm.weight": noise.vector(width),
@@ -190,7 +176,7 @@ def gemma4_e(depth: int) -> TinyFamily:
         "feed_forward_length": inner,
         "embedding_length_per_layer_input": width,
     }
-    return _with(_gemma4(windows, layer), metadata=shared, outside=outside)
+    return _with(_gemma4(shape, layer), metadata=shared, outside=outside)
 
 
 def _with(

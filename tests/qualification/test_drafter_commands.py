@@ -18,6 +18,7 @@ from meshbench.request_record import Record
 from spanmesh_proto.errors import MeshError
 from speculative.draft.session import MOST_FEATURES
 from speculative.proposer import EMPTY, DrafterKind, FeatureReader
+from stages.gguf import read_header
 from stages.slicing.model_facts import read_model_facts
 from tests.qualification.drafter_costs import __main__ as drafter_costs
 from tests.qualification.drafter_costs.feature_listener import FeatureListener
@@ -26,7 +27,7 @@ from tests.qualification.drafter_costs.timing import BlockTimes, DrafterTimes, t
 from tests.qualification.drafter_losses import __main__ as drafter_losses
 from tests.qualification.drafter_losses.__main__ import loss_tokens, questions
 from tests.qualification.drafter_losses.results import Counts, Sample, WatchedAnswer, result_lines
-from tests.qualification.random_block_drafter import main as write_random
+from tests.qualification.random_drafter import main as write_random
 from tests.support.block_drafters import BlockDrafter
 from tests.support.eagle3 import DRAFTER
 from tests.support.tiny_models import N_VOCAB, TinyModel
@@ -50,6 +51,7 @@ def figures(**changes: Any) -> Figures:
         listened=SentFeatures(100, 0, 101 * ROW_VALUES * 2),
         drafted=SentFeatures(1000, 30, 1010 * ROW_VALUES * 2),
         row_values=ROW_VALUES,
+        row_bytes=2 * ROW_VALUES,
         num_read=512,
     )
     return replace(good, **changes)
@@ -106,8 +108,14 @@ def test_costs_within_their_bounds_are_met() -> None:
             "drafter: 64 rows absorbed over as many with outputs",
         ),
         (
-            {"drafted": SentFeatures(100, 0, 106 * ROW_VALUES * 2)},
+            {"row_bytes": 4 * ROW_VALUES, "drafted": SentFeatures(100, 0, 106 * ROW_VALUES * 2)},
             "bytes of features over rows × taps × width × 2, drafts",
+        ),
+        (
+            # Too many for q8, which takes about half of f16's.
+            {"row_bytes": ROW_VALUES, "drafted": SentFeatures(100, 0, 106 * ROW_VALUES)}
+            | {"listened": SentFeatures(100, 0, 100 * ROW_VALUES)},
+            "bytes of a position's features, drafts",
         ),
     ],
 )
@@ -294,3 +302,20 @@ def test_a_random_drafter_of_blocks_fits_its_model(kind: DrafterKind, tmp_path: 
     # Outputs of the layers before those whose inputs it names.
     assert drafter.layers == (1, 3, 5, 7, 9)
     assert drafter.most_drafted == (16 if kind is DrafterKind.DSPARK else 15)
+
+
+def test_a_random_assistant_fits_a_random_gemma4_of_a_model_s_size(tmp_path: Path) -> None:
+    shape = TinyModel("llama", n_layers=12, n_embd=256, head_size=64)
+    small = shape.write(tmp_path / "small.gguf", controls=("<its own>",))
+    model, path = tmp_path / "gemma4.gguf", tmp_path / "assistant.gguf"
+    for kind, written, like in (("gemma4", model, small), ("assistant", path, model)):
+        arguments = [kind, str(written), "--for", str(like)]
+        CliRunner().invoke(write_random, arguments, catch_exceptions=False)
+    facts = read_model_facts(model)
+    assert (facts.n_layers, facts.n_embd) == (12, 256)
+    tokens = [read_header(file).metadata["tokenizer.ggml.tokens"] for file in (model, small)]
+    assert tokens[0] == tokens[1]
+    # Checks widths, heads, windows, rotations and the vocabulary of both.
+    assert read_drafter(path, facts).kind is DrafterKind.ASSISTANT
+    refused = CliRunner().invoke(write_random, ["assistant", str(path), "--for", str(small)])
+    assert (refused.exit_code, "for a Gemma 4" in refused.output) == (2, True)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 import gguf
 from gguf.constants import GGMLQuantizationType
 
+from tests.support.gemma4_shape import Gemma4Shape
 from tests.support.tiny_families import N_EMBD, Noise
-from tests.support.tiny_models import N_VOCAB, add_vocabulary
+from tests.support.tiny_models import N_VOCAB, add_vocabulary, copy_vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,11 +21,9 @@ if TYPE_CHECKING:
 ARCHITECTURE: Final = "gemma4-assistant"
 # Another width than the target's, which llama.cpp asks for.
 WIDTH: Final = 128
-_WINDOWS: Final = (True, True, True, False)
-_NARROW: Final = 64
-_BROAD: Final = 128
-_HEADS: Final = 2
-_N_FF: Final = 128
+WINDOWS: Final = (True, True, True, False)
+"""Of published ones: which layers have a window."""
+_TINY: Final = Gemma4Shape(WINDOWS, n_embd=WIDTH, heads=2)
 
 
 def write_assistant(
@@ -34,6 +33,8 @@ def write_assistant(
     metadata: Mapping[str, Any] | None = None,
     tensors: Mapping[str, NDArray[np.float32] | None] | None = None,
     n_vocab: int = N_VOCAB,
+    shape: Gemma4Shape = _TINY,
+    target: Path | None = None,
 ) -> Path:
     """Write an assistant of four layers, three of them with a window.
 
@@ -43,12 +44,23 @@ def write_assistant(
         metadata: Other values, below the architecture's name; None leaves one out.
         tensors: Other tensors; None leaves one out.
         n_vocab: Tokens; those beyond the usual ones are controls.
+        shape: Of the assistant.
+        target: A model in place of a tiny one, whose width and vocabulary it takes.
     """
+    n_embd_out = N_EMBD
+    if target is not None:
+        fields = gguf.GGUFReader(target).fields
+        n_embd_out = int(fields["gemma4.embedding_length"].contents())
+        n_vocab = len(fields["tokenizer.ggml.tokens"].data)
     writer = gguf.GGUFWriter(path, ARCHITECTURE)
-    for key, value in (_metadata() | dict(metadata or {})).items():
+    for key, value in (_metadata(shape, n_embd_out) | dict(metadata or {})).items():
         _add(writer, f"{ARCHITECTURE}.{key}", value)
-    add_vocabulary(writer, n_vocab=n_vocab)
-    for name, weights in (_tensors(Noise(seed), n_vocab) | dict(tensors or {})).items():
+    if target is None:
+        add_vocabulary(writer, n_vocab=n_vocab)
+    else:
+        copy_vocabulary(writer, target)
+    own = _tensors(Noise(seed), shape, n_embd_out, n_vocab)
+    for name, weights in (own | dict(tensors or {})).items():
         if weights is None:
             continue
         if weights.ndim == 1 or weights.shape[-1] % 32:
@@ -63,54 +75,40 @@ def write_assistant(
     return path
 
 
-def _metadata() -> dict[str, Any]:
+def _metadata(shape: Gemma4Shape, n_embd_out: int) -> dict[str, Any]:
     return {
-        "block_count": len(_WINDOWS),
-        "nextn_predict_layers": len(_WINDOWS),
-        "context_length": 512,
-        "embedding_length": WIDTH,
-        "embedding_length_out": N_EMBD,
-        "embedding_length_per_layer_input": 0,
-        "feed_forward_length": _N_FF,
-        "attention.head_count": _HEADS,
-        "attention.head_count_kv": [2 if is_windowed else 1 for is_windowed in _WINDOWS],
-        "attention.key_length": _BROAD,
-        "attention.value_length": _BROAD,
-        "attention.key_length_swa": _NARROW,
-        "attention.value_length_swa": _NARROW,
-        "attention.sliding_window": 16,
-        "attention.sliding_window_pattern": [*_WINDOWS],
-        "attention.shared_kv_layers": len(_WINDOWS),
-        "attention.layer_norm_rms_epsilon": 1e-6,
-        "rope.dimension_count": _BROAD,
-        "rope.dimension_count_swa": _NARROW,
-        "rope.freq_base": 10_000.0,
-        "rope.freq_base_swa": 1_000.0,
+        **shape.metadata(),
+        "nextn_predict_layers": len(shape.windows),
+        "embedding_length_out": n_embd_out,
+        "attention.shared_kv_layers": len(shape.windows),
     }
 
 
-def _tensors(noise: Noise, n_vocab: int) -> dict[str, NDArray[np.float32] | None]:
+def _tensors(
+    noise: Noise, shape: Gemma4Shape, n_embd_out: int, n_vocab: int
+) -> dict[str, NDArray[np.float32] | None]:
+    width, n_ff = shape.n_embd, shape.n_ff
     tensors: dict[str, NDArray[np.float32] | None] = {
-        "token_embd.weight": noise.matrix(n_vocab, WIDTH),
-        "output_norm.weight": noise.vector(WIDTH),
-        "nextn.pre_projection.weight": noise.matrix(WIDTH, 2 * N_EMBD),
-        "nextn.post_projection.weight": noise.matrix(N_EMBD, WIDTH),
-        "rope_freqs.weight": noise.vector(_BROAD // 2),
+        "token_embd.weight": noise.matrix(n_vocab, width),
+        "output_norm.weight": noise.vector(width),
+        "nextn.pre_projection.weight": noise.matrix(width, 2 * n_embd_out),
+        "nextn.post_projection.weight": noise.matrix(n_embd_out, width),
+        "rope_freqs.weight": noise.vector(shape.broad // 2),
     }
-    for number, is_windowed in enumerate(_WINDOWS):
-        head = _NARROW if is_windowed else _BROAD
+    for number in range(len(shape.windows)):
+        head = shape.head(number)
         layer = {
-            "attn_norm": noise.vector(WIDTH),
-            "attn_q": noise.matrix(_HEADS * head, WIDTH),
+            "attn_norm": noise.vector(width),
+            "attn_q": noise.matrix(shape.heads * head, width),
             "attn_q_norm": noise.vector(head),
-            "attn_output": noise.matrix(WIDTH, _HEADS * head),
-            "post_attention_norm": noise.vector(WIDTH),
+            "attn_output": noise.matrix(width, shape.heads * head),
+            "post_attention_norm": noise.vector(width),
             "layer_output_scale": noise.vector(1),
-            "ffn_norm": noise.vector(WIDTH),
-            "ffn_gate": noise.matrix(_N_FF, WIDTH),
-            "ffn_up": noise.matrix(_N_FF, WIDTH),
-            "ffn_down": noise.matrix(WIDTH, _N_FF),
-            "post_ffw_norm": noise.vector(WIDTH),
+            "ffn_norm": noise.vector(width),
+            "ffn_gate": noise.matrix(n_ff, width),
+            "ffn_up": noise.matrix(n_ff, width),
+            "ffn_down": noise.matrix(width, n_ff),
+            "post_ffw_norm": noise.vector(width),
         }
         tensors |= {f"blk.{number}.{name}.weight": weights for name, weights in layer.items()}
     return tensors

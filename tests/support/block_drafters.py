@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 
 from speculative.proposer import DrafterKind
-from tests.support.tiny_models import write_weights
+from tests.support.tiny_models import copy_vocabulary, write_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,10 +87,7 @@ class BlockDrafter:
         self._add_metadata(writer, n_embd, n_vocab, reads)
         if architecture == "gemma4":
             writer.add_float32("dflash.embedding_scale", float(n_embd) ** 0.5)
-        for key, field in reader.fields.items():
-            if key.startswith("tokenizer.") and key != "tokenizer.ggml.mask_token_id":
-                inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-                writer.add_key_value(key, field.contents(), field.types[0], inner)
+        copy_vocabulary(writer, target, leaves_out=("tokenizer.ggml.mask_token_id",))
         mask = n_vocab - 1 if self.mask_token is None else self.mask_token
         writer.add_uint32("tokenizer.ggml.mask_token_id", mask)
         tensors = self._layers(noise, n_embd) | self._ends(noise, n_embd, n_vocab, len(reads))

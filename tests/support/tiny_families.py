@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.support.tiny_models import N_VOCAB, add_vocabulary, write_weights
+from tests.support.tiny_models import N_VOCAB, add_vocabulary, copy_vocabulary, write_weights
 
 Tensors = dict[str, NDArray[np.float32]]
 Metadata = dict[str, int | float | bool | list[int] | list[float] | list[bool]]
@@ -50,11 +50,11 @@ def head_norms(noise: Noise, head: int = HEAD) -> Tensors:
     return {f"attn_{part}_norm.weight": noise.vector(head) for part in "qk"}
 
 
-def dense(noise: Noise, suffix: str = "", n_ff: int = N_FF) -> Tensors:
+def dense(noise: Noise, suffix: str = "", n_ff: int = N_FF, n_embd: int = N_EMBD) -> Tensors:
     return {
-        f"ffn_gate{suffix}.weight": noise.matrix(n_ff, N_EMBD),
-        f"ffn_up{suffix}.weight": noise.matrix(n_ff, N_EMBD),
-        f"ffn_down{suffix}.weight": noise.matrix(N_EMBD, n_ff),
+        f"ffn_gate{suffix}.weight": noise.matrix(n_ff, n_embd),
+        f"ffn_up{suffix}.weight": noise.matrix(n_ff, n_embd),
+        f"ffn_down{suffix}.weight": noise.matrix(n_embd, n_ff),
     }
 
 
@@ -325,6 +325,10 @@ class TinyFamily:
     """Not below the architecture's name."""
     n_vocab: int = N_VOCAB
     """Tokens; those beyond the usual ones are controls."""
+    n_embd: int = N_EMBD
+    """Width."""
+    vocabulary: Path | None = None
+    """A model with as many tokens, whose vocabulary and chat template take the place of the usual ones."""
 
     def with_prediction_layer(self) -> "TinyFamily":
         """The same trunk, followed by a layer for multi-token prediction."""
@@ -347,7 +351,7 @@ class TinyFamily:
         common: Metadata = {
             "block_count": self.n_layers,
             "context_length": 512,
-            "embedding_length": N_EMBD,
+            "embedding_length": self.n_embd,
             "feed_forward_length": N_FF,
             "attention.layer_norm_rms_epsilon": 1e-6,
         }
@@ -355,7 +359,10 @@ class TinyFamily:
             _add(writer, f"{self.architecture}.{key}", value)
         for key, value in self.general.items():
             _add(writer, key, value)
-        add_vocabulary(writer, n_vocab=self.n_vocab)
+        if self.vocabulary is None:
+            add_vocabulary(writer, n_vocab=self.n_vocab)
+        else:
+            copy_vocabulary(writer, self.vocabulary)
         write_weights(
             writer,
             self._weights(),
@@ -371,11 +378,11 @@ class TinyFamily:
     def _weights(self) -> Tensors:
         noise = Noise(seed=1)
         weights = {
-            "token_embd.weight": noise.matrix(self.n_vocab, N_EMBD),
-            "output_norm.weight": noise.vector(N_EMBD),
+            "token_embd.weight": noise.matrix(self.n_vocab, self.n_embd),
+            "output_norm.weight": noise.vector(self.n_embd),
         }
         if self.has_head:
-            weights["output.weight"] = noise.matrix(self.n_vocab, N_EMBD)
+            weights["output.weight"] = noise.matrix(self.n_vocab, self.n_embd)
         weights |= self.outside(noise)
         for layer in range(self.n_layers):
             weights |= {f"blk.{layer}.{kind}": part for kind, part in self.layer(noise, layer).items()}

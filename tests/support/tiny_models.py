@@ -176,3 +176,17 @@ def add_vocabulary(
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+
+
+def copy_vocabulary(writer: gguf.GGUFWriter, model: Path, *, leaves_out: tuple[str, ...] = ()) -> None:
+    """Write a model's vocabulary and chat template.
+
+    Args:
+        writer: Of another file.
+        model: The model's file.
+        leaves_out: Keys of its metadata.
+    """
+    for key, field in gguf.GGUFReader(model).fields.items():
+        if key.startswith("tokenizer.") and key not in leaves_out:
+            inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(key, field.contents(), field.types[0], inner)

@@ -158,7 +158,7 @@ async def test_blocks_behind_a_cached_prefix_are_those_of_llama_cpp(
     async with line.ring(stages) as coordinator:
         for prompt in PROMPTS:
             tokens, _ = await line.answer(coordinator, GenerationRequest(prompt, LONG))
-            second = GenerationRequest((*prompt, *tokens, 7, 8, 9), LONG)
+            second = GenerationRequest((*prompt, *tokens, *reversed(prompt)), LONG)
             again, last = await collect(coordinator, second)
             assert last.stats.num_cached > len(prompt)
             answers += [((*second.prompt, *again), rounds) for rounds in line.take_rounds(second)]

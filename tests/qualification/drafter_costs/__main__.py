@@ -9,7 +9,7 @@ turn:
 - *first token* of a long prompt that no cache holds, with the drafter over plain decoding;
 - *absorbing*: rows that the drafter computes for its cache only, over rows with outputs, in one process; of
   a drafter of blocks, times of those by length, and of features that it reads;
-- *bytes* of features that arrived, over the values in them.
+- *bytes* of features that arrived, over the values in them, and for each position.
 
 Features are sent for all rows of a window that wants them, except that the tail leaves out rejected ones. So
 bytes are counted where windows go one at a time: there every row has a verdict. A second mesh, which always
@@ -27,6 +27,7 @@ import structlog
 
 from mesh.cli.shared_options import Numbers, int_option
 from mesh.draft.drafter import read_drafter
+from mesh.options.model import ModelOptions
 from mesh.serve.options import demo_model
 from mesh.text.tokenizer import Tokenizer
 from mesh.util.completion_stream import COMPLETION_PATH
@@ -231,6 +232,8 @@ def measure(settings: Settings, logs: Path) -> Figures:
     drafter = read_drafter(settings.draft, facts)
     if not drafter.reads_features:
         raise InvalidModel(f"{settings.draft.name} is a small model, which reads no hidden states")
+    # As `mesh serve` chooses it.
+    feature_type = ModelOptions().feature_type(len(drafter.layers))
     tokenizer = Tokenizer(settings.model)
     times = time_drafter(drafter, settings.model, tokenizer.n_vocab)
     log.info("drafter_timed", figures=[(line.title, line.measured) for line in time_lines(times)])
@@ -249,6 +252,7 @@ def measure(settings: Settings, logs: Path) -> Figures:
         listened=run.listened,
         drafted=drafted,
         row_values=len(drafter.layers) * drafter.n_embd,
+        row_bytes=len(drafter.layers) * feature_type.row_bytes(drafter.n_embd),
         num_read=min(settings.prompt_tokens, defaults.CONTEXT),
     )
 

@@ -108,6 +108,8 @@ class Figures:
     """Features of answers with drafts."""
     row_values: int
     """Values of a row: taps × width."""
+    row_bytes: int
+    """Of a row in the format in which features travel."""
     num_read: int
     """Rows of a long prompt whose features the drafter reads."""
 
@@ -119,6 +121,8 @@ class Figures:
             *time_lines(self.times),
             self._bytes_line("no drafts", self.listened),
             self._bytes_line("drafts", self.drafted),
+            self._position_line("no drafts", self.listened),
+            self._position_line("drafts", self.drafted),
         ]
 
     @property
@@ -171,6 +175,16 @@ class Figures:
             MOST_BYTES_RATIO,
             is_ceiling=True,
             note=f"{sent.num_bytes} bytes, {sent.num_rows} rows, {sent.num_rejected} of them rejected",
+        )
+
+    def _position_line(self, what: str, sent: SentFeatures) -> Line:
+        f16_bytes = self.row_values * _BYTES_PER_VALUE
+        return Line(
+            f"bytes of a position's features, {what}",
+            sent.num_bytes / sent.num_rows,
+            MOST_BYTES_RATIO * self.row_bytes,
+            is_ceiling=True,
+            note=f"{self.row_bytes} in their format, {self.row_bytes / f16_bytes:.0%} of f16",
         )
 
 
