@@ -1,6 +1,6 @@
 """Drafts of the tail: what an assistant foretells behind verdicts, sent once these have left.
 
-Nothing waits for it but the tail's next batch. An assistant that fails costs drafts, and nothing else.
+Nothing waits for it but the tail's next batch. Errors of an assistant cost drafts, and nothing else.
 """
 
 from __future__ import annotations
