@@ -136,7 +136,8 @@ class Controller:
         self._last_behind_ms = -math.inf
         self._is_after_stale = False
         self._is_plain_turn = True
-        self.is_resting = False
+        # Of a prompt no features are of use then, either.
+        self.is_resting = options.fixed_width is None and not self._payoff.is_open
         # Whether a drafter computes for this session, which may slow plain windows.
         self._is_drafting = False
         # Tokens committed since proposals were last wanted.

@@ -20,6 +20,8 @@ _CREDIT: Final = 5.0
 # is committed in a long time, what is remembered never has as many.
 _NUM_TELLING: Final = 16
 _NUM_TELLING_PLAIN: Final = 32.0
+# Or unless so many sessions in a row stopped: of short answers each loses a token, most of it in one window.
+_NUM_TELLING_STOPS: Final = 3
 # Plain tokens of former sessions that count together.
 _NUM_REMEMBERED: Final = 64.0
 # Longest wait caused by the session before, in tokens: its text is another.
@@ -42,11 +44,14 @@ class PayoffRecord:
     """Length of the next pause, in tokens."""
     wait: int
     """Tokens left of the current pause."""
+    num_stops: int = 0
+    """How often speculation stopped since it last won."""
 
     @property
     def won_share(self) -> float | None:
         """Tokens won per plain token; negative if they were lost; None if too few are known."""
-        if self.num_tokens < _NUM_TELLING and self.num_plain_tokens < _NUM_TELLING_PLAIN:
+        is_short = self.num_tokens < _NUM_TELLING and self.num_plain_tokens < _NUM_TELLING_PLAIN
+        if is_short and self.num_stops < _NUM_TELLING_STOPS:
             return None
         return self.num_tokens / self.num_plain_tokens - 1.0
 
@@ -98,6 +103,7 @@ class SessionPayoff:
         self._options = options or PayoffOptions()
         self._before = record
         self._pause = self._options.first_pause
+        self._num_stops = 0 if record is None else record.num_stops
         self._plain_ms = 0.0 if record is None else record.plain_ms
         self.balance = 0.0
         self.wait = 0
@@ -128,7 +134,12 @@ class SessionPayoff:
             return None
         kept = min(1.0, _NUM_REMEMBERED / num_plain_tokens)
         return PayoffRecord(
-            kept * num_tokens, kept * num_plain_tokens, self._plain_ms, self._pause, self.wait
+            kept * num_tokens,
+            kept * num_plain_tokens,
+            self._plain_ms,
+            self._pause,
+            self.wait,
+            self._num_stops,
         )
 
     @property
@@ -175,10 +186,12 @@ class SessionPayoff:
         if self.balance >= options.max_credit:
             self.balance = options.max_credit
             self._pause = options.first_pause
+            self._num_stops = 0
         elif self.balance <= -options.max_loss * (1.0 if is_run_over else _MID_RUN):
             # The next try starts overdrawn: a little more loss stops it again.
             self.balance = self._overdrawn
             self.wait = self._pause
+            self._num_stops += 1
             self._pause = min(2 * self._pause, options.max_pause)
 
     @property

@@ -120,6 +120,25 @@ def test_few_tokens_tell_nothing_until_those_of_several_sessions_are_enough() ->
     assert following.balance < 0
 
 
+def test_stops_of_several_sessions_tell_though_each_commits_little() -> None:
+    record = None
+    for number in range(6):
+        payoff = SessionPayoff(record=record)
+        assert payoff.is_open == (number < 3)
+        if payoff.is_open:
+            payoff.add(1, 20.0, PLAIN_MS)
+        record = payoff.record
+    assert record is not None
+    assert record.num_tokens < 4
+    # One that wins is trusted again.
+    winner = SessionPayoff(record=record)
+    winner.add_plain(winner.wait)
+    for _ in range(10):
+        winner.add(3, 20.0, PLAIN_MS)
+    assert winner.record is not None
+    assert winner.record.num_stops == 0
+
+
 def test_short_losses_do_not_outweigh_a_long_gain() -> None:
     """Of two sessions, one ends its speculation after a few tokens, and the other wins until its end."""
     record = None
