@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING, Any, Final
@@ -91,6 +91,16 @@ class SharedMeasures:
     """Time of a plain window of a session that runs alone without speculation."""
     records: dict[str, PayoffRecord] = field(default_factory=dict)
     """Payoff of former sessions, by proposers."""
+
+    def record(self, proposers: str) -> PayoffRecord | None:
+        """Payoff of former sessions with these proposers; None if there is none for this ring."""
+        record, plain_ms = self.records.get(proposers), self.decode_time.ms(0)
+        return record if record and plain_ms and record.holds_at(plain_ms) else None
+
+    def waited(self, proposers: str, num_tokens: int) -> None:
+        """Shorten the pause of proposers by the tokens of a session that did without them."""
+        if (record := self.records.get(proposers)) is not None:
+            self.records[proposers] = replace(record, wait=max(0, record.wait - num_tokens))
 
     def forget_ring(self) -> None:
         """Drop all times, for a new ring. Acceptance rates do not depend on it."""

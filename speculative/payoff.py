@@ -24,6 +24,8 @@ _NUM_TELLING_PLAIN: Final = 32.0
 _NUM_TELLING_STOPS: Final = 3
 # Plain tokens of former sessions that count together.
 _NUM_REMEMBERED: Final = 64.0
+# A session waits for so many tokens itself, and drafters read the text meanwhile.
+_SHORT_WAIT: Final = 32
 # Longest wait caused by the session before, in tokens: its text is another.
 _MAX_CARRIED: Final = 96
 # A plain window time that differs by this factor belongs to another ring.
@@ -54,6 +56,12 @@ class PayoffRecord:
         if is_short and self.num_stops < _NUM_TELLING_STOPS:
             return None
         return self.num_tokens / self.num_plain_tokens - 1.0
+
+    @property
+    def rests_long(self) -> bool:
+        """Whether sessions are to do without what takes time even while nothing is proposed."""
+        stops_often = self.num_stops >= _NUM_TELLING_STOPS and (self.won_share or 0.0) < 0.0
+        return stops_often and self.wait > _SHORT_WAIT
 
     def holds_at(self, plain_ms: float) -> bool:
         """Whether the ring is about the same, by the time of a plain window."""
@@ -110,9 +118,10 @@ class SessionPayoff:
         share = None if record is None else record.won_share
         if share is not None and share >= 0.0:
             self.balance = min(_CREDIT * share, self._options.max_credit)
-        elif record is not None and share is not None:
-            self.balance = self._overdrawn
+        elif record is not None:
             self._pause = record.pause
+        if record is not None and share is not None and share < 0.0:
+            self.balance = self._overdrawn
             self.wait = min(record.wait, _MAX_CARRIED)
         self.num_tokens = 0
         self.num_plain_tokens = 0.0

@@ -11,7 +11,15 @@ import structlog
 from spanmesh_proto.row_ids import stray_id
 from speculative.acceptance import Decision, ProposalContext
 from speculative.controller import Controller, SharedMeasures
-from speculative.proposer import EMPTY, ChainProposer, DraftReader, FeatureReader, PartReader, Proposal
+from speculative.proposer import (
+    DRAFTERS,
+    EMPTY,
+    ChainProposer,
+    DraftReader,
+    FeatureReader,
+    PartReader,
+    Proposal,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -34,9 +42,10 @@ class Speculator:
     """Speculation of one session: asks the controller how much to propose, and the proposers for tokens.
 
     Args:
-        proposers: Proposers, cheapest first, at least one.
+        proposers: Proposers, cheapest first.
         options: Controller options of this session.
         shared: Measurements shared by all sessions of the coordinator.
+        left_out: Names of the request's proposers if its drafters are left out; None if they are not.
         end_tokens: Ids that end the answer.
         num_sessions: Returns the number of running sessions.
         clock_ms: Monotonic clock, milliseconds.
@@ -48,12 +57,16 @@ class Speculator:
         options: ControllerOptions,
         shared: SharedMeasures,
         *,
+        left_out: str | None = None,
         end_tokens: Collection[int],
         num_sessions: Callable[[], int],
         clock_ms: Callable[[], float],
     ) -> None:
         self._guarded = tuple(proposers)
-        self._controller = Controller(options, shared, "+".join(proposer.name for proposer in proposers))
+        self._controller = Controller(options, shared, names_of(proposers))
+        self._shared = shared
+        self._left_out = left_out
+        self._num_committed = 0
         self._proposer: Proposer = (
             proposers[0] if len(proposers) == 1 else ChainProposer(proposers, self._controller.acceptances)
         )
@@ -173,6 +186,7 @@ class Speculator:
     def committed(self, tokens: Sequence[int]) -> None:
         """Queue committed tokens for the proposer; passed on when it is asked again."""
         self._untold.extend(tokens)
+        self._num_committed += len(tokens)
 
     def learn(self, outcomes: Iterable[WindowOutcome]) -> None:
         """Pass the outcomes of windows to the controller."""
@@ -187,7 +201,10 @@ class Speculator:
 
     def summary(self) -> Mapping[str, Any]:
         """State of the controller, with its reasons."""
-        return self._controller.summary()
+        summary = self._controller.summary()
+        if self._left_out is not None and not self._guarded:
+            summary["reason"] = f"{self._left_out} lost time in one answer after the other: left out of some"
+        return summary
 
     def close(self) -> None:
         """End the session."""
@@ -195,6 +212,8 @@ class Speculator:
         self._catch_up()
         self._proposer.close()
         self._controller.close()
+        if self._left_out is not None:
+            self._shared.waited(self._left_out, self._num_committed)
 
     def _rest(self, generation: Generation) -> None:
         """Stop a draft model as well: it would slow the plain windows of a stage on its host."""
@@ -382,14 +401,32 @@ class Speculators:
             return None
         if not proposers:
             return None
+        guarded = [
+            GuardedProposer(each, n_vocab=self._options.n_vocab, session=session) for each in proposers
+        ]
+        names, left_out = names_of(guarded), None
+        record = self.shared.record(names) if controller.fixed_width is None else None
+        if record is not None and record.rests_long:
+            # They would read the text, and what the stages compute, for nothing.
+            left_out = names
+            for each in guarded:
+                if each.name in DRAFTERS:
+                    each.close()
+            guarded = [each for each in guarded if each.name not in DRAFTERS]
         return Speculator(
-            [GuardedProposer(each, n_vocab=self._options.n_vocab, session=session) for each in proposers],
+            guarded,
             controller,
             self.shared,
+            left_out=left_out,
             end_tokens=request.end_tokens,
             num_sessions=self._num_sessions,
             clock_ms=self._clock_ms,
         )
+
+
+def names_of(proposers: Iterable[GuardedProposer]) -> str:
+    """Names under which the payoff of these proposers together is recorded."""
+    return "+".join(proposer.name for proposer in proposers)
 
 
 def narrowed(options: ControllerOptions, limits: SpeculationLimits) -> ControllerOptions | None:

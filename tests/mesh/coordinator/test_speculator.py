@@ -2,13 +2,17 @@
 
 from collections.abc import Callable, Sequence
 
+import pytest
+
 from mesh.coordinator.generation import Generation
-from mesh.coordinator.speculation import GuardedProposer, Speculator
+from mesh.coordinator.options import CoordinatorOptions
+from mesh.coordinator.speculation import GuardedProposer, Speculator, Speculators
 from mesh.engine import GenerationRequest
 from speculative.acceptance import Judgement, SpanClass, StageMeasure, WindowOutcome
 from speculative.controller import ControllerOptions, SharedMeasures
 from speculative.lookup_proposers import NgramProposer, PredictionProposer
-from speculative.proposer import EMPTY, Proposal, Proposer
+from speculative.payoff import PayoffRecord
+from speculative.proposer import EMPTY, DrafterKind, Proposal, Proposer
 
 PROMPT = (1, 2, 3)
 PART_TOKENS = 4096
@@ -119,3 +123,63 @@ def test_a_session_that_has_ended_reads_no_further() -> None:
     turns.pop()()
     assert not turns
     assert proposer._cursor._index.stop == num_read < 20_000
+
+
+class Drafter(Listener):
+    name = DrafterKind.DSPARK.proposer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("others", [[], ["ngram"]])
+def test_a_drafter_is_left_out_of_answers_once_it_slowed_three(others: list[str]) -> None:
+    drafters: list[Drafter] = []
+
+    def proposers(_request: GenerationRequest) -> list[Proposer]:
+        drafters.append(Drafter())
+        return [*(NgramProposer() for _ in others), drafters[-1]]
+
+    options = CoordinatorOptions(128, 1, 32, 64)
+    speculators = Speculators(proposers, options, num_sessions=lambda: 1, clock_ms=lambda: 1000.0)
+    for sent_ms in (0.0, 50.0):
+        speculators.shared.add_plain(plain(sent_ms))
+    left_out = []
+    for _ in range(40):
+        session = speculators.make(1, GenerationRequest(PROMPT, 40))
+        assert session is not None
+        left_out.append(drafters[-1].is_closed)
+        generation, asked = prefilled(), drafters[-1].asked
+        for number in range(36):
+            asked.clear()
+            session.next_proposal(generation)
+            session.learn([lost(200.0 * number) if any(asked) else plain(200.0 * number)])
+            session.committed((5,))
+        if left_out[-1] and not others:
+            assert "dspark lost time" in session.summary()["reason"]
+        session.close()
+        assert drafters[-1].is_closed
+    assert left_out[:4] == [False, False, False, True]
+    # It is tried again, ever more rarely.
+    tries = [index for index, is_left_out in enumerate(left_out) if not is_left_out]
+    assert 4 <= len(tries) <= 12
+    assert tries[-1] > 20
+
+
+def test_a_drafter_of_a_fixed_width_is_never_left_out() -> None:
+    record = PayoffRecord(10.0, 40.0, 50.0, 512, 500, 9)
+    assert record.rests_long
+    for width, is_left_out in ((3, False), (None, True)):
+        drafter = Drafter()
+        options = CoordinatorOptions(128, 1, 32, 64, controller=ControllerOptions(fixed_width=width))
+        speculators = Speculators(
+            lambda _request, drafter=drafter: [drafter], options, num_sessions=lambda: 1, clock_ms=lambda: 0.0
+        )
+        speculators.shared.add_plain(plain(0.0))
+        speculators.shared.records[drafter.name] = record
+        assert speculators.make(1, GenerationRequest(PROMPT, 40)) is not None
+        assert drafter.is_closed == is_left_out
