@@ -170,16 +170,16 @@ def test_a_drafter_is_left_out_of_answers_once_it_slowed_three(others: list[str]
     assert tries[-1] > 20
 
 
-def test_a_drafter_of_a_fixed_width_is_never_left_out() -> None:
+@pytest.mark.parametrize(("width", "is_left_out"), [(3, False), (None, True)])
+def test_a_drafter_of_a_fixed_width_is_never_left_out(width: int | None, *, is_left_out: bool) -> None:
     record = PayoffRecord(10.0, 40.0, 50.0, 512, 500, 9)
     assert record.rests_long
-    for width, is_left_out in ((3, False), (None, True)):
-        drafter = Drafter()
-        options = CoordinatorOptions(128, 1, 32, 64, controller=ControllerOptions(fixed_width=width))
-        speculators = Speculators(
-            lambda _request, drafter=drafter: [drafter], options, num_sessions=lambda: 1, clock_ms=lambda: 0.0
-        )
-        speculators.shared.add_plain(plain(0.0))
-        speculators.shared.records[drafter.name] = record
-        assert speculators.make(1, GenerationRequest(PROMPT, 40)) is not None
-        assert drafter.is_closed == is_left_out
+    drafter = Drafter()
+    options = CoordinatorOptions(128, 1, 32, 64, controller=ControllerOptions(fixed_width=width))
+    speculators = Speculators(
+        lambda _request: [drafter], options, num_sessions=lambda: 1, clock_ms=lambda: 0.0
+    )
+    speculators.shared.add_plain(plain(0.0))
+    speculators.shared.records[drafter.name] = record
+    assert speculators.make(1, GenerationRequest(PROMPT, 40)) is not None
+    assert drafter.is_closed == is_left_out
