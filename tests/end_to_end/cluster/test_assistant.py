@@ -84,6 +84,7 @@ def test_it_is_served_and_goes_on_with_a_host_that_takes_the_tail(mesh: Mesh, tm
     until(lambda: not any(each.is_running() for each in family), "a process is left", 10)
 
 
+@pytest.mark.sweep
 def test_it_is_loaded_beside_another_model(mesh: Mesh, tmp_path: Path) -> None:
     model = OWN_MODELS["gemma4-dense"](2).write(tmp_path / "model.gguf")
     assistant = write_assistant(tmp_path / "assistant.gguf")
