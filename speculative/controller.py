@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from speculative.acceptance import AcceptanceTable, Calibration, Decision, ProposalContext, WindowOutcome
 from speculative.cost_model import DecodeTimeModel, Timing, WindowPlanRate, best_rate, row_ms, row_price
-from speculative.payoff import GroupPayoff, SessionPayoff
+from speculative.payoff import SHORT_WAIT, GroupPayoff, SessionPayoff
 from speculative.proposer import CONFIRMED_SHARE, DRAFTERS
 
 if TYPE_CHECKING:
@@ -34,8 +34,6 @@ _PACE_EVERY: Final = 8
 _NUM_FIRST_PLAIN: Final = 2
 # Tokens that a draft model may still draft after nothing is wanted any more.
 _NUM_DRAFTED_ON: Final = 8
-# Tokens before speculation is tried again from which features are wanted.
-_FEATURES_AHEAD: Final = 32
 # Tokens before that from which they are wanted at once: features of a few windows are on their way.
 _FEATURES_SOON: Final = 8
 # Share of a drafter's luck that the payoff does not see; the rest guards against a wrong calibration.
@@ -139,7 +137,7 @@ class Controller:
         self._proposers = proposers
         self._num_sessions = 1
         self._position = 0
-        self._payoff = SessionPayoff(record=self._record())
+        self._payoff = SessionPayoff(record=shared.record(proposers))
         # Acceptance probability of each window in flight, given those ahead of it.
         self._flying: deque[float] = deque()
         self._last_arrived_ms: float | None = None
@@ -256,7 +254,7 @@ class Controller:
     @property
     def rests_long(self) -> bool:
         """Whether no proposals will be wanted for so long that features of the text would be of no use."""
-        return self.is_resting and self._payoff.wait > _FEATURES_AHEAD
+        return self.is_resting and self._payoff.wait > SHORT_WAIT
 
     @property
     def rests_awhile(self) -> bool:
@@ -288,10 +286,6 @@ class Controller:
             "contention": _rounded(self._timing.contention),
             "reason": self._reason,
         }
-
-    def _record(self) -> PayoffRecord | None:
-        record, plain_ms = self._shared.records.get(self._proposers), self._plain_ms()
-        return record if record and plain_ms and record.holds_at(plain_ms) else None
 
     def _why_closed(self) -> str | None:
         """Reason why nothing is proposed now; None if something may be."""

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+SHORT_WAIT: Final = 32
+"""Tokens before speculation is tried again from which drafters read the text."""
+
 # Factor of the allowed loss while a run lasts.
 _MID_RUN: Final = 2.0
 # Tokens of initial credit for each token won per plain token.
@@ -20,12 +23,11 @@ _CREDIT: Final = 5.0
 # is committed in a long time, what is remembered never has as many.
 _NUM_TELLING: Final = 16
 _NUM_TELLING_PLAIN: Final = 32.0
-# Or unless so many sessions in a row stopped: of short answers each loses a token, most of it in one window.
+# Or unless speculation stopped so often and won nothing in between: of short answers each loses a token, most
+# of it in one window.
 _NUM_TELLING_STOPS: Final = 3
 # Plain tokens of former sessions that count together.
 _NUM_REMEMBERED: Final = 64.0
-# A session waits for so many tokens itself, and drafters read the text meanwhile.
-_SHORT_WAIT: Final = 32
 # Longest wait caused by the session before, in tokens: its text is another.
 _MAX_CARRIED: Final = 96
 # A plain window time that differs by this factor belongs to another ring.
@@ -61,7 +63,7 @@ class PayoffRecord:
     def rests_long(self) -> bool:
         """Whether sessions are to do without what takes time even while nothing is proposed."""
         stops_often = self.num_stops >= _NUM_TELLING_STOPS and (self.won_share or 0.0) < 0.0
-        return stops_often and self.wait > _SHORT_WAIT
+        return stops_often and self.wait > SHORT_WAIT
 
     def holds_at(self, plain_ms: float) -> bool:
         """Whether the ring is about the same, by the time of a plain window."""

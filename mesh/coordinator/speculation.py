@@ -203,7 +203,7 @@ class Speculator:
         """State of the controller, with its reasons."""
         summary = self._controller.summary()
         if self._left_out is not None and not self._guarded:
-            summary["reason"] = f"{self._left_out} lost time in one answer after the other: left out of some"
+            summary["reason"] = f"{self._left_out} lost time before: left out of this answer"
         return summary
 
     def close(self) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import gguf
-from gguf.constants import GGMLQuantizationType
 
 from tests.support.gemma4_shape import Gemma4Shape
 from tests.support.tiny_families import N_EMBD, Noise
-from tests.support.tiny_models import N_VOCAB, add_vocabulary, copy_vocabulary
+from tests.support.tiny_models import N_VOCAB, add_vocabulary, copy_vocabulary, write_weights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,19 +58,9 @@ def write_assistant(
         add_vocabulary(writer, n_vocab=n_vocab)
     else:
         copy_vocabulary(writer, target)
-    own = _tensors(Noise(seed), shape, n_embd_out, n_vocab)
-    for name, weights in (own | dict(tensors or {})).items():
-        if weights is None:
-            continue
-        if weights.ndim == 1 or weights.shape[-1] % 32:
-            writer.add_tensor(name, weights)
-        else:
-            packed = gguf.quants.quantize(weights, GGMLQuantizationType.Q8_0)
-            writer.add_tensor(name, packed, raw_dtype=GGMLQuantizationType.Q8_0)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    own = _tensors(Noise(seed), shape, n_embd_out, n_vocab) | dict(tensors or {})
+    kept = {name: weights for name, weights in own.items() if weights is not None}
+    write_weights(writer, kept, lambda _name, weights: weights.ndim == 1 or weights.shape[-1] % 32)
     return path
 
 
