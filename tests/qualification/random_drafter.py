@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
-import gguf
 import numpy as np
 
 from mesh.serve.options import demo_model
 from speculative.proposer import DrafterKind
+from stages.gguf import read_header
 from tests.qualification.own_models import gemma4_of
 from tests.support.assistant_files import WINDOWS, write_assistant
 from tests.support.block_drafters import BlockDrafter
@@ -48,16 +48,16 @@ class _Sizes:
     """Sizes that a model's metadata says."""
 
     def __init__(self, model: Path) -> None:
-        self._fields = gguf.GGUFReader(model).fields
-        self.architecture = str(self._fields["general.architecture"].contents())
-        self.n_vocab = len(self._fields["tokenizer.ggml.tokens"].data)
+        self._header = read_header(model)
+        self.architecture = self._header.architecture
+        self.n_vocab = self._header.metadata["tokenizer.ggml.tokens"].count or 0
 
     def __getitem__(self, name: str) -> int:
         return int(self.value(name))
 
     def value(self, name: str) -> Any:
         """A value below the architecture's name."""
-        return self._fields[f"{self.architecture}.{name}"].contents()
+        return self._header.metadata[f"{self.architecture}.{name}"].decode()
 
 
 def trained_shape(kind: DrafterKind, target: Path) -> BlockDrafter:

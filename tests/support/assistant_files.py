@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import gguf
 
+from stages.gguf import read_header
 from tests.support.gemma4_shape import Gemma4Shape
 from tests.support.tiny_families import N_EMBD, Noise
 from tests.support.tiny_models import N_VOCAB, add_vocabulary, copy_vocabulary, write_weights
@@ -48,9 +49,9 @@ def write_assistant(
     """
     n_embd_out = N_EMBD
     if target is not None:
-        fields = gguf.GGUFReader(target).fields
-        n_embd_out = int(fields["gemma4.embedding_length"].contents())
-        n_vocab = len(fields["tokenizer.ggml.tokens"].data)
+        header = read_header(target)
+        n_embd_out = header.integer("gemma4.embedding_length")
+        n_vocab = header.metadata["tokenizer.ggml.tokens"].count or 0
     writer = gguf.GGUFWriter(path, ARCHITECTURE)
     for key, value in (_metadata(shape, n_embd_out) | dict(metadata or {})).items():
         _add(writer, f"{ARCHITECTURE}.{key}", value)

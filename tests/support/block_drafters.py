@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 
 from speculative.proposer import DrafterKind
+from tests.support.gguf_source import GgufSource
 from tests.support.tiny_models import copy_vocabulary, write_weights
 
 if TYPE_CHECKING:
@@ -74,11 +75,10 @@ class BlockDrafter:
         Returns:
             The file.
         """
-        reader = gguf.GGUFReader(target)
-        architecture = reader.fields["general.architecture"].contents()
-        n_embd = int(reader.fields[f"{architecture}.embedding_length"].contents())
-        n_target_layers = int(reader.fields[f"{architecture}.block_count"].contents())
-        given = {tensor.name: tensor for tensor in reader.tensors}
+        source = GgufSource(target)
+        architecture, given = source.header.architecture, source.tensors
+        n_embd = source.header.integer(f"{architecture}.embedding_length")
+        n_target_layers = source.header.integer(f"{architecture}.block_count")
         n_vocab = int(given["token_embd.weight"].shape[1])
         reads = self.reads or (1, n_target_layers // 2, n_target_layers - 1)
         noise = np.random.default_rng(self.seed)

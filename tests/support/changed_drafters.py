@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import gguf
 import numpy as np
 
+from tests.support.gguf_source import GgufSource
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
@@ -24,15 +26,15 @@ def write_changed(source: Path, path: Path, values: Mapping[str, Any]) -> Path:
     Returns:
         The new file.
     """
-    reader = gguf.GGUFReader(source)
-    own = reader.fields["general.architecture"].contents()
+    read = GgufSource(source)
+    own = read.header.architecture
     writer = gguf.GGUFWriter(path, values.get("architecture", own))
-    for key, found in reader.fields.items():
-        is_kept = key.startswith((f"{own}.", "tokenizer."))
-        if is_kept and key not in values and key.removeprefix(f"{own}.") not in values:
-            kind = found.types[0]
-            inner = found.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(key, found.contents(), kind, inner)
+
+    def is_kept(key: str) -> bool:
+        is_known = key.startswith((f"{own}.", "tokenizer."))
+        return is_known and key not in values and key.removeprefix(f"{own}.") not in values
+
+    read.copy_metadata(writer, is_kept)
     for name, value in values.items():
         key = name if name.startswith("tokenizer.") else f"{own}.{name}"
         if isinstance(value, list):
@@ -41,7 +43,7 @@ def write_changed(source: Path, path: Path, values: Mapping[str, Any]) -> Path:
             writer.add_bool(key, val=value)
         elif isinstance(value, int):
             writer.add_uint32(key, value)
-    for tensor in reader.tensors:
+    for tensor in read.tensors.values():
         if tensor.name not in values:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     for name, value in values.items():

@@ -15,6 +15,8 @@ import gguf
 import numpy as np
 from gguf.constants import GGMLQuantizationType as Quantisation
 
+from tests.support.gguf_source import GgufSource, SourceTensor
+
 HEAD: Final = Path(__file__).parents[1] / "data" / "smollm2-135m-mtp-head.npz"
 _ARCHITECTURE: Final = "mimo2"
 _HEAD_WIDTH: Final = 64
@@ -30,16 +32,12 @@ def write_mimo2(smollm2: Path, path: Path, *, has_trunk: bool = True, has_head: 
         has_trunk: Whether its own layers are in the file; without them it is a head file.
         has_head: Whether the head is.
     """
-    reader = gguf.GGUFReader(smollm2)
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    source = GgufSource(smollm2)
+    tensors = source.tensors
     writer = gguf.GGUFWriter(path, _ARCHITECTURE)
-    for key, found in reader.fields.items():
-        if key.startswith("tokenizer."):
-            kind = found.types[0]
-            inner = found.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(key, found.contents(), kind, inner)
+    source.copy_metadata(writer, lambda key: key.startswith("tokenizer."))
     n_embd, n_heads, n_kv, n_ff, n_layers = (
-        int(reader.fields[f"llama.{key}"].contents())
+        source.header.integer(f"llama.{key}")
         for key in (
             "embedding_length",
             "attention.head_count",
@@ -65,14 +63,14 @@ def write_mimo2(smollm2: Path, path: Path, *, has_trunk: bool = True, has_head: 
     }
     for key, number in numbers.items():
         writer.add_uint32(f"{_ARCHITECTURE}.{key}", number)
-    epsilon = reader.fields["llama.attention.layer_norm_rms_epsilon"].contents()
-    writer.add_float32(f"{_ARCHITECTURE}.attention.layer_norm_rms_epsilon", float(epsilon))
+    epsilon = source.value("llama.attention.layer_norm_rms_epsilon")
+    writer.add_float32(f"{_ARCHITECTURE}.attention.layer_norm_rms_epsilon", epsilon)
     for key in ("rope.freq_base", "rope.freq_base_swa"):
-        writer.add_float32(f"{_ARCHITECTURE}.{key}", float(reader.fields["llama.rope.freq_base"].contents()))
+        writer.add_float32(f"{_ARCHITECTURE}.{key}", source.value("llama.rope.freq_base"))
     pattern = [layer % 2 == 1 for layer in range(n_layers)] + [True]
     writer.add_array(f"{_ARCHITECTURE}.attention.sliding_window_pattern", pattern)
 
-    def put(name: str, tensor: gguf.ReaderTensor, heads: int = 0) -> None:
+    def put(name: str, tensor: SourceTensor, heads: int = 0) -> None:
         data = tensor.data[_rope_order(heads)] if heads else tensor.data
         writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=tensor.tensor_type)
 

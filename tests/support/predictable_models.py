@@ -14,14 +14,16 @@ import gguf
 import numpy as np
 
 from stages.slicing.tensor_names import EMBEDDING, OUTPUT, layer_of
+from tests.support.gguf_source import GgufSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from gguf.constants import GGMLQuantizationType
-    from gguf.gguf_reader import ReaderTensor
     from numpy.typing import NDArray
+
+    from tests.support.gguf_source import SourceTensor
 
 # What a layer adds to the hidden states comes out of these.
 _OUTPUTS: Final = (
@@ -49,7 +51,7 @@ def make_predictable(path: Path, *, share: float) -> Path:
             have 1 as the mean of their squares.
     """
 
-    def change(tensor: ReaderTensor) -> tuple[NDArray[np.float32], None]:
+    def change(tensor: SourceTensor) -> tuple[NDArray[np.float32], None]:
         name = tensor.name.removeprefix(f"blk.{layer_of(tensor.name)}.")
         weights = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         return _changed(name, weights, share), None
@@ -65,7 +67,7 @@ def make_terse(path: Path, tokens: Sequence[int]) -> Path:
         tokens: Ids of the likely ones.
     """
 
-    def change(tensor: ReaderTensor) -> tuple[NDArray[Any], GGMLQuantizationType]:
+    def change(tensor: SourceTensor) -> tuple[NDArray[Any], GGMLQuantizationType]:
         if tensor.name != OUTPUT:
             return tensor.data, tensor.tensor_type
         weights = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
@@ -77,16 +79,13 @@ def make_terse(path: Path, tokens: Sequence[int]) -> Path:
 
 
 def _written_again(
-    path: Path, change: Callable[[ReaderTensor], tuple[NDArray[Any], GGMLQuantizationType | None]]
+    path: Path, change: Callable[[SourceTensor], tuple[NDArray[Any], GGMLQuantizationType | None]]
 ) -> Path:
-    reader = gguf.GGUFReader(path)
+    source = GgufSource(path)
     scratch = path.with_suffix(".scratch")
-    writer = gguf.GGUFWriter(scratch, reader.fields["general.architecture"].contents())
-    for key, found in reader.fields.items():
-        if not key.startswith(("GGUF.", "general.architecture")):
-            inner = found.types[-1] if found.types[0] == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(key, found.contents(), found.types[0], inner)
-    for tensor in reader.tensors:
+    writer = gguf.GGUFWriter(scratch, source.header.architecture)
+    source.copy_metadata(writer, lambda _key: True)
+    for tensor in source.tensors.values():
         data, dtype = change(tensor)
         writer.add_tensor(tensor.name, data, raw_dtype=dtype)
     writer.write_header_to_file()

@@ -14,6 +14,7 @@ from stages.slicing.layout import StageLayout, StageTensor
 from stages.slicing.source_model import count_layers
 from stages.slicing.stage_writer import StageWriter
 from stages.slicing.tensor_names import EMBEDDING, is_per_layer, layer_of
+from tests.support.gguf_source import GgufSource
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -75,6 +76,6 @@ def short_gemma3_path(gemma3_path: Path, tmp_path_factory: pytest.TempPathFactor
 
 def embedding_of(model: Path) -> NDArray[np.float32]:
     """Rows of the tokens of a model, as llama.cpp looks them up."""
-    (found,) = (each for each in gguf.GGUFReader(model).tensors if each.name == EMBEDDING)
+    found = GgufSource(model).tensors[EMBEDDING]
     rows: NDArray[np.float32] = gguf.quants.dequantize(found.data, found.tensor_type).astype(np.float32)
     return rows

@@ -10,6 +10,8 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType
 from numpy.typing import NDArray
 
+from tests.support.gguf_source import GgufSource
+
 N_VOCAB = 320
 
 
@@ -186,7 +188,6 @@ def copy_vocabulary(writer: gguf.GGUFWriter, model: Path, *, leaves_out: tuple[s
         model: The model's file.
         leaves_out: Keys of its metadata.
     """
-    for key, field in gguf.GGUFReader(model).fields.items():
-        if key.startswith("tokenizer.") and key not in leaves_out:
-            inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(key, field.contents(), field.types[0], inner)
+    GgufSource(model).copy_metadata(
+        writer, lambda key: key.startswith("tokenizer.") and key not in leaves_out
+    )
