@@ -15,16 +15,24 @@ from tests.support.api_harness import Api, ScriptedEngine, running_api
 tokenizer = api_harness.tokenizer
 
 COMPLETIONS = "/v1/completions"
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("\ud800"),
-    lambda inner: (
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("\ud800")
+
+
+def _around(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return (
         st.lists(inner, max_size=5)
-        | st.lists(inner, max_size=3).map(lambda values: values * 40)
         | st.tuples(inner)
         | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=5)
-    ),
-    max_leaves=20,
-)
+    )
+
+
+def _many(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.lists(inner, max_size=3).map(lambda values: values * 40)
+
+
+# At most two levels of many values: each further one would make them forty times as many.
+NESTED = st.recursive(SCALARS | _many(SCALARS), _around, max_leaves=20)
+VALUES = NESTED | _around(_many(NESTED))
 
 
 @given(value=VALUES)
