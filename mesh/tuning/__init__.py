@@ -1,0 +1,1 @@
+"""Recordings of a model's answers, and drafters tuned on them."""
