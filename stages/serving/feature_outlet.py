@@ -76,6 +76,11 @@ class FeatureStream:
         if is_urgent or self._num_rows >= _ROWS_TOGETHER:
             self._changed.set()
 
+    def send_waiting(self) -> None:
+        """Send what may wait for more."""
+        if self._waiting:
+            self._changed.set()
+
     def close(self) -> None:
         """End the stream at once."""
         self._is_closed = True
@@ -170,6 +175,12 @@ class FeatureOutlet(StagePlug):
         """End the stream of features, if there is one."""
         if self._stream is not None:
             self._stream.close()
+
+    def closed(self, slot: int, message: wire.Close) -> None:
+        """Send the last features of a session: nothing follows that they could share a message with."""
+        del slot, message
+        if self._stream is not None:
+            self._stream.send_waiting()
 
     def tap(self, layers: Sequence[int], feature_type: HiddenType | None) -> tuple[int, ...]:
         """Set what features windows may ask for; in the computing thread only.

@@ -213,6 +213,10 @@ async def test_features_that_may_wait_share_a_message_until_others_come() -> Non
     stream.put([features(2, may_wait=True)])
     stream.put([features(3)])
     assert await next_rows() == [2, 3]
+    # Nothing follows that they could wait for.
+    stream.put([features(4, may_wait=True)])
+    stream.send_waiting()
+    assert await next_rows() == [4]
 
 
 @pytest.mark.parametrize(
