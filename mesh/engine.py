@@ -49,6 +49,16 @@ class PrefillProgress:
 
 
 @dataclass(frozen=True)
+class RecordedPrompt:
+    """How the answer to a prompt is filed where answers are recorded."""
+
+    api: Literal["chat", "raw"]
+    """Whether a chat template wrote the prompt."""
+    id: str
+    """Name of the prompt, which all turns of a chat share: what learns from some is tried on others."""
+
+
+@dataclass(frozen=True)
 class GenerationRequest:
     """A sequence to continue."""
 
@@ -78,6 +88,8 @@ class GenerationRequest:
     scores_prompt: bool = False
     """Whether log probabilities of the prompt's tokens are reported, too: needs `num_top_logprobs`, and
     nothing of the prompt may be cached."""
+    recording: RecordedPrompt | None = None
+    """How the answer is filed if answers are recorded; None for one that must not be."""
     on_prefill: Callable[[PrefillProgress], None] | None = field(default=None, compare=False, repr=False)
     """Called in the event loop whenever more of the prompt was read; None for no calls."""
 
@@ -201,7 +213,7 @@ class RingTimes:
 
 @dataclass(frozen=True)
 class FeatureCounts:
-    """Features of one or more answers: hidden states of the target that a drafter reads."""
+    """Features of one or more answers: hidden states of the target that a drafter or a recording reads."""
 
     num_wanted: int = 0
     """Rows whose features were asked for and whose tokens count."""
@@ -237,7 +249,7 @@ class SpeculationReport:
     by_depth: Mapping[str, DepthStatistics] = field(default_factory=dict)
     """Tokens by depth, of the proposers that read features."""
     features: FeatureCounts | None = None
-    """Features that were asked for; None without a drafter that reads them."""
+    """Features that were asked for; None if neither a drafter reads them nor a recording."""
     num_voided_windows: int = 0
     """Windows void before their verdict, because one ahead of them was rejected."""
     num_voided_rows: int = 0

@@ -248,7 +248,7 @@ class ProposerStatus:
 
 @dataclass(kw_only=True, slots=True)
 class FeatureStatus:
-    """Hidden states of the model that a drafter reads."""
+    """Hidden states of the model that a drafter or a recording reads."""
 
     wanted: int = 0
     """Positions whose hidden states were asked for."""
@@ -326,7 +326,7 @@ class SpeculationStatus:
     proposers: dict[str, ProposerStatus] = field(default_factory=dict)
     """By name."""
     features: FeatureStatus | None = None
-    """Features that were asked for; None without a drafter that reads them."""
+    """Features that were asked for; None if neither a drafter reads them nor a recording."""
     tail_drafts: TailDraftStatus | None = field(default=None, metadata=_UNSET)
     """Drafts of an assistant beside the last stage; None without one, and so is that of an answer."""
     stale_windows: int = 0
@@ -400,6 +400,30 @@ class KvDiskStatus:
     """Fetches that brought nothing, after which prompts were computed."""
     stages: tuple[BlocksStatus | None, ...] = ()
     """By stage; None of one that did not tell."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RecordingStatus:
+    """Answers that are recorded, for drafters that are tuned on them."""
+
+    id: str = ""
+    """Name of this run of the recorder, which its folder's lock holds as well."""
+    conversations: int = 0
+    """Answers in the folder."""
+    tokens: int = 0
+    """Their tokens, prompts left out."""
+    bytes: int = 0
+    """Size of their files."""
+    most_bytes: int = 0
+    """Limit of that: the oldest go first."""
+    written: int = 0
+    """Answers written since the start."""
+    left_out: int = 0
+    """Answers left out since then: the disk was behind, full or failing, or hidden states did not come."""
+    erased: int = 0
+    """Answers erased since then, with their API key or its right, or by their age."""
+    off: str | None = None
+    """Reason why none are written; None while they are."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -554,6 +578,8 @@ class MeshStatus(ChatModelStatus):
     round_trips: RoundTripStatus | None = field(default=None, metadata=_UNSET)
     kv_disk: KvDiskStatus | None = field(default=None, metadata=_OF_RING)
     """None if no stage keeps KV rows on disk."""
+    recording: RecordingStatus | None = field(default=None, metadata=_UNSET)
+    """None if no answers are recorded."""
     models: tuple[ChatModelStatus | EmbeddingModelStatus, ...] = ()
     """Every model, the first one first."""
     library: tuple[LibraryStatus, ...] | None = field(default=None, metadata=_UNSET)
