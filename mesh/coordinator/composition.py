@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mesh.coordinator.feature_store import FeatureNeeds
     from mesh.coordinator.plugs import Plug
     from mesh.options.model import ModelOptions
+    from mesh.tuning.recorder import Recorder
     from stages.slicing.model_facts import ModelFacts
 
 
@@ -23,6 +24,7 @@ def plugs_of(
     model: ModelFacts,
     feature_needs: FeatureNeeds | None = None,
     *,
+    recorder: Recorder | None = None,
     has_assistant: bool = False,
 ) -> Iterator[Plug]:
     """The plugs of a model's coordinator.
@@ -30,13 +32,14 @@ def plugs_of(
     Args:
         options: What the user asks for.
         model: Facts of the model.
-        feature_needs: Hidden states that its drafter reads; None if there is no such drafter.
+        feature_needs: Hidden states that its drafter reads, or that are recorded; None for neither.
+        recorder: Recorder of its answers; None if none are recorded.
         has_assistant: Whether an assistant drafts beside the last stage.
     """
     yield DiskPlug(has_windows=model.has_windows)
     if options.checkpoints and not model.can_trim:
         yield CheckpointPlug(options.checkpoints)
     if feature_needs is not None:
-        yield FeaturePlug(feature_needs)
+        yield FeaturePlug(feature_needs, recorder)
     if has_assistant:
         yield TailDraftPlug()

@@ -1,4 +1,4 @@
-"""Features for drafters that read hidden states: streams from the stages, and the plug.
+"""Features for drafters and recordings, which read hidden states: streams from the stages, and the plug.
 
 Features of a few rows come with verdicts; more come on connections of their own, so that no window or verdict
 waits behind them. The loss of a connection ends drafting from features, and nothing else.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import grpc
 import numpy as np
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from mesh.coordinator.speculation import Speculator
     from mesh.engine import SpeculationReport
     from mesh.status import MeshStatus
+    from mesh.tuning.recorder import RecordedAnswer, Recorder
     from stages.transport.channels import Identity
 
 # Hidden states beyond this are no features that any drafter was trained on.
@@ -46,6 +47,28 @@ _CONNECT_PATIENCE_S: Final = 0.3
 log = structlog.get_logger()
 # Latest positions of a replay that stages compute though they hold them, if their features are missing.
 _MOST_COMPUTED_AGAIN: Final = 64
+# The last features of an answer come behind its last verdict.
+_LATE_S: Final = 0.25
+
+
+class RowReader(Protocol):
+    """Reader of one session's features: its speculator, or the record of its answer."""
+
+    @property
+    def wants_features(self) -> bool:
+        """Whether features of windows are of use now."""
+
+    @property
+    def features_may_wait(self) -> bool:
+        """Whether those of several windows may share a message."""
+
+    def take_features(self, start: int, rows: NDArray[np.float32]) -> None:
+        """Take features of committed positions.
+
+        Args:
+            start: Position of the first row.
+            rows: float32 (rows, layers × n_embd).
+        """
 
 
 @dataclass(frozen=True)
@@ -71,7 +94,7 @@ class FeatureStreams(RingPlug):
         stages: Addresses of the stages, in pipeline order.
         hello: First message, with the protocol version.
         mesh_key: Key shared by all stages and the coordinator.
-        needs: What the drafter reads.
+        needs: What is read.
         on_features: Called with features as they arrive.
         identity: TLS identity of this process; None if both ends are in one process.
 
@@ -116,6 +139,10 @@ class FeatureStreams(RingPlug):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CONNECT_PATIENCE_S):
                 await self._is_settled.wait()
+
+    def suspend(self) -> None:
+        """Expect no more: what is on its way will not come."""
+        self.why_off = "the ring is lost, or was left"
 
     async def close(self) -> None:
         """End all streams."""
@@ -203,16 +230,18 @@ class FeaturePlug(Plug):
     """Features of all sessions.
 
     Args:
-        needs: What the drafter reads.
+        needs: What the drafter reads, and what is recorded.
+        recorder: Recorder of answers; None if none are recorded.
 
     Attributes:
-        needs: What the drafter reads.
+        needs: As given.
         streams: Connections of the latest ring; None before the first.
         sessions: Sessions that may ask for features, by id.
     """
 
-    def __init__(self, needs: FeatureNeeds) -> None:
+    def __init__(self, needs: FeatureNeeds, recorder: Recorder | None = None) -> None:
         self.needs = needs
+        self._recorder = recorder
         self.streams: FeatureStreams | None = None
         self.sessions: dict[int, SessionFeatures] = {}
 
@@ -229,14 +258,21 @@ class FeaturePlug(Plug):
         return self.streams
 
     def in_session(self, generation: Generation, speculator: Speculator | None) -> SessionFeatures | None:
-        """Features of a new session; None if it proposes nothing."""
-        return None if speculator is None else SessionFeatures(self, generation, speculator)
+        """Features of a new session; None if it proposes nothing, and is not recorded."""
+        answer = None if self._recorder is None else self._recorder.begin(generation.request)
+        if speculator is None and answer is None:
+            return None
+        return SessionFeatures(self, generation, speculator, answer)
 
     def describe(self, status: MeshStatus) -> None:
-        """Add why features do not come, if they do not."""
+        """Add what is recorded, and why features do not come, if they do not."""
+        why_off = None if self.streams is None else self.streams.why_off
         counts = None if status.speculation is None else status.speculation.features
-        if counts is not None and self.streams is not None:
-            counts.off = self.streams.why_off
+        if counts is not None:
+            counts.off = why_off
+        if self._recorder is not None:
+            status.recording = self._recorder.status()
+            status.recording.off = status.recording.off or why_off
 
     def take(self, features: ReceivedFeatures) -> None:
         """Pass features on to their session.
@@ -255,40 +291,63 @@ class SessionFeatures(SessionPlug):
     Args:
         plug: Features of all sessions.
         generation: State machine of the request.
-        speculator: Reader of the features.
+        speculator: Reader of the features, if there is one.
+        answer: Record of the answer, if there is one.
     """
 
-    def __init__(self, plug: FeaturePlug, generation: Generation, speculator: Speculator) -> None:
+    def __init__(
+        self,
+        plug: FeaturePlug,
+        generation: Generation,
+        speculator: Speculator | None,
+        answer: RecordedAnswer | None = None,
+    ) -> None:
         self._plug = plug
         self._generation = generation
         self._speculator = speculator
+        self._answer = answer
+        # Each with the number of a prompt's last positions that it reads.
+        self._readers: list[tuple[RowReader, int]] = []
+        if speculator is not None:
+            self._readers.append((speculator, plug.needs.context))
+        if answer is not None:
+            self._readers.append((answer, answer.context))
         self._store = FeatureStore(plug.needs.layers, plug.needs.n_embd)
         self._num_bytes = 0
         self._id: int | None = None
         # First position whose features are wanted.
         self._begin = 0
+        self._is_over = False
 
     def attach(self, session: int, *, is_elsewhere: bool) -> None:
         """Ask for features from the first position on that all stages compute, and those behind."""
-        self.detach()
+        self._leave()
         self._id = session
         self._plug.sessions[session] = self
         self._begin = 0
-        if is_elsewhere and self._speculator.wants_features:
+        # A record alone is no reason to compute anything again.
+        if is_elsewhere and self._speculator is not None and self._speculator.wants_features:
             self._begin = max(self._store.num_known, self._generation.position - _MOST_COMPUTED_AGAIN)
             self._generation.resume_before(self._begin)
 
     def detach(self) -> None:
-        """Take no more features."""
-        if self._id is not None:
-            self._plug.sessions.pop(self._id, None)
+        """Take no more features; what is on its way to a record is waited for a little."""
+        self._is_over = True
+        if self._answer is None or self._is_complete or self._why_off is not None:
+            self._end()
+        else:
+            asyncio.get_running_loop().call_later(_LATE_S, self._end)
 
     def sending(self, window_id: int, plan: WindowPlan, message: wire.Window) -> None:
         """Ask for the features of a window's rows, if they are of use."""
-        if self._wants(plan):
+        if self._why_off is not None or plan.start < self._begin:
+            return
+        readers = [reader for reader, context in self._readers if self._is_near(plan, context)]
+        readers = [reader for reader in readers if reader.wants_features]
+        if readers:
             self._store.sent(window_id, plan.start, len(plan.tokens))
             message.wants_features = True
-            message.features_may_wait = self._speculator.features_may_wait
+            message.features_may_wait = all(reader.features_may_wait for reader in readers)
 
     def judged(self, in_flight: InFlightWindow, verdict: wire.Verdict) -> None:
         """Release the features of the window's rows that count, those of the verdict among them."""
@@ -319,19 +378,40 @@ class SessionFeatures(SessionPlug):
         """
         self._num_bytes += features.num_bytes
         self._pass_on(self._store.add(features.window_id, features.start, features.rows))
+        if self._is_over and self._is_complete:
+            self._end()
 
     def _pass_on(self, runs: Sequence[FeatureRows]) -> None:
+        # A drafter that rests has no use for what is recorded meanwhile.
+        readers = [reader for reader, _ in self._readers if runs and reader.wants_features]
         for run in runs:
-            self._speculator.take_features(run.start, run.rows)
+            for reader in readers:
+                reader.take_features(run.start, run.rows)
 
-    def _wants(self, plan: WindowPlan) -> bool:
+    def _is_near(self, plan: WindowPlan, context: int) -> bool:
         """Whether features of the window's rows are of use: of a long prompt only its end is read."""
+        return plan.stop > max(self._begin, self._generation.position - context)
+
+    @property
+    def _why_off(self) -> str | None:
+        """Why features do not come; None while they do."""
         streams = self._plug.streams
-        if streams is None or streams.why_off is not None:
-            return False
-        first = max(self._begin, self._generation.position - self._plug.needs.context)
-        is_near = plan.start >= self._begin and plan.start + len(plan.tokens) > first
-        return is_near and self._speculator.wants_features
+        return "there is no ring" if streams is None else streams.why_off
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether all features that were asked for are there."""
+        return self._store.num_received == self._store.num_wanted
+
+    def _leave(self) -> None:
+        if self._id is not None:
+            self._plug.sessions.pop(self._id, None)
+
+    def _end(self) -> None:
+        self._leave()
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            answer.end(self._generation.tokens)
 
 
 def decoded(features: wire.Features, layers: Sequence[int], needs: FeatureNeeds) -> ReceivedFeatures:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from mesh.coordinator.feature_store import FeatureNeeds
     from mesh.coordinator.plugs import Plug
     from mesh.engine import Committed, GenerationRequest
+    from mesh.tuning.recorder import Recorder
     from spanmesh_proto.errors import MeshError
     from speculative.proposer import Proposer
     from stages.grammar.automaton import TokenTexts
@@ -160,6 +161,7 @@ async def running_coordinator(
     clock_s: Callable[[], float] = time.monotonic,
     token_texts: TokenTexts | None = None,
     feature_needs: FeatureNeeds | None = None,
+    recorder: Recorder | None = None,
     block_positions: int = BLOCK_POSITIONS,
     plugs: Iterable[Plug] | None = None,
 ) -> AsyncIterator[Coordinator]:
@@ -191,6 +193,7 @@ async def running_coordinator(
             has_windows=has_windows,
             num_checkpoints=num_checkpoints,
             feature_needs=feature_needs,
+            recorder=recorder,
             block_positions=block_positions,
         )
         if plugs is None
@@ -214,6 +217,7 @@ def plugs_for(
     has_windows: bool = False,
     num_checkpoints: int = 0,
     feature_needs: FeatureNeeds | None = None,
+    recorder: Recorder | None = None,
     block_positions: int = BLOCK_POSITIONS,
 ) -> list[Plug]:
     """New plugs for one coordinator, those that `mesh.coordinator.composition` names."""
@@ -221,7 +225,7 @@ def plugs_for(
     if num_checkpoints:
         plugs.append(CheckpointPlug(num_checkpoints))
     if feature_needs is not None:
-        plugs.append(FeaturePlug(feature_needs))
+        plugs.append(FeaturePlug(feature_needs, recorder))
     return plugs
 
 

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from mesh.placement.topology import Topology
     from mesh.serve.head import Head
     from mesh.serve.preflight import Preflight
+    from mesh.tuning.recorder import Recorder
     from speculative.proposer import Proposer
     from stages.grammar.automaton import TokenTexts
     from stages.serving.actor import StageActor
@@ -194,6 +195,7 @@ async def serving(
     topology: Topology | None = None,
     make_proposers: Callable[[GenerationRequest], Sequence[Proposer]] | None = None,
     feature_needs: FeatureNeeds | None = None,
+    recorder: Recorder | None = None,
     say: Callable[[str], None] = lambda _phase: None,
     beside: Serving | None = None,
     has_replicas: bool = True,
@@ -209,7 +211,8 @@ async def serving(
         hosts: Name to memory, in multiples of what the largest stage takes.
         topology: Locks the placement that it starts with.
         make_proposers: Gives each request its proposers.
-        feature_needs: Hidden states that they read.
+        feature_needs: Hidden states that they read, or that are recorded.
+        recorder: Of answers.
         say: Told what goes on.
         beside: Another model on the same hosts; then of `hosts` only the names count.
         has_replicas: Whether spare hosts are given replicas of stages, after four seconds.
@@ -267,7 +270,10 @@ async def serving(
             token_texts=None if token_texts is None else lambda: token_texts,
             controller=ControllerOptions() if controller is None else controller,
         ),
-        plugs=[*plugs_for(feature_needs=feature_needs), *([] if drafter is None else [TailDraftPlug()])],
+        plugs=[
+            *plugs_for(feature_needs=feature_needs, recorder=recorder),
+            *([] if drafter is None else [TailDraftPlug()]),
+        ],
         mesh_id=credentials.mesh_id,
         mesh_key=credentials.mesh_key,
         make_proposers=make_proposers,
