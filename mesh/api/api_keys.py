@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # A line is `NAME sha256:HEX`, then what limits the key, in any order: `requests-per-minute=60`,
-# `tokens-per-minute=20000`, `concurrent=8`, `expires=2027-01-31T00:00:00+00:00`, and `may-load=yes` if it may
-# load models. `#` begins a comment line.
+# `tokens-per-minute=20000`, `concurrent=8`, `expires=2027-01-31T00:00:00+00:00`, `may-load=yes` if it may
+# load models, and `may-record=yes` if its answers may be recorded. `#` begins a comment line.
 # Lines with a plain key, `KEY` or `NAME KEY`, are read too, for keys made by other tools.
 #
 # A key is identified by its digest; its name is only displayed. A key without a name is displayed by the
@@ -66,6 +66,8 @@ class KeyRecord:
     """Whether the line gives the name."""
     may_load: bool = False
     """Whether its requests may load models of the library."""
+    may_record: bool = False
+    """Whether its answers may be recorded, to tune drafters on them."""
     num_removals: int = 0
     """How often it was removed from the file while the server ran."""
 
@@ -246,6 +248,8 @@ def format_key_line(record: KeyRecord) -> str:
         words.append(f"expires={record.expires_at.isoformat()}")
     if record.may_load:
         words.append(f"may-load={_YES}")
+    if record.may_record:
+        words.append(f"may-record={_YES}")
     return " ".join(words)
 
 
@@ -266,6 +270,7 @@ def _hashed(name: str, digest: str, settings: list[str]) -> KeyRecord:
         max_concurrent=_limit(found.pop("concurrent", None)),
         expires_at=_moment(found.pop("expires", None)),
         may_load=_right(found.pop("may-load", None)),
+        may_record=_right(found.pop("may-record", None)),
     )
     if found:
         raise MeshError("has an unknown setting")

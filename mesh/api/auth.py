@@ -34,6 +34,7 @@ _COUNTING_PATHS: Final = frozenset(
 KEY_NAME: Final = "spanmesh.key_name"
 _CLIENT: Final = "spanmesh.client"
 _MAY_LOAD: Final = "spanmesh.may_load"
+_MAY_RECORD: Final = "spanmesh.may_record"
 # A proxy on this machine has its address, for clients elsewhere.
 _MARKS_OF_PROXIES: Final = (
     *("forwarded", "via", "x-real-ip", "x-client-ip", "x-cluster-client-ip", "true-client-ip"),
@@ -86,7 +87,7 @@ class KeyGate:
             await error_response(error)(scope, receive, send)
             return
         scope[KEY_NAME], scope[_CLIENT] = record.name, record.identity
-        scope[_MAY_LOAD] = record.may_load
+        scope[_MAY_LOAD], scope[_MAY_RECORD] = record.may_load, record.may_record
         scope[RESERVATION] = reservation = self._rate_limits.reserve(record)
 
         async def send_with_limits(message: Message) -> None:
@@ -185,6 +186,12 @@ def may_load(request: Request) -> bool:
     """
     right: bool | None = request.scope.get(_MAY_LOAD)
     return is_own_machine(request) if right is None else right
+
+
+def may_record(scope: Scope) -> bool | None:
+    """Whether answers to a request's API key may be recorded; None where the API is open."""
+    right: bool | None = scope.get(_MAY_RECORD)
+    return right
 
 
 def load_refusal(request: Request, model: str) -> Forbidden | None:

@@ -6,12 +6,16 @@ import datetime as dt
 import re
 import secrets
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from mesh.api.api_keys import KeyRecord, add_key, default_key_file, digest_of, read_key_file, remove_key
 from mesh.cli.shared_options import ParsedText
 from mesh.util.printable import say
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _SPAN = re.compile(r"(\d{1,6})([hdw])")
 _HOURS = {"h": 1, "d": 24, "w": 24 * 7}
@@ -26,6 +30,10 @@ _FILE = click.option(
     help="Key file; the one in the user's configuration folder unless given.",
 )
 _LIMIT = click.IntRange(1, 10**12)
+_RIGHTS: Final[dict[str, Callable[[KeyRecord], bool]]] = {
+    "may load": lambda record: record.may_load,
+    "may record": lambda record: record.may_record,
+}
 
 
 class _Expiry(ParsedText[dt.datetime]):
@@ -81,6 +89,11 @@ def keys() -> None:
     is_flag=True,
     help="Let its requests load models of the library, see `mesh serve --library`.",
 )
+@click.option(
+    "--may-record",
+    is_flag=True,
+    help="Let its answers be recorded, see `mesh serve --record`; ask whose texts they are.",
+)
 @_FILE
 def add(
     *,
@@ -90,6 +103,7 @@ def add(
     max_concurrent: int | None,
     expires: dt.datetime | None,
     may_load: bool,
+    may_record: bool,
     path: Path | None,
 ) -> None:
     """Make a key named NAME and print it once: the file has only its hash."""
@@ -103,6 +117,7 @@ def add(
         expires_at=expires,
         max_concurrent=max_concurrent,
         may_load=may_load,
+        may_record=may_record,
     )
     add_key(path, record)
     say(key)
@@ -123,31 +138,49 @@ def list_(*, path: Path | None) -> None:
     # `mesh keys rm` needs the whole name: the other columns shrink on a narrow terminal.
     table.add_column("key", min_width=max((len(record.name) for record in records), default=0))
     columns = ["requests/minute", "tokens/minute", "at once", "expires"]
-    # A right that few keys have: without one its column would only take room.
-    has_rights = any(record.may_load for record in records)
-    for column in (*columns, "may load") if has_rights else columns:
+    # Rights that few keys have: without one its column would only take room.
+    rights = {
+        column: [right(record) for record in records]
+        for column, right in _RIGHTS.items()
+        if any(map(right, records))
+    }
+    for column in (*columns, *rights):
         table.add_column(column)
-    for record in records:
+    for index, record in enumerate(records):
         limits = (record.requests_per_minute, record.tokens_per_minute)
         when = "never" if record.expires_at is None else f"{record.expires_at:%Y-%m-%d %H:%M %Z}"
         if record.is_expired(now_s):
             when += ", expired"
         name = f"{record.name} (not hashed)" if record.is_plain else record.name
         at_once = "all slots but one" if record.max_concurrent is None else str(record.max_concurrent)
-        right = (("yes" if record.may_load else "no"),) if has_rights else ()
+        held = ("yes" if has[index] else "no" for has in rights.values())
         limited = ("no limit" if limit is None else str(limit) for limit in limits)
-        table.add_row(name, *limited, at_once, when, *right)
+        table.add_row(name, *limited, at_once, when, *held)
     PrintableConsole(markup=False).print(table)
 
 
 @keys.command()
 @click.argument("name")
+@click.option(
+    "--recording",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    metavar="FOLDER",
+    help="Also erase at once what this recording holds of it; a server that records there does so itself.",
+)
 @_FILE
-def rm(*, name: str, path: Path | None) -> None:
+def rm(*, name: str, folder: Path | None, path: Path | None) -> None:
     """Remove the key NAME: it is refused from the next request on.
 
     A key without a name is named by its hash, such as key-3f1c92aa40b7; the first digits will do, if no
     other begins so.
     """
     path = path or default_key_file()
-    say(f"the key {remove_key(path, name)} was removed from {path}", err=True)
+    digests = {record.name: record.digest for record in read_key_file(path)}
+    removed = remove_key(path, name)
+    say(f"the key {removed} was removed from {path}", err=True)
+    if folder is not None:
+        from mesh.tuning.recording_folder import erase_key  # noqa: PLC0415 - keeps --help quick
+
+        num_erased = erase_key(folder, digests[removed].hex())
+        say(f"{num_erased} recorded answers were erased from {folder}", err=True)

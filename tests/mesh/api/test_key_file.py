@@ -34,6 +34,7 @@ MOMENTS = st.none() | st.integers(0, 2**33).map(lambda seconds: dt.datetime.from
     expires=MOMENTS,
     concurrent=LIMITS,
     may_load=st.booleans(),
+    may_record=st.booleans(),
 )
 def test_a_key_is_read_as_it_was_written(
     name: str,
@@ -44,9 +45,19 @@ def test_a_key_is_read_as_it_was_written(
     concurrent: int | None,
     *,
     may_load: bool,
+    may_record: bool,
 ) -> None:
     check_key_name(name)
-    record = KeyRecord(name, digest, requests, tokens, expires, max_concurrent=concurrent, may_load=may_load)
+    record = KeyRecord(
+        name,
+        digest,
+        requests,
+        tokens,
+        expires,
+        max_concurrent=concurrent,
+        may_load=may_load,
+        may_record=may_record,
+    )
     assert parse_key_line(format_key_line(record)) == record
 
 
@@ -69,6 +80,7 @@ def test_any_line_is_a_key_or_an_error_of_ours(line: str) -> None:
         (f"sha256:{'0' * 64} concurrent=0", "not a number from 1"),
         (f"sha256:{'0' * 64} expires=tomorrow", "not a date such as"),
         (f"sha256:{'0' * 64} may-load=1", "neither yes nor no"),
+        (f"sha256:{'0' * 64} may-record=maybe", "neither yes nor no"),
         (f"sha256:{'0' * 64} colour=red", "unknown setting"),
         (f"sha256:{'0' * 64} expires=2030-01-01 expires=2030-01-01", "has a setting twice"),
         ("neither this", "is not `NAME"),
@@ -118,6 +130,19 @@ def test_the_command_makes_lists_and_removes_keys(
         "alice": "no",
         "carol": "yes",
     }
+    assert "may record" not in " ".join(map(" ".join, rows))
+    assert run(["keys", "add", "dora", "--may-record"]) == 0
+    assert [record.may_record for record in read_key_file(path)] == [False, False, False, True]
+    capsys.readouterr()
+    assert run(["keys", "list"]) == 0
+    rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
+    assert {row[0]: row[-2:] for row in rows if row and row[0] in {"alice", "carol", "dora"}} == {
+        "alice": ["no", "no"],
+        "carol": ["yes", "no"],
+        "dora": ["no", "yes"],
+    }
+    assert run(["keys", "rm", "dora", "--recording", str(tmp_path)]) == 1
+    assert "is no recording" in capsys.readouterr().err
     assert run(["keys", "rm", "carol"]) == 0
     assert run(["keys", "rm", "alice"]) == 0
     assert [record.name for record in read_key_file(path)] == ["bob"]
