@@ -19,13 +19,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar
 
 import structlog
 
+from mesh.api.auth import is_own_machine, may_record
 from mesh.api.event_stream import PING, EventStream, while_connected
+from mesh.api.generation_job import recorded
 from mesh.api.rate_limit import reservation_of
 from mesh.text.answer_format import marks_in
 from mesh.text.detokenizer import AnswerText
 from mesh.text.message_parts import ToolCallArguments, ToolCallStart, joined
 from mesh.text.output_parser import OutputParser
-from spanmesh_proto.errors import StageFailed
+from spanmesh_proto.errors import InvalidRequest, StageFailed
 from speculative.lookup_proposers import PredictionProposer
 
 if TYPE_CHECKING:
@@ -530,12 +532,38 @@ async def respond(
     Raises:
         RateLimited: If the API key has too few tokens left, or has reached its concurrent answers.
         ClientGoneError: If the client disconnects before an answer that is not streamed.
+        InvalidRequest: If the answer is to be recorded, and must not be.
         MeshError: Any error of the engine before the response begins.
     """
+    jobs = [consented(request, backend, job) for job in jobs]
     answer = make(Choices(backend, jobs, reservation_of(request.scope)))
     if is_streamed:
         return EventStream(answer, backend.api.closing, backend.api.ping_interval_s)
     return await while_connected(request, answer.whole())
+
+
+def consented(request: Request, backend: Backend, job: GenerationJob) -> GenerationJob:
+    """A job whose answer is recorded if its client agreed: by its key, or on this machine without keys.
+
+    Raises:
+        InvalidRequest: If the client asks for it, and it must not be.
+    """
+    right = may_record(request.scope)
+    may = backend.records and (is_own_machine(request) if right is None else right)
+    if may and job.record is not False:
+        return recorded(job)
+    if not may and job.record:
+        if not backend.records:
+            reason = "no answers are recorded here: serve the model with `mesh serve --record FOLDER`"
+        elif right is None:
+            reason = "without API keys only requests of the head's own machine are recorded: ask there"
+        else:
+            reason = (
+                "this API key may not be recorded: have it allowed, by `may-record=yes` in its line of the"
+                " key file, which `mesh keys add --may-record` writes"
+            )
+        raise InvalidRequest(f"record: {reason}, or leave it out", param="record")
+    return job
 
 
 def usage_of(jobs: Sequence[GenerationJob], last_parts: Sequence[AnswerPart]) -> Usage:

@@ -95,6 +95,8 @@ class Backend:
     num_slots: int | None = None
     """Number of concurrent answers. None if it is not known: API keys without a concurrency limit of their
     own then have no limit."""
+    records: bool = False
+    """Whether answers of clients that agreed are recorded."""
     stage_counts: Callable[[], Awaitable[Sequence[StageCounts]]] | None = None
     """Counters of the stages, in ring order; None without stages."""
     statistics: RequestStatistics = field(default_factory=RequestStatistics)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from mesh.api.call_grammar import call_grammar, grammar_in_format, is_enforceable
 from mesh.api.structured_output import CallGrammar, ToolUse, form_of, grammar_of, schema_of
-from mesh.engine import GenerationRequest, SpeculationLimits
+from mesh.engine import GenerationRequest, RecordedPrompt, SpeculationLimits
 from mesh.structured_output.free_text import Spelling, Thoughts
 from mesh.text.answer_format import DEFAULT_REASONING
 from mesh.text.chat_template import Ending
@@ -33,6 +35,8 @@ SEED_BITS: Final = 64
 # llama-server's default window of `repeat_penalty`.
 _LLAMA_LAST_N: Final = 64
 _ALL: Final = 0
+# Of a digest: two prompts of a million have the same one by a chance of 3e-8.
+_NAME_CHARS: Final = 16
 MAX_ANSWERS: Final = 64
 # A client puts a line about itself into its instructions, another one with each request; routers pass it on.
 _BILLING: Final = "x-anthropic-billing-header:"
@@ -85,6 +89,8 @@ class ChatPrompt:
     """What of the request has no effect."""
     beginning: str = ""
     """Content that the answer continues."""
+    opening: Sequence[Mapping[str, Any]] = ()
+    """Messages up to the first of the user, which further turns of the chat share."""
 
     @property
     def thoughts(self) -> Thoughts:
@@ -166,6 +172,10 @@ class GenerationJob:
     """What of the request is not enforced."""
     includes_stop: bool = False
     """Whether the stop string that ends the answer is a part of it."""
+    record: bool | str | None = None
+    """Whether the answer may be recorded; None leaves it to the API key. A text names the prompt."""
+    opening: Sequence[Mapping[str, Any]] | None = None
+    """See `ChatPrompt`; None of a text that is no chat."""
 
     @property
     def wants_logprobs(self) -> bool:
@@ -281,7 +291,14 @@ async def render_prompt(backend: Backend, conversation: Conversation, client: st
         backend.tokenizer,
         () if prompt.knows_reasoning else _without_effect(conversation.effort_param),
         _continued(conversation, told) if prompt.thought_end is None else "",
+        opening_of(conversation.messages),
     )
+
+
+def opening_of(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Messages up to the first of the user; all if there is none."""
+    users = (number for number, message in enumerate(messages, 1) if message["role"] == "user")
+    return messages[: next(users, len(messages))]
 
 
 def _without_effect(param: str | None) -> tuple[str, ...]:
@@ -464,6 +481,8 @@ def make_job(
             *(_unheld(chat) if held_to is None else held_to.left_out),
         ),
         includes_stop=body.includes_stop,
+        record=False if body.store is False else body.record,
+        opening=None if chat is None else chat.opening,
     )
 
 
@@ -522,6 +541,22 @@ def _unheld(chat: ChatPrompt | None) -> tuple[str, ...]:
     if tools is None or not tools.names & tools.strict_names:
         return ()
     return ("strict has no effect: calls of this model are told from text with tool_choice required only",)
+
+
+def recorded(job: GenerationJob) -> GenerationJob:
+    """The job with how its answer is filed, of a client that agreed."""
+    if job.opening is None:
+        recording = RecordedPrompt("raw", _name(job.record, job.request.prompt))
+    else:
+        recording = RecordedPrompt("chat", _name(job.record, job.opening))
+    return replace(job, request=replace(job.request, recording=recording))
+
+
+def _name(record: bool | str | None, told: Any) -> str:  # noqa: FBT001 - a field of the request
+    """Name of a prompt: as the client calls it, or a digest of what its turns share."""
+    if isinstance(record, str):
+        return record
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:_NAME_CHARS]
 
 
 def several(jobs: Sequence[GenerationJob], num_choices: int) -> list[GenerationJob]:

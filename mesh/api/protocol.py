@@ -50,6 +50,7 @@ from spanmesh_proto.errors import InvalidRequest
 
 MAX_PROMPTS: Final = 64
 MAX_CHOICES: Final = 16
+MAX_PROMPT_NAME: Final = 64
 Prompt = str | tuple[int, ...]
 _SeveralPrompts = Field(min_length=1, max_length=MAX_PROMPTS)
 
@@ -218,6 +219,10 @@ class GenerationBody(StrictBody):
     guided_grammar: str | None = None
     return_token_ids: bool | None = None
     return_progress: bool | None = None
+    # Whether the answer may be recorded for tuning. A yes may be a name, by which the prompt is known there.
+    record: bool | Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_NAME)] | None = None
+    # Of what OpenAI would keep: here `false` keeps the answer out of recordings.
+    store: bool | None = None
     n: choice_count(MAX_CHOICES) = None  # type: ignore[valid-type]
 
     @property

@@ -452,7 +452,6 @@ class ResponsesBody(ReasoningFields, GenerationBody):
     text: TextBody | None = None
     reasoning: ReasoningBody | None = None
     metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
-    store: bool | None = None
     previous_response_id: str | None = None
     include: list[str] | None = None
     top_logprobs: NumTopLogprobs = None
