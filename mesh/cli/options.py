@@ -24,11 +24,13 @@ _FILE: Final = click.Path(path_type=Path, dir_okay=False)
 _KINDS: Final[dict[Kind, click.ParamType[Any]]] = {
     "file": _FILE,
     "folder": click.Path(path_type=Path, file_okay=False, exists=True),
+    "new folder": click.Path(path_type=Path, file_okay=False),
     "size": MemorySize(),
     "disk size": DiskSize(),
     "ports": Ports(),
     "gpu layers": GpuLayers(),
     "layer counts": LayerCounts(),
+    "layers": Numbers(int, 1),
     "shares": Numbers(float, 0.0, 1.0),
 }
 _SET: Final = "settings"
@@ -120,6 +122,22 @@ def options_of(model: type[Options], *names: str) -> Decorator:
         return command
 
     return add  # type: ignore[return-value]  # the command's own type
+
+
+def arguments_of(model: type[Options], **values: Any) -> list[str]:
+    """Arguments that give fields of a model these values, for another process.
+
+    Args:
+        model: The model.
+        values: By field, of those that take a value; None and empty ones are left out.
+    """
+    flags = {field.name: field.flag for field in option_fields(model)}
+    given = {name: value for name, value in values.items() if value not in {None, ()}}
+    texts = {
+        name: ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        for name, value in given.items()
+    }
+    return [part for name, text in texts.items() for part in (flags[name], text)]
 
 
 def click_option(field: OptionField) -> click.Option:

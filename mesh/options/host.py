@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from pydantic import Field
 
-from mesh.options.model import API, PLACEMENT, SESSIONS, ModelOptions
+from mesh.options.model import API, PLACEMENT, SESSIONS, SPECULATION, ModelOptions
 from mesh.options.option import Option, Options
 from spanmesh_proto.addresses import PortRange
 from spanmesh_proto.errors import InvalidRequest
@@ -25,6 +25,7 @@ WEIGHTS: Final = "Weights"
 AFTER_CRASH: Final = "After a crash"
 # Long enough for a person or systemd to start it again; hosts and their stages end after that.
 _LINGER_S: Final = 120.0
+_RECORD_BYTES: Final = 10 << 30
 
 
 class HostOptions(Options):
@@ -242,6 +243,43 @@ class HeadOptions(HostOptions, ModelOptions):
             "by measurement]",
         ),
     ] = None
+    record_path: Annotated[
+        Path | None,
+        Option(
+            section=SPECULATION,
+            flag="--record",
+            kind="new folder",
+            metavar="FOLDER",
+            help="Record answers and hidden states in this private folder, to tune a drafter on them: of "
+            "keys from `mesh keys add --may-record`, or on loopback without keys. Texts can be read there.",
+        ),
+    ] = None
+    record_bytes: Annotated[
+        int | None,
+        Field(gt=0),
+        Option(
+            section=SPECULATION,
+            flag="--record-limit",
+            kind="size",
+            metavar="SIZE",
+            help="Limit of the recording; the oldest answers are removed first.  [default: 10G]",
+        ),
+    ] = None
+    record_days: Annotated[
+        float,
+        Field(gt=0),
+        Option(section=SPECULATION, metavar="DAYS", help="Time after which a recorded answer is removed."),
+    ] = 30.0
+    tap_layers: Annotated[
+        tuple[int, ...],
+        Option(
+            section=SPECULATION,
+            kind="layers",
+            metavar="A,B,…",
+            help="Layers whose inputs are recorded where no drafter reads any.  [default: 2, the middle and "
+            "the third from the end]",
+        ),
+    ] = ()
     library: Annotated[
         tuple[Path, ...],
         Option(
@@ -386,6 +424,11 @@ class HeadOptions(HostOptions, ModelOptions):
                 "--idle-unload is for models that requests load: name a folder by --library",
                 param="idle_unload_min",
             )
+        if self.record_path is None and (self.record_bytes or self.tap_layers):
+            given = "tap_layers" if self.tap_layers else "record_bytes"
+            raise InvalidRequest(
+                "--record-limit and --tap-layers are for recordings: name a folder by --record", param=given
+            )
 
     @property
     def linger_s(self) -> float:
@@ -396,6 +439,11 @@ class HeadOptions(HostOptions, ModelOptions):
         if self.linger_wanted_s is not None:
             return self.linger_wanted_s
         return _LINGER_S if self.num_hosts else 0.0
+
+    @property
+    def most_record_bytes(self) -> int:
+        """Limit of the recording."""
+        return self.record_bytes or _RECORD_BYTES
 
     @property
     def idle_unload_s(self) -> float | None:

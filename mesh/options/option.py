@@ -12,7 +12,18 @@ if TYPE_CHECKING:
 
     from pydantic.fields import FieldInfo
 
-Kind = Literal["file", "folder", "size", "disk size", "ports", "gpu layers", "layer counts", "shares"]
+Kind = Literal[
+    "file",
+    "folder",
+    "new folder",
+    "size",
+    "disk size",
+    "ports",
+    "gpu layers",
+    "layer counts",
+    "layers",
+    "shares",
+]
 """How a text is read where the field's type does not say it."""
 
 

@@ -14,7 +14,7 @@ import structlog
 from mesh.placement.replanner import NewStage, Replan
 from mesh.serve.failures import CrashLogs
 from mesh.serve.head_failover import Takeover
-from mesh.serve.model_coordinator import new_coordinator
+from mesh.serve.model_coordinator import CoordinatorParts, new_coordinator
 from mesh.serve.pipeline import PipelineStage, log_stage_error, wire_up
 from mesh.serve.planning import InitialPlacement
 from mesh.serve.reconfiguration import PlacementExecutor, make_recovery_context
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from mesh.serve.head import Head
     from mesh.serve.head_state import SavedRing
     from mesh.serve.host_draining import HostDraining
-    from mesh.serve.proposers import Proposers
     from mesh.serve.served_model import ServedModel
     from mesh.serve.stage_handle import RingCredentials
     from stages.weights.virtual_stages import StageCache
@@ -104,7 +103,7 @@ class ModelDeployment:
         cache: Stage files of this host.
         allocations: Allocations of all models; this model has one while it runs.
         host_draining: Hosts that are to leave.
-        proposers: Proposers for each request; None for plain decoding.
+        parts: What its coordinator works with.
         former: Ring of this model that the former head left, if there is one to take over.
         term: Term of this head.
         before_planning: Awaited unless stages are taken over: models with precedence place their stages
@@ -122,7 +121,7 @@ class ModelDeployment:
         allocations: HostAllocations,
         host_draining: HostDraining,
         *,
-        proposers: Proposers | None,
+        parts: CoordinatorParts,
         former: SavedRing | None,
         term: int,
         before_planning: Callable[[], Awaitable[None]],
@@ -135,7 +134,7 @@ class ModelDeployment:
         self._head = head
         self._allocations = allocations
         self._host_draining = host_draining
-        self._proposers = proposers
+        self._parts = parts
         self._pipeline = model.pipeline
         self._allocation = allocations.open(
             model.name,
@@ -411,7 +410,7 @@ class ModelDeployment:
             stages,
             self._options,
             self._known,
-            proposers=self._proposers,
+            parts=self._parts,
             credentials=credentials,
             identity=self._head.authority.own_identity(["coordinator"], self._head.own.address),
         )

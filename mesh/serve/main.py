@@ -23,13 +23,13 @@ from mesh.serve.head_identity import open_identity, starting_identity
 from mesh.serve.head_state import open_head_state
 from mesh.serve.host_draining import HostDraining
 from mesh.serve.host_inspection import Inspection
+from mesh.serve.model_coordinator import open_parts
 from mesh.serve.model_registry import ApiModelRegistry, ModelRegistry
 from mesh.serve.on_demand.library import Library
 from mesh.serve.on_demand.loader import OnDemandLoader
 from mesh.serve.on_demand.policy import DemandRules
 from mesh.serve.on_demand.room import RoomCheck
 from mesh.serve.options import fitted_to
-from mesh.serve.proposers import open_proposers
 from mesh.serve.served_model import backend_of, new_model
 from mesh.serve.startup_message import print_join_line, print_served
 from mesh.serve.status import HeadParts, MeshState, link_runs_of
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from mesh.options.host import HeadOptions
     from mesh.serve.failures import Incidents
     from mesh.serve.head_state import HeadStateWriter
+    from mesh.serve.model_coordinator import CoordinatorParts
     from mesh.serve.pipeline import Pipeline
     from mesh.serve.preflight import Preflight
-    from mesh.serve.proposers import Proposers
     from mesh.serve.served_model import ServedModel
     from mesh.util.tasks import Interruption
 
@@ -64,7 +64,7 @@ class _Mesh:
         cache: Stage files of this host.
         api_models: Models of the API besides the first.
         state_writer: State of the former head, and of this one.
-        proposers: Proposers for requests to the first model.
+        parts: What the first model's coordinator works with.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class _Mesh:
         api_models: ApiModelRegistry,
         *,
         state_writer: HeadStateWriter,
-        proposers: Proposers | None,
+        parts: CoordinatorParts,
     ) -> None:
         former = state_writer.former
         saved = () if former is None else former.models
@@ -113,7 +113,7 @@ class _Mesh:
             cache,
             allocations,
             host_draining,
-            proposers=proposers,
+            parts=parts,
             former=head.former,
             term=state_writer.term,
             before_planning=self.models.settled,
@@ -193,7 +193,7 @@ async def serve_mesh(options: HeadOptions, known: Preflight, interruption: Inter
         closing(tracer),
         # An identity that is refused is no reason to load a draft model.
         open_identity(options.identity_path) as identity_file,
-        open_proposers(options, known) as proposers,
+        open_parts(options, known) as parts,
         open_head_state(options, identity_file) as state_writer,
     ):
         former = state_writer.former
@@ -216,7 +216,7 @@ async def serve_mesh(options: HeadOptions, known: Preflight, interruption: Inter
                 cache,
                 ApiModelRegistry(backends),
                 state_writer=state_writer,
-                proposers=proposers,
+                parts=parts,
             )
 
             def on_served() -> None:

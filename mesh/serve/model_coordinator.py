@@ -3,22 +3,49 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mesh.coordinator.composition import plugs_of
 from mesh.coordinator.coordinator import Coordinator
 from mesh.coordinator.options import CoordinatorOptions
+from mesh.serve.proposers import open_proposers
+from mesh.serve.recording import open_recorder
 from stages.runtime.numerics import numerics_for
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from mesh.coordinator.ring import StageAddress
     from mesh.options.host import HeadOptions
     from mesh.serve.preflight import Preflight
     from mesh.serve.proposers import Proposers
+    from mesh.serve.recording import OpenRecorder
     from mesh.serve.stage_handle import RingCredentials
     from stages.transport.channels import Identity
+
+
+@dataclass(frozen=True)
+class CoordinatorParts:
+    """What a coordinator works with that outlasts its rings and is made before them."""
+
+    proposers: Proposers | None = None
+    """Proposers for each request; None for plain decoding."""
+    recording: OpenRecorder | None = None
+    """Recorder of answers; None if none are recorded."""
+
+
+@contextmanager
+def open_parts(options: HeadOptions, known: Preflight) -> Iterator[CoordinatorParts]:
+    """Recorder and proposers as the options ask for; see `open_recorder` and `open_proposers`.
+
+    Raises:
+        MeshError: As they do.
+    """
+    # A folder that is refused is no reason to load a draft model.
+    with open_recorder(options, known) as recording, open_proposers(options, known) as proposers:
+        yield CoordinatorParts(proposers, recording)
 
 
 def new_coordinator(
@@ -26,7 +53,7 @@ def new_coordinator(
     options: HeadOptions,
     known: Preflight,
     *,
-    proposers: Proposers | None,
+    parts: CoordinatorParts,
     credentials: RingCredentials,
     identity: Identity,
 ) -> Coordinator:
@@ -36,11 +63,15 @@ def new_coordinator(
         stages: Addresses of the stages, in pipeline order.
         options: Options, fitted to the model.
         known: Results of the checks, with the context that is served.
-        proposers: Proposers for each request; None for plain decoding.
+        parts: Its recorder and proposers.
         credentials: Keys of the ring.
         identity: TLS identity shown to the stages.
     """
     model, workload, tokenizer = known.model, known.workload, known.tokenizer
+    proposers, recording = parts.proposers, parts.recording
+    needs = None if proposers is None else proposers.feature_needs
+    if needs is None and recording is not None:
+        needs = recording.needs
     core = CoordinatorOptions(
         context_length=workload.ctx_size,
         num_slots=workload.num_slots,
@@ -59,7 +90,8 @@ def new_coordinator(
         plugs=plugs_of(
             options,
             model,
-            None if proposers is None else proposers.feature_needs,
+            needs,
+            recorder=None if recording is None else recording.recorder,
             has_assistant=proposers is not None and proposers.assistant is not None,
         ),
         mesh_id=credentials.mesh_id,

@@ -15,7 +15,7 @@ from mesh.serve.embeddings.deployment import EmbeddingDeployment
 from mesh.serve.embeddings.model import EmbeddingModel, check_embedding_model, new_embedding_model
 from mesh.serve.head_failover import end_ring, saved_model
 from mesh.serve.head_state import SavedModel
-from mesh.serve.proposers import open_proposers
+from mesh.serve.model_coordinator import open_parts
 from mesh.serve.served_model import backend_of, checked_load, drained, new_model
 from mesh.util.tasks import entered_in_thread
 from spanmesh_proto.errors import (
@@ -347,7 +347,7 @@ class ModelRegistry:
         slot.model = model = new_model(
             name, options, known, load_request=load_request, transfers=self._first.state.transfers
         )
-        async with entered_in_thread(open_proposers(options, known)) as proposers:
+        async with entered_in_thread(open_parts(options, known)) as parts:
             try:
                 await self._api_models.add(model)
                 deployment = ModelDeployment(
@@ -356,7 +356,7 @@ class ModelRegistry:
                     self._cache,
                     self._allocations,
                     self._host_draining,
-                    proposers=proposers,
+                    parts=parts,
                     former=slot.former,
                     term=self._term,
                     before_planning=lambda: self._turn(slot),

@@ -100,6 +100,8 @@ def options_of_load(request: LoadRequest, head: HeadOptions) -> HeadOptions:
         model=Path(request.model),
         hub=(),
         hub_first=False,
+        # The folder is of the first model.
+        record_path=None,
         num_hosts=0,
         topology=None,
         # Bit equality was measured on processors only.

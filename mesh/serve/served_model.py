@@ -122,6 +122,7 @@ def backend_of(model: ServedModel, api: ApiContext) -> Backend:
         is_whole=lambda: engine.is_ready,
         refusal=lambda: engine.refusal,
         num_slots=model.known.workload.num_slots,
+        records=model.options.record_path is not None,
         stage_counts=lambda: stage_counts(engine),
     )
 

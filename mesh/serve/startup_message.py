@@ -75,6 +75,9 @@ def print_served(options: HeadOptions, state: MeshState, url: str, head: Head) -
     )
     if options.num_hosts == 0:
         print_join_line(head)
+    if options.record_path is not None:
+        of = "keys that may be recorded" if options.api_key_path is not None else "all requests from here"
+        _say(f"Answers to {of} are recorded in {options.record_path}.")
     _say("Ctrl-C stops it.")
 
 

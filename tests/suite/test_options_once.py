@@ -34,6 +34,7 @@ IN_MANY_REMEDIES: Final = {
     "--kv-type": 5,
     "--port": 5,
     "--token-file": 5,
+    "--record": 5,
     "--stages": 4,
     "--max-waiting": 4,
     "--library": 4,

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
+    from mesh.serve.recording import OpenRecorder
     from mesh.serve.status import HeadParts
     from tests.support.api_harness import Api
     from tests.support.serve_harness import Serving
@@ -60,6 +61,7 @@ async def mesh_in_process(
     hosts: tuple[str, ...] = ("attic", "cellar", "desk"),
     proposers: Proposers | None = None,
     workload: Workload = WORKLOAD,
+    recording: OpenRecorder | None = None,
 ) -> AsyncIterator[MeshInProcess]:
     """Three stages on the first three hosts; the others stand by. Without `proposers`, n-grams propose."""
     proposers = proposers or Proposers("ngram")
@@ -73,7 +75,8 @@ async def mesh_in_process(
         model,
         dict.fromkeys(hosts, 9.0),
         make_proposers=proposers,
-        feature_needs=proposers.feature_needs,
+        feature_needs=proposers.feature_needs if recording is None else recording.needs,
+        recorder=None if recording is None else recording.recorder,
         token_texts=tokenizer.texts,
         say=say,
         workload=workload,
@@ -100,6 +103,7 @@ async def mesh_in_process(
             refusal=lambda: engine.refusal,
             stage_counts=lambda: stage_counts(engine),
             host_admin=lambda: mesh.host_draining,
+            records=recording is not None,
         ) as api:
             yield MeshInProcess(api, mesh, state)
 

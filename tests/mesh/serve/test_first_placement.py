@@ -27,6 +27,7 @@ from mesh.serve.head_failover import _saved_stages
 from mesh.serve.head_state import SavedModel
 from mesh.serve.host_draining import HostDraining
 from mesh.serve.main import _api_context
+from mesh.serve.model_coordinator import CoordinatorParts
 from mesh.serve.preflight import check_model
 from mesh.serve.served_model import new_model
 from spanmesh_proto.errors import ModelDoesNotFit, StageFailed
@@ -154,7 +155,7 @@ class Loading:
             side.cache,
             self.allocations,
             self.host_draining,
-            proposers=None,
+            parts=CoordinatorParts(),
             former=former,
             term=7 if former is None else 8,
             before_planning=written_at_once,
