@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         HostStatus,
         KvDiskStatus,
         MeshStatus,
+        RecordingStatus,
         SessionsStatus,
         SpeculationStatus,
         StageStatus,
@@ -182,6 +183,8 @@ def _print_counts(console: PrintableConsole, status: MeshStatus) -> None:
         _print_speculation(console, status.speculation)
     if status.kv_disk is not None:
         console.print(f"kv disk: {kv_disk_text(status.kv_disk)}", highlight=False, soft_wrap=True)
+    if status.recording is not None:
+        console.print(f"recording: {recording_text(status.recording)}", highlight=False, soft_wrap=True)
 
 
 def prompt_lines(status: MeshStatus) -> list[str]:
@@ -212,6 +215,14 @@ def kv_disk_text(kv_disk: KvDiskStatus) -> str:
     num_damaged = sum(stage.damaged for stage in stages)
     wrong = f"{kv_disk.failed} fetches failed, {num_damaged} files damaged"
     return f"{there}; {used}, {wrong}{'' if kv_disk.on else '; not used'}"
+
+
+def recording_text(recording: RecordingStatus) -> str:
+    """Recorded answers: what is there, and what was left out, with the reason."""
+    there = f"{recording.conversations} answers of {recording.tokens:,} tokens"
+    size = f"{format_size(recording.bytes)} of {format_size(recording.most_bytes)}"
+    off = f"; off: {recording.off}" if recording.off else ""
+    return f"{there}, {size}; {recording.left_out} left out, {recording.erased} erased{off}"
 
 
 def _groups(sessions: SessionsStatus) -> str:

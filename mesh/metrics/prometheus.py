@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         MeshStatus,
         ModelStatus,
         ProposerStatus,
+        RecordingStatus,
         RoundTripStatus,
         SessionsStatus,
         SpeculationStatus,
@@ -298,6 +299,26 @@ def _add_blocks(sheet: Sheet, stage: BlocksStatus, labels: dict[str, str]) -> No
         sheet.counter(f"mesh_kv_disk_{name}", help_, count, **labels)
 
 
+def add_recording(sheet: Sheet, recording: RecordingStatus | None) -> None:
+    """Add samples of the recording of answers.
+
+    Args:
+        sheet: Samples of the scrape.
+        recording: None where none are recorded.
+    """
+    if recording is None:
+        return
+    sheet.gauge("mesh_recording_answers", "Recorded answers in the folder.", recording.conversations)
+    sheet.gauge("mesh_recording_tokens", "Their tokens.", recording.tokens)
+    sheet.gauge("mesh_recording_bytes", "Their size.", recording.bytes)
+    for name, help_, count in (
+        ("written", "Answers recorded.", recording.written),
+        ("left_out", "Answers left out: the disk was behind, full or failing.", recording.left_out),
+        ("erased", "Answers erased, with their API key or by their age.", recording.erased),
+    ):
+        sheet.counter(f"mesh_recording_{name}", help_, count)
+
+
 def add_speculation(sheet: Sheet, speculation: SpeculationStatus | None) -> None:
     """Add samples of speculation.
 
@@ -369,7 +390,7 @@ def _add_features(sheet: Sheet, features: FeatureStatus | None) -> None:
     if features is None:
         return
     for what, meaning, count in (
-        ("wanted", "Positions whose hidden states the drafter asked for.", features.wanted),
+        ("wanted", "Positions whose hidden states a drafter or a recording asked for.", features.wanted),
         ("received", "Those of them whose hidden states arrived.", features.received),
         ("bytes", "Size of the hidden states that arrived.", features.bytes),
     ):
@@ -427,6 +448,7 @@ def exposition(
         add_speculation(sheet, status.speculation)
         add_ring(sheet, status.stages, status.round_trips)
         add_kv_disk(sheet, status.kv_disk)
+        add_recording(sheet, status.recording)
         if status.prefix_mismatches is not None:
             sheet.counter(
                 "mesh_prefix_mismatches",

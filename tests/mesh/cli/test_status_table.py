@@ -162,3 +162,13 @@ def test_names_and_reasons_from_other_hosts_control_no_terminal(
     )
     assert said.count(r"x\u001b[2J\u009b2J\u202e") == 9
     assert not {"\x1b", "\x9b", "\u202e"} & set(said)
+
+
+def test_a_recording_is_told_with_what_it_left_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "recording" not in shown(capsys, monkeypatch)
+    recording = {"conversations": 12, "tokens": 3400, "bytes": 12 * 2**20, "most_bytes": 10 * 2**30}
+    said = shown(capsys, monkeypatch, recording=recording | {"left_out": 2, "erased": 1, "off": "disk full"})
+    assert "recording: 12 answers of 3,400 tokens, 12.0 MiB of 10.0 GiB; 2 left out, 1 erased" in said
+    assert "off: disk full" in said

@@ -18,8 +18,10 @@ from mesh.coordinator.feature_store import FeatureNeeds
 from mesh.draft.drafter import read_drafter
 from mesh.draft.loading import load_drafter
 from mesh.engine import Committed, GenerationRequest, GenerationStats
+from mesh.metrics.prometheus import ModelFigures, exposition
 from mesh.metrics.request_metrics import Histogram, ObservedEngine, RequestStatistics
 from mesh.serve.proposers import Proposers
+from mesh.status import MeshStatus, RecordingStatus
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import StageFailed
 from speculative.draft.context import DraftOptions
@@ -200,8 +202,8 @@ async def test_every_metric_named_in_the_documents_and_the_dashboard_exists_and_
     """Under real requests to a real mesh that loses a stage and gets a host."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(stage_cache_dir))
     documents = names_in(ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
-    # This mesh has no disks: see tests/end_to_end/ring/test_disk_in_flight.py.
-    documents = {name for name in documents if not name.startswith("mesh_kv_disk")}
+    # This mesh has no disks: see tests/end_to_end/ring/test_disk_in_flight.py. It records nothing, see below.
+    documents = {name for name in documents if not name.startswith(("mesh_kv_disk", "mesh_recording"))}
     dashboard = names_in(ROOT / "examples" / "grafana_dashboard.json")
     assert len(documents) > 25
     assert len(dashboard) > 25
@@ -296,3 +298,16 @@ async def ask(http: httpx.AsyncClient, *, max_tokens: int, **more: object) -> No
 
 async def scrape(http: httpx.AsyncClient) -> dict[str, Any]:
     return samples_of((await http.get("/metrics")).text)
+
+
+def test_metrics_of_a_recording() -> None:
+    documents = {name for name in names_in(ROOT / "docs" / "operating.md") if "mesh_recording" in name}
+    assert len(documents) == 6
+    recording = RecordingStatus(conversations=1, tokens=2, bytes=3, written=4, left_out=5, erased=6)
+    figures = ModelFigures("smollm2", RequestStatistics(), MeshStatus(recording=recording))
+    samples = samples_of(exposition([figures])[0].decode())
+    found = {name: sum(samples[name].values()) for name in documents}
+    assert sorted(found.values()) == [1, 2, 3, 4, 5, 6]
+    assert found["mesh_recording_left_out_total"] == 5
+    none = ModelFigures("smollm2", RequestStatistics(), MeshStatus())
+    assert not documents & samples_of(exposition([none])[0].decode()).keys()
