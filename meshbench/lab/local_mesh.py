@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
-from urllib import request
 
 import psutil
 
 from mesh.api.api_keys import KeyRecord, add_key, digest_of
-from mesh.cluster.addresses import free_port
+from mesh.cli.own_mesh import own_mesh
 from meshbench.lab.memory_watch import role_of
-from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
-_START_S: Final = 180.0
-_STOP_S: Final = 30.0
-_POLL_S: Final = 0.2
-_ASK_S: Final = 5.0
-_LAST_LINES: Final = 15
 # Benchmarks use one key for many concurrent answers.
 _ANSWERS_AT_ONCE: Final = 1000
 
@@ -76,40 +66,14 @@ def served_mesh(
     Raises:
         MeshError: If it does not start; with the end of its output.
     """
-    port = free_port("127.0.0.1")
     keys, log = folder / "api-keys", folder / "mesh-serve.log"
     keys.unlink(missing_ok=True)
     add_key(keys, KeyRecord("bench", digest_of(key), max_concurrent=_ANSWERS_AT_ONCE))
     for number, other in enumerate(other_keys):
         add_key(keys, KeyRecord(f"other-{number}", digest_of(other)))
-    command = [str(Path(sys.executable).with_name("mesh")), "serve", str(model)]
-    where = ["--port", str(port), "--advertise", "127.0.0.1", "--api-key-file", str(keys)]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, *where, *options], stdin=subprocess.DEVNULL, stdout=output, stderr=output
-        )
+    arguments = [str(model), "--api-key-file", str(keys), *options]
     try:
-        deadline_s = time.monotonic() + _START_S
-        while not _is_healthy(port):
-            if process.poll() is not None or time.monotonic() > deadline_s:
-                words = "\n".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
-                raise MeshError(f"the mesh to be tested does not come up:\n{words}")
-            time.sleep(_POLL_S)
-        yield ServedMesh(port, log, process)
+        with own_mesh(arguments, log, what="the mesh to be tested") as mesh:
+            yield ServedMesh(mesh.port, log, mesh.process)
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
         keys.unlink(missing_ok=True)
-
-
-def _is_healthy(port: int) -> bool:
-    opener = request.build_opener(request.ProxyHandler({}))
-    try:
-        with opener.open(f"http://127.0.0.1:{port}/health", timeout=_ASK_S):
-            return True
-    except OSError:
-        return False
