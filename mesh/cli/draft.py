@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from mesh.cli.draft_record import record
 from mesh.cli.shared_options import int_option, local_model
 from mesh.requantize import QUANT_TYPES, requantise
 from mesh.util.printable import say
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 @click.group()
 def draft() -> None:
     """Make or check a drafter, whose proposals the served model verifies."""
+
+
+draft.add_command(record)
 
 
 @draft.command()
