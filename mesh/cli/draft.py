@@ -1,4 +1,4 @@
-"""`mesh draft make` and `mesh draft check`."""
+"""`mesh draft make` and `mesh draft check`; the group of all commands for drafters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mesh.cli.draft_record import record
+from mesh.cli import draft_record, draft_tuning
 from mesh.cli.shared_options import int_option, local_model
 from mesh.requantize import QUANT_TYPES, requantise
 from mesh.util.printable import say
@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 
 @click.group()
 def draft() -> None:
-    """Make or check a drafter, whose proposals the served model verifies."""
+    """Make, check or tune a drafter, whose proposals the served model verifies."""
 
 
-draft.add_command(record)
+draft.add_command(draft_record.record)
+draft.add_command(draft_tuning.tune)
+draft.add_command(draft_tuning.report)
 
 
 @draft.command()

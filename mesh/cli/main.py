@@ -50,7 +50,7 @@ _COMMANDS: Final = {
     "evict": ("mesh.cli.hosts:evict", "Disconnect a host at once and replace the join token."),
     "slice": ("mesh.cli.certify:slice_", "Write layers of a model to a stage file."),
     "models": ("mesh.cli.models:models", "List and remove the weights stored on this host."),
-    "draft": ("mesh.cli.draft:draft", "Make or check a drafter for speculation."),
+    "draft": ("mesh.cli.draft:draft", "Make, check or tune a drafter for speculation."),
     "bench": ("meshbench.cli:bench", "Measure a server, or a lab of several hosts on this machine."),
     "certify": ("mesh.cli.certify:certify", "Compare a model cut into stages with the whole model."),
 }

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from mesh.draft.drafter import read_drafter, serving_command
 from mesh.hub import HubLibrary
 from spanmesh_proto.errors import MeshError, ModelError, UncuttableModel
+from speculative.proposer import DrafterKind
 from stages.gguf import is_further_part, read_header
 from stages.slicing.drafter_files import drafter_label
 from stages.slicing.model_facts import read_model_facts
@@ -56,6 +57,26 @@ def drafters_beside(model: ModelFacts) -> Iterator[DrafterBeside]:
             yield DrafterBeside(path, label, error.message)
         else:
             yield DrafterBeside(path, label, "")
+
+
+def eagle3_beside(model: Path) -> Path:
+    """The only EAGLE-3 drafter beside a model that fits it.
+
+    Args:
+        model: Its file.
+
+    Raises:
+        ModelError: If there is none, or several.
+    """
+    facts = read_model_facts(model)
+    fitting = [each.path for each in drafters_beside(facts) if not each.misfit]
+    found = [path for path in fitting if read_drafter(path, facts).kind is DrafterKind.EAGLE3]
+    if len(found) == 1:
+        return found[0]
+    among = f": {', '.join(path.name for path in found)}" if found else ""
+    raise ModelError(
+        f"{len(found) or 'no'} EAGLE-3 drafters beside {model.name}{among}; name one to begin with by --from"
+    )
 
 
 def models_beside(drafter: Path) -> Iterator[Path]:

@@ -1,0 +1,134 @@
+"""Recorded answers: an index of recordings, and its split by prompt into what is learned and what is not."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from mesh.tuning.conversation_file import read_conversation
+from mesh.tuning.recording import conversation_paths, read_recording_header, require_same
+from spanmesh_proto.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+    from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from mesh.tuning.conversation_file import ConversationInfo, FeatureShape
+    from mesh.tuning.recording import RecordingHeader
+
+# Held out for the report, and watched for early stop, which chooses the weights: figures of the watched ones
+# would be too good.
+_HELD_SHARE: Final = 0.15
+_WATCHED_SHARE: Final = 0.08
+LEAST_PROMPTS: Final = 10
+"""Fewer cannot be split."""
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedAnswer:
+    """A conversation of a recording, without its features."""
+
+    path: Path
+    info: ConversationInfo
+    token_ids: NDArray[np.int32]
+    """Of prompt and answer."""
+
+    @property
+    def prompt_id(self) -> str:
+        """Name of its prompt; its own where that has none."""
+        return self.info.prompt_id or str(self.path)
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """Tokens of the answer."""
+        return self.token_ids[self.info.answer_start :]
+
+
+@dataclass(frozen=True, eq=False)
+class AnswerIndex:
+    """Answers of one or several recordings of one model."""
+
+    shape: FeatureShape
+    answers: tuple[RecordedAnswer, ...]
+    """Oldest first, folder by folder."""
+    num_dropped: int
+    """Conversations that are damaged, or hold values that are no numbers."""
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Answers by their use; all answers to a prompt have the same."""
+
+    learned: tuple[RecordedAnswer, ...]
+    watched: tuple[RecordedAnswer, ...]
+    """For early stop."""
+    held: tuple[RecordedAnswer, ...]
+    """For the report."""
+
+
+def index_answers(folders: Sequence[Path], wanted: RecordingHeader) -> AnswerIndex:
+    """Read all conversations once, and keep what is small of them.
+
+    Args:
+        folders: The recordings.
+        wanted: Model and layers that they have to be of.
+
+    Raises:
+        ModelError: If one is of another model or layers, or none has a conversation.
+    """
+    found: list[RecordedAnswer] = []
+    num_dropped = 0
+    for folder in folders:
+        require_same(read_recording_header(folder), wanted, folder)
+        for path in conversation_paths(folder):
+            try:
+                conversation = read_conversation(path, wanted.shape)
+            except ModelError:
+                num_dropped += 1
+                continue
+            found.append(RecordedAnswer(path, conversation.info, conversation.token_ids))
+    if not found:
+        dropped = f" that is whole, and {num_dropped} that are damaged" if num_dropped else ""
+        raise ModelError(
+            f"{', '.join(map(str, folders))}: no conversation{dropped}; record some with `mesh draft record`"
+        )
+    return AnswerIndex(wanted.shape, tuple(found), num_dropped)
+
+
+def prompt_hash(prompt_id: str) -> int:
+    """A number of 32 bits by which prompts are split, and known again."""
+    return int.from_bytes(hashlib.sha256(prompt_id.encode()).digest()[:4], "little")
+
+
+def split_by_prompt(answers: Sequence[RecordedAnswer], known: Collection[int]) -> Split:
+    """Split answers by the hash of their prompts: the same recording is always split alike.
+
+    Args:
+        answers: The answers.
+        known: Hashes of prompts that the drafter has learned before, which are learned again.
+
+    Raises:
+        ModelError: If there are too few prompts.
+    """
+    hashes = sorted({prompt_hash(answer.prompt_id) for answer in answers} - set(known))
+    if len(hashes) < LEAST_PROMPTS:
+        new = "new " if known else ""
+        raise ModelError(
+            f"the recording has {len(hashes)} {new}prompts, need {LEAST_PROMPTS}: record more with "
+            "`mesh draft record`"
+        )
+    num_held = math.ceil(_HELD_SHARE * len(hashes))
+    num_watched = math.ceil(_WATCHED_SHARE * len(hashes))
+    held = set(hashes[:num_held])
+    watched = set(hashes[num_held : num_held + num_watched])
+
+    def of(wanted: Collection[int]) -> tuple[RecordedAnswer, ...]:
+        return tuple(answer for answer in answers if prompt_hash(answer.prompt_id) in wanted)
+
+    used = {prompt_hash(answer.prompt_id) for answer in answers} - held - watched
+    return Split(of(used), of(watched), of(held))

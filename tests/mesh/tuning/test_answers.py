@@ -1,0 +1,97 @@
+"""Indices of recordings, and their split by prompt."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from mesh.tuning.answers import index_answers, prompt_hash, split_by_prompt
+from mesh.tuning.conversation_file import write_conversation
+from mesh.tuning.recording import RecordingHeader, conversation_path, read_recording_header
+from spanmesh_proto.errors import ModelError
+from tests.support.recordings import random_conversation, write_recording
+from tests.support.tiny_eagle3 import LAYERS
+from tests.support.tiny_models import TinyModel
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NUM_PROMPTS = 40
+
+
+@pytest.fixture(name="folder")
+def _folder(tmp_path: Path) -> Path:
+    target = TinyModel("llama").write(tmp_path / "target.gguf")
+    conversations = [random_conversation(number) for number in range(NUM_PROMPTS)]
+    return write_recording(tmp_path / "recording", target, conversations)
+
+
+@pytest.fixture(name="header")
+def _header(folder: Path) -> RecordingHeader:
+    return read_recording_header(folder)
+
+
+def test_prompts_are_split_alike_each_time(folder: Path, header: RecordingHeader) -> None:
+    index = index_answers([folder], header)
+    split = split_by_prompt(index.answers, ())
+    assert [len(part) for part in (split.learned, split.watched, split.held)] == [30, 4, 6]
+    again = split_by_prompt(index.answers[::-1], ())
+    assert {answer.path for answer in again.held} == {answer.path for answer in split.held}
+    # All answers to a prompt are in one part.
+    twice = index_answers([folder, folder], header)
+    both = split_by_prompt(twice.answers, ())
+    assert {answer.path for answer in both.held} == {answer.path for answer in split.held}
+    assert len(both.held) == 2 * len(split.held)
+
+
+def test_what_was_learned_before_is_learned_again(folder: Path, header: RecordingHeader) -> None:
+    index = index_answers([folder], header)
+    known = {prompt_hash(answer.prompt_id) for answer in index.answers[:20]}
+    split = split_by_prompt(index.answers, known)
+    assert not {prompt_hash(answer.prompt_id) for answer in (*split.held, *split.watched)} & known
+    assert (len(split.held), len(split.watched)) == (3, 2)
+    all_known = {prompt_hash(answer.prompt_id) for answer in index.answers[:31]}
+    with pytest.raises(ModelError, match="has 9 new prompts, need 10"):
+        split_by_prompt(index.answers, all_known)
+
+
+def test_damaged_conversations_are_dropped_and_counted(folder: Path, header: RecordingHeader) -> None:
+    features = random_conversation(0).features.copy()
+    features[2, 1, 3] = np.nan
+    write_conversation(conversation_path(folder, 0), replace(random_conversation(0), features=features))
+    conversation_path(folder, 1).write_bytes(b"")
+    (folder / ".00000041.feat.aa.part").write_bytes(b"")
+    index = index_answers([folder], header)
+    assert (len(index.answers), index.num_dropped) == (NUM_PROMPTS - 2, 2)
+    assert index.answers[0].prompt_id == "prompt 2"
+    assert index.answers[0].tokens.tolist() == random_conversation(2).token_ids[4:].tolist()
+
+
+def test_recordings_of_nothing_and_of_others_are_refused(
+    folder: Path, header: RecordingHeader, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ModelError, match="records the inputs of layers 1, 3, 5, the drafter reads those of 1, 2, 5"
+    ):
+        index_answers([folder], replace(header, layers=(1, 2, 5)))
+    empty = write_recording(tmp_path / "empty", tmp_path / "target.gguf", [])
+    with pytest.raises(ModelError, match=r"empty: no conversation; record some"):
+        index_answers([empty], header)
+    conversation_path(empty, 0).write_bytes(b"x")
+    with pytest.raises(ModelError, match="no conversation that is whole, and 1 that are damaged"):
+        index_answers([empty], header)
+    assert header.layers == LAYERS
+
+
+def test_conversations_without_a_prompts_name_are_prompts_of_their_own(
+    folder: Path, header: RecordingHeader
+) -> None:
+    for number in (0, 1):
+        conversation = random_conversation(number)
+        unnamed = replace(conversation, info=replace(conversation.info, prompt_id=""))
+        write_conversation(conversation_path(folder, number), unnamed)
+    index = index_answers([folder], header)
+    assert len({answer.prompt_id for answer in index.answers}) == NUM_PROMPTS
