@@ -237,6 +237,7 @@ class FeaturePlug(Plug):
         needs: As given.
         streams: Connections of the latest ring; None before the first.
         sessions: Sessions that may ask for features, by id.
+        num_late: Rows that came behind the end of their answer, whose counts were reported by then.
     """
 
     def __init__(self, needs: FeatureNeeds, recorder: Recorder | None = None) -> None:
@@ -244,6 +245,7 @@ class FeaturePlug(Plug):
         self._recorder = recorder
         self.streams: FeatureStreams | None = None
         self.sessions: dict[int, SessionFeatures] = {}
+        self.num_late = 0
 
     def in_ring(self, new: NewRing) -> FeatureStreams:
         """Connections to the stages of a new ring whose hidden states are read."""
@@ -270,6 +272,8 @@ class FeaturePlug(Plug):
         counts = None if status.speculation is None else status.speculation.features
         if counts is not None:
             counts.off = why_off
+            counts.received += self.num_late
+            counts.missing -= self.num_late
         if self._recorder is not None:
             status.recording = self._recorder.status()
             status.recording.off = status.recording.off or why_off
@@ -377,9 +381,12 @@ class SessionFeatures(SessionPlug):
             ValueError: If they were not asked for.
         """
         self._num_bytes += features.num_bytes
+        num_before = self._store.num_received
         self._pass_on(self._store.add(features.window_id, features.start, features.rows))
-        if self._is_over and self._is_complete:
-            self._end()
+        if self._is_over:
+            self._plug.num_late += self._store.num_received - num_before
+            if self._is_complete:
+                self._end()
 
     def _pass_on(self, runs: Sequence[FeatureRows]) -> None:
         # A drafter that rests has no use for what is recorded meanwhile.

@@ -168,14 +168,14 @@ class Regeneration:
         if isinstance(prompts, OwnPrompts):
             self._header = await self._user_header()
             prompts = [Prompt(f"own-{number}", ("",)) for number in range(prompts.count)]
-        left = deque(self._unknown(prompts))
-        self._num_done = self.result.num_known = len(prompts) - len(left)
+        left, num_prompts = deque(self._unknown(prompts)), len(prompts)
+        self._num_done = self.result.num_known = num_prompts - len(left)
 
         async def work() -> None:
             while left:
                 await self._answered(left.popleft())
                 self._num_done += 1
-                self._on_prompt(self._num_done, len(prompts))
+                self._on_prompt(self._num_done, num_prompts)
 
         tasks = [asyncio.create_task(work()) for _ in range(min(self._wanted.num_parallel, len(left)))]
         try:
