@@ -96,6 +96,7 @@ class FeatureStreams(RingPlug):
         mesh_key: Key shared by all stages and the coordinator.
         needs: What is read.
         on_features: Called with features as they arrive.
+        on_left: Called when none are expected any more.
         identity: TLS identity of this process; None if both ends are in one process.
 
     Attributes:
@@ -110,6 +111,7 @@ class FeatureStreams(RingPlug):
         needs: FeatureNeeds,
         *,
         on_features: Callable[[ReceivedFeatures], None],
+        on_left: Callable[[], None] = lambda: None,
         identity: Identity | None = None,
     ) -> None:
         self._stages = tuple(stage for stage in stages if _holds_any(stage, needs))
@@ -118,6 +120,7 @@ class FeatureStreams(RingPlug):
         self._mesh_key = mesh_key
         self._needs = needs
         self._on_features = on_features
+        self._on_left = on_left
         self._identity = identity
         self._given: dict[str, tuple[int, ...]] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -143,6 +146,7 @@ class FeatureStreams(RingPlug):
     def suspend(self) -> None:
         """Expect no more: what is on its way will not come."""
         self.why_off = "the ring is lost, or was left"
+        self._on_left()
 
     async def close(self) -> None:
         """End all streams."""
@@ -255,6 +259,7 @@ class FeaturePlug(Plug):
             new.terms.mesh_key,
             self.needs,
             on_features=self.take,
+            on_left=self._stop_waiting,
             identity=new.identity,
         )
         return self.streams
@@ -287,6 +292,10 @@ class FeaturePlug(Plug):
         session = self.sessions.get(features.session)
         if session is not None:
             session.take(features)
+
+    def _stop_waiting(self) -> None:
+        for session in tuple(self.sessions.values()):
+            session.stop_waiting()
 
 
 class SessionFeatures(SessionPlug):
@@ -341,6 +350,11 @@ class SessionFeatures(SessionPlug):
             self._end()
         else:
             asyncio.get_running_loop().call_later(_LATE_S, self._end)
+
+    def stop_waiting(self) -> None:
+        """End the record of an answer that is over: what is on its way will not come."""
+        if self._is_over:
+            self._end()
 
     def sending(self, window_id: int, plan: WindowPlan, message: wire.Window) -> None:
         """Ask for the features of a window's rows, if they are of use."""
