@@ -42,6 +42,35 @@ class OpenRecorder:
     """Hidden states that are recorded."""
 
 
+class _AgreedKeys:
+    """Digests of the keys that may be recorded, as their file has them now.
+
+    Args:
+        path: The key file; None if there is none.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._stamp: tuple[int, ...] | None = None
+        self._found: frozenset[str] | None = None
+
+    def __call__(self) -> frozenset[str] | None:
+        """In hex; what was read last while the file cannot be read, and None without one."""
+        if self._path is None:
+            return None
+        try:
+            stat = self._path.stat()
+            stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+            if stamp != self._stamp:
+                records = read_key_file(self._path)
+                self._found = frozenset(record.digest.hex() for record in records if record.may_record)
+                self._stamp = stamp
+        except (OSError, MeshError):
+            # Its requests are refused meanwhile; no key counts as removed.
+            self._stamp = None
+        return self._found
+
+
 @contextmanager
 def open_recorder(options: HeadOptions, known: Preflight) -> Iterator[OpenRecorder | None]:
     """The recorder of a model's answers; None if none are recorded.
@@ -80,35 +109,6 @@ def open_recorder(options: HeadOptions, known: Preflight) -> Iterator[OpenRecord
         yield OpenRecorder(recorder, needs)
     finally:
         recorder.close()
-
-
-class _AgreedKeys:
-    """Digests of the keys that may be recorded, as their file has them now.
-
-    Args:
-        path: The key file; None if there is none.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._stamp: tuple[int, ...] | None = None
-        self._found: frozenset[str] | None = None
-
-    def __call__(self) -> frozenset[str] | None:
-        """In hex; what was read last while the file cannot be read, and None without one."""
-        if self._path is None:
-            return None
-        try:
-            stat = self._path.stat()
-            stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
-            if stamp != self._stamp:
-                records = read_key_file(self._path)
-                self._found = frozenset(record.digest.hex() for record in records if record.may_record)
-                self._stamp = stamp
-        except (OSError, MeshError):
-            # Its requests are refused meanwhile; no key counts as removed.
-            self._stamp = None
-        return self._found
 
 
 def _needs(options: HeadOptions, known: Preflight) -> FeatureNeeds:

@@ -51,14 +51,12 @@ class RecordedAnswer:
         recorder: Where it goes.
         request: Its request.
         recording: How it is filed.
-
-    Attributes:
-        features_may_wait: Whether its features may share a message.
-        context: Number of the prompt's last positions whose features it wants.
     """
 
     features_may_wait = True
+    """Whether its features may share a message."""
     context = CONTEXT
+    """Number of the prompt's last positions whose features it wants."""
 
     def __init__(self, recorder: Recorder, request: GenerationRequest, recording: RecordedPrompt) -> None:
         self._recorder = recorder

@@ -114,17 +114,17 @@ def test_keys_that_agree_are_those_of_the_file_now(tmp_path: Path) -> None:
     assert agreed() is None
     for record in (ALICE, BOB):
         add_key(path, record)
-    assert agreed() == {ALICE.digest.hex()}
+    assert agreed() == frozenset({ALICE.digest.hex()})
     path.write_text(path.read_text().replace(" may-record=yes", " may-record=no"))
     assert agreed() == frozenset()
     path.write_text(path.read_text().replace("may-record=no", "may-record=yes"))
-    assert agreed() == {ALICE.digest.hex()}
+    assert agreed() == frozenset({ALICE.digest.hex()})
     # While the file cannot be read no key counts as removed.
     whole = path.read_text()
     path.write_text("alice sha256:00\n")
-    assert agreed() == {ALICE.digest.hex()}
+    assert agreed() == frozenset({ALICE.digest.hex()})
     path.unlink()
-    assert agreed() == {ALICE.digest.hex()}
+    assert agreed() == frozenset({ALICE.digest.hex()})
     path.write_text(whole)
     remove_key(path, "alice")
     assert agreed() == frozenset()
