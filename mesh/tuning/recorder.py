@@ -35,6 +35,9 @@ CONTEXT: Final = 64
 MOST_ANSWER_BYTES: Final = 64 << 20
 """Features of one answer: what follows is not recorded."""
 _MOST_HELD_BYTES: Final = 256 << 20
+# Features of one token that travel with its window: less than 1 ms at 100 Mbit/s, while a message of their own
+# takes time of all hosts.
+_MOST_CARRIED_BYTES: Final = 8 << 10
 # Keys and ages are looked at again after this time.
 _LOOK_S: Final = 2.0
 _CLOSE_S: Final = 10.0
@@ -53,8 +56,6 @@ class RecordedAnswer:
         recording: How it is filed.
     """
 
-    features_may_wait = True
-    """Whether its features may share a message."""
     context = CONTEXT
     """Number of the prompt's last positions whose features it wants."""
 
@@ -65,6 +66,11 @@ class RecordedAnswer:
         self._runs: list[tuple[int, NDArray[np.float16]]] = []
         self._num_bytes = 0
         self._is_full = False
+
+    @property
+    def features_may_wait(self) -> bool:
+        """Whether features of several windows may share a message of their own: those that are large."""
+        return self._recorder.row_bytes > _MOST_CARRIED_BYTES
 
     @property
     def wants_features(self) -> bool:
@@ -166,6 +172,9 @@ class Recorder:
         most_bytes: Limit of the folder, for the status.
         now_s: Wall clock, Unix seconds.
         look_s: Time between two looks at keys and ages, in seconds.
+
+    Attributes:
+        row_bytes: Bytes of the features of one position.
     """
 
     def __init__(
@@ -180,6 +189,7 @@ class Recorder:
     ) -> None:
         self._folder = folder
         self._shape = shape
+        self.row_bytes = shape.row_bytes
         self._agreed = agreed
         self._now_s = now_s
         self._look_s = look_s
