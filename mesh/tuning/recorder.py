@@ -35,8 +35,8 @@ CONTEXT: Final = 64
 MOST_ANSWER_BYTES: Final = 64 << 20
 """Features of one answer: what follows is not recorded."""
 _MOST_HELD_BYTES: Final = 256 << 20
-# Features of one token that travel with its window: less than 1 ms at 100 Mbit/s, while a message of their own
-# takes time of all hosts.
+# Features of one token that travel with its window: less than 1 ms at 100 Mbit/s, while a message of their
+# own takes time of all hosts.
 _MOST_CARRIED_BYTES: Final = 8 << 10
 # Keys and ages are looked at again after this time.
 _LOOK_S: Final = 2.0
