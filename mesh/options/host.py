@@ -266,10 +266,10 @@ class HeadOptions(HostOptions, ModelOptions):
         ),
     ] = None
     record_days: Annotated[
-        float,
-        Field(gt=0),
+        int,
+        Field(ge=1),
         Option(section=SPECULATION, metavar="DAYS", help="Time after which a recorded answer is removed."),
-    ] = 30.0
+    ] = 30
     tap_layers: Annotated[
         tuple[int, ...],
         Option(
