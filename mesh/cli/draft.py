@@ -28,6 +28,7 @@ def draft() -> None:
     """Make, check or tune a drafter, whose proposals the served model verifies."""
 
 
+draft.add_command(draft_tuning.begin)
 draft.add_command(draft_tuning.tune)
 draft.add_command(draft_tuning.report)
 

@@ -1,4 +1,4 @@
-"""`mesh draft tune` and `mesh draft report`."""
+"""`mesh draft begin`, `mesh draft tune` and `mesh draft report`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,26 @@ if TYPE_CHECKING:
 _PATH: Final = click.Path(path_type=Path)
 _TARGET_HELP: Final = "The model that was recorded: a GGUF file or hf:org/repo:QUANT."
 _DEVICE_HELP: Final = "Where torch computes: cpu, cuda, cuda:1."
+
+
+@click.command()
+@click.argument("model", type=_PATH)
+@click.option("-o", "--output", type=_PATH, required=True, metavar="OUT", help="The drafter.")
+@int_option("--vocabulary", default=16384, metavar="N", help="Tokens that can be drafted.")
+@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+def begin(model: Path, output: Path, *, vocabulary: int, force: bool) -> None:
+    """Write an untrained EAGLE-3 drafter for MODEL, to be tuned.
+
+    It is made of MODEL's last layer, and drafts nothing of use before some 100,000 tokens of answers were
+    learned. A trained drafter is a much better beginning: look for one at the hub first.
+    """
+    from mesh.tuning.beginning import write_beginning  # noqa: PLC0415 - keeps --help quick
+
+    if output.exists() and not force:
+        raise ModelError(f"{output} exists: name another file, or replace it with --force")
+    path = local_model(model).path
+    write_beginning(output, path, vocabulary)
+    say(f"{output}: an untrained drafter for {path.name}; tune it with `mesh draft tune --from {output}`")
 
 
 @click.command()
