@@ -68,7 +68,7 @@ def begin(model: Path, output: Path, *, vocabulary: int, force: bool) -> None:
     help="Tokens that can be drafted, chosen anew for the answers, or `keep` for the same ones; as many as "
     "before unless given.",
 )
-@int_option("--threads", default=1, most=1024, metavar="N", help="Threads on a processor.")
+@int_option("--torch-threads", "threads", default=1, most=1024, metavar="N", help="Threads on a processor.")
 @click.option("--device", default="cpu", show_default=True, metavar="NAME", help=_DEVICE_HELP)
 @int_option("--seed", default=0, least=0, metavar="N", help="Number of the order of answers.")
 @click.option("--resume", is_flag=True, help="Go on with the unfinished run of OUT.")
@@ -129,7 +129,7 @@ def tune(
 @click.argument("folders", type=_PATH, nargs=-1, required=True, metavar="FOLDER...")
 @click.option("--for", "target", type=_PATH, required=True, metavar="MODEL", help=_TARGET_HELP)
 @click.option(
-    "--draft",
+    "--drafter",
     "drafters",
     type=_PATH,
     multiple=True,
@@ -137,9 +137,16 @@ def tune(
     metavar="FILE",
     help="A drafter, as often as there are some; gains are over the first.",
 )
-@int_option("--threads", default=1, most=1024, metavar="N", help="Threads on a processor.")
+@int_option("--torch-threads", "threads", default=1, most=1024, metavar="N", help="Threads on a processor.")
 @click.option("--device", default="cpu", show_default=True, metavar="NAME", help=_DEVICE_HELP)
-@int_option("--stages", default=2, most=1024, metavar="N", help="Stages, for tokens a second.")
+@int_option(
+    "--links",
+    default=3,
+    least=2,
+    most=1024,
+    metavar="N",
+    help="Links that a window crosses: one more than stages.",
+)
 @click.option("-o", "--output", type=_PATH, metavar="DIR", help="Folder for report.md and report.json.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def report(
@@ -149,7 +156,7 @@ def report(
     *,
     threads: int,
     device: str,
-    stages: int,
+    links: int,
     output: Path | None,
     as_json: bool,
 ) -> None:
@@ -169,7 +176,7 @@ def report(
         bar = bars.add("measuring")
         job = MeasureJob(folders, model, files, Device(device, threads))
         found = measure_drafters(job, lambda label, share: bar(share, label))
-    times = ring_times(model, files, stages)
+    times = ring_times(model, files, links - 1)
     sections: list[ReportSection] = []
     for folder in found:
         notes = []

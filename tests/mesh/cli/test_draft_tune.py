@@ -97,7 +97,7 @@ def test_a_drafter_is_tuned_and_reported(
     assert tuned.integer("spanmesh.tuned.tokens") == found["learned_tokens"]
     assert len(tuned.integers("spanmesh.tuned.prompts") or ()) == 34
     # Prompts from which one has learned are left out.
-    drafters = ("--draft", str(files.drafter), "--draft", str(files.output))
+    drafters = ("--drafter", str(files.drafter), "--drafter", str(files.output))
     assert files.report(*drafters, "-o", str(tmp_path / "report")) == 0
     out = capsys.readouterr().out
     assert "34 answers to prompts that a drafter has learned are left out." in out
@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_refused_in_one_line(
     )
     assert files.tune() == 1
     assert "pip install 'spanmesh[tune]'" in refusal(capsys)
-    assert files.report("--draft", str(files.drafter)) == 1
+    assert files.report("--drafter", str(files.drafter)) == 1
     assert "pip install 'spanmesh[tune]'" in refusal(capsys)
 
 

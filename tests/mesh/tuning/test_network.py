@@ -104,7 +104,8 @@ class Plain:
         gate = self._trained("blk.0.ffn_gate.weight") @ inner
         up = self._trained("blk.0.ffn_up.weight") @ inner
         fed: NDArray[np.float64] = self._trained("blk.0.ffn_down.weight") @ (gate / (1 + np.exp(-gate)) * up)
-        return state + fed
+        after: NDArray[np.float64] = state + fed
+        return after
 
     def logits(self, state: NDArray[np.float64]) -> NDArray[np.float64]:
         head = self._weights.head.astype(np.float64)
@@ -119,7 +120,8 @@ class Plain:
 
     def _normed(self, row: NDArray[Any], name: str) -> NDArray[np.float64]:
         scale = np.sqrt((row.astype(np.float64) ** 2).mean() + self._weights.shape.norm_eps)
-        return row / scale * self._trained(name)
+        normed: NDArray[np.float64] = row / scale * self._trained(name)
+        return normed
 
     def _rotated(self, row: NDArray[np.float64], position: int) -> NDArray[np.float64]:
         shape = self._weights.shape
