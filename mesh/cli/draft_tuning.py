@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from mesh.cli.shared_options import float_option, int_option, local_model
+from mesh.cli.shared_options import LayerCounts, float_option, int_option, local_model
 from mesh.util.printable import say
 from mesh.util.terminal import progress_bars
 from spanmesh_proto.errors import ModelError
@@ -28,8 +28,14 @@ _DEVICE_HELP: Final = "Where torch computes: cpu, cuda, cuda:1."
 @click.argument("model", type=_PATH)
 @click.option("-o", "--output", type=_PATH, required=True, metavar="OUT", help="The drafter.")
 @int_option("--vocabulary", default=16384, metavar="N", help="Tokens that can be drafted.")
+@click.option(
+    "--layers",
+    type=LayerCounts(),
+    metavar="A,B,C",
+    help="Three layers whose inputs it reads, as a recording names them; llama.cpp's choice unless given.",
+)
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
-def begin(model: Path, output: Path, *, vocabulary: int, force: bool) -> None:
+def begin(model: Path, output: Path, *, vocabulary: int, layers: tuple[int, ...] | None, force: bool) -> None:
     """Write an untrained EAGLE-3 drafter for MODEL, to be tuned.
 
     It is made of MODEL's last layer, and drafts nothing of use before some 100,000 tokens of answers were
@@ -40,7 +46,7 @@ def begin(model: Path, output: Path, *, vocabulary: int, force: bool) -> None:
     if output.exists() and not force:
         raise ModelError(f"{output} exists: name another file, or replace it with --force")
     path = local_model(model).path
-    write_beginning(output, path, vocabulary)
+    write_beginning(output, path, vocabulary, layers)
     say(f"{output}: an untrained drafter for {path.name}; tune it with `mesh draft tune --from {output}`")
 
 

@@ -65,13 +65,14 @@ class _LastLayer:
         return None if tensor is None or tensor.shape != shape else TensorRows(self._header, tensor).rows()
 
 
-def write_beginning(path: Path, target: Path, num_tokens: int) -> None:
+def write_beginning(path: Path, target: Path, num_tokens: int, layers: tuple[int, ...] | None = None) -> None:
     """Write a drafter that is to be tuned.
 
     Args:
         path: Where to.
         target: The model's file.
         num_tokens: Tokens that it drafts, those with the lowest ids; tuning chooses others.
+        layers: Three layers whose inputs it reads; as llama.cpp's converter chooses them unless given.
 
     Raises:
         ModelError: If no drafter can read the model's hidden states, or the file cannot be written.
@@ -80,7 +81,7 @@ def write_beginning(path: Path, target: Path, num_tokens: int) -> None:
     if facts.n_layers < _LEAST_LAYERS:
         raise UncuttableModel(f"{facts.name} has {facts.layer_count}: a drafter reads three of at least six")
     shape, n_ff = _sizes(header, facts.n_layers, facts.n_embd)
-    layers = (2, facts.n_layers // 2, facts.n_layers - 3)
+    layers = layers or (2, facts.n_layers // 2, facts.n_layers - 3)
     token_ids = np.arange(min(num_tokens, facts.n_vocab), dtype=np.int64)
     weights = Eagle3Weights(
         shape=shape,

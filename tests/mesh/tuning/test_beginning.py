@@ -37,7 +37,8 @@ def test_a_beginning_drafts(architecture: str, tmp_path: Path, monkeypatch: pyte
 def test_it_is_the_models_last_layer(tmp_path: Path) -> None:
     target = TinyModel("llama", n_layers=6, is_float=True).write(tmp_path / "target.gguf")
     path = tmp_path / "beginning.gguf"
-    write_beginning(path, target, 320)
+    write_beginning(path, target, 320, (1, 3, 5))
+    assert Source(target, path).recorded.layers == (1, 3, 5)
     last, trained = GgufSource(target).tensors, Source(target, path).weights.trained
     query = np.array(last["blk.5.attn_q.weight"].data)
     for half in np.split(trained["blk.0.attn_q.weight"], 2, axis=1):
@@ -53,4 +54,8 @@ def test_a_model_with_few_layers_has_none(tmp_path: Path, capsys: pytest.Capture
     target = TinyModel("llama", n_layers=5).write(tmp_path / "target.gguf")
     assert run(["draft", "begin", str(target), "-o", str(tmp_path / "out.gguf")]) == 1
     assert "has 5 layers: a drafter reads three of at least six" in capsys.readouterr().err
+    assert not (tmp_path / "out.gguf").exists()
+    target = TinyModel("llama", n_layers=8).write(tmp_path / "target.gguf")
+    assert run(["draft", "begin", str(target), "-o", str(tmp_path / "out.gguf"), "--layers", "2,4"]) == 1
+    assert "no list of three" in capsys.readouterr().err
     assert not (tmp_path / "out.gguf").exists()
