@@ -29,6 +29,7 @@ def draft() -> None:
 
 
 draft.add_command(draft_record.record)
+draft.add_command(draft_tuning.begin)
 draft.add_command(draft_tuning.tune)
 draft.add_command(draft_tuning.report)
 

@@ -1,4 +1,4 @@
-"""`mesh draft tune` and `mesh draft report`."""
+"""`mesh draft begin`, `mesh draft tune` and `mesh draft report`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from mesh.cli.shared_options import float_option, int_option, local_model
+from mesh.cli.shared_options import LayerCounts, float_option, int_option, local_model
 from mesh.util.printable import say
 from mesh.util.terminal import progress_bars
 from spanmesh_proto.errors import ModelError
@@ -22,6 +22,32 @@ if TYPE_CHECKING:
 _PATH: Final = click.Path(path_type=Path)
 _TARGET_HELP: Final = "The model that was recorded: a GGUF file or hf:org/repo:QUANT."
 _DEVICE_HELP: Final = "Where torch computes: cpu, cuda, cuda:1."
+
+
+@click.command()
+@click.argument("model", type=_PATH)
+@click.option("-o", "--output", type=_PATH, required=True, metavar="OUT", help="The drafter.")
+@int_option("--vocabulary", default=16384, metavar="N", help="Tokens that can be drafted.")
+@click.option(
+    "--layers",
+    type=LayerCounts(),
+    metavar="A,B,C",
+    help="Three layers whose inputs it reads, as a recording names them; llama.cpp's choice unless given.",
+)
+@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+def begin(model: Path, output: Path, *, vocabulary: int, layers: tuple[int, ...] | None, force: bool) -> None:
+    """Write an untrained EAGLE-3 drafter for MODEL, to be tuned.
+
+    It is made of MODEL's last layer, and drafts nothing of use before some 100,000 tokens of answers were
+    learned. A trained drafter is a much better beginning: look for one at the hub first.
+    """
+    from mesh.tuning.beginning import write_beginning  # noqa: PLC0415 - keeps --help quick
+
+    if output.exists() and not force:
+        raise ModelError(f"{output} exists: name another file, or replace it with --force")
+    path = local_model(model).path
+    write_beginning(output, path, vocabulary, layers)
+    say(f"{output}: an untrained drafter for {path.name}; tune it with `mesh draft tune --from {output}`")
 
 
 @click.command()
@@ -48,7 +74,7 @@ _DEVICE_HELP: Final = "Where torch computes: cpu, cuda, cuda:1."
     help="Tokens that can be drafted, chosen anew for the answers, or `keep` for the same ones; as many as "
     "before unless given.",
 )
-@int_option("--threads", default=1, most=1024, metavar="N", help="Threads on a processor.")
+@int_option("--torch-threads", "threads", default=1, most=1024, metavar="N", help="Threads on a processor.")
 @click.option("--device", default="cpu", show_default=True, metavar="NAME", help=_DEVICE_HELP)
 @int_option("--seed", default=0, least=0, metavar="N", help="Number of the order of answers.")
 @click.option("--resume", is_flag=True, help="Go on with the unfinished run of OUT.")
@@ -109,7 +135,7 @@ def tune(
 @click.argument("folders", type=_PATH, nargs=-1, required=True, metavar="FOLDER...")
 @click.option("--for", "target", type=_PATH, required=True, metavar="MODEL", help=_TARGET_HELP)
 @click.option(
-    "--draft",
+    "--drafter",
     "drafters",
     type=_PATH,
     multiple=True,
@@ -117,9 +143,16 @@ def tune(
     metavar="FILE",
     help="A drafter, as often as there are some; gains are over the first.",
 )
-@int_option("--threads", default=1, most=1024, metavar="N", help="Threads on a processor.")
+@int_option("--torch-threads", "threads", default=1, most=1024, metavar="N", help="Threads on a processor.")
 @click.option("--device", default="cpu", show_default=True, metavar="NAME", help=_DEVICE_HELP)
-@int_option("--stages", default=2, most=1024, metavar="N", help="Stages, for tokens a second.")
+@int_option(
+    "--links",
+    default=3,
+    least=2,
+    most=1024,
+    metavar="N",
+    help="Links that a window crosses: one more than stages.",
+)
 @click.option("-o", "--output", type=_PATH, metavar="DIR", help="Folder for report.md and report.json.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def report(
@@ -129,7 +162,7 @@ def report(
     *,
     threads: int,
     device: str,
-    stages: int,
+    links: int,
     output: Path | None,
     as_json: bool,
 ) -> None:
@@ -149,7 +182,7 @@ def report(
         bar = bars.add("measuring")
         job = MeasureJob(folders, model, files, Device(device, threads))
         found = measure_drafters(job, lambda label, share: bar(share, label))
-    times = ring_times(model, files, stages)
+    times = ring_times(model, files, links - 1)
     sections: list[ReportSection] = []
     for folder in found:
         notes = []

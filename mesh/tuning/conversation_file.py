@@ -12,7 +12,7 @@ import os
 import stat
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal, NoReturn, cast, get_args
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal, NoReturn, TypeGuard, cast, get_args
 
 import numpy as np
 
@@ -251,7 +251,7 @@ def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def _are_counts(values: object, number: int) -> bool:
+def _are_counts(values: object, number: int) -> TypeGuard[list[int]]:
     return (
         isinstance(values, list)
         and len(values) == number

@@ -25,7 +25,7 @@ from stages.slicing.stage_writer import encode_header, padded
 from stages.slicing.tensor_names import EMBEDDING, OUTPUT
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -57,6 +57,7 @@ _OWN_TOKENS: Final = "d2t"
 _ROPE_FACTORS: Final = "rope_freqs.weight"
 _Q8: Final = GGMLQuantizationType.Q8_0
 _Q8_BLOCK: Final = 32
+_ALIGNMENT: Final = 32
 # Relative difference of rows of a head that was quantised to four bits: .08 in the demo's drafter.
 _SAME_HEAD: Final = 0.25
 _NUM_COMPARED: Final = 256
@@ -256,12 +257,40 @@ def write_weights(path: Path, drafter: Drafter, weights: Eagle3Weights, tuned: M
         arrays |= {OUTPUT: weights.head, _OWN_TOKENS: weights.token_ids}
     parts = [_encoded(name, array) for name, array in arrays.items()]
     parts += [_copied(header, tensor) for name, tensor in header.tensors.items() if name not in arrays]
-    layout = StageLayout(header.alignment, metadata, tuple(tensor for tensor, _ in parts))
+    _write(path, header.alignment, metadata, parts)
+
+
+def write_new(path: Path, weights: Eagle3Weights, metadata: Mapping[str, Value]) -> None:
+    """Write a drafter that lacks an embedding, matrices in Q8_0; the file appears whole.
+
+    Args:
+        path: Where to.
+        weights: Its weights.
+        metadata: All of it: sizes, layers and tokenizer.
+
+    Raises:
+        ModelError: If the file cannot be written.
+    """
+    arrays: dict[str, NDArray[Any]] = {
+        **weights.trained,
+        OUTPUT: weights.head,
+        _OWN_TOKENS: weights.token_ids,
+    }
+    _write(path, _ALIGNMENT, metadata, [_encoded(name, array) for name, array in arrays.items()])
+
+
+def _write(
+    path: Path,
+    alignment: int,
+    metadata: Mapping[str, Value],
+    parts: Sequence[tuple[StageTensor, NDArray[Any]]],
+) -> None:
+    layout = StageLayout(alignment, metadata, tuple(tensor for tensor, _ in parts))
     with atomic_write(path) as file:
         file.write(encode_header(layout))
         for tensor, data in parts:
             file.write(data.tobytes())
-            file.write(bytes(padded(tensor.n_bytes, layout.alignment) - tensor.n_bytes))
+            file.write(bytes(padded(tensor.n_bytes, alignment) - tensor.n_bytes))
 
 
 def _is_as_before(header: GgufHeader, weights: Eagle3Weights) -> bool:

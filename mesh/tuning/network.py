@@ -87,7 +87,10 @@ class Compute:
         """
         if not self.is_bf16:
             return contextlib.nullcontext()
-        return torch.autocast(self.device.partition(":")[0], dtype=torch.bfloat16)
+        context: contextlib.AbstractContextManager[None] = torch.autocast(
+            self.device.partition(":")[0], dtype=torch.bfloat16
+        )
+        return context
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,8 @@ def _header_digest(header: GgufHeader) -> str:
     digest = _metadata_digest(header, "")
     for name, tensor in sorted(header.tensors.items()):
         digest.update(f"{name} {tensor.shape} {tensor.type.name}\n".encode())
-    return digest.hexdigest()
+    found: str = digest.hexdigest()
+    return found
 
 
 def _metadata_digest(header: GgufHeader, prefix: str) -> Any:

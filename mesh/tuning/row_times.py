@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from mesh.draft.loading import check_drafter
 from mesh.tuning.report import RingTimes
+from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import InvalidModel
 from speculative.draft.context import DraftOptions
 from stages.isolated import ProcessEnded, call
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 # A larger model is timed by its first layers, and the rest is added in proportion to the bytes.
 _MOST_BYTES: Final = 512 * 2**20
 _NUM_ROWS: Final = (1, 2, 3, 5, 9)
-_POSITION: Final = 128
+# Rows before those that are timed.
+_POSITION: Final = 64
 _CTX_SIZE: Final = 256
 _NUM_ROUNDS: Final = 7
 
@@ -64,6 +66,7 @@ def ring_times(target: Path, drafters: Sequence[Path], num_stages: int) -> list[
 
 
 def _measure(target: Path, _report: Callable[..., None]) -> tuple[tuple[int, float], ...]:
+    set_up_logs()
     prepare_process(numerics_for(exact=False, num_threads=1))
     facts, source = read_model_facts(target), read_source(target)
     stop = _stop(facts)
@@ -73,6 +76,7 @@ def _measure(target: Path, _report: Callable[..., None]) -> tuple[tuple[int, flo
         path = Path(folder) / "blank.gguf"
         blank_stage(source, LayerRange(0, stop)).write(path)
         with contextlib.closing(StageRuntime(path, RuntimeOptions(ctx_size=_CTX_SIZE))) as runtime:
+            runtime.decode([Span(0, 0, [0] * _POSITION)])
             return tuple((count, total / part * _best_ms(runtime, count)) for count in _NUM_ROWS)
 
 

@@ -110,7 +110,7 @@ class RunFolder:
         if not path.exists():
             return None
         try:
-            with np.load(path, allow_pickle=False) as archive:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
                 state = json.loads(str(archive[_STATE]))
                 arrays = {key: archive[key] for key in shapes}
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:

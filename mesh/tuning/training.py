@@ -151,6 +151,8 @@ class Trainer:
         self._optimiser.zero_grad(set_to_none=True)
         with network.compute.autocast():
             loss = network.loss(batch, self._schedule.num_steps)
+        if not loss.requires_grad:
+            return  # no token of these answers can be drafted
         if not bool(torch.isfinite(loss)):
             self._go_back()
             return
@@ -162,7 +164,7 @@ class Trainer:
             num_tokens=state.num_tokens + int(batch.is_chain.sum()),
             spent_s=state.spent_s + self._spent_s() - begun_s,
         )
-        self._tell(float(loss))
+        self._tell(float(loss.detach()))
 
     def _batch(self) -> list[int]:
         """Indices of the answers of the next step."""

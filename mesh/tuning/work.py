@@ -82,7 +82,7 @@ class _Measuring:
         rates = []
         for change in (None, with_strange_features):
             found = measure(network, self._lexicon, some, self._shape, weights.token_ids, change=change)
-            num_right = np.concatenate([each.num_right for each in found] or [np.zeros(1)])
+            num_right = np.concatenate([each.num_right for each in found] or [np.zeros(1, np.int64)])
             rates.append(float((num_right > 0).mean()))
         if rates[0] < _LEAST_FACTOR * rates[1] and rates[1] >= _LEAST_RATE:
             raise ModelError(

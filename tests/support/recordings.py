@@ -36,13 +36,18 @@ def info(number: int, *, start: int = 0, answer_start: int = _NUM_PROMPT) -> Con
     )
 
 
-def foreseeable(number: int, num_tokens: int = 40) -> Conversation:
-    """Text that its features tell: each token is the one before plus a step, which the features carry."""
+def foreseeable(number: int, head: NDArray[np.float32], num_tokens: int = 40) -> Conversation:
+    """Random text whose features name the token that is foretold: the third layer's are its row of the head.
+
+    Args:
+        number: Of the text.
+        head: The model's, [tokens, n_embd].
+        num_tokens: Length.
+    """
     noise = np.random.default_rng(number)
-    table = np.random.default_rng(0).standard_normal((N_VOCAB, len(LAYERS), N_EMBD))
-    step = int(noise.integers(1, 4))
-    token_ids = (int(noise.integers(20, 200)) + step * np.arange(num_tokens)) % 200 + 20
-    features = table[token_ids] + table[step]
+    token_ids = noise.integers(3, N_VOCAB, num_tokens)
+    features = 0.1 * noise.standard_normal((num_tokens, len(LAYERS), N_EMBD))
+    features[:-2, 2] += head[token_ids[2:]]
     return Conversation(info(number), token_ids.astype(np.int32), features.astype(np.float16))
 
 

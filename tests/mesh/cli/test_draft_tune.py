@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from mesh.cli.main import run
+from mesh.text.tokenizer import Tokenizer
 from mesh.tuning.answers import index_answers, split_by_prompt
-from mesh.tuning.conversation_file import write_conversation
-from mesh.tuning.recording import conversation_paths, read_recording_header
+from mesh.tuning.conversation_file import Conversation, write_conversation
+from mesh.tuning.drafter_file import head_rows
+from mesh.tuning.recording import (
+    RecordingHeader,
+    conversation_path,
+    conversation_paths,
+    create_recording,
+    read_recording_header,
+    recorded_model,
+)
 from stages.gguf import read_header
-from tests.support.recordings import foreseeable, random_conversation, write_recording
+from tests.support.eagle3 import DRAFTER
+from tests.support.recordings import (
+    foreseeable,
+    greedy_with_features,
+    info,
+    random_conversation,
+    write_recording,
+)
 from tests.support.tiny_eagle3 import TinyEagle3
 from tests.support.tiny_models import TinyModel
 
@@ -31,7 +47,8 @@ class Files:
     def __init__(self, folder: Path) -> None:
         self.model = TinyModel("llama", is_float=True).write(folder / "model.gguf")
         self.drafter = TinyEagle3(num_own_tokens=300).write(self.model, folder / "eagle3.gguf")
-        conversations = [foreseeable(number) for number in range(40)]
+        self.head = head_rows(read_header(self.model)).rows()
+        conversations = [foreseeable(number, self.head) for number in range(40)]
         self.recording = write_recording(folder / "recording", self.model, conversations)
         self.output = folder / "tuned.gguf"
 
@@ -65,7 +82,7 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> str:
 def test_a_drafter_is_tuned_and_reported(
     files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    learning = ("--passes", "8", "--rate", "3e-3", "--batch", "8", "--ttt", "2")
+    learning = ("--passes", "8", "--rate", "2e-2", "--ttt", "1")
     # It begins with the drafter beside the model.
     assert files.tune(*learning, "--json") == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -80,7 +97,7 @@ def test_a_drafter_is_tuned_and_reported(
     assert tuned.integer("spanmesh.tuned.tokens") == found["learned_tokens"]
     assert len(tuned.integers("spanmesh.tuned.prompts") or ()) == 34
     # Prompts from which one has learned are left out.
-    drafters = ("--draft", str(files.drafter), "--draft", str(files.output))
+    drafters = ("--drafter", str(files.drafter), "--drafter", str(files.output))
     assert files.report(*drafters, "-o", str(tmp_path / "report")) == 0
     out = capsys.readouterr().out
     assert "34 answers to prompts that a drafter has learned are left out." in out
@@ -90,16 +107,31 @@ def test_a_drafter_is_tuned_and_reported(
     assert [row["name"] for row in rows] == ["eagle3.gguf", "tuned.gguf"]
     assert rows[1]["acceptance"]["unconditional"] == after["acceptance"]["unconditional"]
     assert [advice["delay_ms"] for advice in rows[1]["advice"]] == [0.1, 5.0, 20.0]
-    # Features of other conversations tell it nothing: they do not belong to the tokens.
-    for number, path in enumerate(conversation_paths(files.recording)):
-        told, strange = foreseeable(number + 100), random_conversation(number, 40)
-        write_conversation(path, replace(told, features=strange.features))
     assert files.tune("--from", str(files.output), "--force") == 1
     assert "is what the new drafter is made of" in refusal(capsys)
-    files.output = files.output.with_name("again.gguf")
-    assert files.tune("--from", str(tmp_path / "models" / "tuned.gguf")) == 1
+
+
+@needs_torch
+@pytest.mark.model
+def test_features_that_do_not_belong_to_the_tokens_are_refused(
+    smollm2_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = (3, 15, 28)
+    text = "<|im_start|>user\nCount from one to twenty.<|im_end|>\n<|im_start|>assistant\n"
+    prompt = Tokenizer(smollm2_path).encode(text, add_special=False, parse_special=True)
+    token_ids, features = greedy_with_features(smollm2_path, prompt, 60, layers)
+    folder = tmp_path / "recording"
+    create_recording(folder, RecordingHeader(recorded_model(smollm2_path), layers))
+    # The rows of other positions, as if sessions had been mixed up.
+    mixed = np.random.default_rng(1).permutation(features)
+    for number in range(12):
+        written = Conversation(info(number, answer_start=len(prompt)), token_ids, mixed)
+        write_conversation(conversation_path(folder, number), written)
+    output = tmp_path / "tuned.gguf"
+    named = ("--for", str(smollm2_path), "--from", str(DRAFTER), "-o", str(output))
+    assert run(["draft", "tune", str(folder), *named]) == 1
     assert "features and tokens do not belong together" in refusal(capsys)
-    assert not files.output.with_name("again.gguf.run").exists()
+    assert not output.with_name("tuned.gguf.run").exists()
 
 
 @needs_torch
@@ -140,7 +172,7 @@ def test_what_does_not_fit_is_refused_in_one_line(
     )
     assert files.tune() == 1
     assert "pip install 'spanmesh[tune]'" in refusal(capsys)
-    assert files.report("--draft", str(files.drafter)) == 1
+    assert files.report("--drafter", str(files.drafter)) == 1
     assert "pip install 'spanmesh[tune]'" in refusal(capsys)
 
 

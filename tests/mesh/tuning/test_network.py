@@ -51,7 +51,7 @@ def tiny(shape: TinyEagle3, folder: Path) -> Source:
 
 
 def network_of(source: Source, conversations: Sequence[Conversation]) -> tuple[Network, Any]:
-    tokens = [source.weights.token_ids, *(each.token_ids for each in conversations)]
+    tokens: list[NDArray[Any]] = [source.weights.token_ids, *(each.token_ids for each in conversations)]
     lexicon = make_lexicon(source.embedding, np.concatenate(tokens), source.facts.n_vocab)
     return Network(source.weights, lexicon, CPU), lexicon
 
@@ -80,7 +80,8 @@ class Plain:
         row = features.reshape(-1).astype(np.float64)
         if self._weights.shape.norm_before_fc:
             row = self._normed(row, "enc.output_norm.weight")
-        return self._trained("fc.weight") @ row
+        encoded: NDArray[np.float64] = self._trained("fc.weight") @ row
+        return encoded
 
     def step(self, token: int, row: NDArray[np.float64], position: int) -> NDArray[np.float64]:
         """State of a row, which sees those of all positions before and itself."""
@@ -103,10 +104,13 @@ class Plain:
         gate = self._trained("blk.0.ffn_gate.weight") @ inner
         up = self._trained("blk.0.ffn_up.weight") @ inner
         fed: NDArray[np.float64] = self._trained("blk.0.ffn_down.weight") @ (gate / (1 + np.exp(-gate)) * up)
-        return state + fed
+        after: NDArray[np.float64] = state + fed
+        return after
 
     def logits(self, state: NDArray[np.float64]) -> NDArray[np.float64]:
-        return self._weights.head.astype(np.float64) @ self._normed(state, "output_norm.weight")
+        head = self._weights.head.astype(np.float64)
+        logits: NDArray[np.float64] = head @ self._normed(state, "output_norm.weight")
+        return logits
 
     def drafted(self, state: NDArray[np.float64]) -> int:
         return int(self._weights.token_ids[self.logits(state).argmax()])
@@ -116,7 +120,8 @@ class Plain:
 
     def _normed(self, row: NDArray[Any], name: str) -> NDArray[np.float64]:
         scale = np.sqrt((row.astype(np.float64) ** 2).mean() + self._weights.shape.norm_eps)
-        return row / scale * self._trained(name)
+        normed: NDArray[np.float64] = row / scale * self._trained(name)
+        return normed
 
     def _rotated(self, row: NDArray[np.float64], position: int) -> NDArray[np.float64]:
         shape = self._weights.shape
@@ -198,7 +203,7 @@ def test_chains_draft_what_llama_cpp_drafts(shape: TinyEagle3, tmp_path: Path) -
 def test_the_demo_s_drafter_drafts_alike_from_real_features(smollm2_path: Path, tmp_path: Path) -> None:
     source = Source(smollm2_path, DRAFTER)
     text = "<|im_start|>user\nCount from one to twenty.<|im_end|>\n<|im_start|>assistant\n"
-    prompt = Tokenizer(smollm2_path).tokenize(text)
+    prompt = Tokenizer(smollm2_path).encode(text, add_special=False, parse_special=True)
     token_ids, features = greedy_with_features(smollm2_path, prompt, 40, source.recorded.layers)
     conversation = Conversation(info(0, answer_start=len(prompt)), token_ids, features)
     theirs = llama_drafts(source, conversation, tmp_path)
@@ -229,7 +234,7 @@ def test_conversations_side_by_side_are_as_alone(tmp_path: Path) -> None:
 def test_a_loss_is_the_mean_cross_entropy_of_tokens_that_can_be_drafted(tmp_path: Path) -> None:
     source, conversation = tiny(SHAPES[0], tmp_path), random_conversation(3)
     network, lexicon = network_of(source, [conversation])
-    loss = float(network.loss(make_batch([conversation], lexicon, 1, "cpu"), 1))
+    loss = float(network.loss(make_batch([conversation], lexicon, 1, "cpu"), 1).detach())
     plain, first = Plain(source), conversation.info.answer_start - 1
     surprises = []
     for row in range(len(conversation.token_ids) - 2):
