@@ -4,6 +4,7 @@ While a session speculates, its committed tokens are compared with those that pl
 committed in the same time. The balance starts at zero. Once it is overdrawn the session continues with plain
 windows, and after a pause it may try again; each failed try doubles the pause. So speculation that does not
 pay costs a few tokens per answer, whatever the model predicts, and text that becomes predictable is noticed.
+A drafter that brings hardly any token is left out of whole answers: it takes time even where it is silent.
 """
 
 from __future__ import annotations
@@ -59,7 +60,12 @@ class DraftingRecord:
     """Length of the next such wait."""
 
     def after(self, num_tokens: int, num_drafted: int) -> DraftingRecord:
-        """The record after one more session."""
+        """The record after one more session.
+
+        Args:
+            num_tokens: Tokens committed in it while a drafter drafted, perhaps none.
+            num_drafted: Those of them that it had drafted.
+        """
         tokens, drafted = self.num_tokens + num_tokens, self.num_drafted + num_drafted
         if drafted >= _LEAST_DRAFTED * tokens:
             kept = min(1.0, _NUM_DRAFTING_REMEMBERED / max(tokens, 1.0))
@@ -157,6 +163,7 @@ class SessionPayoff:
         self._before = record
         self._pause = self._options.first_pause
         self._num_stops = 0 if record is None else record.num_stops
+        self._drafting_before = DraftingRecord() if record is None else record.drafting
         self._plain_ms = 0.0 if record is None else record.plain_ms
         self.balance = 0.0
         self.wait = 0
@@ -196,9 +203,7 @@ class SessionPayoff:
             self._pause,
             self.wait,
             self._num_stops,
-            (DraftingRecord() if before is None else before.drafting).after(
-                self._num_drafting, self._num_drafted
-            ),
+            self._drafting_before.after(self._num_drafting, self._num_drafted),
         )
 
     @property
